@@ -1,0 +1,3 @@
+"""batchengine: the engine between the service above and kernels and kv_store below."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Everything that faces a user: HTTP, CLI, control socket, notifications."""
