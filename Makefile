@@ -1,0 +1,50 @@
+# Each target echoes the plain command it runs. `make demo` and `make test` need only Python 3.11+, g++ and make.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -ec
+PYTHON ?= python3
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+# llama.cpp is compiled for its tokenizer and as the peer of tests and benches; its tools are not needed.
+LLAMA_ARGS := -DLLAVA_BUILD=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
+LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; d = p["dependencies"] + p["optional-dependencies"]["dev"]; print("\n".join(x for x in d if x.startswith("llama") == (sys.argv[1] == "llama")))'
+NATIVE := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
+
+.PHONY: env native demo test check bench clean
+
+env: .venv/.env-stamp
+.venv/.env-stamp: pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	@echo "[env 1/3] Python packages"
+	$(LIST) rest > .venv/rest.txt && $(PIP) install -q --upgrade pip && $(PIP) install -q -r .venv/rest.txt
+	@echo "[env 2/3] llama.cpp, compiled from source: about four minutes on 2 cores"
+	$(LIST) llama > .venv/llama.txt && CMAKE_ARGS="$(LLAMA_ARGS)" $(PIP) install -v -r .venv/llama.txt \
+	  | awk '/Successfully|rror|already satisfied: llama/ {print; fflush()} match($$0, /\[[0-9]+\/[0-9]+\]/) {n++; if (n % 14 == 0) {print "  llama.cpp " substr($$0, RSTART, RLENGTH); fflush()}}'
+	@echo "[env 3/3] packages ready"
+	touch $@
+
+# In place: kernels/_native*.so lands beside its Python door, and the repository root is on the path.
+native: .venv/.native-stamp
+.venv/.native-stamp: .venv/.env-stamp pyproject.toml $(NATIVE)
+	@echo "[native] compiling the kernels"
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PIP) install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: native
+	$(PY) -m service.demo
+
+test: native
+	$(PY) -m pytest -q
+
+check: native
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+	.venv/bin/lint-imports
+
+bench: native
+	$(PY) -m bench engine
+	$(PY) -m bench kernels
+	$(PY) -m bench invariance
+
+clean:
+	rm -rf build .venv kernels/_native*.so
