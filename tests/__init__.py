@@ -1,0 +1,1 @@
+"""The default suite: no network, no accelerator, nothing outside the repository."""

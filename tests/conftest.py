@@ -1,0 +1,23 @@
+"""Fixtures shared by every seam: the bundled pocket model, and scratch folders that vanish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def pocket_path() -> Path:
+    """The bundled pocket model: 4 layers, 256 wide, qwen3, Q4_0."""
+    path = ROOT / "pocket" / "pocket-q4_0.gguf"
+    assert path.is_file(), "pocket/pocket-q4_0.gguf is part of the repository"
+    return path
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One packed-weights cache for the whole run, so that a model is packed once."""
+    return tmp_path_factory.mktemp("weights")
