@@ -1,0 +1,94 @@
+"""The metric objects of one daemon and the text of `/metrics`.
+
+Owns names, labels and buckets (API §4); refuses unbounded label values: a label is an enum of
+this program or a name from a capped table. Times are recorded in seconds, as Prometheus expects.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+PREFIX = "batchengine_"
+LABEL_VALUES_MAX = 64  # distinct ignored field names kept; clients choose these names
+OTHER = "other"
+TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
+TPOT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
+E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 3600)
+STEP_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+
+class Metrics:
+    """All metrics of one daemon, in a registry of its own: two daemons in one test do not mix."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        r = self.registry
+        c, rt = "class", "route"
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, text, labels, registry=r)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(PREFIX + name, text, labels, registry=r)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(PREFIX + name, text, labels, registry=r, buckets=buckets)
+
+        self.requests_waiting = gauge("requests_waiting", "Requests waiting for a seat", c)
+        self.requests_running = gauge("requests_running", "Requests holding a seat", c, rt)
+        self.kv_usage_ratio = gauge("kv_usage_ratio", "Share of the KV budget in use", "tier")
+        self.cache_config_info = gauge(
+            "cache_config_info",
+            "Constant 1; KV geometry in the labels",
+            "block_size",
+            "num_gpu_blocks",
+        )
+        self.ttft_seconds = histogram("ttft_seconds", "Arrival to first token", TTFT_BUCKETS, c, rt)
+        self.tpot_seconds = histogram(
+            "tpot_seconds", "Mean time per later token of a request", TPOT_BUCKETS, c, rt
+        )
+        self.e2e_seconds = histogram("e2e_seconds", "Arrival to last token", E2E_BUCKETS, c, rt)
+        self.slo_requests_total = counter(
+            "slo_requests_total", "Finished requests by what became of their targets", c, "outcome"
+        )
+        self.prefix_hit_tokens_total = counter(
+            "prefix_hit_tokens_total", "Prompt tokens whose KV was found instead of computed"
+        )
+        self.tokens_total = counter("tokens_total", "Tokens computed", "kind")
+        self.ignored_fields_total = counter(
+            "ignored_fields_total", "Request fields that were not understood", "field"
+        )
+        self.worker_restarts_total = counter(
+            "worker_restarts_total", "Lane workers started again after dying", "lane"
+        )
+        self.steps_total = counter("steps_total", "Steps run", "lane")
+        self.step_seconds = histogram("step_seconds", "Duration of a step", STEP_BUCKETS, "lane")
+        self.step_predicted_seconds_total = counter(
+            "step_predicted_seconds_total", "Step time the cost model predicted", "lane"
+        )
+        self.preemptions_total = counter("preemptions_total", "Seats taken back mid-run", c)
+        self.numeric_faults_total = counter(
+            "numeric_faults_total", "Sessions stopped because a row was not finite"
+        )
+        self.kv_pages_total = counter("kv_pages_total", "KV pages by what happened", "event")
+        self._fields: set[str] = set()
+
+    def count_ignored_field(self, field: str) -> None:
+        """Count an ignored request field; past LABEL_VALUES_MAX names all others are "other"."""
+        if field not in self._fields:
+            if len(self._fields) >= LABEL_VALUES_MAX or len(field) > 64 or not field.isascii():
+                field = OTHER
+            else:
+                self._fields.add(field)
+        self.ignored_fields_total.labels(field).inc()
+
+    def render(self) -> tuple[bytes, str]:
+        """The scrape body and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
