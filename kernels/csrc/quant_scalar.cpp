@@ -1,0 +1,56 @@
+// The definition of CA-1 rule 1, and the choice of its implementation.
+#include <algorithm>
+#include <cmath>
+
+#include "ca1.h"
+#include "dispatch.h"
+#include "quant.h"
+
+namespace batchengine {
+
+// Per 32 values: a = max|x|; below 2^-96 the block is zero. d = RN(a/127), id = RN(127/a),
+// q = rint(RN(x*id)). A block that holds a NaN or an infinity is poisoned: q = 0, d = NaN, so every
+// output that depends on it is NaN, on every level alike.
+void quantise_row_scalar(const float* row, size_t token, Activations& out) {
+    if (out.keep_float)
+        std::memcpy(out.values.data() + token * out.padded_width, row, out.width * sizeof(float));
+    for (size_t block = 0; block < out.blocks; ++block) {
+        const float* x = row + block * BLOCK_WIDTH;
+        const size_t count = std::min(BLOCK_WIDTH, out.width - block * BLOCK_WIDTH);
+        const size_t cell = out.cell(token, block);
+        int8_t* q = out.q.data() + cell * BLOCK_WIDTH;
+
+        float a = 0.0f;
+        bool finite = true;
+        for (size_t i = 0; i < count; ++i) {
+            finite = finite && ca1::is_finite(x[i]);
+            a = std::max(a, std::fabs(x[i]));
+        }
+        const bool zero = !finite || a < ca1::TINY;
+        const float id = zero ? 0.0f : 127.0f / a;
+        int32_t half[2] = {0, 0};
+        for (size_t i = 0; i < BLOCK_WIDTH; ++i) {
+            const int32_t value = zero || i >= count ? 0 : ca1::round_to_int(x[i] * id);
+            q[i] = static_cast<int8_t>(value);
+            half[i / 16] += value;
+        }
+        out.scale[cell] = !finite ? ca1::poison() : zero ? 0.0f : a / 127.0f;
+        out.sum[cell] = half[0] + half[1];
+        // [group][block][2][token]: the two half sums of a block lie 16 tokens apart.
+        int32_t* halves = out.half.data() + (cell - token % GROUP_TOKENS) * 2 + token % GROUP_TOKENS;
+        halves[0] = half[0];
+        halves[GROUP_TOKENS] = half[1];
+    }
+}
+
+QuantiseRow quantise_row() {
+    switch (level()) {
+#if defined(BATCHENGINE_X86)
+        case Level::avx512: return quantise_row_avx512;
+        case Level::avx2: return quantise_row_avx2;
+#endif
+        default: return quantise_row_scalar;
+    }
+}
+
+}  // namespace batchengine
