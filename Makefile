@@ -26,7 +26,13 @@ env: .venv/.env-stamp
 native: .venv/.native-stamp
 .venv/.native-stamp: .venv/.env-stamp pyproject.toml $(NATIVE)
 	@echo "[native] compiling the kernels"
-	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PIP) install -q --no-deps --no-build-isolation -e .
+	mkdir -p build
+	.venv/bin/cmake -S kernels -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DBATCHENGINE_IN_PLACE=ON -DCMAKE_BUILD_TYPE=Release > build/native.log \
+	  || { cat build/native.log; exit 1; }
+	.venv/bin/cmake --build build/native
+	rm -f build/native.log
+	$(PY) tools/link_env.py
 	touch $@
 
 demo: native

@@ -1,0 +1,26 @@
+"""`python -m bench NAME [--quick] [--json FILE] …`: every bench ends in one RESULT line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+BENCHES = {
+    "engine": "prefill and decode of one GGUF against llama.cpp, same threads, same run",
+    "kernels": "GB/s and GOPS of every kernel against the machine's measured peaks",
+    "invariance": "sequences compared bit for bit across every way of computing them",
+}
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] not in BENCHES:
+        print(__doc__)
+        for name, text in BENCHES.items():
+            print(f"  {name:<12}{text}")
+        return 0 if sys.argv[1:] in ([], ["-h"], ["--help"]) else 2
+    module = importlib.import_module(f"bench.{sys.argv[1]}")
+    return int(module.main(sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
