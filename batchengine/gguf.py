@@ -1,0 +1,529 @@
+"""Reads GGUF files: one mapping, every byte of it checked before it is believed.
+
+Owns: the container format (header, key-values, tensor table, bounds of the tensor data).
+Refuses: any file that lies. Each way to lie has one error that names the key or the tensor;
+no count, length or offset from the file is used before it is compared with what is really
+there, so that no file can make the reader crash, hang or allocate more than its own size.
+Does not know what the keys mean (weights.spec does) and never converts tensor data.
+
+Own reader, because the `gguf` package needs 7.0 s for the key-values of a 152k-token vocabulary
+(ggml-vocab-qwen2.gguf; one numpy object per string part) where this one needs 0.07 s: strings
+of arrays stay bytes in the mapping and only their positions are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import operator
+import os
+import stat
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from batchengine.core import BatchEngineError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)  # 3 differs from 2 only in that it may be big-endian, which we refuse
+
+# Limits: each is far above any model in use and keeps a hostile file's cost below a second.
+KEY_COUNT_MAX = 1 << 16
+TENSOR_COUNT_MAX = 1 << 16
+KEY_BYTES_MAX = (1 << 16) - 1  # the format's own limit
+NAME_BYTES_MAX = 64  # the format's own limit
+TEXT_BYTES_MAX = 1 << 24  # a chat template is tens of KiB
+ELEMENT_COUNT_MAX = 1 << 23  # array elements, summed over the file: 150k tokens + merges is 0.5 M
+DIMENSIONS_MAX = 4
+ALIGNMENT_MAX = 1 << 20
+
+Identity = tuple[int, int, int, int, int]  # dev, ino, size, mtime_ns, ctime_ns
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A storage type: `block_items` values take `block_bytes` bytes."""
+
+    name: str
+    block_items: int
+    block_bytes: int
+
+
+TENSOR_TYPES: dict[int, TensorType] = {
+    number: TensorType(name, items, size)
+    for number, name, items, size in (
+        (0, "F32", 1, 4),
+        (1, "F16", 1, 2),
+        (2, "Q4_0", 32, 18),
+        (3, "Q4_1", 32, 20),
+        (6, "Q5_0", 32, 22),
+        (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34),
+        (10, "Q2_K", 256, 84),
+        (11, "Q3_K", 256, 110),
+        (12, "Q4_K", 256, 144),
+        (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210),
+        (15, "Q8_K", 256, 292),
+        (16, "IQ2_XXS", 256, 66),
+        (17, "IQ2_XS", 256, 74),
+        (18, "IQ3_XXS", 256, 98),
+        (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18),
+        (21, "IQ3_S", 256, 110),
+        (22, "IQ2_S", 256, 82),
+        (23, "IQ4_XS", 256, 136),
+        (24, "I8", 1, 1),
+        (25, "I16", 1, 2),
+        (26, "I32", 1, 4),
+        (27, "I64", 1, 8),
+        (28, "F64", 1, 8),
+        (29, "IQ1_M", 256, 56),
+        (30, "BF16", 1, 2),
+        (34, "TQ1_0", 256, 54),
+        (35, "TQ2_0", 256, 66),
+        (39, "MXFP4", 32, 17),
+    )
+}
+
+# value type number -> little-endian struct code; 8 is a string, 9 an array
+_SCALARS: dict[int, str] = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor: `shape` with the contiguous dimension first, as the file has it.
+
+    `offset` counts bytes from the start of the file.
+    """
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+
+
+class StringArray(Sequence[bytes]):
+    """The strings of one array value, as bytes read from the mapping when asked for."""
+
+    def __init__(self, buffer: memoryview, starts: array[int], ends: array[int]) -> None:
+        self._buffer = buffer
+        self._starts = starts
+        self._ends = ends
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return bytes(self._buffer[self._starts[index] : self._ends[index]])
+
+    def __iter__(self) -> Iterator[bytes]:
+        buffer = self._buffer
+        for start, end in zip(self._starts, self._ends, strict=True):
+            yield bytes(buffer[start:end])
+
+    def __repr__(self) -> str:
+        return f"<StringArray of {len(self)}>"
+
+
+NumberArray = npt.NDArray[Any]
+Value = int | float | bool | str | NumberArray | StringArray
+
+
+class GgufFile:
+    """A checked GGUF file. Use as a context manager or call close().
+
+    path, size_bytes, identity; version, alignment, data_start (bytes); values: key -> value;
+    tensors: name -> TensorInfo in file order. The views it hands out live in the mapping: if
+    the file is truncated while they are read the process gets SIGBUS, which is why only lane
+    workers read tensor data. Strings of arrays are readable until close().
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._map, self.identity = _map_file(self.path)
+        self.size_bytes = self.identity[2]
+        self._view = memoryview(self._map)
+        try:
+            parsed = parse(self._view, str(self.path))
+        except BaseException:
+            self.close()
+            raise
+        self.version = parsed.version
+        self.alignment = parsed.alignment
+        self.data_start = parsed.data_start
+        self.values = parsed.values
+        self.tensors = parsed.tensors
+
+    def __enter__(self) -> GgufFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<GgufFile {self.path.name} v{self.version} keys={len(self.values)} "
+            f"tensors={len(self.tensors)} bytes={self.size_bytes}>"
+        )
+
+    def close(self) -> None:
+        """Unmaps the file once nobody holds a view of it."""
+        # A view still in use keeps the mapping; it goes with the last view.
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._map.close()
+
+    def header(self) -> memoryview:
+        """The bytes before the tensor data: header, key-values and tensor table."""
+        return self._view[: self.data_start]
+
+    def data(self, name: str) -> memoryview:
+        """The bytes of one tensor, read-only, in the mapping."""
+        info = self.tensors[name]
+        return self._view[info.offset : info.offset + info.n_bytes]
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """An integer value; BE1321 if missing without a default, BE1322 if of another type."""
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(key, value, "an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite float (an integer is accepted)."""
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(key, value, "a number")
+        if not math.isfinite(value):
+            raise self._wrong(key, value, "a finite number")
+        return float(value)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string value."""
+        value = self.values.get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def strings(self, key: str) -> StringArray:
+        """An array of strings."""
+        value = self.values.get(key)
+        if not isinstance(value, StringArray):
+            raise self._wrong(key, value, "an array of strings")
+        return value
+
+    def numbers(self, key: str) -> NumberArray:
+        """An array of numbers."""
+        value = self.values.get(key)
+        if not isinstance(value, np.ndarray):
+            raise self._wrong(key, value, "an array of numbers")
+        return value
+
+    def _wrong(self, key: str, value: object, wanted: str) -> BatchEngineError:
+        if value is None:
+            return gguf_error("BE1321", f"{self.path.name} has no key {key}", f"{wanted} is needed")
+        shown = repr(value)[:80]
+        return gguf_error("BE1322", f"key {key} of {self.path.name} is {shown}", f"not {wanted}")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What the bytes before the tensor data say."""
+
+    version: int
+    alignment: int
+    data_start: int
+    values: dict[str, Value]
+    tensors: dict[str, TensorInfo]
+
+
+def gguf_error(code: str, what: str, why: str, fix: str = "") -> BatchEngineError:
+    """An error about the model file; a model that cannot be read never starts to be served."""
+    fix = fix or "use an intact GGUF file (download or convert it again)"
+    return BatchEngineError(code, what, why=why, fix=fix)
+
+
+def _map_file(path: Path) -> tuple[mmap.mmap, Identity]:
+    try:
+        # O_NONBLOCK: opening a FIFO for reading would otherwise wait for a writer for ever.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise gguf_error(
+            "BE1301", f"cannot open model {path}", str(error), "check the path and its permissions"
+        ) from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise gguf_error("BE1301", f"{path} is not a model", "it is not a regular file")
+        if status.st_size < 24:
+            raise gguf_error("BE1304", f"{path} is cut short", f"it has {status.st_size} bytes")
+        identity = file_identity(status)
+        try:
+            return mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ), identity
+        except (OSError, ValueError) as error:
+            raise gguf_error("BE1301", f"cannot map {path}", str(error)) from error
+    finally:
+        os.close(fd)
+
+
+def file_identity(status: os.stat_result) -> Identity:
+    """What changes when a file is replaced or written: the key under which digests are cached."""
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+class _Cursor:
+    """A position in the buffer that never leaves it. Every read says what it was reading."""
+
+    def __init__(self, buffer: memoryview, name: str) -> None:
+        self.buffer = buffer
+        self.name = name
+        self.size = len(buffer)
+        self.position = 0
+        self.elements_left = ELEMENT_COUNT_MAX
+
+    def truncated(self, reading: str) -> BatchEngineError:
+        return gguf_error(
+            "BE1304",
+            f"{self.name} is cut short",
+            f"{reading} at byte {self.position} goes past the end ({self.size} bytes)",
+        )
+
+    def take(self, n_bytes: int, reading: str) -> int:
+        """Position of the next `n_bytes`, which are consumed."""
+        start = self.position
+        if n_bytes > self.size - start:
+            raise self.truncated(reading)
+        self.position = start + n_bytes
+        return start
+
+    def u32(self, reading: str) -> int:
+        return _U32.unpack_from(self.buffer, self.take(4, reading))[0]
+
+    def u64(self, reading: str) -> int:
+        return _U64.unpack_from(self.buffer, self.take(8, reading))[0]
+
+    def count(self, reading: str, most: int, item_bytes_min: int) -> int:
+        """A count from the file, believed only if so many items can follow it."""
+        count = self.u64(reading)
+        if count > most:
+            raise gguf_error(
+                "BE1305", f"{self.name} declares {count} for {reading}", f"the limit is {most}"
+            )
+        if count * item_bytes_min > self.size - self.position:
+            raise self.truncated(f"{reading} ({count})")
+        return count
+
+    def string(self, reading: str, most: int) -> str:
+        length = self.count(f"length of {reading}", most, 1)
+        start = self.take(length, reading)
+        try:
+            return str(self.buffer[start : start + length], "utf-8")
+        except UnicodeDecodeError as error:
+            raise gguf_error(
+                "BE1308", f"{reading} of {self.name} is not UTF-8", f"at byte {start}: {error}"
+            ) from error
+
+
+def parse(buffer: memoryview, name: str) -> Parsed:
+    """Checks and reads everything before the tensor data of the GGUF file held in `buffer`.
+
+    `name` is used in error messages. Returned arrays of strings refer to the buffer.
+    """
+    cursor = _Cursor(buffer, name)
+    version = _read_version(cursor)
+    n_tensors = cursor.count("the number of tensors", TENSOR_COUNT_MAX, 24)
+    n_keys = cursor.count("the number of keys", KEY_COUNT_MAX, 13)
+    values: dict[str, Value] = {}
+    for index in range(n_keys):
+        key = cursor.string(f"key {index}", KEY_BYTES_MAX)
+        if not key or key in values:
+            raise gguf_error(
+                "BE1306", f"{name} has a bad key {key!r}", "it is there twice" if key else "empty"
+            )
+        values[key] = _read_value(cursor, key)
+    alignment = _alignment(values, name)
+    infos: list[tuple[str, TensorType, tuple[int, ...], int, int]] = []
+    for index in range(n_tensors):
+        infos.append(_read_tensor(cursor, index))
+    data_start = -(-cursor.position // alignment) * alignment
+    tensors = _place_tensors(cursor, infos, data_start, alignment)
+    return Parsed(version, alignment, data_start, values, tensors)
+
+
+def _read_version(cursor: _Cursor) -> int:
+    start = cursor.take(4, "the magic number")
+    magic = bytes(cursor.buffer[start : start + 4])
+    if magic != MAGIC:
+        raise gguf_error(
+            "BE1302",
+            f"{cursor.name} is not a GGUF file",
+            f"it starts with {magic!r}, not {MAGIC!r}",
+            "convert the model to GGUF, or name another file",
+        )
+    version = cursor.u32("the version")
+    if version in VERSIONS:
+        return version
+    if version and version & 0xFFFF == 0:
+        why, fix = "it is big-endian", "convert it to little-endian (gguf-convert-endian)"
+    else:
+        why, fix = f"its version is {version}, not 2 or 3", "convert the model again"
+    raise gguf_error("BE1303", f"{cursor.name} cannot be read", why, fix)
+
+
+def _read_value(cursor: _Cursor, key: str) -> Value:
+    kind = cursor.u32(f"type of key {key}")
+    if kind == _STRING:
+        return cursor.string(f"value of key {key}", TEXT_BYTES_MAX)
+    if kind == _ARRAY:
+        return _read_array(cursor, key)
+    code = _SCALARS.get(kind)
+    if code is None:
+        raise gguf_error("BE1307", f"key {key} of {cursor.name}", f"unknown value type {kind}")
+    return _scalar(cursor, key, code)
+
+
+def _scalar(cursor: _Cursor, key: str, code: str) -> Value:
+    start = cursor.take(struct.calcsize("<" + code), f"value of key {key}")
+    return struct.unpack_from("<" + code, cursor.buffer, start)[0]
+
+
+def _read_array(cursor: _Cursor, key: str) -> Value:
+    kind = cursor.u32(f"element type of key {key}")
+    if kind == _ARRAY:
+        raise gguf_error(
+            "BE1307", f"key {key} of {cursor.name}", "an array of arrays: no model key is one"
+        )
+    code = _SCALARS.get(kind)
+    if code is None and kind != _STRING:
+        raise gguf_error("BE1307", f"key {key} of {cursor.name}", f"unknown element type {kind}")
+    item_bytes = 8 if code is None else struct.calcsize("<" + code)
+    count = cursor.count(f"the elements of key {key}", cursor.elements_left, item_bytes)
+    cursor.elements_left -= count
+    if code is None:
+        return _scan_strings(cursor, key, count)
+    start = cursor.take(count * item_bytes, f"value of key {key}")
+    # A copy: it is small, and the caller may outlive the mapping.
+    dtype = np.dtype("<u1" if code == "?" else f"<{code}")
+    return np.frombuffer(cursor.buffer, dtype, count, start).copy()
+
+
+def _scan_strings(cursor: _Cursor, key: str, count: int) -> StringArray:
+    # 150k rounds for a vocabulary: locals only, one comparison per string.
+    buffer, size, position, length_at = cursor.buffer, cursor.size, cursor.position, _U64.unpack_from
+    starts, ends = array("Q", bytes(8 * count)), array("Q", bytes(8 * count))
+    for index in range(count):
+        start = position + 8
+        if start > size:
+            raise cursor.truncated(f"string {index} of key {key}")
+        position = start + length_at(buffer, position)[0]
+        if position > size:
+            raise cursor.truncated(f"string {index} of key {key}")
+        starts[index] = start
+        ends[index] = position
+    cursor.position = position
+    return StringArray(buffer, starts, ends)
+
+
+def _alignment(values: dict[str, Value], name: str) -> int:
+    value = values.get("general.alignment", 32)
+    if isinstance(value, bool) or not isinstance(value, int):
+        why = "not an integer"
+    elif not 1 <= value <= ALIGNMENT_MAX or value & (value - 1):
+        why = f"not a power of two up to {ALIGNMENT_MAX}"
+    else:
+        return value
+    raise gguf_error("BE1309", f"general.alignment of {name} is {str(value)[:40]}", why)
+
+
+def _read_tensor(
+    cursor: _Cursor, index: int
+) -> tuple[str, TensorType, tuple[int, ...], int, int]:
+    """name, type, shape, offset from the start of the data, size in bytes."""
+    tensor = cursor.string(f"name of tensor {index}", NAME_BYTES_MAX)
+    if not tensor:
+        raise gguf_error("BE1310", f"tensor {index} of {cursor.name} has no name", "it is empty")
+    n_dims = cursor.u32(f"dimensions of tensor {tensor}")
+    if not 1 <= n_dims <= DIMENSIONS_MAX:
+        raise gguf_error("BE1311", f"tensor {tensor} has {n_dims} dimensions", "1 to 4 are legal")
+    shape = tuple(cursor.u64(f"shape of tensor {tensor}") for _ in range(n_dims))
+    number = cursor.u32(f"type of tensor {tensor}")
+    offset = cursor.u64(f"offset of tensor {tensor}")
+    kind = TENSOR_TYPES.get(number)
+    if kind is None:
+        raise gguf_error(
+            "BE1312",
+            f"tensor {tensor} has the unknown type {number}",
+            "this version knows no such storage type",
+            "use a Q4_0 model, or update batchengine",
+        )
+    n_items = math.prod(shape)  # Python integers do not overflow
+    if n_items == 0 or shape[0] % kind.block_items:
+        raise gguf_error(
+            "BE1311",
+            f"tensor {tensor} has the shape {list(shape)}",
+            f"rows of {kind.name} hold multiples of {kind.block_items} and nothing may be 0",
+        )
+    return tensor, kind, shape, offset, n_items // kind.block_items * kind.block_bytes
+
+
+def _place_tensors(
+    cursor: _Cursor,
+    infos: list[tuple[str, TensorType, tuple[int, ...], int, int]],
+    data_start: int,
+    alignment: int,
+) -> dict[str, TensorInfo]:
+    """Checks that every tensor is aligned, inside the file, and alone where it is."""
+    tensors: dict[str, TensorInfo] = {}
+    for tensor, kind, shape, offset, n_bytes in infos:
+        if tensor in tensors:
+            raise gguf_error("BE1310", f"tensor {tensor} is there twice", f"in {cursor.name}")
+        if offset % alignment:
+            raise gguf_error(
+                "BE1313", f"tensor {tensor} starts at {offset}", f"not a multiple of {alignment}"
+            )
+        if data_start + offset + n_bytes > cursor.size:
+            raise gguf_error(
+                "BE1314",
+                f"tensor {tensor} lies outside {cursor.name}",
+                f"it ends at byte {data_start + offset + n_bytes}, the file has {cursor.size}",
+                "the download is incomplete: fetch the file again",
+            )
+        tensors[tensor] = TensorInfo(tensor, kind, shape, data_start + offset, n_bytes)
+    by_offset = sorted(tensors.values(), key=operator.attrgetter("offset"))
+    for before, after in zip(by_offset, by_offset[1:], strict=False):
+        if before.offset + before.n_bytes > after.offset:
+            raise gguf_error(
+                "BE1315", f"tensors {before.name} and {after.name} overlap", f"in {cursor.name}"
+            )
+    return tensors
+

@@ -1,0 +1,336 @@
+"""The packed-weights cache: one file per model, written once, mapped read-only by every lane.
+
+Owns: the file format, the lock between starters, and the decision whether a file on disk may
+be used. Promises: a process sees either a complete, verified file or none (unique temporary
+file, fsync, rename); processes on one host share its memory. Refuses to use a file that was
+written for other model bytes, another packing, by another user, or that does not verify; the
+reason is returned so that it can be logged, and the caller packs again.
+
+    [0, 64)               prologue: where the table is, and its checksum
+    [64 * k, ...)         packed matrices and float32 vectors, each 64-byte aligned
+    [table_offset, end)   table: msgpack of CacheTable
+
+The tables hold an XXH3-128 of every entry; opening reads the whole file once, which both proves
+it and brings it into memory (9 GB/s and more from the page cache).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import hashlib
+import logging
+import mmap
+import os
+import stat
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from batchengine.core import BatchEngineError
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"BEWEIGHT"
+FORMAT_VERSION = 1
+ALIGNMENT = 64
+LOCK_WAIT_S_MAX = 600.0  # longer than packing takes; then pack without waiting (rename is safe)
+CHUNK_BYTES = 1 << 24
+
+# magic, format version, reserved, table offset, table bytes, SHA-256 of the table
+PROLOGUE = struct.Struct("<8sIIQQ32s")
+if PROLOGUE.size != 64:
+    raise AssertionError("the prologue of the weights cache is 64 bytes")
+
+Progress = Callable[[float], None]
+
+
+class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One packed matrix (kind as kernels.Matrix) or vector (kind "vector", cols 1)."""
+
+    name: str
+    kind: str
+    rows: int
+    cols: int
+    offset: int
+    n_bytes: int
+    digest: bytes  # XXH3-128 of the bytes
+
+
+class CacheTable(msgspec.Struct, frozen=True):
+    """What a cache file holds, and for which model file and packing it is valid."""
+
+    pack_version: int
+    identity: tuple[int, int, int, int, int]  # of the model file: dev, ino, size, mtime, ctime
+    header_digest: bytes  # SHA-256 of the GGUF header
+    fingerprint: bytes  # SHA-256 over header and tensor data
+    entries: tuple[CacheEntry, ...]
+
+
+class CacheMismatch(Exception):
+    """Why a cache file cannot be used; its text goes to the log."""
+
+
+def default_cache_dir() -> Path:
+    """$XDG_CACHE_HOME/batchengine, or ~/.cache/batchengine."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    return root / "batchengine"
+
+
+def cache_path(cache_dir: Path, model: Path) -> Path:
+    """Where the packed form of a model file lives: one file per model path."""
+    real = os.path.realpath(model)
+    return cache_dir / f"{model.stem[:64]}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:16]}.weights"
+
+
+class CacheFile:
+    """A verified cache file, mapped read-only. `entry(name)` gives the bytes of one entry."""
+
+    def __init__(self, path: Path, mapping: mmap.mmap, table: CacheTable) -> None:
+        self.path = path
+        self.table = table
+        self._map = mapping
+        self._view = memoryview(mapping)
+        self._entries = {entry.name: entry for entry in table.entries}
+
+    def __repr__(self) -> str:
+        return f"<CacheFile {self.path.name} entries={len(self._entries)} bytes={len(self._view)}>"
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self._view)
+
+    def entry(self, name: str) -> memoryview:
+        """Bytes of a packed matrix or vector, read-only, 64-byte aligned."""
+        entry = self._entries[name]
+        return self._view[entry.offset : entry.offset + entry.n_bytes]
+
+
+def open_cache(
+    path: Path, check: Callable[[CacheTable], None], progress: Progress
+) -> CacheFile:
+    """Maps and verifies a cache file; CacheMismatch with the reason if it cannot be used.
+
+    `check` raises CacheMismatch when the table does not fit the model at hand.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise CacheMismatch("there is none yet") from None
+    except OSError as error:
+        raise CacheMismatch(f"it cannot be opened: {error.strerror}") from error
+    try:
+        size = _check_owner(os.fstat(fd))
+        mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise CacheMismatch(f"it cannot be mapped: {error}") from error
+    finally:
+        os.close(fd)
+    table = _read_table(memoryview(mapping), size)
+    check(table)
+    _verify_entries(memoryview(mapping), table, progress)
+    return CacheFile(path, mapping, table)
+
+
+def _check_owner(status: os.stat_result) -> int:
+    """Size of the file, if nobody but this user (or root) can have written it."""
+    if not stat.S_ISREG(status.st_mode):
+        raise CacheMismatch("it is not a regular file")
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+        raise CacheMismatch("others can write it")
+    if status.st_size < PROLOGUE.size:
+        raise CacheMismatch(f"it is cut short ({status.st_size} bytes)")
+    return status.st_size
+
+
+def _read_table(view: memoryview, size: int) -> CacheTable:
+    magic, version, _, offset, n_bytes, digest = PROLOGUE.unpack_from(view)
+    if magic != MAGIC or version != FORMAT_VERSION:
+        raise CacheMismatch("it has another format")
+    if offset < PROLOGUE.size or offset + n_bytes != size:
+        raise CacheMismatch("it is cut short")
+    packed = bytes(view[offset:])
+    if hashlib.sha256(packed).digest() != digest:
+        raise CacheMismatch("its table is corrupt")
+    try:
+        table = msgspec.msgpack.decode(packed, type=CacheTable)
+    except msgspec.MsgspecError as error:
+        raise CacheMismatch(f"its table is corrupt: {error}") from error
+    for entry in table.entries:
+        if entry.offset % ALIGNMENT or not PROLOGUE.size <= entry.offset <= offset - entry.n_bytes:
+            raise CacheMismatch(f"entry {entry.name} lies outside the file")
+    return table
+
+
+def _verify_entries(view: memoryview, table: CacheTable, progress: Progress) -> None:
+    total = sum(entry.n_bytes for entry in table.entries) or 1
+    done = 0
+    for entry in table.entries:
+        digest = xxhash.xxh3_128()
+        end = entry.offset + entry.n_bytes
+        for start in range(entry.offset, end, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, end)
+            digest.update(view[start:stop])
+            done += stop - start
+            progress(done / total)
+        if digest.digest() != entry.digest:
+            raise CacheMismatch(f"entry {entry.name} is corrupt")
+
+
+class CacheWriter:
+    """Writes one cache file: add entries, then commit. Leaving without commit removes it."""
+
+    def __init__(self, path: Path, data_bytes: int) -> None:
+        self.path = path
+        self._entries: list[CacheEntry] = []
+        self._offset = PROLOGUE.size
+        self._committed = False
+        with _disk_errors(path):
+            self._fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        self._temporary = Path(name)
+        try:
+            # Fail now rather than after minutes of packing.
+            with _disk_errors(path):
+                os.posix_fallocate(self._fd, 0, max(data_bytes, PROLOGUE.size))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> CacheWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, name: str, kind: str, rows: int, cols: int, data: memoryview) -> None:
+        """Appends one entry at the next aligned offset."""
+        with _disk_errors(self.path):
+            _write_all(self._fd, data, self._offset)
+        digest = xxhash.xxh3_128_digest(data)
+        self._entries.append(CacheEntry(name, kind, rows, cols, self._offset, len(data), digest))
+        self._offset = align(self._offset + len(data))
+
+    def commit(
+        self, *, pack_version: int, identity: tuple[int, int, int, int, int],
+        header_digest: bytes, fingerprint: bytes,
+    ) -> None:
+        """Writes table and prologue, makes the file durable, and gives it its name."""
+        table = CacheTable(
+            pack_version, identity, header_digest, fingerprint, tuple(self._entries)
+        )
+        packed = msgspec.msgpack.encode(table)
+        prologue = PROLOGUE.pack(
+            MAGIC, FORMAT_VERSION, 0, self._offset, len(packed), hashlib.sha256(packed).digest()
+        )
+        with _disk_errors(self.path):
+            _write_all(self._fd, memoryview(packed), self._offset)
+            os.ftruncate(self._fd, self._offset + len(packed))
+            os.fsync(self._fd)  # the data first: a prologue must never promise lost bytes
+            _write_all(self._fd, memoryview(prologue), 0)
+            os.fsync(self._fd)
+            os.rename(self._temporary, self.path)
+            self._committed = True
+            _sync_folder(self.path.parent)
+
+    def close(self) -> None:
+        """Closes the file, and removes it unless it was committed."""
+        os.close(self._fd)
+        if not self._committed:
+            self._temporary.unlink(missing_ok=True)
+
+
+def align(offset: int) -> int:
+    """The next multiple of the entry alignment."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    data = data.cast("B")
+    while data:
+        written = os.pwrite(fd, data[: 1 << 30], offset)
+        data, offset = data[written:], offset + written
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Turns errors of the file system into ones that say what to do."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        code = "BE1331" if full else "BE1330"
+        raise BatchEngineError(
+            code,
+            f"no room for the packed weights in {path.parent}" if full
+            else f"cannot write the packed weights in {path.parent}",
+            why=error.strerror or str(error),
+            fix="free some space there, or choose another cache folder (--cache-dir)",
+        ) from error
+
+
+def make_cache_dir(cache_dir: Path) -> None:
+    """Creates the cache folder, private to this user."""
+    with _disk_errors(cache_dir / "x"):
+        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def starter_lock(path: Path) -> Iterator[None]:
+    """Lets one process at a time pack `path`; the others wait and then find it packed.
+
+    The lock only saves work. Where the file system has none, or its holder hangs, packing goes
+    on without it: each writer has its own temporary file and the last rename wins.
+    """
+    fd = -1
+    try:
+        with contextlib.suppress(OSError):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(path.with_suffix(".lock"), flags, 0o600)
+        if fd >= 0 and _acquire(fd, path):
+            _remove_leftovers(path)
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)  # which also releases the lock
+
+
+def _acquire(fd: int, path: Path) -> bool:
+    deadline = time.monotonic() + LOCK_WAIT_S_MAX
+    told = False
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if not told:
+                logger.info("another process is packing %s: waiting for it", path.name)
+                told = True
+            time.sleep(0.05)
+        except OSError:
+            return False
+    logger.warning("the process that packs %s does not end: packing beside it", path.name)
+    return False
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Temporary files of starters that were killed; with the lock held they have no writer."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError):
+            leftover.unlink()
+            logger.info("removed %s, left by a process that was killed", leftover.name)

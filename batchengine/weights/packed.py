@@ -1,0 +1,327 @@
+"""Packed weights of one model: made once, mapped read-only by every lane that computes with it.
+
+Owns `Weights` (matrices and vectors by role, ready for the kernels) and `open_weights`, which
+finds or builds the cache file. The model fingerprint is SHA-256 over the GGUF header (which
+holds the tensor table, the tokenizer, the template and the RoPE keys) and a digest of every
+tensor; it is kept in the cache under the identity of the model file (device, inode, size,
+times), so that a second start reads only the header of the model.
+Refuses weights with a NaN or an infinite scale, and a model file that changes while it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import kernels
+from batchengine.core import BatchEngineError
+from batchengine.gguf import GgufFile, file_identity, gguf_error
+from batchengine.weights import cache
+from batchengine.weights.spec import ModelSpec, read_spec
+from batchengine.weights.tensors import (
+    LayerPlan,
+    MatrixPlan,
+    TensorPlan,
+    VectorPlan,
+    plan_tensors,
+)
+
+logger = logging.getLogger(__name__)
+
+FINGERPRINT_DOMAIN = b"batchengine model fingerprint 1\0"
+_VECTOR_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer, ready for the kernels. qkv: one fused matrix or three, biases to match."""
+
+    attn_norm: kernels.Vector
+    qkv: list[kernels.Matrix]
+    qkv_bias: list[kernels.Vector | None]
+    q_norm: kernels.Vector | None
+    k_norm: kernels.Vector | None
+    attn_output: kernels.Matrix
+    attn_output_bias: kernels.Vector | None
+    ffn_norm: kernels.Vector
+    gate: kernels.Matrix
+    up: kernels.Matrix
+    down: kernels.Matrix
+    gate_bias: kernels.Vector | None
+    up_bias: kernels.Vector | None
+    down_bias: kernels.Vector | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All weights of the layers in `layers`, and the two ends of the model.
+
+    fingerprint: 32 bytes, equal for equal model bytes wherever the file lies.
+    """
+
+    spec: ModelSpec
+    fingerprint: bytes
+    layers: range
+    embedding: kernels.Matrix
+    output_norm: kernels.Vector
+    head: kernels.Matrix
+    head_bias: kernels.Vector | None
+    rope_factors: kernels.Vector | None
+    layer: dict[int, LayerWeights]
+    packed_bytes: int
+    cache_path: Path
+
+    def __repr__(self) -> str:
+        return (
+            f"<Weights {self.spec.name} {self.fingerprint.hex()[:12]} layers={self.layers.start}.."
+            f"{self.layers.stop} packed={self.packed_bytes >> 20} MiB>"
+        )
+
+
+def open_weights(
+    gguf: GgufFile,
+    pool: kernels.Pool,
+    *,
+    cache_dir: Path | None = None,
+    layers: range | None = None,
+    progress: Progress | None = None,
+) -> Weights:
+    """Maps the packed weights of a model, packing them first if there is no valid cache file.
+
+    `progress` receives fractions from 0 to 1; `layers` limits which layers get a role here
+    (the file always holds all). The GGUF file may be closed afterwards.
+    """
+    report = progress or _ignore_progress
+    spec = read_spec(gguf)
+    plan = plan_tensors(gguf, spec)
+    folder = cache_dir or cache.default_cache_dir()
+    cache.make_cache_dir(folder)
+    path = cache.cache_path(folder, gguf.path)
+    header_digest = hashlib.sha256(gguf.header()).digest()
+    check = _table_check(gguf, plan, header_digest)
+    try:
+        file = cache.open_cache(path, check, report)
+    except cache.CacheMismatch as first:
+        with cache.starter_lock(path):
+            file = _open_or_pack(gguf, plan, pool, path, header_digest, report, first)
+    report(1.0)
+    return _assemble(spec, plan, file, layers or range(spec.n_layer))
+
+
+def model_fingerprint(header_digest: bytes, tensor_digests: Sequence[tuple[str, bytes]]) -> bytes:
+    """SHA-256 identity of a model: header, then every tensor's name and digest in file order."""
+    total = hashlib.sha256(FINGERPRINT_DOMAIN)
+    total.update(header_digest)
+    for name, digest in tensor_digests:
+        raw = name.encode()
+        total.update(len(raw).to_bytes(4, "little") + raw + digest)
+    return total.digest()
+
+
+def _ignore_progress(_: float) -> None:
+    pass
+
+
+def _table_check(
+    gguf: GgufFile, plan: TensorPlan, header_digest: bytes
+) -> Callable[[cache.CacheTable], None]:
+    """The conditions under which a cache file holds exactly what packing would produce."""
+    wanted = [(m.name, m.kind, m.rows, m.cols, _matrix_bytes(m)) for m in plan.matrices]
+    wanted += [(v.name, "vector", v.size, 1, 4 * v.size) for v in plan.vectors]
+
+    def check(table: cache.CacheTable) -> None:
+        if table.pack_version != kernels.PACK_VERSION:
+            raise cache.CacheMismatch("it was packed by another version")
+        if table.identity != gguf.identity or table.header_digest != header_digest:
+            raise cache.CacheMismatch("the model file was replaced or written to")
+        held = [(e.name, e.kind, e.rows, e.cols, e.n_bytes) for e in table.entries]
+        if held != wanted or len(table.fingerprint) != 32:
+            raise cache.CacheMismatch("it holds other tensors")
+
+    return check
+
+
+def _open_or_pack(
+    gguf: GgufFile,
+    plan: TensorPlan,
+    pool: kernels.Pool,
+    path: Path,
+    header_digest: bytes,
+    report: Progress,
+    first: cache.CacheMismatch,
+) -> cache.CacheFile:
+    """With the starter lock held: another process may have packed while we waited."""
+    check = _table_check(gguf, plan, header_digest)
+    try:
+        return cache.open_cache(path, check, report)
+    except cache.CacheMismatch as reason:
+        level = logging.INFO if str(reason) == "there is none yet" else logging.WARNING
+        logger.log(level, "packing the weights of %s into %s: %s", gguf.path, path, reason)
+    _pack(gguf, plan, pool, path, header_digest, report)
+    try:
+        return cache.open_cache(path, check, _ignore_progress)
+    except cache.CacheMismatch as reason:
+        raise BatchEngineError(
+            "BE1333",
+            f"the packed weights {path} cannot be read back",
+            why=f"{reason}; before packing: {first}",
+            fix="check the disk, or choose another cache folder (--cache-dir)",
+        ) from reason
+
+
+def _pack(
+    gguf: GgufFile,
+    plan: TensorPlan,
+    pool: kernels.Pool,
+    path: Path,
+    header_digest: bytes,
+    report: Progress,
+) -> None:
+    total = cache.PROLOGUE.size
+    for size in [_matrix_bytes(m) for m in plan.matrices] + [4 * v.size for v in plan.vectors]:
+        total = cache.align(total + size)
+    done = 0
+    # One thread hashes the model while the pool packs it: both read the same mapping.
+    with ThreadPoolExecutor(1) as hasher, cache.CacheWriter(path, total) as writer:
+        digests = [(name, hasher.submit(_tensor_digest, gguf, name)) for name in gguf.tensors]
+        try:
+            for matrix in plan.matrices:
+                packed = memoryview(bytearray(_matrix_bytes(matrix)))
+                _pack_matrix(gguf, pool, matrix, packed)
+                writer.add(matrix.name, matrix.kind, matrix.rows, matrix.cols, packed)
+                done += len(packed)
+                report(0.99 * done / total)
+            for vector in plan.vectors:
+                writer.add(vector.name, "vector", vector.size, 1, _vector_bytes(gguf, vector))
+            fingerprint = model_fingerprint(header_digest, _results(digests))
+            _refuse_changed(gguf)
+        except BaseException:
+            hasher.shutdown(wait=True, cancel_futures=True)
+            raise
+        writer.commit(
+            pack_version=kernels.PACK_VERSION,
+            identity=gguf.identity,
+            header_digest=header_digest,
+            fingerprint=fingerprint,
+        )
+
+
+def _results(digests: list[tuple[str, Future[bytes]]]) -> list[tuple[str, bytes]]:
+    return [(name, future.result()) for name, future in digests]
+
+
+def _tensor_digest(gguf: GgufFile, name: str) -> bytes:
+    return hashlib.sha256(gguf.data(name)).digest()
+
+
+def _matrix_bytes(matrix: MatrixPlan) -> int:
+    return kernels.packed_bytes(matrix.kind, matrix.rows, matrix.cols)
+
+
+def _pack_matrix(
+    gguf: GgufFile, pool: kernels.Pool, matrix: MatrixPlan, packed: memoryview
+) -> None:
+    source = gguf.data(matrix.name)
+    try:
+        kernels.pack(pool, matrix.kind, matrix.rows, matrix.cols, source, packed)
+    except ValueError as error:
+        raise gguf_error(
+            "BE1327", f"tensor {matrix.name} of {gguf.path.name} holds broken numbers", str(error)
+        ) from error
+
+
+def _vector_bytes(gguf: GgufFile, vector: VectorPlan) -> memoryview:
+    """The joined parts of a vector as float32."""
+    parts = [
+        np.zeros(size, np.float32) if name is None else _read_vector(gguf, name)
+        for name, size in vector.parts
+    ]
+    joined = np.concatenate(parts)
+    if not np.isfinite(joined).all():
+        index = int(np.flatnonzero(~np.isfinite(joined))[0])
+        raise gguf_error(
+            "BE1327",
+            f"tensor {vector.name} of {gguf.path.name} holds broken numbers",
+            f"element {index} is not finite",
+        )
+    return memoryview(joined).cast("B")
+
+
+def _read_vector(gguf: GgufFile, name: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    kind = gguf.tensors[name].type.name
+    raw = np.frombuffer(gguf.data(name), _VECTOR_DTYPES[kind])
+    if kind == "BF16":
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.astype(np.float32)
+
+
+def _refuse_changed(gguf: GgufFile) -> None:
+    """A file that changed while it was read may have been read half old, half new."""
+    try:
+        identity = file_identity(os.stat(gguf.path))
+    except OSError as error:
+        raise gguf_error(
+            "BE1332", f"{gguf.path} vanished while it was read", str(error), "start again"
+        ) from error
+    if identity != gguf.identity:
+        raise gguf_error(
+            "BE1332",
+            f"{gguf.path} changed while it was read",
+            "another program is writing it",
+            "wait until the file is complete, then start again",
+        )
+
+
+def _assemble(
+    spec: ModelSpec, plan: TensorPlan, file: cache.CacheFile, layers: range
+) -> Weights:
+    def matrix(item: MatrixPlan) -> kernels.Matrix:
+        return kernels.Matrix(item.kind, item.rows, item.cols, file.entry(item.name))
+
+    def vector(item: VectorPlan) -> kernels.Vector:
+        return kernels.Vector(file.entry(item.name))
+
+    def optional(item: VectorPlan | None) -> kernels.Vector | None:
+        return None if item is None else vector(item)
+
+    def layer(item: LayerPlan) -> LayerWeights:
+        return LayerWeights(
+            attn_norm=vector(item.attn_norm),
+            qkv=[matrix(m) for m in item.qkv],
+            qkv_bias=[optional(b) for b in item.qkv_bias],
+            q_norm=optional(item.q_norm),
+            k_norm=optional(item.k_norm),
+            attn_output=matrix(item.attn_output),
+            attn_output_bias=optional(item.attn_output_bias),
+            ffn_norm=vector(item.ffn_norm),
+            gate=matrix(item.gate),
+            up=matrix(item.up),
+            down=matrix(item.down),
+            gate_bias=optional(item.gate_bias),
+            up_bias=optional(item.up_bias),
+            down_bias=optional(item.down_bias),
+        )
+
+    embedding = matrix(plan.embedding)
+    return Weights(
+        spec=spec,
+        fingerprint=file.table.fingerprint,
+        layers=layers,
+        embedding=embedding,
+        output_norm=vector(plan.output_norm),
+        head=embedding if spec.tied else matrix(plan.head),
+        head_bias=optional(plan.head_bias),
+        rope_factors=optional(plan.rope_factors),
+        layer={index: layer(plan.layers[index]) for index in layers},
+        packed_bytes=file.size_bytes,
+        cache_path=file.path,
+    )

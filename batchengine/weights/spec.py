@@ -1,0 +1,217 @@
+"""What a model is: its hyper-parameters, read from GGUF metadata and checked.
+
+Owns `ModelSpec` and the meaning of the metadata keys of the architectures llama, qwen2 and
+qwen3 (defaults included). Refuses every feature it would otherwise ignore silently: mixtures of
+experts, YaRN and other position scalings, layers of different shapes, split files.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchengine.core import BatchEngineError
+from batchengine.gguf import GgufFile, StringArray, gguf_error
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+HEAD_DIM_MAX = 256
+COUNT_MAX = 1 << 24  # of anything a model counts; keeps products far below 2**63
+
+_FILE_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 18: "Q6_K", 32: "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Hyper-parameters of one model; every field is a fact, nothing is "auto".
+
+    attention_scale multiplies q·k; position_scale multiplies positions (linear rope scaling);
+    attn_factor multiplies cos and sin. rope_style is "norm" (pairs 2i, 2i+1) or "neox"
+    (pairs i, i+n_rot/2). tied = the head is the embedding matrix.
+    """
+
+    arch: str
+    name: str
+    quantisation: str
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    n_vocab: int
+    context_trained: int
+    eps: float
+    attention_scale: float
+    rope_style: str
+    rope_base: float
+    n_rot: int
+    position_scale: float
+    attn_factor: float
+    has_rope_factors: bool
+    has_qk_norm: bool
+    tied: bool
+
+    @property
+    def q_rows(self) -> int:
+        """Width of all query heads."""
+        return self.n_head * self.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        """Width of all K (or V) heads."""
+        return self.n_kv_head * self.head_dim
+
+    def __repr__(self) -> str:
+        return (
+            f"<ModelSpec {self.arch} layers={self.n_layer} embd={self.n_embd} ff={self.n_ff} "
+            f"heads={self.n_head}/{self.n_kv_head}x{self.head_dim} vocab={self.n_vocab} "
+            f"{self.quantisation}{' tied' if self.tied else ''}>"
+        )
+
+
+def read_spec(gguf: GgufFile) -> ModelSpec:
+    """The hyper-parameters of a model file; BatchEngineError naming the key that is wrong."""
+    arch = gguf.text("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise unsupported(
+            gguf, "general.architecture", arch, f"supported are {', '.join(ARCHITECTURES)}"
+        )
+    _refuse_unknown_features(gguf, arch)
+    n_embd = _count(gguf, f"{arch}.embedding_length")
+    n_layer = _count(gguf, f"{arch}.block_count")
+    n_head = _same_for_all_layers(gguf, f"{arch}.attention.head_count", None)
+    n_kv_head = _same_for_all_layers(gguf, f"{arch}.attention.head_count_kv", n_head)
+    head_dim = _count(gguf, f"{arch}.attention.key_length", n_embd // n_head)
+    n_ff = _same_for_all_layers(gguf, f"{arch}.feed_forward_length", None)
+    _check_widths(gguf, arch, n_embd, n_ff, n_head, n_kv_head, head_dim)
+    scale = gguf.number(f"{arch}.attention.scale", 0.0)
+    n_rot = _count(gguf, f"{arch}.rope.dimension_count", head_dim)
+    if n_rot > head_dim or n_rot % 2 or (arch == "llama" and n_rot != head_dim):
+        raise unsupported(gguf, f"{arch}.rope.dimension_count", n_rot, f"head_dim is {head_dim}")
+    return ModelSpec(
+        arch=arch,
+        name=gguf.text("general.name", gguf.path.stem),
+        quantisation=_FILE_TYPES.get(gguf.integer("general.file_type", -1), "mixed"),
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_ff=n_ff,
+        n_head=n_head,
+        n_kv_head=n_kv_head,
+        head_dim=head_dim,
+        n_vocab=_vocab_size(gguf, arch),
+        context_trained=_count(gguf, f"{arch}.context_length"),
+        eps=_positive(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None),
+        attention_scale=scale or 1.0 / math.sqrt(head_dim),
+        rope_style="norm" if arch == "llama" else "neox",
+        rope_base=_positive(gguf, f"{arch}.rope.freq_base", 10000.0),
+        n_rot=n_rot,
+        position_scale=_position_scale(gguf, arch),
+        attn_factor=_positive(gguf, f"{arch}.rope.scaling.attn_factor", 1.0),
+        has_rope_factors=arch == "llama" and "rope_freqs.weight" in gguf.tensors,
+        has_qk_norm=arch == "qwen3",
+        tied="output.weight" not in gguf.tensors,
+    )
+
+
+def unsupported(gguf: GgufFile, key: str, value: object, why: str) -> BatchEngineError:
+    """The file is sound, but asks for something this version does not compute."""
+    return gguf_error(
+        "BE1323",
+        f"{gguf.path.name} has {key} = {str(value)[:60]}, which cannot be served",
+        why,
+        "use another model, or a file converted without this feature",
+    )
+
+
+def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
+    if gguf.integer("split.count", 1) > 1:
+        raise unsupported(
+            gguf, "split.count", gguf.integer("split.count"), "merge the parts (gguf-split --merge)"
+        )
+    if gguf.integer(f"{arch}.expert_count", 0) > 0:
+        raise unsupported(
+            gguf, f"{arch}.expert_count", gguf.integer(f"{arch}.expert_count"), "no mixtures yet"
+        )
+    if gguf.values.get(f"{arch}.attention.causal", True) is not True:
+        raise unsupported(gguf, f"{arch}.attention.causal", "false", "not a text generator")
+    kind = gguf.text(f"{arch}.rope.scaling.type", "linear")
+    if kind not in ("linear", "none"):
+        raise unsupported(gguf, f"{arch}.rope.scaling.type", kind, "linear scaling is supported")
+
+
+def _count(gguf: GgufFile, key: str, default: int | None = None) -> int:
+    value = gguf.integer(key, default)
+    if not 1 <= value <= COUNT_MAX:
+        raise gguf_error("BE1322", f"key {key} of {gguf.path.name} is {value}", "out of range")
+    return value
+
+
+def _positive(gguf: GgufFile, key: str, default: float | None) -> float:
+    value = gguf.number(key, default)
+    if not 0.0 < value < math.inf:
+        raise gguf_error("BE1322", f"key {key} of {gguf.path.name} is {value}", "not positive")
+    return value
+
+
+def _same_for_all_layers(gguf: GgufFile, key: str, default: int | None) -> int:
+    """A count that may be given per layer; layers that differ are refused."""
+    value = gguf.values.get(key)
+    if not isinstance(value, np.ndarray):
+        return _count(gguf, key, default)
+    distinct = sorted({int(v) for v in value.tolist()}) if value.dtype.kind in "iu" else []
+    if len(distinct) != 1:
+        raise unsupported(gguf, key, distinct[:8], "every layer must have the same value")
+    if not 1 <= distinct[0] <= COUNT_MAX:
+        raise gguf_error("BE1322", f"key {key} of {gguf.path.name} is {distinct}", "out of range")
+    return distinct[0]
+
+
+def _check_widths(
+    gguf: GgufFile, arch: str, n_embd: int, n_ff: int, n_head: int, n_kv_head: int, head_dim: int
+) -> None:
+    multiple = "a multiple of 32 is needed"
+    for key, value, fits, why in (
+        ("embedding_length", n_embd, n_embd % 32 == 0, multiple),
+        ("feed_forward_length", n_ff, n_ff % 32 == 0, multiple),
+        ("attention.key_length", head_dim, head_dim % 32 == 0, multiple),
+        ("attention.key_length", head_dim, head_dim <= HEAD_DIM_MAX, f"{HEAD_DIM_MAX} at most"),
+    ):
+        if not fits:
+            raise unsupported(gguf, f"{arch}.{key}", value, why)
+    if n_head % n_kv_head:
+        raise unsupported(
+            gguf, f"{arch}.attention.head_count_kv", n_kv_head, f"does not divide {n_head} heads"
+        )
+    value_dim = _count(gguf, f"{arch}.attention.value_length", head_dim)
+    if value_dim != head_dim:
+        raise unsupported(
+            gguf, f"{arch}.attention.value_length", value_dim, f"key_length is {head_dim}"
+        )
+
+
+
+def _position_scale(gguf: GgufFile, arch: str) -> float:
+    """1 / linear factor, in the order of keys that converters have used; 0 means not scaled."""
+    if gguf.text(f"{arch}.rope.scaling.type", "linear") == "none":
+        return 1.0
+    factor = gguf.number(f"{arch}.rope.scaling.factor", 0.0)
+    factor = factor or gguf.number(f"{arch}.rope.scale_linear", 0.0)
+    if factor < 0.0:
+        raise gguf_error(
+            "BE1322", f"key {arch}.rope.scaling.factor of {gguf.path.name}", f"{factor} is negative"
+        )
+    return 1.0 / factor if factor else 1.0
+
+
+def _vocab_size(gguf: GgufFile, arch: str) -> int:
+    """The tokenizer decides; the embedding's shape is then checked against it."""
+    tokens = gguf.values.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, StringArray):
+        if not len(tokens):
+            raise gguf_error("BE1322", f"tokenizer.ggml.tokens of {gguf.path.name}", "is empty")
+        return len(tokens)
+    info = gguf.tensors.get("token_embd.weight")
+    rows = info.shape[1] if info is not None and len(info.shape) == 2 else None
+    return _count(gguf, f"{arch}.vocab_size", rows)

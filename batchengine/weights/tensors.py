@@ -1,0 +1,233 @@
+"""Which tensors a model consists of: names, shapes and types, checked before anything is packed.
+
+Owns the mapping from GGUF tensor names to the roles of a layer. Refuses files with a missing
+tensor, a tensor of another shape or of a type that has no kernel, and tensors whose meaning is
+unknown (ignoring one would change the answer silently). Shapes are (rows, cols): a matrix maps
+cols inputs to rows outputs, and cols is the file's contiguous dimension.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from batchengine.core import BatchEngineError
+from batchengine.gguf import GgufFile, TensorInfo, gguf_error
+from batchengine.weights.spec import ModelSpec
+
+# Storage type in the file -> kind of kernels.Matrix
+MATRIX_KINDS = {
+    "Q4_0": "q4_0",
+    "Q4_1": "q4_1",
+    "Q6_K": "q6_k",
+    "Q8_0": "q8_0",
+    "F16": "f16",
+    "BF16": "bf16",
+    "F32": "f32",
+}
+VECTOR_TYPES = ("F32", "F16", "BF16")
+
+# Left over by old converters: tables that every reader computes itself.
+_IGNORED = re.compile(r"(blk\.\d+\.attn_rot_embd|rotary_emb\.inv_freq)(\.weight)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """A matrix to pack: the kind of kernels.Matrix, and its (rows, cols)."""
+
+    name: str
+    kind: str
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class VectorPlan:
+    """A float32 vector joined from 1-D tensors; a part without a tensor is zeros.
+
+    parts: (tensor name or None, size) in order.
+    """
+
+    name: str
+    parts: tuple[tuple[str | None, int], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, size in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """The tensors of one layer by role. qkv has one fused matrix or three."""
+
+    attn_norm: VectorPlan
+    qkv: tuple[MatrixPlan, ...]
+    qkv_bias: tuple[VectorPlan | None, ...]
+    q_norm: VectorPlan | None
+    k_norm: VectorPlan | None
+    attn_output: MatrixPlan
+    attn_output_bias: VectorPlan | None
+    ffn_norm: VectorPlan
+    gate: MatrixPlan
+    up: MatrixPlan
+    down: MatrixPlan
+    gate_bias: VectorPlan | None
+    up_bias: VectorPlan | None
+    down_bias: VectorPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """All tensors of a model by role; `matrices` and `vectors` list each of them once."""
+
+    embedding: MatrixPlan
+    output_norm: VectorPlan
+    head: MatrixPlan
+    head_bias: VectorPlan | None
+    rope_factors: VectorPlan | None
+    layers: tuple[LayerPlan, ...]
+    matrices: tuple[MatrixPlan, ...] = field(repr=False)
+    vectors: tuple[VectorPlan, ...] = field(repr=False)
+
+
+def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
+    """Finds every tensor of the model; BatchEngineError naming the first one that is wrong."""
+    find = _Finder(gguf)
+    embedding = find.matrix("token_embd.weight", spec.n_vocab, spec.n_embd)
+    head = embedding
+    if not spec.tied:
+        head = find.matrix("output.weight", spec.n_vocab, spec.n_embd)
+    plan = TensorPlan(
+        embedding=embedding,
+        output_norm=find.vector("output_norm.weight", spec.n_embd),
+        head=head,
+        head_bias=find.optional("output.bias", spec.n_vocab),
+        rope_factors=(
+            find.vector("rope_freqs.weight", spec.n_rot // 2) if spec.has_rope_factors else None
+        ),
+        layers=tuple(_plan_layer(find, spec, f"blk.{i}.") for i in range(spec.n_layer)),
+        matrices=tuple(find.matrices),
+        vectors=tuple(find.vectors),
+    )
+    find.refuse_unused()
+    return plan
+
+
+def _plan_layer(find: _Finder, spec: ModelSpec, prefix: str) -> LayerPlan:
+    n_embd, n_ff = spec.n_embd, spec.n_ff
+    qk_norm = spec.has_qk_norm
+    qkv, qkv_bias = _plan_qkv(find, spec, prefix)
+    return LayerPlan(
+        attn_norm=find.vector(prefix + "attn_norm.weight", n_embd),
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        q_norm=find.vector(prefix + "attn_q_norm.weight", spec.head_dim) if qk_norm else None,
+        k_norm=find.vector(prefix + "attn_k_norm.weight", spec.head_dim) if qk_norm else None,
+        attn_output=find.matrix(prefix + "attn_output.weight", n_embd, spec.q_rows),
+        attn_output_bias=find.optional(prefix + "attn_output.bias", n_embd),
+        ffn_norm=find.vector(prefix + "ffn_norm.weight", n_embd),
+        gate=find.matrix(prefix + "ffn_gate.weight", n_ff, n_embd),
+        up=find.matrix(prefix + "ffn_up.weight", n_ff, n_embd),
+        down=find.matrix(prefix + "ffn_down.weight", n_embd, n_ff),
+        gate_bias=find.optional(prefix + "ffn_gate.bias", n_ff),
+        up_bias=find.optional(prefix + "ffn_up.bias", n_ff),
+        down_bias=find.optional(prefix + "ffn_down.bias", n_embd),
+    )
+
+
+def _plan_qkv(
+    find: _Finder, spec: ModelSpec, prefix: str
+) -> tuple[tuple[MatrixPlan, ...], tuple[VectorPlan | None, ...]]:
+    """q, k and v as three matrices, or as the fused one; biases in the same arrangement.
+
+    A fused bias for separate matrices does not occur; separate biases for a fused matrix do.
+    """
+    sizes = (spec.q_rows, spec.kv_rows, spec.kv_rows)
+    fused = prefix + "attn_qkv"
+    if fused + ".weight" not in find.gguf.tensors:
+        stems = [prefix + "attn_" + letter for letter in "qkv"]
+        pairs = list(zip(stems, sizes, strict=True))
+        return (
+            tuple(find.matrix(stem + ".weight", rows, spec.n_embd) for stem, rows in pairs),
+            tuple(find.optional(stem + ".bias", rows) for stem, rows in pairs),
+        )
+    matrix = find.matrix(fused + ".weight", sum(sizes), spec.n_embd)
+    bias = find.optional(fused + ".bias", sum(sizes))
+    biases = [f"{prefix}attn_{letter}.bias" for letter in "qkv"]
+    if bias is None and any(name in find.gguf.tensors for name in biases):
+        parts = [
+            (find.use_vector(name, rows) if name in find.gguf.tensors else None, rows)
+            for name, rows in zip(biases, sizes, strict=True)
+        ]
+        bias = find.add(VectorPlan(fused + ".bias", tuple(parts)))
+    return (matrix,), (bias,)
+
+
+class _Finder:
+    """Looks tensors up by name, checks them, and remembers which ones had a role."""
+
+    def __init__(self, gguf: GgufFile) -> None:
+        self.gguf = gguf
+        self.matrices: list[MatrixPlan] = []
+        self.vectors: list[VectorPlan] = []
+        self._used: set[str] = set()
+
+    def matrix(self, name: str, rows: int, cols: int) -> MatrixPlan:
+        info = self._info(name, (cols, rows))
+        kind = MATRIX_KINDS.get(info.type.name)
+        if kind is None:
+            raise self._wrong_type(info, tuple(MATRIX_KINDS))
+        plan = MatrixPlan(name, kind, rows, cols)
+        self.matrices.append(plan)
+        return plan
+
+    def vector(self, name: str, size: int) -> VectorPlan:
+        return self.add(VectorPlan(name, ((self.use_vector(name, size), size),)))
+
+    def optional(self, name: str, size: int) -> VectorPlan | None:
+        return self.vector(name, size) if name in self.gguf.tensors else None
+
+    def add(self, plan: VectorPlan) -> VectorPlan:
+        self.vectors.append(plan)
+        return plan
+
+    def use_vector(self, name: str, size: int) -> str:
+        info = self._info(name, (size,))
+        if info.type.name not in VECTOR_TYPES:
+            raise self._wrong_type(info, VECTOR_TYPES)
+        return name
+
+    def refuse_unused(self) -> None:
+        for name in self.gguf.tensors:
+            if name not in self._used and not _IGNORED.match(name):
+                raise gguf_error(
+                    "BE1328",
+                    f"tensor {name} of {self.gguf.path.name} has no role in this architecture",
+                    "leaving it out could change every answer",
+                    "use a file of one of the supported architectures",
+                )
+
+    def _info(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        info = self.gguf.tensors.get(name)
+        if info is None:
+            raise gguf_error(
+                "BE1324",
+                f"{self.gguf.path.name} has no tensor {name}",
+                f"one of shape {list(shape)} is needed",
+            )
+        if info.shape != shape:
+            raise gguf_error(
+                "BE1325",
+                f"tensor {name} of {self.gguf.path.name} has the shape {list(info.shape)}",
+                f"the metadata needs {list(shape)}",
+            )
+        self._used.add(name)
+        return info
+
+    def _wrong_type(self, info: TensorInfo, wanted: tuple[str, ...]) -> BatchEngineError:
+        return gguf_error(
+            "BE1326",
+            f"tensor {info.name} of {self.gguf.path.name} has the type {info.type.name}",
+            f"kernels exist for {', '.join(wanted)}",
+            "quantise the model with llama-quantize to Q4_0",
+        )
