@@ -1,0 +1,198 @@
+"""The bytes of one KV page: 256 tokens, every layer a host owns, kernel-native order.
+
+Owns the sizes, offsets and the identity (`layout_id`, `Descriptor`) of a page. Refuses to know
+where a page lives: files and states are elsewhere. Every lane reads exactly this layout.
+
+One head, D = head_dim (all integers little-endian):
+
+    K       int8 [256/16][D/4][16][4]     16-token tiles, 4 consecutive d together
+    K scale fp16 [256/16][D/32][16]       one per 32 dims of a token
+    V       int8 [256/4][D][4]            4 consecutive tokens together
+    V scale fp16 [256]                    one per token
+
+Heads in order inside a layer, layers in order inside a page; then zeros up to a multiple of 64 KiB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+if sys.byteorder != "little":  # the files are mapped by kernels, so there is no second order
+    raise ImportError("batchengine stores are little-endian only")
+
+PAGE_TOKENS = 256
+PAGE_ALIGN_BYTES = 64 * 1024  # covers every page size in use and the alignment of direct I/O
+KV_DTYPE = "kv8-v1"
+K_TILE_TOKENS = 16
+K_SCALE_DIMS = 32
+
+# One row of the arena's sidecar: token id, 1 if written, XXH3-64 of the row's bytes.
+ROW_RECORD = struct.Struct("<IIQ")
+assert ROW_RECORD.size == 16
+ROW_RECORD_DTYPE = np.dtype([("token", "<u4"), ("valid", "<u4"), ("digest", "<u8")])
+assert ROW_RECORD_DTYPE.itemsize == ROW_RECORD.size
+ROW_RECORDS_BYTES = PAGE_TOKENS * ROW_RECORD.size
+assert ROW_RECORDS_BYTES == 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Shape of a page. head_dim is a multiple of 32; sizes below are in bytes."""
+
+    n_layer: int
+    n_kv_head: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.n_layer < 1 or self.n_kv_head < 1:
+            raise ValueError(f"a page needs layers and heads, got {self}")
+        if self.head_dim < 32 or self.head_dim % K_SCALE_DIMS:
+            raise ValueError(f"head_dim must be a multiple of {K_SCALE_DIMS}, got {self.head_dim}")
+
+    @property
+    def k_bytes(self) -> int:
+        return PAGE_TOKENS * self.head_dim
+
+    @property
+    def k_scale_bytes(self) -> int:
+        return PAGE_TOKENS * (self.head_dim // K_SCALE_DIMS) * 2
+
+    @property
+    def v_bytes(self) -> int:
+        return PAGE_TOKENS * self.head_dim
+
+    @property
+    def v_scale_bytes(self) -> int:
+        return PAGE_TOKENS * 2
+
+    @property
+    def head_bytes(self) -> int:
+        return self.k_bytes + self.k_scale_bytes + self.v_bytes + self.v_scale_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.n_kv_head * self.head_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.n_layer * self.layer_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        return -(-self.payload_bytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that belong to one token, over all layers and heads."""
+        return self.payload_bytes // PAGE_TOKENS
+
+    @property
+    def layout_id(self) -> str:
+        """Hex SHA-256 of the layout's description: equal id = bytes may be exchanged."""
+        text = (
+            f"{KV_DTYPE};tokens={PAGE_TOKENS};k=[16][D/4][16][4];ks=[16][D/32][16]f16;"
+            f"v=[64][D][4];vs=[256]f16;layers={self.n_layer};kv_heads={self.n_kv_head};"
+            f"head_dim={self.head_dim};align={PAGE_ALIGN_BYTES}"
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def gather_rows(
+        self, page: bytes | bytearray | memoryview, first: int, count: int
+    ) -> npt.NDArray[np.uint8]:
+        """The bytes of rows [first, first+count): shape (count, row_bytes), layers and heads in
+        order, per head K[D] ‖ K scale[D/32] ‖ V[D] ‖ V scale. What a row record's digest covers."""
+        d, heads = self.head_dim, self.n_layer * self.n_kv_head
+        flat = np.frombuffer(page, np.uint8, self.payload_bytes).reshape(heads, self.head_bytes)
+        k, ks, v, vs = np.split(
+            flat, np.cumsum([self.k_bytes, self.k_scale_bytes, self.v_bytes]).tolist(), axis=1
+        )
+        rows = slice(first, first + count)
+        parts = (  # each (heads, 256, bytes of one token)
+            k.reshape(heads, 16, d // 4, 16, 4).transpose(0, 1, 3, 2, 4).reshape(heads, 256, d),
+            ks.reshape(heads, 16, d // 32, 16, 2)
+            .transpose(0, 1, 3, 2, 4)
+            .reshape(heads, 256, d // 16),
+            v.reshape(heads, 64, d, 4).transpose(0, 1, 3, 2).reshape(heads, 256, d),
+            vs.reshape(heads, 256, 2),
+        )
+        joined = np.concatenate([part[:, rows] for part in parts], axis=2)
+        return np.ascontiguousarray(joined.transpose(1, 0, 2)).reshape(count, self.row_bytes)
+
+
+# The smallest and a common shape, worked out by hand: the formulas above may not drift.
+assert PageLayout(1, 1, 32).head_bytes == 8192 + 512 + 8192 + 512
+assert PageLayout(28, 8, 128).payload_bytes == 28 * 8 * (2 * 32768 + 2048 + 512)
+assert PageLayout(28, 8, 128).page_bytes == 233 * 65536
+assert PageLayout(28, 8, 128).row_bytes * 256 == PageLayout(28, 8, 128).payload_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """What the bytes of a page mean. Two stores share KV only if every field is equal.
+
+    `extra` holds further (name, value) pairs of the model's arithmetic, e.g. RoPE parameters;
+    values are text so that one encoding exists.
+    """
+
+    model_hash: str  # hex SHA-256: tensor data and architecture metadata
+    arith_id: str  # hex: golden vectors of the canonical arithmetic
+    arch: str
+    layout: PageLayout
+    first_layer: int = 0
+    provenance: str = "canonical"
+    rope_digest: str = ""
+    tokenizer_hash: str = ""
+    extra: tuple[tuple[str, str], ...] = ()
+
+    def fields(self) -> dict[str, str]:
+        """Every field by name, as text."""
+        shape = self.layout
+        named = {
+            "magic": "BEKV",
+            "version": "1",
+            "endianness": "LE",
+            "model_hash": self.model_hash,
+            "arith_id": self.arith_id,
+            "provenance": self.provenance,
+            "arch": self.arch,
+            "first_layer": str(self.first_layer),
+            "n_layer": str(shape.n_layer),
+            "n_kv_head": str(shape.n_kv_head),
+            "head_dim": str(shape.head_dim),
+            "kv_dtype": KV_DTYPE,
+            "layout_id": shape.layout_id,
+            "page_tokens": str(PAGE_TOKENS),
+            "page_bytes": str(shape.page_bytes),
+            "rope_digest": self.rope_digest,
+            "tokenizer_hash": self.tokenizer_hash,
+            "k_is_post_rope": "1",
+        }
+        return named | {f"x.{name}": value for name, value in self.extra}
+
+    def to_json(self) -> str:
+        return json.dumps(self.fields(), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+
+    @property
+    def repr_id(self) -> bytes:
+        """SHA-256 of the descriptor, 32 bytes."""
+        return hashlib.sha256(b"batchengine repr v1\0" + self.to_json().encode()).digest()
+
+
+def differing_fields(ours: Descriptor, stored_json: str) -> list[str]:
+    """Names of the fields in which a stored descriptor differs: the reason a session recomputes."""
+    try:
+        stored = json.loads(stored_json)
+    except ValueError:
+        return ["unreadable"]
+    if not isinstance(stored, dict):
+        return ["unreadable"]
+    mine: dict[object, object] = dict(ours.fields())
+    theirs: dict[object, object] = dict(stored)  # type: ignore[arg-type]
+    return sorted(str(n) for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
