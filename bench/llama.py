@@ -1,0 +1,175 @@
+"""llama.cpp as oracle and peer, through the C interface that llama-cpp-python binds.
+
+Owns `LlamaModel` and `LlamaContext`: tokens in, logits out as numpy, with every setting that
+changes speed or results given explicitly. Used by tests (tolerances) and benches (ratios);
+the daemon never imports it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as C
+
+F32 = npt.NDArray[np.float32]
+
+KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
+FLASH_OFF, FLASH_ON = 0, 1
+
+
+@C.llama_log_callback
+def _quiet(level: int, text: bytes, data: ctypes.c_void_p) -> None:
+    """Errors come back as return codes; the log would only drown the output of the tests."""
+
+
+class LlamaModel:
+    """A model file loaded by llama.cpp on the CPU. Close it after its contexts."""
+
+    def __init__(self, path: str | os.PathLike[str], *, repack: bool = True) -> None:
+        """`repack` lets llama.cpp rearrange weights for the CPU, its faster setting."""
+        C.llama_log_set(_quiet, ctypes.c_void_p(0))
+        C.llama_backend_init()
+        params = C.llama_model_default_params()
+        params.n_gpu_layers = 0
+        params.use_extra_bufts = repack
+        self._model = C.llama_model_load_from_file(os.fsencode(path), params)
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {path}")
+        self._vocab = C.llama_model_get_vocab(self._model)
+        self.n_vocab: int = C.llama_vocab_n_tokens(self._vocab)
+
+    @property
+    def handle(self) -> object:
+        """The C pointer."""
+        return self._model
+
+    def tokenize(self, text: str, *, special: bool = True, bos: bool = False) -> list[int]:
+        """Token ids of a text."""
+        raw = text.encode()
+        out = (C.llama_token * (len(raw) + 8))()
+        n = C.llama_tokenize(self._vocab, raw, len(raw), out, len(out), bos, special)
+        if n < 0:
+            raise RuntimeError(f"llama.cpp cannot tokenize {text[:40]!r}")
+        return list(out[:n])
+
+    def close(self) -> None:
+        """Frees the model."""
+        if self._model:
+            C.llama_model_free(self._model)
+            self._model = None
+
+    def __enter__(self) -> LlamaModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LlamaContext:
+    """One context: KV memory for up to `n_seq_max` sequences, and one batch to fill."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        *,
+        n_ctx: int = 2048,
+        threads: int = 2,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        flash: bool = False,
+        kv_type: str = "f16",
+        n_seq_max: int = 1,
+    ) -> None:
+        """n_ctx counts the tokens of all sequences together. Quantised V needs `flash`."""
+        params = C.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = n_batch
+        params.n_ubatch = n_ubatch
+        params.n_seq_max = n_seq_max
+        params.n_threads = threads
+        params.n_threads_batch = threads
+        params.flash_attn_type = FLASH_ON if flash else FLASH_OFF
+        params.type_k = KV_TYPES[kv_type]
+        params.type_v = KV_TYPES[kv_type]
+        params.kv_unified = True  # sequences share n_ctx instead of splitting it evenly
+        params.no_perf = True
+        self._context = C.llama_init_from_model(model.handle, params)
+        if not self._context:
+            raise RuntimeError("llama.cpp cannot create this context")
+        self.n_vocab = model.n_vocab
+        self.n_batch = n_batch
+        self._memory = C.llama_get_memory(self._context)
+        self._batch = C.llama_batch_init(n_batch, 0, 1)
+
+    def __enter__(self) -> LlamaContext:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the context."""
+        if self._context:
+            C.llama_batch_free(self._batch)
+            C.llama_free(self._context)
+            self._context = None
+
+    def clear(self) -> None:
+        """Forgets every sequence."""
+        C.llama_memory_clear(self._memory, True)
+
+    def copy_sequence(self, source: int, target: int) -> None:
+        """Shares the KV of `source` with `target`, as after an equal prompt."""
+        C.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+
+    def cut(self, sequence: int, position: int) -> None:
+        """Forgets positions [position, end) of a sequence."""
+        if not C.llama_memory_seq_rm(self._memory, sequence, position, -1):
+            raise RuntimeError("llama.cpp cannot cut this sequence")
+
+    def decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
+        """One call of llama_decode; rows of (token, position, sequence, wants logits)."""
+        batch = self._batch
+        for i, (token, position, sequence, wants) in enumerate(rows):
+            batch.token[i] = token
+            batch.pos[i] = position
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = sequence
+            batch.logits[i] = wants
+        batch.n_tokens = len(rows)
+        code = C.llama_decode(self._context, batch)
+        if code:
+            raise RuntimeError(f"llama_decode returned {code}")
+        C.llama_synchronize(self._context)
+
+    def logits(self, row: int) -> F32:
+        """Logits (n_vocab,) of row `row` of the last decode, copied."""
+        pointer = C.llama_get_logits_ith(self._context, row)
+        return np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy()
+
+    def prefill(self, tokens: Sequence[int], *, sequence: int = 0, start: int = 0) -> F32:
+        """Appends tokens; logits after the last one."""
+        last = len(tokens) - 1
+        for first in range(0, len(tokens), self.n_batch):
+            part = range(first, min(first + self.n_batch, len(tokens)))
+            self.decode([(tokens[i], start + i, sequence, i == last) for i in part])
+        return self.logits(-1)
+
+    def all_logits(self, tokens: Sequence[int]) -> F32:
+        """Logits (n_tokens, n_vocab) after every token of a fresh sequence 0."""
+        self.clear()
+        out = np.empty((len(tokens), self.n_vocab), np.float32)
+        for first in range(0, len(tokens), self.n_batch):
+            part = range(first, min(first + self.n_batch, len(tokens)))
+            self.decode([(tokens[i], i, 0, True) for i in part])
+            for i in part:
+                out[i] = self.logits(i - first)
+        return out
+
+    def step(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Decodes one token for each of the sequences 0, 1, ...; logits(i) is sequence i's."""
+        self.decode([(t, p, i, True) for i, (t, p) in enumerate(zip(tokens, positions, strict=True))])
