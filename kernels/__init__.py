@@ -10,35 +10,59 @@ from __future__ import annotations
 import hashlib
 
 from kernels._native import (
+    PACK_VERSION,
     Activations,
+    Matrix,
     Pool,
     Rows,
     Vector,
     address_of,
+    embed,
     golden_records,
     isa,
     isa_levels,
+    linear,
+    linear_add,
+    linear_gated,
+    nonfinite_rows,
+    pack,
+    packed_bytes,
     peak_int8_gops,
     peak_read_gbps,
+    quantise,
     set_isa,
+    take_rows,
 )
 
 DISTRIBUTION = "batchengine"
+KINDS = ("q4_0", "q4_1", "q6_k", "q8_0", "f16", "bf16", "f32")
 
 __all__ = [
     "DISTRIBUTION",
+    "KINDS",
+    "PACK_VERSION",
     "Activations",
+    "Matrix",
     "Pool",
     "Rows",
     "Vector",
     "address_of",
     "arith_id",
+    "embed",
     "golden_records",
     "isa",
     "isa_levels",
+    "linear",
+    "linear_add",
+    "linear_gated",
+    "nonfinite_rows",
+    "pack",
+    "packed_bytes",
     "peak_int8_gops",
     "peak_read_gbps",
+    "quantise",
     "set_isa",
+    "take_rows",
 ]
 
 

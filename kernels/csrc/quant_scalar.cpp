@@ -35,11 +35,11 @@ void quantise_row_scalar(const float* row, size_t token, Activations& out) {
             half[i / 16] += value;
         }
         out.scale[cell] = !finite ? ca1::poison() : zero ? 0.0f : a / 127.0f;
-        out.sum[cell] = half[0] + half[1];
-        // [group][block][2][token]: the two half sums of a block lie 16 tokens apart.
-        int32_t* halves = out.half.data() + (cell - token % GROUP_TOKENS) * 2 + token % GROUP_TOKENS;
-        halves[0] = half[0];
-        halves[GROUP_TOKENS] = half[1];
+        out.offset[cell] = -8 * (half[0] + half[1]);
+        // [group][block][2][token]: the two halves of a block lie 16 tokens apart.
+        int32_t* halves = out.halves.data() + (2 * cell - token % GROUP_TOKENS);
+        halves[0] = -32 * half[0];
+        halves[GROUP_TOKENS] = -32 * half[1];
     }
 }
 

@@ -81,13 +81,15 @@ struct Vector {
 
 // Quantised activations of one step (CA-1 rule 1), as panels of 16 tokens:
 //
-//   q      int8  [group][block][token 16][32]   one block of one token = 32 contiguous bytes
-//   scale  fp32  [group][block][token 16]
-//   sum    int32 [group][block][token 16]       sum of the 32 q
-//   half   int32 [group][block][2][token 16]    sums of q[0..15] and q[16..31] (for Q6_K)
+//   q       int8  [group][block][token 16][32]   one block of one token = 32 contiguous bytes
+//   scale   fp32  [group][block][token 16]
+//   offset  int32 [group][block][token 16]       -8 * sum of the 32 q
+//   halves  int32 [group][block][2][token 16]    -32 * sum of q[0..15], of q[16..31]
 //
-// A row tile reads a panel from front to back. Tokens past the count of a call are stale: kernels
-// must not let them reach an output. k past width is zero.
+// Packed weights are unsigned (weight + 8, + 128, + 32); the offsets are what that adds to a dot,
+// negated, so a kernel starts its integer sum from them. A row tile reads a panel from front to
+// back. Tokens past the count of a call are stale: kernels must not let them reach an output. k past
+// width is zero.
 struct Activations {
     Activations(size_t tokens_max_, size_t width_, bool keep_float_)
         : tokens_max(tokens_max_), width(width_), blocks(div_up(width_, BLOCK_WIDTH)),
@@ -95,11 +97,11 @@ struct Activations {
         const size_t cells = div_up(tokens_max, GROUP_TOKENS) * GROUP_TOKENS * blocks;
         q = Buffer<int8_t>(cells * BLOCK_WIDTH);
         scale = Buffer<float>(cells);
-        sum = Buffer<int32_t>(cells);
-        half = Buffer<int32_t>(cells * 2);
+        offset = Buffer<int32_t>(cells);
+        halves = Buffer<int32_t>(cells * 2);
         if (keep_float) values = Buffer<float>(tokens_max * padded_width);
     }
-    // Index of (group of token, block, token in group) in units of one token's block.
+    // Index of (group of token, block, token in group), in units of one block of one token.
     size_t cell(size_t token, size_t block) const {
         return ((token / GROUP_TOKENS) * blocks + block) * GROUP_TOKENS + token % GROUP_TOKENS;
     }
@@ -111,8 +113,8 @@ struct Activations {
     const bool keep_float;
     Buffer<int8_t> q;
     Buffer<float> scale;
-    Buffer<int32_t> sum;
-    Buffer<int32_t> half;
+    Buffer<int32_t> offset;
+    Buffer<int32_t> halves;
     Buffer<float> values;  // [token][padded_width], only with keep_float
 };
 

@@ -1,0 +1,178 @@
+// The driver of the linear kernels: cuts work into pieces; see linear.h.
+#include "linear.h"
+
+#include <algorithm>
+
+#include "dispatch.h"
+#include "pack.h"
+#include "quant.h"
+
+namespace batchengine {
+namespace {
+
+// Row tiles that run together: three is what the widest register tile of the kernels multiplies at
+// once; small enough that their weights and 16 tokens of activations stay in the level-2 cache.
+constexpr size_t CHUNK_TILES = 3;
+// Pieces per thread, so that a thread that was interrupted does not hold up the others.
+constexpr size_t PIECES_PER_THREAD = 8;
+// A piece of a one-token step is a stream from memory: not shorter than this.
+constexpr size_t STREAM_BYTES = size_t{48} << 10;
+
+struct Plan {
+    size_t chunk_tiles;   // row tiles of a piece
+    size_t chunk_groups;  // token groups of a piece
+    size_t tile_chunks;
+    size_t group_chunks;
+    size_t pieces() const { return tile_chunks * group_chunks; }
+};
+
+// Pieces are as large as balance allows, in rows first: a longer run over tokens reuses the weights.
+Plan plan(size_t tiles, size_t bytes_per_tile, size_t tokens, int threads) {
+    const size_t groups = div_up(tokens, GROUP_TOKENS);
+    const size_t wanted = threads == 1 ? 1 : PIECES_PER_THREAD * static_cast<size_t>(threads);
+    Plan made{};
+    const size_t stream_tiles = div_up(STREAM_BYTES, bytes_per_tile);
+    const size_t least = groups == 1 ? std::max(CHUNK_TILES, stream_tiles) : CHUNK_TILES;
+    made.chunk_tiles = std::max(least, tiles / wanted / CHUNK_TILES * CHUNK_TILES);
+    made.tile_chunks = div_up(tiles, made.chunk_tiles);
+    made.chunk_groups = groups;
+    if (made.tile_chunks < wanted)
+        made.chunk_groups = std::max<size_t>(1, groups * made.tile_chunks / wanted);
+    made.group_chunks = div_up(groups, made.chunk_groups);
+    return made;
+}
+
+size_t tile_count(const Matrix& matrix) { return div_up(matrix.rows, TILE_ROWS); }
+
+// Calls body(tile, tiles, group, tokens in group) over one piece, at most CHUNK_TILES at a time;
+// all tiles of the piece see a group before the next group comes.
+template <class Body>
+void walk(const Plan& made, size_t piece, size_t tiles, size_t tokens, Body&& body) {
+    const size_t tile_first = piece % made.tile_chunks * made.chunk_tiles;
+    const size_t tile_end = std::min(tiles, tile_first + made.chunk_tiles);
+    const size_t group_first = piece / made.tile_chunks * made.chunk_groups;
+    const size_t group_end =
+        std::min(div_up(tokens, GROUP_TOKENS), group_first + made.chunk_groups);
+    for (size_t group = group_first; group < group_end; ++group)
+        for (size_t tile = tile_first; tile < tile_end; tile += CHUNK_TILES)
+            body(tile, std::min(CHUNK_TILES, tile_end - tile), group,
+                 std::min(GROUP_TOKENS, tokens - group * GROUP_TOKENS));
+}
+
+TileTarget target(Rows& out, size_t column, const LinearPart& part, size_t tile, size_t group,
+                  size_t tokens) {
+    const size_t row = tile * TILE_ROWS;
+    return {out.row(group * GROUP_TOKENS) + column + row, out.width,
+            part.bias ? part.bias->data.data() + row : nullptr, tokens,
+            std::min(TILE_ROWS, part.matrix->rows - row)};
+}
+
+enum class Finish { store, add };
+
+void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& parts,
+               size_t tokens, Rows& out, Finish finish) {
+    if (tokens == 0) return;
+    const LinearKernels& kernels = linear_kernels();
+    struct Piecewise {
+        const LinearPart* part;
+        Plan plan;
+        size_t column;      // first output column
+        size_t piece_end;   // running total
+    };
+    std::vector<Piecewise> work;
+    size_t column = 0, pieces = 0;
+    for (const LinearPart& part : parts) {
+        const Plan made = plan(tile_count(*part.matrix),
+                               tile_bytes(part.matrix->kind, part.matrix->cols), tokens,
+                               pool.threads());
+        pieces += made.pieces();
+        work.push_back({&part, made, column, pieces});
+        column += part.matrix->rows;
+    }
+    const auto finish_tile = finish == Finish::add ? kernels.add : kernels.store;
+    Tickets tickets(pieces);
+    pool.run([&](int, int) {
+        TileResult results[CHUNK_TILES];
+        for (size_t index; tickets.take(&index);) {
+            size_t i = 0;
+            while (index >= work[i].piece_end) ++i;
+            const Piecewise& mine = work[i];
+            const size_t piece = index - (mine.piece_end - mine.plan.pieces());
+            const Matrix& matrix = *mine.part->matrix;
+            walk(mine.plan, piece, tile_count(matrix), tokens,
+                 [&](size_t tile, size_t tiles, size_t group, size_t count) {
+                     kernels.multiply(matrix, x, tile, tiles, group, count, results);
+                     for (size_t t = 0; t < tiles; ++t)
+                         finish_tile(results[t],
+                                     target(out, mine.column, *mine.part, tile + t, group, count));
+                 });
+        }
+    });
+}
+
+}  // namespace
+
+const LinearKernels& linear_kernels() {
+    switch (level()) {
+#if defined(BATCHENGINE_X86)
+        case Level::avx512: return LINEAR_AVX512;
+        case Level::avx2: return LINEAR_AVX2;
+#endif
+        default: return LINEAR_SCALAR;
+    }
+}
+
+void linear(Pool& pool, const Activations& x, const std::vector<LinearPart>& parts, size_t tokens,
+            Rows& out) {
+    run_parts(pool, x, parts, tokens, out, Finish::store);
+}
+
+void linear_add(Pool& pool, const Activations& x, const LinearPart& part, size_t tokens, Rows& out) {
+    run_parts(pool, x, {part}, tokens, out, Finish::add);
+}
+
+// Both products of a row tile are made by one thread, so the gate is applied before anything leaves
+// the level-1 cache.
+void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, const LinearPart& up,
+                  size_t tokens, Rows& out) {
+    if (tokens == 0) return;
+    const LinearKernels& kernels = linear_kernels();
+    const size_t tiles = tile_count(*gate.matrix);
+    const Plan made = plan(tiles, tile_bytes(gate.matrix->kind, gate.matrix->cols) +
+                                      tile_bytes(up.matrix->kind, up.matrix->cols),
+                           tokens, pool.threads());
+    Tickets tickets(made.pieces());
+    pool.run([&](int, int) {
+        TileResult gates[CHUNK_TILES], ups[CHUNK_TILES];
+        for (size_t piece; tickets.take(&piece);)
+            walk(made, piece, tiles, tokens,
+                 [&](size_t tile, size_t count, size_t group, size_t group_tokens) {
+                     kernels.multiply(*gate.matrix, x, tile, count, group, group_tokens, gates);
+                     kernels.multiply(*up.matrix, x, tile, count, group, group_tokens, ups);
+                     for (size_t t = 0; t < count; ++t) {
+                         const float* gate_bias =
+                             gate.bias ? gate.bias->data.data() + (tile + t) * TILE_ROWS : nullptr;
+                         kernels.gate(gates[t], gate_bias, ups[t],
+                                      target(out, 0, up, tile + t, group, group_tokens));
+                     }
+                 });
+    });
+}
+
+void quantise(Pool& pool, const Rows& x, size_t tokens, Activations& out) {
+    const QuantiseRow row = quantise_row();
+    Tickets tickets(tokens);
+    pool.run([&](int, int) {
+        for (size_t token; tickets.take(&token);) row(x.row(token), token, out);
+    });
+}
+
+void embed(Pool& pool, const Matrix& matrix, const int32_t* tokens, size_t count, Rows& out) {
+    Tickets tickets(count);
+    pool.run([&](int, int) {
+        for (size_t i; tickets.take(&i);)
+            unpack_row(matrix, static_cast<size_t>(tokens[i]), out.row(i));
+    });
+}
+
+}  // namespace batchengine
