@@ -1,0 +1,270 @@
+"""Writes synthetic GGUF models: any supported shape, seeded random weights, in seconds.
+
+Owns the shapes of benches and tests. The files load in llama.cpp as well as here: a valid
+byte-level vocabulary, tensor types per role as `llama-quantize ... Q4_0` chooses them, and
+weights of a scale at which logits spread (block bytes are drawn directly with a sane fp16
+scale, so a 0.6B model takes seconds). They are for speed and agreement; they say nothing.
+
+    python -m bench.synthetic --preset 0.6b --out synthetic-0.6b.gguf
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+U8 = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB_MIN = 256 + len(SPECIALS) + 1
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model to write. `kinds` overrides the tensor type of a role ("attn_k", "output" ...).
+
+    bias: standard deviation of q and v biases (0 = none); k_bias likewise for K, where large
+    values make the outliers of qwen2. rope_factors: llama 3 scaling baked as a tensor.
+    linear_factor: rope.scaling.factor (0 = key absent). fused: one attn_qkv per layer.
+    """
+
+    arch: str = "qwen3"
+    n_layer: int = 2
+    n_embd: int = 256
+    n_ff: int = 512
+    n_head: int = 4
+    n_kv_head: int = 2
+    head_dim: int = 64
+    n_vocab: int = 320
+    context: int = 32768
+    tied: bool = True
+    base: str = "q4_0"
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    bias: float = 0.0
+    k_bias: float = 0.0
+    rope_base: float = 10000.0
+    rope_factors: bool = False
+    linear_factor: float = 0.0
+    fused: bool = False
+    seed: int = 1
+    head_gain: float = 4.0
+
+
+PRESETS = {
+    "0.6b": Shape(
+        n_layer=28, n_embd=1024, n_ff=3072, n_head=16, n_kv_head=8, head_dim=128,
+        n_vocab=151936, rope_base=1e6, context=40960,
+    ),
+    "0.1b": Shape(
+        n_layer=8, n_embd=768, n_ff=2048, n_head=12, n_kv_head=4, head_dim=64, n_vocab=32000
+    ),
+    "small": Shape(),
+}  # fmt: skip
+
+_TYPES = {
+    "f32": gguf.GGMLQuantizationType.F32,
+    "f16": gguf.GGMLQuantizationType.F16,
+    "bf16": gguf.GGMLQuantizationType.BF16,
+    "q4_0": gguf.GGMLQuantizationType.Q4_0,
+    "q4_1": gguf.GGMLQuantizationType.Q4_1,
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "q6_k": gguf.GGMLQuantizationType.Q6_K,
+    "q4_k": gguf.GGMLQuantizationType.Q4_K,
+}
+
+
+def write_synthetic(path: Path, shape: Shape) -> None:
+    """Writes the model file; the same shape gives the same bytes."""
+    rng = np.random.Generator(np.random.Philox(shape.seed))
+    writer = gguf.GGUFWriter(path, shape.arch)
+    _write_metadata(writer, shape)
+    _write_vocabulary(writer, shape)
+    kinds = _kinds(shape)
+    n, q, kv = shape.n_embd, shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
+
+    def matrix(name: str, role: str, rows: int, cols: int, gain: float = 1.0) -> None:
+        data = random_matrix(rng, kinds.get(role, shape.base), rows, cols, gain)
+        kind = _TYPES[kinds.get(role, shape.base)]
+        writer.add_tensor(name + ".weight", data, raw_dtype=kind)
+
+    def vector(name: str, size: int, mean: float, spread: float) -> None:
+        writer.add_tensor(name, rng.normal(mean, spread, size).astype(np.float32))
+
+    matrix("token_embd", "token_embd", shape.n_vocab, n, shape.head_gain if shape.tied else 1.0)
+    vector("output_norm.weight", n, 1.0, 0.1)
+    if not shape.tied:
+        matrix("output", "output", shape.n_vocab, n, shape.head_gain)
+    if shape.rope_factors:
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(shape))
+    for i in range(shape.n_layer):
+        p = f"blk.{i}."
+        vector(p + "attn_norm.weight", n, 1.0, 0.1)
+        if shape.fused:
+            matrix(p + "attn_qkv", "attn_qkv", q + 2 * kv, n)
+        else:
+            for letter, rows in (("q", q), ("k", kv), ("v", kv)):
+                matrix(f"{p}attn_{letter}", f"attn_{letter}", rows, n)
+        for letter, rows, spread in (
+            ("q", q, shape.bias),
+            ("k", kv, shape.k_bias),
+            ("v", kv, shape.bias),
+        ):
+            if spread:
+                vector(f"{p}attn_{letter}.bias", rows, 0.0, spread)
+        if shape.arch == "qwen3":
+            vector(p + "attn_q_norm.weight", shape.head_dim, 1.0, 0.1)
+            vector(p + "attn_k_norm.weight", shape.head_dim, 1.0, 0.1)
+        matrix(p + "attn_output", "attn_output", n, q)
+        vector(p + "ffn_norm.weight", n, 1.0, 0.1)
+        matrix(p + "ffn_gate", "ffn_gate", shape.n_ff, n)
+        matrix(p + "ffn_up", "ffn_up", shape.n_ff, n)
+        matrix(p + "ffn_down", "ffn_down", n, shape.n_ff)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _kinds(shape: Shape) -> dict[str, str]:
+    """The head in more bits, as llama-quantize does; then the overrides."""
+    head = "q6_k" if shape.n_embd % 256 == 0 else "q8_0"
+    chosen = {"token_embd" if shape.tied else "output": head}
+    if shape.base in ("f32", "f16", "bf16"):
+        chosen = {}
+    return {**chosen, **shape.kinds}
+
+
+def random_matrix(
+    rng: np.random.Generator, kind: str, rows: int, cols: int, gain: float
+) -> U8 | F32 | npt.NDArray[np.float16]:
+    """Weights of zero mean and standard deviation gain / sqrt(cols), in the bytes of `kind`."""
+    spread = gain / np.sqrt(cols)
+    if kind in ("f32", "f16", "bf16"):
+        values = rng.standard_normal((rows, cols), np.float32) * np.float32(spread)
+        if kind == "bf16":
+            return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        return values.astype(np.float16 if kind == "f16" else np.float32)
+    items = 256 if kind.endswith("_k") else 32
+    n_blocks = rows * cols // items
+
+    # Divisor = standard deviation of the integers below; the sign of the scale is random, which
+    # removes their small mean (nibbles are -8..7).
+    def scales(divisor: float) -> npt.NDArray[np.float16]:
+        size = spread / divisor * rng.uniform(0.6, 1.4, n_blocks)
+        return (size * rng.choice((-1.0, 1.0), n_blocks)).astype(np.float16)
+
+    def raw(n_bytes: int) -> U8:
+        return np.frombuffer(rng.bytes(n_blocks * n_bytes), np.uint8).reshape(n_blocks, n_bytes)
+
+    def half(values: npt.NDArray[np.float16]) -> U8:
+        return values.view(np.uint8).reshape(n_blocks, 2)
+
+    if kind == "q4_0":
+        parts = [half(scales(4.6)), raw(16)]
+    elif kind == "q4_1":
+        d = scales(4.6)
+        parts = [half(d), half((d * np.float16(-7.5)).astype(np.float16)), raw(16)]
+    elif kind == "q8_0":
+        parts = [half(scales(74.0)), raw(32)]
+    elif kind == "q6_k":
+        parts = [raw(192), raw(16), half(scales(18.5 * 74.0))]
+    elif kind == "q4_k":
+        parts = [half(scales(4.6 * 32)), half(scales(300.0)), raw(140)]
+    else:
+        raise ValueError(f"unknown kind {kind}")
+    return np.concatenate(parts, axis=1).reshape(rows, -1)
+
+
+def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    writer.add_name(f"synthetic-{shape.arch}-{shape.n_layer}x{shape.n_embd}")
+    writer.add_block_count(shape.n_layer)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_feed_forward_length(shape.n_ff)
+    writer.add_head_count(shape.n_head)
+    writer.add_head_count_kv(shape.n_kv_head)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_file_type({"q4_0": 2, "q4_1": 3, "q8_0": 7, "f16": 1, "f32": 0}.get(shape.base, 2))
+    if shape.linear_factor:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(shape.linear_factor)
+
+
+def _write_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    """All bytes, one merge (the format wants some), specials, then numbered fillers."""
+    if shape.n_vocab < VOCAB_MIN:
+        raise ValueError(f"a vocabulary has at least {VOCAB_MIN} tokens")
+    byte_tokens = _byte_tokens()
+    tokens = [*byte_tokens, byte_tokens[ord("t")] + byte_tokens[ord("h")], *SPECIALS]
+    tokens += [f"[filler{i}]" for i in range(len(tokens), shape.n_vocab)]
+    types = [int(gguf.TokenType.NORMAL)] * shape.n_vocab
+    for i in range(257, 257 + len(SPECIALS)):
+        types[i] = int(gguf.TokenType.CONTROL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(259)
+    writer.add_pad_token_id(257)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
+
+
+def _byte_tokens() -> list[str]:
+    """Byte-level vocabularies write byte b as itself if printable, else as the next free of 256+."""
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    free = iter(range(256, 512))
+    return [chr(b) if b in shown else chr(next(free)) for b in range(256)]
+
+
+def _llama3_factors(shape: Shape) -> F32:
+    """Frequency factors of llama 3.1 (factor 8, low 1, high 4, original context 8192)."""
+    exponent = np.arange(0, shape.head_dim, 2, dtype=np.float64) / shape.head_dim
+    wavelength = 2.0 * np.pi * shape.rope_base**exponent
+    smooth = (8192.0 / wavelength - 1.0) / (4.0 - 1.0)
+    blended = 1.0 / ((1.0 - smooth) / 8.0 + smooth)
+    factors = np.where(wavelength < 8192.0 / 4.0, 1.0, blended)
+    return np.where(wavelength > 8192.0, 8.0, factors).astype(np.float32)
+
+
+def main() -> None:
+    """Command line: a preset, with single dimensions changed."""
+    parser = argparse.ArgumentParser(prog="python -m bench.synthetic", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--preset", choices=PRESETS, default="0.6b")
+    integers = ("n_layer", "n_embd", "n_ff", "n_head", "n_kv_head", "head_dim", "n_vocab", "seed")
+    for name in integers:
+        parser.add_argument("--" + name.replace("_", "-"), type=int)
+    parser.add_argument("--arch", choices=("llama", "qwen2", "qwen3"))
+    parser.add_argument("--untied", action="store_true")
+    args = parser.parse_args()
+    changes = {k: getattr(args, k) for k in (*integers, "arch") if getattr(args, k) is not None}
+    shape = replace(PRESETS[args.preset], **changes)
+    if args.untied:
+        shape = replace(shape, tied=False)
+    start = time.perf_counter()
+    write_synthetic(args.out, shape)
+    seconds = time.perf_counter() - start
+    print(f"{args.out}: {args.out.stat().st_size / 2**20:.0f} MiB in {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
