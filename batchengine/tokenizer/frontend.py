@@ -33,6 +33,8 @@ class ChatRenderer(Protocol):
 
     def render(self, variables: Mapping[str, object], specials: Mapping[str, str]) -> str: ...
 
+    def start(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -69,10 +71,13 @@ class TextFrontend:
             return cls(tokenizer, renderer(tokenizer.chat_template), executor)
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(executor, load)
+            frontend = await asyncio.get_running_loop().run_in_executor(executor, load)
         except BaseException:
             executor.shutdown(wait=False)
             raise
+        # Ahead of the first chat; a template that fails says so again in that chat.
+        executor.submit(frontend.renderer.start)
+        return frontend
 
     async def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of plain text, begin-of-sequence as the metadata says.

@@ -184,7 +184,7 @@ def _choose_twins(guards: tuple[str, ...], used: set[str]) -> Twins:
 
 def _cover(texts: list[str]) -> tuple[str, ...]:
     """Few characters such that every text holds one: by preference, then by how many they cover."""
-    left = [text for text in texts if text]
+    left: list[str] = [text for text in texts if text]
     guards: list[str] = []
     while left:
         counts = Counter("".join("".join(set(text)) for text in left))
