@@ -14,6 +14,7 @@ of arrays stay bytes in the mapping and only their positions are kept.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import mmap
 import operator
@@ -439,7 +440,12 @@ def _read_array(cursor: _Cursor, key: str) -> Value:
 
 def _scan_strings(cursor: _Cursor, key: str, count: int) -> StringArray:
     # 150k rounds for a vocabulary: locals only, one comparison per string.
-    buffer, size, position, length_at = cursor.buffer, cursor.size, cursor.position, _U64.unpack_from
+    buffer, size, position, length_at = (
+        cursor.buffer,
+        cursor.size,
+        cursor.position,
+        _U64.unpack_from,
+    )
     starts, ends = array("Q", bytes(8 * count)), array("Q", bytes(8 * count))
     for index in range(count):
         start = position + 8
@@ -465,9 +471,7 @@ def _alignment(values: dict[str, Value], name: str) -> int:
     raise gguf_error("BE1309", f"general.alignment of {name} is {str(value)[:40]}", why)
 
 
-def _read_tensor(
-    cursor: _Cursor, index: int
-) -> tuple[str, TensorType, tuple[int, ...], int, int]:
+def _read_tensor(cursor: _Cursor, index: int) -> tuple[str, TensorType, tuple[int, ...], int, int]:
     """name, type, shape, offset from the start of the data, size in bytes."""
     tensor = cursor.string(f"name of tensor {index}", NAME_BYTES_MAX)
     if not tensor:
@@ -520,10 +524,9 @@ def _place_tensors(
             )
         tensors[tensor] = TensorInfo(tensor, kind, shape, data_start + offset, n_bytes)
     by_offset = sorted(tensors.values(), key=operator.attrgetter("offset"))
-    for before, after in zip(by_offset, by_offset[1:], strict=False):
+    for before, after in itertools.pairwise(by_offset):
         if before.offset + before.n_bytes > after.offset:
             raise gguf_error(
                 "BE1315", f"tensors {before.name} and {after.name} overlap", f"in {cursor.name}"
             )
     return tensors
-

@@ -172,4 +172,6 @@ class LlamaContext:
 
     def step(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
         """Decodes one token for each of the sequences 0, 1, ...; logits(i) is sequence i's."""
-        self.decode([(t, p, i, True) for i, (t, p) in enumerate(zip(tokens, positions, strict=True))])
+        self.decode(
+            [(t, p, i, True) for i, (t, p) in enumerate(zip(tokens, positions, strict=True))]
+        )

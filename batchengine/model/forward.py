@@ -193,7 +193,13 @@ class Stepper:
 
     def _attention(self, index: int) -> None:
         """hidden -> attended, for every row; appends K and V of layer `index`."""
-        model, ops, scratch, batch, n = self.model, self.ops, self.scratch, self.batch, self.n_tokens
+        model, ops, scratch, batch, n = (
+            self.model,
+            self.ops,
+            self.scratch,
+            self.batch,
+            self.n_tokens,
+        )
         spec: ModelSpec = model.spec
         w = model.weights.layer[index]
         place = index - model.layers.start  # a page holds the layers of this lane only
@@ -222,8 +228,6 @@ class Stepper:
         ops.quantise(attended, n, scratch.attended_q8)
         ops.linear_add(scratch.attended_q8, w.attn_output, w.attn_output_bias, n, hidden)
         ops.norm_quantise(hidden, w.ffn_norm, self.model.spec.eps, n, scratch.normed)
-        ops.linear_gated(
-            scratch.normed, w.gate, w.up, w.gate_bias, w.up_bias, n, scratch.gated
-        )
+        ops.linear_gated(scratch.normed, w.gate, w.up, w.gate_bias, w.up_bias, n, scratch.gated)
         ops.quantise(scratch.gated, n, scratch.gated_q8)
         ops.linear_add(scratch.gated_q8, w.down, w.down_bias, n, hidden)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Sequence as SequenceOf
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -130,7 +131,9 @@ class LocalRunner:
         return last_rows
 
     def step(
-        self, entries: SequenceOf[tuple[Sequence, SequenceOf[int]]], rows: SequenceOf[int] | None = None
+        self,
+        entries: SequenceOf[tuple[Sequence, SequenceOf[int]]],
+        rows: SequenceOf[int] | None = None,
     ) -> F32:
         """Appends tokens to timelines; logits of `rows` (default: the last row of each entry).
 
@@ -204,12 +207,8 @@ class LocalRunner:
                 self.release(timeline)
         return results
 
-    def _live(
-        self, results: list[list[int]], n_tokens: int, stop: frozenset[int]
-    ) -> list[int]:
-        return [
-            i for i, r in enumerate(results) if len(r) < n_tokens and not (r and r[-1] in stop)
-        ]
+    def _live(self, results: list[list[int]], n_tokens: int, stop: frozenset[int]) -> list[int]:
+        return [i for i, r in enumerate(results) if len(r) < n_tokens and not (r and r[-1] in stop)]
 
     def _choose(
         self,

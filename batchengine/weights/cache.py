@@ -88,7 +88,10 @@ def default_cache_dir() -> Path:
 def cache_path(cache_dir: Path, model: Path) -> Path:
     """Where the packed form of a model file lives: one file per model path."""
     real = os.path.realpath(model)
-    return cache_dir / f"{model.stem[:64]}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:16]}.weights"
+    return (
+        cache_dir
+        / f"{model.stem[:64]}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:16]}.weights"
+    )
 
 
 class CacheFile:
@@ -114,9 +117,7 @@ class CacheFile:
         return self._view[entry.offset : entry.offset + entry.n_bytes]
 
 
-def open_cache(
-    path: Path, check: Callable[[CacheTable], None], progress: Progress
-) -> CacheFile:
+def open_cache(path: Path, check: Callable[[CacheTable], None], progress: Progress) -> CacheFile:
     """Maps and verifies a cache file; CacheMismatch with the reason if it cannot be used.
 
     `check` raises CacheMismatch when the table does not fit the model at hand.
@@ -194,7 +195,9 @@ class CacheWriter:
         self._offset = PROLOGUE.size
         self._committed = False
         with _disk_errors(path):
-            self._fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+            self._fd, name = tempfile.mkstemp(
+                prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
+            )
         self._temporary = Path(name)
         try:
             # Fail now rather than after minutes of packing.
@@ -219,13 +222,15 @@ class CacheWriter:
         self._offset = align(self._offset + len(data))
 
     def commit(
-        self, *, pack_version: int, identity: tuple[int, int, int, int, int],
-        header_digest: bytes, fingerprint: bytes,
+        self,
+        *,
+        pack_version: int,
+        identity: tuple[int, int, int, int, int],
+        header_digest: bytes,
+        fingerprint: bytes,
     ) -> None:
         """Writes table and prologue, makes the file durable, and gives it its name."""
-        table = CacheTable(
-            pack_version, identity, header_digest, fingerprint, tuple(self._entries)
-        )
+        table = CacheTable(pack_version, identity, header_digest, fingerprint, tuple(self._entries))
         packed = msgspec.msgpack.encode(table)
         prologue = PROLOGUE.pack(
             MAGIC, FORMAT_VERSION, 0, self._offset, len(packed), hashlib.sha256(packed).digest()
@@ -277,7 +282,8 @@ def _disk_errors(path: Path) -> Iterator[None]:
         code = "BE1331" if full else "BE1330"
         raise BatchEngineError(
             code,
-            f"no room for the packed weights in {path.parent}" if full
+            f"no room for the packed weights in {path.parent}"
+            if full
             else f"cannot write the packed weights in {path.parent}",
             why=error.strerror or str(error),
             fix="free some space there, or choose another cache folder (--cache-dir)",

@@ -281,9 +281,7 @@ def _refuse_changed(gguf: GgufFile) -> None:
         )
 
 
-def _assemble(
-    spec: ModelSpec, plan: TensorPlan, file: cache.CacheFile, layers: range
-) -> Weights:
+def _assemble(spec: ModelSpec, plan: TensorPlan, file: cache.CacheFile, layers: range) -> Weights:
     def matrix(item: MatrixPlan) -> kernels.Matrix:
         return kernels.Matrix(item.kind, item.rows, item.cols, file.entry(item.name))
 

@@ -191,7 +191,6 @@ def _check_widths(
         )
 
 
-
 def _position_scale(gguf: GgufFile, arch: str) -> float:
     """1 / linear factor, in the order of keys that converters have used; 0 means not scaled."""
     if gguf.text(f"{arch}.rope.scaling.type", "linear") == "none":
