@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace batchengine {
@@ -44,7 +45,8 @@ class Pool {
     // body(ith, nth) on every thread; returns when all are done. Calls from several threads queue.
     template <class Body>
     void run(Body&& body) {
-        run_raw([](void* context, int ith, int nth) { (*static_cast<Body*>(context))(ith, nth); },
+        using Plain = std::remove_reference_t<Body>;
+        run_raw([](void* context, int ith, int nth) { (*static_cast<Plain*>(context))(ith, nth); },
                 const_cast<void*>(static_cast<const void*>(&body)));
     }
 
