@@ -5,12 +5,12 @@ reads) and `CostModel` (the fit). Refuses clocks and policy: times come in as nu
 to do about a slow lane is decided elsewhere.
 
     step_ms = fixed + prefill_token * prefill tokens + decode_entry * decode entries
-            + decode_kv * attended KV tokens of decodes + prefill_pair * (query, key) pairs of prefill
+            + decode_kv * attended KV tokens of decodes
+            + prefill_pair * (query, key) pairs of prefill
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,28 +1,75 @@
-"""Which tokens a lane computes next: one pure function from a frozen view to a frozen plan."""
+"""Which tokens a lane computes next: one pure function from a frozen view to a frozen plan.
+
+Owns every scheduling rule. Refuses clocks, queues, pages and workers: the engine builds a
+`LaneView`, calls `plan`, and does what the plan says. Same view, same plan, to the last entry;
+the order in which rows are listed changes nothing but the order of the batch.
+
+Work is tokens still to compute. There are no phases: a decode is an entry of one token.
+
+Rules, in the order in which they are applied
+ 1. A suspect runs alone, in turn with everybody else: one solo step, one step for the others.
+ 2. Every running decode is in the step, unless rule 5 takes its seat or it gets no page.
+ 3. What time and tokens remain go to longer work, most urgent first: by class, inside a class
+    by deadline. Prefill may take as long as the decodes of the step (`prefill_share`); when its
+    own deadline would be missed, up to the tightest TPOT slack; never less than
+    `chunk_tokens_min`. So a decode waits for at most one chunk, sized to its own target.
+ 4. Sessions are admitted when they get their first tokens, not before.
+ 5. A seat is taken from a less urgent session (later class, past `quantum_urgent_ms`), which
+    keeps its KV and joins the queue again with a new deadline. A slow reader's place goes first.
+ 6. Aging. The *late* session of the earliest deadline, whatever its class, goes before rule 3:
+    it may take a seat of its own or a less urgent class after `quantum_ms`, and anybody's while
+    its class and those below hold fewer than `aged_seats`. A late running prefill likewise gets
+    the first tokens of every step.
+
+Theorem (aging). Let a session join with deadline D = join + horizon, and let A sessions wait
+with an earlier deadline at time D. It computes its first token before
+
+    D + (A + 1) * (5 * quantum_ms + 2 * longest step)            (`wait_ms_max`)
+
+whatever arrives later, provided every preemption returns a place and pages can be reserved.
+Proof. Horizons are positive, so whoever joins after D has a later deadline: A only shrinks. Be
+w the late session of earliest deadline. (a) While its class and those below hold at least
+`aged_seats`, one of those rows runs; only more urgent sessions can be seated before w (inside
+its class w is first, below it everyone comes after), so after one quantum every such row may be
+displaced by w, or has gone. (b) When they hold fewer, free seats go to w first, and any row
+past its quantum may be displaced. A seat can change hands in favour of another only by rule 5,
+which strictly lowers the class of its holder: at most three times, so after four quanta w has a
+seat. Steps end before plans are made, and rule 1 doubles their number. w then leaves the queue
+with at least one token computed, and the argument repeats for the A - 1 that are left.
+
+Preemptions. Nobody loses a seat without having computed in it and held it for
+`quantum_urgent_ms` (`quantum_ms` when rule 6 takes it); slow readers and shortage of pages
+excepted. So a session of T ms in seats is preempted at most T / quantum_urgent_ms times.
+"""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from batchengine.core import Sla, SlaClass
-from batchengine.cost import StepCost
+from batchengine.core import PAGE_TOKENS, Sla, SlaClass
+from batchengine.cost import StepCost, work_of
+
+HORIZON_MS_MAX = 3_600_000.0  # aging needs a finite horizon, whatever target a request names
+PRIORITY_MAX = 8  # beyond it a priority counts as this
 
 
 class Row(NamedTuple):
     """One session that wants to compute, as the scheduler sees it.
 
-    A tuple because a view is built before every step and a step may last 0.3 ms. Rows of
-    waiting sessions do not change from step to step, so the engine can keep them. The first two
-    fields are the order of service: tuples compare natively.
+    A tuple because a view is built before every step and a step may last 0.3 ms. The row of a
+    waiting session does not change from step to step, so the engine can keep it. The first
+    three fields are the order of service: rows compare natively.
     """
 
-    deadline_ms: float  # `deadline_ms(...)`: fixed when the session joined the queue
-    key: int  # unique in the view; grows with arrival
     rank: int  # RANK[sla_class]: 0 = most urgent
-    horizon_ms: float  # deadline - moment it joined the queue
+    deadline_ms: float  # join time + horizon_ms: fixed when the session joined the queue
+    key: int  # unique in the view; grows with arrival
+    horizon_ms: float  # `horizon_ms(...)`
     tpot_ms: float  # target between tokens
-    served_ms: float  # last step that computed for it (token committed); join time before that
+    served_ms: float  # end of the last step that computed for it; join time before that
     admitted_ms: float  # when it last got its seat; ignored while waiting
     frontier: int  # first token whose KV is not committed
     to_compute: int  # tokens from frontier to the end of the timeline; 1 = decoding
@@ -39,16 +86,21 @@ class Row(NamedTuple):
 class Policy:
     """Constants of the scheduling rules; milliseconds and tokens."""
 
-    chunk_tokens_min: int = 16
-    quantum_ms: float = 1000.0
-    margin_ms: float = 50.0
-    overdue_ms: float = 10_000.0
-    prefill_share: float = 1.0
+    chunk_tokens_min: int = 16  # one tile of the linear kernels: fewer tokens cost the same
+    quantum_ms: float = 2000.0  # long beside a step and a page seal, short beside a patience
+    quantum_urgent_ms: float = 100.0  # a fifth of the interactive TTFT target
+    margin_ms: float = 50.0  # hysteresis: deadlines closer than this are equal
+    prefill_share: float = 1.0  # prefill time per decode time: decodes keep half their speed
+    aged_share: float = 0.25  # of the prefill budget, to the late session of rule 6
+    aged_seats: int = 0  # seats rule 6 keeps for the patient; 0 = entries_max / 8, at least 1
 
 
 @dataclass(frozen=True, slots=True)
 class LaneView:
-    """A lane and its sessions at one moment. `running` and `waiting` are disjoint."""
+    """A lane and its sessions at one moment. `running` and `waiting` are disjoint.
+
+    Keep `waiting` sorted (`bisect.insort`): sorting a sorted list costs one pass.
+    """
 
     tokens_max: int  # tokens per step
     entries_max: int  # entries per step = seats
@@ -78,7 +130,7 @@ class StepPlan:
     admit: tuple[int, ...] = ()  # waiting -> running; each has an entry in `batch`
     preempt: tuple[int, ...] = ()  # running -> waiting: KV stays, seat and arena place go
     shed: tuple[int, ...] = ()  # can never run: needs more pages than the budget
-    stalled: tuple[int, ...] = ()  # running, wanted to decode, got no place or page
+    stalled: tuple[int, ...] = ()  # running, could have computed, but no place or page is left
     predicted_ms: float = 0.0
 
 
@@ -100,23 +152,524 @@ CLASS_TARGETS: dict[SlaClass, ClassTargets] = {
 
 
 def horizon_ms(sla: Sla, targets: ClassTargets, expected_ms: float = 0.0) -> float:
-    """How long a session may wait before it is late: Row.horizon_ms; its deadline is join + this.
+    """How long a session may wait before it is late; in [1, HORIZON_MS_MAX].
 
-    `expected_ms` = predicted compute time of the whole request, for TTLT budgets.
+    The TTFT target, or what a TTLT budget leaves after `expected_ms` of compute if that is
+    less. A priority moves it by up to half, so it orders arrivals of one class only.
     """
-    raise NotImplementedError
+    horizon = targets.ttft_ms if sla.ttft_ms is None else sla.ttft_ms
+    if sla.ttlt_ms is not None:
+        horizon = min(horizon, sla.ttlt_ms - expected_ms)
+    priority = max(-PRIORITY_MAX, min(PRIORITY_MAX, sla.priority))
+    horizon *= 1.0 - priority / (2 * PRIORITY_MAX)
+    return min(HORIZON_MS_MAX, horizon) if horizon >= 1.0 else 1.0
 
 
 def tpot_ms(sla: Sla, targets: ClassTargets) -> float:
     """Target between tokens: Row.tpot_ms."""
-    return sla.tpot_ms if sla.tpot_ms is not None else targets.tpot_ms
+    return targets.tpot_ms if sla.tpot_ms is None else sla.tpot_ms
+
+
+def wait_ms_max(policy: Policy, deadline_ms: float, ahead: int, step_ms: float) -> float:
+    """The theorem's moment: by then a session has computed its first token.
+
+    `ahead` = sessions waiting with an earlier deadline at `deadline_ms`, `step_ms` = longest step.
+    """
+    return deadline_ms + (ahead + 1) * (5 * policy.quantum_ms + 2 * step_ms)
 
 
 def plan(view: LaneView, now_ms: float) -> StepPlan:
-    """Decide one step. Pure: no clock, no hidden state."""
-    raise NotImplementedError
+    """Decide one step. Pure: no clock, no hidden state. Costs about 1 µs per running session."""
+    draft = _Draft(view, now_ms)
+    if draft.suspects and draft.run_suspect():
+        return draft.finish()
+    draft.take_decodes()
+    if draft.prefills or view.waiting:
+        draft.fill()
+    if draft.stalled_for_pages and not draft.preempted:
+        draft.preempt_for_pages()
+    return draft.finish()
+
+
+class _Draft:
+    """A plan being made: what is left of the lane, and what has been granted so far."""
+
+    def __init__(self, view: LaneView, now_ms: float) -> None:
+        self.view = view
+        self.now_ms = now_ms
+        self.decodes: list[Row] = []
+        self.prefills: list[Row] = []
+        self.suspects: list[Row] = []
+        self.waiting: list[Row] = []
+        self.granted: dict[int, int] = {}  # key -> tokens, in grant order
+        self.admitted: list[Row] = []
+        self.preempted: list[Row] = []
+        self.shed: list[int] = []
+        self.stalled: list[Row] = []
+        self.stalled_for_pages = False
+        self.slack_ms = math.inf  # until the first decode misses its TPOT target
+        self.decode_ms = view.cost.fixed_ms
+        self.prefill_ms = 0.0  # what longer work may take of this step
+        self.spent_ms = 0.0  # what it takes so far
+        self.places_left = view.places_free
+        self.pages_left = view.pages_free
+        self.tokens_left = 0
+        for row in view.running:
+            if row.paused or row.to_compute < 1:
+                continue
+            if row.suspect:
+                self.suspects.append(row)
+            elif row.to_compute == 1:
+                self.decodes.append(row)
+            else:
+                self.prefills.append(row)
+        active = len(self.suspects) + len(self.decodes) + len(self.prefills)
+        self.seats_left = view.entries_max - active
+        self.entries_left = view.entries_max
+        if view.waiting and not self.suspects:
+            self.suspects = [r for r in view.waiting if r.suspect and not r.paused]
+
+    # ---- rule 1: suspects ----
+
+    def run_suspect(self) -> bool:
+        """Plan a solo step if a suspect has waited longer than the others; True if planned."""
+        row = min(self.suspects, key=lambda r: (_last_ms(r), r.key))
+        group = [r.served_ms for r in self.decodes] + [r.served_ms for r in self.prefills]
+        if group:
+            others_ms = max(group)
+        else:
+            others = (_last_ms(r) for r in self.view.waiting if not (r.suspect or r.paused))
+            others_ms = min(others, default=math.inf)
+        if _last_ms(row) > others_ms:
+            return False
+        due_ms = min((r.served_ms + r.tpot_ms for r in self.decodes), default=math.inf)
+        self.prefill_ms = min(self.view.step_ms_max, due_ms - self.now_ms) - self.decode_ms
+        self.tokens_left = min(self.view.chunk_tokens_max, self.view.tokens_max)
+        late = row.deadline_ms <= self.now_ms
+        done = self._grant(row) if row.running else self._admit(row, aged=late)
+        if done:
+            self.decodes.clear()
+        return done
+
+    # ---- rule 2: decodes ----
+
+    def take_decodes(self) -> None:
+        """Every running decode, its page, its time."""
+        view = self.view
+        if len(self.decodes) > min(view.entries_max, view.tokens_max):
+            self._rotate_decodes()
+        kv_tokens = 0
+        due_ms = math.inf
+        needy: list[Row] = []
+        for row in self.decodes:
+            frontier = row.frontier
+            kv_tokens += frontier + 1
+            if frontier >= row.open_until or frontier >= row.pages_held * PAGE_TOKENS:
+                needy.append(row)
+            due = row.served_ms + row.tpot_ms
+            if due < due_ms:
+                due_ms = due
+        if needy:
+            self._open_pages(needy)
+        cost = view.cost
+        self.decode_ms += cost.decode_entry_ms * len(self.decodes) + cost.decode_kv_ms * kv_tokens
+        self.slack_ms = due_ms - self.now_ms - self.decode_ms
+        self.entries_left = view.entries_max - len(self.decodes)
+
+    def _rotate_decodes(self) -> None:
+        """More decodes than a step holds (readers woke up): the longest unserved go first."""
+        room = min(self.view.entries_max, self.view.tokens_max)
+        if self.prefills:
+            room = max(1, min(room - 1, self.view.tokens_max - self.view.policy.chunk_tokens_min))
+        order = sorted(self.decodes, key=lambda r: (r.served_ms, r.key))
+        kept = {r.key for r in order[:room]}
+        self.decodes = [r for r in self.decodes if r.key in kept]
+
+    def _open_pages(self, needy: list[Row]) -> None:
+        """Decodes that begin a page get one in order of service, or stall."""
+        dropped: set[int] = set()
+        for row in sorted(needy):
+            if not self._reserve(row, 1):
+                dropped.add(row.key)
+        if dropped:
+            self.decodes = [r for r in self.decodes if r.key not in dropped]
+
+    # ---- rules 3, 4 and 6: longer work ----
+
+    def fill(self) -> None:
+        """Prefill, admissions and aging in what the decodes leave."""
+        view = self.view
+        self.tokens_left = min(view.chunk_tokens_max, view.tokens_max - len(self.decodes))
+        if self.tokens_left < 1:
+            return
+        self.waiting = sorted(view.waiting)
+        self.prefills.sort()
+        heads = self.prefills[:1] + self.waiting[:1]
+        self._set_budget(min(heads))
+        self._age(min(heads))
+        self._serve()
+
+    def _set_budget(self, head: Row) -> None:
+        """Rule 3: milliseconds for longer work.
+
+        share: decodes keep their part of the lane. slack: nobody misses TPOT. A target that the
+        decodes alone already miss protects nobody, so it does not hold prefill back.
+        """
+        view = self.view
+        longest_ms = view.step_ms_max - self.decode_ms
+        if not self.decodes:
+            self.prefill_ms = longest_ms
+            return
+        share_ms = self.decode_ms * view.policy.prefill_share
+        if self.decode_ms > min(r.tpot_ms for r in self.decodes):
+            budget_ms = share_ms
+        elif share_ms > self.slack_ms or self._is_late(head, share_ms):
+            budget_ms = self.slack_ms
+        else:
+            budget_ms = share_ms
+        self.prefill_ms = min(budget_ms, longest_ms)
+
+    def _is_late(self, head: Row, share_ms: float) -> bool:
+        """Would `head` miss its deadline if it only got `share_ms` of every step?"""
+        if share_ms <= 0.0:
+            return True
+        n = head.to_compute
+        work_ms = _chunk_ms(self.view.cost, head.frontier, n)
+        return self.now_ms + work_ms * (1.0 + self.decode_ms / share_ms) > head.deadline_ms
+
+    def _age(self, head: Row) -> None:
+        """Rule 6: the late session of the earliest deadline goes first."""
+        now_ms = self.now_ms
+        row = self._late_waiting()
+        if row is not None:
+            limit = 1.0 if row is head else self.view.policy.aged_share
+            if self._admit(row, aged=True, share=limit):
+                return
+        late = [r for r in self.prefills if r.deadline_ms <= now_ms and r not in self.preempted]
+        if late:
+            row = min(late, key=_age_order)
+            if row is not head:
+                self._grant(row, self.view.policy.aged_share)
+
+    def _late_waiting(self) -> Row | None:
+        """The late waiting session of the earliest deadline, over all classes."""
+        heads: list[Row] = []
+        waiting = self.waiting
+        index = 0
+        while index < len(waiting):
+            end = bisect_left(waiting, (waiting[index].rank + 1,))
+            for row in waiting[index:end]:  # one class, by deadline: the first able one counts
+                if row.deadline_ms > self.now_ms:
+                    break
+                if self._is_able(row):
+                    heads.append(row)
+                    break
+            index = end
+        return min(heads, key=_age_order, default=None)
+
+    def _is_able(self, row: Row) -> bool:
+        """May this waiting session be admitted in a common step? Sheds one that never can be."""
+        if row.pages_max > self.view.pages_budget:
+            if row.key not in self.shed:
+                self.shed.append(row.key)
+            return False
+        return not (row.paused or row.suspect or row.key in self.granted)
+
+    def _serve(self) -> None:
+        """Rule 3 in order of service, over running and waiting sessions merged."""
+        prefills, waiting = self.prefills, self.waiting
+        i = j = 0
+        served = False
+        while self.tokens_left > 0:
+            running = prefills[i] if i < len(prefills) else None
+            if j < len(waiting) and (running is None or waiting[j] < running):
+                row = waiting[j]
+                j += 1
+                if not self._is_able(row):
+                    continue
+                if self._admit(row, aged=False, floor=not served):
+                    served = True
+                else:
+                    j = len(waiting)  # nobody overtakes inside a class or from below
+            elif running is not None:
+                i += 1
+                if running.key not in self.granted and running not in self.preempted:
+                    served = self._grant(running, floor=not served) or served
+            else:
+                break
+
+    # ---- granting ----
+
+    def _grant(self, row: Row, share: float = 1.0, floor: bool = True) -> bool:
+        """Give `row` its next chunk out of `share` of the time; False if it gets nothing."""
+        wanted = self._fit(row, share, floor) if self.entries_left > 0 else 0
+        n = self._reserve(row, wanted) if wanted else 0
+        if n:
+            self.granted[row.key] = n
+            self.tokens_left -= n
+            self.entries_left -= 1
+            self.spent_ms += _chunk_ms(self.view.cost, row.frontier, n)
+        return n > 0
+
+    def _fit(self, row: Row, share: float, floor: bool) -> int:
+        """Tokens of `row` that fit the time left; whole tiles unless its work ends in them."""
+        tile = self.view.policy.chunk_tokens_min
+        want = min(row.to_compute, self.tokens_left)
+        left_ms = min(self.prefill_ms * share, self.prefill_ms - self.spent_ms)
+        n = min(want, _tokens_in(self.view.cost, row.frontier, left_ms))
+        if n < row.to_compute:
+            n -= n % tile
+        if n >= min(tile, row.to_compute):
+            return n
+        return min(want, tile) if floor else 0
+
+    def _reserve(self, row: Row, n: int) -> int:
+        """Take the places and pages for the next `n` tokens; fewer tokens if they run out.
+
+        [0, frontier)             computed
+        [frontier, frontier + n)  this step; from open_until on it needs new places,
+                                  from pages_held * PAGE_TOKENS on new pages
+        """
+        held = row.pages_held * PAGE_TOKENS
+        by_pages = held + self.pages_left * PAGE_TOKENS - row.frontier
+        n = min(n, row.open_until + self.places_left * PAGE_TOKENS - row.frontier, by_pages)
+        if n < 1:
+            if row.running:
+                self.stalled.append(row)
+                self.stalled_for_pages |= by_pages < 1
+            return 0
+        end = row.frontier + n
+        self.places_left -= max(0, _pages(end - row.open_until))
+        self.pages_left -= max(0, _pages(end - held))
+        return n
+
+    # ---- rules 4 to 6: admission and preemption ----
+
+    def _admit(self, row: Row, aged: bool, share: float = 1.0, floor: bool = True) -> bool:
+        """Give a waiting session a seat and its first tokens, or change nothing.
+
+        All the pages its present work needs must be there beside what seated sessions still
+        need: a session that starts must not stop half way for lack of pages.
+        """
+        if not self._fit(row, share, floor):
+            return False
+        if _pages_due(row) > self._pages_unpromised():
+            if not self.preempted:  # its pages can be evicted before the next plan
+                self._preempt(self._victims(row, aged, seats=1, places=0))
+            return False
+        seats = max(0, 1 - self.seats_left)
+        if aged and not seats and self._is_crowded(row):
+            seats = 1
+        places = 1 if self.places_left < 1 and row.frontier >= row.open_until else 0
+        if seats or places:
+            victims = self._victims(row, aged, seats, places)
+            if not victims:
+                return False
+            self._preempt(victims)
+        self.admitted.append(row)
+        self.seats_left -= 1
+        return self._grant(row, share, floor)
+
+    def _is_crowded(self, row: Row) -> bool:
+        """Its class has its aged seats, and someone more urgent waits for the free ones."""
+        if not self.waiting or self.waiting[0].rank >= row.rank:
+            return False
+        return self._seats_from()[row.rank] >= self._aged_seats()
+
+    def _aged_seats(self) -> int:
+        return self.view.policy.aged_seats or max(1, self.view.entries_max // 8)
+
+    def _seated(self) -> list[Row]:
+        """Sessions that compute and hold a seat in the plan as it stands."""
+        out = self.preempted
+        rows = [r for r in self.view.running if not r.paused and r.to_compute and r not in out]
+        return rows + self.admitted
+
+    def _seats_from(self) -> list[int]:
+        """[rank] -> seats held by that rank and everybody less urgent."""
+        ranks = sorted(r.rank for r in self._seated())
+        return [len(ranks) - bisect_left(ranks, rank) for rank in RANK.values()]
+
+    def _pages_unpromised(self) -> int:
+        """Pages that can be reserved and that no seated session needs for its present work."""
+        return self.view.pages_free - sum(map(_pages_due, self._seated()))
+
+    def _victims(self, row: Row, aged: bool, seats: int, places: int) -> list[Row]:
+        """Running sessions that `row` may displace to get what it lacks; [] if not enough."""
+        allowed = self._displaceable(row, aged)
+        taken: list[Row] = []
+        for victim in self._by_urgency():
+            gives_seat = not victim.paused and victim.to_compute > 0
+            useful = (seats > 0 and gives_seat) or (places > 0 and victim.places_held > 0)
+            if useful and (victim.paused or self._is_due(victim, allowed)):
+                taken.append(victim)
+                seats -= gives_seat
+                places -= victim.places_held
+                if seats <= 0 and places <= 0:
+                    return taken
+        return []
+
+    def _by_urgency(self) -> list[Row]:
+        """Running sessions not served in this plan: slow readers, then the least urgent first."""
+        rows = [
+            r for r in self.view.running if r.key not in self.granted and r not in self.preempted
+        ]
+        rows.sort(key=lambda r: (not r.paused, -r.rank, r.admitted_ms, r.key))
+        return rows
+
+    def _displaceable(self, row: Row, aged: bool) -> list[tuple[float, float]]:
+        """[victim's rank] -> (milliseconds it must have held its seat, least horizon it must have).
+
+        Rules 5 and 6; infinity = never.
+        """
+        policy = self.view.policy
+        seats_from = self._seats_from()
+        few = [n <= self._aged_seats() for n in seats_from]
+        poor = seats_from[row.rank] < self._aged_seats()
+        later_ms = row.deadline_ms + policy.margin_ms - self.now_ms
+        rules: list[tuple[float, float]] = []
+        for rank in RANK.values():
+            if rank > row.rank:
+                if aged:
+                    rules.append((policy.quantum_ms, -math.inf))
+                else:
+                    quantum = policy.quantum_ms if few[rank] else policy.quantum_urgent_ms
+                    rules.append((quantum, later_ms))
+            elif aged and (rank == row.rank or poor):
+                rules.append((policy.quantum_ms, -math.inf))
+            else:
+                rules.append((math.inf, math.inf))
+        return rules
+
+    def _is_due(self, victim: Row, allowed: list[tuple[float, float]]) -> bool:
+        """Has it computed in its seat, held it long enough, and does it promise less?"""
+        quantum_ms, horizon_ms = allowed[victim.rank]
+        return (
+            self.now_ms - victim.admitted_ms >= quantum_ms
+            and victim.served_ms > victim.admitted_ms
+            and victim.horizon_ms > horizon_ms
+        )
+
+    def preempt_for_pages(self) -> None:
+        """Seated sessions hold every page: the least urgent but the first stalled gives way."""
+        first = min(self.stalled)
+        self._preempt([r for r in self._by_urgency() if r is not first][:1])
+
+    def _preempt(self, victims: list[Row]) -> None:
+        """Take seats back, with whatever this plan had given their holders."""
+        for row in victims:
+            self.preempted.append(row)
+            self.places_left += row.places_held
+            self.seats_left += not row.paused and row.to_compute > 0
+            if row in self.decodes:
+                self.entries_left += 1
+                self.places_left += row.frontier >= row.open_until
+                self.pages_left += row.frontier >= row.pages_held * PAGE_TOKENS
+
+    def finish(self) -> StepPlan:
+        """The frozen plan: decodes as the view lists them, then chunks as they were granted."""
+        decodes = self.decodes
+        ms = self.decode_ms + self.spent_ms
+        if self.preempted:
+            out = self.preempted
+            ms -= sum(_chunk_ms(self.view.cost, r.frontier, 1) for r in decodes if r in out)
+            decodes = [r for r in decodes if r not in out]
+        batch = [Entry(r.key, 1) for r in decodes]
+        batch.extend(map(Entry, self.granted.keys(), self.granted.values()))
+        return StepPlan(
+            batch=tuple(batch),
+            admit=tuple(r.key for r in self.admitted),
+            preempt=tuple(r.key for r in self.preempted),
+            shed=tuple(self.shed),
+            stalled=tuple(r.key for r in self.stalled if r not in self.preempted),
+            predicted_ms=ms if batch else 0.0,
+        )
+
+
+def _last_ms(row: Row) -> float:
+    """When the session last got something; joining counts as something."""
+    return row.served_ms if row.running else row.deadline_ms - row.horizon_ms
+
+
+def _age_order(row: Row) -> tuple[float, int]:
+    return row.deadline_ms, row.key
+
+
+def _pages(tokens: int) -> int:
+    """Pages that `tokens` tokens fill, the last one perhaps in part."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def _pages_due(row: Row) -> int:
+    """Pages it lacks for its present work and the token that follows."""
+    wanted = min(_pages(row.frontier + row.to_compute + 1), row.pages_max)
+    return max(0, wanted - row.pages_held)
+
+
+def _chunk_ms(cost: StepCost, frontier: int, n: int) -> float:
+    """Time that the next `n` tokens of one session add to a step."""
+    if n == 1:
+        return cost.decode_entry_ms + cost.decode_kv_ms * (frontier + 1)
+    return cost.prefill_token_ms * n + cost.prefill_pair_ms * n * (frontier + n / 2)
+
+
+def _tokens_in(cost: StepCost, frontier: int, ms: float) -> int:
+    """Most tokens whose `_chunk_ms` stays within `ms`: the root of its quadratic."""
+    if ms <= 0.0:
+        return 0
+    half = cost.prefill_pair_ms / 2
+    linear = cost.prefill_token_ms + cost.prefill_pair_ms * frontier
+    root = linear + math.sqrt(linear * linear + 4 * half * ms)
+    return int(min(2 * ms / root, 1e9)) if root > 0.0 else 1_000_000_000
+
+
+# ---- audit ----
 
 
 def check(view: LaneView, plan: StepPlan) -> list[str]:
     """Invariants that `plan` violates on `view`, as sentences; empty = sound."""
-    raise NotImplementedError
+    running = {r.key: r for r in view.running}
+    waiting = {r.key: r for r in view.waiting}
+    rows = running | waiting
+    tokens = dict(plan.batch)
+    out = set(plan.preempt)
+    admitted = set(plan.admit)
+    known = [e for e in plan.batch if e.key in rows]
+    wrong: list[str] = []
+
+    def rule(holds: bool, sentence: str) -> None:
+        if not holds:
+            wrong.append(sentence)
+
+    rule(len(rows) == len(running) + len(waiting), "a session is running and waiting")
+    rule(len(tokens) == len(plan.batch), "a key stands in the batch twice")
+    rule(len(known) == len(plan.batch), "the batch names an unknown session")
+    rule(sum(tokens.values()) <= view.tokens_max, "more tokens than a step holds")
+    rule(len(tokens) <= view.entries_max, "more entries than a step holds")
+    rule(all(1 <= n <= rows[k].to_compute for k, n in known), "an entry exceeds its work")
+    rule(not any(rows[k].paused for k, _ in known), "a slow reader's session computes")
+    rule(all(k in running or k in admitted for k in tokens), "a waiting session computes")
+    rule(not out & tokens.keys(), "a preempted session computes")
+    rule(admitted <= waiting.keys() and admitted <= tokens.keys(), "admitted without an entry")
+    rule(out <= running.keys(), "a session without a seat is preempted")
+    rule(set(plan.shed) <= waiting.keys() - admitted, "a seated session is shed")
+    for name, keys in (("admit", plan.admit), ("preempt", plan.preempt), ("shed", plan.shed)):
+        rule(len(set(keys)) == len(keys), f"{name} names a key twice")
+    alone = any(rows[k].suspect for k, _ in known)
+    rule(not alone or len(known) == 1, "a suspect does not run alone")
+    before = [k for k, r in running.items() if not r.paused and r.to_compute > 0]
+    after = len(set(before) - out) + len(admitted)
+    rule(after <= max(view.entries_max, len(before)), "more sessions than seats")
+    begun = [_pages(rows[k].frontier + n - rows[k].open_until) for k, n in known]
+    freed = sum(running[k].places_held for k in out if k in running)
+    rule(sum(max(0, n) for n in begun) <= view.places_free + freed, "more places than are free")
+    held = [_pages(rows[k].frontier + n) - rows[k].pages_held for k, n in known]
+    rule(sum(max(0, n) for n in held) <= view.pages_free, "more pages than can be reserved")
+    expected_ms = view.cost.predict_ms(work_of((rows[k].frontier, n) for k, n in known))
+    near = math.isclose(plan.predicted_ms, expected_ms, rel_tol=1e-6, abs_tol=1e-9)
+    rule(near if known else plan.predicted_ms == 0.0, "the prediction is not that of the batch")
+    idle = out | tokens.keys() | set(plan.stalled)
+    decodes = [k for k in before if running[k].to_compute == 1 and not running[k].suspect]
+    if not alone and len(decodes) <= min(view.entries_max, view.tokens_max):
+        rule(idle >= set(decodes), "a running decode was left out")
+    return wrong
