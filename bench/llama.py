@@ -83,8 +83,12 @@ class LlamaContext:
         flash: bool = False,
         kv_type: str = "f16",
         n_seq_max: int = 1,
+        kv_unified: bool = True,
     ) -> None:
-        """n_ctx counts the tokens of all sequences together. Quantised V needs `flash`."""
+        """n_ctx counts the tokens of all sequences together. Quantised V needs `flash`.
+
+        kv_unified: sequences share n_ctx; otherwise it is split evenly between them.
+        """
         params = C.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = n_batch
@@ -95,7 +99,7 @@ class LlamaContext:
         params.flash_attn_type = FLASH_ON if flash else FLASH_OFF
         params.type_k = KV_TYPES[kv_type]
         params.type_v = KV_TYPES[kv_type]
-        params.kv_unified = True  # sequences share n_ctx instead of splitting it evenly
+        params.kv_unified = kv_unified
         params.no_perf = True
         self._context = C.llama_init_from_model(model.handle, params)
         if not self._context:
@@ -125,6 +129,20 @@ class LlamaContext:
     def copy_sequence(self, source: int, target: int) -> None:
         """Shares the KV of `source` with `target`, as after an equal prompt."""
         C.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+
+    def save_sequence(self, sequence: int) -> bytes:
+        """The KV of a sequence as llama.cpp serialises it."""
+        size = C.llama_state_seq_get_size(self._context, sequence)
+        buffer = (ctypes.c_uint8 * size)()
+        if C.llama_state_seq_get_data(self._context, buffer, size, sequence) != size:
+            raise RuntimeError("llama.cpp cannot save this sequence")
+        return bytes(buffer)
+
+    def load_sequence(self, sequence: int, state: bytes) -> None:
+        """Gives `sequence` KV of its own with the bytes of `state`."""
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        if not C.llama_state_seq_set_data(self._context, buffer, len(state), sequence):
+            raise RuntimeError("llama.cpp cannot restore this sequence")
 
     def cut(self, sequence: int, position: int) -> None:
         """Forgets positions [position, end) of a sequence."""

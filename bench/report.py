@@ -56,9 +56,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def interleave(
-    contenders: Mapping[str, Callable[[], float]], repeats: int
-) -> dict[str, Samples]:
+def interleave(contenders: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Samples]:
     """Run the contenders in turn `repeats` times; each call returns one figure."""
     samples = {name: Samples() for name in contenders}
     for _ in range(repeats):

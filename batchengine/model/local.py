@@ -102,6 +102,15 @@ class LocalRunner:
         sequence.pages.clear()
         sequence.tokens.clear()
 
+    def fork(self, sequence: Sequence, n_tokens: int | None = None) -> Sequence:
+        """A timeline with the first `n_tokens` tokens (default: all) and pages of its own."""
+        copy = Sequence(sequence.tokens[:n_tokens])
+        self.reserve(copy, copy.frontier)
+        for source, target in zip(sequence.pages, copy.pages, strict=False):
+            a, b = source * self.page_bytes, target * self.page_bytes
+            self._memory[b : b + self.page_bytes] = self._memory[a : a + self.page_bytes]
+        return copy
+
     def page(self, sequence: Sequence, index: int) -> bytes:
         """The bytes of one KV page."""
         start = sequence.pages[index] * self.page_bytes

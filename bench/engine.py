@@ -1,0 +1,276 @@
+"""Prefill and decode of one GGUF, ours against llama.cpp: same file, same threads, same run.
+
+Both are measured at the same seam: a batch of token ids goes in, logits come out, no tokenizer,
+no HTTP. llama.cpp runs at its best setting, chosen per row by trying flash attention on and off,
+KV types f16 and q8_0 and both KV layouts before the counted repeats; the choice is printed. Decode
+rows use sequences with KV of their own: nothing is shared between them on either side.
+
+Figures are tokens per second: median of interleaved repeats, with the range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kernels
+from batchengine.gguf import GgufFile
+from batchengine.model.local import LocalRunner, Sequence
+from bench import report
+from bench.llama import LlamaContext, LlamaModel
+from bench.synthetic import PRESETS, write_synthetic
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"flash": False, "kv_type": "f16"},
+    {"flash": True, "kv_type": "f16"},
+    {"flash": True, "kv_type": "q8_0"},
+)
+PROMPT = 16  # tokens already there before a decode row starts
+DISK = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "batchengine" / "bench"
+
+
+def synthetic_model(preset: str) -> Path:
+    """The synthetic GGUF of a preset; written once, seconds."""
+    try:
+        DISK.mkdir(parents=True, exist_ok=True)
+        folder = DISK
+    except OSError:
+        folder = Path(tempfile.gettempdir())
+    path = folder / f"synthetic-{preset}.gguf"
+    if not path.exists():
+        print(f"writing {path.name}", flush=True)
+        partial = path.with_suffix(f".{os.getpid()}.part")
+        write_synthetic(partial, PRESETS[preset])
+        partial.rename(path)
+    return path
+
+
+class Duel:
+    """One GGUF in both engines, and the measurements that make sense for it."""
+
+    def __init__(self, path: str | None, *, threads: int, quick: bool) -> None:
+        self.quick = quick
+        self.threads = threads
+        self.path = Path(path) if path else synthetic_model("0.1b" if quick else "0.6b")
+        self.llama_settings: dict[str, str] = {}
+        with GgufFile(self.path) as gguf:
+            tensors = {name: info.shape for name, info in gguf.tensors.items()}
+        matrices = {n: s for n, s in tensors.items() if len(s) == 2}
+        head = "output.weight" if "output.weight" in matrices else "token_embd.weight"
+        used = [
+            s for n, s in matrices.items() if n == head or not n.startswith(("token_", "output."))
+        ]
+        self.linear_parameters = sum(int(np.prod(s)) for s in used if s != matrices[head])
+        self.streamed_bytes = self.path.stat().st_size
+        self.description = f"{self.path.name}, {self.streamed_bytes / 2**20:.0f} MiB"
+        self.runner = LocalRunner(
+            self.path,
+            threads=threads,
+            tokens_max=512,
+            entries_max=32,
+            n_pages=48 if quick else 240,
+            logits_max=32,
+            cache_dir=DISK if DISK.is_dir() else None,
+        )
+        self.vocab = self.runner.spec.n_vocab
+        self.llama = LlamaModel(self.path)
+        self.rng = np.random.default_rng(11)
+        self._contexts: list[LlamaContext] = []
+        self._sequences: list[Sequence] = []
+
+    def end_row(self) -> None:
+        """Gives back the KV of the row just measured, on both sides."""
+        for context in self._contexts:
+            context.close()
+        for sequence in self._sequences:
+            self.runner.release(sequence)
+        self._contexts, self._sequences = [], []
+
+    def close(self) -> None:
+        self.end_row()
+        self.llama.close()
+        self.runner.close()
+
+    def tokens(self, count: int) -> list[int]:
+        return self.rng.integers(3, self.vocab, count).tolist()
+
+    def context(self, n_ctx: int, n_seq: int, setting: dict[str, Any]) -> LlamaContext:
+        return LlamaContext(
+            self.llama, n_ctx=n_ctx, threads=self.threads, n_seq_max=n_seq, **setting
+        )
+
+    def choose(self, row: str, trial: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
+        """llama.cpp's fastest setting for this row; each tried once."""
+        options = [s | {"kv_unified": u} for s in SETTINGS for u in (False, True)]
+        if row.startswith("prefill") or row.endswith("_b1"):
+            options = [o for o in options if o["kv_unified"]]  # one sequence: the same layout
+        speeds = [trial(option) for option in options]
+        best = options[int(np.argmax(speeds))]
+        self.llama_settings[row] = (
+            f"flash {'on' if best['flash'] else 'off'}, kv {best['kv_type']}"
+            f"{'' if best['kv_unified'] else ', KV per sequence'}"
+        )
+        return best
+
+    def prefill_contenders(self, count: int) -> dict[str, Callable[[], float]]:
+        """Whole prompts of `count` tokens, logits of the last one."""
+        prompt = self.tokens(count)
+
+        def ours() -> float:
+            sequence = Sequence()
+            start = time.perf_counter()
+            self.runner.prefill(sequence, prompt)
+            elapsed = time.perf_counter() - start
+            self.runner.release(sequence)
+            return count / elapsed
+
+        def timed(context: LlamaContext) -> float:
+            context.clear()
+            start = time.perf_counter()
+            context.prefill(prompt)
+            return count / (time.perf_counter() - start)
+
+        def trial(setting: dict[str, Any]) -> float:
+            with self.context(count + 64, 1, setting) as context:
+                timed(context)
+                return timed(context)
+
+        context = self.context(count + 64, 1, self.choose(f"prefill_{count}", trial))
+        self._contexts.append(context)
+        ours()
+        return {"ours": ours, "llama.cpp": lambda: timed(context)}
+
+    def own_decode(self, batch: int, length: int, steps: int) -> Callable[[], float]:
+        """Decode `steps` tokens of each of `batch` sequences with `length` tokens of KV."""
+        first = Sequence()
+        base = min(length, 4096)
+        for start in range(0, base, 512):
+            self.runner.step([(first, self.tokens(min(512, base - start)))], rows=())
+        while first.frontier < length:  # longer: the same KV again, in memory of its own
+            more = self.runner.fork(first, base)
+            first.pages += more.pages
+            first.tokens += more.tokens
+        sequences = [first] + [self.runner.fork(first) for _ in range(batch - 1)]
+        feed = self.tokens(steps * batch)
+
+        def run() -> float:
+            start = time.perf_counter()
+            for step in range(steps):
+                mine = feed[step * batch : (step + 1) * batch]
+                self.runner.step([(s, [t]) for s, t in zip(sequences, mine, strict=True)])
+            elapsed = time.perf_counter() - start
+            for sequence in sequences:
+                del sequence.tokens[length:]
+            return batch * steps / elapsed
+
+        self._sequences += sequences
+        run()
+        return run
+
+    def decode_contenders(
+        self, batch: int, length: int, steps: int
+    ) -> dict[str, Callable[[], float]]:
+        ours = self.own_decode(batch, length, steps)
+        prompt, feed = self.tokens(length), self.tokens(steps * batch)
+
+        def fill(setting: dict[str, Any]) -> LlamaContext:
+            room = (length + steps + 8) * batch
+            context = self.context(room + 256 * batch, batch, setting)
+            for sequence in range(batch):
+                if sequence and not setting["kv_unified"]:
+                    context.copy_sequence(0, sequence)  # KV per sequence: a real copy
+                elif length > 512 and sequence:
+                    context.load_sequence(sequence, context.save_sequence(0))
+                else:
+                    context.prefill(prompt, sequence=sequence)
+            return context
+
+        def timed(context: LlamaContext) -> float:
+            start = time.perf_counter()
+            for step in range(steps):
+                mine = feed[step * batch : (step + 1) * batch]
+                context.step(mine, [length + step] * batch)
+            elapsed = time.perf_counter() - start
+            for sequence in range(batch):
+                context.cut(sequence, length)
+            return batch * steps / elapsed
+
+        def trial(setting: dict[str, Any]) -> float:
+            with fill(setting) as context:
+                return max(timed(context) for _ in range(2))
+
+        name = f"decode_{length // 1024}k_b{batch}" if length >= 1024 else f"decode_b{batch}"
+        context = fill(self.choose(name, trial))
+        self._contexts.append(context)
+        timed(context)
+        return {"ours": ours, "llama.cpp": lambda: timed(context)}
+
+    def greedy_hash(self) -> str:
+        """The bits of a short greedy run: the same on every machine and thread count."""
+        prompt = np.random.default_rng(5).integers(3, self.vocab, 64).tolist()
+        out = self.runner.generate([prompt], 16)[0]
+        return hashlib.sha256(np.array(out, np.int32).tobytes()).hexdigest()[:16]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench engine", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, under a minute")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=0, help="default 5, quick 2")
+    parser.add_argument("--model", help="GGUF to measure (default: a synthetic 0.6B shape)")
+    parser.add_argument("--json", help="write figures to this file")
+    args = parser.parse_args(argv)
+    duel = Duel(args.model, threads=args.threads, quick=args.quick)
+    repeats = args.repeats or (2 if args.quick else 5)
+    steps = 6 if args.quick else 24
+    long = 512 if args.quick else 4096
+    print(f"{duel.description}, {args.threads} threads, {kernels.isa()}; tokens/s, median [range]")
+    rows: dict[str, Callable[[], dict[str, Callable[[], float]]]] = {
+        "prefill_512": lambda: duel.prefill_contenders(512)
+    }
+    for batch in (1, 4, 8, 16, 32):
+        rows[f"decode_b{batch}"] = lambda b=batch: duel.decode_contenders(b, PROMPT, steps)
+    for batch in (1, 4):
+        rows[f"decode_4k_b{batch}"] = lambda b=batch: duel.decode_contenders(b, long, steps)
+    result: dict[str, Any] = {}
+    samples: dict[str, Any] = {}
+    for name, contenders in rows.items():
+        measured = report.interleave(contenders(), repeats)
+        duel.end_row()
+        result[name] = report.ratio_row(measured, "ours", "llama.cpp")
+        samples[name] = report.values(measured)
+        print(
+            f"  {name:<14} ours {measured['ours']}   llama.cpp {measured['llama.cpp']}"
+            f"   ratio {result[name]['ratio']:.2f}",
+            flush=True,
+        )
+    own: dict[str, Any] = {}
+    for length in () if args.quick else (8192, 32768):
+        runs = report.interleave({"ours": duel.own_decode(1, length, steps)}, repeats)
+        duel.end_row()
+        own[f"decode_{length // 1024}k_b1"] = report.values(runs)["ours"]
+        print(f"  decode_{length // 1024}k_b1  ours {runs['ours']}")
+    for row, setting in duel.llama_settings.items():
+        print(f"  llama.cpp setting for {row}: {setting}")
+    details = {
+        "gguf": duel.description,
+        "threads": args.threads,
+        "isa": kernels.isa(),
+        "repeats": repeats,
+        "decode_4k_context": long,
+        "samples": samples,
+        "own": own,
+        "llama_settings": duel.llama_settings,
+        "greedy_hash": duel.greedy_hash(),
+    }
+    duel.close()
+    report.finish(result, details=details, json_path=args.json)
+    return 0

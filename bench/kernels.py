@@ -1,0 +1,220 @@
+"""GB/s and GOPS of every kernel against the machine's measured peaks; whole models against llama.cpp.
+
+Peaks are measured first, in the same run and on the same threads: register-only int8 dots, and
+sequential reads. One row per kernel: `gops` is held against the int8 peak when the kernel computes
+(16 tokens and more), `gbps` against the read peak when it streams (one token, decode attention).
+Rows `model_*` run the same synthetic GGUF through our forward and through llama.cpp in turn.
+
+Each kernel row also prints a hash of its result, so that nobody optimises the meaning away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import kernels
+from bench import report
+
+Row = dict[str, float]
+
+
+def random_packed(pool: Any, kind: str, rows: int, cols: int, rng: np.random.Generator) -> Any:
+    """A Matrix of seeded random blocks with sane scales, packed as the engine packs it."""
+    from bench import synthetic
+
+    source = np.ascontiguousarray(synthetic.random_matrix(rng, kind, rows, cols, 1.0))
+    source = source.reshape(-1).view(np.uint8)
+    packed = aligned(kernels.packed_bytes(kind, rows, cols))
+    kernels.pack(pool, kind, rows, cols, source, packed)
+    return kernels.Matrix(kind, rows, cols, packed)
+
+
+def aligned(size: int) -> np.ndarray:
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size]
+
+
+def best_seconds(run: Callable[[], object], budget_s: float) -> tuple[float, float]:
+    """(best, median) seconds per call over about `budget_s`."""
+    once = report.seconds(run)
+    repeats = max(3, min(200, int(budget_s / max(once, 1e-6))))
+    times = sorted(report.seconds(run) for _ in range(repeats))
+    return times[0], times[len(times) // 2]
+
+
+def fingerprint(rows: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(rows).tobytes()).hexdigest()[:12]
+
+
+class Bench:
+    """Shapes, threads and peaks of one run."""
+
+    def __init__(self, threads: int, quick: bool) -> None:
+        self.quick = quick
+        self.threads = threads
+        self.pool = kernels.Pool(threads)
+        self.rng = np.random.default_rng(7)
+        self.budget_s = 0.05 if quick else 0.6
+        self.int8_gops = kernels.peak_int8_gops(threads, 0.1 if quick else 0.5)
+        self.read_gbps = kernels.peak_read_gbps(
+            threads, (64 if quick else 512) * 2**20, 2 if quick else 5
+        )
+        self.result: dict[str, Row] = {}
+
+    def record(self, name: str, value: float, unit: str, peak: float, hashed: str) -> None:
+        self.result[name] = {
+            unit: round(value, 2),
+            "peak": round(peak, 1),
+            "ratio": round(value / peak, 3) if peak else 0.0,
+        }
+        print(
+            f"  {name:<28}{value:9.1f} {unit:<5}{100 * value / max(peak, 1e-9):6.1f} %   {hashed}"
+        )
+
+    def linear(self, kind: str, tokens: int, rows: int, cols: int) -> None:
+        """Many matrices in turn when streaming, so that none of them stays in a cache."""
+        one = kernels.packed_bytes(kind, rows, cols)
+        copies = 1 if tokens >= 16 else max(2, (32 if self.quick else 256) * 2**20 // one)
+        matrices = [random_packed(self.pool, kind, rows, cols, self.rng) for _ in range(copies)]
+        values = kernels.Rows(tokens, cols)
+        values.view(tokens)[:] = self.rng.standard_normal((tokens, cols), np.float32)
+        acts = kernels.Activations(tokens, cols, kind in ("f16", "bf16", "f32"))
+        kernels.quantise(self.pool, values, tokens, acts)
+        out = kernels.Rows(tokens, rows)
+
+        def run() -> None:
+            for matrix in matrices:
+                kernels.linear(self.pool, acts, [matrix], [None], tokens, out)
+
+        best, _ = best_seconds(run, self.budget_s)
+        hashed = fingerprint(out.view(tokens))
+        name = f"linear_{kind}_{tokens}"
+        if tokens >= 16:
+            gops = 2.0 * rows * cols * tokens * copies / best / 1e9
+            self.record(name, gops, "gops", self.int8_gops, hashed)
+        else:
+            self.record(name, one * copies / best / 1e9, "gbps", self.read_gbps, hashed)
+
+    def attention(self, group: int, context: int, queries: int) -> None:
+        """Decode (queries = 1) streams KV; prefill (queries > 1) computes. head_dim 128."""
+        heads_kv, dim = 8, 128
+        shape = kernels.PageShape(1, heads_kv, dim)
+        pages = -(-context // 256)
+        sequences = 1 if queries > 1 else (2 if self.quick else 16)
+        store = aligned(shape.payload_bytes * pages * sequences)
+        n_head = heads_kv * group
+        fill = kernels.Rows(256, (n_head + 2 * heads_kv) * dim)
+        fill.view(256)[:] = self.rng.standard_normal(fill.view(256).shape, np.float32)
+        rope = kernels.RopeTable("neox", dim, dim, 1e6, None, 1.0, 1.0)
+        q = kernels.Queries(max(256, queries), n_head, dim)
+        batch = kernels.Batch(max(256, queries, sequences), sequences, pages * sequences)
+        base = kernels.address_of(store)
+        table = base + np.arange(pages * sequences, dtype=np.uint64) * shape.payload_bytes
+        for s in range(sequences):
+            for p in range(pages):
+                mine = table[s * pages : s * pages + p + 1]
+                batch.set(
+                    np.zeros(256, np.int32), np.array([[256, p * 256, p + 1]], np.int32), mine
+                )
+                kernels.place_kv(
+                    self.pool, fill, batch, shape, 0, n_head, None, None, 1e-6, rope, dim**-0.5, q
+                )
+        start = context - queries
+        entries = np.array([[queries, start, pages]] * sequences, np.int32)
+        batch.set(np.zeros(queries * sequences, np.int32), entries, table)
+        last = kernels.Rows(queries * sequences, (n_head + 2 * heads_kv) * dim)
+        last.view(queries * sequences)[:] = 0.5
+        wide = kernels.Queries(queries * sequences, n_head, dim)
+        kernels.place_kv(
+            self.pool, last, batch, shape, 0, n_head, None, None, 1e-6, rope, dim**-0.5, wide
+        )
+        out = kernels.Rows(queries * sequences, n_head * dim)
+
+        def run() -> None:
+            kernels.attend(self.pool, wide, batch, shape, 0, out)
+
+        best, _ = best_seconds(run, self.budget_s)
+        hashed = fingerprint(out.view(queries * sequences))
+        if queries == 1:
+            moved = shape.payload_bytes * (context / 256) * sequences
+            name = f"attend_decode_g{group}_{context}"
+            self.record(name, moved / best / 1e9, "gbps", self.read_gbps, hashed)
+        else:
+            seen = sum(start + i + 1 for i in range(queries))
+            gops = 2.0 * 2.0 * seen * dim * n_head / best / 1e9
+            name = f"attend_prefill_g{group}_{context}"
+            self.record(name, gops, "gops", self.int8_gops, hashed)
+
+    def small_ops(self) -> None:
+        """Microseconds of the element-wise ops and of an empty dispatch; no peak applies."""
+        width, tokens = 1024, 1
+        x = kernels.Rows(tokens, width)
+        x.view(1)[:] = self.rng.standard_normal((1, width), np.float32)
+        weight = kernels.Vector(np.ones(width, np.float32))
+        acts = kernels.Activations(tokens, width)
+        runs = {
+            "norm_quantise_1": lambda: kernels.norm_quantise(self.pool, x, weight, 1e-6, 1, acts),
+            "dispatch": self.pool.run_empty,
+        }
+        for name, run in runs.items():
+            _, median = best_seconds(run, self.budget_s / 4)
+            self.result[name] = {"us": round(median * 1e6, 2)}
+            print(f"  {name:<28}{median * 1e6:9.2f} us")
+
+
+def models(bench: Bench, path: str | None) -> dict[str, Any]:
+    """The same GGUF through both engines: effective GOPS of prefill, GB/s of decode."""
+    from bench import engine
+
+    duel = engine.Duel(path, threads=bench.threads, quick=bench.quick)
+    repeats = 2 if bench.quick else 5
+    tokens = 64 if bench.quick else 512
+    prefill = report.interleave(duel.prefill_contenders(tokens), repeats)
+    decode = report.interleave(duel.decode_contenders(1, 16, 8 if bench.quick else 32), repeats)
+    per_token = 2.0 * duel.linear_parameters / 1e9
+    for name, samples, factor in (
+        ("model_prefill_gops", prefill, per_token),
+        ("model_decode_gbps", decode, duel.streamed_bytes / 1e9),
+    ):
+        scaled = {who: report.Samples([v * factor for v in s.values]) for who, s in samples.items()}
+        bench.result[name] = report.ratio_row(scaled, "ours", "llama.cpp")
+        print(f"  {name:<28}{bench.result[name]}")
+    details = {"gguf": duel.description, "llama_settings": duel.llama_settings}
+    duel.close()
+    return details
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench kernels", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small shapes, under a minute")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", help="GGUF of the model rows (default: a synthetic one)")
+    parser.add_argument("--json", help="write figures to this file")
+    args = parser.parse_args(argv)
+    bench = Bench(args.threads, args.quick)
+    print(
+        f"{kernels.isa()}, {args.threads} threads: int8 peak {bench.int8_gops:.0f} GOPS, "
+        f"read peak {bench.read_gbps:.1f} GB/s"
+    )
+    rows, cols = (512, 512) if args.quick else (3072, 1024)
+    for kind in ("q4_0", "q4_1", "q6_k", "q8_0", "f16"):
+        for tokens in (1, 16) if args.quick else (1, 4, 16, 512):
+            bench.linear(kind, tokens, rows, cols)
+    for group in (2, 8):
+        bench.attention(group, 1024 if args.quick else 4096, 1)
+        bench.attention(group, 512, 256)
+    bench.small_ops()
+    details = models(bench, args.model)
+    report.finish(
+        {"peaks": {"int8_gops": round(bench.int8_gops, 1), "read_gbps": round(bench.read_gbps, 1)}}
+        | bench.result,
+        details=details,
+        json_path=args.json,
+    )
+    return 0
