@@ -1,0 +1,366 @@
+"""The HTTP application: routes, the checks in front of them, and errors in one shape.
+
+Owns what happens between a parsed HTTP request and an answer. Refuses every request to an
+unlisted host, without a key where keys exist, or with a body that is not plain JSON; nothing
+whose cost grows with the input runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+import batchengine
+from batchengine.config import Config
+from batchengine.core import BatchEngineError
+from service import chat, completions, errors, generate, schema, sla, strict_json, work
+from service.auth import Doorkeeper, Keyring, check_content
+from service.door import Engine, Generation
+from service.shape import Shape
+
+log = logging.getLogger("batchengine.service")
+
+BODY_SECONDS_MAX = 60.0  # a body that takes longer is an attack or a dead link
+_TARGET = re.compile(r"[!-~]{1,4096}")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+NOT_BUILT = (
+    "responses",
+    "messages",
+    "embeddings",
+    "rerank",
+    "moderations",
+    "batches",
+    "files",
+    "uploads",
+    "assistants",
+    "threads",
+    "vector_stores",
+    "audio/{rest:.*}",
+    "images/{rest:.*}",
+    "fine_tuning/{rest:.*}",
+)
+
+
+@dataclass(slots=True)
+class Live:
+    """One HTTP request that has generations running: what `cancel` and `requests` look at."""
+
+    job: work.Job
+    generations: list[Generation]
+    began: float
+
+
+@dataclass(slots=True)
+class Service:
+    """State of the HTTP side: the engine, the settings, and the requests in flight."""
+
+    engine: Engine
+    config: Config
+    keyring: Keyring
+    doorkeeper: Doorkeeper
+    live: dict[str, Live] = field(default_factory=dict[str, Live])
+    accepting: bool = True
+
+    @classmethod
+    def create(cls, engine: Engine, config: Config) -> Service:
+        return cls(engine, config, Keyring(config.auth), Doorkeeper(config))
+
+    def __repr__(self) -> str:
+        return f"<Service {self.engine.state} live={len(self.live)} accepting={self.accepting}>"
+
+    def cancel(self, request_id: str) -> bool:
+        """Calls off one request; False if it is not running."""
+        live = self.live.get(request_id)
+        if live is None:
+            return False
+        for generation in live.generations:
+            generation.cancel()
+        return True
+
+
+SERVICE = web.AppKey("service", Service)
+
+
+def build(service: Service) -> web.Application:
+    """The application with every route; ready for `service.listen`."""
+    app = web.Application(
+        middlewares=[_shape_errors, _guard], client_max_size=service.config.server.body_bytes_max
+    )
+    app[SERVICE] = service
+    app.router.add_post("/v1/chat/completions", _chat)
+    app.router.add_post("/v1/completions", _completions)
+    app.router.add_get("/v1/models", _models)
+    app.router.add_get("/v1/models/{model:.+}", _model)
+    app.router.add_get("/models", _models)
+    app.router.add_get("/health", _health)
+    app.router.add_get("/metrics", _metrics)
+    app.router.add_get("/props", _props)
+    for path in NOT_BUILT:
+        app.router.add_route("*", f"/v1/{path}", _not_built)
+        if "{" not in path:
+            app.router.add_route("*", f"/v1/{path}/{{rest:.*}}", _not_built)
+    return app
+
+
+@web.middleware
+async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every failure becomes an error object; every answer names its request."""
+    request_id = request["request_id"] = work.new_request_id()
+    headers: dict[str, str] = {"x-request-id": request_id}
+    request["headers"] = headers
+    try:
+        response = await handler(request)
+    except BatchEngineError as error:
+        response = _error_response(error)
+    except web.HTTPException as error:
+        response = _error_response(_http_error(request, error))
+    except ConnectionResetError:
+        raise  # nobody is left to answer
+    except Exception:
+        log.exception("request %s failed", request_id)
+        response = _error_response(errors.internal(request_id))
+    if not response.prepared:
+        for name, value in headers.items():
+            response.headers.setdefault(name, value)
+    return response
+
+
+def _error_response(error: BatchEngineError) -> web.Response:
+    response = web.Response(
+        status=error.http_status,
+        body=errors.error_bytes(error),
+        content_type="application/json",
+        headers=errors.error_headers(error),
+    )
+    if error.http_status in (408, 413):  # the rest of the body is not worth reading
+        response.force_close()
+    return response
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> BatchEngineError:
+    """aiohttp's own refusals in our words."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return errors.wrong_method(request.method, sorted(error.allowed_methods - {"HEAD"}))
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return errors.body_too_large(request.client_max_size)
+    if error.status == 404:
+        path = request.path if _TARGET.fullmatch(request.path) else "there"
+        return errors.unknown_route(request.method, path)
+    return errors.malformed_http(error.status if error.status >= 400 else 400)
+
+
+@web.middleware
+async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Host, Origin, key and content headers, before any route; also before 404 and 405."""
+    service = request.app[SERVICE]
+    service.doorkeeper.check(request.headers)
+    request["caller"] = service.keyring.identify(request.headers)
+    return await handler(request)
+
+
+async def _read_object(request: web.Request) -> dict[str, object]:
+    """The JSON object of a POST; raises 400, 408, 413 or 415."""
+    check_content(request.headers, request.content_type, request.charset)
+    bytes_max = request.app[SERVICE].config.server.body_bytes_max
+    if (request.content_length or 0) > bytes_max:
+        raise errors.body_too_large(bytes_max)
+    try:
+        async with asyncio.timeout(BODY_SECONDS_MAX):
+            body = await request.read()
+    except TimeoutError:
+        raise errors.body_too_slow(BODY_SECONDS_MAX) from None
+    return await strict_json.decode_object(body)
+
+
+async def _chat(request: web.Request) -> web.StreamResponse:
+    return await _generate(request, schema.ChatRequest, chat.prepare)
+
+
+async def _completions(request: web.Request) -> web.StreamResponse:
+    return await _generate(request, schema.CompletionRequest, completions.prepare)
+
+
+async def _generate(
+    request: web.Request,
+    kind: type[schema.Body],
+    prepare: Callable[[work.Job, schema.Body, Engine], Awaitable[Shape]],
+) -> web.StreamResponse:
+    """One generation request: check, admit, answer."""
+    service = request.app[SERVICE]
+    engine, config = service.engine, service.config
+    values = await _read_object(request)
+    if not service.accepting:
+        raise errors.draining()
+    work.check_serving(engine)
+    if len(service.live) >= config.limits.streams_max:
+        raise errors.shed(len(service.live), config.limits.streams_max)
+    body, unknown = schema.read_request(kind, values)
+    strict = config.server.strict_fields or request.query.get("strict") == "1"
+    if unknown and strict:
+        raise errors.unknown_fields(unknown)
+    for name in unknown:
+        engine.metrics.count_ignored_field(name)
+    job = work.open_job(
+        body, request.headers, request["caller"], engine, config, request["request_id"]
+    )
+    shape = await prepare(job, body, engine)
+    generations = work.submit_all(engine, job)
+    live = service.live[job.request_id] = Live(job, generations, time.monotonic())
+    headers: dict[str, str] = request["headers"]
+    headers["x-batchengine-route"] = job.route
+    session_id = generations[0].session_id or (job.session.session_id if job.session else None)
+    if session_id:
+        headers["x-batchengine-session-id"] = session_id
+    outcome = "failed"
+    try:
+        if not job.stream:
+            response = await generate.answer_whole(shape, generations)
+            outcome = "finished"
+            return response
+
+        def on_end(how: str) -> None:
+            nonlocal outcome
+            outcome = how
+
+        return await generate.answer_stream(
+            request, shape, generations, headers, config.server, on_end
+        )
+    except asyncio.CancelledError:
+        outcome = "disconnected"
+        raise
+    finally:
+        service.live.pop(job.request_id, None)
+        _log_end(live, outcome)
+
+
+def _log_end(live: Live, outcome: str) -> None:
+    """One line per request, without a word of the prompt or the answer."""
+    job = live.job
+    log.info(
+        "%s %s class=%s session=%s choices=%d prompt_tokens=%d %.0f ms",
+        job.request_id,
+        outcome,
+        job.sla.sla_class,
+        job.session.session_id if job.session else "-",
+        len(job.requests),
+        len(job.requests[0].prompt) if job.requests else 0,
+        1000 * (time.monotonic() - live.began),
+    )
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(
+        status=status, body=msgspec.json.encode(value), content_type="application/json"
+    )
+
+
+def _model_row(service: Service, name: str) -> dict[str, object]:
+    info = service.engine.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "batchengine",
+        "context_length": info.context_tokens,
+        "max_model_len": info.context_tokens,
+        "meta": {
+            "n_ctx": info.context_tokens,
+            "n_ctx_train": info.context_trained,
+            "n_params": info.n_params,
+            "n_vocab": info.vocab_size,
+            "size": info.file_bytes,
+            "architecture": info.arch,
+            "quantisation": info.quantisation,
+        },
+        "capabilities": ["completion", *(["chat"] if info.has_chat_template else [])],
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "status": {"value": "loaded"},
+        "class": str(sla.alias_class(name) or service.config.sla.default_class),
+    }
+
+
+def _served(service: Service) -> list[str]:
+    if service.engine.state == "loading":
+        raise errors.still_loading(service.engine.progress)
+    return sla.model_names(service.engine.info.model_id, service.config.model.aliases)
+
+
+async def _models(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    rows = [_model_row(service, name) for name in _served(service)]
+    return _json({"object": "list", "data": rows})
+
+
+async def _model(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    asked = request.match_info["model"]
+    names = _served(service)
+    if asked not in names:
+        raise errors.unknown_model(strict_json.printable(asked), names)
+    return _json(_model_row(service, asked))
+
+
+async def _health(request: web.Request) -> web.Response:
+    """200 only when a request sent now would be computed."""
+    service = request.app[SERVICE]
+    engine = service.engine
+    state = engine.state if service.accepting or engine.state == "loading" else "draining"
+    if state == "loading":
+        body = {"status": "loading model", "progress": round(engine.progress, 4)}
+        response = _json(body, 503)
+        response.headers["Retry-After"] = "1"
+        return response
+    lanes = [dict(lane) for lane in engine.lanes()]
+    body = {"status": "ok" if state == "ready" else state, "lanes": lanes, **engine.stats()}
+    if state in ("ready", "degraded"):
+        return _json(body)
+    response = _json(body, 503)
+    response.headers["Retry-After"] = "5"
+    return response
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    text, content_type = request.app[SERVICE].engine.metrics.render()
+    return web.Response(body=text, headers={"Content-Type": content_type})
+
+
+async def _props(request: web.Request) -> web.Response:
+    """What a llama-server client reads to learn the context size and what the template can do."""
+    service = request.app[SERVICE]
+    _served(service)
+    info = service.engine.info
+    return _json(
+        {
+            "default_generation_settings": {
+                "n_ctx": info.context_tokens,
+                "params": {"max_tokens": -1, "n_predict": -1, "temperature": 1.0, "top_p": 1.0},
+            },
+            "total_slots": service.config.lanes[0].entries_max,
+            "model_alias": info.model_id,
+            "model_path": info.path.rpartition("/")[2],  # the name, not where it lies
+            "modalities": {"vision": False, "audio": False},
+            "chat_template_caps": {
+                "supports_tools": info.has_chat_template,
+                "supports_tool_calls": False,
+                "supports_typed_content": True,
+                "supports_reasoning_effort": False,
+            },
+            "build_info": f"batchengine {batchengine.__version__}",
+        }
+    )
+
+
+async def _not_built(request: web.Request) -> web.Response:
+    raise errors.not_supported(
+        f"{request.path[:80]} is not implemented in this version",
+        "use POST /v1/chat/completions or /v1/completions",
+    )

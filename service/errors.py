@@ -1,0 +1,330 @@
+"""The errors of the HTTP service: one constructor per way a request can be wrong, one JSON shape.
+
+Owns the codes BE1200-BE1249 and the OpenAI error object. Refuses to let an unexpected exception
+tell a client anything but its own error code: paths, addresses and prompts stay inside.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from batchengine.core import BatchEngineError
+
+INVALID = "invalid_request_error"
+
+# error_type of the OpenAI object by HTTP status, for errors that aiohttp itself raises
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+
+
+def error_object(error: BatchEngineError) -> dict[str, object]:
+    """The OpenAI error object: message, type, param, code, and our what, why, fix beside them."""
+    body: dict[str, object] = {
+        "message": str(error),
+        "type": error.error_type,
+        "param": error.param,
+        "code": error.api_code,
+        "batchengine_code": error.code,
+        "what": error.what,
+        "why": error.why,
+        "fix": error.fix,
+    }
+    body.update(error.details)
+    return {"error": body}
+
+
+def error_bytes(error: BatchEngineError) -> bytes:
+    """The error object as JSON."""
+    return msgspec.json.encode(error_object(error))
+
+
+def error_headers(error: BatchEngineError) -> dict[str, str]:
+    """Retry headers that the OpenAI and Anthropic SDKs obey; only where a retry makes sense."""
+    headers: dict[str, str] = {}
+    if error.http_status in (429, 503):
+        retry_ms = error.retry_after_ms if error.retry_after_ms is not None else 1000
+        headers["Retry-After"] = str(max(1, -(-retry_ms // 1000)))
+        headers["retry-after-ms"] = str(max(1, retry_ms))
+        headers["x-should-retry"] = "true"
+    elif error.http_status >= 400:
+        headers["x-should-retry"] = "false"
+    if error.http_status == 401:
+        headers["WWW-Authenticate"] = 'Bearer realm="batchengine"'
+    return headers
+
+
+def invalid_json(why: str, param: str | None = None) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1200",
+        "the request body is not valid JSON",
+        why=why,
+        fix="send one UTF-8 JSON object",
+        http_status=400,
+        error_type=INVALID,
+        api_code="invalid_json",
+        param=param,
+    )
+
+
+def invalid_field(
+    param: str | None, what: str, *, why: str = "", fix: str = "", api_code: str = "invalid_value"
+) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1201",
+        what,
+        why=why,
+        fix=fix,
+        http_status=400,
+        error_type=INVALID,
+        api_code=api_code,
+        param=param,
+    )
+
+
+def unsupported_field(param: str, what: str, fix: str) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1204",
+        what,
+        why="this daemon does not implement it and will not pretend to",
+        fix=fix,
+        http_status=400,
+        error_type=INVALID,
+        api_code="unsupported_parameter",
+        param=param,
+    )
+
+
+def unknown_fields(names: list[str]) -> BatchEngineError:
+    listing = ", ".join(names[:8])
+    return BatchEngineError(
+        "BE1222",
+        f"unknown fields in strict mode: {listing}",
+        why="?strict=1 turns every field this daemon does not know into an error",
+        fix="remove them, or drop ?strict=1",
+        http_status=400,
+        error_type=INVALID,
+        api_code="unknown_parameter",
+        param=names[0],
+    )
+
+
+def unknown_model(asked: str, served: list[str]) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1202",
+        f"the model {asked[:80]!r} is not served here",
+        why="this daemon serves one model and never substitutes another",
+        fix="use one of: " + ", ".join(served),
+        http_status=404,
+        error_type=INVALID,
+        api_code="model_not_found",
+        param="model",
+    )
+
+
+def prompt_too_long(tokens: int, context_tokens: int, counted: bool) -> BatchEngineError:
+    """`counted` False = an estimate from the size of the text, made before tokenising."""
+    shown = f"{tokens:,}" if counted else f"at least {tokens:,}"
+    return BatchEngineError(
+        "BE1203",
+        f"prompt does not fit: {shown} tokens, the context holds {context_tokens:,}",
+        why="a prompt is never truncated",
+        fix=f"shorten it below {context_tokens:,} tokens, or start the daemon with a larger --ctx",
+        http_status=400,
+        error_type=INVALID,
+        api_code="context_length_exceeded",
+        param="prompt",
+        details={"n_prompt_tokens": tokens, "n_ctx": context_tokens},
+    )
+
+
+def body_too_large(bytes_max: int) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1205",
+        f"the request body is larger than {bytes_max:,} bytes",
+        fix="send a smaller body; a prompt that long does not fit the context either",
+        http_status=413,
+        error_type=INVALID,
+        api_code="request_too_large",
+    )
+
+
+def wrong_content_type(seen: str) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1206",
+        f"the content type is {seen[:60]!r}" if seen else "the content type is missing",
+        why="a browser may send other types across sites without asking",
+        fix="send Content-Type: application/json (UTF-8)",
+        http_status=415,
+        error_type=INVALID,
+        api_code="unsupported_media_type",
+    )
+
+
+def content_encoded(seen: str) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1207",
+        f"Content-Encoding {seen[:40]!r} is refused",
+        why="a few compressed bytes can unpack into gigabytes",
+        fix="send the body uncompressed",
+        http_status=415,
+        error_type=INVALID,
+        api_code="unsupported_content_encoding",
+    )
+
+
+def wrong_host() -> BatchEngineError:
+    return BatchEngineError(
+        "BE1208",
+        "the Host header names a host this daemon does not answer for",
+        why="a web page could rebind its own name to this address",
+        fix="use the address the daemon listens on, or start it with --allow-host NAME",
+        http_status=403,
+        error_type="permission_error",
+        api_code="host_not_allowed",
+    )
+
+
+def wrong_origin() -> BatchEngineError:
+    return BatchEngineError(
+        "BE1209",
+        "requests from this web origin are refused",
+        why="a page in a browser must not drive the daemon unasked",
+        fix="call the daemon from a program, not from another site's page",
+        http_status=403,
+        error_type="permission_error",
+        api_code="origin_not_allowed",
+    )
+
+
+def unauthorised(sent: bool) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1210",
+        "the API key is wrong" if sent else "an API key is required",
+        why="this daemon was started with API keys, which cover every route",
+        fix="send Authorization: Bearer KEY",
+        http_status=401,
+        error_type="authentication_error",
+        api_code="invalid_api_key",
+    )
+
+
+def unknown_route(method: str, path: str) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1211",
+        f"there is no route {method} {path[:80]}",
+        fix="POST /v1/chat/completions or /v1/completions; GET /v1/models, /health, /metrics",
+        http_status=404,
+        error_type="not_found_error",
+        api_code="route_not_found",
+    )
+
+
+def wrong_method(method: str, allowed: list[str]) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1212",
+        f"{method} is not possible on this route",
+        fix="use " + " or ".join(allowed),
+        http_status=405,
+        error_type=INVALID,
+        api_code="method_not_allowed",
+    )
+
+
+def not_supported(what: str, fix: str) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1213",
+        what,
+        fix=fix,
+        http_status=501,
+        error_type="not_supported_error",
+        api_code="not_supported",
+    )
+
+
+def too_many_connections(connections_max: int) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1214",
+        f"all {connections_max:,} connections are in use",
+        fix="retry, or raise the connection limit",
+        http_status=503,
+        api_code="too_many_connections",
+        retry_after_ms=1000,
+    )
+
+
+def still_loading(progress: float) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1215",
+        f"the model is still loading ({round(100 * progress)} %)",
+        fix="retry; GET /health turns to 200 when it is ready",
+        http_status=503,
+        api_code="loading",
+        retry_after_ms=1000,
+    )
+
+
+def draining() -> BatchEngineError:
+    return BatchEngineError(
+        "BE1216",
+        "the daemon is draining",
+        why="it finishes what is running and then stops or restarts",
+        fix="retry in a few seconds",
+        http_status=503,
+        api_code="draining",
+        retry_after_ms=5000,
+    )
+
+
+def client_too_slow(seconds: float) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1217",
+        f"the client read nothing for {seconds:g} s",
+        fix="read the stream as it arrives",
+        http_status=408,
+        error_type=INVALID,
+        api_code="client_too_slow",
+    )
+
+
+def body_too_slow(seconds: float) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1218",
+        f"the request body did not arrive within {seconds:g} s",
+        fix="send the whole body at once",
+        http_status=408,
+        error_type=INVALID,
+        api_code="request_timeout",
+    )
+
+
+def internal(request_id: str) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1219",
+        f"internal error in request {request_id}",
+        why="the daemon's log holds the details under that id",
+        fix="retry; if it happens again, report it with the log",
+        http_status=500,
+        api_code="internal_error",
+    )
+
+
+def malformed_http(status: int) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1220",
+        "the request is not well-formed HTTP/1.1",
+        fix="send one Host header, printable headers below 8 KiB, and no conflicting lengths",
+        http_status=status,
+        error_type=INVALID,
+        api_code="malformed_http",
+    )
+
+
+def shed(running: int, limit: int) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1223",
+        f"{running:,} generations are open, the limit is {limit:,}",
+        fix="retry after the time given",
+        http_status=429,
+        error_type="rate_limit_error",
+        api_code="too_many_requests",
+        retry_after_ms=2000,
+    )

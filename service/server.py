@@ -1,0 +1,235 @@
+"""The daemon: one process from the first banner line to the last log line.
+
+Owns start-up order (socket first, so that a port in use costs nothing; then HTTP, which answers
+503 while the engine loads; then the engine), signals, notifications and the drain. Refuses to
+say anything in the banner that is not true at that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import uvloop
+
+import batchengine
+from batchengine import config as configuration
+from batchengine.config import Config
+from batchengine.core import Stage
+from service import api, auth
+from service.control import Control
+from service.door import Engine
+from service.listen import Listener, bind
+from service.notify import Notifier
+
+log = logging.getLogger("batchengine.service")
+
+EXIT_OK = 0
+EXIT_FAILED = 1  # readable error on stderr
+EXIT_FORCED = 130  # second signal
+EXIT_ENGINE_LOST = 75  # the engine stopped by itself: restart me (EX_TEMPFAIL)
+CONNECTIONS_SPARE = 64  # health checks and metrics still get in when every stream is taken
+OPEN_FILES = 65_536
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def run(config: Config, make_engine: Callable[[Config], Engine] | None = None) -> int:
+    """Serves until a signal; returns the exit code. Raises BatchEngineError before it serves."""
+    auth.check_bind(config)
+    _start_logging(config.debug)
+    _raise_file_limit()
+    sock = bind(config.server.host, config.server.port)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop, debug=config.debug) as runner:
+            return runner.run(Daemon(config, make_engine or _real_engine).serve(sock))
+    finally:
+        sock.close()
+
+
+def _real_engine(config: Config) -> Engine:
+    from batchengine.engine import Engine as Real  # pulls in the tokenizer: not for `version`
+
+    return Real(config)
+
+
+def _start_logging(debug: bool) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    for noisy in ("asyncio", "aiohttp"):
+        logging.getLogger(noisy).setLevel(logging.INFO if debug else logging.WARNING)
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def say(line: str) -> None:
+    """One banner line; a closed terminal is no reason to stop serving."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
+
+
+class Daemon:
+    """Start-up, waiting, drain."""
+
+    def __init__(self, config: Config, make_engine: Callable[[Config], Engine]) -> None:
+        self._config = config
+        self._make_engine = make_engine
+        self._notifier = Notifier()
+        self._stop = asyncio.Event()
+        self._stop_reason = ""
+
+    async def serve(self, sock: socket.socket) -> int:
+        """The whole life of the daemon on the running loop."""
+        config = self._config
+        engine = self._make_engine(config)
+        service = api.Service.create(engine, config)
+        limit = config.limits.streams_max + CONNECTIONS_SPARE
+        listener = Listener(api.build(service), sock, limit)
+        control = Control(Path(config.server.admin_socket), service, self._drain_by_command)
+        self._listen_for_signals(control)
+        watchdog: asyncio.Task[None] | None = None
+        try:
+            await listener.open()
+            await control.open()
+            for line in banner(config):
+                say(line)
+            watchdog = asyncio.create_task(
+                self._notifier.feed_watchdog(lambda: engine.state != "stopped")
+            )
+            if not await self._start_engine(engine):
+                return EXIT_OK
+            self._announce(engine, listener.port)
+            return await self._wait(engine, service)
+        finally:
+            if watchdog is not None:
+                watchdog.cancel()
+            await listener.close()
+            await control.close()
+            self._notifier.close()
+
+    async def _start_engine(self, engine: Engine) -> bool:
+        """True when ready; False when a signal came first."""
+        start = asyncio.create_task(engine.start(self._on_stage))
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                start.result()
+                return True
+            say(f"  stopped while loading ({self._stop_reason})")
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+            await engine.stop(0.0)
+            return False
+        except BaseException:
+            with contextlib.suppress(Exception):
+                await engine.stop(0.0)
+            raise
+        finally:
+            stop.cancel()
+
+    def _on_stage(self, stage: Stage) -> None:
+        line = stage_line(stage)
+        say(line)
+        self._notifier.stage(line.strip())
+
+    def _announce(self, engine: Engine, port: int) -> None:
+        host = self._config.server.host
+        base = f"http://{f'[{host}]' if ':' in host.strip('[]') else host}:{port}/v1"
+        info = engine.info
+        say(
+            f"  model   {info.model_id}  {info.arch} {info.quantisation}"
+            f"  {info.n_params / 1e6:,.1f} M parameters  {info.n_layer} layers"
+            f"  ctx {info.context_tokens:,} (trained for {info.context_trained:,})"
+        )
+        say(f"  ready   {base}   openai chat and text completions")
+        say(f"  next    batchengine chat --url {base}")
+        if engine.state == "degraded":
+            say("  warning degraded: see /health")
+        self._notifier.ready(f"serving {info.model_id} on {base}")
+
+    async def _wait(self, engine: Engine, service: api.Service) -> int:
+        """Until a signal, `drain`, or an engine that stopped by itself; then drains."""
+        while not self._stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._stop.wait()
+            if engine.state == "stopped":
+                log.error("the engine stopped by itself; leaving with %d", EXIT_ENGINE_LOST)
+                return EXIT_ENGINE_LOST
+        service.accepting = False
+        drain_s = self._config.server.drain_s
+        say(f"  drain   {self._stop_reason}: {len(service.live)} requests to finish")
+        self._notifier.stopping(f"draining {len(service.live)} requests", drain_s + 30)
+        await engine.stop(drain_s)
+        for _ in range(50):  # the last events are on their way to the sockets
+            if not service.live:
+                break
+            await asyncio.sleep(0.1)
+        say("  stopped")
+        return EXIT_OK
+
+    def _drain_by_command(self) -> None:
+        self._stop_reason = "drain command"
+        self._stop.set()
+
+    def _listen_for_signals(self, control: Control) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number.name, control)
+
+    def _on_signal(self, name: str, control: Control) -> None:
+        """The first signal drains. The second leaves at once: what was sent is durable already."""
+        if self._stop.is_set():
+            say(f"  forced  {name} again: leaving at once")
+            control.unlink()
+            os._exit(EXIT_FORCED)
+        self._stop_reason = name
+        self._stop.set()
+
+
+def banner(config: Config) -> list[str]:
+    """What is known before anything is loaded."""
+    path = Path(config.model.path)
+    lane = config.lanes[0]
+    size = f"{path.stat().st_size / MIB:,.1f} MiB" if path.is_file() else "missing"
+    lines = [
+        f"batchengine {batchengine.__version__}",
+        f"  file    {path.name}  {size}",
+        f"  cpu     {os.cpu_count()} logical cores -> {lane.threads} threads on cores"
+        f" {','.join(map(str, lane.cores))}",
+        f"  kv      {config.store.dir}  budget {config.store.budget_bytes / GIB:,.1f} GiB",
+        f"  admin   {config.server.admin_socket}",
+    ]
+    with contextlib.suppress(OSError):
+        probe = Path(config.store.dir)
+        while not probe.exists():
+            probe = probe.parent
+        lines[3] += f"  ({psutil.disk_usage(str(probe)).free / GIB:,.0f} GiB free)"
+    lines += [f"  warning {text}" for text in configuration.warnings(config)]
+    return lines
+
+
+def stage_line(stage: Stage) -> str:
+    """`  [2/5] cpu kernels        self-test ok   0.4 s`"""
+    return (
+        f"  [{stage.index}/{stage.count}] {stage.name:<16} {stage.detail}   {stage.seconds:.1f} s"
+    )

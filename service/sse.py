@@ -1,0 +1,82 @@
+"""Server-sent events on one response: headers, events, comments, and readers that stop reading.
+
+Owns the bytes of the event stream (API 1.3) and the patience with slow readers (F54). Never
+buffers more than the transport's high-water mark: a full socket pauses whoever writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+
+from batchengine.core import BatchEngineError
+from service import errors
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+DONE = b"data: [DONE]\n\n"
+
+_encoder = msgspec.json.Encoder()
+
+
+class SlowReader(Exception):
+    """The client has not taken a byte for the configured time."""
+
+
+class EventStream:
+    """An open event stream; headers go out with `open`."""
+
+    def __init__(self, request: web.Request, headers: dict[str, str], stall_s: float) -> None:
+        self._request = request
+        self._response = web.StreamResponse(headers={**HEADERS, **headers})
+        self._stall_s = stall_s
+
+    async def open(self) -> None:
+        """Status line and headers, at once."""
+        await self._response.prepare(self._request)
+
+    @property
+    def response(self) -> web.StreamResponse:
+        return self._response
+
+    async def send(self, payload: bytes) -> None:
+        """Whole events; raises SlowReader, or ConnectionResetError when the client is gone."""
+        if not payload:
+            return
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._response.write(payload)
+        except TimeoutError:
+            raise SlowReader from None
+
+    async def fail(self, error: BatchEngineError) -> None:
+        """The error event; the stream ends after it, without [DONE]."""
+        await self.send(b"event: error\n" + data(errors.error_object(error)))
+
+    async def close(self) -> None:
+        """End of the body; as patient as `send`."""
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._response.write_eof()
+        except TimeoutError:
+            raise SlowReader from None
+
+    def abort(self) -> None:
+        """Drop the connection now: what is buffered would never be read."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+
+def data(value: dict[str, object]) -> bytes:
+    """One data event."""
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+def comment(text: str) -> bytes:
+    """A comment line: keeps proxies awake, invisible to SDKs."""
+    return b": " + text.encode() + b"\n\n"

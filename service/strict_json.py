@@ -1,0 +1,115 @@
+"""JSON from strangers: bytes to plain values, or one error that says what is wrong.
+
+Promises that every string is encodable UTF-8 text, every number finite, no key occurs twice and
+nothing nests deeper than DEPTH_MAX. Runs off the event loop for bodies above INLINE_BYTES_MAX.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import cast
+
+from service import errors
+
+DEPTH_MAX = 64  # tool schemas of real agents stay below 20
+INLINE_BYTES_MAX = 16 * 1024  # parses in well under a millisecond
+DIGITS_MAX = 40  # no field of any request holds a longer integer
+
+
+async def decode_object(body: bytes) -> dict[str, object]:
+    """The JSON object in `body`; raises BatchEngineError 400."""
+    if len(body) <= INLINE_BYTES_MAX:
+        return parse_object(body)
+    return await asyncio.to_thread(parse_object, body)
+
+
+def parse_object(body: bytes) -> dict[str, object]:
+    """The same, on the calling thread."""
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise errors.invalid_json(f"invalid UTF-8 at byte {error.start}") from None
+    try:
+        value: object = json.loads(
+            text,
+            object_pairs_hook=_unique_pairs,
+            parse_int=_short_int,
+        )
+    except json.JSONDecodeError as error:
+        raise errors.invalid_json(f"{error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if not isinstance(value, dict):
+        raise errors.invalid_json("the top level must be an object")
+    root = cast("dict[str, object]", value)
+    _check_tree(root)
+    return root
+
+
+def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                name = printable(key)
+                raise errors.invalid_json(f"the key {name!r} occurs twice", param=name)
+            seen.add(key)
+    return made
+
+
+def _short_int(text: str) -> int:
+    if len(text) > DIGITS_MAX:
+        raise errors.invalid_json(f"the number {text[:12]}… has {len(text):,} digits")
+    return int(text)
+
+
+def _check_tree(root: dict[str, object]) -> None:
+    """Depth, surrogates, NaN and infinity, without recursion; blames the top-level key."""
+    for name, value in root.items():
+        if not _encodable(name):
+            raise errors.invalid_json("a key holds half a surrogate pair", param=printable(name))
+        level: list[object] = [value]
+        depth = 1
+        while level:
+            depth += 1
+            if depth > DEPTH_MAX:
+                raise _too_deep(printable(name))
+            below: list[object] = []
+            for item in level:
+                if isinstance(item, str):
+                    if not _encodable(item):
+                        raise errors.invalid_json(
+                            "a string holds half a surrogate pair", param=printable(name)
+                        )
+                elif isinstance(item, float):
+                    if not math.isfinite(item):  # NaN, Infinity and 1e999 end up here
+                        raise errors.invalid_json("a number is not finite", param=printable(name))
+                elif isinstance(item, dict):
+                    entries = cast("dict[str, object]", item)
+                    below.extend(entries.keys())
+                    below.extend(entries.values())
+                elif isinstance(item, list):
+                    below.extend(cast("list[object]", item))
+            level = below
+
+
+def _encodable(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def printable(text: str) -> str:
+    """`text` safe to repeat in an error: short and without halves of characters."""
+    return text[:64].encode("utf-8", "replace").decode("utf-8")
+
+
+def _too_deep(param: str | None = None) -> errors.BatchEngineError:
+    return errors.invalid_json(f"it nests deeper than {DEPTH_MAX} levels", param=param)

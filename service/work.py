@@ -1,0 +1,245 @@
+"""One HTTP request as work for the engine: checked parameters in, generation requests out.
+
+Owns what chat and plain completions share between a parsed body and `engine.submit`: model and
+size checks, sampling parameters, derived seeds, and submitting several generations as one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from multidict import CIMultiDictProxy
+
+from batchengine.config import Config
+from batchengine.core import BatchEngineError, GenerationRequest, Sampling, Sla
+from service import errors, sessions, sla
+from service.auth import Caller
+from service.door import Engine, Generation
+from service.schema import (
+    GENERATIONS_MAX,
+    ChatRequest,
+    CompletionRequest,
+    binary32,
+    stop_strings,
+)
+
+# No vocabulary averages this many bytes per token: a text beyond it cannot fit, and is refused
+# before the tokenizer spends seconds on it.
+BYTES_PER_TOKEN_MAX = 128
+SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class Job:
+    """Everything about one HTTP request that outlives its body."""
+
+    request_id: str
+    caller: Caller
+    model: str  # as the client named it: echoed back
+    created: int  # seconds since the epoch
+    stream: bool
+    include_usage: bool
+    sla: Sla
+    session: sessions.SessionName | None
+    route: str
+    service_tier: str | None
+    seed: int
+    choices_per_prompt: int = 1
+    ignored: list[str] = field(default_factory=list[str])
+    requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
+
+
+def new_request_id() -> str:
+    """Made here, never taken from a client (RELIABILITY R10)."""
+    return "req_" + secrets.token_hex(12)
+
+
+def route_name(engine: Engine) -> str:
+    """The kind of lane that serves today."""
+    kinds = sorted({str(lane.get("kind", "cpu")) for lane in engine.lanes()})
+    return "+".join(kinds) or "cpu"
+
+
+def check_serving(engine: Engine) -> None:
+    """Raises 503 while the engine loads or drains."""
+    if engine.state == "loading":
+        raise errors.still_loading(engine.progress)
+    if engine.state in ("draining", "stopped"):
+        raise errors.draining()
+
+
+def open_job(
+    body: ChatRequest | CompletionRequest,
+    headers: CIMultiDictProxy[str],
+    caller: Caller,
+    engine: Engine,
+    config: Config,
+    request_id: str,
+) -> Job:
+    """Names, class and session of a request; raises 400 or 404."""
+    served = sla.model_names(engine.info.model_id, config.model.aliases)
+    model = body.model if body.model is not None else engine.info.model_id
+    if model not in served:
+        raise errors.unknown_model(model, served)
+    _refuse_unbuilt(body)
+    promised = sla.resolve(body, headers, caller, config)
+    options = body.stream_options
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    return Job(
+        request_id=request_id,
+        caller=caller,
+        model=model,
+        created=int(time.time()),
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+        sla=promised,
+        session=sessions.resolve(body, headers, caller.tenant),
+        route=route_name(engine),
+        service_tier=None if body.service_tier is None else sla.SERVED_TIER[promised.sla_class],
+        seed=seed,
+        choices_per_prompt=body.n or 1,
+    )
+
+
+def _refuse_unbuilt(body: ChatRequest | CompletionRequest) -> None:
+    """What would change the answer and is not implemented must not be ignored."""
+    form = body.response_format
+    if form is not None and form.get("type") != "text":
+        raise errors.unsupported_field(
+            "response_format", "response_format must be of type text", "ask for JSON in the prompt"
+        )
+    if isinstance(body, CompletionRequest):
+        for name in ("echo", "suffix"):
+            if getattr(body, name):
+                raise errors.unsupported_field(
+                    name, f"{name} is not supported", f"leave out {name}"
+                )
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise errors.unsupported_field(
+                "best_of", "best_of other than n is not supported", "use n"
+            )
+        return
+    if not (body.tool_choice is None or body.tool_choice in ("auto", "none")):
+        raise errors.unsupported_field(
+            "tool_choice", "a forced tool choice is not supported", 'use "auto" or "none"'
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise errors.invalid_field(
+            "top_logprobs", "top_logprobs needs logprobs: true", fix="set logprobs to true"
+        )
+
+
+def sampling_of(body: ChatRequest | CompletionRequest, seed: int, vocab_size: int) -> Sampling:
+    """Sampling parameters with OpenAI's defaults (temperature 1, everything else off)."""
+    if isinstance(body, ChatRequest):
+        logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    else:
+        logprobs = -1 if body.logprobs is None else body.logprobs
+
+    def number(value: float | None, default: float) -> float:
+        return default if value is None else binary32(value)
+
+    return Sampling(
+        temperature=number(body.temperature, 1.0),
+        top_k=max(0, body.top_k or 0),  # -1 means "off" to vLLM clients
+        top_p=number(body.top_p, 1.0),
+        min_p=number(body.min_p, 0.0),
+        repetition_penalty=number(body.repetition_penalty, 1.0),
+        presence_penalty=number(body.presence_penalty, 0.0),
+        frequency_penalty=number(body.frequency_penalty, 0.0),
+        seed=seed & SEED_MASK,
+        logprobs=logprobs,
+        logit_bias=_bias_of(body.logit_bias, vocab_size),
+    )
+
+
+def _bias_of(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for name, value in (bias or {}).items():
+        if not (name.isascii() and name.isdecimal() and len(name) <= 10) or (
+            int(name) >= vocab_size
+        ):
+            raise errors.invalid_field(
+                "logit_bias",
+                f"logit_bias names {name[:20]!r}",
+                why=f"a token id is a whole number below {vocab_size:,}",
+                fix="use token ids of this model",
+            )
+        pairs[int(name)] = binary32(value)
+    return tuple(sorted(pairs.items()))
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`: the client's own for 0, independent ones after it."""
+    if index == 0:
+        return seed & SEED_MASK
+    text = f"batchengine choice {seed & SEED_MASK} {index}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+
+
+def check_text_size(byte_count: int, context_tokens: int) -> None:
+    """Raises 400 for a text that cannot fit however well it tokenises."""
+    least = byte_count // BYTES_PER_TOKEN_MAX
+    if least > context_tokens:
+        raise errors.prompt_too_long(least, context_tokens, counted=False)
+
+
+def check_prompt(tokens: list[int], context_tokens: int, param: str) -> None:
+    """Raises 400 for an empty prompt and for one that leaves no room for a single token."""
+    if not tokens:
+        raise errors.invalid_field(param, "the prompt is empty", fix="send at least one token")
+    if len(tokens) >= context_tokens:
+        raise errors.prompt_too_long(len(tokens), context_tokens, counted=True)
+
+
+def fill(
+    job: Job,
+    body: ChatRequest | CompletionRequest,
+    prompts: list[list[int]],
+    tokens_max: int | None,
+    engine: Engine,
+) -> None:
+    """Writes `job.requests`: prompts x choices. `tokens_max` None = until the context is full."""
+    if len(prompts) * job.choices_per_prompt > GENERATIONS_MAX:
+        raise errors.invalid_field(
+            "n",
+            f"{len(prompts)} prompts x n {job.choices_per_prompt} is more than {GENERATIONS_MAX}",
+            fix="send fewer at once",
+        )
+    context = engine.info.context_tokens
+    stop = stop_strings(body.stop)
+    for prompt_index, prompt in enumerate(prompts):
+        for choice in range(job.choices_per_prompt):
+            index = prompt_index * job.choices_per_prompt + choice
+            job.requests.append(
+                GenerationRequest(
+                    request_id=job.request_id if index == 0 else f"{job.request_id}-{index}",
+                    prompt=tuple(prompt),
+                    tokens_max=context - len(prompt) if tokens_max is None else tokens_max,
+                    sampling=sampling_of(
+                        body, derived_seed(job.seed, choice), engine.info.vocab_size
+                    ),
+                    stop=stop,
+                    ignore_eos=bool(body.ignore_eos),
+                    sla=job.sla,
+                    # one timeline cannot grow in two directions: other choices are anonymous
+                    session_id=job.session.session_id if job.session and index == 0 else None,
+                    tenant=job.caller.tenant,
+                )
+            )
+
+
+def submit_all(engine: Engine, job: Job) -> list[Generation]:
+    """All generations of a job, or none: a refusal half-way calls off the others."""
+    made: list[Generation] = []
+    try:
+        for request in job.requests:
+            made.append(engine.submit(request))
+    except BatchEngineError:
+        for generation in made:
+            generation.cancel()
+        raise
+    return made
