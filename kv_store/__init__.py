@@ -1,43 +1,147 @@
-"""File-backed KV pages, their manifest and the token ledger. Knows no request, session policy or SLA.
+"""File-backed KV pages, their manifest and the token ledger. Knows no request and no SLA.
 
 A page is the KV of 256 tokens over all layers. It is computed in an *arena* place (OPEN, one
 writer process), then copied by the store into an *extent* place (SEALED, immutable, checksummed),
 then named in the manifest (PUBLISHED) where its content key can be matched. Pages are a cache;
 the token ledger is the database. Fsync the ledger, never the pages.
 
-    store = Store.open(path, Descriptor(...), budget_bytes=...)   # blocking; StoreLocked(pid) etc.
-    store.warnings, store.recovery                                # what was found, what was dropped
+    store = Store.open(path, Descriptor(...), StoreSettings(budget_bytes=...))   # blocking
+    store.warnings, store.recovery        # what was found, what was dropped
 
 Index: the caller's thread, no file I/O.
 
-    match_prefix(tokens, salt, pin=True, priority=p) -> list[PageRef]   # longest run of full pages
-    load(refs) -> Future[list[bool]]     # verifies pages not read since start; await before use;
-                                         # False = the page is gone, recompute it (at once if warm)
-    pin(ref) / unpin(ref)                # one pin per page-table entry; match(pin) and publish pin once
-    place_code(ref) -> int               # (extent_index << 32) | place in extent, for the lane
-    proof(ref) -> PageProof              # .place_code .seed .checksum: sealed_checksum(view, seed)
-    extents() -> list[ExtentInfo]        # index, path, places, page_bytes: what a lane maps read-only
-    reserve(parent_key, tokens, salt, priority) -> Ticket | None   # None: see store.refusal; evicts
-    seal(ticket, arena, place, lane_digest) -> Future[PageRef]     # page thread: pread, compare, pwrite
-    publish(ticket) -> Future[PageRef]   # row joins the next commit(); result is pinned once and may
-                                         # be an older equal page (dedupe); NumericsFault if unequal
-    abort(ticket), condemn(ref)          # give up a ticket; never serve this page again
+    match_prefix(tokens, salt, pin=True, priority=p, tokens_max=n) -> list[PageRef]
+                                          # longest run of full pages, token ids compared
+    load(refs) -> Future[list[bool]]      # verify pages not read since start; await before use;
+                                          # False = gone, recompute it; at once if all are warm
+    pin(ref), unpin(ref)                  # match(pin=True) and publish() pin once for the caller
+    place_code(ref) -> int                # u64 for the lane's page table
+    proof(ref) -> PageProof               # .place_code .seed .checksum of sealed_checksum(view, seed)
+    extents() -> list[ExtentInfo]         # .index .path .places .page_bytes: lanes map read-only
+    reserve(parent_key, tokens, salt, priority) -> Ticket | None   # evicts; None: see .refusal
+    seal(ticket, arena, place, lane_digest) -> Future[PageRef]     # pread, compare, pwrite
+    publish(ticket) -> Future[PageRef]    # durable with the next ledger.commit(); may be an older
+                                          # equal page (dedupe); fails with NumericsFault if unequal
+    abort(ticket), condemn(ref)           # give up a ticket; never serve this page again
     maintain(), check_integrity(), stat(), close()
+
+`ticket.key` is the parent_key of the next page; the first page's parent is ROOT_KEY.
 
 Ledger: `store.ledger`, one SQLite thread. Each call is one atomic intent and returns a Future that
 resolves when the group commit that holds it is durable; `commit()` starts that group commit and its
 Future fails if any intent of it failed. Readers return Futures too.
 
-    open_session(id, tenant, epoch=1, meta="{}") append_turn(id, epoch, turn, start, end, sampling, seed)
-    append_tokens(id, epoch, start, ids)         truncate_tokens(id, epoch, length)
-    set_pages(id, epoch, [(index, ref)])         finish_turn(id, epoch, turn, status, finish_reason)
-    set_owner(id, epoch, incarnation, lane)      drop_session(id)
-    load_session(id) -> SessionRecord            list_sessions() -> list[SessionInfo]
+    open_session(id, tenant, epoch=1, meta="{}")      set_meta(id, epoch, state, meta)
+    append_turn(id, epoch, turn, prompt_start, prompt_end, sampling_json, seed)
+    append_tokens(id, epoch, start, ids)              truncate_tokens(id, epoch, length)
+    set_pages(id, epoch, [(index, ref)])              finish_turn(id, epoch, turn, status, reason)
+    set_owner(id, new_epoch, incarnation, lane)       drop_session(id)
+    load_session(id) -> SessionRecord | None          list_sessions() -> list[SessionInfo]
     commit() -> Future[int]
 
 Arena (engine side: Arena; worker side: ArenaMapping, the only writer of its bytes).
 
-    arena = Arena.create(path, layout, places, incarnation); arena.reserve() -> ArenaPlace | None
-    arena.release(place)                 # QUARANTINE until the worker poisoned it
-    arena.freed(place)                   # worker's ack: FREE, generation + 1
+    arena = store.create_arena(lane, incarnation, places)
+    arena.reserve() -> ArenaPlace | None  # .place .gen .code (u64 with bit 63); worker zero-fills
+    arena.release(place)                  # QUARANTINE until the worker poisoned it
+    arena.freed(place)                    # the worker's ack: FREE, next generation
+    arena.close(delete=True)              # once the worker is reaped
+
+    mapping = ArenaMapping(path, layout)  # takes the arena's lock
+    mapping.reserve(place, PlaceOwner(session_bytes, epoch, gen, page_index))   # zero-fill
+    mapping.page(place) -> memoryview     # page_bytes; mapping.digest(place) for seal()
+    mapping.write_records(place, first_row, tokens_u32, digests_u64)   # after the rows' bytes
+    owner.seeds(mapping.arena_id, place, first_row, count) -> u64 array for the row digests
+    mapping.poison(place)
+
+Ready errors for people: StoreLocked(.pid), StoreUnsupported(.fs), StoreVersion, StoreFull,
+StoreCorrupt, LedgerError (stop acknowledging, exit), all with .what .why .fix.
 """
+
+from kv_store.arena import (
+    ARENA_PLACE_BIT,
+    Arena,
+    ArenaMapping,
+    ArenaPlace,
+    ArenaShape,
+    PlaceOwner,
+    PlaceState,
+    delete_arena,
+    valid_rows,
+)
+from kv_store.errors import (
+    LedgerError,
+    LedgerRefused,
+    NumericsFault,
+    StaleRef,
+    StoreCorrupt,
+    StoreError,
+    StoreFull,
+    StoreLocked,
+    StoreUnsupported,
+    StoreVersion,
+)
+from kv_store.extent import ExtentInfo
+from kv_store.keys import (
+    ROOT_KEY,
+    chain_keys,
+    content_key,
+    payload_digest,
+    row_digests,
+    sealed_checksum,
+    token_bytes,
+    token_ids,
+)
+from kv_store.layout import PAGE_TOKENS, Descriptor, PageLayout, differing_fields
+from kv_store.ledger import Ledger, SessionInfo, SessionRecord, TurnInfo
+from kv_store.pages import Page, PageRef, PageState
+from kv_store.pool import PagePool, PageProof, Ticket
+from kv_store.store import Recovery, Store, StoreSettings
+
+__all__ = [
+    "ARENA_PLACE_BIT",
+    "PAGE_TOKENS",
+    "ROOT_KEY",
+    "Arena",
+    "ArenaMapping",
+    "ArenaPlace",
+    "ArenaShape",
+    "Descriptor",
+    "ExtentInfo",
+    "Ledger",
+    "LedgerError",
+    "LedgerRefused",
+    "NumericsFault",
+    "Page",
+    "PageLayout",
+    "PagePool",
+    "PageProof",
+    "PageRef",
+    "PageState",
+    "PlaceOwner",
+    "PlaceState",
+    "Recovery",
+    "SessionInfo",
+    "SessionRecord",
+    "StaleRef",
+    "Store",
+    "StoreCorrupt",
+    "StoreError",
+    "StoreFull",
+    "StoreLocked",
+    "StoreSettings",
+    "StoreUnsupported",
+    "StoreVersion",
+    "Ticket",
+    "TurnInfo",
+    "chain_keys",
+    "content_key",
+    "delete_arena",
+    "differing_fields",
+    "payload_digest",
+    "row_digests",
+    "sealed_checksum",
+    "token_bytes",
+    "token_ids",
+    "valid_rows",
+]

@@ -85,9 +85,7 @@ def payload_digest(page: bytes | bytearray | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(page)
 
 
-def sealed_seed(
-    store_uuid: bytes, page_id: int, gen: int, key: bytes, layout_id: str
-) -> int:
+def sealed_seed(store_uuid: bytes, page_id: int, gen: int, key: bytes, layout_id: str) -> int:
     """The u64 seed that ties a sealed checksum to one page of one store."""
     name = struct.pack("<II", page_id, gen)
     return _low64(hash_parts(b"batchengine seal v1", (store_uuid, name, key, layout_id.encode())))
@@ -100,7 +98,9 @@ def sealed_checksum(page: bytes | bytearray | memoryview, seed: int) -> bytes:
 
 def blob_checksum(session: str, start: int, blob: bytes) -> bytes:
     """XXH3-64 of a token blob, seeded with its place in its session. 8 bytes."""
-    seed = _low64(hash_parts(b"batchengine tokens v1", (session.encode(), struct.pack("<Q", start))))
+    seed = _low64(
+        hash_parts(b"batchengine tokens v1", (session.encode(), struct.pack("<Q", start)))
+    )
     return xxhash.xxh3_64_digest(blob, seed)
 
 
@@ -123,7 +123,8 @@ def row_digests(
     """XXH3-64 of each row's bytes; the slow twin of the kernel that writes row records."""
     rows = layout.gather_rows(page, first_row, len(seeds))
     digests = [
-        xxhash.xxh3_64_intdigest(row.tobytes(), int(seed)) for row, seed in zip(rows, seeds, strict=True)
+        xxhash.xxh3_64_intdigest(row.tobytes(), int(seed))
+        for row, seed in zip(rows, seeds, strict=True)
     ]
     return np.array(digests, np.uint64)
 

@@ -1,0 +1,375 @@
+"""OPEN pages: one file per worker incarnation, one process that writes its bytes.
+
+The engine side (`Arena`) creates the file, decides which place is whose and reads with pread.
+The worker side (`ArenaMapping`) maps it, zero-fills on reserve, poisons on free and writes rows
+and row records; it holds the file's lock, so nobody deletes or adopts the arena of a live writer.
+
+    [0, 64 KiB)                          header: what this file is, written once by its creator
+    [64 KiB, + places * page_bytes)      places, in order
+    [.., + places * 8 KiB)               sidecars: 256 row records (4 KiB), then the place header
+
+A row record is written after its row, a place header when the place is reserved: together they
+let a later reader prove which rows of a dead writer are whole and whose they are.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import mmap
+import os
+import secrets
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kv_store import keys, osio
+from kv_store.errors import StaleRef, StoreCorrupt, StoreError, StoreFull
+from kv_store.layout import (
+    PAGE_TOKENS,
+    ROW_RECORD_DTYPE,
+    ROW_RECORDS_BYTES,
+    PageLayout,
+)
+
+ARENA_MAGIC = b"BEKVAREN"
+POISON = 0xFF  # NaN in fp16, bf16 and fp32: a read of a freed page cannot look like a number
+ARENA_PLACE_BIT = 1 << 63  # of a place code: the low 32 bits are a place of the lane's own arena
+
+# magic, version, places, page_bytes, arena id, layout_id, boot id, incarnation, XXH3-64 of the rest
+FILE_HEADER = struct.Struct("<8sIIQ16s32s36sIQ")
+assert FILE_HEADER.size == 120
+FILE_HEADER_BYTES = 64 * 1024  # keeps the first place aligned
+# SHA-256 of the session id, epoch, place generation, page index, XXH3-64 of the rest
+PLACE_HEADER = struct.Struct("<32sQIIQ8x")
+assert PLACE_HEADER.size == 64
+SIDECAR_BYTES = 8192
+assert ROW_RECORDS_BYTES + PLACE_HEADER.size <= SIDECAR_BYTES
+_MADV_POPULATE_WRITE = 23  # a full disk or memory limit becomes an errno here, not a SIGBUS later
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaShape:
+    """Offsets inside an arena file, in bytes."""
+
+    layout: PageLayout
+    places: int
+
+    def page_offset(self, place: int) -> int:
+        return FILE_HEADER_BYTES + self._checked(place) * self.layout.page_bytes
+
+    def rows_offset(self, place: int) -> int:
+        return (
+            self.page_offset(self.places - 1)
+            + self.layout.page_bytes
+            + (self._checked(place) * SIDECAR_BYTES)
+        )
+
+    def place_header_offset(self, place: int) -> int:
+        return self.rows_offset(place) + ROW_RECORDS_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        return FILE_HEADER_BYTES + self.places * (self.layout.page_bytes + SIDECAR_BYTES)
+
+    def _checked(self, place: int) -> int:
+        if not 0 <= place < self.places:
+            raise StaleRef(f"arena place {place} does not exist (0..{self.places - 1})")
+        return place
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceOwner:
+    """Whose rows a place holds. `session` is any bytes that name it, e.g. its id."""
+
+    session: bytes
+    epoch: int
+    gen: int
+    page_index: int  # the place holds positions [256*page_index, 256*page_index + 256)
+
+    def pack(self) -> bytes:
+        name = keys.hash_parts(b"batchengine place v1", (self.session,))
+        head = PLACE_HEADER.pack(name, self.epoch, self.gen, self.page_index, 0)
+        check = xxhash.xxh3_64_intdigest(head[:48])
+        return PLACE_HEADER.pack(name, self.epoch, self.gen, self.page_index, check)
+
+    def seeds(
+        self, arena_id: bytes, place: int, first_row: int, count: int
+    ) -> npt.NDArray[np.uint64]:
+        """Seeds of the row digests of rows [first_row, first_row+count)."""
+        first = self.page_index * PAGE_TOKENS + first_row
+        return keys.row_seeds(arena_id, place, self.gen, self.session, self.epoch, first, count)
+
+
+class PlaceState(enum.Enum):
+    FREE = "free"
+    OPEN = "open"
+    QUARANTINE = "quarantine"
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPlace:
+    """One use of one place of an arena."""
+
+    place: int
+    gen: int
+
+    @property
+    def code(self) -> int:
+        """The u64 a lane's page table holds for it."""
+        return ARENA_PLACE_BIT | self.place
+
+
+class Arena:
+    """Engine side of an arena: the free list, generations, and reading."""
+
+    def __init__(
+        self, path: str, fd: int, shape: ArenaShape, arena_id: bytes, incarnation: int
+    ) -> None:
+        self.path = path
+        self.fd = fd
+        self.shape = shape
+        self.arena_id = arena_id
+        self.incarnation = incarnation
+        self._free = list(range(shape.places - 1, -1, -1))  # popped from the end: low first
+        self._gens = [0] * shape.places
+        self._states = [PlaceState.FREE] * shape.places
+
+    @classmethod
+    def create(
+        cls,
+        path: str,
+        layout: PageLayout,
+        places: int,
+        incarnation: int = 0,
+        files: osio.Files | None = None,
+    ) -> Arena:
+        """A new arena file, fully allocated, mode 0600. Raises StoreFull when it does not fit."""
+        if places < 1:
+            raise ValueError("an arena needs at least one place")
+        files, shape = files or osio.Files(), ArenaShape(layout, places)
+        arena_id = secrets.token_bytes(16)
+        try:
+            fd = osio.create_allocated(files, path, shape.file_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreFull(
+                    f"no room for an arena of {places} open pages",
+                    why=f"it needs {shape.file_bytes >> 20} MiB",
+                    fix="free disk space, or lower the number of open pages",
+                ) from error
+            raise
+        files.write_all(fd, memoryview(_file_header(shape, arena_id, incarnation)), 0)
+        return cls(path, fd, shape, arena_id, incarnation)
+
+    def reserve(self) -> ArenaPlace | None:
+        """A FREE place, now OPEN; the worker zero-fills it before use. None = all taken."""
+        if not self._free:
+            return None
+        place = self._free.pop()
+        self._states[place] = PlaceState.OPEN
+        return ArenaPlace(place, self._gens[place])
+
+    def release(self, at: ArenaPlace) -> None:
+        """OPEN -> QUARANTINE: not reused until the worker has poisoned it and said so."""
+        self._expect(at, PlaceState.OPEN)
+        self._states[at.place] = PlaceState.QUARANTINE
+
+    def freed(self, at: ArenaPlace) -> None:
+        """The worker poisoned the place: QUARANTINE -> FREE, next generation."""
+        self._expect(at, PlaceState.QUARANTINE)
+        self._states[at.place] = PlaceState.FREE
+        self._gens[at.place] += 1
+        self._free.append(at.place)
+
+    def read_page(self, files: osio.Files, at: ArenaPlace, into: memoryview) -> None:
+        """Fill `into` (page_bytes) from an OPEN place."""
+        self._expect(at, PlaceState.OPEN)
+        files.read_all(self.fd, into, self.shape.page_offset(at.place))
+
+    def valid_rows(
+        self, files: osio.Files, at: ArenaPlace, owner: PlaceOwner, ids: list[int]
+    ) -> int:
+        """Rows of a place that a dead writer left whole (see `valid_rows` below)."""
+        return valid_rows(files, self.fd, self.shape, self.arena_id, at.place, owner, ids)
+
+    def count(self, state: PlaceState) -> int:
+        return self._states.count(state)
+
+    def check(self) -> None:
+        assert sorted(self._free) == [
+            place for place, state in enumerate(self._states) if state is PlaceState.FREE
+        ]
+
+    def close(self, *, delete: bool) -> None:
+        """Close; delete only once the writer is reaped (its process can still write until then)."""
+        os.close(self.fd)
+        if delete:
+            os.unlink(self.path)
+
+    def _expect(self, at: ArenaPlace, state: PlaceState) -> None:
+        if self._gens[at.place] != at.gen or self._states[at.place] is not state:
+            raise StaleRef(
+                f"arena place {at.place}.{at.gen} is not {state.value}",
+                why=f"it is {self._states[at.place].value}, generation {self._gens[at.place]}",
+            )
+
+    def __repr__(self) -> str:
+        free, open_ = self.count(PlaceState.FREE), self.count(PlaceState.OPEN)
+        return (
+            f"<Arena {os.path.basename(self.path)} places={self.shape.places} free={free}"
+            f" open={open_} quarantine={self.count(PlaceState.QUARANTINE)}>"
+        )
+
+
+class ArenaMapping:
+    """Worker side: the read-write mapping and its lock. The sole writer of the places."""
+
+    def __init__(self, path: str, layout: PageLayout) -> None:
+        self.fd = osio.open_private(path, os.O_RDWR)
+        try:
+            if not osio.lock_exclusive(self.fd):
+                raise StoreError("this arena has a live writer already")
+            self.shape, self.arena_id, self.incarnation = _read_file_header(self.fd, layout)
+            self._map = mmap.mmap(self.fd, self.shape.file_bytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._map.madvise(mmap.MADV_DONTDUMP)  # KV equals the prompt: keep it out of core files
+        self._view = memoryview(self._map)
+
+    def page(self, place: int) -> memoryview:
+        """The writable bytes of a place, page_bytes long."""
+        at = self.shape.page_offset(place)
+        return self._view[at : at + self.shape.layout.page_bytes]
+
+    def reserve(self, place: int, owner: PlaceOwner) -> None:
+        """Zero-fill a place and name its owner: absent rows are multiplied by 0, never by NaN."""
+        view = np.frombuffer(self.page(place), np.uint8)
+        view[:] = 0
+        self._records(place)[:] = 0
+        at = self.shape.place_header_offset(place)
+        self._view[at : at + PLACE_HEADER.size] = owner.pack()
+
+    def populate(self) -> None:
+        """Fault every page in now: lack of memory or disk shows as OSError, not as a signal."""
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14; pages fault in later
+                raise
+
+    def poison(self, place: int) -> None:
+        """Make a freed place unreadable as numbers and its records invalid."""
+        at = self.shape.place_header_offset(place)
+        self._view[at : at + PLACE_HEADER.size] = bytes(PLACE_HEADER.size)
+        self._records(place)[:] = 0
+        np.frombuffer(self.page(place), np.uint8)[:] = POISON
+
+    def write_records(
+        self,
+        place: int,
+        first_row: int,
+        tokens: npt.NDArray[np.uint32],
+        digests: npt.NDArray[np.uint64],
+    ) -> None:
+        """Record rows [first_row, first_row+n) after their bytes are in place."""
+        records = self._records(place)[first_row : first_row + len(tokens)]
+        if len(records) != len(tokens) or len(digests) != len(tokens):
+            raise ValueError("row records must lie inside one page")
+        records["digest"] = digests
+        records["token"] = tokens
+        records["valid"] = 1
+
+    def digest(self, place: int) -> bytes:
+        """Unseeded XXH3-128 of the whole place: what the store compares with what it reads."""
+        return keys.payload_digest(self.page(place))
+
+    def close(self) -> None:
+        self._view.release()
+        self._map.close()
+        os.close(self.fd)
+
+    def _records(self, place: int) -> npt.NDArray[np.void]:
+        at = self.shape.rows_offset(place)
+        return np.frombuffer(self._view[at : at + ROW_RECORDS_BYTES], ROW_RECORD_DTYPE)
+
+
+def valid_rows(
+    files: osio.Files,
+    fd: int,
+    shape: ArenaShape,
+    arena_id: bytes,
+    place: int,
+    owner: PlaceOwner,
+    ids: list[int],
+) -> int:
+    """How many leading rows of `place` are proven to hold the tokens `ids` of `owner`.
+
+    The caller has the writer reaped and the arena's lock, and passes the ledger's token ids from
+    the page's first position on. A torn, stale or foreign row ends the run.
+    """
+    header, sidecar = owner.pack(), bytearray(ROW_RECORDS_BYTES + PLACE_HEADER.size)
+    files.read_all(fd, memoryview(sidecar), shape.rows_offset(place))
+    if sidecar[ROW_RECORDS_BYTES:] != header:
+        return 0
+    records = np.frombuffer(sidecar, ROW_RECORD_DTYPE, PAGE_TOKENS)
+    wanted = np.array(ids[:PAGE_TOKENS], np.uint32)
+    same = (records["valid"][: len(wanted)] == 1) & (records["token"][: len(wanted)] == wanted)
+    count = int(np.argmin(same)) if not same.all() else len(wanted)
+    if not count:
+        return 0
+    page = bytearray(shape.layout.page_bytes)
+    files.read_all(fd, memoryview(page), shape.page_offset(place))
+    seeds = owner.seeds(arena_id, place, 0, count)
+    found = keys.row_digests(shape.layout, page, seeds)
+    good = found == records["digest"][:count]
+    return count if good.all() else int(np.argmin(good))
+
+
+def delete_arena(path: str) -> bool:
+    """Delete a dead writer's arena; False while its lock is held."""
+    fd = osio.open_private(path, os.O_RDWR)
+    try:
+        if not osio.lock_exclusive(fd):
+            return False
+        os.unlink(path)
+    finally:
+        os.close(fd)
+    return True
+
+
+def _file_header(shape: ArenaShape, arena_id: bytes, incarnation: int) -> bytes:
+    fields = (
+        ARENA_MAGIC,
+        1,
+        shape.places,
+        shape.layout.page_bytes,
+        arena_id,
+        bytes.fromhex(shape.layout.layout_id),
+        osio.boot_id().encode()[:36],
+        incarnation,
+    )
+    head = FILE_HEADER.pack(*fields, 0)
+    return FILE_HEADER.pack(*fields, xxhash.xxh3_64_intdigest(head[:-8]))
+
+
+def _read_file_header(fd: int, layout: PageLayout) -> tuple[ArenaShape, bytes, int]:
+    """Shape, arena id and incarnation of an arena file. Raises StoreCorrupt for any mismatch."""
+    raw = os.pread(fd, FILE_HEADER.size, 0)
+    if len(raw) != FILE_HEADER.size:
+        raise StoreCorrupt("the arena file is shorter than its header")
+    magic, version, places, page_bytes, arena_id, layout_id, _boot, incarnation, check = (
+        FILE_HEADER.unpack(raw)
+    )
+    if magic != ARENA_MAGIC or version != 1 or check != xxhash.xxh3_64_intdigest(raw[:-8]):
+        raise StoreCorrupt("this is not an arena file of this version")
+    if layout_id.hex() != layout.layout_id or page_bytes != layout.page_bytes or not places:
+        raise StoreCorrupt("the arena was made for another page layout")
+    shape = ArenaShape(layout, places)
+    if os.fstat(fd).st_size != shape.file_bytes:
+        raise StoreCorrupt("the arena file does not have the size its header says")
+    return shape, arena_id, incarnation

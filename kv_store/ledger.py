@@ -1,0 +1,553 @@
+"""The token ledger and page manifest: one SQLite file, one connection, one thread.
+
+An *intent* is what one call writes, all or nothing. `commit()` hands every intent given since
+the last one to the thread, which puts all waiting groups into one transaction: group commit.
+A future resolves only when its intent is durable. After an I/O error nothing is acknowledged any
+more (`LedgerError`, latched): a failed fsync leaves the kernel's pages clean, so a retry would lie.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sqlite3
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kv_store import keys, osio, records
+from kv_store.errors import (
+    LedgerError,
+    LedgerRefused,
+    StoreCorrupt,
+    StoreError,
+    StoreFull,
+    StoreVersion,
+)
+from kv_store.pages import PageRef
+from kv_store.records import Op
+from kv_store.threads import reject, resolve, settle
+
+T = TypeVar("T")
+Opener = Callable[[str], sqlite3.Connection]
+WAL_BYTES_MAX = 4 << 20  # checkpoint beyond this: reopening replays at most so much
+COMMIT_TIMES_KEPT = 512  # enough for a p99
+_SQLITE_HEADER = struct.Struct(">60xI4xI")  # user_version at 60, application_id at 68
+assert _SQLITE_HEADER.size == 72
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session as the ledger lists it. `used_seq` is the commit of its last use."""
+
+    id: str
+    tenant: str
+    repr_id: bytes
+    epoch: int
+    owner_incarnation: int
+    owner_lane: str
+    ledger_len: int
+    state: str
+    meta: str
+    used_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnInfo:
+    id: str
+    idempotency_key: str | None
+    prompt_start: int
+    prompt_end: int
+    sampling: str
+    seed: int
+    status: str
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """Everything durable about one session. `pages` may name generations that have passed."""
+
+    info: SessionInfo
+    tokens: list[int]
+    turns: list[TurnInfo]
+    pages: list[tuple[int, PageRef]]
+
+
+@dataclass(frozen=True, slots=True)
+class PageRow:
+    ref: PageRef
+    state: str
+    repr_id: bytes
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    digest: bytes
+    checksum: bytes
+    priority: int
+    lru_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What the file said when it was opened."""
+
+    store_uuid: bytes
+    epoch: int
+    clean: bool
+    boot_id: str
+    next_page_id: int
+    next_extent: int
+    extents: list[tuple[int, int, int, int, bytes]]  # index, first page id, places, bytes, repr
+    pages: list[PageRow]
+    reprs: dict[bytes, str]
+    sessions: int
+
+
+@dataclass(slots=True)
+class _Intent:
+    ops: tuple[Op, ...]
+    future: Future[int]
+
+
+@dataclass(slots=True)
+class _Group:
+    intents: list[_Intent]
+    future: Future[int]
+
+
+@dataclass(slots=True)
+class LedgerStats:
+    commits: int = 0
+    intents: int = 0
+    intents_failed: int = 0
+    checkpoints: int = 0
+    commit_us: deque[float] = field(default_factory=lambda: deque(maxlen=COMMIT_TIMES_KEPT))
+
+
+def connect(path: str) -> sqlite3.Connection:
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0)
+
+
+class Ledger:
+    """Writers below return at once; see the module docstring for when their futures resolve."""
+
+    def __init__(
+        self,
+        path: str,
+        repr_id: bytes,
+        *,
+        store_uuid: bytes,
+        on_full: Callable[[], bool] = lambda: False,
+        connect: Opener = connect,
+    ) -> None:
+        """Open or create the file. Raises StoreVersion (untouched), StoreCorrupt, LedgerError.
+
+        `on_full` frees spare space once and says whether it did.
+        """
+        self.path = path
+        self.repr_id = repr_id
+        self.stats = LedgerStats()
+        self._on_full = on_full
+        self._pending: list[_Intent] = []
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Group | Callable[[], None] | None] = queue.SimpleQueue()
+        self._failure: LedgerError | None = None
+        self._closed = False
+        _check_version(path)
+        try:
+            self._db = connect(path)
+            self.replay = self._prepare(store_uuid)
+        except sqlite3.DatabaseError as error:
+            raise _opening_error(path, error) from error
+        self._thread = threading.Thread(target=self._run, name="kv-ledger", daemon=True)
+        self._thread.start()
+
+    # -- sessions: one atomic intent each -----------------------------------------------------
+
+    def open_session(
+        self, session: str, tenant: str, epoch: int = 1, meta: str = "{}"
+    ) -> Future[int]:
+        """A new session; `meta` is any text of the caller's. Fails if the id exists."""
+        return self.append(records.OpenSession(session, tenant, self.repr_id, epoch, meta))
+
+    def set_meta(self, session: str, epoch: int, state: str, meta: str) -> Future[int]:
+        return self.append(records.SetMeta(session, epoch, state, meta))
+
+    def append_turn(
+        self,
+        session: str,
+        epoch: int,
+        turn: str,
+        prompt_start: int,
+        prompt_end: int,
+        sampling: str,
+        seed: int,
+        idempotency_key: str | None = None,
+    ) -> Future[int]:
+        """A turn whose prompt is [prompt_start, prompt_end) of the timeline. Seed is u64."""
+        return self.append(
+            records.AppendTurn(
+                session, epoch, turn, prompt_start, prompt_end, sampling, seed, idempotency_key
+            )
+        )
+
+    def append_tokens(
+        self, session: str, epoch: int, start: int, ids: keys.Tokens | bytes
+    ) -> Future[int]:
+        """Token ids from position `start`, which must be the session's length."""
+        return self.append(records.AppendTokens(session, epoch, start, keys.token_bytes(ids)))
+
+    def truncate_tokens(self, session: str, epoch: int, length: int) -> Future[int]:
+        """Cut the timeline to `length` tokens; pages beyond leave the session's table."""
+        return self.append(records.TruncateTokens(session, epoch, length))
+
+    def set_pages(
+        self, session: str, epoch: int, pages: Sequence[tuple[int, PageRef]]
+    ) -> Future[int]:
+        return self.append(records.SetPages(session, epoch, tuple(pages)))
+
+    def finish_turn(
+        self, session: str, epoch: int, turn: str, status: str, finish_reason: str = ""
+    ) -> Future[int]:
+        return self.append(records.FinishTurn(session, epoch, turn, status, finish_reason))
+
+    def set_owner(self, session: str, epoch: int, incarnation: int, lane: str) -> Future[int]:
+        """Flip the owner; `epoch` must be higher than the session's and becomes it."""
+        return self.append(records.SetOwner(session, epoch, incarnation, lane))
+
+    def drop_session(self, session: str) -> Future[int]:
+        return self.append(records.DropSession(session))
+
+    def load_session(self, session: str) -> Future[SessionRecord | None]:
+        """Tokens, turns and pages of a session; None if unknown; StoreCorrupt if damaged."""
+        return self.read(lambda db: _load_session(db, session))
+
+    def list_sessions(self) -> Future[list[SessionInfo]]:
+        """Every session, most recently used first."""
+        return self.read(
+            lambda db: [
+                SessionInfo(*row)
+                for row in db.execute("SELECT * FROM session ORDER BY used_seq DESC, id")
+            ]
+        )
+
+    # -- the interface underneath -------------------------------------------------------------
+
+    def append(self, *ops: Op) -> Future[int]:
+        """One atomic intent for the next commit. Resolves to the commit's sequence number."""
+        future: Future[int] = Future()
+        with self._lock:
+            if self._failure is not None or self._closed:
+                future.set_exception(self._failure or StoreError("the ledger is closed"))
+            else:
+                self._pending.append(_Intent(ops, future))
+        return future
+
+    def commit(self) -> Future[int]:
+        """Make everything appended so far durable. Fails with the first failure among it."""
+        future: Future[int] = Future()
+        with self._lock:
+            if self._failure is not None or self._closed:
+                future.set_exception(self._failure or StoreError("the ledger is closed"))
+                return future
+            group = _Group(self._pending, future)
+            self._pending = []
+            self._queue.put(group)
+        return future
+
+    def read(self, query: Callable[[sqlite3.Connection], T]) -> Future[T]:
+        """Run a read-only query on the ledger thread, after every commit() made before it."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                future.set_exception(StoreError("the ledger is closed"))
+            else:
+                self._queue.put(lambda: settle(future, lambda: query(self._db)))
+        return future
+
+    @property
+    def failure(self) -> LedgerError | None:
+        """Why durability ended, or None."""
+        return self._failure
+
+    def close(self) -> None:
+        """Commit what is pending, checkpoint, close."""
+        self.commit()
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
+        self._thread.join()
+        self._db.close()
+
+    def __repr__(self) -> str:
+        state = "failed" if self._failure else "closed" if self._closed else "open"
+        times = sorted(self.stats.commit_us)
+        p50 = f"{times[len(times) // 2]:.0f}us" if times else "-"
+        return f"<Ledger {state} commits={self.stats.commits} p50={p50}>"
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            groups: list[_Group] = []
+            while isinstance(item, _Group):  # everything that waits shares one transaction
+                groups.append(item)
+                try:
+                    item = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+            if groups:
+                self._commit_groups(groups)
+            if item is None:
+                self._checkpoint()
+                return
+            if not isinstance(item, _Group):
+                item()
+
+    def _commit_groups(self, groups: list[_Group]) -> None:
+        intents = [intent for group in groups for intent in group.intents]
+        start = time.perf_counter()
+        sequence, everyone = 0, None
+        failed: dict[int, Exception] = {}
+        try:
+            if self._failure is not None:
+                raise self._failure
+            sequence, failed = self._transact(intents)
+        except Exception as error:
+            everyone = error
+        stats = self.stats
+        stats.commits += 1
+        stats.intents += len(intents)
+        stats.intents_failed += len(failed) if everyone is None else len(intents)
+        stats.commit_us.append((time.perf_counter() - start) * 1e6)
+        index = 0
+        for group in groups:
+            first = everyone
+            for intent in group.intents:
+                error = everyone or failed.get(index)
+                index += 1
+                if error is None:
+                    resolve(intent.future, sequence)
+                else:
+                    first = first or error
+                    reject(intent.future, error)
+            if first is None:
+                resolve(group.future, sequence)
+            else:
+                reject(group.future, first)
+        if self._wal_bytes() > WAL_BYTES_MAX:
+            self._checkpoint()
+
+    def _transact(self, intents: list[_Intent]) -> tuple[int, dict[int, Exception]]:
+        try:
+            return self._transact_once(intents)
+        except sqlite3.DatabaseError as error:
+            self._roll_back()
+            if not _is_full(error):
+                raise self._latch(error) from error
+        if self._on_full():  # nothing of the failed transaction remains: trying again is honest
+            try:
+                return self._transact_once(intents)
+            except sqlite3.DatabaseError as error:
+                self._roll_back()
+                if not _is_full(error):
+                    raise self._latch(error) from error
+        raise StoreFull(
+            "the disk is full: nothing more can be made durable",
+            fix="free disk space; new turns are refused until then",
+        )
+
+    def _transact_once(self, intents: list[_Intent]) -> tuple[int, dict[int, Exception]]:
+        db, failed = self._db, dict[int, Exception]()
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("UPDATE store SET commit_seq = commit_seq + 1")
+        for index, intent in enumerate(intents):
+            db.execute("SAVEPOINT intent")
+            try:
+                for op in intent.ops:
+                    records.apply(db, op)
+            except sqlite3.IntegrityError as error:
+                failed[index] = LedgerRefused("the ledger refused a record", why=str(error))
+            except sqlite3.DatabaseError:
+                raise
+            except Exception as error:
+                failed[index] = error
+            if index in failed:
+                db.execute("ROLLBACK TO intent")
+            db.execute("RELEASE intent")
+        sequence: int = db.execute("SELECT commit_seq FROM store").fetchone()[0]
+        db.execute("COMMIT")
+        return sequence, failed
+
+    def _roll_back(self) -> None:
+        if self._db.in_transaction:
+            try:
+                self._db.execute("ROLLBACK")
+            except sqlite3.DatabaseError as error:
+                raise self._latch(error) from error
+
+    def _latch(self, error: BaseException) -> LedgerError:
+        name = getattr(error, "sqlite_errorname", "") or type(error).__name__
+        self._failure = LedgerError(
+            "the ledger cannot promise durability any more",
+            why=f"{name}: {error}",
+            fix="check the disk; the daemon exits and recovers from what was durable",
+        )
+        return self._failure
+
+    def _checkpoint(self) -> None:
+        """Own checkpoints instead of SQLite's automatic ones, whose errors it would swallow."""
+        if self._failure is not None:
+            return
+        try:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self.stats.checkpoints += 1
+        except sqlite3.DatabaseError as error:
+            if not _is_full(error):
+                self._latch(error)
+
+    def _wal_bytes(self) -> int:
+        try:
+            return os.stat(self.path + "-wal").st_size
+        except OSError:
+            return 0
+
+    # -- opening ------------------------------------------------------------------------------
+
+    def _prepare(self, store_uuid: bytes) -> Replay:
+        db = self._db
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")  # before the first access: no shared memory
+        mode = db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+        if mode != "wal":
+            raise LedgerError(f"the ledger cannot use write-ahead logging (mode {mode})")
+        for pragma in (
+            "synchronous=FULL",
+            "mmap_size=0",
+            "trusted_schema=OFF",
+            "cell_size_check=ON",
+            "wal_autocheckpoint=0",
+        ):
+            db.execute(f"PRAGMA {pragma}").fetchall()
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            self._create(store_uuid)
+        elif version != records.SCHEMA_VERSION:
+            raise StoreVersion(f"the store has schema {version}, this program knows 1")
+        return _replay(db)
+
+    def _create(self, store_uuid: bytes) -> None:
+        db = self._db
+        db.execute("BEGIN IMMEDIATE")
+        for statement in records.SCHEMA.split(";"):
+            if statement.strip():
+                db.execute(statement)
+        db.execute("INSERT INTO store VALUES (1, ?, 0, 1, '', 0, 1, 0)", (store_uuid,))
+        db.execute(f"PRAGMA application_id={records.APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version={records.SCHEMA_VERSION}")
+        db.execute("COMMIT")
+        # the version must be readable in the file itself, without opening it as a database
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+def _check_version(path: str) -> None:
+    """Refuse a newer file before SQLite can touch it."""
+    try:
+        fd = osio.open_private(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        head = os.pread(fd, _SQLITE_HEADER.size, 0)
+    finally:
+        os.close(fd)
+    if len(head) < _SQLITE_HEADER.size:
+        return  # a crash before the first checkpoint: the log, if any, has the rest
+    version, application = _SQLITE_HEADER.unpack(head)
+    if application == records.APPLICATION_ID and version > records.SCHEMA_VERSION:
+        raise StoreVersion(
+            f"the store was written by a newer program (schema {version})",
+            why=f"this one knows schema {records.SCHEMA_VERSION}",
+            fix="use the newer program, or another store directory; nothing was changed",
+        )
+
+
+def _opening_error(path: str, error: sqlite3.DatabaseError) -> StoreError:
+    name = getattr(error, "sqlite_errorname", "")
+    if name in ("SQLITE_CORRUPT", "SQLITE_NOTADB") or "malformed" in str(error):
+        return StoreCorrupt(f"the ledger {path} is damaged", why=str(error))
+    if _is_full(error):
+        return StoreFull("the disk is full: the ledger cannot be opened", why=str(error))
+    return LedgerError(f"the ledger {path} cannot be opened", why=f"{name}: {error}")
+
+
+def _is_full(error: BaseException) -> bool:
+    return getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
+
+
+def _replay(db: sqlite3.Connection) -> Replay:
+    head = db.execute(
+        "SELECT store_uuid, epoch, clean, boot_id, next_page_id, next_extent FROM store"
+    ).fetchone()
+    if head is None:
+        raise StoreCorrupt("the ledger has no store row")
+    if not head[2]:  # the last process did not close it
+        verdict = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if verdict != "ok":
+            raise StoreCorrupt("the ledger is damaged", why=verdict)
+    pages = [
+        PageRow(PageRef(row[0], row[1]), row[2], row[3], *(x or b"" for x in row[4:9]), *row[9:])
+        for row in db.execute(
+            "SELECT page_id, gen, state, repr_id, content_key, parent_key, tokens,"
+            " payload_digest, sealed_checksum, priority, lru_seq FROM page ORDER BY lru_seq"
+        )
+    ]
+    return Replay(
+        store_uuid=head[0],
+        epoch=head[1],
+        clean=bool(head[2]),
+        boot_id=head[3],
+        next_page_id=head[4],
+        next_extent=head[5],
+        extents=db.execute(
+            "SELECT extent_index, first_page_id, places, page_bytes, repr_id FROM extent"
+            " WHERE kind = 'page' ORDER BY extent_index"
+        ).fetchall(),
+        pages=pages,
+        reprs=dict(db.execute("SELECT repr_id, descriptor FROM repr").fetchall()),
+        sessions=db.execute("SELECT count(*) FROM session").fetchone()[0],
+    )
+
+
+def _load_session(db: sqlite3.Connection, session: str) -> SessionRecord | None:
+    row = db.execute("SELECT * FROM session WHERE id = ?", (session,)).fetchone()
+    if row is None:
+        return None
+    info = SessionInfo(*row)
+    tokens = keys.token_ids(records.read_tokens(db, session))
+    if len(tokens) != info.ledger_len:
+        raise StoreCorrupt(
+            f"session {session} should have {info.ledger_len} tokens, the ledger has {len(tokens)}"
+        )
+    turns = [
+        TurnInfo(*row[:5], records.unsigned(row[5]), *row[6:])
+        for row in db.execute(
+            "SELECT id, idempotency_key, prompt_start, prompt_end, sampling, seed, status,"
+            " finish_reason FROM turn WHERE session = ? ORDER BY prompt_start, seq, id",
+            (session,),
+        )
+    ]
+    pages = [
+        (index, PageRef(page_id, gen))
+        for index, page_id, gen in db.execute(
+            "SELECT page_index, page_id, gen FROM session_page WHERE session = ?"
+            " ORDER BY page_index",
+            (session,),
+        )
+    ]
+    return SessionRecord(info, tokens, turns, pages)

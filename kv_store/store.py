@@ -1,0 +1,471 @@
+"""The store directory: who owns it, what is found in it at opening, and closing it.
+
+    LOCK               lock for life; pid and identity inside are information only
+    BALLAST            spare bytes, deleted when the ledger meets a full disk
+    meta.db, -wal      ledger and manifest (SQLite)
+    ext/000001.kv      sealed pages
+    arena/<lane>.<n>   open pages of one worker incarnation
+
+Opening never fails for damaged pages: what does not verify is forgotten and counted in
+`recovery`. It fails for a second owner, a newer format, and an unsuitable file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import stat
+from dataclasses import dataclass
+
+from kv_store import osio, records
+from kv_store.arena import Arena, delete_arena
+from kv_store.errors import StoreCorrupt, StoreLocked, StoreUnsupported
+from kv_store.extent import EXTENT_BYTES, ExtentInfo, Extents, extent_path
+from kv_store.layout import PAGE_ALIGN_BYTES, PAGE_TOKENS, Descriptor, differing_fields
+from kv_store.ledger import Ledger, Opener, PageRow, Replay, connect
+from kv_store.pages import PageEvent, PageState
+from kv_store.pool import Budget, PagePool
+
+BALLAST_BYTES = 64 << 20  # enough for a ledger to finish every running turn and say why it stops
+FREE_FLOOR_BYTES = 2 << 30
+FREE_FLOOR_PERCENT = 5
+LANE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+ARENA_NAME = re.compile(LANE_NAME.pattern + r"\.\d{1,10}")
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What opening found. `pages_dropped` counts by reason."""
+
+    created: bool
+    clean: bool
+    same_boot: bool
+    sessions: int
+    pages_listed: int
+    pages_dropped: dict[str, int]
+    arenas_deleted: int
+    arenas_busy: tuple[str, ...]
+    other_reprs: tuple[tuple[str, ...], ...]  # per older representation: the fields that differ
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """Everything about a store that is not its content. None = the default in the text.
+
+    ballast_bytes: 64 MiB, or a sixteenth of a budget below 1 GiB. free_floor_bytes: 5 % of the
+    file system, at least 2 GiB. allow_any_fs turns a refused file system into a warning.
+    keep_arenas leaves arenas of this boot for adoption.
+    """
+
+    budget_bytes: int
+    extent_bytes: int = EXTENT_BYTES
+    ballast_bytes: int | None = None
+    free_floor_bytes: int | None = None
+    allow_any_fs: bool = False
+    verify_writes: bool = True
+    keep_arenas: bool = False
+
+
+class Store(PagePool):
+    """An open store: `PagePool` plus its directory. Use `Store.open`."""
+
+    path: str
+    warnings: list[str]
+    recovery: Recovery
+    _lock_fd: int
+    _settings: StoreSettings
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        descriptor: Descriptor,
+        settings: StoreSettings,
+        *,
+        files: osio.Files | None = None,
+        connect: Opener = connect,
+    ) -> Store:
+        """Open or create the store at `path`; blocks. Raises StoreLocked, StoreUnsupported,
+        StoreVersion, StoreFull, LedgerError."""
+        path, files = os.path.abspath(os.fspath(path)), files or osio.Files()
+        warnings = _prepare_directory(path, settings.allow_any_fs)
+        lock_fd = _take_lock(path)
+        try:
+            return cls._open_locked(path, descriptor, settings, files, connect, lock_fd, warnings)
+        except BaseException:
+            os.close(lock_fd)
+            raise
+
+    @classmethod
+    def _open_locked(
+        cls,
+        path: str,
+        descriptor: Descriptor,
+        settings: StoreSettings,
+        files: osio.Files,
+        connect: Opener,
+        lock_fd: int,
+        warnings: list[str],
+    ) -> Store:
+        ballast = os.path.join(path, "BALLAST")
+        ledger = _open_ledger(path, descriptor.repr_id, ballast, connect, warnings)
+        try:
+            replay = ledger.replay
+            epoch, boot = replay.epoch + 1, osio.boot_id()
+            ledger.append(
+                records.StartEpoch(
+                    epoch,
+                    boot,
+                    descriptor.repr_id,
+                    descriptor.to_json(),
+                    descriptor.layout.page_bytes,
+                )
+            )
+            ledger.commit().result()  # from here on every older process's work is void
+            _write_lock(files, lock_fd, replay.store_uuid, boot, epoch)
+            extents = Extents(os.path.join(path, "ext"), files)
+            self = cls(
+                descriptor,
+                replay.store_uuid,
+                ledger,
+                extents,
+                files,
+                Budget(settings.budget_bytes, settings.extent_bytes, _floor(files, path, settings)),
+                epoch=epoch,
+                verify_writes=settings.verify_writes,
+            )
+        except BaseException:
+            ledger.close()
+            raise
+        self.path, self.warnings, self._lock_fd = path, warnings, lock_fd
+        self._settings = settings
+        try:
+            self._recover(replay, boot)
+            self._make_ballast()
+            if settings.budget_bytes < descriptor.layout.page_bytes:
+                warnings.append("the store budget is smaller than one page: nothing is cached")
+            elif not self._infos:
+                self._grow()
+                if self._growth_blocked:
+                    warnings.append(f"caching is off: {self._growth_blocked}")
+            ledger.commit().result()
+        except BaseException:
+            self._stop(clean=False)
+            raise
+        return self
+
+    def create_arena(self, lane: str, incarnation: int, places: int) -> Arena:
+        """The arena file of one worker incarnation; the worker opens it as `ArenaMapping`."""
+        if not LANE_NAME.fullmatch(lane):
+            raise ValueError(f"a lane's name is [a-z0-9_-], up to 32 characters, got {lane!r}")
+        name = f"{lane}.{incarnation}"
+        path = os.path.join(self.path, "arena", name)
+        return Arena.create(path, self.layout, places, incarnation, self._files)
+
+    def maintain(self) -> None:
+        """Call every few seconds when idle: audit, write ages, retry what a full disk stopped."""
+        self.check_integrity()
+        with self._lock:
+            self._growth_blocked = ""
+            self._write_ages()
+            self._grow_ahead()
+        self._pages_io.submit(self._make_ballast)
+        if self.ledger.failure is None:
+            self.ledger.commit()
+
+    def stat(self) -> dict[str, int | float | str]:
+        """Numbers for health, metrics and the status command."""
+        with self._lock:
+            table, page_bytes = self._table, self.layout.page_bytes
+            states = {f"pages_{state.value}": table.count(state) for state in PageState}
+            numbers: dict[str, int | float | str] = {
+                "epoch": self.epoch,
+                "page_bytes": page_bytes,
+                "budget_bytes": self._budget.budget_bytes,
+                "extent_bytes": self._extent_bytes(),
+                "used_bytes": table.used * page_bytes,
+                "pages_total": len(table),
+                "pages_max": self.places_max,
+                "pages_pinned": sum(page.pins > 0 for page in table),
+                "growth_blocked": self._growth_blocked,
+                "page_backlog": self._pages_io.backlog(),
+            }
+        times = sorted(self.ledger.stats.commit_us)
+        numbers |= {
+            "commits": self.ledger.stats.commits,
+            "commit_us_p50": times[len(times) // 2] if times else 0.0,
+            "commit_us_p99": times[len(times) * 99 // 100] if times else 0.0,
+            "ledger_failed": str(self.ledger.failure or ""),
+        }
+        return numbers | states | {f"{name}_total": n for name, n in self.counters.items()}
+
+    def close(self) -> None:
+        """Write what is pending, mark the store clean, release the lock."""
+        self._stop(clean=True)
+
+    def __repr__(self) -> str:
+        with self._lock:
+            table = self._table
+            mib = self.layout.page_bytes / (1 << 20)
+            return (
+                f"<Store epoch={self.epoch} pages={table.used}/{self.places_max}"
+                f" published={table.count(PageState.PUBLISHED)}"
+                f" listed={table.count(PageState.LISTED)}"
+                f" {table.used * mib:.0f}/{self._budget.budget_bytes >> 20} MiB"
+                f"{' blocked' if self._growth_blocked else ''} {self.ledger!r}>"
+            )
+
+    # -- opening and closing ------------------------------------------------------------------
+
+    def _recover(self, replay: Replay, boot: str) -> None:
+        """Bring the index back from the manifest; nothing is read from the extents yet."""
+        self._next_extent, self._next_page_id = replay.next_extent, replay.next_page_id
+        dropped: dict[str, int] = {}
+        rows = {row.ref.page_id: row for row in replay.pages}
+        self._open_extents(replay, rows, dropped)
+        for stray in self._extents.strays({info.index for info in self._infos + self._foreign}):
+            os.unlink(stray)
+        listed = 0
+        for row in replay.pages:  # oldest first, so ages keep their order
+            reason = self._list_page(row)
+            if reason:
+                dropped[reason] = dropped.get(reason, 0) + 1
+            elif row.state == "published":
+                listed += row.repr_id == self.repr_id
+        same_boot = bool(boot) and boot == replay.boot_id
+        deleted, busy = self._sweep_arenas(keep=same_boot and self._settings.keep_arenas)
+        others = [
+            tuple(differing_fields(self.descriptor, text))
+            for repr_id, text in replay.reprs.items()
+            if repr_id != self.repr_id
+        ]
+        self.recovery = Recovery(
+            created=not replay.epoch,
+            clean=replay.clean,
+            same_boot=same_boot,
+            sessions=replay.sessions,
+            pages_listed=listed,
+            pages_dropped=dropped,
+            arenas_deleted=deleted,
+            arenas_busy=busy,
+            other_reprs=tuple(others),
+        )
+
+    def _open_extents(
+        self, replay: Replay, rows: dict[int, PageRow], dropped: dict[str, int]
+    ) -> None:
+        """Own extents join the pool, others wait to be dropped; all within the budget."""
+        infos = [
+            ExtentInfo(*row, path=extent_path(self._extents.folder, row[0]))
+            for row in replay.extents
+        ]
+        total = 0
+        for info in sorted(infos, key=lambda i: (i.repr_id != self.repr_id, i.index)):
+            total += info.file_bytes
+            gone = ""
+            if total > self._budget.budget_bytes:
+                gone = "over budget"
+            elif info.repr_id == self.repr_id and info.page_bytes != self.layout.page_bytes:
+                gone = "other page size"
+            elif info.repr_id == self.repr_id:
+                try:
+                    self._extents.open(info)
+                except StoreCorrupt as error:
+                    gone = "extent missing or truncated"
+                    self.warnings.append(str(error))
+            if gone:
+                total -= info.file_bytes
+                ids = range(info.first_page_id, info.first_page_id + info.places)
+                lost = sum(i in rows and rows[i].state == "published" for i in ids)
+                dropped[gone] = dropped.get(gone, 0) + lost
+                for page_id in ids:
+                    rows.pop(page_id, None)
+                self._extents.drop(info)
+                self.ledger.append(records.DropExtent(info.index, info.first_page_id, info.places))
+            elif info.repr_id == self.repr_id:
+                self._add_places(info, {i: row.ref.gen for i, row in rows.items()})
+            else:
+                self._foreign.append(info)
+
+    def _list_page(self, row: PageRow) -> str:
+        """Put one manifest row into the index; the reason if it cannot be, else empty."""
+        page = self._table.find(row.ref.page_id)
+        if page is None or row.repr_id != self.repr_id:
+            return ""  # counted with its extent, or of another representation
+        if row.state == "bad":
+            self._table.retire_free(page)
+            return ""
+        if row.state != "published":
+            return ""
+        sizes = (len(row.key), len(row.parent), len(row.digest), len(row.checksum))
+        if sizes != (32, 32, 16, 16) or len(row.tokens) != PAGE_TOKENS * 4:
+            return "malformed row"
+        if self._table.resident(row.key) is not None:
+            return "repeated key"
+        page.key, page.parent, page.tokens = row.key, row.parent, row.tokens
+        page.digest, page.checksum = row.digest, row.checksum
+        page.priority, page.listed = row.priority, True
+        self._table.apply(page, PageEvent.LIST)
+        self._table.restore_age(page, row.lru_seq)
+        return ""
+
+    def _sweep_arenas(self, *, keep: bool) -> tuple[int, tuple[str, ...]]:
+        """Delete arenas of dead writers. A locked one has a writer that may still write."""
+        folder, deleted, busy = os.path.join(self.path, "arena"), 0, list[str]()
+        for name in os.listdir(folder):
+            if keep or not ARENA_NAME.fullmatch(name):
+                continue
+            if delete_arena(os.path.join(folder, name)):
+                deleted += 1
+            else:
+                busy.append(name)
+        return deleted, tuple(sorted(busy))
+
+    def _write_ages(self) -> None:
+        rows = [
+            (page.page_id, page.gen, page.priority, page.lru_seq)
+            for page_id in self._table.dirty_lru
+            if (page := self._table.find(page_id)) is not None and page.listed
+        ]
+        self._table.dirty_lru.clear()
+        if rows:
+            self.ledger.append(records.AgePages(tuple(rows)))
+
+    def _make_ballast(self) -> None:
+        """Keep spare bytes for the ledger; without them it merely stops earlier on a full disk."""
+        settings, path = self._settings, os.path.join(self.path, "BALLAST")
+        size = settings.ballast_bytes
+        if size is None:
+            size = min(BALLAST_BYTES, settings.budget_bytes // 16)
+        size = size // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
+        if not size or os.path.exists(path):
+            return
+        if self._files.free_bytes(self.path)[0] < 2 * size:
+            return
+        with contextlib.suppress(OSError):
+            os.close(osio.create_allocated(self._files, path, size))
+
+    def _stop(self, *, clean: bool) -> None:
+        self._pages_io.close()
+        if clean and self.ledger.failure is None:
+            with self._lock:
+                self._write_ages()
+            self.ledger.append(records.MarkClean())
+        self.ledger.close()
+        self._extents.close()
+        os.close(self._lock_fd)
+
+
+def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
+    """Make the directories, private to us. Returns warnings."""
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        fs = osio.file_system(path)
+        warnings = _judge_file_system(fs, path, allow_any_fs)
+        for folder in (path, os.path.join(path, "ext"), os.path.join(path, "arena")):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+            mode = os.lstat(folder).st_mode
+            if not stat.S_ISDIR(mode):
+                raise StoreUnsupported(f"{folder} is not a directory", fs=fs.name)
+            if mode & 0o077:  # KV equals the prompt: nobody else reads it
+                os.chmod(folder, 0o700)
+    except OSError as error:
+        raise StoreUnsupported(
+            f"the store directory {path} cannot be used",
+            fs="",
+            why=os.strerror(error.errno or 0),
+            fix="choose a writable directory on a local ext4 or XFS file system",
+        ) from error
+    return warnings
+
+
+def _judge_file_system(fs: osio.FileSystem, path: str, allow_any_fs: bool) -> list[str]:
+    if fs.verdict == "ok":
+        return []
+    if fs.verdict == "volatile":
+        return [f"the store {path} is on {fs.name}: {fs.why}"]
+    if allow_any_fs:
+        return [f"the store {path} is on {fs.name}, which is not for production: {fs.why}"]
+    raise StoreUnsupported(
+        f"the store {path} is on {fs.name}",
+        fs=fs.name,
+        why=fs.why,
+        fix="put the store on a local ext4 or XFS file system, or allow any file system explicitly",
+    )
+
+
+def _take_lock(path: str) -> int:
+    name = os.path.join(path, "LOCK")
+    try:
+        fd = osio.open_private(name, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise StoreUnsupported(
+            f"the store {path} cannot be locked", fs="", why=os.strerror(error.errno or 0)
+        ) from error
+    if osio.lock_exclusive(fd):
+        return fd
+    pid = 0
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        pid = int(json.loads(os.pread(fd, 4096, 0))["pid"])
+    os.close(fd)
+    raise StoreLocked(path, pid)
+
+
+def _write_lock(files: osio.Files, fd: int, uuid: bytes, boot: str, epoch: int) -> None:
+    """Information for people and for the loser of a race; the lock itself is in the kernel."""
+    with open("/proc/self/stat") as f:
+        start_ticks = int(f.read().rsplit(")", 1)[1].split()[19])
+    info = {
+        "pid": os.getpid(),
+        "start_ticks": start_ticks,
+        "store_uuid": uuid.hex(),
+        "boot_id": boot,
+        "epoch": epoch,
+    }
+    text = json.dumps(info).encode()
+    os.ftruncate(fd, 0)
+    files.write_all(fd, memoryview(text), 0)
+    files.fsync(fd)
+
+
+def _open_ledger(
+    path: str, repr_id: bytes, ballast: str, connect: Opener, warnings: list[str]
+) -> Ledger:
+    """Open the ledger; a damaged file is set aside and a new one started, and we say so."""
+    name, uuid = os.path.join(path, "meta.db"), secrets.token_bytes(16)
+
+    def free_ballast() -> bool:
+        try:
+            os.unlink(ballast)
+        except OSError:
+            return False
+        return True
+
+    try:
+        return Ledger(name, repr_id, store_uuid=uuid, on_full=free_ballast, connect=connect)
+    except StoreCorrupt as error:
+        aside = _set_aside(name)
+        warnings.append(f"{error}; it was kept as {aside} and the store starts empty")
+    return Ledger(name, repr_id, store_uuid=uuid, on_full=free_ballast, connect=connect)
+
+
+def _set_aside(name: str) -> str:
+    number = 1
+    while os.path.exists(f"{name}.damaged-{number}"):
+        number += 1
+    aside = f"{name}.damaged-{number}"
+    os.rename(name, aside)
+    for suffix in ("-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(name + suffix, aside + suffix)
+    return os.path.basename(aside)
+
+
+def _floor(files: osio.Files, path: str, settings: StoreSettings) -> int:
+    if settings.free_floor_bytes is not None:
+        return settings.free_floor_bytes
+    return max(FREE_FLOOR_BYTES, files.free_bytes(path)[1] * FREE_FLOOR_PERCENT // 100)
