@@ -229,7 +229,7 @@ def _write_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> None:
 
 
 def _byte_tokens() -> list[str]:
-    """Byte-level vocabularies write byte b as itself if printable, else as the next free of 256+."""
+    """A byte-level vocabulary writes a byte as itself if printable, else as the next from 256."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     free = iter(range(256, 512))
     return [chr(b) if b in shown else chr(next(free)) for b in range(256)]

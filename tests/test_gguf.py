@@ -1,4 +1,4 @@
-"""The GGUF reader: what it reads, and that no file can make it do anything but say what is wrong."""
+"""The GGUF reader: what it reads, and that any file is either read or refused with its reason."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def check_total(raw: bytes) -> None:
     try:
         parsed = parse(memoryview(raw), "fuzz")
     except BatchEngineError as error:
-        assert error.code.startswith("BE13")
+        assert error.code.startswith("BE13")  # noqa: PT017
         return
     end = 0
     for info in sorted(parsed.tensors.values(), key=lambda t: t.offset):
@@ -202,11 +202,10 @@ def test_any_bytes(raw: bytes) -> None:
     ),
     st.integers(0, len(HONEST)),
 )
-def test_mutations_of_a_valid_file(edits: list[tuple[int, str, int]], cut: int) -> None:
+def test_mutations_of_a_valid_file(edits: list[tuple[int, int, int]], cut: int) -> None:
     """Bytes, words and whole counts overwritten anywhere, and the file cut short anywhere."""
     raw = bytearray(HONEST)
-    for position, width, value in edits:
-        size = {"b": 1, "w": 2, "d": 4, "q": 8}[width]
+    for position, size, value in edits:
         raw[position : position + size] = (value % (1 << (8 * size))).to_bytes(size, "little")
     check_total(bytes(raw))
     check_total(bytes(raw[:cut]))

@@ -177,7 +177,7 @@ class Stepper:
         self.ops.take_rows(self.scratch.hidden, wanted, self.scratch.last)
 
     def logits(self, n_rows: int) -> kernels.Rows:
-        """Logits (n_rows, n_vocab) of the rows taken last; the buffer is reused by the next step."""
+        """Logits (n_rows, n_vocab) of the rows taken last; the next step reuses the buffer."""
         weights, scratch = self.model.weights, self.scratch
         self.ops.norm_quantise(
             scratch.last, weights.output_norm, self.model.spec.eps, n_rows, scratch.last_q8
@@ -193,13 +193,7 @@ class Stepper:
 
     def _attention(self, index: int) -> None:
         """hidden -> attended, for every row; appends K and V of layer `index`."""
-        model, ops, scratch, batch, n = (
-            self.model,
-            self.ops,
-            self.scratch,
-            self.batch,
-            self.n_tokens,
-        )
+        model, ops, scratch, n = self.model, self.ops, self.scratch, self.n_tokens
         spec: ModelSpec = model.spec
         w = model.weights.layer[index]
         place = index - model.layers.start  # a page holds the layers of this lane only
@@ -207,7 +201,7 @@ class Stepper:
         ops.linear(scratch.normed, w.qkv, w.qkv_bias, n, scratch.qkv)
         ops.place_kv(
             scratch.qkv,
-            batch,
+            self.batch,
             model.shape,
             place,
             spec.n_head,
@@ -218,7 +212,7 @@ class Stepper:
             spec.attention_scale,
             scratch.queries,
         )
-        ops.attend(scratch.queries, batch, model.shape, place, scratch.attended)
+        ops.attend(scratch.queries, self.batch, model.shape, place, scratch.attended)
 
     def _finish(
         self, w: LayerWeights, attended: kernels.Rows, hidden: kernels.Rows, n: int

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -195,7 +196,7 @@ def _pack(
         digests = [(name, hasher.submit(_tensor_digest, gguf, name)) for name in gguf.tensors]
         try:
             for matrix in plan.matrices:
-                packed = memoryview(bytearray(_matrix_bytes(matrix)))
+                packed = memoryview(mmap.mmap(-1, _matrix_bytes(matrix)))  # page-aligned
                 _pack_matrix(gguf, pool, matrix, packed)
                 writer.add(matrix.name, matrix.kind, matrix.rows, matrix.cols, packed)
                 done += len(packed)
