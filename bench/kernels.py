@@ -1,4 +1,4 @@
-"""GB/s and GOPS of every kernel against the machine's measured peaks; whole models against llama.cpp.
+"""GB/s and GOPS of kernels against the machine's measured peaks; whole models against llama.cpp.
 
 Peaks are measured first, in the same run and on the same threads: register-only int8 dots, and
 sequential reads. One row per kernel: `gops` is held against the int8 peak when the kernel computes
