@@ -49,8 +49,8 @@ class TextFrontend:
         self._executor = executor
         self._guard = ControlGuard(tokenizer)
         self._specials = {
-            "bos_token": "" if tokenizer.bos is None else tokenizer.token_text(tokenizer.bos),
-            "eos_token": "" if tokenizer.eos is None else tokenizer.token_text(tokenizer.eos),
+            "bos_token": _text(tokenizer, tokenizer.bos),
+            "eos_token": _text(tokenizer, tokenizer.eos),
         }
 
     @classmethod
@@ -149,3 +149,7 @@ class TextFrontend:
 
 def _never(_token: int) -> bool:
     return False
+
+
+def _text(tokenizer: Tokenizer, token: int | None) -> str:
+    return "" if token is None else tokenizer.piece(token).decode("utf-8", "replace")

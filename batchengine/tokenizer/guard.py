@@ -17,8 +17,8 @@ could speak as the system. The guard therefore finds out where control tokens ca
 4. They differ: the second rendering is split at the template's control tokens, the twins are
    swapped back, and the pieces are encoded with control tokens disabled. These are the ids
    llama.cpp would give if it knew which text to trust, even when the template glues a control
-   token together out of several strings of the request. Only the characters needed for the
-   control tokens in question are swapped when that suffices.
+   token together out of several strings of the request. When the guard characters of the forged
+   tokens alone are enough to vouch for every control token shown, only those are swapped.
 
 What it does not do: in case 4 a template that looks for a guard character in a message sees the
 twin; and user-defined tokens (`<tool_call>`) are text that any message may contain, as in
@@ -109,7 +109,7 @@ class ControlGuard:
         fewer = tuple(g for g in found if g in forged)
         if fewer and fewer != found:
             gentle, gentle_twins = self._render_hidden(chat, render, fewer, used)
-            if self._controls(gentle) == own:
+            if all(any(g in text for g in fewer) for _, text in self._controls(gentle)):
                 safe, twins = gentle, gentle_twins
         return self._encode_split(safe, twins)
 

@@ -41,6 +41,7 @@ class _Llama(Protocol):
     def llama_model_free(self, model: int, /) -> None: ...
     def llama_model_get_vocab(self, model: int, /) -> int: ...
     def llama_model_chat_template(self, model: int, name: None, /) -> bytes | None: ...
+    def llama_model_meta_val_str(self, model: int, key: bytes, out: Any, size: int, /) -> int: ...
     def llama_vocab_n_tokens(self, vocab: int, /) -> int: ...
     def llama_vocab_get_attr(self, vocab: int, token: int, /) -> int: ...
     def llama_vocab_get_text(self, vocab: int, token: int, /) -> bytes | None: ...
@@ -130,13 +131,13 @@ class Tokenizer:
         if self.vocab_size <= 0:
             self.close()
             raise _unusable(self.path, "the vocabulary is empty (tokenizer.ggml.model is none)")
-        self.bos = self._token_or_none(api.llama_vocab_bos(vocab))
-        self.eos = self._token_or_none(api.llama_vocab_eos(vocab))
-        self.add_bos = bool(api.llama_vocab_get_add_bos(vocab)) and self.bos is not None
         template = api.llama_model_chat_template(self._model, None)
         self.chat_template = template.decode("utf-8", "replace") if template else None
         self._pieces: list[bytes | None] = [None] * self.vocab_size
         self._attrs = self._special_attrs()
+        self.bos = self._declared("bos", api.llama_vocab_bos(vocab))
+        self.eos = self._declared("eos", api.llama_vocab_eos(vocab))
+        self.add_bos = bool(api.llama_vocab_get_add_bos(vocab)) and self.bos is not None
         self.control = frozenset(
             token
             for token, attr in self._attrs.items()
@@ -227,8 +228,11 @@ class Tokenizer:
                 raise _unusable(self.path, library.cause() or "llama.cpp gave no reason")
         return model
 
-    def _token_or_none(self, token: int) -> int | None:
-        return token if 0 <= token < self.vocab_size else None
+    def _declared(self, name: str, token: int) -> int | None:
+        """llama.cpp makes up a token for files that name none; a plain word is no such token."""
+        key = f"tokenizer.ggml.{name}_token_id".encode()
+        named = self._api.llama_model_meta_val_str(self._model, key, None, 0) >= 0
+        return token if token in self._attrs or (named and 0 <= token < self.vocab_size) else None
 
     def _special_attrs(self) -> dict[int, int]:
         """Attributes of the few tokens that are not plain text."""
