@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+DECODE = ("b1", "b4", "b8", "b16", "b32", "4k_b1", "4k_b4")
 ROWS = {
-    "engine": ["prefill_512", "decode_b1", "decode_b4", "decode_b8", "decode_b16", "decode_b32"]
-    + ["decode_4k_b1", "decode_4k_b4"],
-    "kernels": ["peaks", "linear_q4_0_16", "linear_q6_k_1", "attend_decode_g2_1024"]
-    + ["model_prefill_gops", "model_decode_gbps"],
+    "engine": ("prefill_512", *(f"decode_{row}" for row in DECODE)),
+    "kernels": (
+        "peaks",
+        "linear_q4_0_16",
+        "linear_q6_k_1",
+        "attend_decode_g2_1024",
+        "model_prefill_gops",
+        "model_decode_gbps",
+    ),
 }
 
 
