@@ -1,0 +1,33 @@
+// Attention of one layer for one step: append K and V to the open pages, then attend to all pages.
+//
+// Page memory belongs to the caller. place_kv writes only the rows of the batch's own tokens; attend
+// reads only rows at or before each token's position. No result depends on how work is split.
+#pragma once
+
+#include "kv8.h"
+#include "pool.h"
+#include "rope.h"
+
+namespace batchengine {
+
+struct PlaceParams {
+    const Vector* q_norm;  // null: no norm
+    const Vector* k_norm;
+    float eps;
+    const RopeTable* rope;  // null: no rotation
+    double scale;           // 1/sqrt(head_dim) or the model's own
+};
+
+// qkv rows are q heads, then k heads, then v heads, head_dim values each, biases applied.
+void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& shape, size_t layer,
+              const PlaceParams& params, Queries& queries);
+
+// out row = heads in order, head_dim values each. A row that met a NaN or infinity is all NaN.
+void attend(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
+            Rows& out);
+
+// XXH3-64, seeded, of each token's K, K scale, V, V scale over all heads and layers in page order.
+void row_digests(Pool* pool, const Batch& batch, const PageShape& shape, const uint64_t* seeds,
+                 uint64_t* digests);
+
+}  // namespace batchengine
