@@ -11,14 +11,15 @@ from __future__ import annotations
 import datetime
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import cast
 
 import msgspec
 
@@ -36,8 +37,6 @@ _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 20
 # Once may be the machine's fault (memory, a killed process); twice is the template's.
 _COMPILES_LOST_MAX = 2
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,10 @@ class _Answer(msgspec.Struct):
 
 class _ChildLost(Exception):
     """The child ended or broke the protocol; the text says how."""
+
+
+class _ChildKilled(_ChildLost):
+    """SIGKILL from outside; a limit of its own ends a child with another signal."""
 
 
 class ChatTemplate:
@@ -139,15 +142,20 @@ class ChatTemplate:
             self._drop()
 
     def _exchange(self, frame: bytes) -> _Answer:
+        try:
+            return self._attempt(frame)
+        except _ChildKilled:
+            # Somebody else's kill, while idle or just now; the template gets one more chance.
+            return self._attempt(frame)
+
+    def _attempt(self, frame: bytes) -> _Answer:
         child = self._ready()
         try:
             child.send(frame, self.limits.wall_s)
+            return child.receive(self.limits, self.limits.wall_s)
         except _ChildLost:
-            # It died while idle: nothing of this request has run yet.
             self._drop()
-            child = self._ready()
-            self._or_drop(lambda: child.send(frame, self.limits.wall_s))
-        return self._or_drop(lambda: child.receive(self.limits))
+            raise
 
     def _ready(self) -> _Child:
         if self._broken is not None:
@@ -180,13 +188,6 @@ class ChatTemplate:
         }
         child.send(self._frame({"load": self.source, "limits": limits}), self.limits.wall_s)
         return child.receive(self.limits, self.limits.wall_s)
-
-    def _or_drop(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except _ChildLost:
-            self._drop()
-            raise
 
     def _drop(self) -> None:
         child, self._child = self._child, None
@@ -267,10 +268,10 @@ class _Child:
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline)
             except OSError as error:
-                raise _ChildLost(self._ending()) from error
+                raise self._ending() from error
 
-    def receive(self, limits: Limits, wall_s: float | None = None) -> _Answer:
-        deadline = time.monotonic() + (limits.wall_s if wall_s is None else wall_s)
+    def receive(self, limits: Limits, wall_s: float) -> _Answer:
+        deadline = time.monotonic() + wall_s
         size = int.from_bytes(self._read(_LENGTH_BYTES, deadline), "little")
         # JSON escapes can widen a character sixfold.
         if size > 6 * limits.output_bytes_max + 4096:
@@ -289,9 +290,9 @@ class _Child:
                 self._wait(select.POLLIN, deadline)
                 continue
             except OSError as error:
-                raise _ChildLost(self._ending()) from error
+                raise self._ending() from error
             if not part:
-                raise _ChildLost(self._ending())
+                raise self._ending()
             data += part
         return data
 
@@ -302,12 +303,13 @@ class _Child:
         if left_s <= 0 or not poll.poll(left_s * 1000):
             raise _ChildLost("it took too long")
 
-    def _ending(self) -> str:
+    def _ending(self) -> _ChildLost:
         try:
             status = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return "its process closed the channel"
-        return f"its process ended with status {status}"
+            return _ChildLost("its process closed the channel")
+        kind = _ChildKilled if status == -signal.SIGKILL else _ChildLost
+        return kind(f"its process ended with status {status}")
 
 
 def _broken_error(why: str) -> BatchEngineError:
