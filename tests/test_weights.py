@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import struct
@@ -23,6 +24,7 @@ from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile
 from batchengine.weights import Weights, cache, open_weights, packed, plan_tensors, read_spec
 from bench.synthetic import Shape, write_synthetic
+from tests.hostile.rewrite import edited
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = Shape(n_layer=2, n_embd=64, n_ff=96, n_head=2, n_kv_head=1, head_dim=32, n_vocab=288)
@@ -38,31 +40,6 @@ def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.gguf"
     write_synthetic(path, TINY)
     return path
-
-
-def edited(path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
-    """A copy of a model with its keys and tensors changed: edit(values, tensors) in place.
-
-    values: key -> (value, type); tensors: name -> (array, type).
-    """
-    source = reference.GGUFReader(path)
-    values = {
-        k: (f.contents(), f.types) for k, f in source.fields.items() if not k.startswith("GGUF.")
-    }
-    tensors = {t.name: (np.array(t.data), t.tensor_type) for t in source.tensors}
-    edit(values, tensors)
-    out = path.with_name("edited.gguf")
-    writer = reference.GGUFWriter(out, values.pop("general.architecture")[0])
-    for key, (value, types) in values.items():
-        sub = types[1] if len(types) > 1 else None
-        writer.add_key_value(key, value, types[0], sub)
-    for name, (data, kind) in tensors.items():
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return out
 
 
 U32 = [reference.GGUFValueType.UINT32]
@@ -355,6 +332,11 @@ def _replace_by_link(path: Path) -> None:
     path.symlink_to(other)
 
 
+def _replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "empty": ("cut short", lambda p: os.truncate(p, 0)),
     "half": ("cut short", _truncate),
@@ -367,7 +349,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "foreign": ("another format", lambda p: p.write_bytes(b"GIF89a" * 100) and None),
     "writable_by_others": ("others can write", lambda p: p.chmod(0o666)),
     "folder_link": ("cannot be opened", _replace_by_link),
-    "fifo": ("not a regular file", lambda p: (p.unlink(), os.mkfifo(p)) and None),
+    "fifo": ("not a regular file", _replace_by_fifo),
 }
 
 
@@ -404,8 +386,6 @@ def test_entry_outside_the_file_is_refused(tmp_path: Path) -> None:
         entry = cache.CacheEntry("x", "q4_0", 1, 32, offset, size, bytes(16))
         table = cache.CacheTable(1, (0, 0, 0, 0, 0), b"", bytes(32), (entry,))
         encoded = cache.msgspec.msgpack.encode(table)
-        import hashlib
-
         digest = hashlib.sha256(encoded).digest()
         head = cache.PROLOGUE.pack(cache.MAGIC, 1, 0, 192, len(encoded), digest)
         path.write_bytes(head + bytes(128) + encoded)
