@@ -1,8 +1,248 @@
+// CA-1 rule 7 on AVX-512 VNNI; attention_scalar.cpp is its definition.
+//
+// Scores: lane = token. K^0x80 is an unsigned byte, so vpdpbusd starts at -128 * sum(q). A block of
+// R rows x TT token tiles stays in registers, like a small GEMM. Outputs: lane = dim; each 14-bit
+// weight is two 7-bit digits, one vpdpbusd each, and a V tile loaded once serves R rows.
 #include "attention_page.h"
+#include "simd.h"
 
 namespace batchengine {
-void page_partials_avx512(const PageView& page, int head_dim, const QueryRows& rows,
-                      AttentionScratch& scratch, const Partials& out) {
-    page_partials_scalar(page, head_dim, rows, scratch, out);
+namespace {
+
+// Scores of R rows against token tiles [first_tile, first_tile + TT).
+template <int R, int TT>
+SIMD_FN void score_block(const PageView& page, int head_dim, const QueryRows& rows, int row,
+                         int first_tile, float (*score)[256]) {
+    const int blocks = head_dim / 32;
+    const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
+    const int8_t* k = page.k + first_tile * 16 * head_dim;
+    const uint16_t* k_scale = page.k_scale + first_tile * 16 * blocks;
+    const int8_t* q = rows.q + row * head_dim;
+    const float* q_scale = rows.scale + row * blocks;
+    const int32_t* offset = rows.offset + row * blocks;
+    __m512 sum[TT][R];
+#pragma GCC unroll 16
+    for (int i = 0; i < TT * R; i++) sum[i / R][i % R] = _mm512_setzero_ps();
+    for (int b = 0; b < blocks; b++) {
+        __m512i dot[TT][R];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int t = 0; t < TT; t++) dot[t][r] = _mm512_set1_epi32(offset[r * blocks + b]);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            __m512i tile[TT];
+#pragma GCC unroll 8
+            for (int t = 0; t < TT; t++)
+                tile[t] = _mm512_xor_si512(
+                    _mm512_loadu_si512(k + t * 16 * head_dim + (b * 8 + j) * 64), flip);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                int32_t four;
+                __builtin_memcpy(&four, q + r * head_dim + b * 32 + j * 4, 4);
+                const __m512i four_all = _mm512_set1_epi32(four);
+#pragma GCC unroll 8
+                for (int t = 0; t < TT; t++)
+                    dot[t][r] = _mm512_dpbusd_epi32(dot[t][r], tile[t], four_all);
+            }
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < TT; t++) {
+            const __m512 dk = _mm512_cvtph_ps(_mm256_loadu_si256(
+                reinterpret_cast<const __m256i*>(k_scale + (t * blocks + b) * 16)));
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++)
+                sum[t][r] = _mm512_fmadd_ps(
+                    _mm512_cvtepi32_ps(dot[t][r]),
+                    _mm512_mul_ps(dk, _mm512_set1_ps(q_scale[r * blocks + b])), sum[t][r]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int t = 0; t < TT; t++)
+            _mm512_store_ps(score[row + r] + (first_tile + t) * 16, sum[t][r]);
 }
+
+template <int R, int TT>
+void score_rows(const PageView& page, int head_dim, const QueryRows& rows, int row, int tiles,
+                float (*score)[256]) {
+    // The last group may reach past the visible tiles; the page has sixteen, so that is only waste.
+    for (int tile = 0; tile < tiles; tile += TT)
+        score_block<R, TT>(page, head_dim, rows, row, tile, score);
+}
+
+void score_page(const PageView& page, int head_dim, const QueryRows& rows, int tiles,
+                float (*score)[256]) {
+    int row = 0;
+    for (; row + 6 <= rows.rows; row += 6)
+        score_rows<6, 2>(page, head_dim, rows, row, tiles, score);
+    switch (rows.rows - row) {
+        case 1: return score_rows<1, 8>(page, head_dim, rows, row, tiles, score);
+        case 2: return score_rows<2, 4>(page, head_dim, rows, row, tiles, score);
+        case 3: return score_rows<3, 4>(page, head_dim, rows, row, tiles, score);
+        case 4: return score_rows<4, 2>(page, head_dim, rows, row, tiles, score);
+        case 5: return score_rows<5, 2>(page, head_dim, rows, row, tiles, score);
+        default: return;
+    }
+}
+
+SIMD_FN __m512 tail_or(const float* p, __mmask16 mask, float filler) {
+    return _mm512_mask_loadu_ps(_mm512_set1_ps(filler), mask, p);
+}
+
+// Four vectors of 14-bit weights -> 64 high and 64 low digits, tokens in order. The packs work
+// inside 128-bit lanes, so the dwords come out transposed and one permutation puts them right.
+SIMD_FN void store_digits(const __m512i w[4], uint8_t* high, uint8_t* low) {
+    const __m512i order =
+        _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512i seven = _mm512_set1_epi16(127);
+    const __m512i a = _mm512_packus_epi32(w[0], w[1]);
+    const __m512i b = _mm512_packus_epi32(w[2], w[3]);
+    const __m512i h = _mm512_packus_epi16(_mm512_srli_epi16(a, 7), _mm512_srli_epi16(b, 7));
+    const __m512i l =
+        _mm512_packus_epi16(_mm512_and_si512(a, seven), _mm512_and_si512(b, seven));
+    _mm512_store_si512(high, _mm512_permutexvar_epi32(order, h));
+    _mm512_store_si512(low, _mm512_permutexvar_epi32(order, l));
+}
+
+// Scores of one row -> m, l and digits up to the next multiple of 64 tokens; s is overwritten with
+// the weights. False when a score or a weight is not finite.
+SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* low, float* m,
+                    float* l, float* weight_scale) {
+    const int whole = n / 16;
+    const __mmask16 tail = static_cast<__mmask16>((1u << (n % 16)) - 1);
+    const int vectors = whole + (tail != 0);
+    const __m512 zero = _mm512_setzero_ps();
+    // x * 0 is NaN for anything that is not finite and 0 otherwise.
+    __m512 top = _mm512_set1_ps(s[0]), check = zero;
+    for (int i = 0; i < whole; i++) {
+        const __m512 x = _mm512_load_ps(s + 16 * i);
+        top = _mm512_max_ps(top, x);
+        check = _mm512_fmadd_ps(x, zero, check);
+    }
+    if (tail) {
+        const __m512 x = tail_or(s + 16 * whole, tail, s[0]);
+        top = _mm512_max_ps(top, x);
+        check = _mm512_fmadd_ps(x, zero, check);
+    }
+    if (_mm512_cmp_ps_mask(check, zero, _CMP_NEQ_UQ)) return false;
+    *m = __builtin_ceilf(_mm512_reduce_max_ps(top)) + 0.0f;
+
+    const V16 shift = vset(*m);
+    const __m512 magic = _mm512_set1_ps(ca1::ROUND_MAGIC), unit = _mm512_set1_ps(0x1p22f);
+    const __m512i magic_bits = _mm512_castps_si512(magic);
+    __m512i sum = _mm512_setzero_si512();
+    __m512 w_top = zero;
+    check = zero;
+    for (int i = 0; i < vectors; i++) {
+        const __mmask16 mask = i < whole ? static_cast<__mmask16>(0xFFFF) : tail;
+        V16 p = vexp2c(vload(s + 16 * i) - shift);
+        p.v = _mm512_maskz_mov_ps(mask, p.v);
+        // fma rounds p * 2^22 to an integer in one step, because that product is exact.
+        const __m512i rounded = _mm512_castps_si512(_mm512_fmadd_ps(p.v, unit, magic));
+        sum = _mm512_add_epi32(sum, _mm512_sub_epi32(rounded, magic_bits));
+        const __m512 w = _mm512_maskz_mul_ps(mask, p.v, _mm512_load_ps(dv + 16 * i));
+        check = _mm512_fmadd_ps(w, zero, check);
+        w_top = _mm512_max_ps(w_top, w);
+        _mm512_store_ps(s + 16 * i, w);
+    }
+    if (_mm512_cmp_ps_mask(check, zero, _CMP_NEQ_UQ)) return false;
+    *l = static_cast<float>(_mm512_reduce_add_epi32(sum)) * 0x1p-22f;
+
+    const float w_max = _mm512_reduce_max_ps(w_top);
+    const bool empty = w_max < ca1::TINY;
+    *weight_scale = empty ? 0.0f : w_max / 16383.0f;
+    const __m512 inverse = _mm512_set1_ps(empty ? 0.0f : 16383.0f / w_max);
+    for (int i = vectors; i % 4; i++) _mm512_store_ps(s + 16 * i, zero);
+    for (int i = 0; i < vectors; i += 4) {
+        __m512i w[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+            w[j] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(s + 16 * (i + j)), inverse));
+        store_digits(w, high + 16 * i, low + 16 * i);
+    }
+    return true;
+}
+
+// Numerators of R rows for dims [dim, dim + 16 * N).
+template <int R, int N>
+SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, int quads,
+                          const AttentionScratch& scratch, const Partials& out) {
+    __m512i high[R][N], low[R][N];
+#pragma GCC unroll 16
+    for (int i = 0; i < R * N; i++) high[i / N][i % N] = low[i / N][i % N] = _mm512_setzero_si512();
+    const int8_t* v = page.v + dim * 4;
+    for (int t = 0; t < quads; t++, v += head_dim * 4) {
+        __m512i tile[N];
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) tile[j] = _mm512_loadu_si512(v + 64 * j);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            int32_t h, l;
+            __builtin_memcpy(&h, scratch.high[row + r] + 4 * t, 4);
+            __builtin_memcpy(&l, scratch.low[row + r] + 4 * t, 4);
+            const __m512i wh = _mm512_set1_epi32(h), wl = _mm512_set1_epi32(l);
+#pragma GCC unroll 8
+            for (int j = 0; j < N; j++) {
+                high[r][j] = _mm512_dpbusd_epi32(high[r][j], wh, tile[j]);
+                low[r][j] = _mm512_dpbusd_epi32(low[r][j], wl, tile[j]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        const __m512 scale = _mm512_set1_ps(scratch.weight_scale[row + r]);
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) {
+            const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r][j], 7), low[r][j]);
+            _mm512_storeu_ps(out.o + (row + r) * head_dim + dim + 16 * j,
+                             _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale));
+        }
+    }
+}
+
+template <int R>
+void output_rows(const PageView& page, int head_dim, int row, int quads,
+                 const AttentionScratch& scratch, const Partials& out) {
+    int dim = 0;
+    for (; dim + 64 <= head_dim; dim += 64)
+        output_block<R, 4>(page, head_dim, row, dim, quads, scratch, out);
+    if (dim < head_dim) output_block<R, 2>(page, head_dim, row, dim, quads, scratch, out);
+}
+
+}  // namespace
+
+void page_partials_avx512(const PageView& page, int head_dim, const QueryRows& rows,
+                          AttentionScratch& scratch, const Partials& out) {
+    const int visible_max = rows.visible[rows.rows - 1];
+    const int tiles = (visible_max + 15) / 16;
+    score_page(page, head_dim, rows, tiles, scratch.score);
+    for (int i = 0; i < tiles * 16; i += 16)
+        vstore(scratch.dv + i, vload_half(page.v_scale + i));
+    for (int r = 0; r < rows.rows; r++) {
+        const int n = rows.visible[r];
+        uint8_t *high = scratch.high[r], *low = scratch.low[r];
+        const bool good = soften(n, scratch.score[r], scratch.dv, high, low, out.m + r, out.l + r,
+                                 scratch.weight_scale + r);
+        int filled = (n + 63) / 64 * 64;
+        if (!good) {
+            out.m[r] = 0.0f;
+            out.l[r] = ca1::poison();
+            scratch.weight_scale[r] = 0.0f;
+            filled = 0;
+        }
+        for (; filled < tiles * 16; filled += 64) {
+            _mm512_store_si512(high + filled, _mm512_setzero_si512());
+            _mm512_store_si512(low + filled, _mm512_setzero_si512());
+        }
+    }
+    const int quads = (visible_max + 3) / 4;
+    int row = 0;
+    for (; row + 3 <= rows.rows; row += 3)
+        output_rows<3>(page, head_dim, row, quads, scratch, out);
+    if (rows.rows - row == 2) output_rows<2>(page, head_dim, row, quads, scratch, out);
+    if (rows.rows - row == 1) output_rows<1>(page, head_dim, row, quads, scratch, out);
+}
+
 }  // namespace batchengine
