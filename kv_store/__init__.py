@@ -16,12 +16,14 @@ Index: the caller's thread, no file I/O.
                                           # False = gone, recompute it; at once if all are warm
     pin(ref), unpin(ref)                  # match(pin=True) and publish() pin once for the caller
     place_code(ref) -> int                # u64 for the lane's page table
-    proof(ref) -> PageProof               # .place_code .seed .checksum of sealed_checksum(view, seed)
+    proof(ref) -> PageProof               # .place_code .seed .checksum: sealed_checksum(view)
     extents() -> list[ExtentInfo]         # .index .path .places .page_bytes: lanes map read-only
     reserve(parent_key, tokens, salt, priority) -> Ticket | None   # evicts; None: see .refusal
     seal(ticket, arena, place, lane_digest) -> Future[PageRef]     # pread, compare, pwrite
     publish(ticket) -> Future[PageRef]    # durable with the next ledger.commit(); may be an older
                                           # equal page (dedupe); fails with NumericsFault if unequal
+                                              # shield these two from cancellation: their result is
+                                          # a pin that somebody must give back
     abort(ticket), condemn(ref)           # give up a ticket; never serve this page again
     maintain(), check_integrity(), stat(), close()
 

@@ -14,6 +14,7 @@ let a later reader prove which rows of a dead writer are whole and whose they ar
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import mmap
@@ -289,8 +290,10 @@ class ArenaMapping:
         return keys.payload_digest(self.page(place))
 
     def close(self) -> None:
-        self._view.release()
-        self._map.close()
+        """Unmap and give up the lock; spans still held elsewhere keep the memory alive."""
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._map.close()
         os.close(self.fd)
 
     def _records(self, place: int) -> npt.NDArray[np.void]:
@@ -314,7 +317,7 @@ def valid_rows(
     """
     header, sidecar = owner.pack(), bytearray(ROW_RECORDS_BYTES + PLACE_HEADER.size)
     files.read_all(fd, memoryview(sidecar), shape.rows_offset(place))
-    if sidecar[ROW_RECORDS_BYTES:] != header:
+    if bytes(sidecar[ROW_RECORDS_BYTES:]) != header:
         return 0
     records = np.frombuffer(sidecar, ROW_RECORD_DTYPE, PAGE_TOKENS)
     wanted = np.array(ids[:PAGE_TOKENS], np.uint32)

@@ -20,6 +20,7 @@ import json
 import struct
 import sys
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -193,6 +194,6 @@ def differing_fields(ours: Descriptor, stored_json: str) -> list[str]:
         return ["unreadable"]
     if not isinstance(stored, dict):
         return ["unreadable"]
-    mine: dict[object, object] = dict(ours.fields())
-    theirs: dict[object, object] = dict(stored)  # type: ignore[arg-type]
-    return sorted(str(n) for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+    theirs = cast(dict[str, object], stored)
+    mine = ours.fields()
+    return sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))

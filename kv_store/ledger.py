@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kv_store import keys, osio, records
 from kv_store.errors import (
@@ -31,11 +31,17 @@ from kv_store.errors import (
 )
 from kv_store.pages import PageRef
 from kv_store.records import Op
-from kv_store.threads import reject, resolve, settle
+from kv_store.threads import new_future, settle
 
 T = TypeVar("T")
 Opener = Callable[[str], sqlite3.Connection]
 WAL_BYTES_MAX = 4 << 20  # checkpoint beyond this: reopening replays at most so much
+# what SQLite says about a file whose bytes are not a database, or not a whole one
+_DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ")
+_PAGE_QUERY = (
+    "SELECT page_id, gen, state, repr_id, content_key, parent_key, tokens, payload_digest,"
+    " sealed_checksum, priority, lru_seq FROM page ORDER BY lru_seq"
+)
 COMMIT_TIMES_KEPT = 512  # enough for a p99
 _SQLITE_HEADER = struct.Struct(">60xI4xI")  # user_version at 60, application_id at 68
 assert _SQLITE_HEADER.size == 72
@@ -105,6 +111,7 @@ class Replay:
     next_extent: int
     extents: list[tuple[int, int, int, int, bytes]]  # index, first page id, places, bytes, repr
     pages: list[PageRow]
+    pages_malformed: int
     reprs: dict[bytes, str]
     sessions: int
 
@@ -160,11 +167,18 @@ class Ledger:
         self._failure: LedgerError | None = None
         self._closed = False
         _check_version(path)
+        self._db = connect(path)
         try:
-            self._db = connect(path)
             self.replay = self._prepare(store_uuid)
         except sqlite3.DatabaseError as error:
+            self._db.close()
             raise _opening_error(path, error) from error
+        except (TypeError, ValueError, OverflowError) as error:  # a damaged row of another type
+            self._db.close()
+            raise StoreCorrupt(f"the ledger {path} is damaged", why=str(error)) from error
+        except BaseException:
+            self._db.close()
+            raise
         self._thread = threading.Thread(target=self._run, name="kv-ledger", daemon=True)
         self._thread.start()
 
@@ -241,7 +255,7 @@ class Ledger:
 
     def append(self, *ops: Op) -> Future[int]:
         """One atomic intent for the next commit. Resolves to the commit's sequence number."""
-        future: Future[int] = Future()
+        future: Future[int] = new_future()
         with self._lock:
             if self._failure is not None or self._closed:
                 future.set_exception(self._failure or StoreError("the ledger is closed"))
@@ -251,7 +265,7 @@ class Ledger:
 
     def commit(self) -> Future[int]:
         """Make everything appended so far durable. Fails with the first failure among it."""
-        future: Future[int] = Future()
+        future: Future[int] = new_future()
         with self._lock:
             if self._failure is not None or self._closed:
                 future.set_exception(self._failure or StoreError("the ledger is closed"))
@@ -263,7 +277,7 @@ class Ledger:
 
     def read(self, query: Callable[[sqlite3.Connection], T]) -> Future[T]:
         """Run a read-only query on the ledger thread, after every commit() made before it."""
-        future: Future[T] = Future()
+        future: Future[T] = new_future()
         with self._lock:
             if self._closed:
                 future.set_exception(StoreError("the ledger is closed"))
@@ -334,14 +348,14 @@ class Ledger:
                 error = everyone or failed.get(index)
                 index += 1
                 if error is None:
-                    resolve(intent.future, sequence)
+                    intent.future.set_result(sequence)
                 else:
                     first = first or error
-                    reject(intent.future, error)
+                    intent.future.set_exception(error)
             if first is None:
-                resolve(group.future, sequence)
+                group.future.set_result(sequence)
             else:
-                reject(group.future, first)
+                group.future.set_exception(first)
         if self._wal_bytes() > WAL_BYTES_MAX:
             self._checkpoint()
 
@@ -479,11 +493,25 @@ def _check_version(path: str) -> None:
 
 def _opening_error(path: str, error: sqlite3.DatabaseError) -> StoreError:
     name = getattr(error, "sqlite_errorname", "")
-    if name in ("SQLITE_CORRUPT", "SQLITE_NOTADB") or "malformed" in str(error):
+    if name.startswith(_DAMAGE) or "malformed" in str(error):
         return StoreCorrupt(f"the ledger {path} is damaged", why=str(error))
     if _is_full(error):
         return StoreFull("the disk is full: the ledger cannot be opened", why=str(error))
     return LedgerError(f"the ledger {path} cannot be opened", why=f"{name}: {error}")
+
+
+def _page_row(row: tuple[Any, ...]) -> PageRow | None:
+    """A manifest row, or None if a damaged file gave a field another type than it was written."""
+    page_id, gen, state, repr_id, *blobs, priority, lru_seq = row
+    blobs = [b"" if blob is None else blob for blob in blobs]
+    numbers = (page_id, gen, priority, lru_seq)
+    if not all(type(n) is int for n in numbers) or not all(type(b) is bytes for b in blobs):
+        return None
+    if not isinstance(state, str) or not isinstance(repr_id, bytes) or min(numbers[:2]) < 0:
+        return None
+    key, parent, tokens, digest, checksum = blobs
+    ref = PageRef(page_id, gen)
+    return PageRow(ref, state, repr_id, key, parent, tokens, digest, checksum, priority, lru_seq)
 
 
 def _is_full(error: BaseException) -> bool:
@@ -500,13 +528,7 @@ def _replay(db: sqlite3.Connection) -> Replay:
         verdict = db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":
             raise StoreCorrupt("the ledger is damaged", why=verdict)
-    pages = [
-        PageRow(PageRef(row[0], row[1]), row[2], row[3], *(x or b"" for x in row[4:9]), *row[9:])
-        for row in db.execute(
-            "SELECT page_id, gen, state, repr_id, content_key, parent_key, tokens,"
-            " payload_digest, sealed_checksum, priority, lru_seq FROM page ORDER BY lru_seq"
-        )
-    ]
+    rows = [_page_row(row) for row in db.execute(_PAGE_QUERY)]
     return Replay(
         store_uuid=head[0],
         epoch=head[1],
@@ -518,7 +540,8 @@ def _replay(db: sqlite3.Connection) -> Replay:
             "SELECT extent_index, first_page_id, places, page_bytes, repr_id FROM extent"
             " WHERE kind = 'page' ORDER BY extent_index"
         ).fetchall(),
-        pages=pages,
+        pages=[row for row in rows if row is not None],
+        pages_malformed=rows.count(None),
         reprs=dict(db.execute("SELECT repr_id, descriptor FROM repr").fetchall()),
         sessions=db.execute("SELECT count(*) FROM session").fetchone()[0],
     )
@@ -535,7 +558,7 @@ def _load_session(db: sqlite3.Connection, session: str) -> SessionRecord | None:
             f"session {session} should have {info.ledger_len} tokens, the ledger has {len(tokens)}"
         )
     turns = [
-        TurnInfo(*row[:5], records.unsigned(row[5]), *row[6:])
+        TurnInfo(*row[:5], seed=records.unsigned(row[5]), status=row[6], finish_reason=row[7])
         for row in db.execute(
             "SELECT id, idempotency_key, prompt_start, prompt_end, sampling, seed, status,"
             " finish_reason FROM turn WHERE session = ? ORDER BY prompt_start, seq, id",

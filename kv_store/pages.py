@@ -26,7 +26,7 @@ class PageRef(NamedTuple):
     gen: int
 
     def __repr__(self) -> str:
-        return f"{self.page_id}.{self.gen}"
+        return f"p{self.page_id}.{self.gen}"
 
 
 class PageState(enum.Enum):

@@ -29,7 +29,7 @@ from kv_store.pages import (
     PageState,
     PageTable,
 )
-from kv_store.threads import IntentThread, reject, resolve
+from kv_store.threads import IntentThread, new_future
 
 # Evicting in batches keeps the choice cheap; the last tenth is for pages that are pinned.
 FILL_MAX_PERCENT = 90
@@ -220,12 +220,13 @@ class PagePool:
         key = keys.content_key(parent, ids, self.repr_id, salt)
         with self._lock:
             twin = self._table.resident(key)
-            if twin is not None and twin.state is PageState.LISTED and not twin.pins:
+            if twin is not None and twin.tokens != ids:
+                self._reject(twin)  # SHA-256 does not collide: the manifest row is damaged
+                twin = None
+            elif twin is not None and twin.state is PageState.LISTED and not twin.pins:
                 self._release(twin)  # never read since start; the copy we are given is certain
                 twin = None
             if twin is not None:
-                if twin.tokens != ids:
-                    raise StoreCorrupt("two different token runs have one content key")
                 twin.pins += 1
                 return Ticket(key, parent, ids, priority, None, twin)
             page = self._take_place()
@@ -259,7 +260,7 @@ class PagePool:
 
         The result is pinned once for the caller and may be an older page with equal bytes.
         """
-        future: Future[PageRef] = Future()
+        future: Future[PageRef] = new_future()
         with self._lock:
             if ticket.done or not ticket.digest:
                 raise StaleRef(f"{ticket!r} is not sealed")
@@ -278,13 +279,13 @@ class PagePool:
                 return future
             self._release(page)
             if first.digest != ticket.digest:
-                reject(future, self._numerics_fault(ticket, first))
+                future.set_exception(self._numerics_fault(ticket, first))
             elif pending:
                 pending[1].append(future)
             else:
                 first.pins += 1
                 self.counters["pages_deduplicated"] += 1
-                resolve(future, first.ref)
+                future.set_result(first.ref)
         return future
 
     def abort(self, ticket: Ticket) -> None:
@@ -306,7 +307,7 @@ class PagePool:
 
         False = gone or rejected: recompute it. Pages after it in the chain stay valid.
         """
-        result: Future[list[bool]] = Future()
+        result: Future[list[bool]] = new_future()
         with self._lock:
             waits = [self._load_one(ref) for ref in refs]
         left = [len(waits)]
@@ -317,10 +318,10 @@ class PagePool:
                 left[0] -= 1
                 if left[0]:
                     return
-            resolve(result, [wait.result() for wait in waits])
+            result.set_result([wait.result() for wait in waits])
 
         if not waits:
-            resolve(result, [])
+            result.set_result([])
         for wait in waits:
             wait.add_done_callback(one_done)
         return result
@@ -504,21 +505,23 @@ class PagePool:
             self._release(page)
 
     def _load_one(self, ref: PageRef) -> Future[bool]:
-        future: Future[bool] = Future()
+        future: Future[bool] = new_future()
         try:
             page = self._table.get(ref)
         except StaleRef:
-            resolve(future, False)
+            future.set_result(False)
             return future
         if page.state is PageState.LOADING:
             return self._loads[ref]
         if page.state is not PageState.LISTED:
-            resolve(future, page.state is PageState.PUBLISHED)
+            future.set_result(page.state is PageState.PUBLISHED)
             return future
         self._table.apply(page, PageEvent.LOAD)
         page.writers += 1
         self._loads[ref] = future
-        self._pages_io.submit(lambda: self._load_page(page, future))
+        submitted = self._pages_io.submit(lambda: self._load_page(page, future))
+        if submitted.done() and not future.done():
+            future.set_result(False)  # the store is closed
         return future
 
     def _start_publish(self, ticket: Ticket, page: Page, future: Future[PageRef]) -> None:
@@ -546,12 +549,12 @@ class PagePool:
         def loaded(done: Future[bool]) -> None:
             if done.result():
                 self.counters["pages_deduplicated"] += 1
-                resolve(future, twin.ref)
+                future.set_result(twin.ref)
                 return
             with self._lock:
                 twin.pins -= 1
                 self._settle(twin)
-            reject(future, StaleRef("the stored page was damaged: reserve and seal again"))
+            future.set_exception(StaleRef("the stored page was damaged: reserve and seal again"))
 
         self._load_one(twin.ref).add_done_callback(loaded)
 
@@ -572,9 +575,9 @@ class PagePool:
             ref = page.ref
         for future in futures:
             if error is None:
-                resolve(future, ref)
+                future.set_result(ref)
             else:
-                reject(future, error)
+                future.set_exception(error)
 
     def _numerics_fault(self, ticket: Ticket, first: Page) -> NumericsFault:
         self.counters["numerics_faults"] += 1
@@ -648,7 +651,10 @@ class PagePool:
         except (OSError, StoreCorrupt):
             return False
         self.counters["pages_verified"] += 1
-        return keys.sealed_checksum(self._buffer, self._seed(page)) == page.checksum
+        return (
+            keys.sealed_checksum(self._buffer, self._seed(page)) == page.checksum
+            and keys.payload_digest(self._buffer) == page.digest
+        )
 
     def _load_page(self, page: Page, future: Future[bool]) -> None:
         good = False
@@ -666,7 +672,7 @@ class PagePool:
                     good = False
                     self._settle(page)
                 del self._loads[ref]
-            resolve(future, good)
+            future.set_result(good)
 
     def _poison_one(self) -> bool:
         """Idle work: overwrite one freed place, unless it has a new use. True = more to do."""

@@ -223,7 +223,7 @@ class Store(PagePool):
     def _recover(self, replay: Replay, boot: str) -> None:
         """Bring the index back from the manifest; nothing is read from the extents yet."""
         self._next_extent, self._next_page_id = replay.next_extent, replay.next_page_id
-        dropped: dict[str, int] = {}
+        dropped = {"malformed row": replay.pages_malformed} if replay.pages_malformed else {}
         rows = {row.ref.page_id: row for row in replay.pages}
         self._open_extents(replay, rows, dropped)
         for stray in self._extents.strays({info.index for info in self._infos + self._foreign}):
@@ -262,6 +262,7 @@ class Store(PagePool):
             ExtentInfo(*row, path=extent_path(self._extents.folder, row[0]))
             for row in replay.extents
         ]
+        gens = {page_id: row.ref.gen for page_id, row in rows.items()}
         total = 0
         for info in sorted(infos, key=lambda i: (i.repr_id != self.repr_id, i.index)):
             total += info.file_bytes
@@ -286,7 +287,7 @@ class Store(PagePool):
                 self._extents.drop(info)
                 self.ledger.append(records.DropExtent(info.index, info.first_page_id, info.places))
             elif info.repr_id == self.repr_id:
-                self._add_places(info, {i: row.ref.gen for i, row in rows.items()})
+                self._add_places(info, gens)
             else:
                 self._foreign.append(info)
 
@@ -301,7 +302,7 @@ class Store(PagePool):
         if row.state != "published":
             return ""
         sizes = (len(row.key), len(row.parent), len(row.digest), len(row.checksum))
-        if sizes != (32, 32, 16, 16) or len(row.tokens) != PAGE_TOKENS * 4:
+        if sizes != (32, 32, 16, 16) or not 0 < len(row.tokens) <= PAGE_TOKENS * 4:
             return "malformed row"
         if self._table.resident(row.key) is not None:
             return "repeated key"

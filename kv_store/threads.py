@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kv_store.errors import StoreError
 
@@ -30,7 +30,7 @@ class IntentThread:
 
     def submit(self, intent: Callable[[], T]) -> Future[T]:
         """Run `intent` after everything submitted before it."""
-        future: Future[T] = Future()
+        future: Future[T] = new_future()
 
         def run() -> None:
             settle(future, intent)
@@ -86,25 +86,18 @@ def _nothing() -> None:
     pass
 
 
+def new_future() -> Future[Any]:
+    """A future that cannot be cancelled: what was asked for happens, whoever still waits."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 def settle(future: Future[T], intent: Callable[[], T]) -> None:
     """Run an intent and give its outcome to its future, whatever it is."""
-    if not future.set_running_or_notify_cancel():
-        return
     try:
         result = intent()
     except BaseException as error:
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def resolve(future: Future[T], result: T) -> None:
-    """Give a result to a future whose caller may have stopped waiting."""
-    if future.set_running_or_notify_cancel():
-        future.set_result(result)
-
-
-def reject(future: Future[T], error: BaseException) -> None:
-    """Give an error to a future whose caller may have stopped waiting."""
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)

@@ -1,0 +1,321 @@
+"""A small store with pages whose every byte follows from their tokens, and ways to break it.
+
+Shared by the kv_store tests. Run as a program it is the crash sweep: a workload is killed at its
+n-th system call or SQL statement, for every n, and what is left must be a prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import sqlite3
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import kv_store.osio as osio
+from kv_store import (
+    PAGE_TOKENS,
+    ROOT_KEY,
+    Arena,
+    ArenaMapping,
+    Descriptor,
+    PageLayout,
+    PageRef,
+    PlaceOwner,
+    Store,
+    StoreSettings,
+    Ticket,
+    content_key,
+)
+
+LAYOUT = PageLayout(1, 1, 32)  # 17 KiB of payload in one 64 KiB page
+SALT = b"tenant"
+
+
+def descriptor(layout: PageLayout = LAYOUT, **changes: Any) -> Descriptor:
+    fields: dict[str, Any] = {"model_hash": "aa" * 32, "arith_id": "bb" * 32, "arch": "qwen3"}
+    return Descriptor(**(fields | {"layout": layout} | changes))
+
+
+def settings(pages: int = 16, extent_pages: int = 4, **changes: Any) -> StoreSettings:
+    size = LAYOUT.page_bytes
+    fields: dict[str, Any] = {
+        "budget_bytes": pages * size,
+        "extent_bytes": extent_pages * size,
+        "ballast_bytes": size,
+        "free_floor_bytes": 0,
+        "allow_any_fs": True,
+    }
+    return StoreSettings(**(fields | changes))
+
+
+def tokens_of(name: int, pages: int) -> np.ndarray:
+    """A timeline of `pages` full pages."""
+    return np.random.default_rng(name).integers(0, 50_000, pages * PAGE_TOKENS, np.uint32)
+
+
+def payload_of(key: bytes, layout: PageLayout = LAYOUT) -> np.ndarray:
+    """The bytes that recomputing the page of `key` must give."""
+    seed = int.from_bytes(hashlib.sha256(b"kv" + key).digest()[:8], "little")
+    page = np.zeros(layout.page_bytes, np.uint8)
+    page[: layout.payload_bytes] = np.random.default_rng(seed).integers(
+        0, 256, layout.payload_bytes, np.uint8
+    )
+    return page
+
+
+class Lane:
+    """What a worker does to a page, in this process."""
+
+    def __init__(self, store: Store, places: int = 4, incarnation: int = 1) -> None:
+        self.store = store
+        self.arena: Arena = store.create_arena("cpu", incarnation, places)
+        self.mapping = ArenaMapping(self.arena.path, store.layout)
+
+    def seal(self, parent: bytes, ids: np.ndarray, priority: int = 0, flip: int = 0) -> Ticket:
+        """Compute one page and copy it into the store; `flip` changes one of its bytes."""
+        ticket = self.store.reserve(parent, ids, SALT, priority)
+        assert ticket is not None, self.store.refusal
+        at = self.arena.reserve()
+        assert at is not None
+        self.mapping.reserve(at.place, PlaceOwner(b"s", 1, at.gen, 0))
+        page = np.frombuffer(self.mapping.page(at.place), np.uint8)
+        page[:] = payload_of(ticket.key)
+        page[0] ^= flip
+        try:
+            self.store.seal(ticket, self.arena, at, self.mapping.digest(at.place)).result(20)
+        finally:
+            self.arena.release(at)
+            self.mapping.poison(at.place)
+            self.arena.freed(at)
+        return ticket
+
+    def add(self, parent: bytes, ids: np.ndarray, priority: int = 0) -> tuple[PageRef, bytes]:
+        """Seal, publish and commit one page; gives its pinned reference and its key."""
+        ticket = self.seal(parent, ids, priority)
+        future = self.store.publish(ticket)
+        self.store.ledger.commit()
+        return future.result(20), ticket.key
+
+    def add_chain(self, ids: np.ndarray, priority: int = 0, unpin: bool = True) -> list[PageRef]:
+        parent, refs = ROOT_KEY, list[PageRef]()
+        for start in range(0, len(ids), PAGE_TOKENS):
+            ref, parent = self.add(parent, ids[start : start + PAGE_TOKENS], priority)
+            refs.append(ref)
+        if unpin:
+            for ref in refs:
+                self.store.unpin(ref)
+        return refs
+
+    def close(self) -> None:
+        self.mapping.close()
+        self.arena.close(delete=True)
+
+
+def read_page(store: Store, ref: PageRef) -> bytes:
+    """The page's bytes as a lane would map them."""
+    code = store.place_code(ref)
+    info = next(i for i in store.extents() if i.index == code >> 32)
+    with open(info.path, "rb") as f:
+        return os.pread(f.fileno(), info.page_bytes, (code & 0xFFFFFFFF) * info.page_bytes)
+
+
+def wait_for_growth(store: Store) -> None:
+    store.drain().result(20)
+
+
+# -- breaking things --------------------------------------------------------------------------
+
+
+class CountedFiles(osio.Files):
+    """Calls `on_call(name, number)` before each system call; the callback may raise or kill."""
+
+    def __init__(self, on_call: Callable[[str, int], None]) -> None:
+        self.calls = 0
+        self.on_call = on_call
+
+    def _count(self, name: str) -> None:
+        self.calls += 1
+        self.on_call(name, self.calls)
+
+    def pread(self, fd: int, into: memoryview, offset: int) -> int:
+        self._count("pread")
+        return super().pread(fd, into, offset)
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        self._count("pwrite")
+        half = super().pwrite(fd, data[: (len(data) + 1) // 2], offset)
+        self._count("pwrite second half")  # every write is short once, and may be torn
+        return half
+
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        self._count("fallocate")
+        super().fallocate(fd, offset, length)
+
+    def fsync(self, fd: int) -> None:
+        self._count("fsync")
+        super().fsync(fd)
+
+
+def failing_files(calls: dict[str, int], error: int) -> CountedFiles:
+    """Files whose call of a name fails from its n-th use on, for `calls[name] = n`."""
+    seen: dict[str, int] = {}
+
+    def on_call(name: str, _: int) -> None:
+        seen[name] = seen.get(name, 0) + 1
+        if name in calls and seen[name] >= calls[name]:
+            raise OSError(error, os.strerror(error))
+
+    return CountedFiles(on_call)
+
+
+class CountedDb(sqlite3.Connection):
+    """A connection that tells before each statement; set `on_statement` on the class."""
+
+    on_statement: Callable[[str], None] = staticmethod(lambda sql: None)
+
+    def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
+        type(self).on_statement(sql)
+        return super().execute(sql, *args)
+
+    def executemany(self, sql: str, *args: Any) -> sqlite3.Cursor:
+        type(self).on_statement(sql)
+        return super().executemany(sql, *args)
+
+
+def counted_connect(path: str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        path, isolation_level=None, check_same_thread=False, factory=CountedDb, timeout=0
+    )
+
+
+def sqlite_error(name: str) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError(f"injected {name}")
+    error.sqlite_errorname = name
+    return error
+
+
+# -- the crash sweep --------------------------------------------------------------------------
+
+TIMELINE = tokens_of(1, 3)
+TURNS = (40, 256, 300, 172)  # tokens per append: page borders fall inside and between them
+assert sum(TURNS) == len(TIMELINE)
+ACK = struct.Struct("<HH")  # tokens durable, pages published
+
+
+def crash_workload(path: str, ack: int, number: int) -> int:
+    """Append a timeline and seal its pages, evicting on the way; dies at the n-th point."""
+    points = [0]
+
+    def point(*_: Any) -> None:
+        points[0] += 1
+        if points[0] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    CountedDb.on_statement = staticmethod(point)
+    store = Store.open(
+        path, descriptor(), settings(3, 1), files=CountedFiles(point), connect=counted_connect
+    )
+    lane, parent, done, published = Lane(store, 2), ROOT_KEY, 0, 0
+    store.ledger.open_session("s", "t")
+    store.ledger.append_turn("s", 1, "turn", 0, TURNS[0], "{}", 7)
+    for count in TURNS:
+        store.ledger.append_tokens("s", 1, done, TIMELINE[done : done + count])
+        done += count
+        store.ledger.commit().result(20)
+        os.write(ack, ACK.pack(done, published))
+        while (published + 1) * PAGE_TOKENS <= done:
+            ids = TIMELINE[published * PAGE_TOKENS : (published + 1) * PAGE_TOKENS]
+            wait_for_growth(store)
+            ref, parent = lane.add(parent, ids)
+            store.ledger.set_pages("s", 1, [(published, ref)])
+            published += 1
+            os.write(ack, ACK.pack(done, published))
+    for page_index in range(published):
+        store.unpin(store.match_prefix(TIMELINE, SALT)[page_index])
+    store.evict(1)
+    store.ledger.finish_turn("s", 1, "turn", "done", "stop")
+    store.ledger.commit().result(20)
+    wait_for_growth(store)
+    lane.close()
+    store.close()
+    return points[0]
+
+
+def crash_check(path: str, acks: bytes) -> None:
+    """Reopen what a killed workload left: a prefix, no hole, no wrong page, still usable."""
+    tokens = pages = 0
+    if acks:
+        tokens, pages = ACK.unpack(acks[-ACK.size :])
+    store = Store.open(path, descriptor(), settings(3, 1))
+    try:
+        assert not store.warnings, store.warnings
+        record = store.ledger.load_session("s").result(20)
+        kept = record.tokens if record else []
+        assert len(kept) >= tokens, f"{tokens} tokens were acknowledged, {len(kept)} are left"
+        assert kept == TIMELINE[: len(kept)].tolist(), "the timeline is not a prefix"
+        found = store.match_prefix(TIMELINE, SALT, pin=True)
+        assert len(found) >= min(pages, 2), f"{pages} pages were published, {len(found)} are left"
+        good = store.load(found).result(20)
+        # the third page is evicted at the end: its place may be poisoned before its row is gone
+        assert all(good[:2]), "a published page was lost, though the machine stayed up"
+        assert len(found) < 3 or good[2] or pages == 3
+        for ref in [ref for ref, is_good in zip(found, good, strict=True) if not is_good]:
+            found.remove(ref)
+            store.unpin(ref)
+        parent = ROOT_KEY
+        for index, ref in enumerate(found):
+            ids = TIMELINE[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS]
+            parent = content_key(parent, ids, store.repr_id, SALT)
+            assert read_page(store, ref) == payload_of(parent).tobytes(), "wrong KV"
+            store.unpin(ref)
+        store.check_integrity()
+        lane = Lane(store, 2, incarnation=2)
+        wait_for_growth(store)
+        lane.add_chain(TIMELINE)
+        assert len(store.match_prefix(TIMELINE, SALT)) == 3
+        store.check_integrity()
+        lane.close()
+    finally:
+        store.close()
+
+
+def crash_sweep(first: int, step: int) -> Iterator[tuple[int, bool]]:
+    """Kill at points first, first+step, ... until a run completes; yields (point, was killed)."""
+    number = first
+    while True:
+        folder = tempfile.mkdtemp(prefix="kv-crash-", dir=os.environ.get("KV_CRASH_DIR"))
+        path = os.path.join(folder, "store")
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read_end)
+            try:
+                crash_workload(path, write_end, number)
+            except BaseException as error:
+                print(f"point {number}: {error!r}", flush=True)
+                os._exit(1)
+            os._exit(0)
+        os.close(write_end)
+        with open(read_end, "rb") as pipe:
+            acks = pipe.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, -signal.SIGKILL), f"point {number}: the workload failed"
+        crash_check(path, acks)
+        shutil.rmtree(folder)
+        yield number, status != 0
+        if status == 0:
+            return
+        number += step
+
+
+if __name__ == "__main__":
+    points = list(crash_sweep(int(sys.argv[1]), int(sys.argv[2])))
+    print(f"killed {sum(was for _, was in points)} last {points[-1][0]}")
