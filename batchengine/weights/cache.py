@@ -28,7 +28,7 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import msgspec
@@ -273,7 +273,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path) -> Generator[None]:
     """Turns errors of the file system into ones that say what to do."""
     try:
         yield
@@ -297,7 +297,7 @@ def make_cache_dir(cache_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def starter_lock(path: Path) -> Iterator[None]:
+def starter_lock(path: Path) -> Generator[None]:
     """Lets one process at a time pack `path`; the others wait and then find it packed.
 
     The lock only saves work. Where the file system has none, or its holder hangs, packing goes

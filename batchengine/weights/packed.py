@@ -254,7 +254,7 @@ def _vector_bytes(gguf: GgufFile, vector: VectorPlan) -> memoryview:
             f"tensor {vector.name} of {gguf.path.name} holds broken numbers",
             f"element {index} is not finite",
         )
-    return memoryview(joined).cast("B")
+    return memoryview(joined.tobytes())
 
 
 def _read_vector(gguf: GgufFile, name: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
