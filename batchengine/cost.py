@@ -11,7 +11,9 @@ to do about a slow lane is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,3 +60,158 @@ def work_of(entries: Iterable[tuple[int, int]]) -> StepWork:
             prefill += n
             pairs += n * (frontier + n / 2)
     return StepWork(prefill, decodes, kv, pairs)
+
+
+def prior_cost(weight_bytes: int, n_params: int, threads: int) -> StepCost:
+    """A guess before the first step, from what a CPU core usually does.
+
+    A step reads the weights once (10 GB/s per core, 60 in all); a token costs two operations per
+    weight at 150 GOPS per core. Wrong by a factor of three at worst, and forgotten soon.
+    """
+    read_ms = weight_bytes / (min(60.0, 10.0 * max(1, threads)) * 1e6)
+    token_ms = 2.0 * n_params / (150e6 * max(1, threads))
+    token_ms = max(token_ms, 1e-4)
+    return StepCost(read_ms + 0.1, token_ms, token_ms + 0.01, token_ms / 2e4, token_ms / 2e4)
+
+
+class CostModel:
+    """Fits `StepCost` to observed steps by multiplying coefficients, in proportion to their blame.
+
+    A step that took e times its prediction multiplies every coefficient by a power of e: the
+    larger its share of the prediction, the larger the power. So coefficients stay positive,
+    five very different units need no common scale, and what a step did not use it does not
+    change: an hour of pure decode leaves the cost of prefill alone. Least squares was tried
+    first; with positive coefficients it drifts when two features grow together, as prefill
+    tokens and pairs do.
+
+    A coefficient moves fast while young and as an average of some GAIN_MIN^-1 steps later. A
+    residual is cut at four times the median one: a stolen time slice moves the fit little.
+    STREAK such steps in a row on one side are no accident: the lane has changed, and
+    everything is young again. Deterministic: same observations, same bits.
+    """
+
+    GAIN_MIN = 0.02
+    MEDIAN_STEP = 1.05  # the median of |error| is tracked by steps of this factor
+    LIMIT_MAX = 0.7  # largest pull of an accident, as a logarithm: a factor of two
+    LIMIT_CHANGED = 2.3  # a factor of ten
+    STREAK = 6
+
+    def __init__(self, prior: StepCost) -> None:
+        """`prior` coefficients must be positive: zero times anything stays zero."""
+        values = _coefficients(prior)
+        if not all(math.isfinite(c) and c > 0.0 for c in values):
+            raise ValueError(f"a prior coefficient is not positive: {prior}")
+        self._age = [1.0] * len(values)  # prediction shares summed up: how much it has learned
+        self._median = 0.25
+        self._streak = 0.0  # steps beyond the limit in a row, signed by side
+        self.cost = prior
+        self.steps = 0
+
+    def __repr__(self) -> str:
+        return f"<CostModel steps={self.steps} error={self._median:.0%} {self.cost}>"
+
+    @property
+    def error_ratio(self) -> float:
+        """Median of |log(observed / predicted)| of late, about: 0.1 = ten per cent."""
+        return self._median
+
+    def observe(self, work: StepWork, step_ms: float) -> None:
+        """Learn from one step. Times that are not positive and finite teach nothing."""
+        predicted_ms = self.cost.predict_ms(work)
+        if not (math.isfinite(step_ms) and step_ms > 0.0):
+            return
+        error = math.log(step_ms / predicted_ms)
+        limit = self._limit(error)
+        step = self.MEDIAN_STEP if abs(error) > self._median else 1.0 / self.MEDIAN_STEP
+        self._median = min(1.0, max(0.005, self._median * step))
+        self.steps += 1
+        self._blame(work, predicted_ms, max(-limit, min(limit, error)))
+
+    def _limit(self, error: float) -> float:
+        """How far this step may pull, as a logarithm; far once the lane has changed."""
+        limit = min(self.LIMIT_MAX, max(0.2, 4.0 * self._median))
+        if abs(error) <= limit:
+            self._streak = 0.0
+            return limit
+        same_side = error * self._streak > 0.0
+        self._streak = math.copysign((abs(self._streak) if same_side else 0.0) + 1.0, error)
+        if abs(self._streak) < self.STREAK:
+            return limit
+        self._age = [min(a, 4.0) for a in self._age]
+        return self.LIMIT_CHANGED
+
+    def _blame(self, work: StepWork, predicted_ms: float, error: float) -> None:
+        """Spread `error` over the coefficients by their share of the prediction."""
+        old = _coefficients(self.cost)
+        counts = (1.0, *work)
+        shares = [c * n / predicted_ms for c, n in zip(old, counts, strict=True)]
+        pull = error / sum(s * s for s in shares)
+        new: list[float] = []
+        for i, (value, share) in enumerate(zip(old, shares, strict=True)):
+            gain = max(self.GAIN_MIN, 1.0 / (1.0 + self._age[i]))
+            self._age[i] += share
+            value *= math.exp(gain * pull * share)
+            new.append(min(COEFFICIENT_MAX, max(COEFFICIENT_MIN, value)))
+        self.cost = StepCost(*new)
+
+
+COEFFICIENT_MIN = 1e-12  # ms; keeps every coefficient alive
+COEFFICIENT_MAX = 1e9
+
+
+def _coefficients(cost: StepCost) -> tuple[float, float, float, float, float]:
+    return (
+        cost.fixed_ms,
+        cost.prefill_token_ms,
+        cost.decode_entry_ms,
+        cost.decode_kv_ms,
+        cost.prefill_pair_ms,
+    )
+
+
+class QueuedWork(NamedTuple):
+    """What a waiting session still costs, for `eta_ms`."""
+
+    frontier: int
+    to_compute: int
+    tokens_left: int  # tokens it may still generate
+
+
+def eta_ms(
+    cost: StepCost, seated: Sequence[QueuedWork], seats_free: int, queue: Sequence[QueuedWork]
+) -> float:
+    """Milliseconds until the last session of `queue` has its first token.
+
+    Seats serve the queue in order; prefills run one after another, each at half the lane while
+    decodes run beside it; a seated session decodes to its limit, so this errs on the late side.
+    """
+    entries = len(seated)
+    context = sum(s.frontier for s in seated)
+    decode_ms = cost.fixed_ms + cost.decode_entry_ms * entries + cost.decode_kv_ms * context
+    prefill_free_ms = 0.0
+    seats: list[float] = [0.0] * max(0, seats_free)
+    for work in seated:
+        ready_ms = 0.0
+        if work.to_compute > 1:
+            prefill_free_ms += _prefill_ms(cost, work, entries > 1)
+            ready_ms = prefill_free_ms
+        seats.append(ready_ms + work.tokens_left * decode_ms)
+    if not seats:
+        return math.inf
+    heapq.heapify(seats)
+    for work in queue:
+        start_ms = max(heapq.heappop(seats), prefill_free_ms)
+        prefill_free_ms = start_ms + _prefill_ms(cost, work, entries > 0)
+        heapq.heappush(seats, prefill_free_ms + work.tokens_left * decode_ms)
+    return prefill_free_ms
+
+
+def _prefill_ms(cost: StepCost, work: QueuedWork, shared: bool) -> float:
+    n = work.to_compute
+    alone_ms = cost.prefill_token_ms * n + cost.prefill_pair_ms * n * (work.frontier + n / 2)
+    return cost.fixed_ms + alone_ms * (2.0 if shared else 1.0)
+
+
+def retry_after_ms(wait_ms: float) -> int:
+    """A 429's Retry-After: the predicted wait, between 0.1 s and 60 s, whole milliseconds."""
+    return int(min(60_000.0, max(100.0, wait_ms)))

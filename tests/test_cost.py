@@ -1,0 +1,145 @@
+"""The cost model: learns a lane's coefficients, shrugs off outliers, follows lasting changes."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from batchengine.cost import (
+    CostModel,
+    QueuedWork,
+    StepCost,
+    StepWork,
+    eta_ms,
+    prior_cost,
+    retry_after_ms,
+    work_of,
+)
+
+TRUTH = StepCost(0.8, 0.05, 0.3, 2e-4, 3e-6)
+
+
+def steps(rng: random.Random, count: int) -> list[StepWork]:
+    """A mix as a lane sees it: pure decodes, pure prefills, both."""
+    found: list[StepWork] = []
+    for _ in range(count):
+        decodes = rng.choice([0, 1, 4, 16, 32])
+        entries = [(rng.randrange(0, 4000), 1) for _ in range(decodes)]
+        if not decodes or rng.random() < 0.4:
+            entries.append((rng.randrange(0, 4000), rng.choice([16, 64, 256, 512])))
+        found.append(work_of(entries))
+    return found
+
+
+def errors(model: CostModel, truth: StepCost) -> list[float]:
+    probe = steps(random.Random(99), 200)
+    return sorted(abs(model.cost.predict_ms(w) / truth.predict_ms(w) - 1) for w in probe)
+
+
+def test_work_counts_decodes_and_pairs() -> None:
+    assert work_of([(10, 1), (0, 4), (100, 1)]) == StepWork(4, 2, 112, 8.0)
+    assert StepCost(1, 2, 3, 4, 5).predict_ms(StepWork(1, 1, 1, 1.0)) == 15
+
+
+@pytest.mark.parametrize("factor", [0.1, 1.0, 10.0])
+def test_learns_from_a_wrong_prior(factor: float) -> None:
+    rng = random.Random(1)
+    prior = StepCost(*(factor * c for c in (1.0, 0.1, 0.1, 1e-4, 1e-5)))
+    model = CostModel(prior)
+    for work in steps(rng, 400):
+        model.observe(work, TRUTH.predict_ms(work) * rng.uniform(0.95, 1.05))
+    found = errors(model, TRUTH)
+    assert found[100] < 0.05
+    assert found[190] < 0.15
+    assert model.error_ratio < 0.1
+
+
+def test_outliers_move_it_little() -> None:
+    rng = random.Random(2)
+    model = CostModel(StepCost(1.0, 0.1, 0.1, 1e-4, 1e-5))
+    for work in steps(rng, 600):
+        slow = rng.choice([5.0, 30.0]) if rng.random() < 0.05 else rng.uniform(0.97, 1.03)
+        model.observe(work, TRUTH.predict_ms(work) * slow)
+    assert errors(model, TRUTH)[100] < 0.25
+
+
+def test_one_outlier_after_calm_is_cut() -> None:
+    model = CostModel(TRUTH)
+    for work in steps(random.Random(3), 200):
+        model.observe(work, TRUTH.predict_ms(work))
+    before = model.cost
+    work = StepWork(0, 4, 4000, 0.0)
+    model.observe(work, 1000 * TRUTH.predict_ms(work))
+    assert model.cost.predict_ms(work) < 1.25 * before.predict_ms(work)
+
+
+def test_follows_a_lane_that_lost_half_its_cores() -> None:
+    rng = random.Random(4)
+    model = CostModel(TRUTH)
+    for work in steps(rng, 300):
+        model.observe(work, TRUTH.predict_ms(work) * rng.uniform(0.97, 1.03))
+    slow = StepCost(1.6, 0.1, 0.6, 4e-4, 6e-6)
+    for work in steps(rng, 300):
+        model.observe(work, slow.predict_ms(work) * rng.uniform(0.97, 1.03))
+    assert errors(model, slow)[100] < 0.1
+
+
+def test_an_hour_of_decode_does_not_erase_prefill() -> None:
+    rng = random.Random(5)
+    model = CostModel(prior_cost(400 << 20, 600_000_000, 2))
+    for work in steps(rng, 300):
+        model.observe(work, TRUTH.predict_ms(work))
+    for _ in range(20_000):
+        work = StepWork(0, 1, rng.randrange(1000), 0.0)
+        model.observe(work, TRUTH.predict_ms(work) * rng.uniform(0.9, 1.1))
+    prefill = StepWork(512, 0, 0, 512 * 256.0)
+    assert model.cost.predict_ms(prefill) == pytest.approx(TRUTH.predict_ms(prefill), rel=0.5)
+
+
+def test_stays_positive_and_finite_whatever_it_sees() -> None:
+    model = CostModel(StepCost())
+    rng = random.Random(6)
+    for work in steps(rng, 500):
+        model.observe(work, rng.choice([0.0, -1.0, math.nan, math.inf, 1e-9, 1e9, 3.0]))
+    values = [getattr(model.cost, name) for name in StepCost.__slots__]
+    assert all(math.isfinite(v) and v > 0 for v in values)
+
+
+def test_same_observations_same_bits() -> None:
+    models = [CostModel(StepCost()) for _ in range(2)]
+    for model in models:
+        for i, work in enumerate(steps(random.Random(7), 100)):
+            model.observe(work, 1.0 + i % 7)
+    assert models[0].cost == models[1].cost
+
+
+def test_prior_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="not positive"):
+        CostModel(StepCost(fixed_ms=0.0))
+
+
+def test_prior_is_the_right_order_of_magnitude() -> None:
+    """0.6B Q4_0 on two cores: 512 tokens of prefill take about 0.75 s, a decode about 12 ms."""
+    prior = prior_cost(360 << 20, 600_000_000, 2)
+    assert 500 < prior.predict_ms(StepWork(512, 0, 0, 512 * 256.0)) < 5000
+    assert 4 < prior.predict_ms(StepWork(0, 1, 100, 0.0)) < 40
+
+
+def test_eta_grows_with_the_queue_and_counts_seats() -> None:
+    job = QueuedWork(0, 100, 50)
+    busy = QueuedWork(200, 1, 50)
+    alone = eta_ms(TRUTH, [], 4, [job])
+    assert alone == pytest.approx(0.8 + 0.05 * 100 + 3e-6 * 5000)
+    free_seat = eta_ms(TRUTH, [busy], 1, [job])
+    no_seat = eta_ms(TRUTH, [busy], 0, [job])
+    assert alone < free_seat < no_seat
+    assert no_seat > 50 * (0.8 + 0.3)  # it waits for the seated session to end
+    etas = [eta_ms(TRUTH, [busy] * 4, 0, [job] * n) for n in range(1, 30)]
+    assert etas == sorted(etas)
+    assert eta_ms(TRUTH, [], 0, [job]) == math.inf
+
+
+def test_retry_after_is_bounded() -> None:
+    assert [retry_after_ms(w) for w in (0.0, 2500.4, math.inf)] == [100, 2500, 60_000]
