@@ -21,7 +21,7 @@ import batchengine
 from batchengine.config import Config
 from batchengine.core import BatchEngineError
 from service import chat, completions, errors, generate, schema, sla, strict_json, work
-from service.auth import Doorkeeper, Keyring, check_content
+from service.auth import Caller, Doorkeeper, Keyring, check_content
 from service.door import Engine, Generation
 from service.shape import Shape
 
@@ -88,6 +88,9 @@ class Service:
 
 
 SERVICE = web.AppKey("service", Service)
+REQUEST_ID = web.RequestKey("request_id", str)
+HEADERS = web.RequestKey("headers", dict[str, str])  # for the reply, whatever it will be
+CALLER = web.RequestKey("caller", Caller)
 
 
 def build(service: Service) -> web.Application:
@@ -96,6 +99,7 @@ def build(service: Service) -> web.Application:
         middlewares=[_shape_errors, _guard], client_max_size=service.config.server.body_bytes_max
     )
     app[SERVICE] = service
+    app.on_response_prepare.append(_name_server)
     app.router.add_post("/v1/chat/completions", _chat)
     app.router.add_post("/v1/completions", _completions)
     app.router.add_get("/v1/models", _models)
@@ -111,12 +115,16 @@ def build(service: Service) -> web.Application:
     return app
 
 
+async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "batchengine"  # not which version of which library
+
+
 @web.middleware
 async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every failure becomes an error object; every answer names its request."""
-    request_id = request["request_id"] = work.new_request_id()
+    request_id = request[REQUEST_ID] = work.new_request_id()
     headers: dict[str, str] = {"x-request-id": request_id}
-    request["headers"] = headers
+    request[HEADERS] = headers
     try:
         response = await handler(request)
     except BatchEngineError as error:
@@ -163,7 +171,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Host, Origin, key and content headers, before any route; also before 404 and 405."""
     service = request.app[SERVICE]
     service.doorkeeper.check(request.headers)
-    request["caller"] = service.keyring.identify(request.headers)
+    request[CALLER] = service.keyring.identify(request.headers)
     return await handler(request)
 
 
@@ -209,13 +217,11 @@ async def _generate(
         raise errors.unknown_fields(unknown)
     for name in unknown:
         engine.metrics.count_ignored_field(name)
-    job = work.open_job(
-        body, request.headers, request["caller"], engine, config, request["request_id"]
-    )
+    job = work.open_job(body, request.headers, request[CALLER], engine, config, request[REQUEST_ID])
     shape = await prepare(job, body, engine)
     generations = work.submit_all(engine, job)
     live = service.live[job.request_id] = Live(job, generations, time.monotonic())
-    headers: dict[str, str] = request["headers"]
+    headers = request[HEADERS]
     headers["x-batchengine-route"] = job.route
     session_id = generations[0].session_id or (job.session.session_id if job.session else None)
     if session_id:

@@ -21,7 +21,7 @@ async def prepare(job: Job, body: ChatRequest, engine: Engine) -> ChatShape:
     """Tokens of the conversation into `job.requests`; raises 400."""
     messages = [_message(message, index) for index, message in enumerate(body.messages)]
     context = engine.info.context_tokens
-    work.check_text_size(sum(_text_bytes(message) for message in messages), context)
+    work.check_text_size(sum(map(_text_bytes, messages)), context, "messages")
     tools = None if body.tool_choice == "none" else _tools(body.tools)
     prompt = await engine.text.encode_chat(messages, tools, _kwargs(body.chat_template_kwargs))
     work.check_prompt(prompt, context, "messages")

@@ -20,7 +20,7 @@ async def prepare(job: Job, body: CompletionRequest, engine: Engine) -> Completi
     prompts: list[list[int]] = []
     for prompt in _prompts(body.prompt, info.vocab_size):
         if isinstance(prompt, str):
-            work.check_text_size(len(prompt.encode()), info.context_tokens)
+            work.check_text_size(len(prompt.encode()), info.context_tokens, "prompt")
             tokens = await engine.text.encode(prompt, special=True)
         else:
             tokens = prompt

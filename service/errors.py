@@ -120,7 +120,9 @@ def unknown_model(asked: str, served: list[str]) -> BatchEngineError:
     )
 
 
-def prompt_too_long(tokens: int, context_tokens: int, counted: bool) -> BatchEngineError:
+def prompt_too_long(
+    tokens: int, context_tokens: int, param: str, *, counted: bool
+) -> BatchEngineError:
     """`counted` False = an estimate from the size of the text, made before tokenising."""
     shown = f"{tokens:,}" if counted else f"at least {tokens:,}"
     return BatchEngineError(
@@ -131,7 +133,7 @@ def prompt_too_long(tokens: int, context_tokens: int, counted: bool) -> BatchEng
         http_status=400,
         error_type=INVALID,
         api_code="context_length_exceeded",
-        param="prompt",
+        param=param,
         details={"n_prompt_tokens": tokens, "n_ctx": context_tokens},
     )
 

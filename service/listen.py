@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 from typing import Any, cast
 
@@ -17,8 +18,11 @@ from aiohttp.http_parser import HttpRequestParser
 from batchengine.core import BatchEngineError
 from service import errors
 
+log = logging.getLogger("batchengine.service")
+
 FIRST_REQUEST_SECONDS = 20.0
 IDLE_SECONDS = 120.0  # keep-alive between requests of one connection
+LINGER_SECONDS = 1.0  # for a refused body: long enough to read the refusal
 SEND_BUFFER_BYTES = 128 * 1024  # the kernel doubles it: 256 KiB per stream at most (F54)
 BACKLOG = 1024
 HEADER_BYTES_MAX = 8190
@@ -93,12 +97,15 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """A request that never became one: 400 without echoing a byte of it."""
+        if status >= 500:
+            log.error("%s %s failed", request.method, request.path[:80], exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun: nothing can be added")
         error = errors.malformed_http(status) if status < 500 else errors.internal("-")
         response = web.Response(
             status=status, body=errors.error_bytes(error), content_type="application/json"
         )
+        response.headers["Server"] = "batchengine"
         response.force_close()
         return response
 
@@ -128,6 +135,7 @@ class Listener:
             "access_log": None,
             "auto_decompress": False,
             "keepalive_timeout": IDLE_SECONDS,
+            "lingering_time": LINGER_SECONDS,
             "max_line_size": HEADER_BYTES_MAX,
             "max_field_size": HEADER_BYTES_MAX,
         }

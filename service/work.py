@@ -180,11 +180,11 @@ def derived_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
 
-def check_text_size(byte_count: int, context_tokens: int) -> None:
+def check_text_size(byte_count: int, context_tokens: int, param: str) -> None:
     """Raises 400 for a text that cannot fit however well it tokenises."""
     least = byte_count // BYTES_PER_TOKEN_MAX
     if least > context_tokens:
-        raise errors.prompt_too_long(least, context_tokens, counted=False)
+        raise errors.prompt_too_long(least, context_tokens, param, counted=False)
 
 
 def check_prompt(tokens: list[int], context_tokens: int, param: str) -> None:
@@ -192,7 +192,7 @@ def check_prompt(tokens: list[int], context_tokens: int, param: str) -> None:
     if not tokens:
         raise errors.invalid_field(param, "the prompt is empty", fix="send at least one token")
     if len(tokens) >= context_tokens:
-        raise errors.prompt_too_long(len(tokens), context_tokens, counted=True)
+        raise errors.prompt_too_long(len(tokens), context_tokens, param, counted=True)
 
 
 def fill(

@@ -86,7 +86,9 @@ class FakeGeneration:
 class FakeEngine:
     """Satisfies `service.door.Engine`."""
 
-    def __init__(self, reply: Sequence[str] = ("Hel", "lo", " wörld"), delay_s: float = 0.0) -> None:
+    def __init__(
+        self, reply: Sequence[str] = ("Hel", "lo", " wörld"), delay_s: float = 0.0
+    ) -> None:
         self.metrics = Metrics()
         self.text = FakeText()
         self.state = "ready"
@@ -172,6 +174,7 @@ class FakeEngine:
                 lane="cpu",
                 session_id=generation.session_id,
             )
+            generation.finished = True
             reason = "length" if len(self.reply) > request.tokens_max else "stop"
             yield DoneEvent(reason, usage, text="")
         finally:

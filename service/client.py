@@ -1,0 +1,198 @@
+"""A small blocking client: HTTP with streamed answers, and the admin socket.
+
+What the CLI and the demo talk with. Standard library only, so that `chat` starts at once; every
+failure is a BatchEngineError with a fix.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from batchengine.core import BatchEngineError
+
+Json = dict[str, Any]
+CONNECT_SECONDS = 10.0
+SILENCE_SECONDS = 600.0  # keep-alive comments come every ten seconds
+
+
+@dataclass(slots=True)
+class Client:
+    """One daemon's HTTP address, such as http://127.0.0.1:7717/v1."""
+
+    url: str
+    api_key: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        if not self.url.endswith("/v1"):
+            self.url += "/v1"
+        if urlsplit(self.url).scheme != "http" or not urlsplit(self.url).hostname:
+            raise BatchEngineError(
+                "BE1130",
+                f"{self.url} is not the address of a daemon",
+                fix="write it as http://127.0.0.1:7717/v1",
+            )
+
+    def get(self, path: str) -> Json:
+        """The JSON of `path` below the host (not below /v1), whatever the status."""
+        with _closing(self._ask("GET", path, None)) as reply:
+            return _object(reply.read())
+
+    def models(self) -> list[str]:
+        """Model ids, the model itself first."""
+        with _closing(self._ask("GET", "/v1/models", None)) as reply:
+            body = _object(reply.read())
+            _check(reply.status, body)
+        return [row["id"] for row in body["data"]]
+
+    def stream_chat(self, body: Json) -> Generator[Json, None, None]:
+        """The chunks of one streamed chat completion; closing the iterator cancels it."""
+        wanted = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        with _closing(self._ask("POST", "/v1/chat/completions", wanted)) as reply:
+            if reply.status != 200:
+                _check(reply.status, _object(reply.read()))
+            event = ""
+            finished = False
+            for raw in _lines(reply):
+                line = raw.decode("utf-8", "replace").rstrip("\r\n")
+                if line.startswith("event: "):
+                    event = line[7:]
+                elif line == "data: [DONE]":
+                    finished = True
+                elif line.startswith("data: "):
+                    chunk = _object(line[6:].encode())
+                    if event == "error":
+                        _check(500, chunk)
+                    yield chunk
+            if not finished:
+                raise _lost("the stream ended before its end")
+
+    def _ask(self, method: str, path: str, body: Json | None) -> _Reply:
+        parts = urlsplit(self.url)
+        connection = http.client.HTTPConnection(
+            parts.hostname or "", parts.port or 80, timeout=CONNECT_SECONDS
+        )
+        headers = {"Accept": "application/json, text/event-stream"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        try:
+            connection.connect()
+            connection.sock.settimeout(SILENCE_SECONDS)
+            connection.request(
+                method, path, None if body is None else json.dumps(body).encode(), headers
+            )
+            return _Reply(connection, connection.getresponse())
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise no_daemon(self.url, error) from None
+
+
+@dataclass(slots=True)
+class _Reply:
+    connection: http.client.HTTPConnection
+    response: http.client.HTTPResponse
+
+    @property
+    def status(self) -> int:
+        return self.response.status
+
+    def read(self) -> bytes:
+        try:
+            return self.response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise _lost(str(error)) from None
+
+
+class _closing:
+    """Closes the connection of a reply, which cancels what the daemon still computes for it."""
+
+    def __init__(self, reply: _Reply) -> None:
+        self._reply = reply
+
+    def __enter__(self) -> _Reply:
+        return self._reply
+
+    def __exit__(self, *_: object) -> None:
+        self._reply.response.close()
+        self._reply.connection.close()
+
+
+def _lines(reply: _Reply) -> Iterator[bytes]:
+    try:
+        yield from reply.response
+    except (OSError, http.client.HTTPException) as error:
+        raise _lost(str(error)) from None
+
+
+def _object(body: bytes) -> Json:
+    try:
+        value: object = json.loads(body)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise _lost("the answer is not a JSON object")
+    return cast("Json", value)
+
+
+def _check(status: int, body: Json) -> None:
+    """Raises the daemon's error object as an exception."""
+    if status < 400:
+        return
+    raw: object = body.get("error")
+    error = cast("Json", raw) if isinstance(raw, dict) else {}
+    raise BatchEngineError(
+        str(error.get("batchengine_code", "BE1131")),
+        str(error.get("what", f"the daemon answered {status}")),
+        why=str(error.get("why", "")),
+        fix=str(error.get("fix", "")),
+        http_status=status,
+        api_code=str(error.get("code", "")),
+    )
+
+
+def _lost(why: str) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1131",
+        "lost the connection to the daemon",
+        why=why,
+        fix="see its log; the session is kept and can go on",
+        api_code="connection_lost",
+    )
+
+
+def no_daemon(where: str, error: Exception) -> BatchEngineError:
+    """Nobody answers at a URL or socket."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return BatchEngineError(
+        "BE1132",
+        f"no daemon answers at {where}",
+        why=reason.lower(),
+        fix="start one with `batchengine serve MODEL.gguf`, or name the right address",
+        api_code="no_daemon",
+    )
+
+
+def admin(socket_path: str, command: str, **arguments: str) -> Json:
+    """One command to the admin socket of a daemon; raises BE1132 when nobody answers."""
+    line = json.dumps({"command": command, **arguments}).encode() + b"\n"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(CONNECT_SECONDS)
+        try:
+            sock.connect(socket_path)
+            sock.sendall(line)
+            with sock.makefile("rb") as answers:
+                answer = answers.readline()
+        except OSError as error:
+            raise no_daemon(socket_path, error) from None
+    body = _object(answer)
+    if not body.get("ok"):
+        _check(400, body)
+    return body

@@ -1,0 +1,85 @@
+"""`make demo`: the bundled pocket model, served, asked twice, stopped.
+
+Starts a real daemon as a child, shows its stages, streams one chat completion, says who served
+it and how fast, and asks a second turn whose prompt is mostly found in the KV store.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from batchengine.core import BatchEngineError
+from service import talk
+from service.client import Client
+from service.spawn import ROOT, Daemon
+
+MODEL = ROOT / "pocket" / "pocket-q4_0.gguf"
+FIRST = "Hello! Who are you?"
+SECOND = "Thank you. What can you do?"
+
+SYSTEM = "You are a helpful assistant."
+OPTIONS = talk.Options(system=SYSTEM, temperature=0.0, max_tokens=96)
+
+
+def main() -> int:
+    """Returns the exit code; every failure is one readable line."""
+    try:
+        return demo(MODEL)
+    except BatchEngineError as error:
+        print(f"demo: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("\ndemo: interrupted", file=sys.stderr)
+        return 130
+    return 1
+
+
+def demo(model: Path) -> int:
+    """The whole show; raises BatchEngineError when any part of it fails."""
+    if not model.is_file():
+        raise BatchEngineError(
+            "BE1116", f"the bundled model {model.name} is missing", fix="clone the repository anew"
+        )
+    began = time.monotonic()
+    with Daemon(model, print) as daemon:
+        client = Client(daemon.wait_ready())
+        print(f"\nready after {time.monotonic() - began:.1f} s\n")
+        _converse(client)
+        print("\nstopping")
+        code = daemon.stop()
+        for line in daemon.rest():
+            print(line)
+    if code != 0:
+        raise BatchEngineError(
+            "BE1134",
+            f"the daemon ended with exit code {code} instead of 0",
+            fix="read its output above",
+        )
+    print("demo: done")
+    return 0
+
+
+def _converse(client: Client) -> None:
+    model = client.models()[0]
+    history: list[talk.Message] = [{"role": "system", "content": SYSTEM}]
+    cached = 0
+    for question in (FIRST, SECOND):
+        print(f"user       {question}\nassistant  ", end="", flush=True)
+        history.append({"role": "user", "content": question})
+        turn = talk.ask(client, model, history, "demo", OPTIONS)
+        if not turn.text.strip():
+            raise BatchEngineError("BE1135", "the model answered nothing", fix="report this")
+        history.append({"role": "assistant", "content": turn.text})
+        print(f"           [{turn.facts()}]\n")
+        details: dict[str, Any] = turn.usage["prompt_tokens_details"]
+        cached = details["cached_tokens"]
+    for lane in client.get("/health").get("lanes", []):
+        print("served by  " + "  ".join(f"{k} {v}" for k, v in lane.items()))
+    if cached == 0:
+        print("note: the second turn found nothing in the KV store")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
