@@ -213,6 +213,7 @@ class _Draft:
         self.spent_ms = 0.0  # what it takes so far
         self.places_left = view.places_free
         self.pages_left = view.pages_free
+        self.chunk_tokens = 0  # most tokens of longer work in this step
         self.tokens_left = 0
         for row in view.running:
             if row.paused or row.to_compute < 1:
@@ -244,7 +245,7 @@ class _Draft:
             return False
         due_ms = min((r.served_ms + r.tpot_ms for r in self.decodes), default=math.inf)
         self.prefill_ms = min(self.view.step_ms_max, due_ms - self.now_ms) - self.decode_ms
-        self.tokens_left = min(self.view.chunk_tokens_max, self.view.tokens_max)
+        self.tokens_left = self.chunk_tokens = min(self.view.chunk_tokens_max, self.view.tokens_max)
         late = row.deadline_ms <= self.now_ms
         done = self._grant(row) if row.running else self._admit(row, aged=late)
         if done:
@@ -270,7 +271,7 @@ class _Draft:
             if due < due_ms:
                 due_ms = due
         if needy:
-            self._open_pages(needy)
+            kv_tokens -= self._open_pages(needy)
         cost = view.cost
         self.decode_ms += cost.decode_entry_ms * len(self.decodes) + cost.decode_kv_ms * kv_tokens
         self.slack_ms = due_ms - self.now_ms - self.decode_ms
@@ -285,21 +286,23 @@ class _Draft:
         kept = {r.key for r in order[:room]}
         self.decodes = [r for r in self.decodes if r.key in kept]
 
-    def _open_pages(self, needy: list[Row]) -> None:
-        """Decodes that begin a page get one in order of service, or stall."""
-        dropped: set[int] = set()
-        for row in sorted(needy):
-            if not self._reserve(row, 1):
-                dropped.add(row.key)
+    def _open_pages(self, needy: list[Row]) -> int:
+        """Decodes that begin a page get one in order of service, or stall.
+
+        Returns the KV tokens that the stalled ones would have attended.
+        """
+        dropped = {row.key: row.frontier + 1 for row in sorted(needy) if not self._reserve(row, 1)}
         if dropped:
             self.decodes = [r for r in self.decodes if r.key not in dropped]
+        return sum(dropped.values())
 
     # ---- rules 3, 4 and 6: longer work ----
 
     def fill(self) -> None:
         """Prefill, admissions and aging in what the decodes leave."""
         view = self.view
-        self.tokens_left = min(view.chunk_tokens_max, view.tokens_max - len(self.decodes))
+        self.chunk_tokens = min(view.chunk_tokens_max, view.tokens_max - len(self.decodes))
+        self.tokens_left = self.chunk_tokens
         if self.tokens_left < 1:
             return
         self.waiting = sorted(view.waiting)
@@ -414,7 +417,7 @@ class _Draft:
     def _fit(self, row: Row, share: float, floor: bool) -> int:
         """Tokens of `row` that fit the time left; whole tiles unless its work ends in them."""
         tile = self.view.policy.chunk_tokens_min
-        want = min(row.to_compute, self.tokens_left)
+        want = min(row.to_compute, self.tokens_left, max(tile, int(self.chunk_tokens * share)))
         left_ms = min(self.prefill_ms * share, self.prefill_ms - self.spent_ms)
         n = min(want, _tokens_in(self.view.cost, row.frontier, left_ms))
         if n < row.to_compute:
@@ -454,9 +457,11 @@ class _Draft:
         if not self._fit(row, share, floor):
             return False
         if _pages_due(row) > self._pages_unpromised():
-            if not self.preempted:  # its pages can be evicted before the next plan
-                self._preempt(self._victims(row, aged, seats=1, places=0))
-            return False
+            if self.preempted:
+                return False
+            self._preempt(self._victims(row, aged, seats=1, places=0))
+            if _pages_due(row) > self._pages_unpromised():
+                return False  # the victim's pages can be evicted before the next plan
         seats = max(0, 1 - self.seats_left)
         if aged and not seats and self._is_crowded(row):
             seats = 1
@@ -551,9 +556,9 @@ class _Draft:
         )
 
     def preempt_for_pages(self) -> None:
-        """Seated sessions hold every page: the least urgent but the first stalled gives way."""
+        """Seated sessions hold every page: one that comes after the first stalled gives way."""
         first = min(self.stalled)
-        self._preempt([r for r in self._by_urgency() if r is not first][:1])
+        self._preempt([r for r in self._by_urgency() if r.paused or r > first][:1])
 
     def _preempt(self, victims: list[Row]) -> None:
         """Take seats back, with whatever this plan had given their holders."""
