@@ -471,11 +471,13 @@ class Ledger:
 
 
 def _check_version(path: str) -> None:
-    """Refuse a newer file before SQLite can touch it."""
+    """Refuse a newer file before SQLite can touch it; create a missing one, private to us."""
     try:
-        fd = osio.open_private(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return
+        fd = osio.open_private(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise LedgerError(
+            f"the ledger {path} cannot be opened", why=os.strerror(error.errno or 0)
+        ) from error
     try:
         head = os.pread(fd, _SQLITE_HEADER.size, 0)
     finally:

@@ -147,5 +147,10 @@ def file_system(path: str) -> FileSystem:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), path)
     kind = int.from_bytes(buffer.raw[:8], "little") & 0xFFFFFFFF
+    return judge(kind)
+
+
+def judge(kind: int) -> FileSystem:
+    """What we know of a file system by its magic number."""
     unknown = FileSystem(f"0x{kind:x}", "refuse", "this file system was never tested")
     return _KNOWN.get(kind, unknown)

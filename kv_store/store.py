@@ -76,6 +76,7 @@ class Store(PagePool):
     warnings: list[str]
     recovery: Recovery
     _lock_fd: int
+    _stopped: bool = False
     _settings: StoreSettings
 
     @classmethod
@@ -228,13 +229,10 @@ class Store(PagePool):
         self._open_extents(replay, rows, dropped)
         for stray in self._extents.strays({info.index for info in self._infos + self._foreign}):
             os.unlink(stray)
-        listed = 0
         for row in replay.pages:  # oldest first, so ages keep their order
             reason = self._list_page(row)
             if reason:
                 dropped[reason] = dropped.get(reason, 0) + 1
-            elif row.state == "published":
-                listed += row.repr_id == self.repr_id
         same_boot = bool(boot) and boot == replay.boot_id
         deleted, busy = self._sweep_arenas(keep=same_boot and self._settings.keep_arenas)
         others = [
@@ -247,7 +245,7 @@ class Store(PagePool):
             clean=replay.clean,
             same_boot=same_boot,
             sessions=replay.sessions,
-            pages_listed=listed,
+            pages_listed=self._table.count(PageState.LISTED),
             pages_dropped=dropped,
             arenas_deleted=deleted,
             arenas_busy=busy,
@@ -350,6 +348,9 @@ class Store(PagePool):
             os.close(osio.create_allocated(self._files, path, size))
 
     def _stop(self, *, clean: bool) -> None:
+        if self._stopped:  # closing a descriptor twice may close somebody else's
+            return
+        self._stopped = True
         self._pages_io.close()
         if clean and self.ledger.failure is None:
             with self._lock:
