@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -138,7 +139,6 @@ class Attach(Message, tag=4, frozen=True):
     places: int
     page_bytes: int
     extents_dir: str
-    extent_places: int
 
 
 class Attached(Message, tag=5, frozen=True):
@@ -178,24 +178,35 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     spec: Spec | None
 
 
+class Place(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """An arena place that now belongs to page `page` of a session: zero it, name its owner."""
+
+    place: int
+    gen: int
+    session: bytes
+    epoch: int
+    page: int
+
+
 class Verify(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Read the page at `code` through the worker's own mapping; its payload digest must match."""
+    """Read the page at `code` through the worker's own mapping; its sealed checksum must match."""
 
     code: int
-    digest: bytes
+    seed: int
+    checksum: bytes
 
 
 class Step(Message, tag=6, frozen=True):
     """Engine -> worker: one batch, and page chores around it.
 
-    Order: poison, zero, forward + sample, digest, verify. Payload: tokens i32 of all entries,
-    then place codes u64 of all entries, then penalty histories i32. An empty `entries` is legal
-    (chores only).
+    Order: poison, reserve, forward + sample, digest, verify. Payload: place codes u64 of all
+    entries, then their tokens i32, then penalty histories i32. An empty `entries` is legal
+    (chores only). `digest` names full places.
     """
 
     entries: tuple[Entry, ...]
     poison: tuple[int, ...] = ()
-    zero: tuple[int, ...] = ()
+    reserve: tuple[Place, ...] = ()
     digest: tuple[int, ...] = ()
     verify: tuple[Verify, ...] = ()
 
@@ -438,9 +449,7 @@ class FrameProtocol(asyncio.Protocol):
         self._error: Exception | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError("a link needs a stream transport")
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has no common base
 
     def data_received(self, data: bytes) -> None:
         try:

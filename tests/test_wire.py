@@ -23,6 +23,7 @@ from batchengine.wire import (
     Failed,
     Frame,
     Ping,
+    Place,
     Row,
     Spec,
     Step,
@@ -43,11 +44,12 @@ places = st.lists(u31, max_size=4).map(tuple)
 digest = st.binary(min_size=16, max_size=16)
 messages: st.SearchStrategy[AnyMessage] = st.one_of(
     st.just(Ping()),
-    st.builds(Attach, st.text(max_size=30), u31, u31, st.text(max_size=30), u31),
+    st.builds(Attach, st.text(max_size=30), u31, u31, st.text(max_size=30)),
     st.builds(Failed, st.text(), st.text(), st.text(), st.text(), st.booleans()),
     st.builds(
-        Step, st.lists(entries, max_size=4).map(tuple), places, places, places,
-        st.lists(st.builds(Verify, u64, digest), max_size=3).map(tuple),
+        Step, st.lists(entries, max_size=4).map(tuple), places,
+        st.lists(st.builds(Place, u31, u31, digest, u64, u31), max_size=3).map(tuple), places,
+        st.lists(st.builds(Verify, u64, u64, digest), max_size=3).map(tuple),
     ),
     st.builds(
         StepDone,

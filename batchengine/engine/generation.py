@@ -1,0 +1,201 @@
+"""One generation as its reader sees it: a bounded stream of events that ends exactly once.
+
+Owns the event buffer, the text of the stream (whole characters, stop strings held back) and the
+times of the request. Refuses to grow with a slow reader: a full buffer pauses the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from batchengine.core import (
+    BatchEngineError,
+    DoneEvent,
+    ErrorEvent,
+    GenerationEvent,
+    GenerationRequest,
+    QueuedEvent,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
+from batchengine.tokenizer import Detokeniser, StopMatcher
+
+# About 100 KiB of events per stream at most, and more than a reader loses in one 20 ms hiccup.
+EVENTS_MAX = 256
+EVENTS_RESUME = 64
+
+
+class Generation:
+    """Async iterator of events: tokens, then exactly one DoneEvent or ErrorEvent.
+
+    Iterate it, or call `events()` to take everything that is ready in one go.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        session_id: str,
+        detokeniser: Detokeniser,
+        now_ms: float,
+        on_cancel: Callable[[Generation], None],
+        on_room: Callable[[Generation], None],
+    ) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.session_id = session_id
+        self.arrived_ms = now_ms
+        self.started_ms: float | None = None
+        self.first_token_ms: float | None = None
+        self.last_token_ms: float | None = None
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.lane = ""
+        self.cancelled = False
+        self.finished = False  # the engine is done with it; events may remain unread
+        self.paused_since_ms: float | None = None
+        self.stops = StopMatcher(request.stop)
+        self.detokeniser = detokeniser
+        self._on_cancel = on_cancel
+        self._on_room = on_room
+        self._events: deque[GenerationEvent] = deque()
+        self._held: list[GenerationEvent] | None = []  # until the turn row is durable
+        self._waiter: asyncio.Future[None] | None = None
+        self._over = False
+
+    def __repr__(self) -> str:
+        return (
+            f"<Generation {self.request_id} session={self.session_id}"
+            f" tokens={self.completion_tokens}/{self.request.tokens_max}"
+            f" unread={len(self._events)}{' finished' if self.finished else ''}>"
+        )
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> GenerationEvent:
+        while not self._events:
+            if self._over:
+                raise StopAsyncIteration
+            await self._wait()
+        event = self._events.popleft()
+        if isinstance(event, DoneEvent | ErrorEvent):
+            self._over = True
+        self._check_room()
+        return event
+
+    async def events(self) -> list[GenerationEvent]:
+        """Every event that is ready, at least one; empty once the last event was taken."""
+        while not self._events:
+            if self._over:
+                return []
+            await self._wait()
+        taken = list(self._events)
+        self._events.clear()
+        if isinstance(taken[-1], DoneEvent | ErrorEvent):
+            self._over = True
+        self._check_room()
+        return taken
+
+    def cancel(self) -> None:
+        """The caller gave up: stop within one step. Idempotent; no further event follows."""
+        if self.cancelled:
+            return
+        self.cancelled = True
+        self._over = True
+        self._events.clear()
+        self._wake()
+        if not self.finished:
+            self._on_cancel(self)
+
+    # ---------------------------------------------------------------- what the engine calls
+
+    @property
+    def full(self) -> bool:
+        """The reader is behind by as much as this daemon buffers."""
+        unread = len(self._events) + len(self._held or ())
+        return unread >= EVENTS_MAX
+
+    def push(self, event: TokenEvent | QueuedEvent) -> None:
+        """Give the reader an event; tokens wait until `release`."""
+        if self._over:
+            return
+        if self._held is not None and isinstance(event, TokenEvent):
+            self._held.append(event)
+            return
+        self._events.append(event)
+        self._wake()
+
+    def release(self) -> None:
+        """The turn row is durable: tokens may go out."""
+        if self._held is None:
+            return
+        held, self._held = self._held, None
+        if held and not self._over:
+            self._events.extend(held)
+            self._wake()
+
+    def end(self, event: DoneEvent | ErrorEvent) -> None:
+        """The last event. Later calls do nothing."""
+        if self.finished:
+            return
+        self.finished = True
+        self.release()
+        if not self._over:
+            self._events.append(event)
+            self._wake()
+
+    def add_token(
+        self, token: int, logprob: TokenLogprob | None, top: tuple[TokenLogprob, ...]
+    ) -> bool:
+        """A committed token that is text; True if it completes a stop string."""
+        text, stopped = self.stops.push(self.detokeniser.push(token))
+        self.push(TokenEvent(token, text, logprob, top))
+        return stopped
+
+    def rest(self, stopped: bool) -> str:
+        """Text still held back at the end of the stream; nothing after a stop string."""
+        if stopped:
+            return ""
+        text, found = self.stops.push(self.detokeniser.flush())
+        return text if found else text + self.stops.flush()
+
+    def usage(self, now_ms: float) -> Usage:
+        """Counts and times so far."""
+        started = self.started_ms if self.started_ms is not None else now_ms
+        first = self.first_token_ms if self.first_token_ms is not None else now_ms
+        return Usage(
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+            queue_ms=started - self.arrived_ms,
+            ttft_ms=first - self.arrived_ms,
+            total_ms=now_ms - self.arrived_ms,
+            lane=self.lane,
+            session_id=self.session_id,
+        )
+
+    def fail(self, error: BatchEngineError) -> None:
+        """End with an error event."""
+        self.end(ErrorEvent(error))
+
+    # ------------------------------------------------------------------------------- inner
+
+    async def _wait(self) -> None:
+        if self._waiter is not None:
+            raise RuntimeError("a generation has one reader")
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _check_room(self) -> None:
+        if self.paused_since_ms is not None and len(self._events) <= EVENTS_RESUME:
+            self._on_room(self)

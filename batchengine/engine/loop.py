@@ -1,0 +1,503 @@
+"""The step loop of one lane: drain, plan, run, commit; and what a worker's death means.
+
+Owns which turns run and wait on this lane. Decides nothing about order (the scheduler does) and
+computes nothing (the worker does). Tables of sessions change only between two steps; the text and
+events of a step are produced while the worker computes the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from batchengine import scheduler, wire
+from batchengine.config import LaneConfig
+from batchengine.core import PAGE_TOKENS, BatchEngineError, TokenLogprob
+from batchengine.cost import CostModel, StepCost, work_of
+from batchengine.engine.turn import Turn
+from batchengine.lanes.lane import Lane, LaneDied
+from batchengine.metrics import Metrics
+from batchengine.pages import LanePages, Seal
+from batchengine.session import Event, Session
+from kv_store.arena import ArenaPlace
+
+log = logging.getLogger("batchengine.engine")
+
+STEP_DEADLINE_MIN_S = 30.0  # far above any step, far below a client's patience
+STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
+ALONE_DEATHS_MAX = 2  # a session that kills a worker alone twice is the cause
+
+
+class Part(NamedTuple):
+    """One entry of the step in flight."""
+
+    turn: Turn
+    n_tokens: int
+    wants: bool
+
+
+class Flight(NamedTuple):
+    """A step in flight: the frame, and what to do with its answer."""
+
+    step: wire.Step
+    payload: bytes
+    parts: list[Part]
+    fills: list[tuple[Turn, int, ArenaPlace]]
+    verify: list[Seal]
+    predicted_ms: float
+
+
+class Emission(NamedTuple):
+    """Something a reader will see: a token, or the end of the stream."""
+
+    turn: Turn
+    row: wire.Row | None
+    finish: str = ""
+
+
+class Owner(Protocol):
+    """What the loop asks of the engine."""
+
+    metrics: Metrics
+
+    def is_end(self, token: int) -> bool: ...
+    def piece(self, token: int) -> bytes: ...
+    def turn_ended(self, turn: Turn, reason: str) -> None: ...
+    def turn_failed(self, turn: Turn, error: BatchEngineError) -> None: ...
+    def tokens_committed(self) -> None: ...
+    async def revive(self, loop: LaneLoop) -> None: ...
+
+
+class LaneLoop:
+    """Turns of one lane, and the loop that moves their frontiers."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        pages: LanePages,
+        config: LaneConfig,
+        owner: Owner,
+        pages_budget: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lane = lane
+        self.pages = pages
+        self.config = config
+        self.cost = CostModel(StepCost())
+        self.running: dict[int, Turn] = {}
+        self.waiting: dict[int, Turn] = {}
+        self.sessions: dict[int, Session] = {}  # every session with pages on this lane
+        self.stopping = False
+        self.step_ms = 0.0
+        self._owner = owner
+        self._pages_budget = pages_budget
+        self._clock = clock
+        self._wake_event = asyncio.Event()
+        self._cancelled: list[Turn] = []
+        self._emissions: list[Emission] = []
+        self._flight: Flight | None = None
+        self._waiting_rows: tuple[scheduler.Row, ...] | None = None
+        self._policy = scheduler.Policy()
+        self.steps = 0
+        self.tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<LaneLoop {self.lane!r} running={len(self.running)} waiting={len(self.waiting)}>"
+
+    def now_ms(self) -> float:
+        return self._clock() * 1000.0
+
+    # ------------------------------------------------------------------ asked by the engine
+
+    def join(self, turn: Turn) -> None:
+        """A turn wants to compute; its session is IDLE and belongs to this lane."""
+        turn.session.on(Event.START)
+        self.sessions[turn.session.key] = turn.session
+        self.waiting[turn.session.key] = turn
+        self._waiting_rows = None
+        self.pages.lend(turn.session)
+        self.wake()
+
+    def cancel(self, turn: Turn) -> None:
+        """Stop a turn within one step; nobody reads its stream any more."""
+        self._cancelled.append(turn)
+        self.wake()
+
+    def resume(self, turn: Turn) -> None:
+        """A slow reader caught up."""
+        turn.paused = False
+        self._forget_row(turn)
+        self.wake()
+
+    def close_session(self, session: Session) -> None:
+        """An idle session ends: its pages go back to the store."""
+        self.pages.recall(session)
+        self.pages.truncate(session, 0)
+        self.sessions.pop(session.key, None)
+        session.on(Event.CLOSE)
+        if self.pages.has_chores:
+            self.wake()
+
+    def fail_turns(self, error: BatchEngineError) -> None:
+        """The lane cannot compute: everybody who waits for it hears why."""
+        for turn in [*self.running.values(), *self.waiting.values()]:
+            self._leave(turn)
+            self._owner.turn_failed(turn, error)
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wake_event.set()
+
+    def session_cut(self, session: Session) -> None:
+        """The session lost KV; if it has a turn, look again what the store still has."""
+        turn = self.running.get(session.key) or self.waiting.get(session.key)
+        if turn is not None:
+            turn.needs_match = True
+            self._forget_row(turn)
+
+    # ------------------------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Steps until `stopping`; a dead worker is replaced and its sessions go on."""
+        while not self.stopping:
+            try:
+                await self._step()
+            except LaneDied as death:
+                self._on_death(death)
+                await self._owner.revive(self)
+            except BatchEngineError as error:
+                log.error("lane %s: %s", self.lane.name, error)
+                self.lane.kill(f"refused a step ({error.code})")
+                self._on_death(await self.lane.died())
+                await self._owner.revive(self)
+        self._emit()
+
+    async def _step(self) -> None:
+        self._drain()
+        flight = self._prepare(scheduler.plan(self._view(), self.now_ms()))
+        if flight is None:
+            self._emit()
+            await self._sleep()
+            return
+        self._flight = flight
+        deadline_s = max(STEP_DEADLINE_MIN_S, STEP_DEADLINE_FACTOR * flight.predicted_ms / 1000)
+        reply = self.lane.post(flight.step, flight.payload, deadline_s=deadline_s)
+        self._emit()
+        done = await reply
+        self._flight = None
+        self._commit(flight, done)
+
+    async def _sleep(self) -> None:
+        if not self._wake_event.is_set():
+            await self._wake_event.wait()
+        self._wake_event.clear()
+
+    def _drain(self) -> None:
+        """What happened outside since the last step."""
+        self._wake_event.clear()
+        cancelled, self._cancelled = self._cancelled, []
+        for turn in cancelled:
+            if self._holds(turn):
+                self._leave(turn)
+                self._owner.turn_ended(turn, "cancelled")
+        self.pages.poll()
+        self.pages.start_seals()
+
+    def _holds(self, turn: Turn) -> bool:
+        key = turn.session.key
+        return self.running.get(key) is turn or self.waiting.get(key) is turn
+
+    def _leave(self, turn: Turn) -> None:
+        """The turn is over: its session is idle and lends its places."""
+        key = turn.session.key
+        if self.waiting.pop(key, None) is not None:
+            self._waiting_rows = None
+        self.running.pop(key, None)
+        turn.session.on(Event.FINISH)
+        turn.session.suspect = False
+        self.pages.lend(turn.session)
+
+    def _forget_row(self, turn: Turn) -> None:
+        turn.cached_row = None
+        self._waiting_rows = None
+
+    def _view(self) -> scheduler.LaneView:
+        running = tuple([turn.row(running=True) for turn in self.running.values()])
+        if self._waiting_rows is None:
+            self._waiting_rows = tuple(t.row(running=False) for t in self.waiting.values())
+        config = self.config
+        held = sum([row.pages_held for row in running])
+        return scheduler.LaneView(
+            tokens_max=config.tokens_per_step,
+            entries_max=config.entries_max,
+            chunk_tokens_max=config.chunk_tokens_max,
+            step_ms_max=config.step_ms_max,
+            places_free=self.pages.places_free,
+            pages_free=max(0, self._pages_budget - held),
+            pages_budget=self._pages_budget,
+            cost=self.cost.cost,
+            running=running,
+            waiting=self._waiting_rows,
+            policy=self._policy,
+        )
+
+    # --------------------------------------------------------------------------- plan -> frame
+
+    def _prepare(self, plan: scheduler.StepPlan) -> Flight | None:
+        """Obey the plan; None when there is nothing to send."""
+        for key in plan.preempt:
+            self._preempt(key)
+        for key in plan.shed:
+            turn = self.waiting[key]
+            self._leave(turn)
+            self._owner.turn_failed(turn, _too_large(turn, self._pages_budget))
+        for key in plan.admit:
+            self._admit(key)
+        codes, tokens, history = array("Q"), array("i"), array("i")
+        entries: list[wire.Entry] = []
+        parts: list[Part] = []
+        fills: list[tuple[Turn, int, ArenaPlace]] = []
+        for key, planned in plan.batch:
+            turn = self.running[key]
+            n = self._room(turn, planned)
+            if n < 1:
+                continue
+            session = turn.session
+            start = session.frontier
+            end = start + n
+            wants = end == len(session.tokens)
+            n_pages = -(-end // PAGE_TOKENS)
+            codes.extend(
+                session.codes if n_pages == len(session.codes) else session.codes[:n_pages]
+            )
+            if n == 1:
+                tokens.append(session.tokens[start])
+            else:
+                tokens.extend(session.tokens[start:end])
+            spec = None
+            if wants:
+                spec = turn.spec_now()
+                if spec.history_len:
+                    history.extend(session.tokens[-spec.history_len :])
+            entries.append(wire.Entry(key, session.epoch, start, n, n_pages, spec))
+            parts.append(Part(turn, n, wants))
+            if start // PAGE_TOKENS != end // PAGE_TOKENS:
+                fills += [(turn, i, place) for _, i, place in self.pages.fills(session, n)]
+        if not entries and not self.pages.has_chores:
+            return None
+        poison, fresh, verify = self.pages.chores()
+        step = wire.Step(
+            tuple(entries),
+            poison,
+            fresh,
+            tuple([place.place for _, _, place in fills]),
+            tuple([self.pages.verify_message(seal) for seal in verify]),
+        )
+        payload = codes.tobytes() + tokens.tobytes() + history.tobytes()
+        return Flight(step, payload, parts, fills, verify, plan.predicted_ms)
+
+    def _preempt(self, key: int) -> None:
+        turn = self.running.pop(key)
+        turn.session.on(Event.PREEMPT)
+        self.waiting[key] = turn
+        self._forget_row(turn)
+        self.pages.lend(turn.session)
+        sla_class = turn.generation.request.sla.sla_class.value
+        self._owner.metrics.preemptions_total.labels(sla_class).inc()
+
+    def _admit(self, key: int) -> None:
+        turn = self.waiting.pop(key)
+        self._waiting_rows = None
+        session = turn.session
+        session.on(Event.ADMIT)
+        self.running[key] = turn
+        turn.cached_row = None
+        turn.admitted_ms = self.now_ms()
+        self.pages.recall(session)
+        generation = turn.generation
+        if generation.started_ms is None:
+            turn.needs_match = True  # pages may have been published while it waited
+        if turn.needs_match:
+            self._match(turn)
+        if generation.started_ms is None:
+            generation.started_ms = turn.admitted_ms
+            generation.cached_tokens = session.frontier
+            generation.lane = self.lane.name
+            if session.frontier:
+                self._owner.metrics.prefix_hit_tokens_total.inc(session.frontier)
+
+    def _match(self, turn: Turn) -> None:
+        """Take what the store has, unless it must be read from disk first."""
+        turn.needs_match = False
+        pending = self.pages.extend(turn.session, turn.salt, turn.priority)
+        if pending is not None:
+            self.pages.loaded(turn.session, [False])
+
+    def _room(self, turn: Turn, planned: int) -> int:
+        """Tokens of this entry that have a place; the plan counted places, but not exactly."""
+        session = turn.session
+        if turn.needs_match:
+            self._match(turn)
+        n = min(planned, len(session.tokens) - session.frontier)
+        end = session.frontier + n
+        if end > len(session.codes) * PAGE_TOKENS and not self.pages.ensure(session, end):
+            n = len(session.codes) * PAGE_TOKENS - session.frontier
+        return n
+
+    # -------------------------------------------------------------------------- answer -> state
+
+    def _commit(self, flight: Flight, done: wire.StepDone) -> None:
+        """The worker's answer becomes state: frontiers, tokens, seals."""
+        now_ms = self.now_ms()
+        poisoned = {flight.parts[i].turn for i in done.poisoned}
+        rows = iter(done.rows)
+        computed: list[tuple[int, int]] = []
+        for turn, n, wants in flight.parts:
+            session = turn.session
+            computed.append((session.frontier, n))
+            if turn in poisoned:
+                continue
+            session.frontier += n
+            turn.served_ms = now_ms
+            if session.suspect and session.frontier >= turn.suspect_until:
+                session.suspect, session.alone_deaths = False, 0
+            if wants:
+                self._add_token(turn, next(rows), now_ms)
+        for (turn, index, place), digest in zip(flight.fills, done.digests, strict=True):
+            if turn not in poisoned and place in turn.session.places:
+                self.pages.filled(turn.session, index, place, digest, turn.salt, turn.priority)
+        for seal, good in zip(flight.verify, done.verified, strict=True):
+            self.pages.verified(seal, good)
+        for turn in poisoned:
+            self._poison(turn)
+        self._observe(flight, done, computed)
+
+    def _add_token(self, turn: Turn, row: wire.Row, now_ms: float) -> None:
+        """One sampled token: to the timeline, to the reader, and is it the last?"""
+        session, generation = turn.session, turn.generation
+        session.tokens.append(row.token)
+        generation.completion_tokens += 1
+        if generation.first_token_ms is None:
+            generation.first_token_ms = now_ms
+        generation.last_token_ms = now_ms
+        finish = ""
+        if not generation.request.ignore_eos and self._owner.is_end(row.token):
+            finish, row_seen = "stop", None
+        else:
+            row_seen = row
+            if generation.completion_tokens >= generation.request.tokens_max:
+                finish = "length"
+        if turn.stop_early and row_seen is not None:
+            if self._emit_token(turn, row_seen):
+                finish = "stop"
+            row_seen = None
+        if row_seen is not None or finish:
+            self._emissions.append(Emission(turn, row_seen, finish))
+        if finish:
+            self._leave(turn)
+        elif generation.full:
+            turn.paused = True
+            generation.paused_since_ms = now_ms
+
+    def _poison(self, turn: Turn) -> None:
+        """NaN or Inf in a row: the turn fails, what it wrote last is never published."""
+        self._owner.metrics.numeric_faults_total.inc()
+        session = turn.session
+        self.pages.truncate(session, session.frontier // PAGE_TOKENS)
+        if self._holds(turn):
+            self._leave(turn)
+        self._owner.turn_failed(turn, _numeric_fault(turn))
+
+    def _observe(
+        self, flight: Flight, done: wire.StepDone, computed: list[tuple[int, int]]
+    ) -> None:
+        self.steps += 1
+        if not computed:
+            return
+        self.step_ms = done.elapsed_us / 1000.0
+        self.tokens += sum([n for _, n in computed])
+        self.cost.observe(work_of(computed), self.step_ms)
+        self._owner.tokens_committed()
+
+    # ------------------------------------------------------------------------------- readers
+
+    def _emit(self) -> None:
+        """Text and events of the last step, while the worker computes the next."""
+        emissions, self._emissions = self._emissions, []
+        for turn, row, finish in emissions:
+            if row is not None and self._emit_token(turn, row) and not finish:
+                raise AssertionError("a stop string was found too late")
+            if finish:
+                self._owner.turn_ended(turn, finish)
+
+    def _emit_token(self, turn: Turn, row: wire.Row) -> bool:
+        logprob, top = None, ()
+        if turn.spec.logprobs >= 0:
+            piece = self._owner.piece
+            logprob = TokenLogprob(row.token, piece(row.token), row.logprob)
+            top = tuple([TokenLogprob(t, piece(t), value) for t, value in row.top])
+        return turn.generation.add_token(row.token, logprob, top)
+
+    # --------------------------------------------------------------------------------- death
+
+    def _on_death(self, death: LaneDied) -> None:
+        """The worker is gone: sessions fall back to sealed pages, the guilty are marked."""
+        flight, self._flight = self._flight, None
+        self._emit()
+        self.pages.lane_died(list(self.sessions.values()))
+        for turn in (*self.running.values(), *self.waiting.values()):
+            turn.session.epoch += 1
+            turn.needs_match = True
+            turn.cached_row = None
+        self._waiting_rows = None
+        self._owner.metrics.worker_restarts_total.labels(self.lane.name).inc()
+        if flight is None or not death.blames_step:
+            return
+        alone = len(flight.parts) == 1
+        for turn, n, _ in flight.parts:
+            session = turn.session
+            session.suspect = True
+            turn.suspect_until = max(turn.suspect_until, len(session.tokens), session.frontier + n)
+            session.alone_deaths += alone
+            if session.alone_deaths >= ALONE_DEATHS_MAX and self._holds(turn):
+                self._leave(turn)
+                self._owner.turn_failed(turn, _quarantined(turn))
+
+
+def _too_large(turn: Turn, budget: int) -> BatchEngineError:
+    return BatchEngineError(
+        "BE2301",
+        "the request can never run here",
+        why=f"it needs up to {turn.pages_max} KV pages and the store has {budget} in all",
+        fix="shorten the prompt or max_tokens, or raise store.budget_bytes",
+        http_status=503,
+        api_code="kv_too_small",
+    )
+
+
+def _numeric_fault(turn: Turn) -> BatchEngineError:
+    return BatchEngineError(
+        "BE2302",
+        "a number of this generation was not finite",
+        why="the computation produced NaN or infinity; its KV was discarded",
+        fix="send the request again; if it repeats, verify the model file",
+        http_status=500,
+        api_code="numeric_fault",
+        details={"request_id": turn.generation.request_id},
+    )
+
+
+def _quarantined(turn: Turn) -> BatchEngineError:
+    return BatchEngineError(
+        "BE2303",
+        "this session ended the worker process twice while running alone",
+        why="it was stopped so that other sessions can go on",
+        fix="report it with the daemon's log; do not send the same prompt again",
+        http_status=500,
+        api_code="session_quarantined",
+        details={"request_id": turn.generation.request_id},
+    )

@@ -1,0 +1,130 @@
+"""A turn: one generation being computed on one session, with what the scheduler needs to know.
+
+Owns the numbers of a turn that do not belong to the session (which outlives it) nor to the
+reader's stream. Plain state; the lane loop is the only writer.
+"""
+
+from __future__ import annotations
+
+from batchengine import wire
+from batchengine.core import PAGE_TOKENS, Sampling
+from batchengine.engine.generation import Generation
+from batchengine.scheduler import Row
+from batchengine.session import Session
+
+
+class Turn:
+    """One generation on one session. Times are milliseconds of the engine's clock."""
+
+    __slots__ = (
+        "admitted_ms", "cached_row", "deadline_ms", "gate", "generation", "horizon_ms", "logged",
+        "needs_match", "pages_max", "paused", "penalty_tokens", "prefilled", "priority", "rank",
+        "salt", "served_ms", "session", "spec", "stop_early", "suspect_until", "tpot_ms",
+        "turn_id",
+    )  # fmt: skip
+
+    def __init__(
+        self, session: Session, generation: Generation, *, rank: int, deadline_ms: float,
+        horizon_ms: float, tpot_ms: float, now_ms: float,
+    ) -> None:  # fmt: skip
+        request = generation.request
+        self.session = session
+        self.generation = generation
+        self.rank = rank
+        self.deadline_ms = deadline_ms
+        self.horizon_ms = horizon_ms
+        self.tpot_ms = tpot_ms
+        self.served_ms = now_ms
+        self.admitted_ms = now_ms
+        self.salt = request.tenant.encode()
+        self.priority = 3 - rank  # of its pages against eviction: higher stays
+        self.pages_max = -(-(len(request.prompt) + request.tokens_max) // PAGE_TOKENS)
+        self.spec = spec_of(request.sampling)
+        self.penalty_tokens = penalty_window(request.sampling)
+        self.paused = False
+        self.needs_match = False  # it lost KV: look once more what the store still has
+        self.stop_early = bool(request.stop)  # text decides the end: it cannot wait for the emitter
+        self.suspect_until = 0
+        self.cached_row: Row | None = None  # valid while it waits
+        self.prefilled = False
+        self.logged = 0  # tokens of the timeline that the ledger has
+        self.turn_id = ""  # "" = not in the ledger
+        self.gate = True  # False: the turn row is not durable yet
+
+    def __repr__(self) -> str:
+        return f"<Turn {self.generation.request_id} {self.session!r}>"
+
+    def row(self, *, running: bool) -> Row:
+        """How the scheduler sees it; cached while it waits."""
+        if not running and self.cached_row is not None:
+            return self.cached_row
+        session = self.session
+        pages = len(session.codes)
+        row = Row(
+            rank=self.rank,
+            deadline_ms=self.deadline_ms,
+            key=session.key,
+            horizon_ms=self.horizon_ms,
+            tpot_ms=self.tpot_ms,
+            served_ms=self.served_ms,
+            admitted_ms=self.admitted_ms,
+            frontier=session.frontier,
+            to_compute=len(session.tokens) - session.frontier,
+            open_until=pages * PAGE_TOKENS,
+            pages_held=pages,
+            pages_max=self.pages_max,
+            places_held=len(session.places),
+            running=running,
+            paused=self.paused,
+            suspect=session.suspect,
+        )
+        if not running:
+            self.cached_row = row
+        return row
+
+    def spec_now(self) -> wire.Spec:
+        """The sampling spec for the next token, its penalty window counted."""
+        if not self.penalty_tokens:
+            return self.spec
+        spec, window = self.spec, min(self.penalty_tokens, len(self.session.tokens))
+        return wire.Spec(
+            spec.temperature,
+            spec.top_k,
+            spec.top_p,
+            spec.min_p,
+            spec.repetition_penalty,
+            spec.presence_penalty,
+            spec.frequency_penalty,
+            spec.seed,
+            spec.logprobs,
+            spec.bias,
+            window,
+        )
+
+
+def penalty_window(sampling: Sampling) -> int:
+    """Tokens of history the sampler needs; 0 when every penalty is off."""
+    if (
+        sampling.repetition_penalty == 1.0
+        and sampling.presence_penalty == 0.0
+        and sampling.frequency_penalty == 0.0
+    ):
+        return 0
+    return sampling.penalty_tokens
+
+
+def spec_of(sampling: Sampling) -> wire.Spec:
+    """Sampling parameters as they travel, with no history."""
+    return wire.Spec(
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.seed,
+        sampling.logprobs,
+        sampling.logit_bias,
+        0,
+    )

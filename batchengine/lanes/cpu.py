@@ -1,0 +1,133 @@
+"""The CPU lane's arithmetic: packed weights mapped read-only, one pinned pool, one Stepper.
+
+Owns the order of calls of one step; every number comes from the kernels.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+import kernels
+from batchengine import wire
+from batchengine.core import PAGE_TOKENS
+from batchengine.gguf import GgufFile
+from batchengine.lanes.steps import ModelFacts, Report, StepBatch, StepOutput, U64Array
+from batchengine.model import CpuOps, Model, Stepper
+from batchengine.weights import open_weights
+
+
+class CpuCompute:
+    """A whole model on the cores of this process."""
+
+    def __init__(self) -> None:
+        self._pool: kernels.Pool | None = None
+        self._stepper: Stepper | None = None
+
+    def load(self, load: wire.Load, report: Report) -> ModelFacts:
+        """Map (or pack) the weights and run the golden self-test."""
+        started = time.perf_counter()
+        pool = self._pool = kernels.Pool(load.threads, load.cores, load.spin_us)
+
+        def progress(fraction: float) -> None:
+            report("map weights", "", 0.9 * fraction, time.perf_counter() - started)
+
+        with GgufFile(load.model_path) as gguf:
+            weights = open_weights(gguf, pool, cache_dir=Path(load.cache_dir), progress=progress)
+        mapped = time.perf_counter()
+        size = f"{weights.packed_bytes / 2**20:.1f} MiB"
+        report("map weights", size, 0.9, mapped - started)
+        arith_id = kernels.arith_id(pool)
+        report("cpu kernels", f"self-test ok, {kernels.isa()}", 0.95, time.perf_counter() - mapped)
+        model = Model(weights)
+        pages = load.entries_max + -(-load.context_tokens // PAGE_TOKENS) * load.entries_max
+        self._stepper = Stepper(
+            CpuOps(pool),
+            model,
+            tokens_max=load.tokens_max,
+            entries_max=load.entries_max,
+            pages_max=pages,
+        )
+        spec = model.spec
+        identity: dict[str, str | int | float] = {
+            "model_hash": weights.fingerprint.hex(),
+            "arch": spec.arch,
+            "rope_digest": str(model.rope.digest()),
+            "rope_style": spec.rope_style,
+            "n_rot": spec.n_rot,
+            "eps": spec.eps,
+            "attention_scale": spec.attention_scale,
+        }
+        return ModelFacts(
+            arith_id=arith_id,
+            isa=kernels.isa(),
+            threads=pool.threads,
+            n_layer=len(model.layers),
+            n_kv_head=spec.n_kv_head,
+            head_dim=spec.head_dim,
+            payload_bytes=model.shape.payload_bytes,
+            vocab_size=spec.n_vocab,
+            identity=identity,
+        )
+
+    def run(self, batch: StepBatch, addresses: U64Array, seeds: U64Array) -> StepOutput:
+        """One forward pass; one token for each entry that wants one and is finite."""
+        stepper = self._stepper
+        if stepper is None:
+            raise RuntimeError("run before load")
+        ends = np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1)
+        wanting = [i for i, entry in enumerate(batch.entries) if entry.spec is not None]
+        stepper.set(batch.tokens, batch.shape, addresses)
+        wanted = ends[wanting]
+        poisoned = stepper.run(wanted)
+        rows: tuple[wire.Row, ...] = ()
+        if wanting:
+            logits = stepper.logits(len(wanting))
+            choices = stepper.ops.sample(logits, [_spec(batch, i) for i in wanting])
+            bad = set(poisoned)
+            bad.update(i for i, choice in zip(wanting, choices, strict=True) if choice.poisoned)
+            poisoned = sorted(bad)
+            rows = tuple(
+                wire.Row(
+                    batch.entries[i].session,
+                    choice.token,
+                    choice.logprob,
+                    tuple(choice.top),
+                )
+                for i, choice in zip(wanting, choices, strict=True)
+                if i not in bad
+            )
+        digests = kernels.row_digests(stepper.batch, stepper.model.shape, seeds)
+        return StepOutput(rows, tuple(poisoned), digests)
+
+    def close(self) -> None:
+        """End the pool's threads."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+_NO_HISTORY = np.zeros(0, np.int32)
+
+
+def _spec(batch: StepBatch, index: int) -> kernels.SampleSpec:
+    entry = batch.entries[index]
+    spec = entry.spec
+    if spec is None:
+        raise RuntimeError("this entry wants no token")
+    history = batch.histories[index]
+    return kernels.SampleSpec(
+        temperature=spec.temperature,
+        top_k=spec.top_k,
+        top_p=spec.top_p,
+        min_p=spec.min_p,
+        repetition_penalty=spec.repetition_penalty,
+        presence_penalty=spec.presence_penalty,
+        frequency_penalty=spec.frequency_penalty,
+        seed=spec.seed,
+        position=entry.start + entry.n_tokens,
+        history=_NO_HISTORY if history is None else history,
+        bias=list(spec.bias),
+        logprobs=spec.logprobs,
+    )

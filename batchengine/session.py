@@ -1,0 +1,173 @@
+"""A session: one token timeline, how far its KV is committed, and where its pages are.
+
+Owns the timeline, the frontier, the page table and the table of states. Refuses illegal
+transitions by lookup. Whether a session is prefilling is read from the frontier, where its KV
+lives from the page table; neither is a state.
+
+    timeline   [ tokens whose KV is committed | tokens still to compute ]
+                 0 .. frontier                  frontier .. len(tokens)
+    table      [ page 0 | page 1 | ... ]   page p holds positions [256 p, 256 p + 256)
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Sequence
+
+from batchengine.core import PAGE_TOKENS
+from kv_store.arena import ArenaPlace
+from kv_store.pages import PageRef
+
+ARENA_BIT = 1 << 63  # of a place code: set = open page in the lane's arena
+
+
+class State(enum.Enum):
+    """What a session may do next; see TRANSITIONS."""
+
+    IDLE = "idle"  # no request; named sessions keep tokens and KV
+    WAITING = "waiting"  # has a request, no seat in a batch
+    RUNNING = "running"  # holds a seat
+    FROZEN = "frozen"  # its pages are being handed over
+    CLOSED = "closed"
+
+
+class Event(enum.Enum):
+    """What happens to a session."""
+
+    START = "start"
+    ADMIT = "admit"
+    PREEMPT = "preempt"
+    FINISH = "finish"
+    FREEZE = "freeze"
+    THAW = "thaw"
+    CLOSE = "close"
+
+
+TRANSITIONS: dict[State, dict[Event, State]] = {
+    State.IDLE: {
+        Event.START: State.WAITING,
+        Event.FREEZE: State.FROZEN,
+        Event.CLOSE: State.CLOSED,
+    },
+    State.WAITING: {Event.ADMIT: State.RUNNING, Event.FINISH: State.IDLE},
+    State.RUNNING: {Event.PREEMPT: State.WAITING, Event.FINISH: State.IDLE},
+    State.FROZEN: {Event.THAW: State.IDLE, Event.CLOSE: State.CLOSED},
+    State.CLOSED: {},
+}
+
+
+class IllegalTransition(Exception):
+    """A bug in the engine: this event cannot happen in this state."""
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix of two token sequences; bisects on slices."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class Session:
+    """A token timeline with KV. `key` is unique in this engine's life; `epoch` only grows.
+
+    Page p is sealed for p < len(pinned): `pinned[p]` is the store's reference, held by one pin,
+    and the page outlives the worker. The pages after those are open: `places[p - len(pinned)]` is
+    their arena place. `codes[p]` is what the worker reads for either. `keys` are content keys of
+    leading full pages, as far as they were needed.
+    """
+
+    __slots__ = (
+        "alone_deaths",
+        "codes",
+        "epoch",
+        "frontier",
+        "key",
+        "keys",
+        "ledger_epoch",
+        "logged",
+        "name",
+        "pinned",
+        "places",
+        "session_id",
+        "state",
+        "suspect",
+        "tenant",
+        "tokens",
+        "used_seq",
+    )
+
+    def __init__(self, key: int, session_id: str, tenant: str) -> None:
+        self.key = key
+        self.session_id = session_id
+        self.tenant = tenant
+        self.name = f"{tenant}\x1f{session_id}".encode()  # durable: the same in every life
+        self.state = State.IDLE
+        self.epoch = 1
+        self.tokens: list[int] = []
+        self.frontier = 0
+        self.codes = array("Q")
+        self.pinned: list[PageRef] = []
+        self.places: list[ArenaPlace] = []
+        self.keys: list[bytes] = []
+        self.ledger_epoch = 1
+        self.logged = -1  # tokens of the timeline that the ledger was given; -1 = not in it
+        self.used_seq = 0
+        self.suspect = False
+        self.alone_deaths = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Session {self.session_id} {self.state.name} frontier={self.frontier}"
+            f"/{len(self.tokens)} pages={len(self.codes)} sealed={len(self.pinned)}"
+            f" epoch={self.epoch}>"
+        )
+
+    def on(self, event: Event) -> None:
+        """Move to the next state; an event the table does not list is a bug."""
+        after = TRANSITIONS[self.state].get(event)
+        if after is None:
+            raise IllegalTransition(f"{self!r}: {event.name}")
+        self.state = after
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens between the frontier and the end of the timeline."""
+        return len(self.tokens) - self.frontier
+
+    @property
+    def open_until(self) -> int:
+        """Positions below this already have a page."""
+        return len(self.codes) * PAGE_TOKENS
+
+    def rebase(self, prompt: Sequence[int]) -> int:
+        """Make `prompt` the timeline; the frontier stays inside the common prefix.
+
+        At least one token is left to compute, so that a step has logits to sample from. Returns
+        how many leading tokens the old and the new timeline share.
+        """
+        fresh = list(prompt)
+        shared = common_prefix(self.tokens, fresh)
+        self.tokens = fresh
+        self.frontier = min(self.frontier, shared, len(fresh) - 1)
+        del self.keys[shared // PAGE_TOKENS :]
+        return shared
+
+    def check(self) -> None:
+        """Invariants that hold between steps."""
+        if not 0 <= self.frontier <= len(self.tokens):
+            raise AssertionError(f"{self!r}: frontier outside the timeline")
+        if len(self.codes) * PAGE_TOKENS < self.frontier:
+            raise AssertionError(f"{self!r}: committed tokens without a page")
+        if len(self.pinned) + len(self.places) != len(self.codes):
+            raise AssertionError(f"{self!r}: {len(self.pinned)} pins, {len(self.places)} places")
+        for index, code in enumerate(self.codes):
+            if (code < ARENA_BIT) != (index < len(self.pinned)):
+                raise AssertionError(f"{self!r}: page {index} is not where the table says")
