@@ -15,7 +15,9 @@
 namespace batchengine {
 namespace {
 
-constexpr size_t PREFETCH_BYTES = 2304;  // ahead of the weights' stream: about four blocks of time
+// One token reads the weights as fast as memory gives them: this far ahead, into the second level
+// (prefetches into the first level fill its few miss buffers and cost a third of the bandwidth).
+constexpr size_t STREAM_AHEAD_BYTES = 9216;
 
 // The panel of one token group, from its first block.
 struct Panel {
@@ -247,9 +249,10 @@ INLINE void fold(const Accumulators<R, N>& acc, bool first, size_t token, TileRe
         }
 }
 
-// R tiles times N tokens of the panel, from token `token` on.
+// R tiles times N tokens of the panel, from token `token` on. With `ahead`, the weights that many
+// bytes further on are asked for meanwhile.
 template <class Weights, int R, int N>
-void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token,
+void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token, size_t ahead,
              TileResult* results) {
     const uint8_t* unit[R];
     UNROLL for (int r = 0; r < R; ++r) unit[r] = tiles + static_cast<size_t>(r) * bytes;
@@ -265,10 +268,10 @@ void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token,
                 Weights::template block<R, N>(acc, unit, i, x, cell, 2 * cell - token);
             }
             UNROLL for (int r = 0; r < R; ++r) {
-                if (N <= 2)
+                if (ahead)
                     for (size_t line = 0; line < Weights::BYTES; line += CACHE_LINE)
-                        _mm_prefetch(reinterpret_cast<const char*>(unit[r]) + PREFETCH_BYTES + line,
-                                     _MM_HINT_T0);
+                        _mm_prefetch(reinterpret_cast<const char*>(unit[r]) + ahead + line,
+                                     _MM_HINT_T1);
                 unit[r] += Weights::BYTES;
             }
         }
@@ -276,36 +279,98 @@ void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token,
     }
 }
 
-// All tokens of a group for R tiles: fours, then what is left.
+// All tokens of a group for R tiles: fours, then what is left. The first pass asks for the tiles
+// after these, which come next.
 template <class Weights, int R>
-void tokens_of(const uint8_t* tiles, size_t bytes, const Panel& x, size_t tokens,
+void tokens_of(const uint8_t* tiles, size_t bytes, const Panel& x, size_t tokens, bool cold,
                TileResult* results) {
+    size_t ahead = !cold ? 0 : tokens == 1 ? STREAM_AHEAD_BYTES : R * bytes;
     size_t token = 0;
-    for (; token + 4 <= tokens; token += 4)
-        product<Weights, R, 4>(tiles, bytes, x, token, results);
+    for (; token + 4 <= tokens; token += 4, ahead = 0)
+        product<Weights, R, 4>(tiles, bytes, x, token, ahead, results);
     switch (tokens - token) {
-        case 3: return product<Weights, R, 3>(tiles, bytes, x, token, results);
-        case 2: return product<Weights, R, 2>(tiles, bytes, x, token, results);
-        case 1: return product<Weights, R, 1>(tiles, bytes, x, token, results);
+        case 3: return product<Weights, R, 3>(tiles, bytes, x, token, ahead, results);
+        case 2: return product<Weights, R, 2>(tiles, bytes, x, token, ahead, results);
+        case 1: return product<Weights, R, 1>(tiles, bytes, x, token, ahead, results);
     }
 }
 
+// One token alone reads one tile after the other: a single stream is what memory serves fastest.
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
-                     TileResult* results) {
+                     bool cold, TileResult* results) {
     const size_t widest = tokens == 1 ? 1 : 3;
     while (tiles > 0) {
         const size_t now = tiles < widest ? tiles : widest;
         if (now == 3)
-            tokens_of<Weights, 3>(tile, bytes, x, tokens, results);
+            tokens_of<Weights, 3>(tile, bytes, x, tokens, cold, results);
         else if (now == 2)
-            tokens_of<Weights, 2>(tile, bytes, x, tokens, results);
+            tokens_of<Weights, 2>(tile, bytes, x, tokens, cold, results);
         else
-            tokens_of<Weights, 1>(tile, bytes, x, tokens, results);
+            tokens_of<Weights, 1>(tile, bytes, x, tokens, cold, results);
         tile += now * bytes;
         results += now;
         tiles -= now;
     }
+}
+
+// Sixteen weights of a float kind.
+template <Kind KIND>
+INLINE __m512 weights_at(const uint8_t* tile, size_t index) {
+    if constexpr (KIND == Kind::f32) return _mm512_load_ps(reinterpret_cast<const float*>(tile) + index);
+    const __m256i halves = _mm256_load_si256(
+        reinterpret_cast<const __m256i*>(reinterpret_cast<const uint16_t*>(tile) + index));
+    if constexpr (KIND == Kind::f16) return _mm512_cvtph_ps(halves);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+// The tree 16, 8, 4, 2, 1 over lanes k mod 32, of which a holds 0..15 and b 16..31.
+INLINE float tree(__m512 a, __m512 b) {
+    const __m512 s16 = _mm512_add_ps(a, b);
+    const __m256 s8 = _mm256_add_ps(_mm512_castps512_ps256(s16), _mm512_extractf32x8_ps(s16, 1));
+    const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
+    const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
+    return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
+}
+
+// Four rows times N tokens of float weights.
+template <Kind KIND, int N>
+void product_floats(const uint8_t* tile, size_t row, const Activations& x, size_t group,
+                    size_t token, TileResult& result) {
+    __m512 acc[4][N][2];
+    UNROLL for (int r = 0; r < 4; ++r)
+        UNROLL for (int n = 0; n < N; ++n) acc[r][n][0] = acc[r][n][1] = _mm512_setzero_ps();
+    const float* values = x.values.data() + (group * GROUP_TOKENS + token) * x.padded_width;
+    for (size_t b = 0; b < x.blocks; ++b)
+        UNROLL for (int half = 0; half < 2; ++half) {
+            const size_t k = 16 * static_cast<size_t>(half);
+            __m512 in[N];
+            UNROLL for (int n = 0; n < N; ++n)
+                in[n] = _mm512_load_ps(values + static_cast<size_t>(n) * x.padded_width + 32 * b + k);
+            UNROLL for (int r = 0; r < 4; ++r) {
+                const __m512 w = weights_at<KIND>(
+                    tile, (b * TILE_ROWS + row + static_cast<size_t>(r)) * 32 + k);
+                UNROLL for (int n = 0; n < N; ++n)
+                    acc[r][n][half] = _mm512_fmadd_ps(w, in[n], acc[r][n][half]);
+            }
+        }
+    UNROLL for (int r = 0; r < 4; ++r)
+        UNROLL for (int n = 0; n < N; ++n)
+            result.y[token + static_cast<size_t>(n)][row + static_cast<size_t>(r)] =
+                tree(acc[r][n][0], acc[r][n][1]);
+}
+
+template <Kind KIND>
+void multiply_floats(const uint8_t* tile, size_t bytes, size_t tiles, const Activations& x,
+                     size_t group, size_t tokens, TileResult* results) {
+    for (size_t t = 0; t < tiles; ++t)
+        for (size_t row = 0; row < TILE_ROWS; row += 4) {
+            size_t token = 0;
+            for (; token + 2 <= tokens; token += 2)
+                product_floats<KIND, 2>(tile + t * bytes, row, x, group, token, results[t]);
+            if (token < tokens)
+                product_floats<KIND, 1>(tile + t * bytes, row, x, group, token, results[t]);
+        }
 }
 
 void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles, size_t group,
@@ -313,16 +378,22 @@ void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t t
     const size_t bytes = tile_bytes(matrix.kind, matrix.cols);
     const uint8_t* tile = matrix.data + tile0 * bytes;
     const Panel panel(x, group);
+    const bool cold = group == 0;  // later groups find the weights in the cache
     switch (matrix.kind) {
         case Kind::q4_0:
-            return multiply_blocks<WeightsQ4_0>(tile, bytes, tiles, panel, tokens, results);
+            return multiply_blocks<WeightsQ4_0>(tile, bytes, tiles, panel, tokens, cold, results);
         case Kind::q4_1:
-            return multiply_blocks<WeightsQ4_1>(tile, bytes, tiles, panel, tokens, results);
+            return multiply_blocks<WeightsQ4_1>(tile, bytes, tiles, panel, tokens, cold, results);
         case Kind::q8_0:
-            return multiply_blocks<WeightsQ8_0>(tile, bytes, tiles, panel, tokens, results);
+            return multiply_blocks<WeightsQ8_0>(tile, bytes, tiles, panel, tokens, cold, results);
         case Kind::q6_k:
-            return multiply_blocks<WeightsQ6_K>(tile, bytes, tiles, panel, tokens, results);
-        default: LINEAR_SCALAR.multiply(matrix, x, tile0, tiles, group, tokens, results);
+            return multiply_blocks<WeightsQ6_K>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::f16:
+            return multiply_floats<Kind::f16>(tile, bytes, tiles, x, group, tokens, results);
+        case Kind::bf16:
+            return multiply_floats<Kind::bf16>(tile, bytes, tiles, x, group, tokens, results);
+        case Kind::f32:
+            return multiply_floats<Kind::f32>(tile, bytes, tiles, x, group, tokens, results);
     }
 }
 
