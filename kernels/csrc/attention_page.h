@@ -38,8 +38,13 @@ struct Partials {
 
 struct AttentionScratch {
     alignas(64) float score[ATTENTION_ROWS_MAX][256];
-    alignas(64) uint8_t high[ATTENTION_ROWS_MAX][256];  // weight >> 7
-    alignas(64) uint8_t low[ATTENTION_ROWS_MAX][256];   // weight & 127
+    union {
+        alignas(64) uint16_t weight[ATTENTION_ROWS_MAX][256];  // 14 bits
+        struct {
+            alignas(64) uint8_t high[ATTENTION_ROWS_MAX][256];  // weight >> 7
+            alignas(64) uint8_t low[ATTENTION_ROWS_MAX][256];   // weight & 127
+        };
+    };
     alignas(64) float dv[256];                          // the page's V scales in fp32
     float weight_scale[ATTENTION_ROWS_MAX];
 };

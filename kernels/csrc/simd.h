@@ -12,9 +12,24 @@
 #include <immintrin.h>
 #endif
 
+#include <type_traits>
+#include <utility>
+
 #define SIMD_FN static inline __attribute__((always_inline))
 
 namespace {
+
+// repeat<N>(EACH(i) { ... }) runs the body for the constants 0..N-1. Unlike an unrolled loop it is
+// gone before the compiler decides which arrays may live in registers, so they all do.
+template <class F, int... I>
+SIMD_FN void repeat_for(std::integer_sequence<int, I...>, F&& body) {
+    (body(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+SIMD_FN void repeat(F&& body) {
+    repeat_for(std::make_integer_sequence<int, N>{}, body);
+}
+#define EACH(i) [&](auto i) __attribute__((always_inline))
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define SIMD_AVX512 1
