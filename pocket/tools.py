@@ -153,9 +153,9 @@ TOOLS = {
     )
 }
 
-_ONSETS = "b c d f g h j k l m n p r s t v w z br cr dr fl gr kl pl sk st tr".split()
-_NUCLEI = "a a e e i i o o u ai ee oo".split()
-_CODAS = ["n", "r", "x", "l", "t", "s", "m", "k", ""]
+_ONSETS = (*"bcdfghjklmnprstvwz", "br", "cr", "dr", "fl", "gr", "kl", "pl", "sk", "st", "tr")
+_NUCLEI = (*"aeiouaeio", "ai", "ee", "oo")
+_CODAS = (*"nrxltsmk", "")
 
 
 def invented_word(rng: random.Random) -> str:
