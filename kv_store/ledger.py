@@ -240,7 +240,16 @@ class Ledger:
 
     def load_session(self, session: str) -> Future[SessionRecord | None]:
         """Tokens, turns and pages of a session; None if unknown; StoreCorrupt if damaged."""
-        return self.read(lambda db: _load_session(db, session))
+
+        def query(db: sqlite3.Connection) -> SessionRecord | None:
+            try:
+                return _load_session(db, session)
+            except (sqlite3.DatabaseError, TypeError, ValueError, OverflowError) as error:
+                raise StoreCorrupt(
+                    f"session {session} cannot be read from the ledger", why=str(error)
+                ) from error
+
+        return self.read(query)
 
     def list_sessions(self) -> Future[list[SessionInfo]]:
         """Every session, most recently used first."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from dataclasses import dataclass
+from typing import Any
 
 from kv_store import keys
 from kv_store.errors import LedgerRefused, StoreCorrupt
@@ -295,6 +296,7 @@ def _apply_turn(db: sqlite3.Connection, op: AppendTurn | FinishTurn) -> None:
                 _signed(op.seed),
             ),
         )
+        db.execute("UPDATE session SET used_seq = ? WHERE id = ?", (seq, op.session))
         return
     row = db.execute(
         "SELECT prompt_start FROM turn WHERE session = ? AND id = ?", (op.session, op.turn)
@@ -450,8 +452,10 @@ def _insert_blob(db: sqlite3.Connection, session: str, start: int, ids: bytes) -
     )
 
 
-def _check_blob(session: str, start: int, ids: bytes, checksum: bytes) -> None:
-    if len(ids) % 4 or keys.blob_checksum(session, start, ids) != checksum:
+def _check_blob(session: str, start: Any, ids: Any, checksum: Any) -> None:
+    """Values come from a file that may be damaged: their types are checked too."""
+    sound = type(start) is int and start >= 0 and type(ids) is bytes and not len(ids) % 4
+    if not sound or keys.blob_checksum(session, start, ids) != checksum:
         raise StoreCorrupt(
             f"token ids of session {session} at {start} fail their checksum",
             why="the ledger file was damaged",
