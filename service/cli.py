@@ -101,7 +101,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def exit_code(error: BatchEngineError) -> int:
     """The documented exit code of an error."""
-    if error.api_code == "invalid_configuration" or error.code in ("BE1111", "BE1112"):
+    if error.code == "BE1110":  # a port in use: nothing is wrong with the configuration
+        return EXIT_FAILED
+    if error.api_code == "invalid_configuration" or "BE1100" <= error.code <= "BE1112":
         return EXIT_USAGE
     return EXIT_CODES.get(error.api_code, EXIT_FAILED)
 

@@ -15,9 +15,10 @@ from batchengine.metrics import Metrics
 class Generation(Protocol):
     """One admitted request: its events, and the way to call it off."""
 
-    request_id: str
-    session_id: str | None
-
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def session_id(self) -> str | None: ...
     def __aiter__(self) -> AsyncIterator[GenerationEvent]: ...
     def cancel(self) -> None: ...
 
@@ -38,8 +39,8 @@ class TextFrontend(Protocol):
 class Engine(Protocol):
     """What `service` calls on the engine."""
 
-    metrics: Metrics
-
+    @property
+    def metrics(self) -> Metrics: ...
     @property
     def info(self) -> ModelInfo: ...
     @property

@@ -63,7 +63,8 @@ class Daemon:
             raise
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._kept: deque[str] = deque(maxlen=LINES_KEPT)
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -123,6 +124,9 @@ class Daemon:
             except subprocess.TimeoutExpired:
                 process.kill()
         code = process.wait()
+        self._reader.join(5.0)
+        if process.stdout is not None and not self._reader.is_alive():
+            process.stdout.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
         return code
 

@@ -326,7 +326,8 @@ def test_malformed_http_is_refused_and_the_daemon_lives() -> None:
         async with serving() as served:
             for data in MALFORMED:
                 answer = await served.raw(data, timeout_s=2)
-                assert answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), (data[:80], answer[:200])
+                assert answer[:5] == b"HTTP/", data[:80]
+                assert answer[9:10] == b"4", (data[:80], answer[:200])
                 assert b"Traceback" not in answer
                 assert b"aiohttp" not in answer
             assert (await post(served, CHAT, chat()))[0] == 200

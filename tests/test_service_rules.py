@@ -1,0 +1,428 @@
+"""Session and SLA carriers as tables, notifications, the admin socket, and binding rules."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from batchengine.config import ApiKey, Config, ServerConfig
+from batchengine.core import BatchEngineError, SlaClass
+from service import auth, client, listen, schema, sessions, sla
+from service.auth import Caller
+from service.control import Control
+from service.notify import Notifier
+from tests.fake_engine import FakeEngine, chat, post, serving
+
+Pairs = list[tuple[str, str]]
+
+
+def body_of(values: dict[str, Any]) -> schema.ChatRequest:
+    full = {"messages": [{"role": "user", "content": "x"}], **values}
+    return schema.read_request(schema.ChatRequest, full)[0]
+
+
+def headers_of(pairs: Pairs) -> CIMultiDictProxy[str]:
+    return CIMultiDictProxy(CIMultiDict(pairs))
+
+
+EVERYTHING: Pairs = [
+    ("X-Conversation-Id", "conversation"),
+    ("X-Other-Session-Id", "generic"),
+    ("x-session-affinity", "affinity"),
+    ("conversation_id", "codex-conversation"),
+    ("thread-id", "thread"),
+    ("session_id", "codex-old"),
+    ("session-id", "codex-new"),
+    ("x-session-id", "opencode"),
+    ("x-claude-code-session-id", "claude"),
+    ("x-claude-code-agent-id", "claude-agent"),
+    ("x-dynamo-session-id", "dynamo"),
+    ("x-batchengine-session-id", "ours"),
+]
+NEVER: Pairs = [
+    ("x-client-request-id", "openclaw"),
+    ("x-parent-session-id", "parent"),
+    ("x-dynamo-parent-session-id", "parent"),
+]
+
+
+def test_session_carriers_win_in_the_documented_order() -> None:
+    """Each carrier wins over everything after it: take them away one by one from the top."""
+    fields: dict[str, Any] = {
+        "batchengine": {"session_id": "extension"},
+        "session_id": "vllm",
+        "prompt_cache_key": "cache-key",
+        "metadata": {"session_id": "meta"},
+        "user": "someone",
+    }
+    remaining = list(EVERYTHING)
+    order = ["batchengine.session_id"]
+    name = sessions.resolve(body_of(fields), headers_of(remaining + NEVER), "")
+    assert name is not None
+    assert name.carrier == order[0]
+    del fields["batchengine"]
+    while remaining:
+        wanted, value = remaining[-1]
+        name = sessions.resolve(body_of(fields), headers_of(remaining + NEVER), "t")
+        assert name is not None
+        assert name.carrier == wanted.lower()
+        assert name.session_id == sessions.session_key("t", value)
+        remaining.pop()
+    for field in ("session_id", "prompt_cache_key", "metadata"):
+        name = sessions.resolve(body_of(fields), headers_of(NEVER), "t")
+        assert name is not None
+        assert name.carrier in (field, f"{field}.session_id")
+        del fields[field]
+    assert sessions.resolve(body_of(fields), headers_of(NEVER), "t") is None  # `user` is a person
+
+
+def test_session_ids_are_bound_to_their_tenant() -> None:
+    ours = sessions.session_key("a", "my session")
+    assert ours == sessions.session_key("a", "my session")
+    assert ours != sessions.session_key("b", "my session")
+    assert sessions.session_key("a", ours) == ours  # what we handed out comes back unchanged
+    assert sessions.session_key("b", ours) != ours
+    assert sessions.session_key("", "x") != sessions.session_key("x", "")  # length-prefixed
+    forged = ours[:-1] + ("a" if ours[-1] != "a" else "b")
+    assert sessions.session_key("a", forged) != forged
+    for bad in ("a\nb", "\x7f", "a\x00", "x" * 5000, "caf\udce9"):
+        with pytest.raises(BatchEngineError) as caught:
+            sessions.session_key("a", bad)
+        assert caught.value.http_status == 400
+    assert sessions.session_key("a", "x" * 4000).startswith("be_")  # long ids are hashed
+
+
+# body, headers, caller's class, expected class
+SLA_CLASSES: list[tuple[dict[str, Any], Pairs, SlaClass | None, str]] = [
+    ({}, [], None, "standard"),
+    ({}, [], SlaClass.BACKGROUND, "background"),
+    ({"model": "m:batch"}, [], SlaClass.BACKGROUND, "batch"),
+    ({"model": "m:interactive"}, [], None, "interactive"),
+    ({"model": "m:standard"}, [], None, "standard"),  # not an alias: `m` itself is standard
+    ({"model": "batch"}, [], None, "standard"),
+    ({"model": "m:batch", "speed": "fast"}, [], None, "interactive"),
+    ({"speed": "fast", "service_tier": "flex"}, [], None, "background"),
+    ({"service_tier": "priority"}, [], None, "interactive"),
+    ({"service_tier": "ultrafast"}, [], None, "interactive"),
+    ({"service_tier": "batch"}, [], None, "batch"),
+    ({"service_tier": "auto"}, [], SlaClass.BATCH, "batch"),
+    ({"service_tier": "default", "model": "m:background"}, [], None, "background"),
+    ({"service_tier": "standard_only", "model": "m:background"}, [], None, "standard"),
+    ({"service_tier": "flex"}, [("X-LLM-D-Inference-Objective", "interactive")], None,
+     "interactive"),
+    ({"batchengine": {"class": "batch"}}, [("x-llm-d-inference-objective", "interactive")], None,
+     "batch"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "pairs", "key_class", "expected"), SLA_CLASSES)
+def test_class_carriers(
+    fields: dict[str, Any], pairs: Pairs, key_class: SlaClass | None, expected: str
+) -> None:
+    found = sla.resolve(body_of(fields), headers_of(pairs), Caller("", key_class), Config())
+    assert found.sla_class == expected
+
+
+def test_targets_and_priorities() -> None:
+    def resolve(fields: dict[str, Any], pairs: Pairs) -> Any:
+        return sla.resolve(body_of(fields), headers_of(pairs), Caller(), Config())
+
+    pairs = [
+        ("x-llm-d-slo-ttft-ms", "250"),
+        ("x-slo-ttft-ms", "999"),
+        ("x-slo-tpot-ms", "40.5"),
+        ("x-batchengine-ttlt-ms", "60000"),
+    ]
+    found = resolve({}, pairs)
+    assert (found.ttft_ms, found.tpot_ms, found.ttlt_ms) == (250.0, 40.5, 60000.0)
+    found = resolve({"batchengine": {"ttft_ms": 100}}, pairs)
+    assert (found.ttft_ms, found.tpot_ms) == (100.0, 40.5)  # each value has its own first carrier
+    assert resolve({"priority": 5}, []).priority == -5  # vLLM: lower = sooner
+    hints = {"nvext": {"agent_hints": {"priority": 7}}, "priority": 5}
+    assert resolve(hints, []).priority == 7
+    assert resolve({"priority": 5}, [("x-dynamo-request-priority", "3")]).priority == 3
+    assert resolve({**hints, "batchengine": {"priority": 1}}, []).priority == 1
+    for text in ("nan", "inf", "-1", "0", "abc", "1e99", "", "9" * 40):
+        with pytest.raises(BatchEngineError) as caught:
+            resolve({}, [("x-slo-tpot-ms", text)])
+        assert caught.value.param == "x-slo-tpot-ms"
+    with pytest.raises(BatchEngineError) as caught:
+        resolve({}, [("x-llm-d-inference-objective", "vip")])
+    assert caught.value.http_status == 400
+
+
+def test_a_later_carrier_is_not_read_when_an_earlier_one_wins() -> None:
+    found = sla.resolve(
+        body_of({"batchengine": {"class": "batch"}, "service_tier": "nonsense"}),
+        headers_of([]),
+        Caller(),
+        Config(),
+    )
+    assert found.sla_class == SlaClass.BATCH
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "tls", "fine"),
+    [
+        ("127.0.0.1", False, False, True),
+        ("::1", False, False, True),
+        ("localhost", False, False, True),
+        ("0.0.0.0", False, False, False),
+        ("0.0.0.0", True, False, False),
+        ("0.0.0.0", False, True, False),
+        ("192.168.1.5", True, True, True),
+    ],
+)
+def test_a_reachable_address_needs_key_and_tls(
+    host: str, keys: bool, tls: bool, fine: bool
+) -> None:
+    config = Config(
+        server=ServerConfig(host=host, tls_terminated=tls),
+        auth=(ApiKey(name="k", key="k" * 20),) if keys else (),
+    )
+    if fine:
+        auth.check_bind(config)
+        return
+    with pytest.raises(BatchEngineError, match="refusing to listen"):
+        auth.check_bind(config)
+
+
+def test_key_files(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# team a\nfirst-key-1\n\n  second-key-2  \n")
+    path.chmod(0o644)
+    with pytest.raises(BatchEngineError, match="open to other users"):
+        auth.key_lines(path)
+    path.chmod(0o600)
+    assert auth.key_lines(path) == ["first-key-1", "second-key-2"]
+    with pytest.raises(BatchEngineError, match="cannot read"):
+        auth.key_lines(tmp_path / "nothing")
+
+
+def test_a_port_in_use_names_the_fix() -> None:
+    with listen.bind("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(BatchEngineError) as caught:
+            listen.bind("127.0.0.1", port)
+    assert caught.value.code == "BE1110"
+    assert "in use" in caught.value.why
+    assert "--port" in caught.value.fix
+    with pytest.raises(BatchEngineError, match="cannot listen"):
+        listen.bind("203.0.113.7", 0)
+
+
+def test_notifications_reach_the_manager(tmp_path: Path) -> None:
+    path = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(path))
+        manager.settimeout(5)
+        env = {
+            "NOTIFY_SOCKET": str(path),
+            "WATCHDOG_USEC": "300000",
+            "WATCHDOG_PID": str(os.getpid()),
+        }
+        notifier = Notifier(env)
+        notifier.stage("[1/5] map weights")
+        assert manager.recv(4096).decode().splitlines() == [
+            "STATUS=[1/5] map weights",
+            "EXTEND_TIMEOUT_USEC=120000000",
+        ]
+        notifier.ready("serving")
+        assert manager.recv(4096) == b"READY=1\nSTATUS=serving"
+        alive = True
+
+        async def watch() -> None:
+            task = asyncio.create_task(notifier.feed_watchdog(lambda: alive))
+            await asyncio.sleep(0.25)
+            task.cancel()
+
+        asyncio.run(watch())
+        assert manager.recv(4096) == b"WATCHDOG=1"
+        assert manager.recv(4096) == b"WATCHDOG=1"
+        manager.setblocking(False)
+        while True:
+            try:
+                manager.recv(4096)
+            except BlockingIOError:
+                break
+        alive = False  # a stuck engine must not be kept alive
+        asyncio.run(watch())
+        with pytest.raises(BlockingIOError):
+            manager.recv(4096)
+        notifier.stopping("draining", 90)
+        assert manager.recv(4096).startswith(b"STOPPING=1\n")
+        notifier.close()
+    abstract = f"\0batchengine-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(abstract)
+        other = Notifier(
+            {"NOTIFY_SOCKET": "@" + abstract[1:], "WATCHDOG_USEC": "9", "WATCHDOG_PID": "1"}
+        )
+        assert other.watchdog_s == 0.0  # meant for another process
+        other.ready("x")
+        assert manager.recv(100).startswith(b"READY=1")
+        other.close()
+    Notifier({}).ready("nobody listens, nothing happens")
+    Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).close()
+
+
+def test_admin_socket(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "admin.sock"
+    drained: list[bool] = []
+
+    async def scenario() -> None:
+        engine = FakeEngine(delay_s=30.0)
+        async with serving(engine) as served:
+            control = Control(path, served.service, lambda: drained.append(True))
+            await control.open()
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+            async def ask(command: str, **arguments: str) -> dict[str, Any]:
+                return await asyncio.to_thread(client.admin, str(path), command, **arguments)
+
+            status = (await ask("status"))["status"]
+            assert (status["state"], status["model"]) == ("ready", "fake")
+            request = asyncio.create_task(post(served, "/v1/chat/completions", chat()))
+            for _ in range(500):
+                if served.service.live:
+                    break
+                await asyncio.sleep(0.01)
+            rows = (await ask("requests"))["requests"]
+            assert len(rows) == 1
+            assert len((await ask("sessions"))["sessions"]) == 1
+            await ask("cancel", request_id=rows[0]["request_id"])
+            assert (await request)[0] == 500  # the fake ends without a last event
+            with pytest.raises(BatchEngineError, match="no such request"):
+                await ask("cancel", request_id="req_unknown")
+            with pytest.raises(BatchEngineError, match="unknown command"):
+                await ask("shutdown")
+            await ask("drain")
+            assert drained == [True]
+
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            for line in (b"\n", b"[]\n", b"\xff\n", b'{"command": "status", "x": 1}\n', b"{\n"):
+                writer.write(line)
+                answer = json.loads(await reader.readline())
+                assert answer["ok"] is False
+            writer.write(b"x" * 100_000 + b"\n")  # beyond the limit: hung up, not buffered
+            assert await reader.read() == b""
+            writer.close()
+            assert (await ask("status"))["ok"]
+
+            second = Control(path, served.service, lambda: None)
+            with pytest.raises(BatchEngineError, match="another daemon answers"):
+                await second.open()
+            await second.close()
+            assert path.exists()  # the loser leaves the winner's socket alone
+            await control.close()
+            assert not path.exists()
+
+    asyncio.run(scenario())
+
+
+def test_a_stale_admin_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "admin.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+
+    async def scenario() -> None:
+        async with serving() as served:
+            control = Control(path, served.service, lambda: None)
+            await control.open()
+            await control.close()
+            path.write_text("precious")
+            with pytest.raises(BatchEngineError, match="not a socket"):
+                await control.open()
+            assert path.read_text() == "precious"
+
+    asyncio.run(scenario())
+
+
+def test_admin_refuses_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "admin.sock"
+    monkeypatch.setattr("service.control._peer_uid", lambda writer: 12345)
+
+    async def scenario() -> None:
+        async with serving() as served:
+            control = Control(path, served.service, lambda: None)
+            await control.open()
+            with pytest.raises(BatchEngineError):
+                await asyncio.to_thread(client.admin, str(path), "status")
+            await control.close()
+
+    asyncio.run(scenario())
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    with pytest.raises(BatchEngineError) as caught:
+        client.admin(str(tmp_path / "none"), "status")
+    assert caught.value.api_code == "no_daemon"
+    with pytest.raises(BatchEngineError) as caught:
+        client.Client("http://127.0.0.1:9").models()
+    assert caught.value.api_code == "no_daemon"
+    for bad in ("ftp://x", "127.0.0.1:7717", "http://"):
+        with pytest.raises(BatchEngineError, match="not the address"):
+            client.Client(bad)
+
+
+def test_the_small_client_streams_and_reports_errors() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        async with serving(engine) as served:
+
+            def talk() -> None:
+                caller = client.Client(served.base)
+                assert caller.models()[0] == "fake"
+                chunks = list(caller.stream_chat(chat()))
+                assert chunks[-1]["usage"]["completion_tokens"] == 3
+                with pytest.raises(BatchEngineError) as caught:
+                    list(caller.stream_chat(chat(temperature=9)))
+                assert (caught.value.http_status, caught.value.code) == (400, "BE1201")
+                engine.fail_after = 1
+                with pytest.raises(BatchEngineError, match="numeric fault"):
+                    list(caller.stream_chat(chat()))
+
+            await asyncio.to_thread(talk)
+
+    asyncio.run(scenario())
+
+
+def test_closing_a_stream_of_the_small_client_cancels_it() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(reply=["x"] * 1000, delay_s=0.02)
+        async with serving(engine) as served:
+
+            def talk() -> None:
+                stream = client.Client(served.base).stream_chat(chat())
+                next(stream)
+                stream.close()
+
+            await asyncio.to_thread(talk)
+            async with asyncio.timeout(5):
+                await engine.generations[0].cancelled.wait()
+
+    asyncio.run(scenario())
+
+
+def test_service_imports_no_tokenizer_and_no_engine() -> None:
+    """The HTTP layer stands on the door alone; the real engine comes in `server.run`."""
+    import subprocess
+
+    code = (
+        "import sys, service.api, service.listen, service.control;"
+        "heavy = {'llama_cpp', 'torch', 'batchengine.engine', 'kernels._native'};"
+        "heavy &= set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
