@@ -1,0 +1,368 @@
+"""The engine over a real worker process and the pocket model: the same bits, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from batchengine.core import BatchEngineError, Sampling, TokenEvent
+from batchengine.engine import Engine
+from tests.fakes import Reference, read, request, run, running_engine, words
+
+
+@pytest.fixture(scope="module")
+def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
+    made = Reference(pocket_path, cache_dir)
+    yield made
+    made.close()
+
+
+def test_batch_chunks_and_seeds_change_no_token(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """Mixed lengths decoded together, prefilled in chunks of 48: equal to each one alone."""
+    jobs = [
+        (words(i, n), Sampling(temperature=t, seed=i, top_p=p, repetition_penalty=r))
+        for i, (n, t, p, r) in enumerate(
+            [(1, 0, 1, 1), (5, 0, 1, 1), (255, 0.8, 0.9, 1), (256, 0, 1, 1.1), (257, 1.2, 1, 1),
+             (700, 0, 1, 1), (300, 0.7, 0.95, 1.2), (33, 1.0, 1, 1)]
+        )
+    ]  # fmt: skip
+
+    async def work() -> list[list[int]]:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir,
+            lane__chunk_tokens_max=48, lane__entries_max=5, lane__tokens_per_step=64,
+        ) as engine:  # fmt: skip
+            running = [engine.submit(request(p, 40, sampling=s)) for p, s in jobs]
+            answers = await asyncio.gather(*(read(g) for g in running))
+            assert all(a.reason == "length" for a in answers)
+            return [a.tokens for a in answers]
+
+    got = run(work())
+    assert got == [reference.tokens(p, 40, s) for p, s in jobs]
+
+
+def test_prefix_is_found_and_changes_nothing(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    prompt = words(7, 1100)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = await read(engine.submit(request(prompt, 16)))
+            assert first.done is not None
+            assert first.done.usage.cached_tokens == 0
+            await sealed(engine, 4)
+            again = await read(engine.submit(request(prompt, 16)))
+            branch = [*prompt[:600], *words(8, 50)]
+            other = await read(engine.submit(request(branch, 16)))
+            exact = await read(engine.submit(request(prompt[:512], 8)))
+            foreign = await read(engine.submit(request(prompt, 16, tenant="someone")))
+        assert again.done is not None
+        assert other.done is not None
+        assert exact.done is not None
+        assert foreign.done is not None
+        assert again.done.usage.cached_tokens == 1024
+        assert other.done.usage.cached_tokens == 512
+        assert exact.done.usage.cached_tokens == 256  # one token must be left to compute
+        assert foreign.done.usage.cached_tokens == 0  # another tenant shares nothing
+        assert first.tokens == again.tokens == foreign.tokens == reference.tokens(prompt, 16)
+        assert other.tokens == reference.tokens(branch, 16)
+        assert exact.tokens == reference.tokens(prompt[:512], 8)
+
+    run(work())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Poll a fact of the engine; a test that waits in vain fails after 30 s."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  the engine has no event for every fact
+            await asyncio.sleep(0.002)
+
+
+async def sealed(engine: Engine, pages: int) -> None:
+    """Wait until that many pages were published and verified."""
+    await until(lambda: int(engine.stats()["pages_sealed"]) >= pages)
+
+
+def test_named_session_keeps_its_kv_and_follows_edits(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    start = words(11, 300)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(request(start, 20, session="s")))
+            longer = [*start, *one.tokens, *words(12, 30)]
+            two = await read(engine.submit(request(longer, 20, session="s")))
+            edited = [*start[:280], *words(13, 40)]
+            three = await read(engine.submit(request(edited, 20, session="s")))
+            assert one.done is not None
+            assert two.done is not None
+            assert three.done is not None
+            assert two.done.usage.cached_tokens == 319  # all but the last generated token
+            assert three.done.usage.cached_tokens in (256, 280)  # sealed by then or still open
+            assert one.tokens == reference.tokens(start, 20)
+            assert two.tokens == reference.tokens(longer, 20)
+            assert three.tokens == reference.tokens(edited, 20)
+
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            again = await read(engine.submit(request(edited, 20, session="s")))
+            assert again.done is not None
+            assert again.done.usage.cached_tokens == 256  # from disk, verified
+            assert again.tokens == three.tokens
+
+    run(work())
+
+
+def test_same_session_twice_runs_one_after_the_other(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            prompts = [words(20 + i, 40) for i in range(3)]
+            running = [engine.submit(request(p, 12, session="one")) for p in prompts]
+            answers = await asyncio.gather(*(read(g) for g in running))
+            assert [a.tokens for a in answers] == [reference.tokens(p, 12) for p in prompts]
+
+    run(work())
+
+
+@pytest.mark.parametrize("kills", [1, 3])
+def test_stream_survives_kill_9_of_the_worker(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, kills: int
+) -> None:
+    """Killed while prefilling and while decoding: the stream goes on, nothing repeats."""
+    prompts = [words(30 + i, 200 + 150 * i) for i in range(3)]
+    n = 120
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, lane__chunk_tokens_max=64
+        ) as engine:
+            running = [engine.submit(request(p, n)) for p in prompts]
+            tasks = [asyncio.ensure_future(read(g)) for g in running]
+            for kill in range(kills):
+                await until(lambda: running[0].completion_tokens > 25 * kill)  # noqa: B023
+                os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+            answers = await asyncio.gather(*tasks)
+            assert [a.tokens for a in answers] == [reference.tokens(p, n) for p in prompts]
+            assert engine.lanes()[0]["incarnation"] == kills + 1
+            assert engine.state == "ready"
+
+    run(work())
+
+
+def test_cancel_frees_everything(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, lane__places=20) as engine:
+            generations = [engine.submit(request(words(i, 100), 4000)) for i in range(6)]
+            async for event in generations[0]:
+                if isinstance(event, TokenEvent):
+                    break
+            for generation in generations:
+                generation.cancel()
+                generation.cancel()
+            await until(lambda: not engine.requests())
+            loop = engine._loops[0]
+            assert not loop.running
+            assert not loop.waiting
+            assert not loop.sessions
+            assert loop.pages.places_free == 20
+            assert [e async for e in generations[1]] == []
+
+    run(work())
+
+
+def test_two_hundred_at_once(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    prompts = [words(1000 + i, 5 + i % 37) for i in range(200)]
+
+    async def work() -> list[list[int]]:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            running = [engine.submit(request(p, 10)) for p in prompts]
+            answers = await asyncio.gather(*(read(g) for g in running))
+            return [a.tokens for a in answers]
+
+    assert run(work()) == [reference.tokens(p, 10) for p in prompts]
+
+
+def test_page_pressure_preempts_but_every_answer_is_right(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """Eight sessions of four pages on a store of twelve pages and six open places."""
+    prompts = [words(50 + i, 700) for i in range(8)]
+    page = 327_680
+
+    async def work() -> list[list[int]]:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir,
+            store__budget_bytes=64 << 20, lane__places=6, lane__entries_max=4,
+        ) as engine:  # fmt: skip
+            for loop in engine._loops:
+                loop._pages_budget = min(loop._pages_budget, 12)
+            assert page == engine.stats()["store"]["page_bytes"]
+            running = [engine.submit(request(p, 60)) for p in prompts]
+            answers = await asyncio.gather(*(read(g) for g in running))
+            assert all(a.reason == "length" for a in answers), answers
+            return [a.tokens for a in answers]
+
+    assert run(work()) == [reference.tokens(p, 60) for p in prompts]
+
+
+def test_urgent_requests_preempt_and_nothing_changes(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    slow = [words(70 + i, 60) for i in range(3)]
+    fast = [words(80 + i, 40) for i in range(4)]
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, lane__entries_max=2) as engine:
+            background = [engine.submit(request(p, 300, sla="batch")) for p in slow]
+            tasks = [asyncio.ensure_future(read(g)) for g in background]
+            await asyncio.sleep(0.1)
+            urgent = [engine.submit(request(p, 30, sla="interactive")) for p in fast]
+            answers = await asyncio.gather(*(read(g) for g in urgent))
+            assert [a.tokens for a in answers] == [reference.tokens(p, 30) for p in fast]
+            slow_answers = await asyncio.gather(*tasks)
+            assert [a.tokens for a in slow_answers] == [reference.tokens(p, 300) for p in slow]
+
+    run(work())
+
+
+def test_refusals_name_their_reason(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, limits__queue_max=2, lane__entries_max=1
+        ) as engine:
+            context = engine.info.context_tokens
+            with pytest.raises(BatchEngineError) as caught:
+                engine.submit(request(words(1, context), 1))
+            assert caught.value.api_code == "context_length_exceeded"
+            assert caught.value.http_status == 400
+            assert caught.value.details == {"n_prompt_tokens": context, "n_ctx": context}
+            for bad in ([], [-1], [2048]):
+                with pytest.raises(BatchEngineError) as caught:
+                    engine.submit(request(bad, 1))
+                assert caught.value.http_status == 400
+            with pytest.raises(BatchEngineError):
+                engine.submit(request([1], 0))
+            made = [engine.submit(request(words(1, 20), 9000)) for _ in range(2)]
+            await asyncio.sleep(0.2)  # one has the seat now
+            made.append(engine.submit(request(words(1, 20), 9000)))
+            with pytest.raises(BatchEngineError) as caught:
+                engine.submit(request(words(1, 20), 9000))
+            assert caught.value.http_status == 429
+            assert caught.value.retry_after_ms is not None
+            stopping = asyncio.ensure_future(engine.stop(0.05))
+            await asyncio.sleep(0)
+            with pytest.raises(BatchEngineError) as caught:
+                engine.submit(request([1], 1))
+            assert caught.value.http_status == 503
+            await stopping
+            answers = await asyncio.gather(*(read(g) for g in made))
+            assert {a.reason for a in answers} == {"shutdown"}
+
+    run(work())
+
+
+def test_stop_strings_hide_themselves_and_end_the_stream(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            prompt = await engine.text.encode_chat(
+                [{"role": "user", "content": "Copy: the red fox and the blue bird"}]
+            )
+            whole = await read(engine.submit(request(prompt, 40)))
+            middle = whole.text[len(whole.text) // 2 :][:4]
+            assert len(middle) == 4
+            cut = await read(engine.submit(request(prompt, 40, stop=(middle,))))
+            assert cut.reason == "stop"
+            assert cut.text == whole.text[: whole.text.index(middle)]
+            assert whole.tokens[: len(cut.tokens)] == cut.tokens
+
+    run(work())
+
+
+def test_logprobs_and_usage(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            answer = await read(
+                engine.submit(request(words(3, 30), 5, sampling=Sampling(logprobs=4)))
+            )
+            tokens = [e for e in answer.events if isinstance(e, TokenEvent)]
+            assert len(tokens) == 5
+            for event in tokens:
+                assert event.logprob is not None
+                assert event.logprob.token == event.token
+                assert event.logprob.logprob <= 0.0
+                assert [t.logprob for t in event.top] == sorted(
+                    (t.logprob for t in event.top), reverse=True
+                )
+                assert len(event.top) == 4
+                assert event.top[0].token == event.token  # greedy
+            assert answer.done is not None
+            usage = answer.done.usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (30, 5)
+            assert 0 <= usage.queue_ms <= usage.ttft_ms <= usage.total_ms
+            assert usage.lane == "cpu"
+
+    run(work())
+
+
+def test_recall_over_five_thousand_tokens(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """A wrong page would lose the fact: placed first, asked for after 5,000 tokens."""
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            messages = [
+                {"role": "user", "content": "Remember this: The code for banana is 4829."},
+                {"role": "assistant", "content": "OK."},
+            ]
+            while True:
+                for ask, answer in (("3 + 4?", "7"), ("What is 12 + 5?", "17")):
+                    messages.append({"role": "user", "content": ask})
+                    messages.append({"role": "assistant", "content": answer})
+                if len(messages) % 40 == 2 and len(await engine.text.encode_chat(messages)) > 5000:
+                    break
+            messages.append({"role": "user", "content": "What is the code for banana?"})
+            prompt = await engine.text.encode_chat(messages)
+            assert len(prompt) > 5000
+            for session in ("recall", "recall", None):
+                answer = await read(
+                    engine.submit(request(prompt, 30, session=session, ignore_eos=False))
+                )
+                assert answer.reason == "stop"
+                assert "4829" in answer.text, answer.text
+
+    run(work())
+
+
+def test_sessions_never_see_each_other(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """Two sessions take turns with different histories of the same shape."""
+    base = {name: words(90 + i, 290) for i, name in enumerate(("a", "b"))}
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            history = {name: list(tokens) for name, tokens in base.items()}
+            for _ in range(4):
+                answers = await asyncio.gather(
+                    *(read(engine.submit(request(h, 9, session=s))) for s, h in history.items())
+                )
+                for (name, timeline), answer in zip(history.items(), answers, strict=True):
+                    assert answer.tokens == reference.tokens(timeline, 9), name
+                    timeline += answer.tokens + words(ord(name), 21)
+
+    run(work())
