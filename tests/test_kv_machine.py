@@ -1,0 +1,250 @@
+"""The store against a simple model: random reserve, seal, publish, pin, evict, load, restart."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kv_store import PAGE_TOKENS, ROOT_KEY, PageRef, PageState, StaleRef, Store, Ticket, chain_keys
+from kv_store.pages import TRANSITIONS, Page, PageEvent, PageTable
+from tests.kv_workload import (
+    SALT,
+    Lane,
+    descriptor,
+    payload_of,
+    read_page,
+    tokens_of,
+    wait_for_growth,
+)
+from tests.kv_workload import settings as store_settings
+
+NAMES = st.integers(0, 5)  # timelines; those of one parity share their first page
+PAGES = 3
+
+
+def timeline(name: int) -> np.ndarray:
+    ids = tokens_of(name, PAGES)
+    ids[:PAGE_TOKENS] = tokens_of(1000 + name % 2, 1)
+    return ids
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Model: which keys were published and not certainly forgotten, and who holds how many pins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.mkdtemp(prefix="kv-machine-")
+        self.incarnation = 0
+
+    @initialize(pages=st.integers(3, 12), extent=st.integers(1, 4))
+    def start(self, pages: int, extent: int) -> None:
+        self.settings = store_settings(pages, extent)
+        self.pages = pages
+        self.known: dict[bytes, PageRef] = {}
+        self.pins: dict[PageRef, int] = {}
+        self.tickets: list[tuple[Ticket, bool]] = []  # and whether it is sealed
+        self.open()
+
+    def open(self) -> None:
+        self.incarnation += 1
+        self.store = Store.open(self.folder, descriptor(), self.settings)
+        self.lane = Lane(self.store, 2, self.incarnation)
+        self.keys = {
+            name: chain_keys(timeline(name), self.store.repr_id, SALT) for name in range(6)
+        }
+
+    @rule(name=NAMES, page=st.integers(0, PAGES - 1), priority=st.integers(0, 2))
+    def seal(self, name: int, page: int, priority: int) -> None:
+        wait_for_growth(self.store)
+        parent = self.keys[name][page - 1] if page else ROOT_KEY
+        ids = timeline(name)[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]
+        held = len(self.pins) + sum(t.page is not None for t, _ in self.tickets)
+        probe = self.store.reserve(parent, ids, SALT, priority)
+        if probe is None:
+            growing = self.store.refusal == "the next extent is being allocated"
+            assert growing or held >= self.pages, (self.store.refusal, held)
+            return
+        self.store.abort(probe)
+        ticket = self.lane.seal(parent, ids, priority)
+        assert ticket.key == self.keys[name][page]
+        self.tickets.append((ticket, True))
+
+    @precondition(lambda self: self.tickets)
+    @rule(index=st.integers(0, 10), give_up=st.booleans())
+    def end_ticket(self, index: int, give_up: bool) -> None:
+        ticket, _ = self.tickets.pop(index % len(self.tickets))
+        if give_up:
+            self.store.abort(ticket)
+            return
+        future = self.store.publish(ticket)
+        self.store.ledger.commit()
+        ref = future.result(20)
+        assert self.store.state(ref) is PageState.PUBLISHED
+        self.known[ticket.key] = ref
+        self.pins[ref] = self.pins.get(ref, 0) + 1
+
+    @rule(name=NAMES, pin=st.booleans())
+    def match(self, name: int, pin: bool) -> None:
+        refs = self.store.match_prefix(timeline(name), SALT, pin=True)
+        good = self.store.load(refs).result(20)
+        assert all(good)
+        for key, ref in zip(self.keys[name], refs, strict=False):
+            assert self.known[key] == ref, "found a page that was never published"
+            assert read_page(self.store, ref) == payload_of(key).tobytes(), "wrong KV"
+            if pin:
+                self.pins[ref] = self.pins.get(ref, 0) + 1
+            else:
+                self.store.unpin(ref)
+
+    @precondition(lambda self: self.pins)
+    @rule(index=st.integers(0, 20))
+    def unpin(self, index: int) -> None:
+        ref = list(self.pins)[index % len(self.pins)]
+        self.store.unpin(ref)
+        self.pins[ref] -= 1
+        if not self.pins[ref]:
+            del self.pins[ref]
+
+    @rule(count=st.integers(0, 4))
+    def evict(self, count: int) -> None:
+        assert self.store.evict(count) <= count
+
+    @rule(name=NAMES)
+    def condemn(self, name: int) -> None:
+        for ref in self.store.match_prefix(timeline(name), SALT)[:1]:
+            self.store.condemn(ref)
+            assert self.store.match_prefix(timeline(name), SALT) == []
+
+    @rule()
+    def restart(self) -> None:
+        for ticket, _ in self.tickets:
+            self.store.abort(ticket)
+        self.lane.close()
+        self.store.close()
+        self.tickets, self.pins = [], {}
+        self.open()
+
+    @invariant()
+    def audited(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        self.store.check_integrity()
+        for ref, count in self.pins.items():
+            page = self.store._table.get(ref)  # a pinned page never loses its place
+            assert page.pins >= count
+        numbers = self.store.stat()
+        assert int(numbers["pages_total"]) <= self.pages
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.lane.close()
+            self.store.close()
+        shutil.rmtree(self.folder)
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(
+    max_examples=15,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_only_the_written_transitions_exist() -> None:
+    """Every (state, event) pair: it leads where the table says, or nothing changes."""
+    for state, event in itertools.product(PageState, PageEvent):
+        table = PageTable()
+        page = table.add_place(0, 0)
+        table._counts[PageState.FREE] -= 1
+        table._counts[state] += 1
+        page.state = state
+        if state in (PageState.PUBLISHED, PageState.LISTED, PageState.LOADING):
+            table._by_key[page.key] = page
+            table._children[page.parent] = 1
+        target = TRANSITIONS[state].get(event)
+        if target is None:
+            with pytest.raises(StaleRef, match="cannot"):
+                table.apply(page, event)
+            assert page.state is state
+        else:
+            table.apply(page, event)
+            assert page.state is target
+
+
+@pytest.mark.parametrize("holder", ["pins", "writers"])
+def test_a_held_place_is_never_freed(holder: str) -> None:
+    table = PageTable()
+    table.add_place(0, 0)
+    page = table.take_free()
+    assert page is not None
+    table.apply(page, PageEvent.RELEASE)
+    setattr(page, holder, 1)
+    with pytest.raises(StaleRef, match="still held"):
+        table.apply(page, PageEvent.FREE)
+    setattr(page, holder, 0)
+    table.apply(page, PageEvent.FREE)
+    assert page.gen == 1
+
+
+def published(table: PageTable, page_id: int, parent: bytes, priority: int = 0) -> Page:
+    table.add_place(page_id, 0)
+    page = table.find(page_id)
+    assert page is not None
+    page.key, page.parent, page.priority = bytes([page_id + 1]) * 32, parent, priority
+    table.apply(page, PageEvent.LIST)
+    return page
+
+
+def test_victims_equal_repeated_single_choices() -> None:
+    """The batch choice is what choosing one by one would give; nothing is changed by asking."""
+    rng = np.random.default_rng(3)
+    for _ in range(40):
+        table, pages = PageTable(), list[Page]()
+        for page_id in range(12):
+            parent = ROOT_KEY
+            if pages and rng.integers(3):
+                parent = pages[rng.integers(len(pages))].key
+            pages.append(published(table, page_id, parent, int(rng.integers(3))))
+            pages[-1].pins = int(rng.integers(5) == 0)
+        batch = [page.page_id for page in table.victims(12)]
+        table.check()
+        singles = list[int]()
+        while one := table.victims(1):
+            table.apply(one[0], PageEvent.RELEASE)
+            singles.append(one[0].page_id)
+        assert batch == singles
+        for page in pages:  # whatever is left is pinned or has a pinned descendant
+            if page.state is PageState.LISTED and not page.pins:
+                assert any(p.parent == page.key and p.state is PageState.LISTED for p in pages)
+
+
+def test_a_place_whose_generations_are_used_up_is_never_reused() -> None:
+    table = PageTable()
+    table.add_place(0, 0xFFFFFFFE)
+    page = table.take_free()
+    assert page is not None
+    table.apply(page, PageEvent.RELEASE)
+    table.apply(page, PageEvent.FREE)
+    assert table.take_free() is None
+    table.check()
+
+
+def test_the_audit_catches_what_it_is_for() -> None:
+    table = PageTable()
+    page = published(table, 0, ROOT_KEY)
+    table.check()
+    for name, value in {"pins": -1, "writers": 2, "state": PageState.FREE, "parent": b"x"}.items():
+        good = getattr(page, name)
+        setattr(page, name, value)
+        with pytest.raises(AssertionError):
+            table.check()
+        setattr(page, name, good)
+    table.check()
