@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from batchengine.core import BatchEngineError
+from batchengine.tokenizer.check import check_vocabulary, unusable
 
 # One text may be this large. Far above any context window; below the C API's int32 lengths.
 TEXT_BYTES_MAX = 64 << 20
@@ -130,7 +131,7 @@ class Tokenizer:
         self.vocab_size = api.llama_vocab_n_tokens(vocab)
         if self.vocab_size <= 0:
             self.close()
-            raise _unusable(self.path, "the vocabulary is empty (tokenizer.ggml.model is none)")
+            raise unusable(self.path, "the vocabulary is empty (tokenizer.ggml.model is none)")
         template = api.llama_model_chat_template(self._model, None)
         self.chat_template = template.decode("utf-8", "replace") if template else None
         self._pieces: list[bytes | None] = [None] * self.vocab_size
@@ -179,10 +180,10 @@ class Tokenizer:
                 self._vocab, data, len(data), out, room, False, special
             )
         if count < 0:
-            raise BatchEngineError(
-                "BE1500", "the text could not be tokenised", why=f"llama.cpp answered {count}"
-            )
-        tokens = out[:count]
+            raise _failed(f"llama.cpp answered {count}")
+        tokens: list[int] = out[:count]
+        if count and min(tokens) < 0:
+            raise _failed("the vocabulary has neither a token for a part of it nor one for unknown")
         wanted = self.add_bos if add_bos is None else add_bos
         if wanted and self.bos is not None:
             tokens.insert(0, self.bos)
@@ -216,7 +217,8 @@ class Tokenizer:
 
     def _open(self) -> int:
         if not self.path.is_file():
-            raise _unusable(self.path, "no such file")
+            raise unusable(self.path, "no such file")
+        check_vocabulary(self.path)
         library = self._library
         with library.load_lock:
             library.quiet()
@@ -225,7 +227,7 @@ class Tokenizer:
             params.n_gpu_layers = 0
             model = self._api.llama_model_load_from_file(os.fsencode(self.path), params)
             if not model:
-                raise _unusable(self.path, library.cause() or "llama.cpp gave no reason")
+                raise unusable(self.path, library.cause() or "llama.cpp gave no reason")
         return model
 
     def _declared(self, name: str, token: int) -> int | None:
@@ -282,11 +284,5 @@ def _too_large() -> BatchEngineError:
     )
 
 
-def _unusable(path: Path, why: str) -> BatchEngineError:
-    return BatchEngineError(
-        "BE1501",
-        f"the vocabulary of {path.name} cannot be used",
-        why=why,
-        fix="check the tokenizer.ggml.* keys of the file, or convert the model again",
-        api_code="tokenizer_unusable",
-    )
+def _failed(why: str) -> BatchEngineError:
+    return BatchEngineError("BE1500", "the text could not be tokenised", why=why)
