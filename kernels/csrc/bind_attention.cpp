@@ -262,7 +262,7 @@ void bind_place(nb::module_& module) {
             return xxh3_64(held.data(), held.size(), seed);
         },
         nb::arg("data"), nb::arg("seed") = 0,
-        nb::sig("def xxh3_64(data: collections.abc.Buffer, seed: int = 0) -> int"));
+        nb::sig("def xxh3_64(data: typing_extensions.Buffer, seed: int = 0) -> int"));
 }
 
 void check_spec(const SampleSpec& spec) {

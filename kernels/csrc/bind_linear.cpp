@@ -195,6 +195,14 @@ void bind_products(nb::module_& module) {
 
 void bind_rows_ops(nb::module_& module) {
     module.def(
+        "multiply_then_add",
+        [](float a, float b, float c) {
+            const FloatEnvironment canonical;
+            return linear_kernels().multiply_then_add(a, b, c);
+        },
+        nb::arg("a"), nb::arg("b"), nb::arg("c"),
+        "RN(RN(a*b)+c) in the code of the level in use: proves that nothing was contracted.");
+    module.def(
         "quantise",
         [](Pool& pool, const Rows& x, size_t tokens, Activations& out) {
             require_tokens(tokens, x.tokens_max, "quantise");

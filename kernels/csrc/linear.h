@@ -35,6 +35,8 @@ struct LinearKernels {
     // out = RN(silu(RN(gate + gate_bias)) * RN(up + bias))
     void (*gate)(const TileResult& gate, const float* gate_bias, const TileResult& up,
                  const TileTarget& target);
+    // RN(RN(a * b) + c): differs from one fma when the compiler contracted this level's code.
+    float (*multiply_then_add)(float a, float b, float c);
 };
 const LinearKernels& linear_kernels();  // of the level in use
 

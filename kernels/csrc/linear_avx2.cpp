@@ -284,6 +284,6 @@ void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t t
 
 }  // namespace
 
-const LinearKernels LINEAR_AVX2 = {multiply, store_tile, add_tile, gate_tile};
+const LinearKernels LINEAR_AVX2 = {multiply, store_tile, add_tile, gate_tile, multiply_then_add};
 
 }  // namespace batchengine

@@ -51,4 +51,12 @@ void gate_tile(const TileResult& gate, const float* gate_bias, const TileResult&
         put(to, token, vsilu(biased(gate, gate_bias, token)) * biased(up, to.bias, token));
 }
 
+// Contraction would fuse even intrinsics; the plain half catches a compiler that fuses only those.
+float multiply_then_add(float a, float b, float c) {
+    float lanes[TILE_ROWS];
+    vstore(lanes, vset(a) * vset(b) + vset(c));
+    const float plain = a * b + c;
+    return lanes[0] == plain ? plain : ca1::poison();
+}
+
 }  // namespace

@@ -161,8 +161,10 @@ void gate(const TileResult& gate, const float* gate_bias, const TileResult& up,
                                               biased(up, to.bias, token, row);
 }
 
+float multiply_then_add(float a, float b, float c) { return a * b + c; }
+
 }  // namespace
 
-const LinearKernels LINEAR_SCALAR = {multiply, store, add, gate};
+const LinearKernels LINEAR_SCALAR = {multiply, store, add, gate, multiply_then_add};
 
 }  // namespace batchengine
