@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,6 +98,13 @@ async def read(generation: Generation) -> Answer:
             case _:
                 pass
     return answer
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Poll a fact of the engine; a test that waits in vain fails after 30 s."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  the engine has no event for every fact
+            await asyncio.sleep(0.002)
 
 
 _count = 0

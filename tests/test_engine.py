@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from batchengine.core import BatchEngineError, Sampling, TokenEvent
 from batchengine.engine import Engine
-from tests.fakes import Reference, read, request, run, running_engine, words
+from tests.fakes import Reference, read, request, run, running_engine, until, words
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +77,6 @@ def test_prefix_is_found_and_changes_nothing(
         assert exact.tokens == reference.tokens(prompt[:512], 8)
 
     run(work())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Poll a fact of the engine; a test that waits in vain fails after 30 s."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  the engine has no event for every fact
-            await asyncio.sleep(0.002)
 
 
 async def sealed(engine: Engine, pages: int) -> None:

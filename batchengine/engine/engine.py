@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from prometheus_client import Counter
+
 from batchengine import cost, scheduler
 from batchengine.config import Config
 from batchengine.core import (
@@ -76,6 +78,7 @@ class Engine:
         self._maintained = time.monotonic()
         self._fatal: BaseException | None = None
         self._turn_over = asyncio.Event()
+        self._told: dict[str, dict[tuple[Counter, tuple[str, ...]], float]] = {}
 
     def __repr__(self) -> str:
         return f"<Engine {self._state} turns={len(self._turns)} sessions={len(self._named)}>"
@@ -335,10 +338,12 @@ class Engine:
             raise RuntimeError("submit before start")
         try:
             await self._journal.load(session)
-        except BatchEngineError as error:
+        except Exception as error:
+            log.error("session %s cannot be reopened: %s", session.session_id, error)
             self._drop_named(session)
             self._next_in_queue(session, None)
-            generation.fail(error)
+            known = isinstance(error, BatchEngineError)
+            generation.fail(error if known else refusals.internal(error))
             return
         self._begin(session, generation, loop)
 
@@ -378,7 +383,11 @@ class Engine:
         self, turn: Turn, loop: LaneLoop, pending: asyncio.Future[list[bool]]
     ) -> None:
         """Pages found on disk are verified before anything reads them."""
-        good = await pending
+        try:
+            good = await pending
+        except Exception as error:
+            log.error("pages of %s cannot be read, it is computed again: %s", turn, error)
+            good = [False]
         loop.pages.loaded(turn.session, good)
         self._join(turn, loop)
 
@@ -537,6 +546,7 @@ class Engine:
             now_ms = self._now_ms()
             self._end_slow_readers(now_ms)
             self._set_gauges()
+            self._set_counters()
             if now_ms - told > QUEUED_EVENT_S * 1000:
                 told = now_ms
                 self._tell_waiting()
@@ -578,6 +588,26 @@ class Engine:
             for loop in self._loops:
                 pair = (name, loop.lane.name)
                 self.metrics.requests_running.labels(*pair).set(running.get(pair, 0))
+
+    def _set_counters(self) -> None:
+        """Counters kept as plain numbers by the step loops, brought up to date."""
+        for loop in self._loops:
+            name, told = loop.lane.name, self._told.setdefault(loop.lane.name, {})
+            for counter, labels, value in (
+                (self.metrics.steps_total, (name,), loop.steps),
+                (self.metrics.tokens_total, ("computed",), loop.tokens),
+                (self.metrics.tokens_total, ("generated",), loop.generated),
+                (self.metrics.step_predicted_seconds_total, (name,), loop.predicted_ms / 1000),
+                (self.metrics.kv_pages_total, ("sealed",), loop.pages.sealed),
+                (self.metrics.kv_pages_total, ("seal_failed",), loop.pages.seal_failures),
+            ):
+                key = (counter, labels)
+                counter.labels(*labels).inc(value - told.get(key, 0))
+                told[key] = value
+        if self._store is not None:
+            stat = self._store.stat()
+            used, budget = float(stat["used_bytes"]), float(stat["budget_bytes"])
+            self.metrics.kv_usage_ratio.labels("disk").set(used / max(budget, 1.0))
 
     async def _audit(self) -> None:
         """Audit when idle: invariants of every session, then of the store."""

@@ -100,10 +100,15 @@ class LaneLoop:
         self._cancelled: list[Turn] = []
         self._emissions: list[Emission] = []
         self._flight: Flight | None = None
+        self._observed: tuple[Flight, wire.StepDone, list[tuple[int, int]]] | None = None
         self._waiting_rows: tuple[scheduler.Row, ...] | None = None
         self._policy = scheduler.Policy()
         self.steps = 0
         self.tokens = 0
+        self.generated = 0
+        self.predicted_ms = 0.0
+        lane.on_death = self.wake  # an idle lane must notice too
+        self._step_seconds = owner.metrics.step_seconds.labels(lane.name)
 
     def __repr__(self) -> str:
         return f"<LaneLoop {self.lane!r} running={len(self.running)} waiting={len(self.waiting)}>"
@@ -178,6 +183,8 @@ class LaneLoop:
 
     async def _step(self) -> None:
         self._drain()
+        if not self.lane.alive:
+            raise await self.lane.died()
         flight = self._prepare(scheduler.plan(self._view(), self.now_ms()))
         if flight is None:
             self._emit()
@@ -374,13 +381,17 @@ class LaneLoop:
             self.pages.verified(seal, good)
         for turn in poisoned:
             self._poison(turn)
-        self._observe(flight, done, computed)
+        self.steps += 1
+        self._observed = (flight, done, computed)
+        if computed:
+            self._owner.tokens_committed()
 
     def _add_token(self, turn: Turn, row: wire.Row, now_ms: float) -> None:
         """One sampled token: to the timeline, to the reader, and is it the last?"""
         session, generation = turn.session, turn.generation
         session.tokens.append(row.token)
         generation.completion_tokens += 1
+        self.generated += 1
         if generation.first_token_ms is None:
             generation.first_token_ms = now_ms
         generation.last_token_ms = now_ms
@@ -412,21 +423,23 @@ class LaneLoop:
             self._leave(turn)
         self._owner.turn_failed(turn, _numeric_fault(turn))
 
-    def _observe(
-        self, flight: Flight, done: wire.StepDone, computed: list[tuple[int, int]]
-    ) -> None:
-        self.steps += 1
-        if not computed:
+    def _observe(self) -> None:
+        """Learn from the last step; like text, this is done while the next one computes."""
+        if self._observed is None:
             return
-        self.step_ms = done.elapsed_us / 1000.0
-        self.tokens += sum([n for _, n in computed])
-        self.cost.observe(work_of(computed), self.step_ms)
-        self._owner.tokens_committed()
+        (flight, done, computed), self._observed = self._observed, None
+        if computed:
+            self.step_ms = done.elapsed_us / 1000.0
+            self.tokens += sum([n for _, n in computed])
+            self.cost.observe(work_of(computed), self.step_ms)
+            self._step_seconds.observe(done.elapsed_us / 1e6)
+            self.predicted_ms += flight.predicted_ms
 
     # ------------------------------------------------------------------------------- readers
 
     def _emit(self) -> None:
         """Text and events of the last step, while the worker computes the next."""
+        self._observe()
         emissions, self._emissions = self._emissions, []
         for turn, row, finish in emissions:
             if row is not None and self._emit_token(turn, row) and not finish:

@@ -56,6 +56,7 @@ class Lane:
         self.steps = 0
         self.ready: wire.Ready | None = None
         self.late_frames = 0
+        self.on_death: Callable[[], None] | None = None  # called once per worker life
         self._command = tuple(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
@@ -298,6 +299,8 @@ class Lane:
         died.set_result(death)
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(death)
+        if self.on_death is not None:
+            self.on_death()
 
 
 def _describe(status: int) -> str:

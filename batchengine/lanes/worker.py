@@ -21,7 +21,6 @@ from batchengine.lanes.process import guard_process
 from batchengine.lanes.steps import Compute, Limits, ModelFacts, unpack
 from kv_store.layout import PageLayout
 
-
 log = logging.getLogger("batchengine.worker")
 
 

@@ -1,0 +1,44 @@
+"""A worker whose arithmetic can be told, by tokens of the prompt, to go wrong.
+
+Same process, frames and memory as the real one; only `run` is wrapped. Started by exec as
+`python -m tests.faulty_worker ...`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from batchengine.lanes.cpu import CpuCompute
+from batchengine.lanes.steps import StepBatch, StepOutput, U64Array
+from batchengine.lanes.worker import main
+
+# Ordinary words of the pocket vocabulary that tests otherwise avoid.
+SEGV, NAN, HANG, RAISE, ABORT_OFTEN = 2001, 2002, 2003, 2004, 2005
+
+
+class FaultyCompute(CpuCompute):
+    """Acts when a fault token is among the tokens of a step, after the KV was written."""
+
+    def run(self, batch: StepBatch, addresses: U64Array, seeds: U64Array) -> StepOutput:
+        output = super().run(batch, addresses, seeds)
+        tokens = set(batch.tokens.tolist())
+        if SEGV in tokens:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if HANG in tokens:
+            time.sleep(3600)
+        if RAISE in tokens:
+            raise RuntimeError("planted")
+        if NAN in tokens:
+            ends = batch.shape[:, 0].cumsum()
+            hit = [int((ends <= i).sum()) for i, t in enumerate(batch.tokens) if t == NAN]
+            rows = tuple(
+                r for r in output.rows if r.session not in {batch.entries[i].session for i in hit}
+            )
+            return StepOutput(rows, tuple(sorted(set(hit))), output.row_digests)
+        return output
+
+
+if __name__ == "__main__":
+    main(FaultyCompute)

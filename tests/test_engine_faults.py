@@ -1,0 +1,184 @@
+"""Faults in a worker: who hears of it, who does not, and that the daemon goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchengine.core import Sampling
+from batchengine.engine import loop as engine_loop
+from tests.fakes import Reference, read, request, run, running_engine, until, words
+from tests.faulty_worker import HANG, NAN, RAISE, SEGV
+
+FAULTY = (sys.executable, "-m", "tests.faulty_worker")
+
+
+@pytest.fixture(scope="module")
+def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
+    made = Reference(pocket_path, cache_dir)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("fault", [SEGV, RAISE])
+def test_a_session_that_kills_the_worker_is_stopped_and_others_go_on(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, fault: int
+) -> None:
+    """Everybody in the crashed step is suspect; alone, only the guilty crashes again."""
+    good = [words(i, 40) for i in range(3)]
+    bad = [*words(9, 30), fault, *words(10, 5)]
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, FAULTY) as engine:
+            running = [engine.submit(request(p, 60)) for p in good]
+            tasks = [asyncio.ensure_future(read(g)) for g in running]
+            await until(lambda: running[0].completion_tokens > 3)
+            guilty = await read(engine.submit(request(bad, 60)))
+            assert guilty.error is not None
+            assert guilty.error.api_code == "session_quarantined"
+            assert guilty.tokens == []
+            answers = await asyncio.gather(*tasks)
+            assert [a.tokens for a in answers] == [reference.tokens(p, 60) for p in good]
+            after = await read(engine.submit(request(good[0], 8)))
+            assert after.tokens == answers[0].tokens[:8]
+            assert engine.lanes()[0]["incarnation"] <= 4
+
+    run(work())
+
+
+def test_a_number_that_is_not_finite_ends_only_its_turn(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    prompt = words(1, 40)
+    bad = [*words(2, 600), NAN]
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, FAULTY) as engine:
+            fine = engine.submit(request(prompt, 60))
+            poisoned = engine.submit(request(bad, 60, session="s"))
+            answers = await asyncio.gather(read(fine), read(poisoned))
+            assert answers[0].tokens == reference.tokens(prompt, 60)
+            error = answers[1].error
+            assert error is not None
+            assert (error.api_code, error.http_status) == ("numeric_fault", 500)
+            assert answers[1].tokens == []
+            again = await read(engine.submit(request([*bad[:-1], 77], 9, session="s")))
+            assert again.tokens == reference.tokens([*bad[:-1], 77], 9)
+            assert engine.lanes()[0]["incarnation"] == 1
+
+    run(work())
+
+
+def test_a_hang_is_killed_at_its_deadline(
+    pocket_path: Path,
+    tmp_path: Path,
+    cache_dir: Path,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_loop, "STEP_DEADLINE_MIN_S", 0.5)
+    monkeypatch.setattr(engine_loop, "STEP_DEADLINE_FACTOR", 0.0)
+    prompt = words(1, 40)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, FAULTY) as engine:
+            fine = asyncio.ensure_future(read(engine.submit(request(prompt, 200))))
+            hanging = await read(engine.submit(request([5, HANG, 6], 10)))
+            assert hanging.error is not None
+            assert (await fine).tokens == reference.tokens(prompt, 200)
+
+    run(work())
+
+
+def test_a_stopped_worker_that_wakes_late_changes_nothing(
+    pocket_path: Path,
+    tmp_path: Path,
+    cache_dir: Path,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SIGSTOP looks like a hang: killed at the deadline, and the next incarnation goes on."""
+    monkeypatch.setattr(engine_loop, "STEP_DEADLINE_MIN_S", 0.5)
+    monkeypatch.setattr(engine_loop, "STEP_DEADLINE_FACTOR", 0.0)
+    prompt = words(3, 300)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            generation = engine.submit(request(prompt, 150))
+            task = asyncio.ensure_future(read(generation))
+            await until(lambda: generation.completion_tokens > 20)
+            os.kill(int(engine.lanes()[0]["pid"]), signal.SIGSTOP)
+            assert (await task).tokens == reference.tokens(prompt, 150)
+            assert engine.lanes()[0]["incarnation"] == 2
+
+    run(work())
+
+
+def test_idle_death_is_noticed_and_named_sessions_stay_usable(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    prompt = words(4, 400)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(request(prompt, 10, session="s")))
+            await until(lambda: int(engine.stats()["pages_sealed"]) == 1)
+            os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+            await until(lambda: engine.lanes()[0]["incarnation"] == 2)
+            longer = [*prompt, *one.tokens, 55, 66]
+            two = await read(engine.submit(request(longer, 10, session="s")))
+            assert two.done is not None
+            assert two.done.usage.cached_tokens == 256  # the sealed page outlived the worker
+            assert two.tokens == reference.tokens(longer, 10)
+
+    run(work())
+
+
+def test_repeated_kills_from_outside_blame_nobody(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """An operator's (or the OOM killer's) SIGKILL says nothing about the session."""
+    prompt = words(5, 30)
+    sampling = Sampling(temperature=0.9, seed=4)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            generation = engine.submit(request(prompt, 40, sampling=sampling))
+            task = asyncio.ensure_future(read(generation))
+            for life in range(1, 4):
+                await until(lambda: engine.lanes()[0]["incarnation"] == life)  # noqa: B023
+                await until(lambda: engine.lanes()[0]["steps"] > 0)
+                os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+            assert (await task).tokens == reference.tokens(prompt, 40, sampling)
+
+    run(work())
+
+
+def test_a_slow_reader_pauses_and_is_ended_at_last(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    prompt = words(6, 20)
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, server__reader_stall_s=2
+        ) as engine:
+            slow = engine.submit(request(prompt, 700))
+            never = engine.submit(request(words(7, 20), 700))
+            await until(lambda: any(r["state"] == "paused" for r in engine.requests()))
+            await asyncio.sleep(0.3)
+            assert slow.completion_tokens < 400, "it must not compute into a full buffer"
+            answer = await read(slow)
+            assert answer.tokens == reference.tokens(prompt, 700)
+            await until(lambda: never.finished)
+            ended = await read(never)
+            assert ended.error is not None
+            assert ended.error.api_code == "client_too_slow"
+
+    run(work())
