@@ -200,7 +200,7 @@ async def _completions(request: web.Request) -> web.StreamResponse:
 async def _generate(
     request: web.Request,
     kind: type[schema.Body],
-    prepare: Callable[[work.Job, schema.Body, Engine], Awaitable[Shape]],
+    prepare: Callable[[work.Job, schema.Body, Engine, int], Awaitable[Shape]],
 ) -> web.StreamResponse:
     """One generation request: check, admit, answer."""
     service = request.app[SERVICE]
@@ -218,7 +218,7 @@ async def _generate(
     for name in unknown:
         engine.metrics.count_ignored_field(name)
     job = work.open_job(body, request.headers, request[CALLER], engine, config, request[REQUEST_ID])
-    shape = await prepare(job, body, engine)
+    shape = await prepare(job, body, engine, config.limits.tokens_max_default)
     generations = work.submit_all(engine, job)
     live = service.live[job.request_id] = Live(job, generations, time.monotonic())
     headers = request[HEADERS]

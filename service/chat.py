@@ -17,7 +17,9 @@ REASONING_NAMES = ("reasoning_content", "reasoning", "reasoning_text")
 KWARGS = {"enable_thinking": bool}  # what a client may tell a template (RELIABILITY R15)
 
 
-async def prepare(job: Job, body: ChatRequest, engine: Engine) -> ChatShape:
+async def prepare(
+    job: Job, body: ChatRequest, engine: Engine, tokens_max_default: int
+) -> ChatShape:
     """Tokens of the conversation into `job.requests`; raises 400."""
     messages = [_message(message, index) for index, message in enumerate(body.messages)]
     context = engine.info.context_tokens
@@ -26,6 +28,8 @@ async def prepare(job: Job, body: ChatRequest, engine: Engine) -> ChatShape:
     prompt = await engine.text.encode_chat(messages, tools, _kwargs(body.chat_template_kwargs))
     work.check_prompt(prompt, context, "messages")
     tokens_max = body.max_completion_tokens or body.max_tokens
+    if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
+        tokens_max = min(tokens_max_default, context - len(prompt))
     work.fill(job, body, [prompt], tokens_max, engine)
     return ChatShape(job)
 

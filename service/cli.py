@@ -92,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
         if debug:
             raise
         print(
-            f"batchengine: BE1219 unexpected {type(error).__name__}: {error}."
+            f"batchengine: BE1719 unexpected {type(error).__name__}: {error}."
             " Fix: run again with --debug and report the traceback",
             file=sys.stderr,
         )

@@ -14,7 +14,9 @@ from service.work import Job
 TOKENS_DEFAULT = 16  # what every client of this older API expects
 
 
-async def prepare(job: Job, body: CompletionRequest, engine: Engine) -> CompletionShape:
+async def prepare(
+    job: Job, body: CompletionRequest, engine: Engine, tokens_max_default: int
+) -> CompletionShape:
     """Tokens of every prompt into `job.requests`; raises 400."""
     info = engine.info
     prompts: list[list[int]] = []
@@ -28,7 +30,9 @@ async def prepare(job: Job, body: CompletionRequest, engine: Engine) -> Completi
         prompts.append(tokens)
     wanted = body.max_tokens
     if wanted is None:  # the default must never be the reason for refusing a prompt that fits
-        wanted = min(TOKENS_DEFAULT, min(info.context_tokens - len(p) for p in prompts))
+        wanted = min(
+            TOKENS_DEFAULT, tokens_max_default, *(info.context_tokens - len(p) for p in prompts)
+        )
     work.fill(job, body, prompts, wanted, engine)
     return CompletionShape(job)
 

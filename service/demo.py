@@ -50,7 +50,8 @@ def demo(model: Path) -> int:
         print("\nstopping")
         code = daemon.stop()
         for line in daemon.rest():
-            print(line)
+            if line.startswith(("  drain", "  stopped", "batchengine:")):
+                print(line)
     if code != 0:
         raise BatchEngineError(
             "BE1134",
@@ -75,10 +76,16 @@ def _converse(client: Client) -> None:
         print(f"           [{turn.facts()}]\n")
         details: dict[str, Any] = turn.usage["prompt_tokens_details"]
         cached = details["cached_tokens"]
-    for lane in client.get("/health").get("lanes", []):
-        print("served by  " + "  ".join(f"{k} {v}" for k, v in lane.items()))
+    health = client.get("/health")
+    for lane in health["lanes"]:
+        print(
+            f"served by  {lane['name']} lane: {lane.get('threads', '?')} threads,"
+            f" {lane.get('isa', '?')} kernels, {lane.get('steps', '?')} steps"
+        )
     if cached == 0:
-        print("note: the second turn found nothing in the KV store")
+        raise BatchEngineError(
+            "BE1135", "the second turn found nothing in the KV store", fix="report this"
+        )
 
 
 if __name__ == "__main__":

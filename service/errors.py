@@ -1,6 +1,6 @@
 """The errors of the HTTP service: one constructor per way a request can be wrong, one JSON shape.
 
-Owns the codes BE1200-BE1249 and the OpenAI error object. Refuses to let an unexpected exception
+Owns the codes BE1700-BE1749 and the OpenAI error object. Refuses to let an unexpected exception
 tell a client anything but its own error code: paths, addresses and prompts stay inside.
 """
 
@@ -54,7 +54,7 @@ def error_headers(error: BatchEngineError) -> dict[str, str]:
 
 def invalid_json(why: str, param: str | None = None) -> BatchEngineError:
     return BatchEngineError(
-        "BE1200",
+        "BE1700",
         "the request body is not valid JSON",
         why=why,
         fix="send one UTF-8 JSON object",
@@ -69,7 +69,7 @@ def invalid_field(
     param: str | None, what: str, *, why: str = "", fix: str = "", api_code: str = "invalid_value"
 ) -> BatchEngineError:
     return BatchEngineError(
-        "BE1201",
+        "BE1701",
         what,
         why=why,
         fix=fix,
@@ -82,7 +82,7 @@ def invalid_field(
 
 def unsupported_field(param: str, what: str, fix: str) -> BatchEngineError:
     return BatchEngineError(
-        "BE1204",
+        "BE1704",
         what,
         why="this daemon does not implement it and will not pretend to",
         fix=fix,
@@ -96,7 +96,7 @@ def unsupported_field(param: str, what: str, fix: str) -> BatchEngineError:
 def unknown_fields(names: list[str]) -> BatchEngineError:
     listing = ", ".join(names[:8])
     return BatchEngineError(
-        "BE1222",
+        "BE1722",
         f"unknown fields in strict mode: {listing}",
         why="?strict=1 turns every field this daemon does not know into an error",
         fix="remove them, or drop ?strict=1",
@@ -109,7 +109,7 @@ def unknown_fields(names: list[str]) -> BatchEngineError:
 
 def unknown_model(asked: str, served: list[str]) -> BatchEngineError:
     return BatchEngineError(
-        "BE1202",
+        "BE1702",
         f"the model {asked[:80]!r} is not served here",
         why="this daemon serves one model and never substitutes another",
         fix="use one of: " + ", ".join(served),
@@ -140,7 +140,7 @@ def prompt_too_long(
 
 def body_too_large(bytes_max: int) -> BatchEngineError:
     return BatchEngineError(
-        "BE1205",
+        "BE1705",
         f"the request body is larger than {bytes_max:,} bytes",
         fix="send a smaller body; a prompt that long does not fit the context either",
         http_status=413,
@@ -151,7 +151,7 @@ def body_too_large(bytes_max: int) -> BatchEngineError:
 
 def wrong_content_type(seen: str) -> BatchEngineError:
     return BatchEngineError(
-        "BE1206",
+        "BE1706",
         f"the content type is {seen[:60]!r}" if seen else "the content type is missing",
         why="a browser may send other types across sites without asking",
         fix="send Content-Type: application/json (UTF-8)",
@@ -163,7 +163,7 @@ def wrong_content_type(seen: str) -> BatchEngineError:
 
 def content_encoded(seen: str) -> BatchEngineError:
     return BatchEngineError(
-        "BE1207",
+        "BE1707",
         f"Content-Encoding {seen[:40]!r} is refused",
         why="a few compressed bytes can unpack into gigabytes",
         fix="send the body uncompressed",
@@ -175,7 +175,7 @@ def content_encoded(seen: str) -> BatchEngineError:
 
 def wrong_host() -> BatchEngineError:
     return BatchEngineError(
-        "BE1208",
+        "BE1708",
         "the Host header names a host this daemon does not answer for",
         why="a web page could rebind its own name to this address",
         fix="use the address the daemon listens on, or start it with --allow-host NAME",
@@ -187,7 +187,7 @@ def wrong_host() -> BatchEngineError:
 
 def wrong_origin() -> BatchEngineError:
     return BatchEngineError(
-        "BE1209",
+        "BE1709",
         "requests from this web origin are refused",
         why="a page in a browser must not drive the daemon unasked",
         fix="call the daemon from a program, not from another site's page",
@@ -199,7 +199,7 @@ def wrong_origin() -> BatchEngineError:
 
 def unauthorised(sent: bool) -> BatchEngineError:
     return BatchEngineError(
-        "BE1210",
+        "BE1710",
         "the API key is wrong" if sent else "an API key is required",
         why="this daemon was started with API keys, which cover every route",
         fix="send Authorization: Bearer KEY",
@@ -211,7 +211,7 @@ def unauthorised(sent: bool) -> BatchEngineError:
 
 def unknown_route(method: str, path: str) -> BatchEngineError:
     return BatchEngineError(
-        "BE1211",
+        "BE1711",
         f"there is no route {method} {path[:80]}",
         fix="POST /v1/chat/completions or /v1/completions; GET /v1/models, /health, /metrics",
         http_status=404,
@@ -222,7 +222,7 @@ def unknown_route(method: str, path: str) -> BatchEngineError:
 
 def wrong_method(method: str, allowed: list[str]) -> BatchEngineError:
     return BatchEngineError(
-        "BE1212",
+        "BE1712",
         f"{method} is not possible on this route",
         fix="use " + " or ".join(allowed),
         http_status=405,
@@ -233,7 +233,7 @@ def wrong_method(method: str, allowed: list[str]) -> BatchEngineError:
 
 def not_supported(what: str, fix: str) -> BatchEngineError:
     return BatchEngineError(
-        "BE1213",
+        "BE1713",
         what,
         fix=fix,
         http_status=501,
@@ -244,7 +244,7 @@ def not_supported(what: str, fix: str) -> BatchEngineError:
 
 def too_many_connections(connections_max: int) -> BatchEngineError:
     return BatchEngineError(
-        "BE1214",
+        "BE1714",
         f"all {connections_max:,} connections are in use",
         fix="retry, or raise the connection limit",
         http_status=503,
@@ -255,18 +255,18 @@ def too_many_connections(connections_max: int) -> BatchEngineError:
 
 def still_loading(progress: float) -> BatchEngineError:
     return BatchEngineError(
-        "BE1215",
+        "BE1715",
         f"the model is still loading ({round(100 * progress)} %)",
         fix="retry; GET /health turns to 200 when it is ready",
         http_status=503,
-        api_code="loading",
+        api_code="loading_model",
         retry_after_ms=1000,
     )
 
 
 def draining() -> BatchEngineError:
     return BatchEngineError(
-        "BE1216",
+        "BE1716",
         "the daemon is draining",
         why="it finishes what is running and then stops or restarts",
         fix="retry in a few seconds",
@@ -278,7 +278,7 @@ def draining() -> BatchEngineError:
 
 def client_too_slow(seconds: float) -> BatchEngineError:
     return BatchEngineError(
-        "BE1217",
+        "BE1717",
         f"the client read nothing for {seconds:g} s",
         fix="read the stream as it arrives",
         http_status=408,
@@ -289,7 +289,7 @@ def client_too_slow(seconds: float) -> BatchEngineError:
 
 def body_too_slow(seconds: float) -> BatchEngineError:
     return BatchEngineError(
-        "BE1218",
+        "BE1718",
         f"the request body did not arrive within {seconds:g} s",
         fix="send the whole body at once",
         http_status=408,
@@ -300,7 +300,7 @@ def body_too_slow(seconds: float) -> BatchEngineError:
 
 def internal(request_id: str) -> BatchEngineError:
     return BatchEngineError(
-        "BE1219",
+        "BE1719",
         f"internal error in request {request_id}",
         why="the daemon's log holds the details under that id",
         fix="retry; if it happens again, report it with the log",
@@ -311,7 +311,7 @@ def internal(request_id: str) -> BatchEngineError:
 
 def malformed_http(status: int) -> BatchEngineError:
     return BatchEngineError(
-        "BE1220",
+        "BE1720",
         "the request is not well-formed HTTP/1.1",
         fix="send one Host header, printable headers below 8 KiB, and no conflicting lengths",
         http_status=status,
@@ -320,9 +320,21 @@ def malformed_http(status: int) -> BatchEngineError:
     )
 
 
+def cancelled() -> BatchEngineError:
+    return BatchEngineError(
+        "BE1724",
+        "the request was cancelled",
+        why="the operator of the daemon called it off",
+        fix="ask before sending it again",
+        http_status=409,
+        error_type=INVALID,
+        api_code="cancelled",
+    )
+
+
 def shed(running: int, limit: int) -> BatchEngineError:
     return BatchEngineError(
-        "BE1223",
+        "BE1723",
         f"{running:,} generations are open, the limit is {limit:,}",
         fix="retry after the time given",
         http_status=429,

@@ -50,7 +50,8 @@ class FanIn:
                 await self._queue.put((index, event))
                 if isinstance(event, DoneEvent | ErrorEvent):
                     return
-            raise RuntimeError("generation ended without a last event")
+            # only a cancelled generation ends without a last event
+            await self._queue.put((index, ErrorEvent(errors.cancelled())))
         except BatchEngineError as error:
             await self._queue.put((index, ErrorEvent(error)))
         except Exception:

@@ -199,17 +199,16 @@ def fill(
     job: Job,
     body: ChatRequest | CompletionRequest,
     prompts: list[list[int]],
-    tokens_max: int | None,
+    tokens_max: int,
     engine: Engine,
 ) -> None:
-    """Writes `job.requests`: prompts x choices. `tokens_max` None = until the context is full."""
+    """Writes `job.requests`: prompts x choices."""
     if len(prompts) * job.choices_per_prompt > GENERATIONS_MAX:
         raise errors.invalid_field(
             "n",
             f"{len(prompts)} prompts x n {job.choices_per_prompt} is more than {GENERATIONS_MAX}",
             fix="send fewer at once",
         )
-    context = engine.info.context_tokens
     stop = stop_strings(body.stop)
     for prompt_index, prompt in enumerate(prompts):
         for choice in range(job.choices_per_prompt):
@@ -218,7 +217,7 @@ def fill(
                 GenerationRequest(
                     request_id=job.request_id if index == 0 else f"{job.request_id}-{index}",
                     prompt=tuple(prompt),
-                    tokens_max=context - len(prompt) if tokens_max is None else tokens_max,
+                    tokens_max=tokens_max,
                     sampling=sampling_of(
                         body, derived_seed(job.seed, choice), engine.info.vocab_size
                     ),

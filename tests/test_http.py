@@ -156,7 +156,11 @@ def test_every_parameter_reaches_the_engine() -> None:
             plain = served.engine.generations[1].request
             assert (plain.sampling.temperature, plain.sampling.top_p) == (1.0, 1.0)
             assert (plain.sampling.top_k, plain.sampling.logprobs) == (0, -1)
-            assert plain.tokens_max == served.engine.info.context_tokens - len(plain.prompt)
+            assert plain.tokens_max == served.service.config.limits.tokens_max_default
+            near = chat("x" * 2000)
+            assert (await post(served, "/v1/chat/completions", near))[0] == 200
+            near_full = served.engine.generations[2].request
+            assert near_full.tokens_max == 2048 - len(near_full.prompt)
 
     run(scenario())
 
@@ -528,7 +532,7 @@ def test_models_health_props_metrics() -> None:
                     {"status": "loading model", "progress": 0.43},
                 )
             status, body, headers = await post(served, "/v1/chat/completions", chat())
-            assert (status, body["error"]["code"]) == (503, "loading")
+            assert (status, body["error"]["code"]) == (503, "loading_model")
             assert {"retry-after", "retry-after-ms"} <= {name.lower() for name in headers}
             engine.state = "ready"
             served.service.accepting = False

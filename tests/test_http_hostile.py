@@ -305,7 +305,6 @@ def test_host_and_origin() -> None:
 MALFORMED: list[bytes] = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 100 + b"\r\n\r\n",  # TLS hello
     b"GET /health\r\n\r\n",
-    b"GET  /health  HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n",
     b"GET /health HTTP/1.1\r\nHost : localhost\r\n\r\n",
     b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
