@@ -36,6 +36,8 @@ from kv_store.threads import new_future, settle
 T = TypeVar("T")
 Opener = Callable[[str], sqlite3.Connection]
 WAL_BYTES_MAX = 4 << 20  # checkpoint beyond this: reopening replays at most so much
+COMMIT_BYTES = 8 << 10  # what a small transaction adds to the log, beside its records
+RECORD_BYTES = 4 << 10
 # what SQLite says about a file whose bytes are not a database, or not a whole one
 _DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ")
 _PAGE_QUERY = (
@@ -165,6 +167,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Group | Callable[[], None] | None] = queue.SimpleQueue()
         self._failure: LedgerError | None = None
+        self._log_bytes = 0  # written since the last checkpoint, roughly
         self._closed = False
         _check_version(path)
         self._db = connect(path)
@@ -329,7 +332,7 @@ class Ledger:
             if groups:
                 self._commit_groups(groups)
             if item is None:
-                self._checkpoint()
+                self._checkpoint("TRUNCATE")
                 return
             if not isinstance(item, _Group):
                 item()
@@ -365,17 +368,18 @@ class Ledger:
                 group.future.set_result(sequence)
             else:
                 group.future.set_exception(first)
-        if self._wal_bytes() > WAL_BYTES_MAX:
-            self._checkpoint()
+        self._log_bytes += COMMIT_BYTES + sum(_size(op) for i in intents for op in i.ops)
+        if self._log_bytes > WAL_BYTES_MAX:
+            self._checkpoint("PASSIVE")
 
     def _transact(self, intents: list[_Intent]) -> tuple[int, dict[int, Exception]]:
-        try:
-            return self._transact_once(intents)
-        except sqlite3.DatabaseError as error:
-            self._roll_back()
-            if not _is_full(error):
-                raise self._latch(error) from error
-        if self._on_full():  # nothing of the failed transaction remains: trying again is honest
+        """One transaction. On a full disk nothing of it remains, so trying again is honest:
+        first with the log's own file used anew, then with the spare bytes given up."""
+        for attempt, make_room in enumerate((lambda: True, lambda: True, self._on_full)):
+            if not make_room():
+                break
+            if attempt:
+                self._checkpoint("PASSIVE")
             try:
                 return self._transact_once(intents)
             except sqlite3.DatabaseError as error:
@@ -425,22 +429,20 @@ class Ledger:
         )
         return self._failure
 
-    def _checkpoint(self) -> None:
-        """Own checkpoints instead of SQLite's automatic ones, whose errors it would swallow."""
+    def _checkpoint(self, kind: str) -> None:
+        """Own checkpoints instead of SQLite's automatic ones, whose errors it would swallow.
+
+        PASSIVE keeps the log's file, so on a disk that fills up its bytes stay ours.
+        """
         if self._failure is not None:
             return
         try:
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._db.execute(f"PRAGMA wal_checkpoint({kind})").fetchall()
             self.stats.checkpoints += 1
+            self._log_bytes = 0
         except sqlite3.DatabaseError as error:
             if not _is_full(error):
                 self._latch(error)
-
-    def _wal_bytes(self) -> int:
-        try:
-            return os.stat(self.path + "-wal").st_size
-        except OSError:
-            return 0
 
     # -- opening ------------------------------------------------------------------------------
 
@@ -523,6 +525,10 @@ def _page_row(row: tuple[Any, ...]) -> PageRow | None:
     key, parent, tokens, digest, checksum = blobs
     ref = PageRef(page_id, gen)
     return PageRow(ref, state, repr_id, key, parent, tokens, digest, checksum, priority, lru_seq)
+
+
+def _size(op: Op) -> int:
+    return RECORD_BYTES + (len(op.ids) if isinstance(op, records.AppendTokens) else 0)
 
 
 def _is_full(error: BaseException) -> bool:
