@@ -80,7 +80,7 @@ void bind_rope(nb::module_& module) {
         .def(
             "row",
             [](RopeTable& self, size_t position) {
-                self.grow(position + 1);
+                self.cover(position, position + 1);
                 const float* row = self.cosines(position);
                 return std::vector<float>(row, row + 2 * self.half);
             },
@@ -215,8 +215,10 @@ void bind_place(nb::module_& module) {
             if (rope) require(rope->head_dim == shape.head_dim, "place_kv: rope head_dim differs");
             const nb::gil_scoped_release release;
             if (rope)
-                for (size_t e = 0; e < batch.n_entries; e++)
-                    rope->grow(batch.entries[e].start_position + batch.entries[e].n_tokens);
+                for (size_t e = 0; e < batch.n_entries; e++) {
+                    const BatchEntry& entry = batch.entries[e];
+                    rope->cover(entry.start_position, entry.start_position + entry.n_tokens);
+                }
             place_kv(pool, qkv, batch, shape, layer, {q_norm, k_norm, eps, rope, scale}, queries);
         },
         nb::arg("pool"), nb::arg("qkv"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),

@@ -23,7 +23,7 @@ void golden_attend(Pool& pool, Golden& golden, GoldenSource& source, bool neox) 
     const size_t n_pages = div_up(POSITIONS, PAGE_TOKENS);
     Buffer<uint8_t> memory(n_pages * page_bytes);
     RopeTable rope(neox, HEAD_DIM, HEAD_DIM, 1e6, nullptr, 1.0, 1.0);
-    rope.grow(POSITIONS);
+    rope.cover(0, POSITIONS);
     float norm_values[HEAD_DIM];
     fill(source, norm_values, HEAD_DIM, 2.0f);
     const Vector norm(norm_values, HEAD_DIM);

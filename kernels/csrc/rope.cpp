@@ -120,11 +120,11 @@ void RopeTable::fill(size_t chunk, float* out) const {
     }
 }
 
-void RopeTable::grow(size_t end) {
+void RopeTable::cover(size_t first, size_t end) {
     if (end > POSITIONS_MAX)
         throw std::invalid_argument("RopeTable: position " + std::to_string(end - 1) +
                                     " lies beyond the table's limit of 4194304");
-    for (size_t chunk = 0; chunk * CHUNK < end; chunk++) {
+    for (size_t chunk = first / CHUNK; chunk * CHUNK < end; chunk++) {
         if (chunks_[chunk].load(std::memory_order_acquire)) continue;
         const std::lock_guard<std::mutex> lock(door_);
         if (chunks_[chunk].load(std::memory_order_relaxed)) continue;
@@ -136,7 +136,7 @@ void RopeTable::grow(size_t end) {
 }
 
 std::string RopeTable::digest() {
-    grow(CHUNK);
+    cover(0, CHUNK);
     const uint64_t shape[3] = {neox, head_dim, half};
     uint64_t hash = xxh3_64(shape, sizeof shape, 0);
     hash = xxh3_64(frequency_.data(), frequency_.size() * sizeof(double), hash);

@@ -29,9 +29,9 @@ class RopeTable {
     RopeTable(const RopeTable&) = delete;
     RopeTable& operator=(const RopeTable&) = delete;
 
-    // Makes positions [0, end) readable. Thread-safe.
-    void grow(size_t end);
-    // The n_rot/2 cosines of a position that was grown; its sines follow them.
+    // Makes positions [first, end) readable. Thread-safe.
+    void cover(size_t first, size_t end);
+    // The n_rot/2 cosines of a covered position; its sines follow them.
     const float* cosines(size_t position) const {
         const float* chunk = chunks_[position / CHUNK].load(std::memory_order_acquire);
         return chunk + (position % CHUNK) * 2 * half;
