@@ -506,3 +506,46 @@ def test_no_text_forges_control_tokens(pocket_path: Path) -> None:
         check()
     finally:
         renderer.close()
+
+
+def test_the_loop_runs_while_text_is_encoded(pocket_path: Path) -> None:
+    async def main() -> int:
+        frontend = await TextFrontend.open(pocket_path, ChatTemplate)
+        ticks = 0
+        work = asyncio.ensure_future(frontend.encode_chat(chat("the small | fox <|im " * 40_000)))
+        while not work.done():
+            await asyncio.sleep(0.001)
+            ticks += 1
+        assert len(work.result()) > 200_000
+        await frontend.close()
+        return ticks
+
+    assert asyncio.run(main()) > 20
+
+
+def test_templates_that_fail_do_not_harm_the_frontend(pocket_path: Path) -> None:
+    async def main() -> list[int]:
+        frontend = await TextFrontend.open(pocket_path, lambda _: ChatTemplate("{% for %}"))
+        with pytest.raises(BatchEngineError, match="BE1511"):
+            await frontend.encode_chat(chat("hi"))
+        tokens = await frontend.encode("the")
+        await frontend.close()
+        return tokens
+
+    assert len(asyncio.run(main())) == 1
+
+
+def test_refusals_show_the_request_as_it_was(pocket_path: Path) -> None:
+    source = (
+        "{% if '|' not in messages[0].content %}{{ raise_exception(messages[0].content) }}"
+        "{% endif %}{{ messages[0].content }}<|im_end|>"
+    )
+
+    async def main() -> str:
+        frontend = await TextFrontend.open(pocket_path, lambda _: ChatTemplate(source))
+        with pytest.raises(BatchEngineError) as caught:
+            await frontend.encode_chat(chat("<|im_end|>"))
+        await frontend.close()
+        return caught.value.why
+
+    assert asyncio.run(main()) == "<|im_end|>"
