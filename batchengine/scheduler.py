@@ -80,6 +80,7 @@ class Row(NamedTuple):
     running: bool = False  # holds a seat (batch slot + open arena place)
     paused: bool = False  # its reader is slow: compute nothing, may lose its seat
     suspect: bool = False  # was in a step that killed the worker: runs alone
+    pages_loose: int = 0  # of pages_held: evictable, so counted in LaneView.pages_free as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +182,21 @@ def wait_ms_max(policy: Policy, deadline_ms: float, ahead: int, step_ms: float) 
 def plan(view: LaneView, now_ms: float) -> StepPlan:
     """Decide one step. Pure: no clock, no hidden state. Costs about 1 µs per running session."""
     draft = _Draft(view, now_ms)
-    if draft.suspects and draft.run_suspect():
-        return draft.finish()
+    if draft.suspects and draft.suspect_is_next():
+        if draft.run_suspect():
+            return draft.finish()
+        draft = _Draft(view, now_ms)
     draft.take_decodes()
     if draft.prefills or view.waiting:
         draft.fill()
     if draft.stalled_for_pages and not draft.preempted:
         draft.preempt_for_pages()
-    return draft.finish()
+    found = draft.finish()
+    if draft.suspects and not found.batch and not found.preempt:
+        alone = _Draft(view, now_ms)  # it was the others' turn, but they lack seats or pages
+        if alone.run_suspect():
+            return alone.finish()
+    return found
 
 
 class _Draft:
@@ -232,25 +240,30 @@ class _Draft:
 
     # ---- rule 1: suspects ----
 
-    def run_suspect(self) -> bool:
-        """Plan a solo step if a suspect has waited longer than the others; True if planned."""
-        row = min(self.suspects, key=lambda r: (_last_ms(r), r.key))
+    def suspect_is_next(self) -> bool:
+        """Has the suspect waited longer than the others, who count as one?"""
         group = [r.served_ms for r in self.decodes] + [r.served_ms for r in self.prefills]
         if group:
             others_ms = max(group)
         else:
             others = (_last_ms(r) for r in self.view.waiting if not (r.suspect or r.paused))
             others_ms = min(others, default=math.inf)
-        if _last_ms(row) > others_ms:
-            return False
+        return _last_ms(self._suspect()) <= others_ms
+
+    def _suspect(self) -> Row:
+        return min(self.suspects, key=lambda r: (_last_ms(r), r.key))
+
+    def run_suspect(self) -> bool:
+        """Plan a solo step; False, and the draft is spoilt, if the suspect cannot run."""
+        view = self.view
+        row = self._suspect()
         due_ms = min((r.served_ms + r.tpot_ms for r in self.decodes), default=math.inf)
-        self.prefill_ms = min(self.view.step_ms_max, due_ms - self.now_ms) - self.decode_ms
-        self.tokens_left = self.chunk_tokens = min(self.view.chunk_tokens_max, self.view.tokens_max)
-        late = row.deadline_ms <= self.now_ms
-        done = self._grant(row) if row.running else self._admit(row, aged=late)
-        if done:
-            self.decodes.clear()
-        return done
+        self.prefill_ms = min(view.step_ms_max, due_ms - self.now_ms) - self.decode_ms
+        self.tokens_left = self.chunk_tokens = min(view.chunk_tokens_max, view.tokens_max)
+        self.decodes = []
+        if row.running:
+            return self._grant(row)
+        return self._admit(row, aged=row.deadline_ms <= self.now_ms)
 
     # ---- rule 2: decodes ----
 
@@ -473,6 +486,7 @@ class _Draft:
             self._preempt(victims)
         self.admitted.append(row)
         self.seats_left -= 1
+        self.pages_left -= row.pages_loose  # what it holds can no longer be evicted
         return self._grant(row, share, floor)
 
     def _is_crowded(self, row: Row) -> bool:
@@ -608,7 +622,7 @@ def _pages(tokens: int) -> int:
 def _pages_due(row: Row) -> int:
     """Pages it lacks for its present work and the token that follows."""
     wanted = min(_pages(row.frontier + row.to_compute + 1), row.pages_max)
-    return max(0, wanted - row.pages_held)
+    return max(0, wanted - row.pages_held) + row.pages_loose
 
 
 def _chunk_ms(cost: StepCost, frontier: int, n: int) -> float:
@@ -669,7 +683,10 @@ def check(view: LaneView, plan: StepPlan) -> list[str]:
     freed = sum(running[k].places_held for k in out if k in running)
     rule(sum(max(0, n) for n in begun) <= view.places_free + freed, "more places than are free")
     held = [_pages(rows[k].frontier + n) - rows[k].pages_held for k, n in known]
-    rule(sum(max(0, n) for n in held) <= view.pages_free, "more pages than can be reserved")
+    pinned = sum(waiting[k].pages_loose for k in admitted if k in waiting)
+    rule(
+        sum(max(0, n) for n in held) + pinned <= view.pages_free, "more pages than can be reserved"
+    )
     expected_ms = view.cost.predict_ms(work_of((rows[k].frontier, n) for k, n in known))
     near = math.isclose(plan.predicted_ms, expected_ms, rel_tol=1e-6, abs_tol=1e-9)
     rule(near if known else plan.predicted_ms == 0.0, "the prediction is not that of the batch")

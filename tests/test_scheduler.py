@@ -251,6 +251,12 @@ def test_admission_needs_all_pages_of_the_prompt() -> None:
     assert planned([], [row(1, to_compute=1000)], pages_free=4).admit == (1,)
 
 
+def test_admission_pins_pages_that_counted_as_free() -> None:
+    known = row(1, frontier=512, to_compute=100, pages_held=2, pages_loose=2)
+    assert planned([], [known], pages_free=2).admit == ()
+    assert planned([], [known], pages_free=3).admit == (1,)
+
+
 def test_pages_promised_to_a_seated_prompt_are_not_given_away() -> None:
     half = seated(1, frontier=256, to_compute=1500, admitted_ms=NOW - 50)
     urgent = row(2, INTERACTIVE)
@@ -456,6 +462,7 @@ def rows(draw: st.DrawFn, key: int, running: bool) -> Row:
         "paused": draw(st.integers(0, 9)) == 0,
         "suspect": draw(st.integers(0, 19)) == 0,
         "places_held": draw(st.integers(0, 2)) if running else 0,
+        "pages_loose": 0 if running else draw(st.integers(0, held)),
     }
     if running:
         given["admitted_ms"] = NOW - draw(st.sampled_from([1.0, 150.0, 2500.0]))
@@ -479,7 +486,7 @@ def views(draw: st.DrawFn) -> LaneView:
     )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(views())
 def test_every_plan_is_sound(seen: LaneView) -> None:
     assert check(seen, plan(seen, NOW)) == []

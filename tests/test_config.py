@@ -1,0 +1,236 @@
+"""Configuration: derived defaults, bounds, and errors that name file, key, line and fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchengine.config import Config, Machine, is_loopback, load, warnings
+from batchengine.core import BatchEngineError, SlaClass
+
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine((0, 2, 4, 6), 64 << 30, False, {}, str(tmp_path))
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "batchengine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def message(tmp_path: Path, text: str) -> str:
+    with pytest.raises(BatchEngineError) as caught:
+        load(write(tmp_path, text))
+    return str(caught.value)
+
+
+def test_defaults_come_from_the_machine(machine: Machine, tmp_path: Path) -> None:
+    config = load(machine=machine, overrides={"model.path": "/models/Pocket-Q4_0.gguf"})
+    assert config.model.id == "pocket-q4_0"
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 7717)
+    (lane,) = config.lanes
+    assert (lane.name, lane.kind, lane.threads, lane.cores) == ("cpu", "cpu", 4, (0, 2, 4, 6))
+    assert config.store.dir == f"{tmp_path}/.local/state/batchengine/kv"
+    assert config.server.admin_socket == f"{tmp_path}/.local/state/batchengine/admin.sock"
+    assert config.cache_dir == f"{tmp_path}/.cache/batchengine"
+    assert 64 << 20 <= config.store.budget_bytes <= 32 << 30
+
+
+def test_directories_in_order_systemd_root_xdg(machine: Machine) -> None:
+    env = {
+        "STATE_DIRECTORY": "/s/a:/s/b",
+        "CACHE_DIRECTORY": "/c",
+        "RUNTIME_DIRECTORY": "/r",
+        "XDG_STATE_HOME": "/x",
+    }
+    facts = {"cores": (0,), "memory_bytes": 1 << 30, "home": "/home/a"}
+    config = load(machine=Machine(is_root=True, env=env, **facts))
+    assert (config.store.dir, config.cache_dir) == ("/s/a/kv", "/c")
+    assert config.server.admin_socket == "/r/admin.sock"
+    config = load(machine=Machine(is_root=True, env={}, **facts))
+    assert (config.store.dir, config.cache_dir) == (
+        "/var/lib/batchengine/kv",
+        "/var/cache/batchengine",
+    )
+    assert config.server.admin_socket == "/run/batchengine/admin.sock"
+    xdg = {"XDG_STATE_HOME": "/x", "XDG_RUNTIME_DIR": "/run/user/7"}
+    config = load(machine=Machine(is_root=False, env=xdg, **facts))
+    assert config.store.dir == "/x/batchengine/kv"
+    assert config.server.admin_socket == "/run/user/7/batchengine/admin.sock"
+
+
+def test_this_machine_gives_cores_inside_the_affinity_mask() -> None:
+    import os
+
+    here = Machine.here()
+    assert here.cores
+    assert set(here.cores) <= os.sched_getaffinity(0)
+
+
+def test_a_whole_file(tmp_path: Path, machine: Machine) -> None:
+    (tmp_path / "key").write_text(KEY + "\n")
+    text = f"""
+debug = true
+cache_dir = "cache"
+[model]
+path = "m.gguf"
+aliases = ["qwen", "default"]
+[server]
+host = "0.0.0.0"
+port = 8123
+[auth.keys.heartbeat]
+key_file = "key"
+class = "background"
+[auth.keys.me]
+key = "{KEY}2"
+[[lane]]
+threads = 2
+[[lane]]
+cores = [4, 6]
+entries_max = 16
+[store]
+durability = "power"
+[sla]
+default_class = "interactive"
+[sla.batch]
+ttft_ms = 600000
+"""
+    config = load(write(tmp_path, text), machine=machine)
+    assert config.debug
+    assert config.cache_dir == str(tmp_path / "cache")
+    assert config.model.path == str(tmp_path / "m.gguf")
+    assert config.model.aliases == ("qwen", "default")
+    assert [(k.name, k.key, k.sla_class) for k in config.auth] == [
+        ("heartbeat", KEY, SlaClass.BACKGROUND),
+        ("me", KEY + "2", None),
+    ]
+    assert [(n.name, n.threads, n.cores) for n in config.lanes] == [
+        ("cpu", 2, (0, 2)),
+        ("cpu1", 2, (4, 6)),
+    ]
+    assert config.sla.default_class is SlaClass.INTERACTIVE
+    assert config.sla.of(SlaClass.BATCH).ttft_ms == 600_000
+    assert config.sla.of(SlaClass.BATCH).tpot_ms == 2000
+    assert KEY not in repr(config)
+    assert "unencrypted" in warnings(config)[0]
+
+
+def test_overrides_win_and_none_is_not_given(tmp_path: Path, machine: Machine) -> None:
+    path = write(tmp_path, "[server]\nport = 1\n[[lane]]\nthreads = 1\n")
+    given = {"server.port": 2, "lane.threads": 3, "server.host": None, "debug": True}
+    config = load(path, given, machine)
+    assert (config.server.port, config.server.host, config.debug) == (2, "127.0.0.1", True)
+    assert config.lanes[0].threads == 3
+
+
+def test_unknown_key_names_file_line_and_the_near_one(tmp_path: Path) -> None:
+    text = message(tmp_path, "[server]\nport = 1\n[[lane]]\nthreads = 1\n\nentries = 4\n")
+    path = tmp_path / "batchengine.toml"
+    assert (
+        text == f"BE1102 unknown key lane.entries in {path} line 6. Did you mean lane.entries_max?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        (
+            "[server]\n\nport = 70000",
+            "BE1104",
+            "server.port = 70000 is out of bounds|line 3|65,535",
+        ),
+        ("[server]\nport = -1", "BE1104", "server.port|line 2"),
+        ("[server]\nport = true", "BE1103", "must be a whole number, not true or false"),
+        ("[server]\nport = 1.5", "BE1103", "must be a whole number, not a number"),
+        ("[server]\nkeepalive_s = nan", "BE1104", "server.keepalive_s"),
+        ("server = 3", "BE1103", "server must be a table, not a whole number|line 1"),
+        ("server.prot = 3", "BE1102", "server.prot|line 1|Did you mean server.port?"),
+        ("[sever]\nport = 3", "BE1102", "sever|line 1|Did you mean server?"),
+        ("[server]\nallowed_hosts = 'x'", "BE1103", "must be a list"),
+        ("[server]\nallowed_hosts = [1]", "BE1103", "must be text"),
+        ("[store]\ndurability = 'powr'", "BE1105", "did you mean power?"),
+        ("[[lane]]\nkind = 'gpu'", "BE1105", "lane.kind"),
+        ("[lane]\nkind = 'cpu'", "BE1103", "[[lane]]"),
+        ("[[lane]]\n[[lane]]\nthreads = -2", "BE1104", "lane.threads|line 3"),
+        ("[[lane]]\nentries_max = 700", "BE1107", "tokens_per_step|at least 716"),
+        ("[[lane]]\ncores = [1, 1]", "BE1107", "names a core twice"),
+        ("[[lane]]\ncores = [1]\nthreads = 2", "BE1107", "one core per thread"),
+        ("[[lane]]\nname = 'a'\n[[lane]]\nname = 'a'", "BE1107", "same name"),
+        ("[sla.batch]\nttft_ms = 5", "BE1107", "sla.batch|line 1|background"),
+        ("[sla]\ndefault_class = 'fast'", "BE1105", "interactive, standard"),
+        ("[server]\nhost = '0.0.0.0'", "BE1106", "server.host|line 2|auth.keys|TLS"),
+        ("[auth.keys.a]\nkey = 'short'", "BE1108", "auth.keys.a|line 1|openssl"),
+        ("[auth.keys.a]\nkey_file = '/no/such'", "BE1108", "/no/such|line 2"),
+        (f"[auth.keys.a]\nkey='{KEY}'\n[auth.keys.b]\nkey='{KEY}'", "BE1108", "two names"),
+        ("[auth]\ntoken = 'x'", "BE1102", "auth.token"),
+        ("[server]\nadmin_socket = '/" + "x" * 120 + "'", "BE1107", "107 bytes"),
+        ("[model]\npath = 'a\\u0000b'", "BE1103", ""),
+        ("port = = 3", "BE1101", "is not TOML|line 1"),
+    ],
+)
+def test_errors_name_the_key_and_the_fix(tmp_path: Path, text: str, code: str, words: str) -> None:
+    found = message(tmp_path, text.replace("'a\\u0000b'", '["a"]'))
+    assert found.startswith(code), found
+    for word in words.split("|"):
+        assert word in found, found
+
+
+def test_zero_byte_in_a_path(tmp_path: Path) -> None:
+    assert "zero byte" in message(tmp_path, '[model]\npath = "a\\u0000b"')
+
+
+def test_missing_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(BatchEngineError, match="BE1100 cannot read"):
+        load(str(tmp_path / "none.toml"))
+    (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(BatchEngineError, match="BE1101"):
+        load(str(tmp_path / "bad.toml"))
+
+
+def test_an_override_is_checked_like_the_file() -> None:
+    with pytest.raises(BatchEngineError, match=r"BE1104 server\.port = 99999 is out of bounds\."):
+        load(overrides={"server.port": 99999})
+    with pytest.raises(BatchEngineError, match=r"BE1102 unknown key server\.prt"):
+        load(overrides={"server.prt": 1})
+
+
+def test_lane_override_of_two_lanes_is_ambiguous(tmp_path: Path) -> None:
+    with pytest.raises(BatchEngineError, match="ambiguous"):
+        load(write(tmp_path, "[[lane]]\n[[lane]]\n"), {"lane.threads": 1})
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("", False),
+        ("192.168.1.4", False),
+        ("localhost.example", False),
+    ],
+)
+def test_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_open_host_with_a_key_is_allowed(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, f"[server]\nhost='0.0.0.0'\ntls_terminated=true\n[auth.keys.a]\nkey='{KEY}'"
+    )
+    config = load(path)
+    assert warnings(config) == []
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        Config().debug = True  # type: ignore[misc]

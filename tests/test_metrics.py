@@ -1,0 +1,73 @@
+"""Metric names and labels are an interface: fleets scrape them. And labels stay few."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from batchengine.metrics import LABEL_VALUES_MAX, Metrics
+
+LABELS = {
+    "requests_waiting": ("class",),
+    "requests_running": ("class", "route"),
+    "kv_usage_ratio": ("tier",),
+    "cache_config_info": ("block_size", "num_gpu_blocks"),
+    "ttft_seconds": ("class", "route"),
+    "tpot_seconds": ("class", "route"),
+    "e2e_seconds": ("class", "route"),
+    "slo_requests_total": ("class", "outcome"),
+    "prefix_hit_tokens_total": (),
+    "ignored_fields_total": ("field",),
+    "worker_restarts_total": ("lane",),
+    "steps_total": ("lane",),
+    "step_seconds": ("lane",),
+    "tokens_total": ("kind",),
+    "numeric_faults_total": (),
+    "kv_pages_total": ("event",),
+}
+
+
+def test_names_and_labels() -> None:
+    metrics = Metrics()
+    for name, labels in LABELS.items():
+        assert tuple(getattr(metrics, name)._labelnames) == labels, name
+
+
+def test_render_is_the_text_format() -> None:
+    metrics = Metrics()
+    metrics.requests_waiting.labels("batch").set(3)
+    metrics.ttft_seconds.labels("interactive", "cpu").observe(0.3)
+    metrics.tokens_total.labels("generated").inc(7)
+    metrics.steps_total.labels("cpu").inc()
+    body, content_type = metrics.render()
+    assert content_type.startswith("text/plain")
+    samples = {
+        (s.name, *sorted(s.labels.values())): s.value
+        for family in text_string_to_metric_families(body.decode())
+        for s in family.samples
+    }
+    assert samples["batchengine_requests_waiting", "batch"] == 3
+    assert samples["batchengine_ttft_seconds_count", "cpu", "interactive"] == 1
+    assert samples["batchengine_ttft_seconds_bucket", "0.25", "cpu", "interactive"] == 0
+    assert samples["batchengine_ttft_seconds_bucket", "0.5", "cpu", "interactive"] == 1
+    assert samples["batchengine_tokens_total", "generated"] == 7
+    assert samples["batchengine_steps_total", "cpu"] == 1
+
+
+def test_two_daemons_in_one_process_do_not_mix() -> None:
+    one, other = Metrics(), Metrics()
+    one.prefix_hit_tokens_total.inc(5)
+    assert b"prefix_hit_tokens_total 5.0" in one.render()[0]
+    assert b"prefix_hit_tokens_total 0.0" in other.render()[0]
+
+
+def test_clients_cannot_grow_the_registry() -> None:
+    metrics = Metrics()
+    for i in range(1000):
+        metrics.count_ignored_field(f"field_{i}")
+    for name in ("x" * 1000, "naïve", "field_1"):
+        metrics.count_ignored_field(name)
+    text = metrics.render()[0].decode()
+    rows = [r for r in text.splitlines() if r.startswith("batchengine_ignored_fields_total{")]
+    assert len(rows) == LABEL_VALUES_MAX + 1
+    assert f'field="other"}} {1000 - LABEL_VALUES_MAX + 2}.0' in text
+    assert 'field="field_1"} 2.0' in text
