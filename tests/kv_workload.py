@@ -14,7 +14,8 @@ import sqlite3
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,14 @@ def payload_of(key: bytes, layout: PageLayout = LAYOUT) -> np.ndarray:
         0, 256, layout.payload_bytes, np.uint8
     )
     return page
+
+
+def scratch() -> Generator[Path, None, None]:
+    """A folder that vanishes, in memory where there is room: thousands of fsyncs are then cheap."""
+    shm = "/dev/shm"
+    roomy = os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 64 << 20
+    with tempfile.TemporaryDirectory(prefix="kv-", dir=shm if roomy else None) as folder:
+        yield Path(folder)
 
 
 class Lane:

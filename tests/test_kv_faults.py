@@ -34,6 +34,7 @@ from tests.kv_workload import (
     failing_files,
     payload_of,
     read_page,
+    scratch,
     settings,
     tokens_of,
     wait_for_growth,
@@ -42,6 +43,11 @@ from tests.kv_workload import (
 ROOT = Path(__file__).resolve().parent.parent
 IDS = tokens_of(1, 4)
 SIZE = LAYOUT.page_bytes
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    yield from scratch()
 
 
 @pytest.fixture
@@ -502,17 +508,16 @@ def test_a_full_file_system_is_survived(small_disk: Path) -> None:
 
 def sweep(first: int, step: int) -> int:
     """Kill a workload at every step-th system call or SQL statement; returns the kills."""
-    shm = "/dev/shm"
-    folder = shm if os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 64 << 20 else None
-    with tempfile.TemporaryDirectory(dir=folder) as crash_dir:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.kv_workload", str(first), str(step)],
-            cwd=ROOT,
-            env=os.environ | {"KV_CRASH_DIR": crash_dir},
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
+    folders = scratch()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kv_workload", str(first), str(step)],
+        cwd=ROOT,
+        env=os.environ | {"KV_CRASH_DIR": str(next(folders))},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    folders.close()
     assert done.returncode == 0, done.stdout + done.stderr
     return int(done.stdout.split()[1])
 
@@ -522,5 +527,7 @@ def test_killed_at_many_points_what_is_left_is_a_prefix() -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_every_point_what_is_left_is_a_prefix() -> None:
+def test_killed_at_every_point_what_is_left_is_a_prefix(request: pytest.FixtureRequest) -> None:
+    if "slow" not in request.config.option.markexpr:
+        pytest.skip("all points: pytest -m slow")
     assert sweep(1, 1) >= 300

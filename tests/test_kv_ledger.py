@@ -24,7 +24,7 @@ from kv_store import (
     records,
 )
 from kv_store import ledger as ledger_module
-from tests.kv_workload import CountedDb, counted_connect, sqlite_error
+from tests.kv_workload import CountedDb, counted_connect, scratch, sqlite_error
 
 UUID = b"u" * 16
 REPR = b"r" * 32
@@ -32,6 +32,11 @@ REPR = b"r" * 32
 
 def opened(folder: Path, **changes: Any) -> Ledger:
     return Ledger(str(folder / "meta.db"), REPR, store_uuid=UUID, **changes)
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    yield from scratch()
 
 
 @pytest.fixture
@@ -160,7 +165,7 @@ def test_the_owner_flips_once_per_epoch(ledger: Ledger) -> None:
     assert (record.info.owner_incarnation, record.info.owner_lane) == (7, "gpu")
 
 
-@hypothesis_settings(max_examples=15, deadline=None)
+@hypothesis_settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -170,10 +175,9 @@ def test_the_owner_flips_once_per_epoch(ledger: Ledger) -> None:
         max_size=25,
     )
 )
-def test_a_timeline_equals_its_model(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
-) -> None:
-    folder, model = tmp_path_factory.mktemp("ledger"), list[int]()
+def test_a_timeline_equals_its_model(steps: list[tuple[str, int]]) -> None:
+    model, folders = list[int](), scratch()
+    folder = next(folders)
     ledger = opened(folder)
     ledger.open_session("s", "t")
     ledger.append_turn("s", 1, "t", 0, 0, "", 0)
@@ -195,6 +199,7 @@ def test_a_timeline_equals_its_model(
     ledger.commit().result(20)
     assert tokens(ledger) == model
     ledger.close()
+    folders.close()
 
 
 def test_waiting_groups_share_one_transaction(ledger: Ledger) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import tempfile
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from tests.kv_workload import (
     descriptor,
     payload_of,
     read_page,
+    scratch,
     tokens_of,
     wait_for_growth,
 )
@@ -40,7 +39,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = tempfile.mkdtemp(prefix="kv-machine-")
+        self.scratch = scratch()
+        self.folder = next(self.scratch) / "store"
         self.incarnation = 0
 
     @initialize(pages=st.integers(3, 12), extent=st.integers(1, 4))
@@ -146,7 +146,7 @@ class StoreMachine(RuleBasedStateMachine):
         if hasattr(self, "store"):
             self.lane.close()
             self.store.close()
-        shutil.rmtree(self.folder)
+        self.scratch.close()
 
 
 TestStoreMachine = StoreMachine.TestCase

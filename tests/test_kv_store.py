@@ -38,12 +38,18 @@ from tests.kv_workload import (
     descriptor,
     payload_of,
     read_page,
+    scratch,
     settings,
     tokens_of,
     wait_for_growth,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    yield from scratch()
 
 
 @pytest.fixture
