@@ -273,7 +273,7 @@ def _stream(pieces: list[bytes], hidden: set[int] | None = None) -> list[str]:
     return [*(decoder.push(token) for token in range(len(pieces))), decoder.flush()]
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.lists(st.binary(max_size=5), max_size=20))
 @example([b"\xf0\x9f", b"\x98", b"\x80"])
 @example([b"\xf0\x9f\x98"])
@@ -346,7 +346,7 @@ def _match(chunks: list[str], stops: list[str]) -> tuple[str, bool, list[int]]:
 few = st.text(alphabet="abä", max_size=4)
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(st.lists(few, max_size=12), st.lists(few.filter(bool), max_size=4))
 @example(["ab", "a", "b"], ["abab"])
 @example(["abab"], ["abb", "ba"])
@@ -512,11 +512,11 @@ def test_the_loop_runs_while_text_is_encoded(pocket_path: Path) -> None:
     async def main() -> int:
         frontend = await TextFrontend.open(pocket_path, ChatTemplate)
         ticks = 0
-        work = asyncio.ensure_future(frontend.encode_chat(chat("the small | fox <|im " * 40_000)))
+        work = asyncio.ensure_future(frontend.encode_chat(chat("the small | fox <|im " * 15_000)))
         while not work.done():
             await asyncio.sleep(0.001)
             ticks += 1
-        assert len(work.result()) > 200_000
+        assert len(work.result()) > 100_000
         await frontend.close()
         return ticks
 

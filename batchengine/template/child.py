@@ -135,7 +135,9 @@ class Renderer:
         """CPU limits count from process start; each request gets its own share."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         soft = int(used.ru_utime + used.ru_stime) + 1 + self._cpu_s
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
 def _answer(work: Callable[[], str]) -> dict[str, str]:
@@ -162,11 +164,18 @@ def confine(parent: int, address_bytes: int) -> None:
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before the line above
         sys.exit(0)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
-    resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, 0)
+    _limit(resource.RLIMIT_NPROC, 0)
+    _limit(resource.RLIMIT_NOFILE, 3)
+    _limit(resource.RLIMIT_AS, address_bytes)
+
+
+def _limit(kind: int, value: int) -> None:
+    """Lower a limit for good; one that is lower already stays."""
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
 
 
 def warm_up() -> None:

@@ -47,6 +47,7 @@ class TextFrontend:
         self.tokenizer = tokenizer
         self.renderer = renderer
         self._executor = executor
+        self._closed = False
         self._guard = ControlGuard(tokenizer)
         self._specials = {
             "bos_token": _text(tokenizer, tokenizer.bos),
@@ -135,9 +136,11 @@ class TextFrontend:
         return Detokeniser(self.tokenizer.piece, is_hidden)
 
     async def close(self) -> None:
-        """Wait for running work, then free the vocabulary and end the template process."""
-        await self._off_loop(self._close)
-        self._executor.shutdown(wait=False)
+        """Wait for running work, free the vocabulary, end the template process; idempotent."""
+        if not self._closed:
+            self._closed = True
+            await self._off_loop(self._close)
+            self._executor.shutdown(wait=False)
 
     def _close(self) -> None:
         self.renderer.close()
