@@ -96,7 +96,12 @@ size_t attend_page(const Job& job, const Tile& tile, size_t page_index, Attentio
                          job.queries.scale.data() + row * (head_dim / 32),
                          job.queries.offset.data() + row * (head_dim / 32), visible + first,
                          static_cast<int>(tile.rows - first)};
-    job.kernel({head.k, head.k_scale, head.v, head.v_scale}, static_cast<int>(head_dim), rows, scratch,
+    const size_t next_start = page_start + PAGE_TOKENS;
+    const int8_t* next_k = nullptr;
+    if (next_start <= job.position(tile, tile.rows - 1))
+        next_k = HeadPage(job.batch.page(*tile.entry, next_start), job.shape, job.layer, tile.kv_head).k;
+    const PageView view{head.k, head.k_scale, head.v, head.v_scale, next_k};
+    job.kernel(view, static_cast<int>(head_dim), rows, scratch,
                {into.m + first, into.l + first, into.o[0] + first * head_dim});
     return first;
 }

@@ -17,6 +17,7 @@ struct PageView {
     const uint16_t* k_scale;
     const int8_t* v;
     const uint16_t* v_scale;
+    const int8_t* next_k;  // K and K scale of the page read next, or null: a hint for prefetching
 };
 
 // Contiguous rows that read the same KV head. visible[r] = how many tokens of the page row r may
