@@ -35,9 +35,10 @@ TEMPLATE = (
 class Shape:
     """A model to write. `kinds` overrides the tensor type of a role ("attn_k", "output" ...).
 
-    bias: standard deviation of q and v biases (0 = none); k_bias likewise for K, where large
-    values make the outliers of qwen2. rope_factors: llama 3 scaling baked as a tensor.
-    linear_factor: rope.scaling.factor (0 = key absent). fused: one attn_qkv per layer.
+    bias: standard deviation of q and v biases (0 = none), k_bias likewise for K; k_outlier: the
+    large K bias of qwen2 in the slowest RoPE pair of each head, which softmax nearly cancels but
+    which dominates the scale of its block of int8 KV. rope_factors: llama 3 scaling baked as a
+    tensor. linear_factor: rope.scaling.factor (0 = key absent). fused: one attn_qkv per layer.
     """
 
     arch: str = "qwen3"
@@ -54,6 +55,7 @@ class Shape:
     kinds: Mapping[str, str] = field(default_factory=dict)
     bias: float = 0.0
     k_bias: float = 0.0
+    k_outlier: float = 0.0
     rope_base: float = 10000.0
     rope_factors: bool = False
     linear_factor: float = 0.0
@@ -122,7 +124,10 @@ def write_synthetic(path: Path, shape: Shape) -> None:
             ("v", kv, shape.bias),
         ):
             if spread:
-                vector(f"{p}attn_{letter}.bias", rows, 0.0, spread)
+                bias = rng.normal(0.0, spread, rows).astype(np.float32)
+                if letter == "k" and shape.k_outlier:
+                    bias[shape.head_dim - 1 :: shape.head_dim] = shape.k_outlier
+                writer.add_tensor(f"{p}attn_{letter}.bias", bias)
         if shape.arch == "qwen3":
             vector(p + "attn_q_norm.weight", shape.head_dim, 1.0, 0.1)
             vector(p + "attn_k_norm.weight", shape.head_dim, 1.0, 0.1)

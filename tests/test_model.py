@@ -37,7 +37,7 @@ MIXED = Shape(
 )
 LLAMA = Shape(
     arch="llama", n_layer=2, n_embd=256, n_ff=320, n_head=4, n_kv_head=4, head_dim=64,
-    rope_factors=True, fused=True, bias=0.3, k_bias=2.0,
+    tied=False, rope_factors=True, fused=True, bias=0.3, k_bias=2.0,
 )  # fmt: skip
 
 

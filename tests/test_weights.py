@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 import gguf as reference
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kernels
 from batchengine.core import BatchEngineError
@@ -33,6 +35,29 @@ TINY = Shape(n_layer=2, n_embd=64, n_ff=96, n_head=2, n_kv_head=1, head_dim=32, 
 @pytest.fixture(scope="module")
 def pool() -> kernels.Pool:
     return kernels.Pool(1)
+
+
+ORIGINAL: dict[str, Any] = {}
+OPTIONAL = [
+    "qwen3.attention.scale",
+    "qwen3.expert_count",
+    "qwen3.rope.scaling.type",
+    "qwen3.rope.scaling.factor",
+    "qwen3.rope.scale_linear",
+    "qwen3.attention.causal",
+    "qwen3.vocab_size",
+    "split.count",
+]
+
+
+@pytest.fixture(scope="module")
+def any_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufFile]:
+    """A small model whose values a test may replace; ORIGINAL keeps the honest ones."""
+    path = tmp_path_factory.mktemp("any") / "tiny.gguf"
+    write_synthetic(path, TINY)
+    with GgufFile(path) as file:
+        ORIGINAL.update(file.values)
+        yield file
 
 
 @pytest.fixture
@@ -77,13 +102,24 @@ WRONG: dict[str, tuple[str, tuple[str, ...], Callable[..., None]]] = {
     ),
     "eps_zero": (
         "BE1322",
-        ("layer_norm_rms_epsilon", "not positive"),
+        ("layer_norm_rms_epsilon", "outside"),
         put("qwen3.attention.layer_norm_rms_epsilon", 0.0, F32),
     ),
     "eps_nan": (
         "BE1322",
         ("layer_norm_rms_epsilon", "finite"),
         put("qwen3.attention.layer_norm_rms_epsilon", float("nan"), F32),
+    ),
+    "scale_negative": (
+        "BE1322",
+        ("qwen3.attention.scale", "outside"),
+        put("qwen3.attention.scale", -0.1, F32),
+    ),
+    "rope_base_zero": ("BE1322", ("freq_base", "outside"), put("qwen3.rope.freq_base", 0.0, F32)),
+    "linear_factor_negative": (
+        "BE1322",
+        ("rope.scaling.factor", "outside"),
+        put("qwen3.rope.scaling.factor", -4.0, F32),
     ),
     "width_text": (
         "BE1322",
@@ -225,6 +261,53 @@ def test_fused_qkv_is_one_matrix(tmp_path: Path) -> None:
     (bias,) = layer.qkv_bias
     assert bias is not None
     assert [size for _, size in bias.parts] == [64, 32, 32]
+
+
+def test_rope_factors_must_be_positive(tmp_path: Path, pool: kernels.Pool) -> None:
+    path = tmp_path / "l.gguf"
+    write_synthetic(path, replace(TINY, arch="llama", rope_factors=True))
+
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        tensors["rope_freqs.weight"][0][3] = 0.0
+
+    with pytest.raises(BatchEngineError) as caught:
+        opened(edited(path, edit), pool, tmp_path / "c")
+    assert caught.value.code == "BE1327"
+    assert "rope_freqs.weight" in str(caught.value)
+
+
+VALUES = st.one_of(
+    st.integers(-(2**63), 2**64 - 1),
+    st.integers(0, 300),
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=20),
+    st.just("linear"),
+    st.lists(st.integers(-5, 300), max_size=4).map(lambda v: np.array(v, np.int32)),
+    st.lists(st.floats(width=32), max_size=4).map(lambda v: np.array(v, np.float32)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.integers(0, 30), VALUES, max_size=3), st.sampled_from(("qwen2", "")))
+def test_any_metadata(any_model: GgufFile, changes: dict[int, Any], arch: str) -> None:
+    """Whatever the keys say: a spec whose tensors are all there, or one clear error."""
+    keys = [*ORIGINAL, *OPTIONAL]
+    any_model.values = dict(ORIGINAL)
+    if arch:
+        any_model.values["general.architecture"] = arch
+    for index, value in changes.items():
+        any_model.values[keys[index % len(keys)]] = value
+    try:
+        spec = read_spec(any_model)
+        plan = plan_tensors(any_model, spec)
+    except BatchEngineError as error:
+        assert error.code.startswith("BE13")  # noqa: PT017
+        assert error.fix  # noqa: PT017
+        return
+    assert len(plan.layers) == spec.n_layer
+    assert 0.0 < spec.attention_scale < 1e4
+    assert 0.0 < spec.position_scale < 1e4
 
 
 # -- the cache

@@ -27,6 +27,7 @@ from batchengine.gguf import GgufFile, file_identity, gguf_error
 from batchengine.weights import cache
 from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import (
+    ROPE_FACTORS,
     LayerPlan,
     MatrixPlan,
     TensorPlan,
@@ -253,6 +254,12 @@ def _vector_bytes(gguf: GgufFile, vector: VectorPlan) -> memoryview:
             "BE1327",
             f"tensor {vector.name} of {gguf.path.name} holds broken numbers",
             f"element {index} is not finite",
+        )
+    if vector.name == ROPE_FACTORS and not (joined > 0.0).all():
+        raise gguf_error(
+            "BE1327",
+            f"tensor {vector.name} of {gguf.path.name} holds broken numbers",
+            "a frequency is divided by each of them, so all must be positive",
         )
     return memoryview(joined.tobytes())
 

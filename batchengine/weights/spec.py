@@ -86,9 +86,8 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
     head_dim = _count(gguf, f"{arch}.attention.key_length", n_embd // n_head)
     n_ff = _same_for_all_layers(gguf, f"{arch}.feed_forward_length", None)
     _check_widths(gguf, arch, n_embd, n_ff, n_head, n_kv_head, head_dim)
-    scale = gguf.number(f"{arch}.attention.scale", 0.0)
     n_rot = _count(gguf, f"{arch}.rope.dimension_count", head_dim)
-    if n_rot > head_dim or n_rot % 2 or (arch == "llama" and n_rot != head_dim):
+    if n_rot != head_dim:  # these architectures rotate whole heads
         raise unsupported(gguf, f"{arch}.rope.dimension_count", n_rot, f"head_dim is {head_dim}")
     return ModelSpec(
         arch=arch,
@@ -102,13 +101,13 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         head_dim=head_dim,
         n_vocab=_vocab_size(gguf, arch),
         context_trained=_count(gguf, f"{arch}.context_length"),
-        eps=_positive(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None),
-        attention_scale=scale or 1.0 / math.sqrt(head_dim),
+        eps=_between(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None, 1e-30, 1.0),
+        attention_scale=_attention_scale(gguf, arch, head_dim),
         rope_style="norm" if arch == "llama" else "neox",
-        rope_base=_positive(gguf, f"{arch}.rope.freq_base", 10000.0),
+        rope_base=_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15),
         n_rot=n_rot,
         position_scale=_position_scale(gguf, arch),
-        attn_factor=_positive(gguf, f"{arch}.rope.scaling.attn_factor", 1.0),
+        attn_factor=_between(gguf, f"{arch}.rope.scaling.attn_factor", 1.0, 1e-3, 1e3),
         has_rope_factors=arch == "llama" and "rope_freqs.weight" in gguf.tensors,
         has_qk_norm=arch == "qwen3",
         tied="output.weight" not in gguf.tensors,
@@ -148,11 +147,21 @@ def _count(gguf: GgufFile, key: str, default: int | None = None) -> int:
     return value
 
 
-def _positive(gguf: GgufFile, key: str, default: float | None) -> float:
+def _between(gguf: GgufFile, key: str, default: float | None, least: float, most: float) -> float:
+    """A float in the range in which binary32 arithmetic with it makes sense."""
     value = gguf.number(key, default)
-    if not 0.0 < value < math.inf:
-        raise gguf_error("BE1322", f"key {key} of {gguf.path.name} is {value}", "not positive")
+    if not least <= value <= most:
+        why = f"outside {least:g} to {most:g}"
+        raise gguf_error("BE1322", f"key {key} of {gguf.path.name} is {value}", why)
     return value
+
+
+def _attention_scale(gguf: GgufFile, arch: str, head_dim: int) -> float:
+    """1 / sqrt(head_dim) unless the key says otherwise; 0 is the format's "not given"."""
+    key = f"{arch}.attention.scale"
+    if gguf.number(key, 0.0) == 0.0:
+        return 1.0 / math.sqrt(head_dim)
+    return _between(gguf, key, None, 1e-6, 1e3)
 
 
 def _same_for_all_layers(gguf: GgufFile, key: str, default: int | None) -> int:
@@ -195,13 +204,12 @@ def _position_scale(gguf: GgufFile, arch: str) -> float:
     """1 / linear factor, in the order of keys that converters have used; 0 means not scaled."""
     if gguf.text(f"{arch}.rope.scaling.type", "linear") == "none":
         return 1.0
-    factor = gguf.number(f"{arch}.rope.scaling.factor", 0.0)
-    factor = factor or gguf.number(f"{arch}.rope.scale_linear", 0.0)
-    if factor < 0.0:
-        raise gguf_error(
-            "BE1322", f"key {arch}.rope.scaling.factor of {gguf.path.name}", f"{factor} is negative"
-        )
-    return 1.0 / factor if factor else 1.0
+    key = f"{arch}.rope.scaling.factor"
+    factor = gguf.number(key, 0.0)
+    if not factor:
+        key = f"{arch}.rope.scale_linear"
+        factor = gguf.number(key, 0.0)
+    return 1.0 / _between(gguf, key, None, 1e-3, 1e6) if factor else 1.0
 
 
 def _vocab_size(gguf: GgufFile, arch: str) -> int:

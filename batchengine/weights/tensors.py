@@ -25,6 +25,7 @@ MATRIX_KINDS = {
     "BF16": "bf16",
     "F32": "f32",
 }
+ROPE_FACTORS = "rope_freqs.weight"  # llama 3 scaling: one factor per rotated pair
 VECTOR_TYPES = ("F32", "F16", "BF16")
 
 # Left over by old converters: tables that every reader computes itself.
@@ -103,7 +104,7 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         head=head,
         head_bias=find.optional("output.bias", spec.n_vocab),
         rope_factors=(
-            find.vector("rope_freqs.weight", spec.n_rot // 2) if spec.has_rope_factors else None
+            find.vector(ROPE_FACTORS, spec.n_rot // 2) if spec.has_rope_factors else None
         ),
         layers=tuple(_plan_layer(find, spec, f"blk.{i}.") for i in range(spec.n_layer)),
         matrices=tuple(find.matrices),
