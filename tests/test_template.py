@@ -24,7 +24,7 @@ from batchengine.template import CHATML, ChatTemplate, Limits, prepare_chat
 
 USER = [{"role": "user", "content": "hi"}]
 # Small limits keep hostile cases short; the address space must still hold an interpreter.
-TIGHT = Limits(wall_s=0.5, address_bytes=256 << 20, output_bytes_max=1 << 20)
+TIGHT = Limits(wall_s=1.5, address_bytes=256 << 20, output_bytes_max=1 << 20)
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ def test_templates_that_do_not_compile(
     started = time.monotonic()
     with pytest.raises(BatchEngineError):
         run(template)
-    assert time.monotonic() - started < 0.05
+    assert time.monotonic() - started < 0.5
 
 
 # --- the process --------------------------------------------------------------------------------
