@@ -325,7 +325,7 @@ async def _health(request: web.Request) -> web.Response:
         response = _json(body, 503)
         response.headers["Retry-After"] = "1"
         return response
-    lanes = [dict(lane) for lane in engine.lanes()]
+    lanes = [{k: v for k, v in lane.items() if k != "pid"} for lane in engine.lanes()]
     body = {"status": "ok" if state == "ready" else state, "lanes": lanes, **engine.stats()}
     if state in ("ready", "degraded"):
         return _json(body)

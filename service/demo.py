@@ -14,7 +14,7 @@ from typing import Any
 from batchengine.core import BatchEngineError
 from service import talk
 from service.client import Client
-from service.spawn import ROOT, Daemon
+from service.spawn import ROOT, Daemon, stop_on_signals
 
 MODEL = ROOT / "pocket" / "pocket-q4_0.gguf"
 FIRST = "Hello! Who are you?"
@@ -26,6 +26,7 @@ OPTIONS = talk.Options(system=SYSTEM, temperature=0.0, max_tokens=96)
 
 def main() -> int:
     """Returns the exit code; every failure is one readable line."""
+    stop_on_signals()
     try:
         return demo(MODEL)
     except BatchEngineError as error:

@@ -39,6 +39,7 @@ EXIT_FORCED = 130  # second signal
 EXIT_ENGINE_LOST = 75  # the engine stopped by itself: restart me (EX_TEMPFAIL)
 CONNECTIONS_SPARE = 64  # health checks and metrics still get in when every stream is taken
 OPEN_FILES = 65_536
+FILES_KEPT = 192  # extents, ledger, worker sockets, logs
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -80,6 +81,13 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def _connections_max(config: Config) -> int:
+    """Streams and a few more, but never so many that the engine's own files find no descriptor."""
+    wanted = config.limits.streams_max + CONNECTIONS_SPARE
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wanted if files < 0 else max(1, min(wanted, files - FILES_KEPT))
+
+
 def say(line: str) -> None:
     """One banner line; a closed terminal is no reason to stop serving."""
     with contextlib.suppress(OSError):
@@ -101,8 +109,7 @@ class Daemon:
         config = self._config
         engine = self._make_engine(config)
         service = api.Service.create(engine, config)
-        limit = config.limits.streams_max + CONNECTIONS_SPARE
-        listener = Listener(api.build(service), sock, limit)
+        listener = Listener(api.build(service), sock, _connections_max(config))
         control = Control(Path(config.server.admin_socket), service, self._drain_by_command)
         self._listen_for_signals(control)
         watchdog: asyncio.Task[None] | None = None
@@ -193,7 +200,7 @@ class Daemon:
 
     def _listen_for_signals(self, control: Control) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number.name, control)
 
     def _on_signal(self, name: str, control: Control) -> None:
@@ -210,7 +217,7 @@ def banner(config: Config) -> list[str]:
     """What is known before anything is loaded."""
     path = Path(config.model.path)
     lane = config.lanes[0]
-    size = f"{path.stat().st_size / MIB:,.1f} MiB" if path.is_file() else "missing"
+    size = f"{path.stat().st_size / MIB:,.2f} MiB" if path.is_file() else "missing"
     lines = [
         f"batchengine {batchengine.__version__}",
         f"  file    {path.name}  {size}",

@@ -124,12 +124,16 @@ def timings_object(answers: list[Answer]) -> dict[str, object]:
     return {
         "cache_n": usage.cached_tokens,
         "prompt_n": computed,
-        "prompt_ms": prompt_ms,
-        "prompt_per_second": 1000.0 * computed / prompt_ms if prompt_ms > 0 else 0.0,
+        "prompt_ms": round(prompt_ms, 3),
+        "prompt_per_second": _per_second(computed, prompt_ms),
         "predicted_n": usage.completion_tokens,
-        "predicted_ms": decode_ms,
-        "predicted_per_second": 1000.0 * later / decode_ms if decode_ms > 0 else 0.0,
+        "predicted_ms": round(decode_ms, 3),
+        "predicted_per_second": _per_second(later, decode_ms),
     }
+
+
+def _per_second(count: int, ms: float) -> float:
+    return round(1000.0 * count / ms, 3) if ms > 0 else 0.0
 
 
 def serving_object(job: Job, answers: list[Answer]) -> dict[str, object]:

@@ -25,6 +25,7 @@ from batchengine.core import BatchEngineError
 
 READY_SECONDS_MAX = 300.0
 STOP_SECONDS_MAX = 30.0
+PR_SET_PDEATHSIG = 1
 LINES_KEPT = 40  # of the child's output, for the error message
 ROOT = Path(__file__).resolve().parent.parent
 _READY = re.compile(r"\s+ready\s+(?P<url>http://\S+)")
@@ -40,7 +41,8 @@ class Daemon:
         if len(os.fsencode(self.scratch)) > 80:  # a unix socket path may have 107 bytes
             self.scratch.rmdir()
             self.scratch = Path(tempfile.mkdtemp(prefix="batchengine-", dir="/tmp"))
-        command = [sys.executable, "-m", "service.cli", "serve", str(model), "--port", "0"]
+        command = [sys.executable, "-m", "service.spawn", str(os.getpid())]
+        command += ["serve", str(model), "--port", "0"]
         command += ["--store", str(self.scratch / "kv"), "--allow-volatile-store"]
         command += ["--cache-dir", str(self.scratch / "cache")]
         command += ["--admin-socket", str(self.scratch / "admin.sock"), *extra]
@@ -135,3 +137,30 @@ class Daemon:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def stop_on_signals() -> None:
+    """SIGTERM and SIGHUP end this program like Ctrl-C, so that its child is stopped in order."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+
+
+def main(arguments: list[str]) -> None:
+    """The child: the command line, but drained by the kernel's SIGTERM when its parent dies."""
+    import ctypes
+
+    from service import cli
+
+    parent = int(arguments[0])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != parent:  # it died before we asked to be told
+        sys.exit(cli.EXIT_INTERRUPTED)
+    cli.main(arguments[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

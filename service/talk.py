@@ -11,7 +11,7 @@ from typing import Any
 
 from batchengine.core import BatchEngineError
 from service.client import Client
-from service.spawn import Daemon
+from service.spawn import Daemon, stop_on_signals
 
 Message = dict[str, str]
 
@@ -58,6 +58,7 @@ def run(url: str, api_key: str, options: Options, model: Path | None) -> int:
         raise BatchEngineError(
             "BE1116", f"there is no model file {model}", fix="name an existing GGUF file"
         )
+    stop_on_signals()
     with Daemon(model, lambda line: print(line, file=sys.stderr)) as daemon:
         return converse(Client(daemon.wait_ready()), options)
 

@@ -201,7 +201,7 @@ class FakeEngine:
         return TokenEvent(index, text, chosen, (chosen, *others)[:logprobs])
 
     def lanes(self) -> Sequence[Mapping[str, Any]]:
-        return [{"name": "cpu", "kind": "cpu", "state": "ready"}]
+        return [{"name": "cpu", "kind": "cpu", "state": "ready", "pid": 4242}]
 
     def sessions(self) -> Sequence[Mapping[str, Any]]:
         return [{"session_id": g.session_id, "tokens": 3} for g in self.generations]

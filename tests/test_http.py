@@ -517,7 +517,9 @@ def test_models_health_props_metrics() -> None:
             assert props["default_generation_settings"]["n_ctx"] == 2048
             assert props["model_path"] == "fake.gguf"  # the folder is nobody's business
             async with client.get("/health") as reply:
-                assert (reply.status, (await reply.json())["status"]) == (200, "ok")
+                health = await reply.json()
+            assert (reply.status, health["status"]) == (200, "ok")
+            assert health["lanes"] == [{"name": "cpu", "kind": "cpu", "state": "ready"}]  # no pid
             await post(served, "/v1/chat/completions", chat(mystery=1))
             async with client.get("/metrics") as reply:
                 text = await reply.text()

@@ -11,6 +11,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,12 +21,14 @@ from typing import Any
 
 import aiohttp
 import openai
+import psutil
 import pytest
 
 from batchengine.core import BatchEngineError
 from service.client import Client, admin
 from service.spawn import Daemon
 
+ROOT = Path(__file__).resolve().parent.parent
 QUESTION = [{"role": "user", "content": "Hello! Who are you?"}]
 
 
@@ -205,7 +209,7 @@ def test_a_killed_worker_only_pauses_the_stream(daemon: Daemon) -> None:
     def kill() -> None:
         while len(seen) < 20:
             time.sleep(0.001)
-        lane = client.get("/health")["lanes"][0]
+        lane = admin(daemon.admin_socket, "status")["status"]["lanes"][0]
         os.kill(lane["pid"], signal.SIGKILL)
         killed.append(lane["incarnation"])
 
@@ -264,3 +268,39 @@ def test_health_and_metrics_tell_what_happened(daemon: Daemon) -> None:
     for name in ("requests_waiting", "requests_running", "kv_usage_ratio", "ttft_seconds_count",
                  "prefix_hit_tokens_total", "slo_requests_total"):  # fmt: skip
         assert f"batchengine_{name}" in text, name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_demo_leaves_no_daemon_behind(number: signal.Signals, tmp_path: Path) -> None:
+    """SIGTERM cleans up; after SIGKILL the kernel tells the child, which drains and ends."""
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "service.demo"],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if "[1/" in line:
+            break
+    child = psutil.Process(demo.pid).children()[0]
+    demo.send_signal(number)
+    demo.stdout.read()
+    demo.stdout.close()
+    assert demo.wait(30) in (130, -signal.SIGKILL)
+    gone, _ = psutil.wait_procs([child], timeout=30)
+    assert gone
+    if number == signal.SIGTERM:
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_tells_its_story() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "service.demo"], cwd=ROOT, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("[1/", "ready after", "tokens/s", "prompt tokens cached", "kernels", "stopped"):
+        assert words in done.stdout, words
+    assert done.stderr == ""
