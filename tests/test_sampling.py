@@ -162,7 +162,7 @@ def test_draws_follow_the_documented_steps(seed: int, data: st.DataObject) -> No
     logits = random_logits(seed % 1000, vocab, data.draw(st.sampled_from([0.0, 0.1, 2.0, 8.0])))
     spec: dict[str, Any] = {
         "temperature": data.draw(st.sampled_from([0.01, 0.7, 1.0, 2.0, 30.0])),
-        "top_k": data.draw(st.sampled_from([0, 1, 2, 20, 600, vocab, vocab + 5])),
+        "top_k": data.draw(st.sampled_from([0, 1, 2, 20, 256, 257, 600, vocab, vocab + 5])),
         "top_p": data.draw(st.sampled_from([0.0, 0.3, 0.95, 1.0])),
         "min_p": data.draw(st.sampled_from([0.0, 0.05, 1.0])),
         "seed": seed,

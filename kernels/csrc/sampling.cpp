@@ -15,14 +15,22 @@ constexpr float LOGIT_LOWEST = -0x1.fffffep127f;
 constexpr size_t RADIX_BITS = 11;
 constexpr size_t RADIX_MIN = 512;  // fewer candidates sort faster by comparison
 
+// A top_k up to this is selected in one scan; anything larger sorts.
+constexpr size_t SCAN_MAX = 256;
+
 struct Candidate {
     uint32_t key;  // rises as the logit falls
     int32_t id;
 };
 
+using Ranked = std::vector<std::pair<int32_t, float>>;  // token, value; best first
+
 struct Scratch {
-    std::vector<float> logits, weights;
+    std::vector<float> logits;      // after penalties
+    std::vector<float> weights;     // by token
     std::vector<Candidate> candidates, spare;
+    std::vector<int32_t> ids;       // candidates in order
+    std::vector<float> in_order;    // their weights
     std::vector<int32_t> history;
 };
 
@@ -78,30 +86,84 @@ bool apply_penalties(const SampleSpec& spec, size_t vocab, const float* logits, 
     return true;
 }
 
-// Steps 4 and 5 up to top_k: candidates in order.
-void collect(const SampleSpec& spec, const float* x, size_t vocab, Scratch& scratch) {
+// The n largest values, largest first, lowest id among equals.
+Ranked best(const float* x, size_t vocab, size_t n) {
+    Ranked top;
+    if (n == 0) return top;
+    constexpr size_t RUN = 64;
+    for (size_t run = 0; run < vocab; run += RUN) {
+        const size_t end = std::min(run + RUN, vocab);
+        if (top.size() == n) {  // most runs hold nothing better than what was found
+            const float worst = top.back().second;
+            int any = 0;
+            for (size_t i = run; i < end; i++) any |= x[i] > worst;
+            if (!any) continue;
+        }
+        for (size_t i = run; i < end; i++) {
+            if (top.size() == n && !(x[i] > top.back().second)) continue;
+            if (top.size() == n) top.pop_back();
+            auto at = top.end();
+            while (at != top.begin() && x[i] > (at - 1)->second) --at;
+            top.insert(at, {static_cast<int32_t>(i), x[i]});
+        }
+    }
+    return top;
+}
+
+void drop_light(Scratch& scratch) {
+    size_t kept = 0;
+    for (size_t i = 0; i < scratch.ids.size(); i++) {
+        scratch.ids[kept] = scratch.ids[i];
+        scratch.in_order[kept] = scratch.in_order[i];
+        kept += scratch.in_order[i] >= WEIGHT_MIN;
+    }
+    scratch.ids.resize(kept);
+    scratch.in_order.resize(kept);
+}
+
+// Candidates when top_k is small: their weights are all that is computed.
+void select_few(const SampleSpec& spec, const float* x, size_t vocab, float top, Scratch& scratch) {
+    const Ranked ranked = best(x, vocab, static_cast<size_t>(spec.top_k));
+    scratch.ids.clear();
+    scratch.weights.clear();
+    for (const auto& [token, value] : ranked) {
+        scratch.ids.push_back(token);
+        scratch.weights.push_back(value);
+    }
+    scratch.in_order.resize(ranked.size());
+    rowops().weights(scratch.weights.data(), ranked.size(), top, spec.temperature,
+                     scratch.in_order.data());
+    drop_light(scratch);
+}
+
+// Candidates when all that weigh anything compete.
+void sort_all(const SampleSpec& spec, const float* x, size_t vocab, float top, Scratch& scratch) {
+    scratch.weights.resize(vocab);
+    rowops().weights(x, vocab, top, spec.temperature, scratch.weights.data());
     auto& found = scratch.candidates;
-    found.clear();
-    for (size_t i = 0; i < vocab; i++)
-        if (scratch.weights[i] >= WEIGHT_MIN)
-            found.push_back({falling_key(x[i]), static_cast<int32_t>(i)});
-    const size_t keep = spec.top_k > 0 ? static_cast<size_t>(spec.top_k) : found.size();
-    if (keep < found.size()) {
-        std::nth_element(found.begin(), found.begin() + static_cast<ptrdiff_t>(keep), found.end(),
-                         comes_first);
-        found.resize(keep);
-        std::sort(found.begin(), found.end(), comes_first);
-    } else if (found.size() >= RADIX_MIN) {
+    found.resize(vocab);
+    size_t count = 0;
+    for (size_t i = 0; i < vocab; i++) {  // no branch: half of a flat vocabulary may pass
+        found[count] = {falling_key(x[i]), static_cast<int32_t>(i)};
+        count += scratch.weights[i] >= WEIGHT_MIN;
+    }
+    found.resize(count);
+    if (count >= RADIX_MIN)
         radix_sort(found, scratch.spare);
-    } else {
+    else
         std::sort(found.begin(), found.end(), comes_first);
+    if (spec.top_k > 0) found.resize(std::min(count, static_cast<size_t>(spec.top_k)));
+    scratch.ids.clear();
+    scratch.in_order.clear();
+    for (const Candidate& candidate : found) {
+        scratch.ids.push_back(candidate.id);
+        scratch.in_order.push_back(scratch.weights[static_cast<size_t>(candidate.id)]);
     }
 }
 
 float sum_in_order(const Scratch& scratch, size_t count) {
     float sum = 0.0f;
-    for (size_t i = 0; i < count; i++)
-        sum = sum + scratch.weights[static_cast<size_t>(scratch.candidates[i].id)];
+    for (size_t i = 0; i < count; i++) sum = sum + scratch.in_order[i];
     return sum;
 }
 
@@ -110,42 +172,29 @@ template <class Reached>
 size_t first_reached(const Scratch& scratch, size_t count, Reached&& reached) {
     float sum = 0.0f;
     for (size_t i = 0; i < count; i++) {
-        sum = sum + scratch.weights[static_cast<size_t>(scratch.candidates[i].id)];
+        sum = sum + scratch.in_order[i];
         if (reached(sum)) return i;
     }
     return count - 1;
 }
 
 int32_t draw(const SampleSpec& spec, const float* x, size_t vocab, float top, Scratch& scratch) {
-    scratch.weights.resize(vocab);
-    rowops().weights(x, vocab, top, spec.temperature, scratch.weights.data());
-    collect(spec, x, vocab, scratch);
-    size_t count = scratch.candidates.size();
+    if (spec.top_k > 0 && static_cast<size_t>(spec.top_k) <= SCAN_MAX)
+        select_few(spec, x, vocab, top, scratch);
+    else
+        sort_all(spec, x, vocab, top, scratch);
+    size_t count = scratch.ids.size();
     if (spec.top_p < 1.0f) {
         const float target = spec.top_p * sum_in_order(scratch, count);
         count = first_reached(scratch, count, [&](float sum) { return sum >= target; }) + 1;
     }
     for (size_t i = 1; i < count; i++)
-        if (scratch.weights[static_cast<size_t>(scratch.candidates[i].id)] < spec.min_p) count = i;
+        if (scratch.in_order[i] < spec.min_p) count = i;
     uint32_t random[4];
     philox(spec.seed, spec.position, spec.draw, random);
     const float u = static_cast<float>(random[0] >> 8) * 0x1p-24f;
     const float target = u * sum_in_order(scratch, count);
-    const size_t chosen = first_reached(scratch, count, [&](float sum) { return sum > target; });
-    return scratch.candidates[chosen].id;
-}
-
-// The n best raw logits, largest first, lowest id among equals.
-std::vector<std::pair<int32_t, float>> best(const float* x, size_t vocab, size_t n) {
-    std::vector<std::pair<int32_t, float>> top;
-    for (size_t i = 0; i < vocab && n > 0; i++) {
-        if (top.size() == n && !(x[i] > top.back().second)) continue;
-        if (top.size() == n) top.pop_back();
-        auto at = top.end();
-        while (at != top.begin() && x[i] > (at - 1)->second) --at;
-        top.insert(at, {static_cast<int32_t>(i), x[i]});
-    }
-    return top;
+    return scratch.ids[first_reached(scratch, count, [&](float sum) { return sum > target; })];
 }
 
 void add_logprobs(const SampleSpec& spec, const float* x, size_t vocab, float top, Sampled& out) {
