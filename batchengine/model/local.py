@@ -231,6 +231,8 @@ class LocalRunner:
         for index, choice in zip(
             indexes, self.stepper.ops.sample(self.stepper.scratch.logits, specs), strict=True
         ):
+            if choice.poisoned:
+                raise BatchEngineError("BE1341", f"timeline {index} is poisoned", why="its logits")
             results[index].append(choice.token)
 
 
