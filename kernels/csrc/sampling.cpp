@@ -2,6 +2,7 @@
 #include "sampling.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "ca1.h"
 #include "rowops.h"
@@ -47,13 +48,19 @@ bool comes_first(const Candidate& a, const Candidate& b) {
 
 // Sorts by key; the input is in id order and every pass is stable, so ids rise among equals.
 void radix_sort(std::vector<Candidate>& candidates, std::vector<Candidate>& spare) {
+    constexpr uint32_t MASK = (1u << RADIX_BITS) - 1;
+    constexpr size_t PASSES = 3;
+    static_assert(PASSES * RADIX_BITS >= 32);
+    uint32_t start[PASSES][MASK + 2];
+    std::memset(start, 0, sizeof start);
     spare.resize(candidates.size());
-    for (size_t shift = 0; shift < 32; shift += RADIX_BITS) {
-        size_t start[(size_t{1} << RADIX_BITS) + 1] = {};
-        const uint32_t mask = (1u << RADIX_BITS) - 1;
-        for (const Candidate& c : candidates) start[((c.key >> shift) & mask) + 1]++;
-        for (size_t i = 1; i <= mask; i++) start[i] += start[i - 1];
-        for (const Candidate& c : candidates) spare[start[(c.key >> shift) & mask]++] = c;
+    for (const Candidate& c : candidates)
+        for (size_t pass = 0; pass < PASSES; pass++)
+            start[pass][((c.key >> (pass * RADIX_BITS)) & MASK) + 1]++;
+    for (size_t pass = 0; pass < PASSES; pass++) {
+        for (size_t i = 1; i <= MASK; i++) start[pass][i] += start[pass][i - 1];
+        for (const Candidate& c : candidates)
+            spare[start[pass][(c.key >> (pass * RADIX_BITS)) & MASK]++] = c;
         candidates.swap(spare);
     }
 }
@@ -153,11 +160,11 @@ void sort_all(const SampleSpec& spec, const float* x, size_t vocab, float top, S
     else
         std::sort(found.begin(), found.end(), comes_first);
     if (spec.top_k > 0) found.resize(std::min(count, static_cast<size_t>(spec.top_k)));
-    scratch.ids.clear();
-    scratch.in_order.clear();
-    for (const Candidate& candidate : found) {
-        scratch.ids.push_back(candidate.id);
-        scratch.in_order.push_back(scratch.weights[static_cast<size_t>(candidate.id)]);
+    scratch.ids.resize(found.size());
+    scratch.in_order.resize(found.size());
+    for (size_t i = 0; i < found.size(); i++) {
+        scratch.ids[i] = found[i].id;
+        scratch.in_order[i] = scratch.weights[static_cast<size_t>(found[i].id)];
     }
 }
 
