@@ -190,6 +190,25 @@ def test_layer_range_in_two_forwards(model: Path, cache_dir: Path) -> None:
             assert b"".join(parts) == whole
 
 
+def test_fused_qkv_equals_separate(tmp_path: Path, cache_dir: Path) -> None:
+    """The rows of q, k and v in one matrix, with their biases in one vector: the same bits."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, replace(LLAMA, fused=False))
+
+    def fuse(_: Any, tensors: dict[str, Any]) -> None:
+        for i in range(LLAMA.n_layer):
+            for kind in ("weight", "bias"):
+                parts = [tensors.pop(f"blk.{i}.attn_{letter}.{kind}") for letter in "qkv"]
+                joined = np.concatenate([data for data, _ in parts])
+                tensors[f"blk.{i}.attn_qkv.{kind}"] = (joined, parts[0][1])
+
+    results: list[bytes] = []
+    for file in (path, edited(path, fuse)):
+        with LocalRunner(file, cache_dir=cache_dir, n_pages=8) as runner:
+            results.append(runner.all_logits(tokens_of(runner, 40)).tobytes())
+    assert results[0] == results[1]
+
+
 def test_rows_nobody_reads_are_skipped_without_a_trace(model: Path, cache_dir: Path) -> None:
     """The last layer computes wanted rows only; each row is the same as when all are wanted."""
     with LocalRunner(model, cache_dir=cache_dir, n_pages=8, logits_max=64) as runner:

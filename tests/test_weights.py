@@ -495,6 +495,30 @@ def test_disk_full_is_said_and_leaves_nothing(
     assert not [p for p in (tmp_path / "c").iterdir() if p.suffix != ".lock"]
 
 
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import kernels
+from batchengine.core import BatchEngineError
+from batchengine.gguf import GgufFile
+from batchengine.weights import open_weights
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+with GgufFile(sys.argv[1]) as file:
+    try:
+        open_weights(file, kernels.Pool(1), cache_dir=Path(sys.argv[2]))
+    except BatchEngineError as error:
+        print(error.code)
+"""
+
+
+def test_a_real_limit_of_the_file_system(tiny: Path, tmp_path: Path) -> None:
+    """No patched calls: the kernel refuses to let the file grow past 4 KiB."""
+    command = [sys.executable, "-c", LIMITED, str(tiny), str(tmp_path / "c")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout == "BE1331\n", done.stderr
+    assert not [p for p in (tmp_path / "c").iterdir() if p.suffix != ".lock"]
+
+
 def test_cache_folder_that_cannot_be_made(tiny: Path, tmp_path: Path, pool: kernels.Pool) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BatchEngineError) as caught:
@@ -518,6 +542,27 @@ def test_broken_scale_names_tensor_row_and_block(
     assert "blk.1.attn_output.weight" in str(caught.value)
     assert "row 5" in str(caught.value)
     assert not [p for p in (tmp_path / "c").iterdir() if p.suffix != ".lock"]
+
+
+# kind -> byte offset inside row 3 of a block's scale (or of a number) that becomes infinite
+SCALE_AT = {"q4_1": 2, "q8_0": 34, "q6_k": 208, "f16": 10, "bf16": 10, "f32": 12}
+
+
+@pytest.mark.parametrize("kind", SCALE_AT)
+def test_broken_number_in_every_kind(kind: str, tmp_path: Path, pool: kernels.Pool) -> None:
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, replace(TINY, n_embd=256, kinds={"ffn_up": kind}))
+    bits = {"f32": b"\x00\x00\x80\x7f", "bf16": b"\x80\x7f"}.get(kind, b"\x00\x7c")
+
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        rows = tensors["blk.0.ffn_up.weight"][0].view(np.uint8)
+        rows[3, SCALE_AT[kind] : SCALE_AT[kind] + len(bits)] = np.frombuffer(bits, np.uint8)
+
+    with pytest.raises(BatchEngineError) as caught:
+        opened(edited(path, edit), pool, tmp_path / "c")
+    assert caught.value.code == "BE1327"
+    assert "blk.0.ffn_up.weight" in str(caught.value)
+    assert "row 3" in str(caught.value)
 
 
 def test_nan_in_a_norm_names_the_tensor(tiny: Path, tmp_path: Path, pool: kernels.Pool) -> None:

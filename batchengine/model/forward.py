@@ -3,7 +3,7 @@
 Owns `CpuOps` (the kernels bound to one thread pool), `Model` (weights, RoPE table, page shape)
 and `Stepper` (the scratch of one lane: a step is set, run, logits). Everything here only
 orders kernel calls; no number of the model is computed in Python. One step costs ten calls per
-layer and no numpy allocation, 0.15 ms of Python for 28 layers.
+layer and no numpy allocation: 0.03 ms of Python for 28 layers.
 Refuses to sanitise: a row with a NaN or an infinity makes its entry *poisoned*, and says so.
 
 Rows of a step are the tokens of its entries in order; entries are independent timelines. The
