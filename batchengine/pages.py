@@ -121,11 +121,10 @@ class LanePages:
         return True
 
     def lend(self, session: Session) -> None:
-        """The session does not run now: its places may be taken, oldest lender first."""
+        """The session does not run now: its places and pins may be taken, oldest lender first."""
         self._lenders.pop(session, None)
-        count = sum(1 for place in session.places if place not in self._seals)
-        if count:
-            self._lenders[session] = count
+        if session.codes:
+            self._lenders[session] = self._lendable(session)
 
     def recall(self, session: Session) -> None:
         """The session runs again, or ends: nobody takes its places."""
@@ -143,7 +142,7 @@ class LanePages:
         del session.codes[n_pages:]
         session.frontier = min(session.frontier, n_pages * PAGE_TOKENS)
         if session in self._lenders:
-            self.lend(session)
+            self._lenders[session] = self._lendable(session)
 
     def fit(self, session: Session) -> None:
         """After the timeline changed: keep the pages below the frontier that may be appended to.
@@ -157,15 +156,28 @@ class LanePages:
         else:
             self.truncate(session, full)
 
+    def _lendable(self, session: Session) -> int:
+        return sum(1 for place in session.places if place not in self._seals)
+
     def _borrow(self) -> bool:
-        for session in self._lenders:
-            before = self._free_places()
-            self.truncate(session, len(session.pinned))
-            self._lenders.pop(session, None)
-            self._on_cut(session)
-            if self._free_places() > before:
+        """Take the open places of the oldest lender that has any; its tail is recomputed later."""
+        for session, count in self._lenders.items():
+            if count:
+                self.truncate(session, len(session.pinned))
+                self._on_cut(session)
                 return True
-            return self._borrow()
+        return False
+
+    def _unpin_oldest(self, taker: Session) -> bool:
+        """Let the store evict the sealed pages of the oldest lender that pins any.
+
+        They may well be found again: `extend` looks when the session computes next.
+        """
+        for session in self._lenders:
+            if session.pinned and session is not taker:
+                self.truncate(session, 0)
+                self._on_cut(session)
+                return True
         return False
 
     def _free_places(self) -> int:
@@ -219,10 +231,6 @@ class LanePages:
         session.frontier = count * PAGE_TOKENS
         self.truncate(session, count)
 
-    def release_pins(self, session: Session) -> None:
-        """A session that waits gives its pins back: its pages may be evicted, or found again."""
-        self.truncate(session, 0)
-
     # ------------------------------------------------------------------------------ the step
 
     def fills(self, session: Session, n_tokens: int) -> list[tuple[Session, int, ArenaPlace]]:
@@ -272,20 +280,28 @@ class LanePages:
 
     def start_seals(self) -> None:
         """Give tickets to full pages, in page order within a session, while the store has room."""
+        if not self._pending:
+            return
         blocked: set[Session] = set()
-        waiting: list[Seal] = []
-        for seal in self._pending:
+        for seal in list(self._pending):
             session = seal.session
-            if session is None or session in blocked:
-                waiting.append(seal)
+            if session is None or session in blocked or self._seals.get(seal.place) is not seal:
                 continue
-            seal.ticket = self._store.reserve(seal.parent, seal.tokens, seal.salt, seal.priority)
+            seal.ticket = self._reserve(seal, session)
             if seal.ticket is None:
                 blocked.add(session)
-                waiting.append(seal)
                 continue
+            self._pending.remove(seal)
             self._follow(seal, self._store.seal(seal.ticket, seal.arena, seal.place, seal.digest))
-        self._pending = waiting
+
+    def _reserve(self, seal: Seal, session: Session) -> Ticket | None:
+        """A place in the store; sessions that do not run give their pins for it."""
+        while True:
+            ticket = self._store.reserve(seal.parent, seal.tokens, seal.salt, seal.priority)
+            if ticket is not None or "being allocated" in self._store.refusal:
+                return ticket
+            if not self._unpin_oldest(session):
+                return None
 
     def _follow(self, seal: Seal, future: Future[PageRef]) -> None:
         self._flying.add(seal)
@@ -335,7 +351,7 @@ class LanePages:
         del session.places[0]
         self._free(seal.place)
         if session in self._lenders:
-            self.lend(session)
+            self._lenders[session] = self._lendable(session)
 
     def _seal_failed(self, seal: Seal, error: BaseException) -> None:
         """A seal is one intent: its failure costs a recompute of this page, nothing else."""

@@ -190,24 +190,43 @@ def test_two_hundred_at_once(
 def test_page_pressure_preempts_but_every_answer_is_right(
     pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
 ) -> None:
-    """Eight sessions of four pages on a store of twelve pages and six open places."""
+    """Eight sessions of three pages on a store of sixteen pages and six open places."""
     prompts = [words(50 + i, 700) for i in range(8)]
-    page = 327_680
 
     async def work() -> list[list[int]]:
         async with running_engine(
             pocket_path, tmp_path, cache_dir,
-            store__budget_bytes=64 << 20, lane__places=6, lane__entries_max=4,
+            store__budget_bytes=16 * 327_680, lane__places=6, lane__entries_max=4,
         ) as engine:  # fmt: skip
-            for loop in engine._loops:
-                loop._pages_budget = min(loop._pages_budget, 12)
-            assert page == engine.stats()["store"]["page_bytes"]
+            assert engine.stats()["store"]["pages_max"] == 16
             running = [engine.submit(request(p, 60)) for p in prompts]
             answers = await asyncio.gather(*(read(g) for g in running))
             assert all(a.reason == "length" for a in answers), answers
             return [a.tokens for a in answers]
 
     assert run(work()) == [reference.tokens(p, 60) for p in prompts]
+
+
+def test_idle_sessions_give_way_when_the_store_is_full(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """Seven idle sessions pin more pages than the store has; each is still continued rightly."""
+    prompts = [words(120 + i, 800) for i in range(7)]
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, store__budget_bytes=16 * 327_680, lane__places=10
+        ) as engine:
+            for i, prompt in enumerate(prompts):
+                answer = await read(engine.submit(request(prompt, 10, session=f"s{i}")))
+                assert answer.tokens == reference.tokens(prompt, 10)
+            for i, prompt in enumerate(prompts):
+                longer = [*prompt, *words(i, 300)]
+                answer = await read(engine.submit(request(longer, 10, session=f"s{i}")))
+                assert answer.tokens == reference.tokens(longer, 10)
+            engine._store.check_integrity()
+
+    run(work())
 
 
 def test_urgent_requests_preempt_and_nothing_changes(

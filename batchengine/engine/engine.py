@@ -93,6 +93,11 @@ class Engine:
         return self._state
 
     @property
+    def fatal(self) -> BaseException | None:
+        """Why the engine cannot go on (a failed ledger: exit and recover), or None."""
+        return self._fatal
+
+    @property
     def progress(self) -> float:
         """Of loading, 0 to 1."""
         return self._progress
@@ -325,7 +330,7 @@ class Engine:
             queue = None if session is None else self._queues.get(session.key)
             if queue is not None and len(queue) >= SESSION_QUEUE_MAX:
                 raise refusals.session_busy(len(queue))
-        return min(self._loops, key=lambda lane: len(lane.running) + len(lane.waiting))
+        return min(self._loops, key=lambda loop: loop.assigned)
 
     def _eta_ms(self) -> float:
         """Predicted wait of a request that joined the longest queue now."""
@@ -367,7 +372,10 @@ class Engine:
             now_ms=now_ms,
         )
         self._turns[generation] = turn
+        if session.key not in self._home:
+            loop = min(self._loops, key=lambda other: other.assigned)  # others came meanwhile
         self._home[session.key] = loop
+        loop.assigned += 1
         loop.pages.recall(session)
         shared = session.rebase(request.prompt)
         loop.pages.fit(session)
@@ -393,8 +401,7 @@ class Engine:
 
     def _join(self, turn: Turn, loop: LaneLoop) -> None:
         if turn.generation.cancelled or turn.generation.finished:
-            self._turns.pop(turn.generation, None)
-            self._after_turn(turn)
+            self.turn_ended(turn, "cancelled")
             return
         behind = len(loop.waiting)
         loop.join(turn)
@@ -488,6 +495,7 @@ class Engine:
         session = turn.session
         self._turn_over.set()
         loop = self._home[session.key]
+        loop.assigned -= 1
         if turn.generation.request.session_id is None:
             self._home.pop(session.key, None)
             loop.close_session(session)

@@ -92,6 +92,7 @@ class LaneLoop:
         self.waiting: dict[int, Turn] = {}
         self.sessions: dict[int, Session] = {}  # every session with pages on this lane
         self.stopping = False
+        self.assigned = 0  # turns that were given to this lane and have not ended
         self.step_ms = 0.0
         self._owner = owner
         self._pages_budget = pages_budget

@@ -27,7 +27,8 @@ log = logging.getLogger("batchengine.lane")
 WORKER = (sys.executable, "-m", "batchengine.lanes.worker")
 BACKOFF_S = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # first restart at once: a stream is waiting
 LINGER_S = 1.0  # between the end of the socket and the end of the process
-HEALTHY_S = 60.0  # a life this long forgives earlier deaths
+HEALTHY_S = 60.0  # a life this long forgives earlier deaths,
+HEALTHY_STEPS = 16  # and so does one that computed: this is no crash loop
 REPORT_BYTES_MAX = 8192  # of a fatal-signal report kept for the log
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -69,6 +70,7 @@ class Lane:
         self._died: asyncio.Future[LaneDied] | None = None
         self._step = 0
         self._born = 0.0
+        self._born_steps = 0
         self._kill_reason = ""
 
     def __repr__(self) -> str:
@@ -257,6 +259,7 @@ class Lane:
         self._process = process
         self._report_fd = report_read
         self._born = time.monotonic()
+        self._born_steps = self.steps
         self._died = loop.create_future()
         self._pidfd = os.pidfd_open(process.pid)
         loop.add_reader(self._pidfd, self._reap)
@@ -288,7 +291,8 @@ class Lane:
         os.close(self._report_fd)
         if self._protocol is not None:
             self._protocol.close()
-        if time.monotonic() - self._born > HEALTHY_S:
+        long = time.monotonic() - self._born > HEALTHY_S
+        if long or self.steps - self._born_steps >= HEALTHY_STEPS:
             self.deaths = 0
         self.deaths += 1
         reason = self._kill_reason or _describe(status)
