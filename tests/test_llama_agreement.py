@@ -119,6 +119,19 @@ def test_logits(name: str, tmp_path: Path, cache_dir: Path) -> None:
     assert float(cosines(ours[1:], theirs[:-1]).mean()) < 0.8
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_logits_past_a_super_page(name: str, tmp_path: Path, cache_dir: Path) -> None:
+    """1,300 tokens: six pages, two super-pages to fold."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, SHAPES[name])
+    tokens = np.random.default_rng(6).integers(0, SHAPES[name].n_vocab, 1300).tolist()
+    exact = cosines(ours_of(path, tokens, cache_dir), theirs_of(edited(path, dequantise), tokens))[
+        256:
+    ]
+    print(f"AGREEMENT {name} tokens 256..1300 min={exact.min():.6f} median={np.median(exact):.6f}")
+    assert float(exact.min()) > COSINE_MIN
+
+
 @pytest.mark.parametrize("name", ["llama3_factors", "linear_scaling"])
 def test_scaling_matters_at_these_positions(name: str, tmp_path: Path, cache_dir: Path) -> None:
     """Without the scaling the agreement is lost, so the tests above can fail."""

@@ -262,8 +262,8 @@ def test_recomputed_page_equals_the_lost_one(model: Path, cache_dir: Path) -> No
 # -- poison
 
 
-def poisonous(path: Path) -> Path:
-    """A model whose layer-0 V overflows for token 7 and for no other."""
+def poisonous(path: Path, matrix: str) -> Path:
+    """A model in which one matrix of layer 0 overflows for token 7 and for no other."""
 
     def edit(_: Any, tensors: dict[str, Any]) -> None:
         kind = GGMLQuantizationType.F32
@@ -271,19 +271,22 @@ def poisonous(path: Path) -> Path:
         embedding[:, 0] = 0.0
         embedding[7] = 0.0
         embedding[7, 0] = 1.0
-        values = np.random.default_rng(4).normal(size=(64, 96)).astype(np.float32)
+        name = f"blk.0.{matrix}.weight"
+        rows = 192 if matrix == "attn_q" else 64
+        values = np.random.default_rng(4).normal(size=(rows, 96)).astype(np.float32)
         values[:, 0] = 3e38  # times a normed 9.8: infinite; times 0: nothing
         tensors["token_embd.weight"] = (embedding, kind)
-        tensors["blk.0.attn_v.weight"] = (values, kind)
+        tensors[name] = (values, kind)
 
     return edited(path, edit)
 
 
-def test_poison_stays_in_its_entry(tmp_path: Path, cache_dir: Path) -> None:
+@pytest.mark.parametrize("matrix", ["attn_q", "attn_k", "attn_v"])
+def test_poison_stays_in_its_entry(matrix: str, tmp_path: Path, cache_dir: Path) -> None:
     """Of three timelines in a step one overflows: it is named, the others keep their bits."""
     path = tmp_path / "m.gguf"
     write_synthetic(path, MIXED)
-    with LocalRunner(poisonous(path), cache_dir=cache_dir, n_pages=8) as runner:
+    with LocalRunner(poisonous(path, matrix), cache_dir=cache_dir, n_pages=8) as runner:
         good = [[1, 2, 3], [4, 5, 6, 8]]
         expected = [runner.prefill(Sequence(), tokens).tobytes() for tokens in good]
         for bad in ([9, 7, 9], [7], [9, 9, 7]):
@@ -299,6 +302,26 @@ def test_poison_stays_in_its_entry(tmp_path: Path, cache_dir: Path) -> None:
         assert runner.stepper.run(np.array([0], np.int32)) == [0]
         with pytest.raises(BatchEngineError, match="poisoned"):
             runner.step([(Sequence(), [7])])
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("matrix", ["attn_output", "ffn_gate", "ffn_up", "ffn_down"])
+def test_overflow_anywhere_is_seen(
+    matrix: str, layer: int, tmp_path: Path, cache_dir: Path
+) -> None:
+    """No operation on the way to the logits swallows an infinity or a NaN."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, MIXED)
+
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        name = f"blk.{layer}.{matrix}.weight"
+        rows, cols = {"attn_output": (96, 192), "ffn_down": (96, 160)}.get(matrix, (160, 96))
+        values = np.full((rows, cols), 3e38, np.float32)
+        tensors[name] = (values, GGMLQuantizationType.F32)
+
+    with LocalRunner(edited(path, edit), cache_dir=cache_dir, n_pages=8) as runner:
+        last_rows = runner.set_step([(Sequence(), [1, 2]), (Sequence(), [3])])
+        assert runner.stepper.run(np.array(last_rows, np.int32)) == [0, 1]
 
 
 # -- limits and cost
