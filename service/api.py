@@ -28,6 +28,7 @@ from service.shape import Shape
 log = logging.getLogger("batchengine.service")
 
 BODY_SECONDS_MAX = 60.0  # a body that takes longer is an attack or a dead link
+UNKNOWN_COUNTED_MAX = 64  # more names in one body are noise, not a client's habit
 _TARGET = re.compile(r"[!-~]{1,4096}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -175,10 +176,13 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     return await handler(request)
 
 
-async def _read_object(request: web.Request) -> dict[str, object]:
-    """The JSON object of a POST; raises 400, 408, 413 or 415."""
+async def _read_body(request: web.Request) -> bytes:
+    """The bytes of a POST; raises 400, 408, 413 or 415."""
     check_content(request.headers, request.content_type, request.charset)
-    bytes_max = request.app[SERVICE].config.server.body_bytes_max
+    service = request.app[SERVICE]
+    bytes_max = service.config.server.body_bytes_max
+    if service.engine.state != "loading":
+        bytes_max = min(bytes_max, work.body_bytes_max(service.engine.info.context_tokens))
     if (request.content_length or 0) > bytes_max:
         raise errors.body_too_large(bytes_max)
     try:
@@ -186,7 +190,9 @@ async def _read_object(request: web.Request) -> dict[str, object]:
             body = await request.read()
     except TimeoutError:
         raise errors.body_too_slow(BODY_SECONDS_MAX) from None
-    return await strict_json.decode_object(body)
+    if len(body) > bytes_max:
+        raise errors.body_too_large(bytes_max)
+    return body
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
@@ -205,19 +211,20 @@ async def _generate(
     """One generation request: check, admit, answer."""
     service = request.app[SERVICE]
     engine, config = service.engine, service.config
-    values = await _read_object(request)
+    data = await _read_body(request)
     if not service.accepting:
         raise errors.draining()
     work.check_serving(engine)
     if len(service.live) >= config.limits.streams_max:
         raise errors.shed(len(service.live), config.limits.streams_max)
-    body, unknown = schema.read_request(kind, values)
+    body, unknown = await strict_json.off_loop(len(data), schema.decode_request, kind, data)
     strict = config.server.strict_fields or request.query.get("strict") == "1"
     if unknown and strict:
         raise errors.unknown_fields(unknown)
-    for name in unknown:
+    for name in unknown[:UNKNOWN_COUNTED_MAX]:
         engine.metrics.count_ignored_field(name)
     job = work.open_job(body, request.headers, request[CALLER], engine, config, request[REQUEST_ID])
+    job.body_bytes = len(data)
     shape = await prepare(job, body, engine, config.limits.tokens_max_default)
     generations = work.submit_all(engine, job)
     live = service.live[job.request_id] = Live(job, generations, time.monotonic())

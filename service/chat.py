@@ -9,6 +9,7 @@ from service import errors, work
 from service.door import Engine
 from service.schema import ChatRequest
 from service.shape import Answer, Shape, logprob_number
+from service.strict_json import off_loop
 from service.work import Job
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -21,9 +22,9 @@ async def prepare(
     job: Job, body: ChatRequest, engine: Engine, tokens_max_default: int
 ) -> ChatShape:
     """Tokens of the conversation into `job.requests`; raises 400."""
-    messages = [_message(message, index) for index, message in enumerate(body.messages)]
     context = engine.info.context_tokens
-    work.check_text_size(sum(map(_text_bytes, messages)), context, "messages")
+    messages, text_bytes = await off_loop(job.body_bytes, _messages, body.messages)
+    work.check_text_size(text_bytes, context, "messages")
     tools = None if body.tool_choice == "none" else _tools(body.tools)
     prompt = await engine.text.encode_chat(messages, tools, _kwargs(body.chat_template_kwargs))
     work.check_prompt(prompt, context, "messages")
@@ -32,6 +33,12 @@ async def prepare(
         tokens_max = min(tokens_max_default, context - len(prompt))
     work.fill(job, body, [prompt], tokens_max, engine)
     return ChatShape(job)
+
+
+def _messages(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """Messages as templates know them, and the bytes of their text."""
+    clean = [_message(message, index) for index, message in enumerate(messages)]
+    return clean, sum(map(_text_bytes, clean))
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:

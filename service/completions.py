@@ -9,6 +9,7 @@ from service import errors, work
 from service.door import Engine
 from service.schema import PROMPTS_MAX, CompletionRequest
 from service.shape import Answer, Shape, logprob_number
+from service.strict_json import off_loop
 from service.work import Job
 
 TOKENS_DEFAULT = 16  # what every client of this older API expects
@@ -20,7 +21,8 @@ async def prepare(
     """Tokens of every prompt into `job.requests`; raises 400."""
     info = engine.info
     prompts: list[list[int]] = []
-    for prompt in _prompts(body.prompt, info.vocab_size):
+    forms = await off_loop(job.body_bytes, _prompts, body.prompt, info.vocab_size)
+    for prompt in forms:
         if isinstance(prompt, str):
             work.check_text_size(len(prompt.encode()), info.context_tokens, "prompt")
             tokens = await engine.text.encode(prompt, special=True)

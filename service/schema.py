@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from service import errors
-from service.strict_json import printable
+from service.strict_json import parse_object, printable
 
 MESSAGES_MAX = 8192
 PROMPTS_MAX = 32
@@ -130,6 +130,11 @@ Body = TypeVar("Body", ChatRequest, CompletionRequest)
 _PATH = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
+
+
+def decode_request(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
+    """The bytes of a body as a `kind`, and the names of unknown fields; raises 400."""
+    return read_request(kind, parse_object(data))
 
 
 def read_request(kind: type[Body], values: dict[str, object]) -> tuple[Body, list[str]]:

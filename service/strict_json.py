@@ -1,7 +1,7 @@
 """JSON from strangers: bytes to plain values, or one error that says what is wrong.
 
 Promises that every string is encodable UTF-8 text, every number finite, no key occurs twice and
-nothing nests deeper than DEPTH_MAX. Runs off the event loop for bodies above INLINE_BYTES_MAX.
+nothing nests deeper than DEPTH_MAX. `off_loop` keeps large bodies off the event loop.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from typing import cast
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
 
 from service import errors
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 DEPTH_MAX = 64  # tool schemas of real agents stay below 20
 INLINE_BYTES_MAX = 16 * 1024  # parses in well under a millisecond
 DIGITS_MAX = 40  # no field of any request holds a longer integer
 
 
-async def decode_object(body: bytes) -> dict[str, object]:
-    """The JSON object in `body`; raises BatchEngineError 400."""
-    if len(body) <= INLINE_BYTES_MAX:
-        return parse_object(body)
-    return await asyncio.to_thread(parse_object, body)
+async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`work(...)` here for a small body of `size` bytes, on a thread for a large one (R16)."""
+    if size <= INLINE_BYTES_MAX:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def parse_object(body: bytes) -> dict[str, object]:
-    """The same, on the calling thread."""
+    """The JSON object in `body`; raises BatchEngineError 400."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -29,6 +29,7 @@ from service.schema import (
 # No vocabulary averages this many bytes per token: a text beyond it cannot fit, and is refused
 # before the tokenizer spends seconds on it.
 BYTES_PER_TOKEN_MAX = 128
+BODY_BYTES_MIN = 1 << 20  # room for tools and fields beside the prompt
 SEED_MASK = (1 << 64) - 1
 
 
@@ -48,7 +49,7 @@ class Job:
     service_tier: str | None
     seed: int
     choices_per_prompt: int = 1
-    ignored: list[str] = field(default_factory=list[str])
+    body_bytes: int = 0
     requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
 
 
@@ -178,6 +179,11 @@ def derived_seed(seed: int, index: int) -> int:
         return seed & SEED_MASK
     text = f"batchengine choice {seed & SEED_MASK} {index}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+
+
+def body_bytes_max(context_tokens: int) -> int:
+    """The largest body that can hold a prompt of this context: more is refused unread (F59)."""
+    return BODY_BYTES_MIN + BYTES_PER_TOKEN_MAX * context_tokens
 
 
 def check_text_size(byte_count: int, context_tokens: int, param: str) -> None:

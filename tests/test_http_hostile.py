@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import threading
 from typing import Any
 
 import aiohttp
@@ -11,7 +13,8 @@ import pytest
 
 from batchengine.config import ApiKey, Config
 from batchengine.core import SlaClass
-from service import api
+from service import api, completions, schema
+from service import chat as chat_module
 from tests.fake_engine import FakeEngine, Served, chat, fake_config, post, serving
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -192,6 +195,58 @@ def test_bodies_that_are_not_json() -> None:
                         error = (await reply.json())["error"]
                     seen = (reply.status, error["code"], error["param"])
                     assert seen == (400, "invalid_json", param), body[:60]
+
+    run(scenario())
+
+
+def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R16: whatever its shape, a large body must not hold up other clients."""
+    seen: list[tuple[str, bool]] = []
+
+    def watch(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def watched(*arguments: Any) -> Any:
+            seen.append((name, threading.current_thread() is threading.main_thread()))
+            return real(*arguments)
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(schema, "decode_request")
+    watch(chat_module, "_messages")
+    watch(completions, "_prompts")
+
+    async def scenario() -> None:
+        async with serving() as served, aiohttp.ClientSession(served.base) as client:
+            shapes: list[tuple[str, dict[str, Any], str]] = [
+                (TEXT, {"prompt": [1] * 400_000}, "prompt"),
+                (CHAT, chat("x" * 1_200_000), "messages"),
+                (
+                    CHAT,
+                    {**chat(), "logit_bias": {str(i): 1.0 for i in range(80_000)}},
+                    "logit_bias",
+                ),
+                (CHAT, {**chat(), "tools": [{"a": {"b": 1}}] * 60_000}, "tools"),
+                (CHAT, {"messages": [{"role": "user", "content": "x"}] * 30_000}, "messages"),
+                (CHAT, {**chat(), **{f"field{i}": 1 for i in range(70_000)}, "n": 0}, "n"),
+            ]
+            for path, body, param in shapes:
+                data = json.dumps(body).encode()
+                assert 1_000_000 < len(data) < 1_300_000
+                async with client.post(
+                    path, data=io.BytesIO(data), headers={"Content-Type": "application/json"}
+                ) as reply:
+                    assert reply.status == 400
+                    assert (await reply.json())["error"]["param"] == param
+            assert {name for name, _ in seen} == {"decode_request", "_messages", "_prompts"}
+            assert not any(on_main for _, on_main in seen)
+            await post(served, CHAT, chat())
+            assert seen[-1] == ("_messages", True)  # a small one is not worth a thread
+            answer = await served.raw(
+                f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000000\r\n"
+                "Content-Type: application/json\r\n\r\n".encode()
+            )
+            assert answer.startswith(b"HTTP/1.1 413 ")  # cannot fit 2,048 tokens: not even read
 
     run(scenario())
 
