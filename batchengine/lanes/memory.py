@@ -6,24 +6,36 @@ mapped. Refuses to trust the engine: a bad code is an error, never an address.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import stat
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 import kernels
 from batchengine import wire
 from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.steps import ARENA_BIT, PLACE_MASK, BadStep, StepBatch, U64Array
 from kv_store import keys
-from kv_store.arena import ArenaMapping, PlaceOwner
+from kv_store.arena import SIDECAR_BYTES, ArenaMapping, PlaceOwner
 from kv_store.extent import extent_path
-from kv_store.layout import PageLayout
+from kv_store.layout import ROW_RECORD_DTYPE, PageLayout
 
 EXTENTS_MAX = 1 << 16
-ROW_STEP = np.uint64(keys.ROW_SEED_STEP)
+_ROW_STEP = np.uint64(keys.ROW_SEED_STEP)
+_PLACE_MASK = np.uint64(PLACE_MASK)
+
+
+class Rows(NamedTuple):
+    """Arena place, row inside it and seed of the row's digest, one per token of a batch."""
+
+    places: NDArray[np.intp]
+    rows: NDArray[np.integer[Any]]
+    seeds: U64Array
 
 
 class Extent:
@@ -59,9 +71,24 @@ class PageMemory:
         self._base = kernels.address_of(self._arena.page(0))
         self._extents_dir = attach.extents_dir
         self._extents: dict[int, Extent] = {}
+        records = self._record_table()
+        self._digests: NDArray[np.uint64] = records["digest"]
+        self._tokens: NDArray[np.uint32] = records["token"]
+        self._valid: NDArray[np.uint32] = records["valid"]
         # Seed base of each place's row records, and the position of its first row.
         self._owned = np.zeros(self.places, np.bool_)
         self._seeds = np.zeros(self.places, np.uint64)
+
+    def _record_table(self) -> NDArray[np.void]:
+        """The row records of all places as one array (places, 256): a step writes them at once.
+
+        An alias by address, alive as long as the mapping: as long as this object.
+        """
+        shape = self._arena.shape
+        start = self._base + shape.rows_offset(0) - shape.page_offset(0)
+        memory = (ctypes.c_ubyte * (self.places * SIDECAR_BYTES)).from_address(start)
+        flat: NDArray[np.void] = np.frombuffer(memoryview(memory), ROW_RECORD_DTYPE)
+        return flat.reshape(self.places, -1)[:, :PAGE_TOKENS]
 
     def reserve(self, place: wire.Place) -> None:
         """Zero the place and write whose page it now holds."""
@@ -101,7 +128,7 @@ class PageMemory:
 
     def addresses(self, codes: U64Array) -> U64Array:
         """Address of each page; BadStep for a place that is not mapped or has no owner."""
-        places = codes & np.uint64(PLACE_MASK)
+        places = codes & _PLACE_MASK
         if len(codes) and int(codes.min()) >= ARENA_BIT:  # the common case: open pages only
             self._check_open(places)
             return np.uint64(self._base) + places * np.uint64(self.page_bytes)
@@ -116,37 +143,33 @@ class PageMemory:
             bases[mine] = extent.base
         return bases + places * np.uint64(self.page_bytes)
 
-    def row_seeds(self, batch: StepBatch) -> U64Array:
-        """Seeds of the row digests, one per token of the batch."""
-        places, positions = self._rows(batch)
-        return self._seeds[places] + positions * ROW_STEP
-
-    def record_rows(self, batch: StepBatch, digests: U64Array) -> None:
-        """After the rows are in place: say in the sidecar which token each row holds."""
-        places, positions = self._rows(batch)
-        rows = positions.astype(np.int64) % PAGE_TOKENS
-        start = 0
-        edges = np.flatnonzero((np.diff(places) != 0) | (np.diff(rows) != 1)) + 1
-        tokens = batch.tokens.astype(np.uint32)
-        for end in (*edges.tolist(), len(places)):
-            self._arena.write_records(
-                int(places[start]), int(rows[start]), tokens[start:end], digests[start:end]
-            )
-            start = end
-
-    def _rows(self, batch: StepBatch) -> tuple[U64Array, U64Array]:
-        """Arena place and position of every token of the batch."""
+    def rows_of(self, batch: StepBatch) -> Rows:
+        """Where each token of the batch has its row."""
         counts, starts, pages = batch.shape[:, 0], batch.shape[:, 1], batch.shape[:, 2]
-        n = len(batch.tokens)
-        first_row = np.cumsum(counts) - counts
-        positions = np.arange(n) + np.repeat(starts - first_row, counts)
-        first_page = np.repeat(np.cumsum(pages) - pages, counts)
-        codes = batch.codes[first_page + positions // PAGE_TOKENS]
-        return codes & np.uint64(PLACE_MASK), positions.astype(np.uint64)
+        if len(batch.tokens) == len(counts):  # decodes only: the last page of each entry
+            codes, positions = batch.codes[np.cumsum(pages) - 1], starts
+        else:
+            first_row = np.cumsum(counts) - counts
+            positions = np.arange(len(batch.tokens)) + np.repeat(starts - first_row, counts)
+            first_page = np.repeat(np.cumsum(pages) - pages, counts)
+            codes = batch.codes[first_page + positions // PAGE_TOKENS]
+        places = (codes & _PLACE_MASK).astype(np.intp)
+        seeds = self._seeds[places] + positions.astype(np.uint64) * _ROW_STEP
+        return Rows(places, positions % PAGE_TOKENS, seeds)
+
+    def record_rows(self, batch: StepBatch, rows: Rows, digests: U64Array) -> None:
+        """After the rows are in place: say in the sidecar which token each row holds."""
+        at = rows.places, rows.rows
+        self._digests[at] = digests
+        self._tokens[at] = batch.tokens
+        self._valid[at] = 1
 
     def _check_open(self, places: U64Array) -> None:
-        if len(places) and int(places.max()) >= self.places:
-            raise BadStep(f"arena place {int(places.max())} of {self.places}")
+        if not len(places):
+            return
+        highest = int(places.max())
+        if highest >= self.places:
+            raise BadStep(f"arena place {highest} of {self.places}")
         if not self._owned[places].all():
             raise BadStep("an arena place is used before it was reserved")
 

@@ -122,10 +122,11 @@ class Worker:
         forward_us = 0
         if batch.entries:
             addresses = memory.addresses(batch.codes)
+            own = memory.rows_of(batch)
             before = time.perf_counter_ns()
-            output = self._compute.run(batch, addresses, memory.row_seeds(batch))
+            output = self._compute.run(batch, addresses, own.seeds)
             forward_us = (time.perf_counter_ns() - before) // 1000
-            memory.record_rows(batch, output.row_digests)
+            memory.record_rows(batch, own, output.row_digests)
             rows, poisoned = output.rows, output.poisoned
         digests = tuple(memory.digest_place(place) for place in step.digest)
         verified = tuple(memory.is_sealed(v) for v in step.verify)
