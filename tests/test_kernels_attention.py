@@ -326,7 +326,7 @@ def test_extremes(pool: K.Pool, name: str, length: int) -> None:
     for out in results[1:]:
         np.testing.assert_array_equal(bits(out), bits(results[0]))
     if name in ("zero v", "zero all", "tiny", "spike on zero v", "faint v"):
-        assert not results[0][-1].any()
+        assert np.abs(results[0][-1]).max() < 1e-30
     if name == "equal scores":
         v = qkv[:, 384:].astype(np.float64).reshape(length, 2, 64).mean(0)
         assert relative_error(results[0][-1].reshape(2, 2, 64), v[:, None]) < KV8_TOLERANCE
