@@ -334,7 +334,9 @@ async def _health(request: web.Request) -> web.Response:
         return response
     lanes = [{k: v for k, v in lane.items() if k != "pid"} for lane in engine.lanes()]
     body = {"status": "ok" if state == "ready" else state, "lanes": lanes, **engine.stats()}
-    if state in ("ready", "degraded"):
+    if engine.fatal is not None:
+        body["status"] = "failed"
+    elif state in ("ready", "degraded"):
         return _json(body)
     response = _json(body, 503)
     response.headers["Retry-After"] = "5"

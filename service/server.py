@@ -119,7 +119,7 @@ class Daemon:
             for line in banner(config):
                 say(line)
             watchdog = asyncio.create_task(
-                self._notifier.feed_watchdog(lambda: engine.state != "stopped")
+                self._notifier.feed_watchdog(lambda: engine.fatal is None)
             )
             if not await self._start_engine(engine):
                 return EXIT_OK
@@ -179,8 +179,10 @@ class Daemon:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._stop.wait()
-            if engine.state == "stopped":
-                log.error("the engine stopped by itself; leaving with %d", EXIT_ENGINE_LOST)
+            if engine.fatal is not None or engine.state == "stopped":
+                log.critical("the engine cannot go on (%r): start again", engine.fatal)
+                service.accepting = False
+                await engine.stop(0.0)  # what runs ends with an error, not with silence
                 return EXIT_ENGINE_LOST
         service.accepting = False
         drain_s = self._config.server.drain_s

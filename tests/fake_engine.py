@@ -93,6 +93,7 @@ class FakeEngine:
         self.text = FakeText()
         self.state = "ready"
         self.progress = 1.0
+        self.fatal: BaseException | None = None
         self.reply = tuple(reply)
         self.delay_s = delay_s
         self.queued_s = 0.0

@@ -302,3 +302,36 @@ def test_chat_holds_a_conversation(tmp_path: Path) -> None:
         done = cli("chat", "--url", running.url, "--class", "vip", stdin="hello\n")
         assert done.returncode == 1
         assert "batchengine.class" in done.stderr
+
+
+LOST = DAEMON.replace('lambda c: FakeEngine(["w "] * int(reply), float(delay))', "make").replace(
+    "try:\n",
+    """
+import asyncio
+def make(c):
+    engine = FakeEngine()
+    real = engine.start
+    async def start(on_stage):
+        await real(on_stage)
+        if model.endswith("raises.gguf"):
+            raise RuntimeError("boom")
+        what = ("state", "stopped") if "stops" in model else ("fatal", OSError(5, "ledger"))
+        asyncio.get_running_loop().call_later(0.3, setattr, engine, *what)
+    engine.start = start
+    return engine
+try:
+""",
+)
+
+
+def test_an_engine_that_stops_by_itself_ends_the_daemon(tmp_path: Path) -> None:
+    """Exit code 75 makes the service manager start it again."""
+    for name, code in (("stops.gguf", 75), ("fatal.gguf", 75), ("raises.gguf", 1)):
+        (tmp_path / name).write_bytes(b"GGUF")
+        done = subprocess.run(
+            [sys.executable, "-c", LOST, "1", "0", "0", str(tmp_path / "a.sock"),
+             str(tmp_path / name)],
+            cwd=ROOT, capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert not (tmp_path / "a.sock").exists()

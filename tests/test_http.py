@@ -536,7 +536,10 @@ def test_models_health_props_metrics() -> None:
             status, body, headers = await post(served, "/v1/chat/completions", chat())
             assert (status, body["error"]["code"]) == (503, "loading_model")
             assert {"retry-after", "retry-after-ms"} <= {name.lower() for name in headers}
-            engine.state = "ready"
+            engine.state, engine.fatal = "ready", OSError("ledger")
+            async with client.get("/health") as reply:
+                assert (reply.status, (await reply.json())["status"]) == (503, "failed")
+            engine.fatal = None
             served.service.accepting = False
             async with client.get("/health") as reply:
                 assert (reply.status, (await reply.json())["status"]) == (503, "draining")
