@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from batchengine.config import load
+from batchengine.config import LaneConfig, load
 from batchengine.core import (
     BatchEngineError,
     DoneEvent,
@@ -38,6 +38,7 @@ async def running_engine(
     folder: Path,
     cache_dir: Path,
     worker_command: tuple[str, ...] = (),
+    lanes: tuple[LaneConfig, ...] = (),
     **overrides: object,
 ) -> AsyncIterator[Engine]:
     """A started engine; keys of `overrides` are dotted with __ (store__budget_bytes=...)."""
@@ -52,7 +53,7 @@ async def running_engine(
             **{name.replace("__", "."): value for name, value in overrides.items()},
         },
     )
-    config = dataclasses.replace(config, cache_dir=str(cache_dir))
+    config = dataclasses.replace(config, cache_dir=str(cache_dir), lanes=lanes or config.lanes)
     engine = Engine(config, worker_command=worker_command)
     await engine.start(lambda _: None)
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError, Sampling, TokenEvent
 from batchengine.engine import Engine
 from tests.fakes import Reference, read, request, run, running_engine, until, words
@@ -376,5 +377,56 @@ def test_sessions_never_see_each_other(
                 for (name, timeline), answer in zip(history.items(), answers, strict=True):
                     assert answer.tokens == reference.tokens(timeline, 9), name
                     timeline += answer.tokens + words(ord(name), 21)
+
+    run(work())
+
+
+def test_two_lanes_share_the_store_and_agree(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """What one lane sealed the other reads; a dead lane takes nobody with it."""
+    prompts = [words(140 + i, 600) for i in range(4)]
+    lanes = (LaneConfig(name="a", threads=1), LaneConfig(name="b", threads=1))
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, lanes=lanes) as engine:
+            first = await asyncio.gather(*(read(engine.submit(request(p, 9))) for p in prompts))
+            await sealed(engine, 8)
+            again = [engine.submit(request(p, 200)) for p in reversed(prompts)]
+            tasks = [asyncio.ensure_future(read(g)) for g in again]
+            await until(lambda: again[0].completion_tokens > 5)
+            os.kill(int(engine.lanes()[1]["pid"]), signal.SIGKILL)
+            second = await asyncio.gather(*tasks)
+            expected = [reference.tokens(p, 200) for p in prompts]
+            assert [a.tokens for a in first] == [e[:9] for e in expected]
+            assert [a.tokens for a in reversed(second)] == expected
+            used = {a.done.usage.lane for a in first if a.done}
+            assert used == {"a", "b"}
+            assert {a.done.usage.cached_tokens for a in second if a.done} == {512}
+
+    run(work())
+
+
+def test_shutdown_ends_named_streams_with_a_reason(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """What was told before the stop is in the ledger: the next life continues it."""
+    prompt = words(150, 30)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            generation = engine.submit(request(prompt, 5000, session="s"))
+            task = asyncio.ensure_future(read(generation))
+            await until(lambda: generation.completion_tokens > 20)
+            await engine.stop(0.0)
+            answer = await task
+            assert answer.reason == "shutdown"
+            assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            assert engine._store is not None
+            record = engine._store.ledger.load_session("\x1fs").result()
+            assert record is not None
+            assert record.tokens[: 30 + len(answer.tokens)] == prompt + answer.tokens
+            assert [turn.finish_reason for turn in record.turns] == ["shutdown"]
 
     run(work())

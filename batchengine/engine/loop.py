@@ -8,6 +8,7 @@ events of a step are produced while the worker computes the next one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from array import array
@@ -29,6 +30,7 @@ log = logging.getLogger("batchengine.engine")
 
 STEP_DEADLINE_MIN_S = 30.0  # far above any step, far below a client's patience
 STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
+REPLAN_S = 0.005  # an empty plan may be a matter of time: places return, deadlines pass
 ALONE_DEATHS_MAX = 2  # a session that kills a worker alone twice is the cause
 
 
@@ -200,9 +202,14 @@ class LaneLoop:
         self._commit(flight, done)
 
     async def _sleep(self) -> None:
-        if not self._wake_event.is_set():
+        """Wait for news; not for long while somebody could compute but the plan said not yet."""
+        turns = (*self.running.values(), *self.waiting.values())
+        if all(turn.paused for turn in turns):
             await self._wake_event.wait()
-        self._wake_event.clear()
+        elif not self._wake_event.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPLAN_S):
+                    await self._wake_event.wait()
 
     def _drain(self) -> None:
         """What happened outside since the last step."""
