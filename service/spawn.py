@@ -41,7 +41,7 @@ class Daemon:
         if len(os.fsencode(self.scratch)) > 80:  # a unix socket path may have 107 bytes
             self.scratch.rmdir()
             self.scratch = Path(tempfile.mkdtemp(prefix="batchengine-", dir="/tmp"))
-        command = [sys.executable, "-m", "service.spawn", str(os.getpid())]
+        command = [sys.executable, "-m", "service.spawn", str(os.getpid()), str(self.scratch)]
         command += ["serve", str(model), "--port", "0"]
         command += ["--store", str(self.scratch / "kv"), "--allow-volatile-store"]
         command += ["--cache-dir", str(self.scratch / "cache")]
@@ -150,16 +150,24 @@ def stop_on_signals() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """The child: the command line, but drained by the kernel's SIGTERM when its parent dies."""
+    """The child: the command line, but drained by the kernel's SIGTERM when its parent dies.
+
+    `arguments`: the parent's pid, the scratch folder to remove in its stead, the command line.
+    """
     import ctypes
 
     from service import cli
 
-    parent = int(arguments[0])
+    parent, scratch, *command = arguments
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if os.getppid() != parent:  # it died before we asked to be told
-        sys.exit(cli.EXIT_INTERRUPTED)
-    cli.main(arguments[1:])
+    code = cli.EXIT_INTERRUPTED
+    try:
+        if os.getppid() == int(parent):  # else it died before we asked to be told
+            code = cli.run(command)
+    finally:
+        if os.getppid() != int(parent):
+            shutil.rmtree(scratch, ignore_errors=True)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
