@@ -268,8 +268,10 @@ def test_refusals_name_their_reason(pocket_path: Path, tmp_path: Path, cache_dir
             with pytest.raises(BatchEngineError):
                 engine.submit(request([1], 0))
             made = [engine.submit(request(words(1, 20), 9000)) for _ in range(2)]
-            await asyncio.sleep(0.2)  # one has the seat now
+            reading = [asyncio.ensure_future(read(g)) for g in made]
+            await until(lambda: made[0].completion_tokens > 0)  # it has the only seat
             made.append(engine.submit(request(words(1, 20), 9000)))
+            reading.append(asyncio.ensure_future(read(made[2])))
             with pytest.raises(BatchEngineError) as caught:
                 engine.submit(request(words(1, 20), 9000))
             assert caught.value.http_status == 429
@@ -280,7 +282,7 @@ def test_refusals_name_their_reason(pocket_path: Path, tmp_path: Path, cache_dir
                 engine.submit(request([1], 1))
             assert caught.value.http_status == 503
             await stopping
-            answers = await asyncio.gather(*(read(g) for g in made))
+            answers = await asyncio.gather(*reading)
             assert {a.reason for a in answers} == {"shutdown"}
 
     run(work())

@@ -65,7 +65,8 @@ class PageMemory:
         self._arena = ArenaMapping(attach.arena_path, layout)
         if self._arena.shape.places != attach.places:
             raise BadStep(f"the arena has {self._arena.shape.places} places, not {attach.places}")
-        self._arena.populate()
+        # Not populated: the file is allocated, so a first touch cannot meet a full disk, and
+        # faulting gigabytes in would make every restart of a worker slow.
         self.page_bytes = layout.page_bytes
         self.places = attach.places
         self._base = kernels.address_of(self._arena.page(0))
