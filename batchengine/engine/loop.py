@@ -30,6 +30,8 @@ log = logging.getLogger("batchengine.engine")
 
 STEP_DEADLINE_MIN_S = 30.0  # far above any step, far below a client's patience
 STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
+OBSERVE_ALL = 256  # steps the cost model learns from without exception;
+OBSERVE_EVERY = 4  # later, of decode steps, one in so many: they are all alike
 REPLAN_S = 0.005  # an empty plan may be a matter of time: places return, deadlines pass
 ALONE_DEATHS_MAX = 2  # a session that kills a worker alone twice is the cause
 
@@ -439,7 +441,9 @@ class LaneLoop:
         if computed:
             self.step_ms = done.elapsed_us / 1000.0
             self.tokens += sum([n for _, n in computed])
-            self.cost.observe(work_of(computed), self.step_ms)
+            work = work_of(computed)
+            if work.prefill_tokens or self.steps < OBSERVE_ALL or not self.steps % OBSERVE_EVERY:
+                self.cost.observe(work, self.step_ms)
             self._step_seconds.observe(done.elapsed_us / 1e6)
             self.predicted_ms += flight.predicted_ms
 
