@@ -163,7 +163,7 @@ def test_cancel_frees_everything(pocket_path: Path, tmp_path: Path, cache_dir: P
             for generation in generations:
                 generation.cancel()
                 generation.cancel()
-            await until(lambda: not engine.requests())
+            await until(lambda: not engine._turns)
             loop = engine._loops[0]
             assert not loop.running
             assert not loop.waiting

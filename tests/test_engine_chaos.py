@@ -97,7 +97,7 @@ def test_chaos(
             names = ["a", "b", "c", None, None, None]
             async with asyncio.timeout(100):
                 await asyncio.gather(*(chaos.user(s, 5) for s in names), chaos.killer(3))
-                await until(lambda: not engine.requests() and engine.state == "ready")
+                await until(lambda: not engine._turns and engine.state == "ready")
                 await until(lambda: all(loop.pages.places_free for loop in engine._loops))
             for loop in engine._loops:
                 assert loop.pages.places_free + _sealing(loop.pages) == loop.config.places

@@ -155,10 +155,11 @@ class Engine:
         ]
 
     def requests(self) -> list[dict[str, Any]]:
-        """Requests that were admitted and have not ended."""
+        """Requests that were admitted and have neither ended nor been cancelled."""
         now_ms = self._now_ms()
         queued = [g for queue in self._queues.values() for g in queue]
-        return [self._request_row(g, now_ms) for g in [*self._turns, *queued]]
+        live = [g for g in [*self._turns, *queued] if not g.cancelled]
+        return [self._request_row(g, now_ms) for g in live]
 
     def _request_row(self, generation: Generation, now_ms: float) -> dict[str, Any]:
         turn = self._turns.get(generation)
