@@ -80,12 +80,58 @@ struct PlaceJob {
         page.v_scale[t] = d;
     }
 
-    void place(size_t token, size_t head) const {
-        const float* x = qkv.row(token) + head * shape.head_dim;
-        if (head < queries.n_head) return place_query(token, head, x);
-        head -= queries.n_head;
-        if (head < shape.n_kv_head) return place_k(token, head, x);
-        place_v(token, head - shape.n_kv_head, x);
+    // Four neighbouring tokens share every dword of V: written together, one store instead of four.
+    void place_v_quad(size_t token, size_t head, size_t column) const {
+        int8_t q[4][HEAD_DIM_MAX];
+        const size_t t = batch.position(token) % PAGE_TOKENS, head_dim = shape.head_dim;
+        const HeadPage page = head_page(token, head);
+        for (size_t i = 0; i < 4; i++)
+            ops.quantise_kv8(qkv.row(token + i) + column, 1, head_dim, q[i], page.v_scale + t + i);
+        int8_t* v = page.v + v_byte(head_dim, t, 0);
+        for (size_t i = 0; i < head_dim; i++)
+            for (size_t j = 0; j < 4; j++) v[4 * i + j] = q[j][i];
+    }
+
+    bool starts_quad(size_t token, size_t end) const {
+        return token + 4 <= end && batch.position(token) % 4 == 0 &&
+               batch.entry_of[token + 3] == batch.entry_of[token];
+    }
+
+    // The rows of a decoding token left the caches a step ago: K alone touches head_dim / 4 lines.
+    // Asked for before the queries are worked on, they are there when they are written.
+    void prefetch_row(size_t token, size_t head) const {
+        const size_t t = batch.position(token) % PAGE_TOKENS, head_dim = shape.head_dim;
+        const HeadPage page = head_page(token, head);
+        const int8_t* k = page.k + 4 * k_dword(head_dim, t, 0);
+        for (size_t d4 = 0; d4 < head_dim / 4; d4++) __builtin_prefetch(k + 64 * d4, 1);
+        const int8_t* v = page.v + v_byte(head_dim, t, 0);
+        for (size_t i = 0; i < 4 * head_dim; i += 64) __builtin_prefetch(v + i, 1);
+        for (size_t b = 0; b < shape.blocks(); b++)
+            __builtin_prefetch(page.k_scale + k_scale_index(head_dim, t, b), 1);
+        __builtin_prefetch(page.v_scale + t, 1);
+    }
+
+    // One KV head and the query heads of its group, for tokens [first, last).
+    void place(size_t head, size_t first, size_t last) const {
+        const size_t group = queries.n_head / shape.n_kv_head, head_dim = shape.head_dim;
+        const size_t k_column = (queries.n_head + head) * head_dim;
+        const size_t v_column = k_column + shape.n_kv_head * head_dim;
+        size_t v_done = first;
+        for (size_t token = first; token < last; token++) {
+            const float* x = qkv.row(token);
+            const bool starts = token == batch.entries[batch.entry_of[token]].first_token;
+            if (starts || batch.position(token) % 16 == 0) prefetch_row(token, head);
+            for (size_t g = head * group; g < (head + 1) * group; g++)
+                place_query(token, g, x + g * head_dim);
+            place_k(token, head, x + k_column);
+            if (token < v_done) continue;
+            const bool quad = starts_quad(token, last);
+            if (quad)
+                place_v_quad(token, head, v_column);
+            else
+                place_v(token, head, x + v_column);
+            v_done = token + (quad ? 4 : 1);
+        }
     }
 };
 
@@ -130,13 +176,17 @@ void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& 
               const PlaceParams& params, Queries& queries) {
     const float factor = static_cast<float>(1.4426950408889634 * params.scale);
     const PlaceJob job{qkv, batch, shape, layer, params, queries, rowops(), factor};
-    const size_t heads = queries.n_head + 2 * shape.n_kv_head;
-    const size_t items = heads * batch.n_tokens;
+    const size_t items = shape.n_kv_head * batch.n_tokens;
     // Head-major, so that a thread writes runs of neighbouring tokens and shares few cache lines.
     const auto run = [&](size_t first, size_t last) {
-        for (size_t i = first; i < last; i++) job.place(i % batch.n_tokens, i / batch.n_tokens);
+        while (first < last) {
+            const size_t head = first / batch.n_tokens, token = first % batch.n_tokens;
+            const size_t end = std::min(batch.n_tokens, token + (last - first));
+            job.place(head, token, end);
+            first += end - token;
+        }
     };
-    if (pool.threads() == 1 || items * shape.head_dim <= VALUES_ALONE) {
+    if (pool.threads() == 1 || batch.n_tokens * qkv.width <= VALUES_ALONE) {
         const FloatEnvironment environment;
         run(0, items);
         return;
