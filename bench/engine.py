@@ -85,6 +85,7 @@ class Duel:
         self.rng = np.random.default_rng(11)
         self._contexts: list[LlamaContext] = []
         self._sequences: list[Sequence] = []
+        self._filled: dict[tuple[object, ...], bytes] = {}
 
     def end_row(self) -> None:
         """Gives back the KV of the row just measured, on both sides."""
@@ -179,33 +180,37 @@ class Duel:
         self, batch: int, length: int, steps: int
     ) -> dict[str, Callable[[], float]]:
         ours = self.own_decode(batch, length, steps)
-        prompt, feed = self.tokens(length), self.tokens(steps * batch)
+        feed = self.tokens(steps * batch)
 
         def fill(setting: dict[str, Any]) -> LlamaContext:
             room = (length + steps + 8) * batch
             context = self.context(room + 256 * batch, batch, setting)
+            prompt = np.random.default_rng(length).integers(3, self.vocab, length).tolist()
+            kind = (length, *setting.values())
             for sequence in range(batch):
                 if sequence and not setting["kv_unified"]:
                     context.copy_sequence(0, sequence)  # KV per sequence: a real copy
-                elif length > 512 and sequence:
-                    context.load_sequence(sequence, context.save_sequence(0))
+                elif kind in self._filled:  # prefilled before: the same bytes of KV
+                    context.load_sequence(sequence, self._filled[kind])
                 else:
                     context.prefill(prompt, sequence=sequence)
+                    if length >= 1024:
+                        self._filled[kind] = context.save_sequence(sequence)
             return context
 
-        def timed(context: LlamaContext) -> float:
+        def timed(context: LlamaContext, count: int = steps) -> float:
             start = time.perf_counter()
-            for step in range(steps):
+            for step in range(count):
                 mine = feed[step * batch : (step + 1) * batch]
                 context.step(mine, [length + step] * batch)
             elapsed = time.perf_counter() - start
             for sequence in range(batch):
                 context.cut(sequence, length)
-            return batch * steps / elapsed
+            return batch * count / elapsed
 
         def trial(setting: dict[str, Any]) -> float:
             with fill(setting) as context:
-                return max(timed(context) for _ in range(2))
+                return max(timed(context, 4) for _ in range(2))
 
         name = f"decode_{length // 1024}k_b{batch}" if length >= 1024 else f"decode_b{batch}"
         context = fill(self.choose(name, trial))
@@ -225,6 +230,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="a small model, under a minute")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=0, help="default 5, quick 2")
+    parser.add_argument("--rows", default="", help="only these rows, separated by commas")
     parser.add_argument("--model", help="GGUF to measure (default: a synthetic 0.6B shape)")
     parser.add_argument("--json", help="write figures to this file")
     args = parser.parse_args(argv)
@@ -237,12 +243,14 @@ def main(argv: list[str]) -> int:
         "prefill_512": lambda: duel.prefill_contenders(512)
     }
     for batch in (1, 4, 8, 16, 32):
-        rows[f"decode_b{batch}"] = lambda b=batch: duel.decode_contenders(b, PROMPT, steps)
+        enough = max(6, steps // (1 + batch // 4))  # about as many tokens in every row
+        rows[f"decode_b{batch}"] = lambda b=batch, n=enough: duel.decode_contenders(b, PROMPT, n)
     for batch in (1, 4):
         rows[f"decode_4k_b{batch}"] = lambda b=batch: duel.decode_contenders(b, long, steps)
+    chosen = args.rows.split(",") if args.rows else list(rows)
     result: dict[str, Any] = {}
     samples: dict[str, Any] = {}
-    for name, contenders in rows.items():
+    for name, contenders in ((name, rows[name]) for name in chosen):
         measured = report.interleave(contenders(), repeats)
         duel.end_row()
         result[name] = report.ratio_row(measured, "ours", "llama.cpp")
@@ -253,7 +261,7 @@ def main(argv: list[str]) -> int:
             flush=True,
         )
     own: dict[str, Any] = {}
-    for length in () if args.quick else (8192, 32768):
+    for length in () if args.quick or args.rows else (8192, 32768):
         runs = report.interleave({"ours": duel.own_decode(1, length, steps)}, repeats)
         duel.end_row()
         own[f"decode_{length // 1024}k_b1"] = report.values(runs)["ours"]
