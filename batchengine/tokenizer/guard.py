@@ -39,7 +39,9 @@ from batchengine.tokenizer.vocab import ATTR_LSTRIP, ATTR_RSTRIP, Tokenizer
 _PREFERRED = "|｜[]{}()<>#$%&*+=~^▁"
 _TWINS = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))  # private use planes 15, 16
 
-# Field names of chat messages and tools stay as they are: the template looks them up.
+# Roles and field names stay as they are: the template compares them and looks them up. Only these
+# very words do; the value of a "role" somewhere in a tool's arguments is text of the request.
+_ROLES = frozenset(("system", "user", "assistant", "tool", "developer"))
 _FIELD_NAMES = frozenset(
     (
         *("role", "content", "name", "type", "text", "id", "image_url", "refusal"),
@@ -57,7 +59,7 @@ class Twins:
         self._back = {twin: guard for guard, twin in there.items()}
 
     def hide(self, value: object) -> object:
-        """A copy of JSON-like `value` in which strings carry twins; role names stay."""
+        """A copy of JSON-like `value` in which strings carry twins; roles stay."""
         if isinstance(value, str):
             return value.translate(self._there)
         if isinstance(value, dict):
@@ -75,7 +77,8 @@ class Twins:
         return key if key in _FIELD_NAMES else key.translate(self._there)
 
     def _field(self, key: str, item: object) -> object:
-        return item if key == "role" else self.hide(item)
+        is_role = key == "role" and isinstance(item, str) and item in _ROLES
+        return item if is_role else self.hide(item)
 
 
 class ControlGuard:
