@@ -12,7 +12,7 @@ from service.shape import Answer, Shape, logprob_number
 from service.strict_json import off_loop
 from service.work import Job
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 REASONING_NAMES = ("reasoning_content", "reasoning", "reasoning_text")
 KWARGS = {"enable_thinking": bool}  # what a client may tell a template (RELIABILITY R15)

@@ -1,6 +1,6 @@
 """The request bodies of the OpenAI routes as structs, with a bound on every number and list.
 
-Owns field names, types and limits; `read_request` turns plain values into a struct or into an
+Owns field names, types and limits; `decode_request` turns a body into a struct or into an
 error that names the field. Floats become binary32 here, once (NUMERICS 2.7): what is sampled
 with is what the struct holds. Unknown fields are reported, never guessed at.
 """
@@ -29,7 +29,8 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Name = Annotated[str, Meta(max_length=256)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, le=0x7FFFFFFF)]
-Millis = Annotated[float, Meta(gt=0, le=86_400_000)]
+# Small enough for any wish, far above what binary32 rounds to zero.
+Millis = Annotated[float, Meta(ge=0.001, le=86_400_000)]
 TokenCount = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
@@ -77,7 +78,7 @@ class Common(Struct, kw_only=True):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
@@ -126,7 +127,6 @@ class CompletionRequest(Common, kw_only=True):
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
 
-# Known to other servers, harmless to leave out: counted by name like any other unknown field.
 _PATH = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
