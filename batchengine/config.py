@@ -13,6 +13,7 @@ import ipaddress
 import itertools
 import os
 import re
+import stat
 import tomllib
 import types
 import typing
@@ -173,7 +174,7 @@ class Machine:
             memory_bytes=int(psutil.virtual_memory().total),
             is_root=os.geteuid() == 0,
             env=dict(os.environ),
-            home=str(Path.home()),
+            home=_home(),
         )
 
 
@@ -200,14 +201,32 @@ def load(
 def warnings(config: Config) -> list[str]:
     """Legal settings that a person should know about, as sentences for the start-up banner."""
     found: list[str] = []
-    if not is_loopback(config.server.host) and not config.server.tls_terminated:
-        found.append(
-            f"server.host = {config.server.host}: prompts and API keys travel unencrypted. "
-            "Put a TLS proxy in front and set server.tls_terminated = true"
-        )
     if config.store.allow_volatile:
         found.append("store.allow_volatile = true: sessions may not survive a reboot")
     return found
+
+
+def check_model_file(path: str) -> None:
+    """Raises BE1116 unless `path` names a regular file this user can see."""
+    try:
+        why = "" if stat.S_ISREG(os.stat(path).st_mode) else "it is not a regular file"
+        found = not why
+    except (OSError, ValueError) as error:
+        why, found = (error.strerror if isinstance(error, OSError) else str(error)) or "", False
+        why = why.lower()
+    if found:
+        return
+    if path.startswith("/home"):
+        why += "; a service may not see home directories (ProtectHome)"
+    raise BatchEngineError(
+        "BE1116",
+        f"there is no model file {path[:200]}",
+        why=why,
+        fix="name an existing GGUF file",
+        http_status=400,
+        error_type="invalid_request_error",
+        api_code="invalid_configuration",
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -221,6 +240,14 @@ def is_loopback(host: str) -> bool:
 
 
 # ---- the machine ----
+
+
+def _home() -> str:
+    """The home directory; "" where there is none (a user id that no user database knows)."""
+    try:
+        return str(Path.home())
+    except RuntimeError:
+        return ""
 
 
 def _usable_cores() -> tuple[int, ...]:
@@ -252,7 +279,8 @@ def _directory(machine: Machine, systemd: str, system: str, xdg: str, under_home
         return machine.env[systemd].split(":")[0]
     if machine.is_root:
         return f"{system}/batchengine"
-    base = machine.env.get(xdg) or (f"{machine.home}/{under_home}" if under_home else "")
+    known = under_home and machine.home
+    base = machine.env.get(xdg) or (f"{machine.home}/{under_home}" if known else "")
     return f"{base}/batchengine" if base else ""
 
 
@@ -261,13 +289,26 @@ def _derive(source: _Source, config: Config, machine: Machine) -> Config:
     state = _directory(machine, "STATE_DIRECTORY", "/var/lib", "XDG_STATE_HOME", ".local/state")
     cache = _directory(machine, "CACHE_DIRECTORY", "/var/cache", "XDG_CACHE_HOME", ".cache")
     run = _directory(machine, "RUNTIME_DIRECTORY", "/run", "XDG_RUNTIME_DIR", "") or state
+    for option, given, found in (
+        ("--store", config.store.dir, state),
+        ("--admin-socket", config.server.admin_socket, run),
+        ("--cache-dir", config.cache_dir, cache),
+    ):
+        if not given and not found:
+            raise source.error(
+                "BE1107",
+                option,
+                "has no default: this user has no home directory",
+                fix="set HOME to a directory of this user, or give --store, --cache-dir and"
+                " --admin-socket",
+            )
     admin_socket = config.server.admin_socket or f"{run}/admin.sock"
     if len(os.fsencode(admin_socket)) > SOCKET_PATH_BYTES_MAX:
         raise source.error(
             "BE1107",
             "server.admin_socket",
             f"is longer than the {SOCKET_PATH_BYTES_MAX} bytes a unix socket path may have",
-            fix="use a shorter path, for example /tmp/batchengine.sock",
+            fix="choose a shorter path with --admin-socket",
         )
     store_dir = config.store.dir or f"{state}/kv"
     model = config.model
@@ -311,11 +352,23 @@ def _derive_lanes(
 
 def _budget_bytes(store_dir: str, machine: Machine) -> int:
     """Half of memory (the page cache is the tier that serves), at most half of the free disk."""
-    probe = Path(store_dir)
-    while not probe.exists() and probe != probe.parent:
-        probe = probe.parent
-    free_bytes = int(psutil.disk_usage(str(probe)).free)
+    free_bytes = disk_free_bytes(store_dir) or 0
     return max(64 * MIB, min(machine.memory_bytes // 2, free_bytes // 2))
+
+
+def disk_free_bytes(path: str) -> int | None:
+    """Free bytes of the disk where `path` lies or would be made; None when nothing of it is seen.
+
+    Whether the path can be used is found out by whoever opens it, with a better error.
+    """
+    probe = Path(path).absolute()
+    while True:
+        try:
+            return int(psutil.disk_usage(str(probe)).free)
+        except OSError:  # not there yet, not ours to see, too long a name
+            if probe == probe.parent:
+                return None
+            probe = probe.parent
 
 
 # ---- rules that need more than one value ----

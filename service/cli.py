@@ -192,16 +192,7 @@ def _load(path: Path | None, overrides: dict[str, object], *, needs_model: bool)
             fix="batchengine serve MODEL.gguf, or set model.path in the configuration",
             api_code="invalid_configuration",
         )
-    if not Path(loaded.model.path).is_file():
-        raise BatchEngineError(
-            "BE1116",
-            f"there is no model file {loaded.model.path}",
-            why=""
-            if not loaded.model.path.startswith("/home")
-            else "is it in a home directory that the service may not see (ProtectHome)?",
-            fix="name an existing GGUF file",
-            api_code="invalid_configuration",
-        )
+    configuration.check_model_file(loaded.model.path)
     return loaded
 
 

@@ -32,11 +32,18 @@ class Client:
         self.url = self.url.rstrip("/")
         if not self.url.endswith("/v1"):
             self.url += "/v1"
-        if urlsplit(self.url).scheme != "http" or not urlsplit(self.url).hostname:
+        if not _is_http(self.url):
             raise BatchEngineError(
                 "BE1130",
-                f"{self.url} is not the address of a daemon",
+                f"{self.url!r} is not the address of a daemon",
                 fix="write it as http://127.0.0.1:7717/v1",
+            )
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise BatchEngineError(
+                "BE1136",
+                "the API key cannot be sent",
+                why="it holds line breaks or letters outside ASCII",
+                fix="set BATCHENGINE_API_KEY or the key file to the key alone",
             )
 
     def get(self, path: str) -> Json:
@@ -93,6 +100,15 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise no_daemon(self.url, error) from None
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        named = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port out of range, half an IPv6 address
+        return False
+    return named and url.isascii() and url.isprintable() and " " not in url
 
 
 @dataclass(slots=True)

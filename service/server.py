@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import uvloop
 
 import batchengine
@@ -228,11 +227,9 @@ def banner(config: Config) -> list[str]:
         f"  kv      {config.store.dir}  budget {config.store.budget_bytes / GIB:,.1f} GiB",
         f"  admin   {config.server.admin_socket}",
     ]
-    with contextlib.suppress(OSError):
-        probe = Path(config.store.dir)
-        while not probe.exists():
-            probe = probe.parent
-        lines[3] += f"  ({psutil.disk_usage(str(probe)).free / GIB:,.0f} GiB free)"
+    free_bytes = configuration.disk_free_bytes(config.store.dir)
+    if free_bytes is not None:
+        lines[3] += f"  ({free_bytes / GIB:,.0f} GiB free)"
     lines += [f"  warning {text}" for text in configuration.warnings(config)]
     return lines
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from batchengine.config import check_model_file
 from batchengine.core import BatchEngineError
 from service.client import Client
 from service.spawn import Daemon, stop_on_signals
@@ -54,10 +56,7 @@ def run(url: str, api_key: str, options: Options, model: Path | None) -> int:
     """The conversation; with `model` a daemon is started for it and stopped after it."""
     if model is None:
         return converse(Client(url, api_key), options)
-    if not model.is_file():
-        raise BatchEngineError(
-            "BE1116", f"there is no model file {model}", fix="name an existing GGUF file"
-        )
+    check_model_file(str(model))
     stop_on_signals()
     with Daemon(model, lambda line: print(line, file=sys.stderr)) as daemon:
         return converse(Client(daemon.wait_ready()), options)
@@ -67,6 +66,9 @@ def converse(client: Client, options: Options) -> int:
     """Reads lines until end of input; errors of one turn do not end the conversation."""
     model = client.models()[0]
     asking = sys.stdin.isatty()
+    lines = cast("object", sys.stdin)
+    if isinstance(lines, io.TextIOWrapper):
+        cast("io.TextIOWrapper", lines).reconfigure(errors="replace")  # a pipe may hold anything
     session = options.session or f"chat-{uuid.uuid4()}"
     history = _fresh(options)
     if asking:

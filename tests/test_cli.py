@@ -156,7 +156,12 @@ BAD_USAGE: list[tuple[list[str], int, tuple[str, ...]]] = [
     (["sessions", "--admin-socket", "/nowhere/a.sock"], 4, ("BE1132",)),
     (["chat", "--url", "http://127.0.0.1:9"], 4, ("BE1132", "refused", "Fix:")),
     (["chat", "--url", "nonsense"], 1, ("BE1130", "Fix:")),
-    (["chat", "/nowhere/x.gguf"], 1, ("BE1116",)),
+    (["chat", "--url", "http://127.0.0.1:99999"], 1, ("BE1130", "Fix:")),
+    (["chat", "--url", "http://[::1"], 1, ("BE1130", "Fix:")),
+    (["chat", "--url", "http://a b/v1"], 1, ("BE1130", "Fix:")),
+    (["chat", "/nowhere/x.gguf"], 2, ("BE1116", "no such file", "Fix:")),
+    (["serve", "/dev/null"], 2, ("BE1116", "not a regular file")),
+    (["serve", "x" * 5000], 2, ("BE1116", "name too long", "Fix:")),
 ]
 
 
@@ -173,6 +178,14 @@ def test_errors_are_one_readable_line(
     assert "Traceback" not in done.stderr
     for word in words:
         assert word in lines[0], (word, lines[0])
+
+
+def test_a_key_that_no_header_can_hold_is_one_line() -> None:
+    for key in ("one\ntwo", "schlüssel"):
+        done = cli("chat", BATCHENGINE_API_KEY=key)
+        assert done.returncode == 1
+        assert done.stderr.startswith("batchengine: BE1136"), done.stderr
+        assert key not in done.stderr
 
 
 def test_debug_shows_the_traceback() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchengine.config import Config, Machine, is_loopback, load, warnings
+from batchengine.config import Config, Machine, disk_free_bytes, is_loopback, load, warnings
 from batchengine.core import BatchEngineError, SlaClass
 
 KEY = "0123456789abcdef"
@@ -117,7 +117,30 @@ ttft_ms = 600000
     assert config.sla.of(SlaClass.BATCH).ttft_ms == 600_000
     assert config.sla.of(SlaClass.BATCH).tpot_ms == 2000
     assert KEY not in repr(config)
-    assert "unencrypted" in warnings(config)[0]
+
+
+def test_a_user_without_a_home_must_say_where(tmp_path: Path) -> None:
+    homeless = Machine((0,), 64 << 30, False, {}, "")
+    with pytest.raises(BatchEngineError, match="no home directory") as caught:
+        load(None, {"store.dir": str(tmp_path)}, homeless)
+    assert caught.value.code == "BE1107"
+    places = {"store.dir": "s", "server.admin_socket": "a", "cache_dir": "c"}
+    assert load(None, places, homeless).store.dir == "s"
+    for name in ("STATE_DIRECTORY", "CACHE_DIRECTORY"):
+        homeless.env[name] = str(tmp_path / name.lower())  # type: ignore[index]
+    assert load(None, {}, homeless).server.admin_socket == f"{tmp_path}/state_directory/admin.sock"
+
+
+def test_free_space_is_found_from_whatever_can_be_seen(tmp_path: Path) -> None:
+    whole = disk_free_bytes(str(tmp_path))
+    assert whole
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for path in (tmp_path / "new" / "kv", blocked / "kv", tmp_path / ("x" * 5000)):
+        found = disk_free_bytes(str(path))
+        assert found is not None, path
+        assert abs(found - whole) < 1 << 30
+        load(None, {"store.dir": str(path), "server.admin_socket": "a"})
 
 
 def test_overrides_win_and_none_is_not_given(tmp_path: Path, machine: Machine) -> None:
