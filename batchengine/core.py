@@ -165,7 +165,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class DoneEvent:
-    """The end of a generation: reason is "stop", "length" or "shutdown". `text` = held-back rest."""
+    """The end of a generation: reason "stop", "length" or "shutdown"; `text` = held-back rest."""
 
     finish_reason: str
     usage: Usage
