@@ -129,7 +129,7 @@ class Daemon:
         self._reader.join(5.0)
         if process.stdout is not None and not self._reader.is_alive():
             process.stdout.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        remove_scratch(self.scratch)
         return code
 
     def __enter__(self) -> Daemon:
@@ -137,6 +137,15 @@ class Daemon:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def remove_scratch(folder: Path) -> None:
+    """Removes the scratch folder; a worker on its way out may still put a file into it."""
+    for _ in range(30):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
 
 
 def stop_on_signals() -> None:
@@ -166,7 +175,7 @@ def main(arguments: list[str]) -> None:
             code = cli.run(command)
     finally:
         if os.getppid() != int(parent):
-            shutil.rmtree(scratch, ignore_errors=True)
+            remove_scratch(Path(scratch))
     sys.exit(code)
 
 
