@@ -10,10 +10,13 @@ lane, so a place that is freed here can be poisoned, zeroed and used again by th
 
 A session whose place is taken away (or whose worker died) keeps its sealed pages; the rest is
 recomputed, with the same bits. A seal whose session left goes on, for the sake of prefix sharing.
+A seal that failed for want of room is parked: its arena copy is sound, and `retry` tries again.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +27,7 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.session import Session
 from kv_store import keys
 from kv_store.arena import Arena, ArenaPlace, PlaceState
-from kv_store.errors import NumericsFault, StoreError
+from kv_store.errors import NumericsFault, StaleRef, StoreCorrupt, StoreError
 from kv_store.pages import PageRef
 from kv_store.pool import Ticket
 from kv_store.store import Store
@@ -83,6 +86,7 @@ class LanePages:
         self._seals: dict[ArenaPlace, Seal] = {}  # every seal that still holds a place
         self._flying: set[Seal] = set()  # with the store or about to be verified
         self._done: deque[tuple[Seal, Future[PageRef]]] = deque()
+        self._parked: list[Seal] = []  # failed without doubt about the bytes: see `retry`
         self._verify: list[Seal] = []
         self._lenders: dict[Session, int] = {}  # not running; places they would give back
         self.sealed = 0
@@ -157,7 +161,12 @@ class LanePages:
             self.truncate(session, full)
 
     def _lendable(self, session: Session) -> int:
-        return sum(1 for place in session.places if place not in self._seals)
+        return sum(1 for place in session.places if self._is_free_to_go(place))
+
+    def _is_free_to_go(self, place: ArenaPlace) -> bool:
+        """Nobody reads the place but its session: `_drop` would free it at once."""
+        seal = self._seals.get(place)
+        return seal is None or seal.ticket is None
 
     def _borrow(self) -> bool:
         """Take the open places of the oldest lender that has any; its tail is recomputed later."""
@@ -190,7 +199,7 @@ class LanePages:
             seal.session = None
             return
         if seal is not None:
-            self._pending.remove(seal)
+            (self._pending if seal in self._pending else self._parked).remove(seal)
             del self._seals[place]
         self._free(place)
 
@@ -246,12 +255,32 @@ class LanePages:
         """What the next frame carries besides entries: poison, reserve, verify. Taken once."""
         poison, self._poison = tuple(self._poison), {}
         fresh, self._fresh = tuple(self._fresh), []
-        verify, self._verify = self._verify, []
+        verify = self._verifiable()
+        self._verify = [seal for seal in self._verify if seal not in verify]
         return poison, fresh, verify
 
     @property
     def has_chores(self) -> bool:
-        return bool(self._poison or self._fresh or self._verify)
+        return bool(self._poison or self._fresh or self._verifiable())
+
+    def _verifiable(self) -> list[Seal]:
+        """A session's pages swap in page order, whatever order the store was done in.
+
+        A page that was there already is published before an older one that had to be written.
+        """
+        if not self._verify:
+            return []
+        due: list[Seal] = []
+        swapped: dict[Session, int] = {}
+        for seal in sorted(self._verify, key=lambda seal: seal.index):
+            session = seal.session
+            if session is not None:
+                index = swapped.get(session, len(session.pinned))
+                if seal.index != index:
+                    continue
+                swapped[session] = index + 1
+            due.append(seal)
+        return due
 
     def verify_message(self, seal: Seal) -> wire.Verify:
         """What the worker checks the extent copy of a seal against."""
@@ -292,6 +321,8 @@ class LanePages:
                 blocked.add(session)
                 continue
             self._pending.remove(seal)
+            if session in self._lenders:
+                self._lenders[session] = self._lendable(session)
             self._follow(seal, self._store.seal(seal.ticket, seal.arena, seal.place, seal.digest))
 
     def _reserve(self, seal: Seal, session: Session) -> Ticket | None:
@@ -325,7 +356,10 @@ class LanePages:
                 self._commit()
             else:
                 seal.ref = future.result()  # may name an older, equal page
-                self._verify.append(seal)
+                if seal.arena is self._arena:
+                    self._verify.append(seal)
+                else:
+                    self.unverified([seal])
 
     def verified(self, seal: Seal, good: bool) -> None:
         """The lane read the extent copy: the table entry swaps, the arena place is free."""
@@ -337,6 +371,9 @@ class LanePages:
             self._store.unpin(ref)
             self._seal_failed(seal, StoreError(f"page {ref!r} does not read back as written"))
             return
+        if session is not None and seal.index != len(session.pinned):
+            self._verify.append(seal)  # the page before it, verified by the same frame, was bad
+            return
         self._end(seal)
         self.sealed += 1
         if session is None:
@@ -344,7 +381,7 @@ class LanePages:
             if seal.arena is self._arena:
                 self._free(seal.place)
             return
-        if seal.index != len(session.pinned) or session.places[0] != seal.place:
+        if session.places[0] != seal.place:
             raise AssertionError(f"{session!r}: page {seal.index} sealed out of order")
         session.pinned.append(ref)
         session.codes[seal.index] = self._store.place_code(ref)
@@ -354,7 +391,7 @@ class LanePages:
             self._lenders[session] = self._lendable(session)
 
     def _seal_failed(self, seal: Seal, error: BaseException) -> None:
-        """A seal is one intent: its failure costs a recompute of this page, nothing else."""
+        """A seal is one intent: its failure costs at most a recompute of this page."""
         self.seal_failures += 1
         level = logging.ERROR if isinstance(error, NumericsFault) else logging.WARNING
         log.log(level, "page %d was not sealed: %s", seal.index, error)
@@ -363,15 +400,29 @@ class LanePages:
                 self._store.abort(seal.ticket)
             except StoreError as again:
                 log.warning("giving up its place failed too: %s", again)
-        session = seal.session
+        session, place = seal.session, seal.place
+        in_table = self._seals.get(place) is seal
         self._end(seal)
         if session is None:
             if seal.arena is self._arena:
-                self._free(seal.place)
-            return
-        # Its bytes are in doubt: recompute from the start of the page.
-        self.truncate(session, seal.index)
-        self._on_cut(session)
+                self._free(place)
+        elif in_table and not isinstance(error, StoreCorrupt | NumericsFault):
+            # No room, or a bad place in the store: what the lane hashed is still in the arena.
+            seal.written, seal.ref = False, None
+            self._seals[place] = seal
+            self._parked.append(seal)
+            if session in self._lenders:
+                self._lenders[session] = self._lendable(session)
+        else:
+            # Its bytes are in doubt: recompute from the start of the page.
+            self.truncate(session, seal.index)
+            self._on_cut(session)
+
+    def retry(self) -> None:
+        """Try again to seal what failed for want of room. Call about once a second."""
+        if self._parked:
+            self._pending = [*self._parked, *self._pending]
+            self._parked = []
 
     def _end(self, seal: Seal) -> None:
         if self._seals.get(seal.place) is seal:
@@ -388,6 +439,14 @@ class LanePages:
         """Something waits for the next frame, or for room in the store."""
         return bool(self._done or self._pending or self.has_chores)
 
+    @property
+    def is_sealing(self) -> bool:
+        """Places may come back without anybody's doing: seals are in flight, or room is made."""
+        in_flight = len(self._flying) - len(self._verify)
+        return bool(
+            in_flight or self._done or self.has_chores or "being allocated" in self._store.refusal
+        )
+
     def close(self) -> None:
         """The worker is gone for good: its arena goes too."""
         for arena in (*self._old_arenas, *([self._arena] if self._arena else [])):
@@ -401,22 +460,55 @@ class LanePages:
     def lane_died(self, sessions: list[Session]) -> None:
         """The worker is reaped: places are gone. Seals in flight go on from the old file."""
         arena, self._arena = self._arena, None
-        for seal in self._pending:
+        for seal in (*self._pending, *self._parked):
             self._seals.pop(seal.place, None)
-        self._pending = []
+        self._pending, self._parked = [], []
         for seal in self._seals.values():
             seal.session = None
         # Keys of a dead arena's places may repeat in the new one.
         self._seals = {}
         self._poison, self._fresh = {}, []
-        self._lenders.clear()
+        # Places are gone, but sessions that do not run still give their pins.
+        self._lenders = {session: 0 for session in self._lenders if session.pinned}
         for session in sessions:
             session.places.clear()
             del session.codes[len(session.pinned) :]
             session.frontier = min(session.frontier, len(session.pinned) * PAGE_TOKENS)
         if arena is not None:
             self._old_arenas.append(arena)
-            self._close_old_arenas()
+        # No new worker is needed for them: its arena may have to wait for the old one's space.
+        orphans, self._verify = self._verify, []
+        self.unverified(orphans)
+        self._close_old_arenas()
+
+    def unverified(self, seals: list[Seal]) -> None:
+        """Published pages that the worker died over: the store reads them itself."""
+        for seal in seals:
+            self._end(seal)
+            if seal.ref is not None:
+                with contextlib.suppress(StaleRef):  # given up meanwhile
+                    self._store.verify(seal.ref)
+                self._store.unpin(seal.ref)
+
+    async def recheck(self, sessions: list[Session]) -> None:
+        """Read the sealed pages of sessions again: one of them may have ended the worker.
+
+        A page that fails is never served again; its session falls back to the pages before it.
+        """
+        for session in sessions:
+            refs = list(session.pinned)
+            good = len(refs)
+            for index, ref in enumerate(refs):
+                try:
+                    sound = await asyncio.wrap_future(self._store.verify(ref))
+                except (StoreError, OSError):
+                    sound = False
+                if not sound:
+                    good = index
+                    break
+            if good < len(refs) and session.pinned[: good + 1] == refs[: good + 1]:
+                log.warning("%r: page %d does not verify, it is computed again", session, good)
+                self.truncate(session, good)
 
     def _close_old_arenas(self) -> None:
         """Delete the file of a dead worker once no seal reads it any more."""

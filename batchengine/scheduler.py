@@ -76,7 +76,7 @@ class Row(NamedTuple):
     open_until: int  # tokens below this have an open arena place (multiple of PAGE_TOKENS)
     pages_held: int  # pages its timeline has: resident, shared or reserved
     pages_max: int  # pages it will have at its longest (prompt + tokens_max)
-    places_held: int = 0  # arena places that come free if it is preempted now
+    places_held: int = 0  # free if it is preempted now; while it waits: in places_free as well
     running: bool = False  # holds a seat (batch slot + open arena place)
     paused: bool = False  # its reader is slow: compute nothing, may lose its seat
     suspect: bool = False  # was in a step that killed the worker: runs alone
@@ -478,14 +478,15 @@ class _Draft:
         seats = max(0, 1 - self.seats_left)
         if aged and not seats and self._is_crowded(row):
             seats = 1
-        places = 1 if self.places_left < 1 and row.frontier >= row.open_until else 0
-        if seats or places:
+        places = row.places_held + (row.frontier >= row.open_until) - self.places_left
+        if seats or places > 0:
             victims = self._victims(row, aged, seats, places)
             if not victims:
                 return False
             self._preempt(victims)
         self.admitted.append(row)
         self.seats_left -= 1
+        self.places_left -= row.places_held  # lent while it waited
         self.pages_left -= row.pages_loose  # what it holds can no longer be evicted
         return self._grant(row, share, floor)
 
@@ -681,6 +682,7 @@ def check(view: LaneView, plan: StepPlan) -> list[str]:
     rule(after <= max(view.entries_max, len(before)), "more sessions than seats")
     begun = [_pages(rows[k].frontier + n - rows[k].open_until) for k, n in known]
     freed = sum(running[k].places_held for k in out if k in running)
+    freed -= sum(waiting[k].places_held for k in admitted if k in waiting)
     rule(sum(max(0, n) for n in begun) <= view.places_free + freed, "more places than are free")
     held = [_pages(rows[k].frontier + n) - rows[k].pages_held for k, n in known]
     pinned = sum(waiting[k].pages_loose for k in admitted if k in waiting)

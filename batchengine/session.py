@@ -20,6 +20,8 @@ from kv_store.arena import ArenaPlace
 from kv_store.pages import PageRef
 
 ARENA_BIT = 1 << 63  # of a place code: set = open page in the lane's arena
+NOT_LOGGED = -1  # Session.logged: the ledger has never heard of it;
+LOG_UNKNOWN = -2  # a record of it was refused: ask the ledger what it has
 
 
 class State(enum.Enum):
@@ -118,7 +120,7 @@ class Session:
         self.places: list[ArenaPlace] = []
         self.keys: list[bytes] = []
         self.ledger_epoch = 1
-        self.logged = -1  # tokens of the timeline that the ledger was given; -1 = not in it
+        self.logged = NOT_LOGGED  # tokens of the timeline that the ledger was given
         self.used_seq = 0
         self.suspect = False
         self.alone_deaths = 0

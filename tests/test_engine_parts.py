@@ -107,13 +107,29 @@ def test_tokens_wait_for_the_turn_to_be_durable() -> None:
     run(work())
 
 
-def test_an_end_releases_what_was_held() -> None:
+def test_an_end_releases_what_was_held_but_an_error_drops_it() -> None:
+    """A turn that ends well is durable; one that fails before its release may not be."""
+
     async def work() -> None:
         g = generation()
         g.add_token(1, None, ())
+        g.end(done())
+        assert [type(e) for e in await g.events()] == [TokenEvent, DoneEvent]
+        g = generation()
+        g.add_token(1, None, ())
         g.fail(BatchEngineError("BE1", "x"))
-        events = await g.events()
-        assert [type(e) for e in events] == [TokenEvent, ErrorEvent]
+        assert [type(e) for e in await g.events()] == [ErrorEvent]
+
+    run(work())
+
+
+def test_abort_tells_the_reader_and_stops_the_work() -> None:
+    async def work() -> None:
+        calls: list[str] = []
+        g = generation(calls=calls)
+        g.abort(BatchEngineError("BE1", "x"))
+        assert [type(e) for e in await g.events()] == [ErrorEvent]
+        assert calls == ["cancel"]
 
     run(work())
 

@@ -215,6 +215,19 @@ def test_a_slow_reader_computes_nothing() -> None:
 # ---- places and pages ----
 
 
+def test_places_that_a_waiting_session_lends_are_not_counted_twice() -> None:
+    """Both free places are its own: whoever gets one of them first, it cannot keep both."""
+    needy = seated(1, frontier=768, pages_held=3, places_held=3)
+    lender = row(2, frontier=512, to_compute=1, places_held=2)
+    both = view([needy], [lender], places_free=2)
+    made = plan(both, NOW)
+    assert check(both, made) == []
+    assert made.batch == (Entry(1, 1),)
+    assert made.admit == ()
+    alone = view([], [lender], places_free=3)
+    assert plan(alone, NOW).batch == (Entry(2, 1),)
+
+
 def test_a_chunk_stops_where_places_end() -> None:
     found = planned([], [row(1, to_compute=3000)], places_free=1)
     assert found.batch == (Entry(1, PAGE_TOKENS),)

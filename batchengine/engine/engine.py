@@ -38,7 +38,7 @@ from batchengine.engine.loop import LaneLoop
 from batchengine.engine.start import Starter
 from batchengine.engine.turn import Turn
 from batchengine.metrics import Metrics
-from batchengine.session import Session, State
+from batchengine.session import LOG_UNKNOWN, Session, State
 from batchengine.tokenizer import TextFrontend
 from kv_store.store import Store
 
@@ -46,7 +46,9 @@ log = logging.getLogger("batchengine.engine")
 
 HOUSEKEEPING_S = 1.0
 MAINTAIN_S = 10.0  # store audit and ages, when idle
-NAMED_SESSIONS_MAX = 4096  # in memory; older idle ones live on in the ledger
+NAMED_SESSIONS_MAX = 4096  # in memory; older idle ones live on in the ledger,
+NAMED_TOKENS_MAX = 8 << 20  # and so do those beyond this many tokens: about 40 bytes each
+MAINTAIN_BUSY_S = 60.0  # what a full disk had stopped is tried again under load too
 SESSION_QUEUE_MAX = 16  # requests waiting for one session
 QUEUED_EVENT_S = 5.0
 
@@ -75,6 +77,7 @@ class Engine:
         self._ends: frozenset[int] = frozenset()
         self._started = time.monotonic()
         self._finished = 0
+        self._reopening = 0  # named sessions that are being read from the ledger
         self._maintained = time.monotonic()
         self._fatal: BaseException | None = None
         self._turn_over = asyncio.Event()
@@ -196,7 +199,8 @@ class Engine:
 
     def _waiting(self) -> int:
         queued = sum(len(queue) for queue in self._queues.values())
-        return queued + sum(len(loop.waiting) for loop in self._loops)
+        running = sum(len(loop.running) for loop in self._loops)
+        return queued + self._reopening + max(0, len(self._turns) - running)
 
     def _now_ms(self) -> float:
         return time.monotonic() * 1000.0
@@ -309,7 +313,7 @@ class Engine:
             return generation
         self._queues[session.key] = deque()
         if fresh:
-            self._spawn(self._reopen(session, generation, loop), "reopen")
+            self._reopen_soon(session, generation, loop)
         else:
             self._begin(session, generation, self._home.get(session.key, loop))
         return generation
@@ -338,25 +342,38 @@ class Engine:
         loop = max(self._loops, key=lambda lane: len(lane.waiting))
         return _eta_ms(loop)
 
+    def _reopen_soon(self, session: Session, generation: Generation, loop: LaneLoop) -> None:
+        self._reopening += 1
+        self._spawn(self._reopen(session, generation, loop), "reopen")
+
     async def _reopen(self, session: Session, generation: Generation, loop: LaneLoop) -> None:
-        """A named session that is not in memory: the ledger may know its tokens."""
+        """A named session that is not in memory, or whose records were refused: ask the ledger."""
         if self._journal is None:
             raise RuntimeError("submit before start")
         try:
             await self._journal.load(session)
         except Exception as error:
             log.error("session %s cannot be reopened: %s", session.session_id, error)
-            self._drop_named(session)
-            self._next_in_queue(session, None)
-            known = isinstance(error, BatchEngineError)
-            generation.fail(error if known else refusals.internal(error))
+            known = error if isinstance(error, BatchEngineError) else refusals.internal(error)
+            self._forget(session)
+            for waiting in [generation, *self._queues.pop(session.key, ())]:
+                waiting.fail(known)
+            self._turn_over.set()
             return
+        except asyncio.CancelledError:
+            self._finish(generation, "shutdown")
+            raise
+        finally:
+            self._reopening -= 1
         self._begin(session, generation, loop)
 
     def _begin(self, session: Session, generation: Generation, loop: LaneLoop) -> None:
         """Put the prompt on the session, find KV that exists, and queue the turn."""
         if generation.cancelled:
             self._next_in_queue(session, loop)
+            return
+        if session.logged == LOG_UNKNOWN:
+            self._reopen_soon(session, generation, loop)
             return
         request, now_ms = generation.request, self._now_ms()
         sla = request.sla
@@ -511,22 +528,25 @@ class Engine:
                 self._begin(session, generation, loop or self._loops[0])
                 return
         self._queues.pop(session.key, None)
-        self._forget_old_sessions()
 
-    def _drop_named(self, session: Session) -> None:
+    def _forget(self, session: Session) -> None:
+        """An idle named session leaves the memory; the ledger remembers it."""
         self._named.pop((session.tenant, session.session_id), None)
+        loop = self._home.pop(session.key, None)
+        if loop is not None:
+            loop.close_session(session)
 
     def _forget_old_sessions(self) -> None:
-        """Keep the number of idle named sessions bounded; the ledger remembers the rest."""
-        if len(self._named) <= NAMED_SESSIONS_MAX:
-            return
-        for name, session in list(self._named.items()):
-            if session.key not in self._queues:
-                del self._named[name]
-                loop = self._home.pop(session.key, None)
-                if loop is not None:
-                    loop.close_session(session)
+        """Keep idle named sessions and their tokens bounded."""
+        count = len(self._named)
+        tokens = sum(len(session.tokens) for session in self._named.values())
+        for session in list(self._named.values()):
+            if count <= NAMED_SESSIONS_MAX and tokens <= NAMED_TOKENS_MAX:
                 return
+            if session.key not in self._queues:
+                self._forget(session)
+                count -= 1
+                tokens -= len(session.tokens)
 
     # ---------------------------------------------------------------------------- background
 
@@ -559,10 +579,13 @@ class Engine:
             if now_ms - told > QUEUED_EVENT_S * 1000:
                 told = now_ms
                 self._tell_waiting()
+            self._forget_old_sessions()
             for loop in self._loops:
+                loop.pages.retry()
                 if loop.pages.has_work:
                     loop.wake()
-            if not self._turns and now_ms - self._maintained * 1000 > MAINTAIN_S * 1000:
+            since_s = now_ms / 1000 - self._maintained
+            if since_s > (MAINTAIN_BUSY_S if self._turns else MAINTAIN_S):
                 self._maintained = now_ms / 1000
                 await self._audit()
 
@@ -619,9 +642,10 @@ class Engine:
             self.metrics.kv_usage_ratio.labels("disk").set(used / max(budget, 1.0))
 
     async def _audit(self) -> None:
-        """Audit when idle: invariants of every session, then of the store."""
+        """Invariants of every idle session, then of the store, which also does its own duties."""
         for session in self._named.values():
-            session.check()
+            if session.state is State.IDLE and session.key not in self._queues:
+                session.check()
         if self._store is not None:
             await asyncio.to_thread(self._store.maintain)
 
@@ -630,7 +654,8 @@ def _outcome(turn: Turn, tpot_ms: float, now_ms: float) -> str:
     generation, sla = turn.generation, turn.generation.request.sla
     if sla.ttlt_ms is not None and now_ms - generation.arrived_ms > sla.ttlt_ms:
         return "ttlt_miss"
-    if generation.first_token_ms is not None and generation.first_token_ms > turn.deadline_ms:
+    due_ms = generation.arrived_ms + turn.horizon_ms
+    if generation.first_token_ms is not None and generation.first_token_ms > due_ms:
         return "ttft_miss"
     return "tpot_miss" if tpot_ms > turn.tpot_ms else "met"
 

@@ -142,6 +142,8 @@ class Generation:
         if self.finished:
             return
         self.finished = True
+        if isinstance(event, ErrorEvent):
+            self._held = None  # of a turn that is not durable nothing is told
         self.release()
         if not self._over:
             self._events.append(event)
@@ -180,6 +182,11 @@ class Generation:
     def fail(self, error: BatchEngineError) -> None:
         """End with an error event."""
         self.end(ErrorEvent(error))
+
+    def abort(self, error: BatchEngineError) -> None:
+        """End with an error event, and stop the work: unlike `cancel`, the reader hears why."""
+        self.fail(error)
+        self._on_cancel(self)
 
     # ------------------------------------------------------------------------------- inner
 

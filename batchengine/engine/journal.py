@@ -16,7 +16,7 @@ import msgspec
 
 from batchengine.core import BatchEngineError, DoneEvent, ErrorEvent
 from batchengine.engine.turn import Turn
-from batchengine.session import Session
+from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session, common_prefix
 from kv_store.errors import LedgerError, StoreError
 from kv_store.store import Store
 
@@ -45,19 +45,20 @@ class Journal:
         """Record a turn whose prompt differs from the ledger's timeline from `start` on."""
         session, request = turn.session, turn.generation.request
         ledger, name = self._ledger, session.name.decode()
-        if session.logged < 0:
-            self._watch(ledger.open_session(name, session.tenant, session.ledger_epoch))
+        mine: list[Future[int]] = []
+        if session.logged == NOT_LOGGED:
+            mine.append(ledger.open_session(name, session.tenant, session.ledger_epoch))
             session.logged = 0
         start = min(start, session.logged)
         if session.logged > start:
-            self._watch(ledger.truncate_tokens(name, session.ledger_epoch, start))
+            mine.append(ledger.truncate_tokens(name, session.ledger_epoch, start))
         if len(session.tokens) > start:
-            self._watch(
+            mine.append(
                 ledger.append_tokens(name, session.ledger_epoch, start, session.tokens[start:])
             )
         session.logged = len(session.tokens)
         turn.turn_id = request.request_id
-        self._watch(
+        mine.append(
             ledger.append_turn(
                 name,
                 session.ledger_epoch,
@@ -69,7 +70,7 @@ class Journal:
             )
         )
         self._turns[turn] = None
-        self._after(self._ledger.commit(), lambda error: self._begun(turn, error))
+        self._commit(session, mine, lambda error: self._begun(turn, error))
 
     def note(self) -> None:
         """Something was computed or published: commit within a tick."""
@@ -79,17 +80,17 @@ class Journal:
     def end(self, turn: Turn, event: DoneEvent | ErrorEvent) -> None:
         """The turn is over: its last tokens and its end become durable, then the event goes out."""
         session = turn.session
-        self._append(turn)
+        mine = self._append(turn)
         self._turns.pop(turn, None)
         reason = event.finish_reason if isinstance(event, DoneEvent) else event.error.api_code
         status = "done" if isinstance(event, DoneEvent) else "failed"
-        self._watch(
+        mine.append(
             self._ledger.finish_turn(
                 session.name.decode(), session.ledger_epoch, turn.turn_id, status, reason
             )
         )
         self._dirty = False
-        self._after(self._ledger.commit(), lambda error: self._ended(turn, event, error))
+        self._commit(session, mine, lambda error: self._ended(turn, event, error))
 
     async def run(self) -> None:
         """One group commit per tick in which something happened."""
@@ -101,49 +102,75 @@ class Journal:
 
     def flush(self) -> None:
         """Give the ledger everything it lacks and start its commit."""
-        for turn in self._turns:
-            self._append(turn)
-        if self._dirty:
-            self._dirty = False
-            self.commits += 1
-            self._watch(self._ledger.commit())
+        appended = [(turn.session, self._append(turn)) for turn in self._turns]
+        appended = [(session, futures) for session, futures in appended if futures]
+        if not appended and not self._dirty:
+            return
+        self._dirty = False
+        self.commits += 1
+        commit = self._ledger.commit()
+        self._watch(commit)
+        for session, futures in appended:
+            self._after(session, futures, commit, lambda _: None)
 
     # ------------------------------------------------------------------------------- inner
 
-    def _append(self, turn: Turn) -> None:
+    def _append(self, turn: Turn) -> list[Future[int]]:
+        """Give the ledger the tokens it lacks, unless it is unknown which those are."""
         session = turn.session
-        if session.logged < len(session.tokens):
-            self._watch(
-                self._ledger.append_tokens(
-                    session.name.decode(),
-                    session.ledger_epoch,
-                    session.logged,
-                    session.tokens[session.logged :],
-                )
-            )
-            session.logged = len(session.tokens)
+        if not 0 <= session.logged < len(session.tokens):
+            return []
+        start, session.logged = session.logged, len(session.tokens)
+        name = session.name.decode()
+        return [
+            self._ledger.append_tokens(name, session.ledger_epoch, start, session.tokens[start:])
+        ]
 
     def _begun(self, turn: Turn, error: BaseException | None) -> None:
         if error is None:
             turn.generation.release()
         else:
-            turn.generation.fail(_not_durable(error))
-            turn.generation.cancel()
+            turn.generation.abort(_not_durable(error))
 
     def _ended(
         self, turn: Turn, event: DoneEvent | ErrorEvent, error: BaseException | None
     ) -> None:
+        if error is None and turn.session.logged == LOG_UNKNOWN:
+            error = StoreError("tokens of this turn were refused before")
         turn.generation.end(event if error is None else ErrorEvent(_not_durable(error)))
 
-    def _after(self, future: Future[int], then: Callable[[BaseException | None], None]) -> None:
+    def _commit(
+        self,
+        session: Session,
+        mine: list[Future[int]],
+        then: Callable[[BaseException | None], None],
+    ) -> None:
+        commit = self._ledger.commit()
+        self._watch(commit)
+        self._after(session, mine, commit, then)
+
+    def _after(
+        self,
+        session: Session,
+        mine: list[Future[int]],
+        commit: Future[int],
+        then: Callable[[BaseException | None], None],
+    ) -> None:
+        """Call `then` once records of one session are durable, or with the first refusal.
+
+        Their own futures decide: the commit fails with anybody's record. They settle before it,
+        unless the ledger has ended for good.
+        """
         loop = asyncio.get_running_loop()
 
-        def done(finished: Future[int]) -> None:
-            error = finished.exception()
-            loop.call_soon_threadsafe(then, error)
+        def told() -> None:
+            errors = [f.exception() if f.done() else commit.exception() for f in mine]
+            error = next((error for error in errors if error is not None), None)
+            if error is not None:
+                session.logged = LOG_UNKNOWN
+            then(error)
 
-        future.add_done_callback(done)
-        self._watch(future)
+        commit.add_done_callback(lambda _: loop.call_soon_threadsafe(told))
 
     def _watch(self, future: Future[int]) -> None:
         """Nothing the ledger refuses may stay unseen."""
@@ -165,9 +192,10 @@ class Journal:
             log.error("the ledger failed: %r", error)
 
     async def load(self, session: Session) -> None:
-        """Bring a named session back from the ledger: its tokens, if it was there before."""
+        """What the ledger has of a named session; its tokens too, if none are in memory."""
+        name = session.name.decode()
         try:
-            record = await asyncio.wrap_future(self._ledger.load_session(session.name.decode()))
+            record = await asyncio.wrap_future(self._ledger.load_session(name))
         except StoreError as error:
             raise BatchEngineError(
                 "BE2401",
@@ -176,10 +204,17 @@ class Journal:
                 fix="use another session id; other sessions are not affected",
                 api_code="session_damaged",
             ) from error
-        if record is not None:
+        if record is None:
+            session.logged = NOT_LOGGED
+            return
+        session.ledger_epoch = record.info.epoch
+        if not session.tokens:
             session.tokens = list(record.tokens)
-            session.logged = len(record.tokens)
-            session.ledger_epoch = record.info.epoch
+        known = common_prefix(session.tokens, record.tokens)
+        session.logged = known
+        if known < len(record.tokens):
+            cut = self._ledger.truncate_tokens(name, session.ledger_epoch, known)
+            self._commit(session, [cut], lambda _: None)
 
 
 def _not_durable(error: BaseException) -> BatchEngineError:

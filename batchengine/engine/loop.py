@@ -34,6 +34,8 @@ OBSERVE_ALL = 256  # steps the cost model learns from without exception;
 OBSERVE_EVERY = 4  # later, of decode steps, one in so many: they are all alike
 REPLAN_S = 0.005  # an empty plan may be a matter of time: places return, deadlines pass
 ALONE_DEATHS_MAX = 2  # a session that kills a worker alone twice is the cause
+STALL_S = 0.25  # turns that could compute but find no place: one of them gives way,
+STALL_ALONE_S = 5.0  # or ends, if it has nobody to wait for
 
 
 class Part(NamedTuple):
@@ -107,6 +109,7 @@ class LaneLoop:
         self._flight: Flight | None = None
         self._observed: tuple[Flight, wire.StepDone, list[tuple[int, int]]] | None = None
         self._waiting_rows: tuple[scheduler.Row, ...] | None = None
+        self._stalled_ms: float | None = None  # since when nothing could be computed
         self._policy = scheduler.Policy()
         self.steps = 0
         self.tokens = 0
@@ -177,20 +180,29 @@ class LaneLoop:
             try:
                 await self._step()
             except LaneDied as death:
-                self._on_death(death)
-                await self._owner.revive(self)
+                await self._recover(death)
             except BatchEngineError as error:
                 log.error("lane %s: %s", self.lane.name, error)
                 self.lane.kill(f"refused a step ({error.code})")
-                self._on_death(await self.lane.died())
-                await self._owner.revive(self)
+                await self._recover(await self.lane.died())
         self._emit()
+
+    async def _recover(self, death: LaneDied) -> None:
+        """Sessions fall back to what is sealed, and a new worker goes on with them."""
+        suspects = self._on_death(death)
+        # A page that cannot be read ends the worker too, and would end the next one as well.
+        await self.pages.recheck(suspects)
+        await self._owner.revive(self)
 
     async def _step(self) -> None:
         self._drain()
         if not self.lane.alive:
             raise await self.lane.died()
         flight = self._prepare(scheduler.plan(self._view(), self.now_ms()))
+        if flight is None or not flight.parts:
+            self._check_stall()
+        else:
+            self._stalled_ms = None
         if flight is None:
             self._emit()
             await self._sleep()
@@ -200,6 +212,7 @@ class LaneLoop:
         reply = self.lane.post(flight.step, flight.payload, deadline_s=deadline_s)
         self._emit()
         done = await reply
+        _check_answer(flight, done)
         self._flight = None
         self._commit(flight, done)
 
@@ -212,6 +225,30 @@ class LaneLoop:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPLAN_S):
                     await self._wake_event.wait()
+
+    def _check_stall(self) -> None:
+        """Running turns find no place, and no seal in flight will return one: one gives way.
+
+        The store may have no room for the full pages in the arena (a full disk, a tiny budget),
+        which the plan cannot see. A turn that is alone and still finds none can never go on.
+        """
+        able = [turn for turn in self.running.values() if not turn.paused]
+        if not able or self.pages.is_sealing:
+            self._stalled_ms = None
+            return
+        now_ms = self.now_ms()
+        if self._stalled_ms is None:
+            self._stalled_ms = now_ms
+        stalled_s = (now_ms - self._stalled_ms) / 1000
+        if len(self.running) > 1 and stalled_s > STALL_S:
+            paused = [turn for turn in self.running.values() if turn.paused]
+            last = max(paused or able, key=lambda turn: (turn.rank, turn.deadline_ms))
+            self._stalled_ms = None
+            self._preempt(last.session.key)
+        elif len(self.running) == 1 and stalled_s > STALL_ALONE_S:
+            self._stalled_ms = None
+            self._leave(able[0])
+            self._owner.turn_failed(able[0], _no_room(able[0]))
 
     def _drain(self) -> None:
         """What happened outside since the last step."""
@@ -320,6 +357,7 @@ class LaneLoop:
     def _preempt(self, key: int) -> None:
         turn = self.running.pop(key)
         turn.session.on(Event.PREEMPT)
+        turn.deadline_ms = self.now_ms() + turn.horizon_ms  # it joins the queue anew
         self.waiting[key] = turn
         self._forget_row(turn)
         self.pages.lend(turn.session)
@@ -388,7 +426,10 @@ class LaneLoop:
             if turn not in poisoned and place in turn.session.places:
                 self.pages.filled(turn.session, index, place, digest, turn.salt, turn.priority)
         for seal, good in zip(flight.verify, done.verified, strict=True):
+            session = seal.session
             self.pages.verified(seal, good)
+            if session is not None and session.key in self.waiting:
+                self._forget_row(self.waiting[session.key])  # it lends a place less
         for turn in poisoned:
             self._poison(turn)
         self.steps += 1
@@ -469,11 +510,16 @@ class LaneLoop:
 
     # --------------------------------------------------------------------------------- death
 
-    def _on_death(self, death: LaneDied) -> None:
-        """The worker is gone: sessions fall back to sealed pages, the guilty are marked."""
+    def _on_death(self, death: LaneDied) -> list[Session]:
+        """The worker is gone: sessions fall back to sealed pages, the guilty are marked.
+
+        Returns the suspects.
+        """
         flight, self._flight = self._flight, None
         self._emit()
         self.pages.lane_died(list(self.sessions.values()))
+        if flight is not None:
+            self.pages.unverified(flight.verify)
         for turn in (*self.running.values(), *self.waiting.values()):
             turn.session.epoch += 1
             turn.needs_match = True
@@ -481,7 +527,7 @@ class LaneLoop:
         self._waiting_rows = None
         self._owner.metrics.worker_restarts_total.labels(self.lane.name).inc()
         if flight is None or not death.blames_step:
-            return
+            return []
         alone = len(flight.parts) == 1
         for turn, n, _ in flight.parts:
             session = turn.session
@@ -491,6 +537,37 @@ class LaneLoop:
             if session.alone_deaths >= ALONE_DEATHS_MAX and self._holds(turn):
                 self._leave(turn)
                 self._owner.turn_failed(turn, _quarantined(turn))
+        return [turn.session for turn, _, _ in flight.parts]
+
+
+def _check_answer(flight: Flight, done: wire.StepDone) -> None:
+    """Every part of the answer belongs to what was asked; places in a list are no identity."""
+    poisoned = set(done.poisoned)
+    wanted = [
+        part.turn.session.key
+        for index, part in enumerate(flight.parts)
+        if part.wants and index not in poisoned
+    ]
+    if (
+        wanted != [row.session for row in done.rows]
+        or not poisoned <= set(range(len(flight.parts)))
+        or len(done.digests) != len(flight.fills)
+        or len(done.verified) != len(flight.verify)
+    ):
+        raise BatchEngineError("BE2305", "the worker answered another step than it was asked")
+
+
+def _no_room(turn: Turn) -> BatchEngineError:
+    return BatchEngineError(
+        "BE2304",
+        "there is no room for the KV of this request",
+        why=f"its {len(turn.session.codes)} pages fill the open places of the lane, and the store"
+        " takes none of them",
+        fix="free disk space where the store lies, shorten the prompt, or raise lane.places",
+        http_status=503,
+        api_code="kv_full",
+        details={"request_id": turn.generation.request_id},
+    )
 
 
 def _too_large(turn: Turn, budget: int) -> BatchEngineError:

@@ -238,18 +238,16 @@ class Starter:
         while not loop.stopping and not self._closing:
             await asyncio.sleep(lane.backoff_s())
             started = time.monotonic()
+            loop.pages.poll()  # the dead worker's arena goes once its last seals have ended
             try:
                 await self._load_lane(lane, loop.config, None, None)
                 await self._attach(loop)
-            except LaneDied as death:
-                failures += 1
-                log.error("%s while starting", death)
-            except (BatchEngineError, OSError) as error:
+            except (LaneDied, BatchEngineError, OSError) as error:
                 failures += 1
                 log.error("lane %s cannot start: %s", lane.name, error)
                 lane.kill("could not start")
                 await lane.died()
-                if failures == FAILED_STARTS_MAX:
+                if failures >= FAILED_STARTS_MAX:  # then everybody who waits, each time
                     loop.fail_turns(_cannot_start(lane.name, error))
             else:
                 seconds = time.monotonic() - started
@@ -260,10 +258,10 @@ class Starter:
         """Workers first (they map the store), then the store, then the text."""
         self._closing = True
         await asyncio.gather(*(lane.close() for lane in self.lanes))
-        for loop in self.loops:
-            loop.pages.close()
         if self._store is not None:
             await asyncio.to_thread(self._store.close)
+        for loop in self.loops:
+            loop.pages.close()  # after the store, whose page thread may still read an arena
         if self._text is not None:
             await self._text.close()
 
