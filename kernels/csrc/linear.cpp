@@ -6,6 +6,7 @@
 #include "dispatch.h"
 #include "pack.h"
 #include "quant.h"
+#include "token_runs.h"
 
 namespace batchengine {
 namespace {
@@ -160,10 +161,9 @@ void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, cons
 }
 
 void quantise(Pool& pool, const Rows& x, size_t tokens, Activations& out) {
-    const QuantiseRow row = quantise_row();
-    Tickets tickets(tokens);
-    pool.run([&](int, int) {
-        for (size_t token; tickets.take(&token);) row(x.row(token), token, out);
+    const QuantiseRows rows = quantise_rows();
+    for_each_run(pool, tokens, x.width, [&](size_t token, size_t count) {
+        rows(x.row(token), x.width, token, count, out);
     });
 }
 

@@ -1,47 +1,36 @@
-// See norm.h. Rows are independent, so they are dealt out in contiguous runs.
+// See norm.h.
 #include "norm.h"
 
 #include "quant.h"
 #include "rowops.h"
+#include "token_runs.h"
 
 namespace batchengine {
-namespace {
-
-// Below this many values waking the team costs more than the work (a 1024-wide row takes < 1 us).
-constexpr size_t VALUES_ALONE = 8192;
-
-template <class Body>
-void for_each_token(Pool& pool, size_t tokens, size_t width, Body&& body) {
-    if (pool.threads() == 1 || tokens * width <= VALUES_ALONE) {
-        const FloatEnvironment environment;
-        for (size_t t = 0; t < tokens; t++) body(t);
-        return;
-    }
-    pool.run([&](int ith, int nth) {
-        const size_t first = tokens * static_cast<size_t>(ith) / static_cast<size_t>(nth);
-        const size_t last = tokens * static_cast<size_t>(ith + 1) / static_cast<size_t>(nth);
-        for (size_t t = first; t < last; t++) body(t);
-    });
-}
-
-}  // namespace
 
 void rmsnorm_rows(Pool& pool, const Rows& x, const Vector& w, float eps, size_t tokens, Rows& out) {
     const RowOps& ops = rowops();
-    for_each_token(pool, tokens, x.width, [&](size_t t) {
-        ops.rmsnorm(x.row(t), w.data.data(), x.width, eps, out.row(t));
+    for_each_run(pool, tokens, x.width, [&](size_t token, size_t count) {
+        for (size_t t = token; t < token + count; t++)
+            ops.rmsnorm(x.row(t), w.data.data(), x.width, eps, out.row(t));
     });
 }
 
 void norm_quantise(Pool& pool, const Rows& x, const Vector& w, float eps, size_t tokens,
                    Activations& out) {
     const RowOps& ops = rowops();
-    const QuantiseRow quantise = quantise_row();
-    for_each_token(pool, tokens, x.width, [&](size_t t) {
+    const QuantiseRows quantise = quantise_rows();
+    // A cache line more than a row: rows a page apart would meet in the same sets of the cache.
+    const size_t stride = round_up(x.width, 16) + 16;
+    for_each_run(pool, tokens, x.width, [&](size_t token, size_t count) {
         static thread_local Buffer<float> scratch;
-        if (scratch.size() < x.width) scratch = Buffer<float>(x.width);
-        ops.rmsnorm(x.row(t), w.data.data(), x.width, eps, scratch.data());
-        quantise(scratch.data(), t, out);
+        if (scratch.size() < OCTET_TOKENS * stride) scratch = Buffer<float>(OCTET_TOKENS * stride);
+        for (const size_t end = token + count; token < end; token += OCTET_TOKENS) {
+            const size_t now = std::min(OCTET_TOKENS, end - token);
+            for (size_t t = 0; t < now; t++)
+                ops.rmsnorm(x.row(token + t), w.data.data(), x.width, eps,
+                            scratch.data() + t * stride);
+            quantise(scratch.data(), stride, token, now, out);
+        }
     });
 }
 

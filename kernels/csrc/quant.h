@@ -5,15 +5,23 @@
 
 namespace batchengine {
 
-// Quantises one fp32 row of out.width values as token `token` of the panels (and keeps the row
-// when out.keep_float). Runs on the level in use; any thread may do any token.
-using QuantiseRow = void (*)(const float* row, size_t token, Activations& out);
-QuantiseRow quantise_row();
+// Tokens that one kernel pass takes side by side: their scales and sums are one 32-byte store.
+constexpr size_t OCTET_TOKENS = 8;
 
-void quantise_row_scalar(const float* row, size_t token, Activations& out);
+// Quantises `count` fp32 rows of out.width values, `stride` floats apart, as tokens [token, token +
+// count) of the panels (and keeps the rows when out.keep_float). Runs on the level in use; any
+// thread may do any token, whole octets at once are fastest.
+using QuantiseRows = void (*)(const float* rows, size_t stride, size_t token, size_t count,
+                              Activations& out);
+QuantiseRows quantise_rows();
+
+void quantise_rows_scalar(const float* rows, size_t stride, size_t token, size_t count,
+                          Activations& out);
 #if defined(BATCHENGINE_X86)
-void quantise_row_avx2(const float* row, size_t token, Activations& out);
-void quantise_row_avx512(const float* row, size_t token, Activations& out);
+void quantise_rows_avx2(const float* rows, size_t stride, size_t token, size_t count,
+                        Activations& out);
+void quantise_rows_avx512(const float* rows, size_t stride, size_t token, size_t count,
+                          Activations& out);
 #endif
 
 }  // namespace batchengine

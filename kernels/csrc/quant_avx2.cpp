@@ -58,9 +58,7 @@ void quantise_block(const float* row, Activations& out, size_t cell, size_t lane
     halves[GROUP_TOKENS] = -32 * half1;
 }
 
-}  // namespace
-
-void quantise_row_avx2(const float* row, size_t token, Activations& out) {
+void quantise_one(const float* row, size_t token, Activations& out) {
     if (out.keep_float)
         std::memcpy(out.values.data() + token * out.padded_width, row, out.width * sizeof(float));
     const size_t lane = token % GROUP_TOKENS, whole = out.width / BLOCK_WIDTH;
@@ -70,6 +68,13 @@ void quantise_row_avx2(const float* row, size_t token, Activations& out) {
     float tail[BLOCK_WIDTH] = {};
     std::memcpy(tail, row + whole * BLOCK_WIDTH, out.width % BLOCK_WIDTH * sizeof(float));
     quantise_block(tail, out, out.cell(token, whole), lane);
+}
+
+}  // namespace
+
+void quantise_rows_avx2(const float* rows, size_t stride, size_t token, size_t count,
+                        Activations& out) {
+    for (size_t t = 0; t < count; ++t) quantise_one(rows + t * stride, token + t, out);
 }
 
 }  // namespace batchengine

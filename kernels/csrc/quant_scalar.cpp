@@ -11,7 +11,7 @@ namespace batchengine {
 // Per 32 values: a = max|x|; below 2^-96 the block is zero. d = RN(a/127), id = RN(127/a),
 // q = rint(RN(x*id)). A block that holds a NaN or an infinity is poisoned: q = 0, d = NaN, so every
 // output that depends on it is NaN, on every level alike.
-void quantise_row_scalar(const float* row, size_t token, Activations& out) {
+static void quantise_one(const float* row, size_t token, Activations& out) {
     if (out.keep_float)
         std::memcpy(out.values.data() + token * out.padded_width, row, out.width * sizeof(float));
     for (size_t block = 0; block < out.blocks; ++block) {
@@ -43,13 +43,18 @@ void quantise_row_scalar(const float* row, size_t token, Activations& out) {
     }
 }
 
-QuantiseRow quantise_row() {
+void quantise_rows_scalar(const float* rows, size_t stride, size_t token, size_t count,
+                          Activations& out) {
+    for (size_t t = 0; t < count; ++t) quantise_one(rows + t * stride, token + t, out);
+}
+
+QuantiseRows quantise_rows() {
     switch (level()) {
 #if defined(BATCHENGINE_X86)
-        case Level::avx512: return quantise_row_avx512;
-        case Level::avx2: return quantise_row_avx2;
+        case Level::avx512: return quantise_rows_avx512;
+        case Level::avx2: return quantise_rows_avx2;
 #endif
-        default: return quantise_row_scalar;
+        default: return quantise_rows_scalar;
     }
 }
 

@@ -1,0 +1,32 @@
+// How row-by-row work on the tokens of a step is dealt out to the pool.
+#pragma once
+
+#include <algorithm>
+
+#include "pool.h"
+#include "quant.h"
+#include "types.h"
+
+namespace batchengine {
+
+// Below this many values waking the team costs more than the work.
+constexpr size_t VALUES_ALONE = 8192;
+
+// Calls body(token, count) for runs of tokens that start at a whole octet, so that a run fills
+// panels with vector stores; two octets when there are enough, because they share cache lines.
+template <class Body>
+void for_each_run(Pool& pool, size_t tokens, size_t width, Body&& body) {
+    if (pool.threads() == 1 || tokens * width <= VALUES_ALONE) {
+        const FloatEnvironment environment;
+        body(size_t{0}, tokens);
+        return;
+    }
+    const bool many = tokens >= 2 * GROUP_TOKENS * static_cast<size_t>(pool.threads());
+    const size_t run = many ? GROUP_TOKENS : OCTET_TOKENS;
+    Tickets tickets(div_up(tokens, run));
+    pool.run([&](int, int) {
+        for (size_t i; tickets.take(&i);) body(i * run, std::min(run, tokens - i * run));
+    });
+}
+
+}  // namespace batchengine
