@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 import batchengine
 from batchengine.config import Config
@@ -101,8 +101,8 @@ def build(service: Service) -> web.Application:
     )
     app[SERVICE] = service
     app.on_response_prepare.append(_name_server)
-    app.router.add_post("/v1/chat/completions", _chat)
-    app.router.add_post("/v1/completions", _completions)
+    app.router.add_post("/v1/chat/completions", _chat, expect_handler=_expect)
+    app.router.add_post("/v1/completions", _completions, expect_handler=_expect)
     app.router.add_get("/v1/models", _models)
     app.router.add_get("/v1/models/{model:.+}", _model)
     app.router.add_get("/models", _models)
@@ -114,6 +114,25 @@ def build(service: Service) -> web.Application:
         if "{" not in path:
             app.router.add_route("*", f"/v1/{path}/{{rest:.*}}", _not_built)
     return app
+
+
+async def _expect(request: web.Request) -> web.StreamResponse | None:
+    """`Expect`, which aiohttp asks about before any middleware: only who may come in is waved on.
+
+    Everybody else goes on to `_guard`, which refuses them without their body.
+    """
+    service = request.app[SERVICE]
+    try:
+        service.doorkeeper.check(request.headers)
+        service.keyring.identify(request.headers)
+    except BatchEngineError:
+        return None
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return _error_response(errors.malformed_http(417))
+    if request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer itself has not begun
+    return None
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
@@ -150,7 +169,7 @@ def _error_response(error: BatchEngineError) -> web.Response:
         content_type="application/json",
         headers=errors.error_headers(error),
     )
-    if error.http_status in (408, 413):  # the rest of the body is not worth reading
+    if error.http_status in (408, 413, 417):  # the rest of the body is not worth reading
         response.force_close()
     return response
 

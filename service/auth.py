@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from batchengine.config import ApiKey, Config, is_loopback
 from batchengine.core import BatchEngineError, SlaClass
 from service import errors
 
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s]+)(:[0-9]{0,5})?")
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
@@ -108,7 +110,7 @@ class Doorkeeper:
         hosts = headers.getall("Host", [])
         if len(hosts) != 1 or not hosts[0]:
             raise errors.malformed_http(400)
-        if _host_name(hosts[0]) not in self._hosts:
+        if not _HOST.fullmatch(hosts[0]) or _host_name(hosts[0]) not in self._hosts:
             raise errors.wrong_host()
         for origin in headers.getall("Origin", []):
             own = (f"http://{hosts[0]}".lower(), f"https://{hosts[0]}".lower())

@@ -138,6 +138,24 @@ def prompt_too_long(
     )
 
 
+def answer_too_long(
+    tokens: int, tokens_max: int, context_tokens: int, param: str
+) -> BatchEngineError:
+    """The prompt fits, the answer asked for does not fit behind it."""
+    return BatchEngineError(
+        "BE1203",
+        f"prompt does not fit: {tokens:,} tokens + max {tokens_max:,} > {context_tokens:,}",
+        why="neither prompt nor answer is cut in secret",
+        fix=f"ask for at most {context_tokens - tokens:,} tokens, shorten the prompt, or start the"
+        " daemon with a larger --ctx",
+        http_status=400,
+        error_type=INVALID,
+        api_code="context_length_exceeded",
+        param=param,
+        details={"n_prompt_tokens": tokens, "n_ctx": context_tokens},
+    )
+
+
 def body_too_large(bytes_max: int) -> BatchEngineError:
     return BatchEngineError(
         "BE1705",

@@ -145,7 +145,7 @@ def _priorities(body: Body, headers: CIMultiDictProxy[str]) -> Iterator[int]:
 
 def _number(text: str, param: str, low: float, high: float) -> float:
     try:
-        value = float(text) if len(text) <= 32 else math.nan
+        value = float(text) if len(text) <= 32 and text.isascii() else math.nan
     except ValueError:
         value = math.nan
     if not low <= value <= high:  # also refuses NaN

@@ -215,8 +215,11 @@ def fill(
             f"{len(prompts)} prompts x n {job.choices_per_prompt} is more than {GENERATIONS_MAX}",
             fix="send fewer at once",
         )
-    stop = stop_strings(body.stop)
+    stop, context = stop_strings(body.stop), engine.info.context_tokens
     for prompt_index, prompt in enumerate(prompts):
+        if len(prompt) + tokens_max > context:
+            param = "messages" if isinstance(body, ChatRequest) else "prompt"
+            raise errors.answer_too_long(len(prompt), tokens_max, context, param)
         for choice in range(job.choices_per_prompt):
             index = prompt_index * job.choices_per_prompt + choice
             job.requests.append(

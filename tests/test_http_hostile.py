@@ -113,7 +113,9 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
      "context_length_exceeded", "messages"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 400_000}]}, 400,
      "context_length_exceeded", "messages"),
-    (CHAT, {"messages": MESSAGES, "max_tokens": 2047}, 400, "context_length_exceeded", None),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 2047}, 400, "context_length_exceeded",
+     "messages"),
+    (TEXT, {"prompt": "xy", "max_tokens": 2047}, 400, "context_length_exceeded", "prompt"),
     (TEXT, {}, 400, "missing_field", "prompt"),
     (TEXT, {"prompt": ""}, 400, "invalid_value", "prompt"),
     (TEXT, {"prompt": []}, 400, "invalid_value", "prompt"),
@@ -345,6 +347,10 @@ HOSTS: list[tuple[str, int]] = [
     ("Host: localhost\r\nOrigin: null", 403),
     ("Host: localhost:7717\r\nOrigin: http://localhost:7717", 200),
     ("Host: localhost:7717\r\nOrigin: http://localhost:9999", 403),
+    ("Host: [::1]:7717", 200),
+    ("Host: [::1]evil.example", 403),
+    ("Host: localhost:http", 403),
+    ("Host: user@localhost", 403),
 ]
 
 
@@ -391,6 +397,34 @@ def test_malformed_http_is_refused_and_the_daemon_lives() -> None:
                 assert b"Traceback" not in answer
                 assert b"aiohttp" not in answer
             assert (await post(served, CHAT, chat()))[0] == 200
+
+    run(scenario())
+
+
+def test_expect_is_answered_like_everything_else() -> None:
+    """aiohttp asks about Expect before any middleware of ours."""
+
+    def head(*lines: str) -> bytes:
+        fixed = (f"POST {CHAT} HTTP/1.1", "Content-Type: application/json", "Content-Length: 9")
+        return "\r\n".join((*fixed, *lines, "", "")).encode()
+
+    async def scenario() -> None:
+        async with serving(config=with_keys()) as served:
+            known = ("Host: localhost", "Authorization: Bearer alpha-key-123")
+            for lines, status in (
+                ((*known, "Expect: 100-continue", "Connection: close"), b"100"),
+                ((*known, "Expect: <script>", "Connection: close"), b"417"),
+                (("Host: evil", "Expect: 100-continue"), b"403"),
+                (("Host: evil", "Expect: <script>"), b"403"),
+                (("Host: localhost", "Expect: 100-continue"), b"401"),
+                (("Host: localhost", "Expect: <script>"), b"401"),
+            ):
+                answer = await served.raw(head(*lines) + b'{"n": 0} ', timeout_s=2)
+                assert answer[9:12] == status, (lines, answer[:200])
+                assert b"<script>" not in answer
+                if status == b"100":
+                    assert b"HTTP/1.1 400 " in answer
+                assert b'"error"' in answer
 
     run(scenario())
 
