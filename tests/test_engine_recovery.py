@@ -288,6 +288,7 @@ def test_whoever_waits_for_a_lane_that_cannot_start_hears_why(
             async def fails(*_: Any) -> Any:
                 raise LaneDied("cpu0", "was ended by SIGKILL")
 
+            monkeypatch.setattr(engine_start, "DOWN_MAX_S", 0.2)
             monkeypatch.setattr(engine_start.Starter, "_load_lane", fails)
             monkeypatch.setattr(engine._loops[0].lane, "backoff_s", lambda: 0.05)
             os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)

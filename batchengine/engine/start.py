@@ -38,7 +38,8 @@ SPIN_US = 60  # long enough to meet the next kernel call, short enough to leave 
 ARENA_SHARE = 8  # open pages may take an eighth of the KV budget
 PLACES_MIN = 8
 INCARNATIONS = 10_000  # of workers in one life of the store: keeps arena names unique
-FAILED_STARTS_MAX = 3  # then waiting readers hear why instead of waiting on
+FAILED_STARTS_MAX = 3  # then waiting readers hear why instead of waiting on;
+DOWN_MAX_S = 30.0  # a worker that was killed may come back: they wait so long at least
 
 
 class OwnerOfAll(Owner, Protocol):
@@ -234,7 +235,7 @@ class Starter:
 
     async def revive(self, loop: LaneLoop) -> None:
         """Start the next worker of a lane; tries until it works or the engine stops."""
-        lane, failures = loop.lane, 0
+        lane, failures, down_since = loop.lane, 0, time.monotonic()
         while not loop.stopping and not self._closing:
             await asyncio.sleep(lane.backoff_s())
             started = time.monotonic()
@@ -247,7 +248,8 @@ class Starter:
                 log.error("lane %s cannot start: %s", lane.name, error)
                 lane.kill("could not start")
                 await lane.died()
-                if failures >= FAILED_STARTS_MAX:  # then everybody who waits, each time
+                is_stuck = not isinstance(error, LaneDied) or started - down_since > DOWN_MAX_S
+                if failures >= FAILED_STARTS_MAX and is_stuck:  # now, and at every later failure
                     loop.fail_turns(_cannot_start(lane.name, error))
             else:
                 seconds = time.monotonic() - started

@@ -27,6 +27,7 @@ log = logging.getLogger("batchengine.lane")
 WORKER = (sys.executable, "-m", "batchengine.lanes.worker")
 BACKOFF_S = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # first restart at once: a stream is waiting
 LINGER_S = 1.0  # between the end of the socket and the end of the process
+OUTSIDE_DEATHS_MAX = 4  # SIGKILL from outside: no crash loop, so at most a second of waiting
 HEALTHY_S = 60.0  # a life this long forgives earlier deaths,
 HEALTHY_STEPS = 16  # and so does one that computed: this is no crash loop
 REPORT_BYTES_MAX = 8192  # of a fatal-signal report kept for the log
@@ -294,9 +295,10 @@ class Lane:
         long = time.monotonic() - self._born > HEALTHY_S
         if long or self.steps - self._born_steps >= HEALTHY_STEPS:
             self.deaths = 0
-        self.deaths += 1
         reason = self._kill_reason or _describe(status)
         outside = status == -signal.SIGKILL and not self._kill_reason
+        if not outside or self.deaths < OUTSIDE_DEATHS_MAX:
+            self.deaths += 1
         death = LaneDied(self.name, reason, report, blames_step=not outside)
         if reason != "was closed":
             log.warning("%s (pid %d)%s", death, process.pid, f"\n{report}" if report else "")

@@ -7,6 +7,7 @@ frames of another incarnation are ignored. Ends when the socket ends.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -139,7 +140,8 @@ def main(make_compute: Callable[[], Compute]) -> None:
     socket_fd, parent_pid, report_fd, incarnation = (int(a) for a in sys.argv[1:5])
     guard_process(parent_pid, report_fd)
     link = wire.BlockingLink(socket.socket(fileno=socket_fd))
-    Worker(link, make_compute(), incarnation).serve()
+    with contextlib.suppress(ConnectionError, wire.Truncated):  # the engine was killed
+        Worker(link, make_compute(), incarnation).serve()
     link.close()
 
 
