@@ -11,9 +11,12 @@
 namespace batchengine {
 namespace {
 
-// Row tiles that run together: three is what the widest register tile of the kernels multiplies at
-// once; small enough that their weights and 16 tokens of activations stay in the level-2 cache.
-constexpr size_t CHUNK_TILES = 3;
+// Pieces are cut at multiples of this many row tiles, so that every kind finds whole runs.
+constexpr size_t CHUNK_TILES = 6;
+// Row tiles that run together: what the widest register tile of the kernels multiplies at once (Q6_K
+// has two sums per output); few enough that weights, 16 tokens and results stay near.
+constexpr size_t RUN_TILES_MAX = 3;
+constexpr size_t run_tiles(Kind kind) { return kind == Kind::q6_k ? 2 : RUN_TILES_MAX; }
 // Pieces per thread, so that a thread that was interrupted does not hold up the others.
 constexpr size_t PIECES_PER_THREAD = 8;
 // A piece of a one-token step is a stream from memory: not shorter than this.
@@ -45,18 +48,19 @@ Plan plan(size_t tiles, size_t bytes_per_tile, size_t tokens, int threads) {
 
 size_t tile_count(const Matrix& matrix) { return div_up(matrix.rows, TILE_ROWS); }
 
-// Calls body(tile, tiles, group, tokens in group) over one piece, at most CHUNK_TILES at a time;
+// Calls body(tile, tiles, group, tokens in group) over one piece, at most `run` at a time;
 // all tiles of the piece see a group before the next group comes.
 template <class Body>
-void walk(const Plan& made, size_t piece, size_t tiles, size_t tokens, Body&& body) {
+void walk(const Plan& made, size_t piece, size_t tiles, size_t tokens, size_t run,
+          Body&& body) {
     const size_t tile_first = piece % made.tile_chunks * made.chunk_tiles;
     const size_t tile_end = std::min(tiles, tile_first + made.chunk_tiles);
     const size_t group_first = piece / made.tile_chunks * made.chunk_groups;
     const size_t group_end =
         std::min(div_up(tokens, GROUP_TOKENS), group_first + made.chunk_groups);
     for (size_t group = group_first; group < group_end; ++group)
-        for (size_t tile = tile_first; tile < tile_end; tile += CHUNK_TILES)
-            body(tile, std::min(CHUNK_TILES, tile_end - tile), group,
+        for (size_t tile = tile_first; tile < tile_end; tile += run)
+            body(tile, std::min(run, tile_end - tile), group,
                  std::min(GROUP_TOKENS, tokens - group * GROUP_TOKENS));
 }
 
@@ -93,14 +97,14 @@ void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& 
     const auto finish_tile = finish == Finish::add ? kernels.add : kernels.store;
     Tickets tickets(pieces);
     pool.run([&](int, int) {
-        TileResult results[CHUNK_TILES];
+        TileResult results[RUN_TILES_MAX];
         for (size_t index; tickets.take(&index);) {
             size_t i = 0;
             while (index >= work[i].piece_end) ++i;
             const Piecewise& mine = work[i];
             const size_t piece = index - (mine.piece_end - mine.plan.pieces());
             const Matrix& matrix = *mine.part->matrix;
-            walk(mine.plan, piece, tile_count(matrix), tokens,
+            walk(mine.plan, piece, tile_count(matrix), tokens, run_tiles(matrix.kind),
                  [&](size_t tile, size_t tiles, size_t group, size_t count) {
                      kernels.multiply(matrix, x, tile, tiles, group, count, results);
                      for (size_t t = 0; t < tiles; ++t)
@@ -144,9 +148,10 @@ void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, cons
                            tokens, pool.threads());
     Tickets tickets(made.pieces());
     pool.run([&](int, int) {
-        TileResult gates[CHUNK_TILES], ups[CHUNK_TILES];
+        TileResult gates[RUN_TILES_MAX], ups[RUN_TILES_MAX];
         for (size_t piece; tickets.take(&piece);)
             walk(made, piece, tiles, tokens,
+                 std::min(run_tiles(gate.matrix->kind), run_tiles(up.matrix->kind)),
                  [&](size_t tile, size_t count, size_t group, size_t group_tokens) {
                      kernels.multiply(*gate.matrix, x, tile, count, group, group_tokens, gates);
                      kernels.multiply(*up.matrix, x, tile, count, group, group_tokens, ups);

@@ -6,6 +6,8 @@
 // R tiles. R x N integer sums and R x N float sums fill the 32 registers; 3 x 4 measured best.
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "linear_epilogue.h"
 #include "pack.h"
 
@@ -295,19 +297,140 @@ void tokens_of(const uint8_t* tiles, size_t bytes, const Panel& x, size_t tokens
     }
 }
 
+// One superblock of R tiles of Q6_K, unpacked: bytes for the dot, sub-scales as int32.
+template <int R>
+struct Unpacked {
+    __m512i weights[8][GROUPS][R];
+    __m512i scale[16][R];
+    __m512 d[R];
+};
+
+template <int R, int G>
+INLINE void unpack_dword(const PackedQ6_K* const (&super)[R], size_t b, __m512i (&to)[GROUPS][R]) {
+    UNROLL for (int r = 0; r < R; ++r) to[G][r] = WeightsQ6_K::weights<G>(super[r]->block[b]);
+}
+
+// Half `H` of block `b`.
+template <int R, int H>
+INLINE void unpack_half(const PackedQ6_K* const (&super)[R], size_t b, Unpacked<R>& to) {
+    unpack_dword<R, 4 * H>(super, b, to.weights[b]);
+    unpack_dword<R, 4 * H + 1>(super, b, to.weights[b]);
+    unpack_dword<R, 4 * H + 2>(super, b, to.weights[b]);
+    unpack_dword<R, 4 * H + 3>(super, b, to.weights[b]);
+    const size_t sub = 2 * b + H;
+    UNROLL for (int r = 0; r < R; ++r)
+        to.scale[sub][r] = _mm512_cvtepi8_epi32(
+            _mm_load_si128(reinterpret_cast<const __m128i*>(super[r]->scale[sub])));
+}
+
+// half *= its sub-scale, after its four dots
+template <int R, int N, int H>
+INLINE void half_block(Sums<R, N>& sums, const Unpacked<R>& from, size_t b, const int32_t* offsets,
+                       const int8_t* q) {
+    start(sums, offsets + H * GROUP_TOKENS);
+    UNROLL for (int g = 4 * H; g < 4 * H + 4; ++g) dot<R, N>(sums, from.weights[b][g], q, g);
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int n = 0; n < N; ++n)
+            sums.s[r][n] = _mm512_mullo_epi32(sums.s[r][n], from.scale[2 * b + H][r]);
+}
+
+// The running segment of N tokens goes on where the last superblock left it. The first tokens of a
+// group unpack on the way, so that their stores hide behind dots, and ask for the tiles to come.
+template <int R, int N, bool FIRST>
+void superblock(__m512 (&running)[GROUP_TOKENS][R], const uint8_t* const (&unit)[R],
+                Unpacked<R>& from, const Panel& x, size_t block, size_t token, size_t ahead) {
+    const PackedQ6_K* super[R];
+    UNROLL for (int r = 0; r < R; ++r) super[r] = reinterpret_cast<const PackedQ6_K*>(unit[r]);
+    if (FIRST) UNROLL for (int r = 0; r < R; ++r) from.d[r] = _mm512_load_ps(super[r]->d);
+    Accumulators<R, N> acc;
+    UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int r = 0; r < R; ++r)
+            acc.a[r][n] = block % SEGMENT_BLOCKS == 0
+                              ? _mm512_setzero_ps()
+                              : running[token + static_cast<size_t>(n)][r];
+    for (size_t b = 0; b < 8; ++b) {
+        const size_t cell = (block + b) * GROUP_TOKENS + token;
+        const int32_t* offsets = x.halves + (2 * cell - token);
+        const int8_t* q = x.q + cell * BLOCK_WIDTH;
+        Sums<R, N> first, last;
+        if (FIRST) unpack_half<R, 0>(super, b, from);
+        half_block<R, N, 0>(first, from, b, offsets, q);
+        if (FIRST) unpack_half<R, 1>(super, b, from);
+        half_block<R, N, 1>(last, from, b, offsets, q);
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int n = 0; n < N; ++n)
+                first.s[r][n] = _mm512_add_epi32(first.s[r][n], last.s[r][n]);
+        scale_in(acc, first, from.d, x.scale + cell);
+        if (FIRST && ahead)
+            UNROLL for (int r = 0; r < R; ++r)
+                UNROLL for (size_t line = 0; line < 7; ++line)
+                    _mm_prefetch(reinterpret_cast<const char*>(unit[r]) + ahead +
+                                     (7 * b + line) * CACHE_LINE,
+                                 _MM_HINT_T1);
+    }
+    UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int r = 0; r < R; ++r)
+            running[token + static_cast<size_t>(n)][r] = acc.a[r][n];
+}
+
+// More than four tokens: unpacking Q6_K costs as much as two tokens' dots, so R tiles are unpacked
+// once, a superblock at a time (8 KiB for two tiles), and all tokens read that.
+template <int R>
+void tokens_of_unpacked(const uint8_t* tiles, size_t bytes, const Panel& x, size_t tokens,
+                        bool cold, TileResult* results) {
+    const uint8_t* unit[R];
+    UNROLL for (int r = 0; r < R; ++r) unit[r] = tiles + static_cast<size_t>(r) * bytes;
+    const size_t ahead = cold ? R * bytes : 0;
+    Unpacked<R> super;
+    __m512 running[GROUP_TOKENS][R];
+    for (size_t block = 0; block < x.blocks; block += WeightsQ6_K::BLOCKS) {
+        superblock<R, 4, true>(running, unit, super, x, block, 0, ahead);
+        size_t token = 4;
+        for (; token + 4 <= tokens; token += 4)
+            superblock<R, 4, false>(running, unit, super, x, block, token, 0);
+        switch (tokens - token) {
+            case 3: superblock<R, 3, false>(running, unit, super, x, block, token, 0); break;
+            case 2: superblock<R, 2, false>(running, unit, super, x, block, token, 0); break;
+            case 1: superblock<R, 1, false>(running, unit, super, x, block, token, 0); break;
+        }
+        UNROLL for (int r = 0; r < R; ++r) unit[r] += WeightsQ6_K::BYTES;
+        const size_t next = block + WeightsQ6_K::BLOCKS;
+        if (next % SEGMENT_BLOCKS != 0 && next < x.blocks) continue;
+        for (token = 0; token < tokens; ++token)
+            UNROLL for (int r = 0; r < R; ++r) {
+                float* y = results[r].y[token];
+                const __m512 sum = running[token][r];
+                _mm512_store_ps(y, next <= SEGMENT_BLOCKS ? sum
+                                                          : _mm512_add_ps(_mm512_load_ps(y), sum));
+            }
+    }
+}
+
+// Which register tile a kind runs: Q6_K has two sums per output, so two tiles fill the registers.
+template <class Weights, int R>
+INLINE void run_tiles(const uint8_t* tile, size_t bytes, const Panel& x, size_t tokens, bool cold,
+                      TileResult* results) {
+    if constexpr (std::is_same_v<Weights, WeightsQ6_K>)
+        if (tokens > 4) return tokens_of_unpacked<R>(tile, bytes, x, tokens, cold, results);
+    tokens_of<Weights, R>(tile, bytes, x, tokens, cold, results);
+}
+
 // One token alone reads one tile after the other: a single stream is what memory serves fastest.
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
                      bool cold, TileResult* results) {
-    const size_t widest = tokens == 1 ? 1 : 3;
+    constexpr size_t WIDEST = std::is_same_v<Weights, WeightsQ6_K> ? 2 : 3;
+    const size_t widest = tokens == 1 ? 1 : WIDEST;
     while (tiles > 0) {
         const size_t now = tiles < widest ? tiles : widest;
-        if (now == 3)
-            tokens_of<Weights, 3>(tile, bytes, x, tokens, cold, results);
-        else if (now == 2)
-            tokens_of<Weights, 2>(tile, bytes, x, tokens, cold, results);
-        else
-            tokens_of<Weights, 1>(tile, bytes, x, tokens, cold, results);
+        if (now == 3) {
+            if constexpr (WIDEST == 3)
+                run_tiles<Weights, 3>(tile, bytes, x, tokens, cold, results);
+        } else if (now == 2) {
+            run_tiles<Weights, 2>(tile, bytes, x, tokens, cold, results);
+        } else {
+            run_tiles<Weights, 1>(tile, bytes, x, tokens, cold, results);
+        }
         tile += now * bytes;
         results += now;
         tiles -= now;
