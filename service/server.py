@@ -35,6 +35,8 @@ log = logging.getLogger("batchengine.service")
 EXIT_OK = 0
 EXIT_FAILED = 1  # readable error on stderr
 EXIT_FORCED = 130  # second signal
+# A dying parent's signal can arrive once per thread, a terminal's once per process of the group.
+SIGNAL_TWINS_S = 0.3
 EXIT_ENGINE_LOST = 75  # the engine stopped by itself: restart me (EX_TEMPFAIL)
 CONNECTIONS_SPARE = 64  # health checks and metrics still get in when every stream is taken
 OPEN_FILES = 65_536
@@ -102,6 +104,7 @@ class Daemon:
         self._notifier = Notifier()
         self._stop = asyncio.Event()
         self._stop_reason = ""
+        self._stop_at = 0.0  # loop time of the first signal
 
     async def serve(self, sock: socket.socket) -> int:
         """The whole life of the daemon on the running loop."""
@@ -206,11 +209,14 @@ class Daemon:
 
     def _on_signal(self, name: str, control: Control) -> None:
         """The first signal drains. The second leaves at once: what was sent is durable already."""
+        now = asyncio.get_running_loop().time()
         if self._stop.is_set():
+            if now - self._stop_at < SIGNAL_TWINS_S:
+                return
             say(f"  forced  {name} again: leaving at once")
             control.unlink()
             os._exit(EXIT_FORCED)
-        self._stop_reason = name
+        self._stop_reason, self._stop_at = name, now
         self._stop.set()
 
 

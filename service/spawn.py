@@ -6,6 +6,7 @@ installation runs the daemon under systemd instead.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import queue
@@ -20,6 +21,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from batchengine.core import BatchEngineError
 
@@ -175,8 +178,19 @@ def main(arguments: list[str]) -> None:
             code = cli.run(command)
     finally:
         if os.getppid() != int(parent):
-            remove_scratch(Path(scratch))
+            # Only after every thread has ended: one may still be packing weights into the folder.
+            atexit.register(_end_alone, Path(scratch))
     sys.exit(code)
+
+
+def _end_alone(scratch: Path) -> None:
+    """What the parent would have done: no process left, no folder left."""
+    workers = psutil.Process().children(recursive=True)
+    for worker in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
+    psutil.wait_procs(workers, timeout=5.0)
+    remove_scratch(scratch)
 
 
 if __name__ == "__main__":
