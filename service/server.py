@@ -211,7 +211,7 @@ class Daemon:
         """The first signal drains. The second leaves at once: what was sent is durable already."""
         now = asyncio.get_running_loop().time()
         if self._stop.is_set():
-            if now - self._stop_at < SIGNAL_TWINS_S:
+            if name == self._stop_reason and now - self._stop_at < SIGNAL_TWINS_S:
                 return
             say(f"  forced  {name} again: leaving at once")
             control.unlink()
