@@ -420,8 +420,8 @@ def _check_auth(source: _Source, config: Config) -> None:
             "BE1106",
             "server.host",
             f"= {config.server.host!r} would let anyone on the network use the model",
-            fix="add [auth.keys.NAME] (and a TLS proxy in front: keys travel in clear text), "
-            "or listen on 127.0.0.1",
+            fix="give keys with --api-key-file FILE or [auth.keys.NAME] and put a TLS proxy in "
+            "front (keys travel in clear text), or listen on 127.0.0.1",
         )
 
 

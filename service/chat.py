@@ -26,7 +26,7 @@ async def prepare(
     messages, text_bytes = await off_loop(job.body_bytes, _messages, body.messages)
     work.check_text_size(text_bytes, context, "messages")
     tools = None if body.tool_choice == "none" else _tools(body.tools)
-    prompt = await engine.text.encode_chat(messages, tools, _kwargs(body.chat_template_kwargs))
+    prompt = await engine.text.encode_chat(messages, tools, _kwargs(body))
     work.check_prompt(prompt, context, "messages")
     tokens_max = body.max_completion_tokens or body.max_tokens
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
@@ -119,15 +119,19 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
-    for name, value in (given or {}).items():
+def _kwargs(body: ChatRequest) -> dict[str, Any]:
+    """What the template hears beside the messages; whether it listens is the model's affair."""
+    given = dict(body.chat_template_kwargs or {})
+    for name, value in given.items():
         if name not in KWARGS or not isinstance(value, KWARGS[name]):
             raise errors.invalid_field(
                 f"chat_template_kwargs.{name[:64]}",
                 "this template argument is not allowed, or has the wrong type",
                 fix="only enable_thinking: true or false may be set",
             )
-    return dict(given or {})
+    if body.reasoning_effort is not None:
+        given["reasoning_effort"] = body.reasoning_effort
+    return given
 
 
 def _text_bytes(message: dict[str, Any]) -> int:

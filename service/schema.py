@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -32,6 +32,7 @@ TokenId = Annotated[int, Meta(ge=0, le=0x7FFFFFFF)]
 # Small enough for any wish, far above what binary32 rounds to zero.
 Millis = Annotated[float, Meta(ge=0.001, le=86_400_000)]
 TokenCount = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -111,7 +112,7 @@ class ChatRequest(Common, kw_only=True):
     tools: Annotated[list[dict[str, Any]], Meta(max_length=512)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Name | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=16)] | None = None
     store: bool | None = None
 

@@ -182,6 +182,7 @@ def test_message_forms_reach_the_template_as_plain_text() -> None:
                 "messages": messages,
                 "tools": tools,
                 "chat_template_kwargs": {"enable_thinking": False},
+                "reasoning_effort": "low",
             }
             status, reply, _ = await post(served, "/v1/chat/completions", body)
             assert status == 200, reply
@@ -193,7 +194,7 @@ def test_message_forms_reach_the_template_as_plain_text() -> None:
             assert seen[2]["tool_calls"] == messages[2]["tool_calls"]
             assert seen[3] == {"role": "tool", "tool_call_id": "1", "content": "42"}
             assert seen_tools == tools
-            assert kwargs == {"enable_thinking": False}
+            assert kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
             body["tool_choice"] = "none"
             await post(served, "/v1/chat/completions", body)
             assert served.engine.text.chats[1][1] is None

@@ -107,6 +107,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
      "unsupported_parameter", "response_format"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"template": "x"}}, 400, "invalid_value",
      "chat_template_kwargs.template"),
+    (CHAT, {"messages": MESSAGES, "reasoning_effort": "{{ evil }}"}, 400, "invalid_value",
+     "reasoning_effort"),
     (CHAT, {"messages": MESSAGES, "model": "gpt-4"}, 404, "model_not_found", "model"),
     (CHAT, {"messages": MESSAGES, "model": "fake:vip"}, 404, "model_not_found", "model"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 3000}]}, 400,
