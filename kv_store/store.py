@@ -154,6 +154,7 @@ class Store(PagePool):
                     warnings.append(f"caching is off: {self._growth_blocked}")
             ledger.commit().result()
         except BaseException:
+            self._lock_fd = -1  # the caller's to close: once, or it may be somebody else's by then
             self._stop(clean=False)
             raise
         return self
@@ -228,7 +229,10 @@ class Store(PagePool):
         rows = {row.ref.page_id: row for row in replay.pages}
         self._open_extents(replay, rows, dropped)
         for stray in self._extents.strays({info.index for info in self._infos + self._foreign}):
-            os.unlink(stray)
+            try:
+                os.unlink(stray)
+            except OSError as error:
+                self.warnings.append(f"{stray} is in the way: {os.strerror(error.errno or 0)}")
         for row in replay.pages:  # oldest first, so ages keep their order
             reason = self._list_page(row)
             if reason:
@@ -317,7 +321,13 @@ class Store(PagePool):
         for name in os.listdir(folder):
             if keep or not ARENA_NAME.fullmatch(name):
                 continue
-            if delete_arena(os.path.join(folder, name)):
+            path = os.path.join(folder, name)
+            try:
+                gone = delete_arena(path)
+            except OSError as error:  # a directory, a link: not ours, and nothing reads it
+                self.warnings.append(f"{path} is no arena: {os.strerror(error.errno or 0)}")
+                continue
+            if gone:
                 deleted += 1
             else:
                 busy.append(name)
@@ -358,7 +368,8 @@ class Store(PagePool):
             self.ledger.append(records.MarkClean())
         self.ledger.close()
         self._extents.close()
-        os.close(self._lock_fd)
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
 
 
 def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:

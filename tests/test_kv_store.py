@@ -496,6 +496,34 @@ def test_dead_arenas_are_deleted_and_live_ones_are_left(store: Store) -> None:
     store.close()
 
 
+def test_foreign_things_with_our_names_are_named_and_left(store: Store) -> None:
+    path = Path(store.path)
+    (path / "arena" / "cpu.98").mkdir()
+    (path / "arena" / "cpu.97").symlink_to("/etc/hostname")
+    (path / "ext" / "000009.kv").mkdir()
+    again = reopen(store)
+    for name in ("cpu.98", "cpu.97", "000009.kv"):
+        assert sum(name in warning for warning in again.warnings) == 1, again.warnings
+    again.close()
+    assert Path("/etc/hostname").exists()
+
+
+def test_an_opening_that_fails_closes_its_lock_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is the one that happened, and the store can be opened again."""
+    store.close()
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_recover", fails)
+        with pytest.raises(RuntimeError, match="planted"):
+            Store.open(store.path, descriptor(), settings())
+    Store.open(store.path, descriptor(), settings()).close()
+
+
 def test_status_line_and_numbers(store: Store, lane: Lane) -> None:
     lane.add_chain(tokens_of(1, 2))
     assert repr(store).startswith(f"<Store epoch={store.epoch} pages=2/16 published=2 listed=0")
