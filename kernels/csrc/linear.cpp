@@ -21,6 +21,8 @@ constexpr size_t run_tiles(Kind kind) { return kind == Kind::q6_k ? 2 : RUN_TILE
 constexpr size_t PIECES_PER_THREAD = 8;
 // A piece of a one-token step is a stream from memory: not shorter than this.
 constexpr size_t STREAM_BYTES = size_t{48} << 10;
+// Weights that every token group of a piece reads again: at most this much of the level-2 cache.
+constexpr size_t REREAD_BYTES = size_t{384} << 10;
 
 struct Plan {
     size_t chunk_tiles;   // row tiles of a piece
@@ -38,6 +40,10 @@ Plan plan(size_t tiles, size_t bytes_per_tile, size_t tokens, int threads) {
     const size_t stream_tiles = div_up(STREAM_BYTES, bytes_per_tile);
     const size_t least = groups == 1 ? std::max(CHUNK_TILES, stream_tiles) : CHUNK_TILES;
     made.chunk_tiles = std::max(least, tiles / wanted / CHUNK_TILES * CHUNK_TILES);
+    if (groups > 1)
+        made.chunk_tiles = std::min(
+            made.chunk_tiles,
+            std::max(CHUNK_TILES, REREAD_BYTES / bytes_per_tile / CHUNK_TILES * CHUNK_TILES));
     made.tile_chunks = div_up(tiles, made.chunk_tiles);
     made.chunk_groups = groups;
     if (made.tile_chunks < wanted)
@@ -70,6 +76,15 @@ TileTarget target(Rows& out, size_t column, const LinearPart& part, size_t tile,
     return {out.row(group * GROUP_TOKENS) + column + row, out.width,
             part.bias ? part.bias->data.data() + row : nullptr, tokens,
             std::min(TILE_ROWS, part.matrix->rows - row)};
+}
+
+// Asks for the output lines of `tiles` tiles while their product is made: rows lie pages apart, which
+// no hardware foresees, and a store that misses holds up those behind it. Into the second level,
+// because such rows meet in the same few sets of the first.
+void expect(const TileTarget& to, size_t tiles) {
+    for (size_t token = 0; token < to.tokens; ++token)
+        for (size_t tile = 0; tile < tiles; ++tile)
+            __builtin_prefetch(to.out + token * to.stride + tile * TILE_ROWS, 1, 2);
 }
 
 enum class Finish { store, add };
@@ -106,6 +121,7 @@ void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& 
             const Matrix& matrix = *mine.part->matrix;
             walk(mine.plan, piece, tile_count(matrix), tokens, run_tiles(matrix.kind),
                  [&](size_t tile, size_t tiles, size_t group, size_t count) {
+                     expect(target(out, mine.column, *mine.part, tile, group, count), tiles);
                      kernels.multiply(matrix, x, tile, tiles, group, count, results);
                      for (size_t t = 0; t < tiles; ++t)
                          finish_tile(results[t],
@@ -153,6 +169,7 @@ void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, cons
             walk(made, piece, tiles, tokens,
                  std::min(run_tiles(gate.matrix->kind), run_tiles(up.matrix->kind)),
                  [&](size_t tile, size_t count, size_t group, size_t group_tokens) {
+                     expect(target(out, 0, up, tile, group, group_tokens), count);
                      kernels.multiply(*gate.matrix, x, tile, count, group, group_tokens, gates);
                      kernels.multiply(*up.matrix, x, tile, count, group, group_tokens, ups);
                      for (size_t t = 0; t < count; ++t) {
