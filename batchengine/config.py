@@ -64,7 +64,7 @@ class ServerConfig:
     body_bytes_max: int = field(default=32 << 20, metadata=_within(1 << 10, 1 << 30))
     keepalive_s: float = field(default=10.0, metadata=_within(0.1, 300))
     noop_event_s: float = field(default=60.0, metadata=_within(0.1, 300))
-    drain_s: float = field(default=60.0, metadata=_within(0, 3600))
+    drain_s: float = field(default=30.0, metadata=_within(0, 3600))
     reader_stall_s: float = field(default=60.0, metadata=_within(1, 3600))
 
 
