@@ -203,6 +203,11 @@ def warnings(config: Config) -> list[str]:
     found: list[str] = []
     if config.store.allow_volatile:
         found.append("store.allow_volatile = true: sessions may not survive a reboot")
+    if config.store.durability == "power":
+        found.append(
+            "store.durability = power is not built yet: as with turn, the tokens of the last 20 ms"
+            " before a power loss are generated again"
+        )
     return found
 
 

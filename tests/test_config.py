@@ -257,3 +257,8 @@ def test_open_host_with_a_key_is_allowed(tmp_path: Path) -> None:
 def test_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         Config().debug = True  # type: ignore[misc]
+
+
+def test_a_durability_that_is_not_built_is_not_accepted_silently() -> None:
+    found = warnings(load(overrides={"store.durability": "power"}))
+    assert any("power is not built yet" in text for text in found)
