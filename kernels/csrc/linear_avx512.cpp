@@ -256,6 +256,7 @@ INLINE void fold(const Accumulators<R, N>& acc, bool first, size_t token, TileRe
 template <class Weights, int R, int N>
 void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token, size_t ahead,
              TileResult* results) {
+    constexpr size_t LINES = (Weights::BYTES / CACHE_LINE + Weights::BLOCKS - 1) / Weights::BLOCKS;
     const uint8_t* unit[R];
     UNROLL for (int r = 0; r < R; ++r) unit[r] = tiles + static_cast<size_t>(r) * bytes;
     for (size_t first = 0; first < x.blocks; first += SEGMENT_BLOCKS) {
@@ -268,14 +269,15 @@ void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token, s
                 if (Weights::BLOCKS == 2 && b + i >= end) break;
                 const size_t cell = (b + i) * GROUP_TOKENS + token;
                 Weights::template block<R, N>(acc, unit, i, x, cell, 2 * cell - token);
-            }
-            UNROLL for (int r = 0; r < R; ++r) {
+                // Few at a time: a burst fills the miss buffers and stalls the loads behind it.
                 if (ahead)
-                    for (size_t line = 0; line < Weights::BYTES; line += CACHE_LINE)
-                        _mm_prefetch(reinterpret_cast<const char*>(unit[r]) + ahead + line,
-                                     _MM_HINT_T1);
-                unit[r] += Weights::BYTES;
+                    UNROLL for (int r = 0; r < R; ++r)
+                        UNROLL for (size_t line = 0; line < LINES; ++line)
+                            _mm_prefetch(reinterpret_cast<const char*>(unit[r]) + ahead +
+                                             (i * LINES + line) * CACHE_LINE,
+                                         _MM_HINT_T1);
             }
+            UNROLL for (int r = 0; r < R; ++r) unit[r] += Weights::BYTES;
         }
         fold<R, N>(acc, first == 0, token, results);
     }
