@@ -308,18 +308,19 @@ class LanePages:
         self.start_seals()
 
     def start_seals(self) -> None:
-        """Give tickets to full pages, in page order within a session, while the store has room."""
-        if not self._pending:
-            return
-        blocked: set[Session] = set()
+        """Give tickets to full pages, in page order within a session, while the store has room.
+
+        The first refusal ends the round, since each costs a look at every page, and sends its
+        session to the end of the line: a later one may find its page in the store already.
+        """
         for seal in list(self._pending):
             session = seal.session
-            if session is None or session in blocked or self._seals.get(seal.place) is not seal:
+            if session is None or self._seals.get(seal.place) is not seal:
                 continue
             seal.ticket = self._reserve(seal, session)
             if seal.ticket is None:
-                blocked.add(session)
-                continue
+                self._pending.sort(key=lambda other: other.session is session)  # stable
+                return
             self._pending.remove(seal)
             if session in self._lenders:
                 self._lenders[session] = self._lendable(session)
