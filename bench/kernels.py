@@ -61,7 +61,8 @@ class Bench:
         self.pool = kernels.Pool(threads)
         self.rng = np.random.default_rng(7)
         self.budget_s = 0.05 if quick else 0.6
-        self.int8_gops = kernels.peak_int8_gops(threads, 0.1 if quick else 0.5)
+        seconds = 0.1 if quick else 0.5  # the best of three: a roof is what was ever reached
+        self.int8_gops = max(kernels.peak_int8_gops(threads, seconds) for _ in range(3))
         self.read_gbps = kernels.peak_read_gbps(
             threads, (64 if quick else 512) * 2**20, 2 if quick else 5
         )
