@@ -65,10 +65,8 @@ class Duel:
             tensors = {name: info.shape for name, info in gguf.tensors.items()}
         matrices = {n: s for n, s in tensors.items() if len(s) == 2}
         head = "output.weight" if "output.weight" in matrices else "token_embd.weight"
-        used = [
-            s for n, s in matrices.items() if n == head or not n.startswith(("token_", "output."))
-        ]
-        self.linear_parameters = sum(int(np.prod(s)) for s in used if s != matrices[head])
+        layers = [s for n, s in matrices.items() if n not in (head, "token_embd.weight")]
+        self.linear_parameters = sum(int(np.prod(s)) for s in layers)
         self.streamed_bytes = self.path.stat().st_size
         self.description = f"{self.path.name}, {self.streamed_bytes / 2**20:.0f} MiB"
         self.runner = LocalRunner(

@@ -127,7 +127,7 @@ class LlamaContext:
         C.llama_memory_clear(self._memory, True)
 
     def copy_sequence(self, source: int, target: int) -> None:
-        """Shares the KV of `source` with `target`, as after an equal prompt."""
+        """Gives `target` the KV of `source`: shared when kv_unified, copied otherwise."""
         C.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
     def save_sequence(self, sequence: int) -> bytes:

@@ -6,6 +6,7 @@ A Shape turns events into JSON objects and knows nothing of sockets; `service.ge
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from batchengine.core import DoneEvent, TokenEvent, Usage
@@ -28,7 +29,7 @@ class Answer:
         return "".join(self.texts)
 
 
-class Shape:
+class Shape(ABC):
     """Events to JSON objects, for one job."""
 
     def __init__(self, job: Job, object_id: str) -> None:
@@ -57,25 +58,25 @@ class Shape:
         body["batchengine"] = serving_object(self.job, answers)
         return body
 
+    @abstractmethod
     def first(self, index: int) -> dict[str, object]:
         """The event that tells a client it was admitted."""
-        raise NotImplementedError
 
+    @abstractmethod
     def noop(self) -> dict[str, object]:
         """An event that changes nothing but resets a client's watchdog."""
-        raise NotImplementedError
 
+    @abstractmethod
     def token(self, index: int, event: TokenEvent) -> dict[str, object] | None:
         """A chunk, or None when the token shows nothing yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, index: int, event: DoneEvent) -> list[dict[str, object]]:
         """The last chunks of one choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def usage_chunk(self, answers: list[Answer]) -> dict[str, object]:
         """The usage chunk: no choices."""
-        raise NotImplementedError
 
     def closing(
         self, chunks: list[dict[str, object]], answers: list[Answer]
@@ -90,9 +91,9 @@ class Shape:
         del facts["usage"]
         return [*chunks[:-1], chunks[-1] | facts]
 
+    @abstractmethod
     def whole(self, answers: list[Answer]) -> dict[str, object]:
         """The answer of a request that does not stream."""
-        raise NotImplementedError
 
 
 def logprob_number(value: float) -> float:
