@@ -106,6 +106,11 @@ class GenerationRequest:
 
     `session_id` None = anonymous: prefix sharing still finds common pages.
     `tenant` namespaces sessions and salts content keys; KV is never shared across tenants.
+    `tool_call_ids`: calls whose results the messages carry; a request without a session continues
+    the session that was parked for one of them. `park`: the session will wait for a tool, so its
+    KV leaves the lane at the end of the turn. `idempotency_key`: the same key in one session is
+    computed once. `promote`: this turn wants the fast lane. `expected_output_tokens`: the
+    client's estimate, for the router only.
     """
 
     request_id: str
@@ -117,11 +122,20 @@ class GenerationRequest:
     sla: Sla = Sla()
     session_id: str | None = None
     tenant: str = ""
+    tool_call_ids: tuple[str, ...] = ()
+    park: bool = False
+    idempotency_key: str = ""
+    promote: bool = False
+    expected_output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts and times of a finished generation; times in ms."""
+    """Token counts and times of a finished generation; times in ms.
+
+    `reuse_reason` says why less than the whole prompt came from KV; "" = all of it did.
+    `resumed_tokens` are tokens of this turn that an earlier stream had already told.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -131,6 +145,8 @@ class Usage:
     total_ms: float = 0.0
     lane: str = ""
     session_id: str = ""
+    reuse_reason: str = ""
+    resumed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
