@@ -27,7 +27,8 @@ from kv_store.extent import EXTENT_BYTES, ExtentInfo, Extents, extent_path
 from kv_store.layout import PAGE_ALIGN_BYTES, PAGE_TOKENS, Descriptor, differing_fields
 from kv_store.ledger import Ledger, Opener, PageRow, Replay, connect
 from kv_store.pages import PageEvent, PageState
-from kv_store.pool import Budget, PagePool
+from kv_store.places import Budget, Parts
+from kv_store.pool import PagePool
 
 BALLAST_BYTES = 64 << 20  # enough for a ledger to finish every running turn and say why it stops
 FREE_FLOOR_BYTES = 2 << 30
@@ -128,15 +129,20 @@ class Store(PagePool):
             ledger.commit().result()  # from here on every older process's work is void
             _write_lock(files, lock_fd, replay.store_uuid, boot, epoch)
             extents = Extents(os.path.join(path, "ext"), files)
+            budget = Budget(
+                settings.budget_bytes, settings.extent_bytes, _floor(files, path, settings)
+            )
             self = cls(
-                descriptor,
-                replay.store_uuid,
-                ledger,
-                extents,
-                files,
-                Budget(settings.budget_bytes, settings.extent_bytes, _floor(files, path, settings)),
-                epoch=epoch,
-                verify_writes=settings.verify_writes,
+                Parts(
+                    descriptor,
+                    replay.store_uuid,
+                    epoch,
+                    ledger,
+                    extents,
+                    files,
+                    budget,
+                    settings.verify_writes,
+                )
             )
         except BaseException:
             ledger.close()
