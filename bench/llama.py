@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
+from bench.llama_state import SequenceState
+
 F32 = npt.NDArray[np.float32]
 
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
@@ -69,6 +71,10 @@ class LlamaModel:
         self.close()
 
 
+def _bytes(data: npt.NDArray[np.uint8]) -> object:
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
 class LlamaContext:
     """One context: KV memory for up to `n_seq_max` sequences, and one batch to fill."""
 
@@ -106,6 +112,7 @@ class LlamaContext:
             raise RuntimeError("llama.cpp cannot create this context")
         self.n_vocab = model.n_vocab
         self.n_batch = n_batch
+        self._streams = 1 if kv_unified else n_seq_max
         self._memory = C.llama_get_memory(self._context)
         self._batch = C.llama_batch_init(n_batch, 0, 1)
 
@@ -130,19 +137,21 @@ class LlamaContext:
         """Gives `target` the KV of `source`: shared when kv_unified, copied otherwise."""
         C.llama_memory_seq_cp(self._memory, source, target, -1, -1)
 
-    def save_sequence(self, sequence: int) -> bytes:
-        """The KV of a sequence as llama.cpp serialises it."""
+    def save_sequence(self, sequence: int) -> SequenceState:
+        """The KV of a sequence, for any context with the same KV type and flash setting."""
         size = C.llama_state_seq_get_size(self._context, sequence)
-        buffer = (ctypes.c_uint8 * size)()
-        if C.llama_state_seq_get_data(self._context, buffer, size, sequence) != size:
+        data = np.empty(size, np.uint8)
+        if C.llama_state_seq_get_data(self._context, _bytes(data), size, sequence) != size:
             raise RuntimeError("llama.cpp cannot save this sequence")
-        return bytes(buffer)
+        return SequenceState.parse(data)
 
-    def load_sequence(self, sequence: int, state: bytes) -> None:
+    def load_sequence(self, sequence: int, state: SequenceState) -> None:
         """Gives `sequence` KV of its own with the bytes of `state`."""
-        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        if not C.llama_state_seq_set_data(self._context, buffer, len(state), sequence):
+        data = state.data(sequence if self._streams > 1 else 0, self._streams)
+        if not C.llama_state_seq_set_data(self._context, _bytes(data), len(data), sequence):
             raise RuntimeError("llama.cpp cannot restore this sequence")
+        if C.llama_memory_seq_pos_max(self._memory, sequence) != state.cells - 1:
+            raise RuntimeError("llama.cpp restored another length")
 
     def cut(self, sequence: int, position: int) -> None:
         """Forgets positions [position, end) of a sequence."""

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+
+from bench import synthetic
+from bench.engine import SETTINGS
+from bench.llama import LlamaContext, LlamaModel
 
 ROOT = Path(__file__).resolve().parent.parent
 DECODE = ("b1", "b4", "b8", "b16", "b32", "4k_b1", "4k_b4")
@@ -24,10 +31,17 @@ ROWS = {
 }
 
 
-def run_bench(name: str, json_path: Path) -> dict[str, object]:
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the benches keep their model between the tests here, instead of the user's cache."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def run_bench(name: str, json_path: Path, cache: Path) -> dict[str, object]:
     done = subprocess.run(
         [sys.executable, "-m", "bench", name, "--quick", "--json", str(json_path)],
         cwd=ROOT,
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)},
         capture_output=True,
         text=True,
         timeout=170,
@@ -42,8 +56,8 @@ def run_bench(name: str, json_path: Path) -> dict[str, object]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", sorted(ROWS))
-def test_quick_bench_reports_every_row(name: str, tmp_path: Path) -> None:
-    result = run_bench(name, tmp_path / "result.json")
+def test_quick_bench_reports_every_row(name: str, tmp_path: Path, cache: Path) -> None:
+    result = run_bench(name, tmp_path / "result.json", cache)
     for row in ROWS[name]:
         entry = result[row]
         assert isinstance(entry, dict)
@@ -51,8 +65,38 @@ def test_quick_bench_reports_every_row(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_invariance_is_total(tmp_path: Path) -> None:
-    result = run_bench("invariance", tmp_path / "result.json")
+def test_invariance_is_total(tmp_path: Path, cache: Path) -> None:
+    result = run_bench("invariance", tmp_path / "result.json", cache)
     assert isinstance(result["sequences"], int)
     assert result["sequences"] >= 100
     assert result["identical"] == result["sequences"], result
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("kv_unified", [False, True])
+def test_restored_kv_is_the_prefilled_kv(
+    setting: dict[str, Any], kv_unified: bool, tmp_path: Path
+) -> None:
+    """The peer's long rows start from copied state: it must read all of it, as if prefilled."""
+    path = tmp_path / "small.gguf"
+    synthetic.write_synthetic(path, synthetic.PRESETS["small"])
+    with LlamaModel(path) as model:
+        tokens = np.random.default_rng(3).integers(3, model.n_vocab, 40).tolist()
+        with LlamaContext(model, n_ctx=256, **setting) as context:
+            context.prefill(tokens)
+            state = context.save_sequence(0)
+            expected = context.prefill([7], start=40)
+        with LlamaContext(
+            model, n_ctx=1024, n_seq_max=2, kv_unified=kv_unified, **setting
+        ) as context:
+            for sequence in range(2):
+                context.load_sequence(sequence, state)
+            context.step([7, 7], [40, 40])
+            for sequence in range(2):
+                np.testing.assert_allclose(context.logits(sequence), expected, rtol=0.02, atol=0.02)
+            context.clear()
+            context.load_sequence(1, state.repeated(3))  # restores 120 positions, or raises
+            context.cut(1, 40)  # the first of the three is the sequence itself
+            np.testing.assert_allclose(
+                context.prefill([7], sequence=1, start=40), expected, rtol=0.02, atol=0.02
+            )
