@@ -13,12 +13,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
-
-from prometheus_client import Counter
 
 from batchengine import cost, scheduler
 from batchengine.config import Config
@@ -31,26 +28,21 @@ from batchengine.core import (
     QueuedEvent,
     Stage,
 )
-from batchengine.engine import refusals
+from batchengine.engine import refusals, reports
+from batchengine.engine.background import Background, count_turn
 from batchengine.engine.generation import Generation
 from batchengine.engine.journal import Journal
 from batchengine.engine.loop import LaneLoop
 from batchengine.engine.start import Starter
+from batchengine.engine.tables import Tables, eta_ms
 from batchengine.engine.turn import Turn
-from batchengine.metrics import Metrics
 from batchengine.session import LOG_UNKNOWN, Session, State
 from batchengine.tokenizer import TextFrontend
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")
 
-HOUSEKEEPING_S = 1.0
-MAINTAIN_S = 10.0  # store audit and ages, when idle
-NAMED_SESSIONS_MAX = 4096  # in memory; older idle ones live on in the ledger,
-NAMED_TOKENS_MAX = 8 << 20  # and so do those beyond this many tokens: about 40 bytes each
-MAINTAIN_BUSY_S = 60.0  # what a full disk had stopped is tried again under load too
 SESSION_QUEUE_MAX = 16  # requests waiting for one session
-QUEUED_EVENT_S = 5.0
 
 
 class Engine:
@@ -59,29 +51,22 @@ class Engine:
     def __init__(self, config: Config, *, worker_command: tuple[str, ...] = ()) -> None:
         """`worker_command` replaces the worker program (tests of the same protocol)."""
         self.config = config
-        self.metrics = Metrics()
+        self._tables = Tables(config)
+        self.metrics = self._tables.metrics
         self._state = "loading"
         self._progress = 0.0
         self._starter = Starter(config, self, worker_command)
         self._info: ModelInfo | None = None
         self._text: TextFrontend | None = None
-        self._store: Store | None = None
         self._journal: Journal | None = None
-        self._loops: list[LaneLoop] = []
         self._tasks: dict[asyncio.Task[None], str] = {}
-        self._turns: dict[Generation, Turn] = {}
-        self._home: dict[int, LaneLoop] = {}  # session key -> its lane
-        self._named: dict[tuple[str, str], Session] = {}  # oldest use first
-        self._queues: dict[int, deque[Generation]] = {}  # session key -> waiting requests
+        self._loops, self._turns = self._tables.loops, self._tables.turns
+        self._home, self._queues = self._tables.home, self._tables.queues
+        self._named = self._tables.named
         self._keys = itertools.count(1)
         self._ends: frozenset[int] = frozenset()
-        self._started = time.monotonic()
-        self._finished = 0
-        self._reopening = 0  # named sessions that are being read from the ledger
-        self._maintained = time.monotonic()
         self._fatal: BaseException | None = None
         self._turn_over = asyncio.Event()
-        self._told: dict[str, dict[tuple[Counter, tuple[str, ...]], float]] = {}
 
     def __repr__(self) -> str:
         return f"<Engine {self._state} turns={len(self._turns)} sessions={len(self._named)}>"
@@ -121,89 +106,26 @@ class Engine:
 
     def lanes(self) -> list[dict[str, Any]]:
         """One row per lane."""
-        return [
-            {
-                "name": loop.lane.name,
-                "kind": loop.config.kind,
-                "state": "ready" if loop.lane.alive else "restarting",
-                "pid": loop.lane.pid,
-                "incarnation": loop.lane.incarnation,
-                "threads": loop.config.threads,
-                "running": len(loop.running),
-                "waiting": len(loop.waiting),
-                "steps": loop.steps,
-                "step_ms": round(loop.step_ms, 3),
-                "isa": loop.lane.ready.isa if loop.lane.ready else "",
-            }
-            for loop in self._loops
-        ]
+        return reports.lane_rows(self._tables)
 
     def sessions(self) -> list[dict[str, Any]]:
         """Named sessions in memory, and anonymous ones that compute now."""
-        found = {s.key: s for s in self._named.values()}
-        found.update({t.session.key: t.session for t in self._turns.values()})
-        return [
-            {
-                "session_id": session.session_id,
-                "tenant": session.tenant,
-                "state": session.state.value,
-                "tokens": len(session.tokens),
-                "frontier": session.frontier,
-                "pages": len(session.codes),
-                "pages_sealed": len(session.pinned),
-                "epoch": session.epoch,
-                "lane": self._home[session.key].lane.name if session.key in self._home else "",
-            }
-            for session in found.values()
-        ]
+        return reports.session_rows(self._tables)
 
     def requests(self) -> list[dict[str, Any]]:
         """Requests that were admitted and have neither ended nor been cancelled."""
-        now_ms = self._now_ms()
-        queued = [g for queue in self._queues.values() for g in queue]
-        live = [g for g in [*self._turns, *queued] if not g.cancelled]
-        return [self._request_row(g, now_ms) for g in live]
-
-    def _request_row(self, generation: Generation, now_ms: float) -> dict[str, Any]:
-        turn = self._turns.get(generation)
-        state = "queued" if turn is None else turn.session.state.value
-        usage = generation.usage(now_ms)
-        return {
-            "request_id": generation.request_id,
-            "session_id": generation.session_id,
-            "class": generation.request.sla.sla_class.value,
-            "state": "paused" if turn is not None and turn.paused else state,
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "to_compute": 0 if turn is None else turn.session.to_compute,
-            "age_ms": round(usage.total_ms, 1),
-            "lane": generation.lane,
-        }
+        return reports.request_rows(self._tables)
 
     def stats(self) -> dict[str, Any]:
         """Numbers for /health and the status command."""
-        numbers: dict[str, Any] = {
-            "uptime_s": round(time.monotonic() - self._started, 1),
-            "requests_running": sum(len(loop.running) for loop in self._loops),
-            "requests_waiting": self._waiting(),
-            "requests_finished": self._finished,
-            "sessions": len(self._named),
-            "tokens_computed": sum(loop.tokens for loop in self._loops),
-            "pages_sealed": sum(loop.pages.sealed for loop in self._loops),
-            "seal_failures": sum(loop.pages.seal_failures for loop in self._loops),
-        }
-        if self._store is not None:
-            numbers["store"] = self._store.stat()
-        return numbers
+        return reports.numbers(self._tables)
 
-    def _waiting(self) -> int:
-        queued = sum(len(queue) for queue in self._queues.values())
-        running = sum(len(loop.running) for loop in self._loops)
-        return queued + self._reopening + max(0, len(self._turns) - running)
+    @property
+    def _store(self) -> Store | None:
+        return self._tables.store
 
     def _now_ms(self) -> float:
-        return time.monotonic() * 1000.0
+        return self._tables.now_ms()
 
     # -------------------------------------------------------------------------- start, stop
 
@@ -216,13 +138,13 @@ class Engine:
             await self._starter.abandon()
             raise
         self._info, self._text = self._starter.info, self._starter.text
-        self._store, self._journal = self._starter.store, self._starter.journal
-        self._loops = self._starter.loops
+        self._tables.store, self._journal = self._starter.store, self._starter.journal
+        self._loops[:] = self._starter.loops
         self._ends = self._text.tokenizer.eog
         for loop in self._loops:
             self._spawn(loop.run(), f"lane {loop.lane.name}")
         self._spawn(self._journal.run(), "journal")
-        self._spawn(self._housekeeping(), "housekeeping")
+        self._spawn(Background(self._tables).run(), "housekeeping")
         self._progress, self._state = 1.0, "ready"
 
     def _set_progress(self, fraction: float) -> None:
@@ -328,8 +250,8 @@ class Engine:
             raise refusals.internal(self._fatal)
         info = self.info
         refusals.check_request(request, info.context_tokens, info.vocab_size)
-        if self._waiting() >= self.config.limits.queue_max:
-            raise refusals.overloaded(self._waiting(), self._eta_ms())
+        if self._tables.waiting >= self.config.limits.queue_max:
+            raise refusals.overloaded(self._tables.waiting, self._eta_ms())
         if request.session_id is not None:
             session = self._named.get((request.tenant, request.session_id))
             queue = None if session is None else self._queues.get(session.key)
@@ -340,10 +262,10 @@ class Engine:
     def _eta_ms(self) -> float:
         """Predicted wait of a request that joined the longest queue now."""
         loop = max(self._loops, key=lambda lane: len(lane.waiting))
-        return _eta_ms(loop)
+        return eta_ms(loop)
 
     def _reopen_soon(self, session: Session, generation: Generation, loop: LaneLoop) -> None:
-        self._reopening += 1
+        self._tables.reopening += 1
         self._spawn(self._reopen(session, generation, loop), "reopen")
 
     async def _reopen(self, session: Session, generation: Generation, loop: LaneLoop) -> None:
@@ -355,7 +277,7 @@ class Engine:
         except Exception as error:
             log.error("session %s cannot be reopened: %s", session.session_id, error)
             known = error if isinstance(error, BatchEngineError) else refusals.internal(error)
-            self._forget(session)
+            self._tables.forget(session)
             for waiting in [generation, *self._queues.pop(session.key, ())]:
                 waiting.fail(known)
             self._turn_over.set()
@@ -364,7 +286,7 @@ class Engine:
             self._finish(generation, "shutdown")
             raise
         finally:
-            self._reopening -= 1
+            self._tables.reopening -= 1
         self._begin(session, generation, loop)
 
     def _begin(self, session: Session, generation: Generation, loop: LaneLoop) -> None:
@@ -424,7 +346,7 @@ class Engine:
         behind = len(loop.waiting)
         loop.join(turn)
         if behind or len(loop.running) >= loop.config.entries_max:
-            turn.generation.push(QueuedEvent(behind + 1, _eta_ms(loop)))
+            turn.generation.push(QueuedEvent(behind + 1, eta_ms(loop)))
 
     def _targets(self, request: GenerationRequest) -> scheduler.ClassTargets:
         chosen = self.config.sla.of(request.sla.sla_class)
@@ -480,7 +402,7 @@ class Engine:
         """The turn cannot go on; the session forgets its KV, its tokens stay."""
         generation = turn.generation
         self._turns.pop(generation, None)
-        self._count(turn, "error")
+        count_turn(self._tables, turn, "error")
         if turn.turn_id and self._journal is not None:
             self._journal.end(turn, ErrorEvent(error))
         else:
@@ -493,7 +415,7 @@ class Engine:
 
     def _end(self, generation: Generation, turn: Turn, reason: str) -> None:
         self._turns.pop(generation, None)
-        self._count(turn, reason)
+        count_turn(self._tables, turn, reason)
         stopped = reason == "stop" and generation.stops.stopped
         text = generation.rest(stopped)
         event = DoneEvent(
@@ -528,144 +450,3 @@ class Engine:
                 self._begin(session, generation, loop or self._loops[0])
                 return
         self._queues.pop(session.key, None)
-
-    def _forget(self, session: Session) -> None:
-        """An idle named session leaves the memory; the ledger remembers it."""
-        self._named.pop((session.tenant, session.session_id), None)
-        loop = self._home.pop(session.key, None)
-        if loop is not None:
-            loop.close_session(session)
-
-    def _forget_old_sessions(self) -> None:
-        """Keep idle named sessions and their tokens bounded."""
-        count = len(self._named)
-        tokens = sum(len(session.tokens) for session in self._named.values())
-        for session in list(self._named.values()):
-            if count <= NAMED_SESSIONS_MAX and tokens <= NAMED_TOKENS_MAX:
-                return
-            if session.key not in self._queues:
-                self._forget(session)
-                count -= 1
-                tokens -= len(session.tokens)
-
-    # ---------------------------------------------------------------------------- background
-
-    def _count(self, turn: Turn, reason: str) -> None:
-        self._finished += 1
-        generation, metrics = turn.generation, self.metrics
-        sla_class, route = generation.request.sla.sla_class.value, generation.lane or "none"
-        now_ms = self._now_ms()
-        usage = generation.usage(now_ms)
-        first, last = generation.first_token_ms, generation.last_token_ms
-        metrics.e2e_seconds.labels(sla_class, route).observe(usage.total_ms / 1000)
-        if first is None or last is None:
-            return
-        metrics.ttft_seconds.labels(sla_class, route).observe(usage.ttft_ms / 1000)
-        tpot_ms = (last - first) / max(1, usage.completion_tokens - 1)
-        if usage.completion_tokens > 1:
-            metrics.tpot_seconds.labels(sla_class, route).observe(tpot_ms / 1000)
-        if reason in ("stop", "length"):
-            metrics.slo_requests_total.labels(sla_class, _outcome(turn, tpot_ms, now_ms)).inc()
-
-    async def _housekeeping(self) -> None:
-        """Once a second: slow readers, gauges, waiting positions, the store's own duties."""
-        told = 0.0
-        while True:
-            await asyncio.sleep(HOUSEKEEPING_S)
-            now_ms = self._now_ms()
-            self._end_slow_readers(now_ms)
-            self._set_gauges()
-            self._set_counters()
-            if now_ms - told > QUEUED_EVENT_S * 1000:
-                told = now_ms
-                self._tell_waiting()
-            self._forget_old_sessions()
-            for loop in self._loops:
-                loop.pages.retry()
-                if loop.pages.has_work:
-                    loop.wake()
-            since_s = now_ms / 1000 - self._maintained
-            if since_s > (MAINTAIN_BUSY_S if self._turns else MAINTAIN_S):
-                self._maintained = now_ms / 1000
-                await self._audit()
-
-    def _end_slow_readers(self, now_ms: float) -> None:
-        limit_ms = self.config.server.reader_stall_s * 1000
-        for generation, turn in list(self._turns.items()):
-            since = generation.paused_since_ms
-            if since is not None and now_ms - since > limit_ms:
-                generation.fail(refusals.client_too_slow(limit_ms))
-                self._home[turn.session.key].cancel(turn)
-
-    def _tell_waiting(self) -> None:
-        for loop in self._loops:
-            eta_ms = _eta_ms(loop) if loop.waiting else 0.0
-            for position, turn in enumerate(loop.waiting.values(), 1):
-                if turn.generation.started_ms is None:
-                    turn.generation.push(QueuedEvent(position, eta_ms))
-
-    def _set_gauges(self) -> None:
-        waiting: dict[str, int] = {}
-        running: dict[tuple[str, str], int] = {}
-        for loop in self._loops:
-            for turn in loop.waiting.values():
-                name = turn.generation.request.sla.sla_class.value
-                waiting[name] = waiting.get(name, 0) + 1
-            for turn in loop.running.values():
-                pair = (turn.generation.request.sla.sla_class.value, loop.lane.name)
-                running[pair] = running.get(pair, 0) + 1
-        for sla_class in scheduler.RANK:
-            name = sla_class.value
-            self.metrics.requests_waiting.labels(name).set(waiting.get(name, 0))
-            for loop in self._loops:
-                pair = (name, loop.lane.name)
-                self.metrics.requests_running.labels(*pair).set(running.get(pair, 0))
-
-    def _set_counters(self) -> None:
-        """Counters kept as plain numbers by the step loops, brought up to date."""
-        for loop in self._loops:
-            name, told = loop.lane.name, self._told.setdefault(loop.lane.name, {})
-            for counter, labels, value in (
-                (self.metrics.steps_total, (name,), loop.steps),
-                (self.metrics.tokens_total, ("computed",), loop.tokens),
-                (self.metrics.tokens_total, ("generated",), loop.generated),
-                (self.metrics.step_predicted_seconds_total, (name,), loop.predicted_ms / 1000),
-                (self.metrics.kv_pages_total, ("sealed",), loop.pages.sealed),
-                (self.metrics.kv_pages_total, ("seal_failed",), loop.pages.seal_failures),
-            ):
-                key = (counter, labels)
-                counter.labels(*labels).inc(value - told.get(key, 0))
-                told[key] = value
-        if self._store is not None:
-            stat = self._store.stat()
-            used, budget = float(stat["used_bytes"]), float(stat["budget_bytes"])
-            self.metrics.kv_usage_ratio.labels("disk").set(used / max(budget, 1.0))
-
-    async def _audit(self) -> None:
-        """Invariants of every idle session, then of the store, which also does its own duties."""
-        for session in self._named.values():
-            if session.state is State.IDLE and session.key not in self._queues:
-                session.check()
-        if self._store is not None:
-            await asyncio.to_thread(self._store.maintain)
-
-
-def _outcome(turn: Turn, tpot_ms: float, now_ms: float) -> str:
-    generation, sla = turn.generation, turn.generation.request.sla
-    if sla.ttlt_ms is not None and now_ms - generation.arrived_ms > sla.ttlt_ms:
-        return "ttlt_miss"
-    due_ms = generation.arrived_ms + turn.horizon_ms
-    if generation.first_token_ms is not None and generation.first_token_ms > due_ms:
-        return "ttft_miss"
-    return "tpot_miss" if tpot_ms > turn.tpot_ms else "met"
-
-
-def _eta_ms(loop: LaneLoop) -> float:
-    def work(turn: Turn) -> cost.QueuedWork:
-        left = turn.generation.request.tokens_max - turn.generation.completion_tokens
-        return cost.QueuedWork(turn.session.frontier, turn.session.to_compute, left)
-
-    seated = [work(turn) for turn in loop.running.values()]
-    free = loop.config.entries_max - len(seated)
-    queue = [work(turn) for turn in loop.waiting.values()]
-    return cost.eta_ms(loop.cost.cost, seated, free, queue)

@@ -19,6 +19,7 @@ from batchengine import scheduler, wire
 from batchengine.config import LaneConfig
 from batchengine.core import PAGE_TOKENS, BatchEngineError, TokenLogprob
 from batchengine.cost import CostModel, StepCost, work_of
+from batchengine.engine import refusals
 from batchengine.engine.turn import Turn
 from batchengine.lanes.lane import Lane, LaneDied
 from batchengine.metrics import Metrics
@@ -248,7 +249,7 @@ class LaneLoop:
         elif len(self.running) == 1 and stalled_s > STALL_ALONE_S:
             self._stalled_ms = None
             self._leave(able[0])
-            self._owner.turn_failed(able[0], _no_room(able[0]))
+            self._owner.turn_failed(able[0], refusals.no_room(able[0]))
 
     def _drain(self) -> None:
         """What happened outside since the last step."""
@@ -308,7 +309,7 @@ class LaneLoop:
         for key in plan.shed:
             turn = self.waiting[key]
             self._leave(turn)
-            self._owner.turn_failed(turn, _too_large(turn, self._pages_budget))
+            self._owner.turn_failed(turn, refusals.too_large(turn, self._pages_budget))
         for key in plan.admit:
             self._admit(key)
         codes, tokens, history = array("Q"), array("i"), array("i")
@@ -348,7 +349,7 @@ class LaneLoop:
             tuple(entries),
             poison,
             fresh,
-            tuple([place.place for _, _, place in fills]),
+            tuple([wire.Digest(place.place, PAGE_TOKENS) for _, _, place in fills]),
             tuple([self.pages.verify_message(seal) for seal in verify]),
         )
         payload = codes.tobytes() + tokens.tobytes() + history.tobytes()
@@ -472,7 +473,7 @@ class LaneLoop:
         self.pages.truncate(session, session.frontier // PAGE_TOKENS)
         if self._holds(turn):
             self._leave(turn)
-        self._owner.turn_failed(turn, _numeric_fault(turn))
+        self._owner.turn_failed(turn, refusals.numeric_fault(turn))
 
     def _observe(self) -> None:
         """Learn from the last step; like text, this is done while the next one computes."""
@@ -536,7 +537,7 @@ class LaneLoop:
             session.alone_deaths += alone
             if session.alone_deaths >= ALONE_DEATHS_MAX and self._holds(turn):
                 self._leave(turn)
-                self._owner.turn_failed(turn, _quarantined(turn))
+                self._owner.turn_failed(turn, refusals.quarantined(turn))
         return [turn.session for turn, _, _ in flight.parts]
 
 
@@ -555,51 +556,3 @@ def _check_answer(flight: Flight, done: wire.StepDone) -> None:
         or len(done.verified) != len(flight.verify)
     ):
         raise BatchEngineError("BE2305", "the worker answered another step than it was asked")
-
-
-def _no_room(turn: Turn) -> BatchEngineError:
-    return BatchEngineError(
-        "BE2304",
-        "there is no room for the KV of this request",
-        why=f"its {len(turn.session.codes)} pages fill the open places of the lane, and the store"
-        " takes none of them",
-        fix="free disk space where the store lies, shorten the prompt, or raise lane.places",
-        http_status=503,
-        api_code="kv_full",
-        details={"request_id": turn.generation.request_id},
-    )
-
-
-def _too_large(turn: Turn, budget: int) -> BatchEngineError:
-    return BatchEngineError(
-        "BE2301",
-        "the request can never run here",
-        why=f"it needs up to {turn.pages_max} KV pages and the store has {budget} in all",
-        fix="shorten the prompt or max_tokens, or raise store.budget_bytes",
-        http_status=503,
-        api_code="kv_too_small",
-    )
-
-
-def _numeric_fault(turn: Turn) -> BatchEngineError:
-    return BatchEngineError(
-        "BE2302",
-        "a number of this generation was not finite",
-        why="the computation produced NaN or infinity; its KV was discarded",
-        fix="send the request again; if it repeats, verify the model file",
-        http_status=500,
-        api_code="numeric_fault",
-        details={"request_id": turn.generation.request_id},
-    )
-
-
-def _quarantined(turn: Turn) -> BatchEngineError:
-    return BatchEngineError(
-        "BE2303",
-        "this session ended the worker process twice while running alone",
-        why="it was stopped so that other sessions can go on",
-        fix="report it with the daemon's log; do not send the same prompt again",
-        http_status=500,
-        api_code="session_quarantined",
-        details={"request_id": turn.generation.request_id},
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from batchengine import cost
 from batchengine.core import BatchEngineError, GenerationRequest
+from batchengine.engine.turn import Turn
 
 
 def loading(progress: float) -> BatchEngineError:
@@ -107,6 +108,58 @@ def check_request(request: GenerationRequest, context_tokens: int, vocab_size: i
             param="prompt",
             details={"n_prompt_tokens": n_prompt, "n_ctx": context_tokens},
         )
+
+
+def no_room(turn: Turn) -> BatchEngineError:
+    """The arena is full of this turn's pages and the store takes none."""
+    return BatchEngineError(
+        "BE2304",
+        "there is no room for the KV of this request",
+        why=f"its {len(turn.session.codes)} pages fill the open places of the lane, and the store"
+        " takes none of them",
+        fix="free disk space where the store lies, shorten the prompt, or raise lane.places",
+        http_status=503,
+        api_code="kv_full",
+        details={"request_id": turn.generation.request_id},
+    )
+
+
+def too_large(turn: Turn, budget: int) -> BatchEngineError:
+    """More pages than the store will ever have."""
+    return BatchEngineError(
+        "BE2301",
+        "the request can never run here",
+        why=f"it needs up to {turn.pages_max} KV pages and the store has {budget} in all",
+        fix="shorten the prompt or max_tokens, or raise store.budget_bytes",
+        http_status=503,
+        api_code="kv_too_small",
+    )
+
+
+def numeric_fault(turn: Turn) -> BatchEngineError:
+    """NaN or infinity in a row."""
+    return BatchEngineError(
+        "BE2302",
+        "a number of this generation was not finite",
+        why="the computation produced NaN or infinity; its KV was discarded",
+        fix="send the request again; if it repeats, verify the model file",
+        http_status=500,
+        api_code="numeric_fault",
+        details={"request_id": turn.generation.request_id},
+    )
+
+
+def quarantined(turn: Turn) -> BatchEngineError:
+    """It killed the worker twice, alone."""
+    return BatchEngineError(
+        "BE2303",
+        "this session ended the worker process twice while running alone",
+        why="it was stopped so that other sessions can go on",
+        fix="report it with the daemon's log; do not send the same prompt again",
+        http_status=500,
+        api_code="session_quarantined",
+        details={"request_id": turn.generation.request_id},
+    )
 
 
 def _invalid(param: str, what: str, fix: str) -> BatchEngineError:

@@ -1,0 +1,93 @@
+"""What is going on, as plain rows: lanes, sessions, requests, numbers. Reads, changes nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from batchengine.engine.generation import Generation
+from batchengine.engine.tables import Tables
+
+
+def lane_rows(tables: Tables) -> list[dict[str, Any]]:
+    """One row per lane."""
+    return [
+        {
+            "name": loop.lane.name,
+            "kind": loop.config.kind,
+            "state": "ready" if loop.lane.alive else "restarting",
+            "pid": loop.lane.pid,
+            "incarnation": loop.lane.incarnation,
+            "threads": loop.config.threads,
+            "running": len(loop.running),
+            "waiting": len(loop.waiting),
+            "steps": loop.steps,
+            "step_ms": round(loop.step_ms, 3),
+            "isa": loop.lane.ready.isa if loop.lane.ready else "",
+        }
+        for loop in tables.loops
+    ]
+
+
+def session_rows(tables: Tables) -> list[dict[str, Any]]:
+    """Named sessions in memory, and anonymous ones that compute now."""
+    found = {s.key: s for s in tables.named.values()}
+    found.update({t.session.key: t.session for t in tables.turns.values()})
+    return [
+        {
+            "session_id": session.session_id,
+            "tenant": session.tenant,
+            "state": session.state.value,
+            "tokens": len(session.tokens),
+            "frontier": session.frontier,
+            "pages": len(session.codes),
+            "pages_sealed": len(session.pinned),
+            "epoch": session.epoch,
+            "lane": tables.home[session.key].lane.name if session.key in tables.home else "",
+        }
+        for session in found.values()
+    ]
+
+
+def request_rows(tables: Tables) -> list[dict[str, Any]]:
+    """Requests that were admitted and have neither ended nor been cancelled."""
+    now_ms = tables.now_ms()
+    queued = [g for queue in tables.queues.values() for g in queue]
+    live = [g for g in [*tables.turns, *queued] if not g.cancelled]
+    return [_request_row(tables, g, now_ms) for g in live]
+
+
+def _request_row(tables: Tables, generation: Generation, now_ms: float) -> dict[str, Any]:
+    turn = tables.turns.get(generation)
+    state = "queued" if turn is None else turn.session.state.value
+    usage = generation.usage(now_ms)
+    return {
+        "request_id": generation.request_id,
+        "session_id": generation.session_id,
+        "class": generation.request.sla.sla_class.value,
+        "state": "paused" if turn is not None and turn.paused else state,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "to_compute": 0 if turn is None else turn.session.to_compute,
+        "age_ms": round(usage.total_ms, 1),
+        "lane": generation.lane,
+    }
+
+
+def numbers(tables: Tables) -> dict[str, Any]:
+    """For /health and the status command."""
+    loops = tables.loops
+    found: dict[str, Any] = {
+        "uptime_s": round(time.monotonic() - tables.started, 1),
+        "requests_running": sum(len(loop.running) for loop in loops),
+        "requests_waiting": tables.waiting,
+        "requests_finished": tables.finished,
+        "sessions": len(tables.named),
+        "tokens_computed": sum(loop.tokens for loop in loops),
+        "pages_sealed": sum(loop.pages.sealed for loop in loops),
+        "seal_failures": sum(loop.pages.seal_failures for loop in loops),
+    }
+    if tables.store is not None:
+        found["store"] = tables.store.stat()
+    return found
