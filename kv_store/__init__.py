@@ -12,6 +12,9 @@ Index: the caller's thread, no file I/O.
 
     match_prefix(tokens, salt, pin=True, priority=p, tokens_max=n) -> list[PageRef]
                                           # longest run of full pages, token ids compared
+    find_tail(parent_key, tokens, salt, pin=True, priority=p) -> PageRef | None
+                                          # longest parked tail that `tokens` starts with
+    page_tokens(ref) -> int               # 256, or fewer for a parked tail
     load(refs) -> Future[list[bool]]      # verify pages not read since start; await before use;
                                           # False = gone, recompute it; at once if all are warm
     pin(ref), unpin(ref)                  # match(pin=True) and publish() pin once for the caller
@@ -22,8 +25,9 @@ Index: the caller's thread, no file I/O.
     seal(ticket, arena, place, lane_digest) -> Future[PageRef]     # pread, compare, pwrite
     publish(ticket) -> Future[PageRef]    # durable with the next ledger.commit(); may be an older
                                           # equal page (dedupe); fails with NumericsFault if unequal
-                                              # shield these two from cancellation: their result is
+                                          # shield these two from cancellation: their result is
                                           # a pin that somebody must give back
+                                          # 1..255 tokens make a parked tail: a leaf, never matched
     abort(ticket), condemn(ref)           # give up a ticket; never serve this page again
     maintain(), check_integrity(), stat(), close()
 

@@ -4,17 +4,22 @@ Theory. A place is a page-sized span of an extent; (page_id, gen) names one use 
 transitions below exist. Only PUBLISHED pages may be read. A place returns to FREE only when no
 reader pins it and no writer is in it, and then its generation rises, so an old reference can
 never mean new bytes. Lookup by content key sees PUBLISHED, LISTED and LOADING pages only.
+
+A *tail* is a page of fewer than 256 tokens: the parked end of a timeline. It is a leaf of its
+chain; once a longer page of the same timeline is resident it is superseded, and goes first.
 """
 
 from __future__ import annotations
 
 import enum
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kv_store.errors import StaleRef
+from kv_store.layout import PAGE_TOKENS
 
 GEN_MAX = 0xFFFFFFFF
 
@@ -68,6 +73,7 @@ TRANSITIONS: dict[PageState, dict[PageEvent, PageState]] = {
 }
 RESIDENT = frozenset({_S.PUBLISHED, _S.LISTED, _S.LOADING})
 EVICTABLE = frozenset({_S.PUBLISHED, _S.LISTED})
+SUPERSEDED = -(1 << 31)  # the priority below every caller's: first to go
 FAILURES_MAX = 2  # a place that fails twice is a bad spot on the disk, not an accident
 
 
@@ -98,6 +104,10 @@ class Page:
     def n_tokens(self) -> int:
         return len(self.tokens) // 4
 
+    @property
+    def is_tail(self) -> bool:
+        return 0 < len(self.tokens) < PAGE_TOKENS * 4
+
     def __repr__(self) -> str:
         return (
             f"<Page {self.page_id}.{self.gen} {self.state.name} tokens={self.n_tokens}"
@@ -113,6 +123,7 @@ class PageTable:
         self._free: list[int] = []  # heap: low places first keeps writes together
         self._by_key: dict[bytes, Page] = {}
         self._children: dict[bytes, int] = {}  # resident pages per parent key
+        self._tails: dict[bytes, Counter[int]] = {}  # per parent: resident tails per length
         self._counts: dict[PageState, int] = dict.fromkeys(PageState, 0)
         self._lru_seq = 0
         self.dirty_lru: set[int] = set()  # places whose priority or age the manifest lacks
@@ -161,6 +172,10 @@ class PageTable:
     def resident(self, key: bytes) -> Page | None:
         return self._by_key.get(key)
 
+    def tail_lengths(self, parent: bytes, tokens_max: int) -> list[int]:
+        """Lengths up to `tokens_max` of the resident tails after `parent`, longest first."""
+        return sorted((n for n in self._tails.get(parent, ()) if n <= tokens_max), reverse=True)
+
     def apply(self, page: Page, event: PageEvent) -> None:
         """The only way a state changes. Raises StaleRef for a transition that does not exist."""
         target = TRANSITIONS[page.state].get(event)
@@ -176,15 +191,11 @@ class PageTable:
         page.state = target
         if is_resident and not was_resident:
             self._by_key[page.key] = page
-            self._children[page.parent] = self._children.get(page.parent, 0) + 1
+            self._count_child(page, 1)
             self.touch(page)
         elif was_resident and not is_resident:
             del self._by_key[page.key]
-            left = self._children[page.parent] - 1
-            if left:
-                self._children[page.parent] = left
-            else:
-                del self._children[page.parent]
+            self._count_child(page, -1)
         if target is PageState.FREE:
             page.gen += 1
             page.key = page.parent = page.tokens = page.digest = page.checksum = b""
@@ -192,6 +203,21 @@ class PageTable:
             self.dirty_lru.discard(page.page_id)
             if page.gen < GEN_MAX:  # a place whose generations are used up is never used again
                 heapq.heappush(self._free, page.page_id)
+
+    def _count_child(self, page: Page, change: int) -> None:
+        left = self._children.get(page.parent, 0) + change
+        if left:
+            self._children[page.parent] = left
+        else:
+            del self._children[page.parent]
+        if not page.is_tail:
+            return
+        lengths = self._tails.setdefault(page.parent, Counter())
+        lengths[page.n_tokens] += change
+        if not lengths[page.n_tokens]:
+            del lengths[page.n_tokens]
+        if not lengths:
+            del self._tails[page.parent]
 
     def retire_free(self, page: Page) -> None:
         """A place that the manifest calls bad."""
@@ -219,6 +245,28 @@ class PageTable:
         page.lru_seq = lru_seq
         self._lru_seq = max(self._lru_seq, lru_seq)
         self.dirty_lru.discard(page.page_id)
+
+    def supersede_tails(self) -> list[Page]:
+        """Give tails that a longer page of their chain continues the lowest priority; returns them.
+
+        Not those without a parent: only a chain's key says whose timeline it is.
+        """
+        families: dict[bytes, list[Page]] = {parent: [] for parent in self._tails}
+        for page in self._by_key.values():
+            if page.parent in families and page.parent != bytes(len(page.parent)):
+                families[page.parent].append(page)
+        found: list[Page] = []
+        for family in families.values():
+            longest_first = sorted(family, key=lambda page: -page.n_tokens)
+            for index, page in enumerate(longest_first):
+                longer = longest_first[:index]
+                if page.is_tail and any(
+                    other.n_tokens > page.n_tokens and other.tokens.startswith(page.tokens)
+                    for other in longer
+                ):
+                    self.touch(page, SUPERSEDED)
+                    found.append(page)
+        return found
 
     def victims(self, count: int) -> list[Page]:
         """Up to `count` pages to evict, in order: lowest priority first, then oldest, and never a
@@ -249,6 +297,7 @@ class PageTable:
         """Recount what is kept incrementally. Raises AssertionError on any difference."""
         counts = dict.fromkeys(PageState, 0)
         children: dict[bytes, int] = {}
+        tails: dict[bytes, Counter[int]] = {}
         for page in self._pages.values():
             counts[page.state] += 1
             assert page.pins >= 0, page
@@ -256,12 +305,15 @@ class PageTable:
             if page.state in RESIDENT:
                 assert self._by_key.get(page.key) is page, page
                 children[page.parent] = children.get(page.parent, 0) + 1
+                if page.is_tail:
+                    tails.setdefault(page.parent, Counter())[page.n_tokens] += 1
             if page.state in (PageState.FREE, PageState.BAD):
                 assert not page.pins, page
                 assert not page.writers, page
             assert bool(page.writers) <= (page.state in (_S.SEALING, _S.LOADING, _S.QUARANTINE))
         assert counts == self._counts, (counts, self._counts)
         assert children == self._children
+        assert tails == self._tails
         assert len(self._by_key) == sum(counts[state] for state in RESIDENT)
         free = {i for i in self._free if i in self._pages and self._pages[i].state is _S.FREE}
         usable = {p.page_id for p in self._pages.values() if p.state is _S.FREE and p.gen < GEN_MAX}

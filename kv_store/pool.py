@@ -62,6 +62,37 @@ class PagePool(SealingPool):
             self.counters["pages_matched"] += len(found)
         return found
 
+    def find_tail(
+        self,
+        parent: bytes,
+        tokens: keys.Tokens | bytes,
+        salt: bytes,
+        *,
+        pin: bool = False,
+        priority: int | None = None,
+    ) -> PageRef | None:
+        """The longest parked tail after `parent` whose tokens `tokens` starts with.
+
+        `tokens` start at the page's first position; `page_tokens(ref)` says how many are covered.
+        Like a match it may not have been read since start: `load()` it before use.
+        """
+        ids = keys.token_bytes(tokens)[: (PAGE_TOKENS - 1) * 4]
+        with self._lock:
+            for n in self._table.tail_lengths(parent, len(ids) // 4):
+                part = ids[: n * 4]
+                page = self._table.resident(keys.content_key(parent, part, self.repr_id, salt))
+                if page is not None and page.tokens == part:
+                    self._table.touch(page, priority)
+                    page.pins += pin
+                    self.counters["tails_found"] += 1
+                    return page.ref
+        return None
+
+    def page_tokens(self, ref: PageRef) -> int:
+        """How many tokens the page holds: 256, or fewer for a parked tail. Raises StaleRef."""
+        with self._lock:
+            return self._table.get(ref).n_tokens
+
     def key_of(self, parent: bytes, tokens: keys.Tokens | bytes, salt: bytes) -> bytes:
         return keys.content_key(parent, tokens, self.repr_id, salt)
 

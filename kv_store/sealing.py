@@ -14,7 +14,7 @@ from kv_store import keys, records
 from kv_store.arena import Arena, ArenaPlace
 from kv_store.errors import NumericsFault, StaleRef, StoreCorrupt, StoreFull
 from kv_store.loading import LoadingPool
-from kv_store.pages import Page, PageEvent, PageRef, PageState
+from kv_store.pages import SUPERSEDED, Page, PageEvent, PageRef, PageState
 from kv_store.places import Parts
 from kv_store.threads import new_future
 
@@ -26,6 +26,7 @@ class Ticket:
     key: bytes
     parent: bytes
     tokens: bytes
+    salt: bytes
     priority: int
     page: Page | None
     twin: Page | None
@@ -48,11 +49,15 @@ class SealingPool(LoadingPool):
     ) -> Ticket | None:
         """A place for the page of `tokens` after `parent`, evicting if need be.
 
-        None = not now, see `refusal`; the page then simply stays in its arena.
+        Fewer than 256 tokens make a parked tail, which no page can follow (ValueError). None = not
+        now, see `refusal`; the page then simply stays in its arena.
         """
         ids = keys.token_bytes(tokens)
         key = keys.content_key(parent, ids, self.repr_id, salt)
         with self._lock:
+            before = self._table.resident(parent)
+            if before is not None and before.is_tail:
+                raise ValueError(f"{before!r} is a tail: no page follows it")
             twin = self._table.resident(key)
             if twin is not None and twin.tokens != ids:
                 self._reject(twin)  # SHA-256 does not collide: the manifest row is damaged
@@ -62,14 +67,14 @@ class SealingPool(LoadingPool):
                 twin = None
             if twin is not None:
                 twin.pins += 1
-                return Ticket(key, parent, ids, priority, None, twin)
+                return Ticket(key, parent, ids, salt, priority, None, twin)
             page = self._take_place()
             if page is None:
                 self.counters["reserve_refused"] += 1
                 return None
             self.refusal = ""
             page.key, page.parent, page.tokens = key, parent, ids
-            return Ticket(key, parent, ids, priority, page, None)
+            return Ticket(key, parent, ids, salt, priority, page, None)
 
     def seal(
         self, ticket: Ticket, arena: Arena, at: ArenaPlace, lane_digest: bytes
@@ -150,9 +155,7 @@ class SealingPool(LoadingPool):
             0,
         )
         self._publishing[ticket.key] = (page, [future])
-        self.ledger.append(row).add_done_callback(
-            lambda done: self._published(page, ticket.priority, done)
-        )
+        self.ledger.append(row).add_done_callback(lambda done: self._published(ticket, page, done))
 
     def _publish_twin(self, twin: Page, future: Future[PageRef]) -> None:
         """An older page has the key, and the ticket's pin on it passes to the caller; if it was
@@ -170,7 +173,7 @@ class SealingPool(LoadingPool):
 
         self._load_one(twin.ref).add_done_callback(loaded)
 
-    def _published(self, page: Page, priority: int, done: Future[int]) -> None:
+    def _published(self, ticket: Ticket, page: Page, done: Future[int]) -> None:
         """The manifest row is durable, or will never be (ledger thread)."""
         error = done.exception()
         with self._lock:
@@ -178,8 +181,9 @@ class SealingPool(LoadingPool):
             if error is None:
                 page.listed = True
                 self._table.apply(page, PageEvent.PUBLISH)
-                self._table.touch(page, priority)
+                self._table.touch(page, ticket.priority)
                 page.pins += len(futures)
+                self._supersede(ticket)
                 self.counters["pages_published"] += 1
                 self.counters["pages_deduplicated"] += len(futures) - 1
             else:
@@ -190,6 +194,17 @@ class SealingPool(LoadingPool):
                 future.set_result(ref)
             else:
                 future.set_exception(error)
+
+    def _supersede(self, ticket: Ticket) -> None:
+        """Shorter tails that the new page continues are of no more use than any evicted page."""
+        length = len(ticket.tokens) // 4
+        for n in self._table.tail_lengths(ticket.parent, length - 1):
+            part = ticket.tokens[: n * 4]
+            key = keys.content_key(ticket.parent, part, self.repr_id, ticket.salt)
+            tail = self._table.resident(key)
+            if tail is not None and tail.priority != SUPERSEDED:
+                self._table.touch(tail, SUPERSEDED)
+                self.counters["tails_superseded"] += 1
 
     def _numerics_fault(self, ticket: Ticket, first: Page) -> NumericsFault:
         self.counters["numerics_faults"] += 1

@@ -243,6 +243,7 @@ class Store(PagePool):
             reason = self._list_page(row)
             if reason:
                 dropped[reason] = dropped.get(reason, 0) + 1
+        self._table.supersede_tails()
         same_boot = bool(boot) and boot == replay.boot_id
         deleted, busy = self._sweep_arenas(keep=same_boot and self._settings.keep_arenas)
         others = [
