@@ -1,8 +1,10 @@
 """Step time of a lane: a linear model with five coefficients, fitted online from observed steps.
 
 Owns the numbers behind every prediction: `StepCost` (frozen coefficients, what the scheduler
-reads) and `CostModel` (the fit). Refuses clocks and policy: times come in as numbers, and what
-to do about a slow lane is decided elsewhere.
+reads), `CostModel` (the fit), `LaneLoad` (what a lane has to do already, summed up) and what is
+predicted from it: TTFT and TPOT of a request, and whether KV on disk is read or computed again.
+Refuses clocks and policy: times come in as numbers, and what to do about a slow lane is decided
+elsewhere.
 
     step_ms = fixed + prefill_token * prefill tokens + decode_entry * decode entries
             + decode_kv * attended KV tokens of decodes
@@ -215,3 +217,161 @@ def _prefill_ms(cost: StepCost, work: QueuedWork, shared: bool) -> float:
 def retry_after_ms(wait_ms: float) -> int:
     """A 429's Retry-After: the predicted wait, between 0.1 s and 60 s, whole milliseconds."""
     return int(min(60_000.0, max(100.0, wait_ms)))
+
+
+# ---- queueing: what a request will see on a lane ----
+
+RANKS = 4  # classes of promise, 0 = most urgent
+QUANTUM_URGENT_MS = 100.0  # how soon a more urgent class may take a seat (scheduler.Policy)
+
+
+class LaneLoad(NamedTuple):
+    """What a lane has to do already, summed up: a prediction costs the same at any queue length.
+
+    Every number grows with load, and every prediction grows with every number.
+    """
+
+    cost: StepCost = StepCost()
+    seats: int = 64
+    seated: int = 0
+    waiting: int = 0
+    chunk_tokens: int = 512
+    decodes: int = 0  # sessions that decode now
+    step_ms: float = 1.0  # of a step in which everybody here decodes
+    prefill_ms: tuple[float, ...] = (0.0,) * RANKS  # [rank] prefill of that rank and more urgent
+    seat_ms: tuple[float, ...] = (0.0,) * RANKS  # [rank] until a seat is free for that rank
+
+
+class LoadRow(NamedTuple):
+    """One session of a lane, for `load_of`."""
+
+    rank: int
+    frontier: int
+    to_compute: int  # 1 = decoding
+    tokens_left: int  # it may still generate
+    seated: bool
+
+
+class Prediction(NamedTuple):
+    """Milliseconds from now to the first token, and per later token."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+def load_of(
+    cost: StepCost, seats: int, chunk_tokens: int, rows: Iterable[LoadRow], paused: int = 0
+) -> LaneLoad:
+    """Sum up the sessions of a lane; `paused` seated ones hold no seat worth waiting for."""
+    prefill = [0.0] * RANKS
+    seated, waiting = [0] * RANKS, [0] * RANKS
+    decodes = context = left = 0
+    for rank, frontier, to_compute, tokens_left, is_seated in rows:
+        (seated if is_seated else waiting)[rank] += 1
+        context += frontier + to_compute
+        if to_compute > 1:
+            prefill[rank] += prefill_ms(cost, frontier, to_compute)
+        elif is_seated:
+            decodes += 1
+        if is_seated:
+            left += tokens_left
+    n_seated, n_waiting = sum(seated), sum(waiting)
+    crowd = n_seated + n_waiting
+    entries = min(seats, crowd)
+    kv = context * entries / crowd if crowd else 0.0
+    step_ms = cost.fixed_ms + cost.decode_entry_ms * entries + cost.decode_kv_ms * kv
+    turnover_ms = left * step_ms / max(1, n_seated) ** 2  # between two seats that become free
+    free = max(0, seats - n_seated + paused)
+    return LaneLoad(
+        cost,
+        seats,
+        n_seated,
+        n_waiting,
+        chunk_tokens,
+        decodes,
+        step_ms,
+        tuple(sum(prefill[: rank + 1]) for rank in range(RANKS)),
+        tuple(_seat_ms(rank, free, seated, waiting, turnover_ms) for rank in range(RANKS)),
+    )
+
+
+def _seat_ms(
+    rank: int, free: int, seated: Sequence[int], waiting: Sequence[int], turnover_ms: float
+) -> float:
+    """Until a session of `rank` that joins now gets a seat: a free one, a taken one, a left one."""
+    ahead = sum(waiting[: rank + 1])
+    if ahead < free:
+        return 0.0
+    lacking = ahead - free - sum(seated[rank + 1 :]) + 1
+    return QUANTUM_URGENT_MS + max(0, lacking) * turnover_ms
+
+
+def prefill_ms(cost: StepCost, frontier: int, n_tokens: int) -> float:
+    """Time of `n_tokens` prefill tokens after `frontier`, without what a step costs anyway."""
+    pairs = n_tokens * (frontier + n_tokens / 2)
+    return cost.prefill_token_ms * n_tokens + cost.prefill_pair_ms * pairs
+
+
+def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out: int) -> Prediction:
+    """What a request of `rank` will see that joins now and computes `n_tokens` from `frontier`.
+
+    Prefill runs at half the lane beside decodes. What is to prefill delays later tokens too,
+    spread over the answer and at most as much per token as the decodes themselves take.
+    """
+    cost, step_ms = load.cost, load.step_ms
+    pairs = n_tokens * (frontier + n_tokens / 2)
+    own_ms = cost.prefill_token_ms * n_tokens + cost.prefill_pair_ms * pairs
+    work_ms = own_ms + load.prefill_ms[rank]
+    if load.decodes:
+        work_ms += work_ms + step_ms
+    else:
+        work_ms += cost.fixed_ms * (1 + n_tokens // load.chunk_tokens)
+    kv_tokens = frontier + n_tokens + tokens_out / 2
+    decode_ms = step_ms + cost.decode_entry_ms + cost.decode_kv_ms * kv_tokens
+    beside_ms = load.prefill_ms[RANKS - 1] / max(1, tokens_out)
+    return Prediction(
+        load.seat_ms[rank] + work_ms,
+        decode_ms + (beside_ms if beside_ms < decode_ms else decode_ms),
+    )
+
+
+# ---- load, recompute or share ----
+
+
+class RestorePlan(NamedTuple):
+    """What to do about KV that is published but has not been read since start."""
+
+    choice: str  # "share": nothing to read; "load"; "recompute"
+    tokens: int  # whose KV it is about
+    load_ms: float
+    recompute_ms: float
+    reason: str
+
+
+def plan_restore(
+    cost: StepCost,
+    *,
+    tokens: int,
+    cold_tokens: int,
+    cold_bytes: int,
+    read_bytes_per_s: float,
+    queued_bytes: int = 0,
+    decodes: int = 0,
+    margin: float = 1.25,
+) -> RestorePlan:
+    """Read and verify `cold_bytes`, or compute the last `cold_tokens` of `tokens` again.
+
+    `tokens` are the leading tokens the store has pages for; of those the last `cold_tokens` are
+    not in memory yet. `read_bytes_per_s` was measured; 0 = never, then reading is tried. Reading
+    is preferred unless it is `margin` times slower: it costs nobody else any compute.
+    """
+    if cold_tokens <= 0:
+        return RestorePlan("share", tokens, 0.0, 0.0, "the pages are in memory")
+    share = 2.0 if decodes else 1.0
+    recompute_ms = share * prefill_ms(cost, tokens - cold_tokens, cold_tokens)
+    if not (math.isfinite(read_bytes_per_s) and read_bytes_per_s > 0.0):
+        return RestorePlan("load", tokens, 0.0, recompute_ms, "reading was never measured")
+    load_ms = (cold_bytes + queued_bytes) * 1000.0 / read_bytes_per_s
+    if load_ms > margin * recompute_ms:
+        return RestorePlan("recompute", tokens, load_ms, recompute_ms, "computing is faster")
+    return RestorePlan("load", tokens, load_ms, recompute_ms, "reading is faster")
