@@ -29,7 +29,7 @@ if HEADER.size != 48:
     raise AssertionError("the frame header is 48 bytes")
 CRC_SPAN = HEADER.size - 4  # the checksum covers everything before itself
 MAGIC = b"BEWF"
-VERSION = 1
+VERSION = 2
 META_BYTES_MAX = 16 << 20  # a step of 512 entries with 20 best logprobs each stays far below
 PAYLOAD_BYTES_MAX = 64 << 20  # tokens and place codes of a step; bulk pages never travel here
 U64_MAX = (1 << 64) - 1
@@ -133,12 +133,16 @@ class Ready(Message, tag=3, frozen=True):
 
 
 class Attach(Message, tag=4, frozen=True):
-    """Engine -> worker: map this arena read-write and serve extents of this folder read-only."""
+    """Engine -> worker: map this arena read-write and serve extents of this folder read-only.
+
+    `arenas_dir` holds the arenas that rows may be adopted from; empty = none.
+    """
 
     arena_path: str
     places: int
     page_bytes: int
     extents_dir: str
+    arenas_dir: str = ""
 
 
 class Attached(Message, tag=5, frozen=True):
@@ -196,19 +200,69 @@ class Verify(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     checksum: bytes
 
 
+class Digest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Digest the page in `place`; with rows < 256, zero the rows from there on first."""
+
+    place: int
+    rows: int
+
+
+class Retitle(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """The rows of an open place belong to another owner now: its header and the records of rows
+    [0, rows) are written anew, records from `rows` on become invalid; page bytes do not change."""
+
+    place: int
+    gen: int
+    session: bytes
+    epoch: int
+    page: int
+    rows: int
+
+
+class FromArena(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, tag=1):
+    """Rows another worker wrote: a file of the arenas folder, and the place's generation and
+    epoch there. Each row must prove itself by its record."""
+
+    arena: str
+    place: int
+    gen: int
+    epoch: int
+
+
+class FromPage(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, tag=2):
+    """Rows of a sealed page, which must have this sealed checksum."""
+
+    code: int
+    seed: int
+    checksum: bytes
+
+
+class Adopt(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Reserve `to` and copy the leading rows of a source that are proven to hold the tokens
+    given in the payload; at most `rows`. In a source arena, page and session are those of `to`."""
+
+    to: Place
+    rows: int
+    source: FromArena | FromPage
+
+
 class Step(Message, tag=6, frozen=True):
     """Engine -> worker: one batch, and page chores around it.
 
-    Order: poison, reserve, forward + sample, digest, verify. Payload: place codes u64 of all
-    entries, then their tokens i32, then penalty histories i32. An empty `entries` is legal
-    (chores only). `digest` names full places.
+    Order: poison, reserve, retitle, adopt, touch, forward + sample, digest, verify. Payload: place
+    codes u64 of all entries, then their tokens i32, then penalty histories i32, then the tokens
+    i32 of every Adopt (`rows` each). An empty `entries` is legal (chores only). `touch` holds
+    codes of sealed pages to fault in, best effort.
     """
 
     entries: tuple[Entry, ...]
     poison: tuple[int, ...] = ()
     reserve: tuple[Place, ...] = ()
-    digest: tuple[int, ...] = ()
+    digest: tuple[Digest, ...] = ()
     verify: tuple[Verify, ...] = ()
+    retitle: tuple[Retitle, ...] = ()
+    adopt: tuple[Adopt, ...] = ()
+    touch: tuple[int, ...] = ()
 
 
 class Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -224,7 +278,8 @@ class StepDone(Message, tag=7, frozen=True):
     """Worker -> engine: what a Step produced.
 
     `poisoned` = indices of entries with NaN or Inf: no token, their new rows are unusable.
-    `digests` answers Step.digest in order; `verified` answers Step.verify in order.
+    `digests` answers Step.digest in order; `verified` answers Step.verify in order; `adopted` =
+    leading rows proven and copied per Step.adopt, in order.
     """
 
     rows: tuple[Row, ...]
@@ -233,6 +288,7 @@ class StepDone(Message, tag=7, frozen=True):
     verified: tuple[bool, ...]
     elapsed_us: int
     forward_us: int = 0
+    adopted: tuple[int, ...] = ()
 
 
 class Failed(Message, tag=8, frozen=True):

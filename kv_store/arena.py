@@ -19,8 +19,11 @@ import enum
 import errno
 import mmap
 import os
+import re
 import secrets
+import stat
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +39,8 @@ from kv_store.layout import (
     PageLayout,
 )
 
+LANE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+ARENA_NAME = re.compile(LANE_NAME.pattern + r"\.\d{1,10}")
 ARENA_MAGIC = b"BEKVAREN"
 POISON = 0xFF  # NaN in fp16, bf16 and fp32: a read of a freed page cannot look like a number
 ARENA_PLACE_BIT = 1 << 63  # of a place code: the low 32 bits are a place of the lane's own arena
@@ -226,6 +231,51 @@ class Arena:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaFile:
+    """An open arena file whose header was checked; `boot` is the boot it was made in."""
+
+    fd: int
+    shape: ArenaShape
+    arena_id: bytes
+    incarnation: int
+    boot: str
+
+    @classmethod
+    def read(cls, fd: int, layout: PageLayout) -> ArenaFile:
+        """Check the header of an open file. Raises StoreCorrupt for any mismatch."""
+        info = os.fstat(fd)
+        raw = os.pread(fd, FILE_HEADER.size, 0) if stat.S_ISREG(info.st_mode) else b""
+        if len(raw) != FILE_HEADER.size:
+            raise StoreCorrupt("the arena file is shorter than its header")
+        magic, version, places, page_bytes, arena_id, layout_id, boot, incarnation, check = (
+            FILE_HEADER.unpack(raw)
+        )
+        if magic != ARENA_MAGIC or version != 1 or check != xxhash.xxh3_64_intdigest(raw[:-8]):
+            raise StoreCorrupt("this is not an arena file of this version")
+        if layout_id.hex() != layout.layout_id or page_bytes != layout.page_bytes or not places:
+            raise StoreCorrupt("the arena was made for another page layout")
+        shape = ArenaShape(layout, places)
+        if info.st_size != shape.file_bytes:
+            raise StoreCorrupt("the arena file does not have the size its header says")
+        name = boot.rstrip(b"\0").decode("ascii", "replace")
+        return cls(fd, shape, arena_id, incarnation, name)
+
+    @classmethod
+    def open(cls, path: str, layout: PageLayout) -> ArenaFile:
+        """An arena of this boot, to read rows from. Raises OSError or StoreCorrupt."""
+        # O_NONBLOCK: a FIFO of that name must not hold the caller.
+        fd = osio.open_private(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            found = cls.read(fd, layout)
+            if not found.boot or found.boot != osio.boot_id():
+                raise StoreCorrupt("the arena was written before this boot")
+        except BaseException:
+            os.close(fd)
+            raise
+        return found
+
+
 class ArenaMapping:
     """Worker side: the read-write mapping and its lock. The sole writer of the places."""
 
@@ -234,7 +284,9 @@ class ArenaMapping:
         try:
             if not osio.lock_exclusive(self.fd):
                 raise StoreError("this arena has a live writer already")
-            self.shape, self.arena_id, self.incarnation = _read_file_header(self.fd, layout)
+            found = ArenaFile.read(self.fd, layout)
+            self.shape, self.arena_id = found.shape, found.arena_id
+            self.incarnation = found.incarnation
             self._map = mmap.mmap(self.fd, self.shape.file_bytes)
         except BaseException:
             os.close(self.fd)
@@ -252,6 +304,12 @@ class ArenaMapping:
         view = np.frombuffer(self.page(place), np.uint8)
         view[:] = 0
         self._records(place)[:] = 0
+        at = self.shape.place_header_offset(place)
+        self._view[at : at + PLACE_HEADER.size] = owner.pack()
+
+    def title(self, place: int, owner: PlaceOwner) -> None:
+        """Name another owner; the rows stay, none of them is recorded any more."""
+        self._records(place)["valid"] = 0
         at = self.shape.place_header_offset(place)
         self._view[at : at + PLACE_HEADER.size] = owner.pack()
 
@@ -308,29 +366,52 @@ def valid_rows(
     arena_id: bytes,
     place: int,
     owner: PlaceOwner,
-    ids: list[int],
+    ids: Sequence[int],
 ) -> int:
     """How many leading rows of `place` are proven to hold the tokens `ids` of `owner`.
 
     The caller has the writer reaped and the arena's lock, and passes the ledger's token ids from
     the page's first position on. A torn, stale or foreign row ends the run.
     """
-    header, sidecar = owner.pack(), bytearray(ROW_RECORDS_BYTES + PLACE_HEADER.size)
-    files.read_all(fd, memoryview(sidecar), shape.rows_offset(place))
-    if bytes(sidecar[ROW_RECORDS_BYTES:]) != header:
+    page = memoryview(bytearray(shape.layout.page_bytes))
+    source = ArenaFile(fd, shape, arena_id, 0, "")
+    return proven_rows(
+        files, source, place, owner, np.array(ids[:PAGE_TOKENS], np.uint32), page,
+        lambda seeds: keys.row_digests(shape.layout, page, seeds),
+    )  # fmt: skip
+
+
+def proven_rows(
+    files: osio.Files,
+    source: ArenaFile,
+    place: int,
+    owner: PlaceOwner,
+    ids: npt.NDArray[np.uint32],
+    into: memoryview,
+    digests: Callable[[npt.NDArray[np.uint64]], npt.NDArray[np.uint64]],
+) -> int:
+    """Read a place into `into` (page_bytes) and prove its leading rows, as `valid_rows` says.
+
+    `digests` takes seeds and returns the digests of as many rows of `into`, from the first on:
+    what was proven are the very bytes the caller holds.
+    """
+    shape = source.shape
+    sidecar = bytearray(ROW_RECORDS_BYTES + PLACE_HEADER.size)
+    files.read_all(source.fd, memoryview(sidecar), shape.rows_offset(place))
+    if bytes(sidecar[ROW_RECORDS_BYTES:]) != owner.pack():
         return 0
-    records = np.frombuffer(sidecar, ROW_RECORD_DTYPE, PAGE_TOKENS)
-    wanted = np.array(ids[:PAGE_TOKENS], np.uint32)
-    same = (records["valid"][: len(wanted)] == 1) & (records["token"][: len(wanted)] == wanted)
-    count = int(np.argmin(same)) if not same.all() else len(wanted)
+    records = np.frombuffer(sidecar, ROW_RECORD_DTYPE, PAGE_TOKENS)[: len(ids)]
+    count = _leading((records["valid"] == 1) & (records["token"] == ids))
     if not count:
         return 0
-    page = bytearray(shape.layout.page_bytes)
-    files.read_all(fd, memoryview(page), shape.page_offset(place))
-    seeds = owner.seeds(arena_id, place, 0, count)
-    found = keys.row_digests(shape.layout, page, seeds)
-    good = found == records["digest"][:count]
-    return count if good.all() else int(np.argmin(good))
+    files.read_all(source.fd, into, shape.page_offset(place))
+    found = digests(owner.seeds(source.arena_id, place, 0, count))
+    return _leading(found == records["digest"][:count])
+
+
+def _leading(good: npt.NDArray[np.bool_]) -> int:
+    """Length of the leading run of True."""
+    return len(good) if good.all() else int(np.argmin(good))
 
 
 def delete_arena(path: str) -> bool:
@@ -358,21 +439,3 @@ def _file_header(shape: ArenaShape, arena_id: bytes, incarnation: int) -> bytes:
     )
     head = FILE_HEADER.pack(*fields, 0)
     return FILE_HEADER.pack(*fields, xxhash.xxh3_64_intdigest(head[:-8]))
-
-
-def _read_file_header(fd: int, layout: PageLayout) -> tuple[ArenaShape, bytes, int]:
-    """Shape, arena id and incarnation of an arena file. Raises StoreCorrupt for any mismatch."""
-    raw = os.pread(fd, FILE_HEADER.size, 0)
-    if len(raw) != FILE_HEADER.size:
-        raise StoreCorrupt("the arena file is shorter than its header")
-    magic, version, places, page_bytes, arena_id, layout_id, _boot, incarnation, check = (
-        FILE_HEADER.unpack(raw)
-    )
-    if magic != ARENA_MAGIC or version != 1 or check != xxhash.xxh3_64_intdigest(raw[:-8]):
-        raise StoreCorrupt("this is not an arena file of this version")
-    if layout_id.hex() != layout.layout_id or page_bytes != layout.page_bytes or not places:
-        raise StoreCorrupt("the arena was made for another page layout")
-    shape = ArenaShape(layout, places)
-    if os.fstat(fd).st_size != shape.file_bytes:
-        raise StoreCorrupt("the arena file does not have the size its header says")
-    return shape, arena_id, incarnation

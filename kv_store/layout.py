@@ -20,7 +20,7 @@ import json
 import struct
 import sys
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ if sys.byteorder != "little":  # the files are mapped by kernels, so there is no
 PAGE_TOKENS = 256
 PAGE_ALIGN_BYTES = 64 * 1024  # covers every page size in use and the alignment of direct I/O
 KV_DTYPE = "kv8-v1"
+Page = bytes | bytearray | memoryview
 K_TILE_TOKENS = 16
 K_SCALE_DIMS = 32
 
@@ -125,6 +126,39 @@ class PageLayout:
         )
         joined = np.concatenate([part[:, rows] for part in parts], axis=2)
         return np.ascontiguousarray(joined.transpose(1, 0, 2)).reshape(count, self.row_bytes)
+
+    def copy_rows(self, source: Page, target: bytearray | memoryview, count: int) -> None:
+        """Copy rows [0, count) of one page into another; nothing else of `target` changes."""
+        for ours, theirs in zip(self._parts(target), self._parts(source), strict=True):
+            whole, rest = divmod(count, ours.shape[3])
+            ours[:, :whole] = theirs[:, :whole]
+            if rest:
+                ours[:, whole, :, :rest] = theirs[:, whole, :, :rest]
+
+    def clear_rows(self, page: bytearray | memoryview, first: int) -> None:
+        """Zero rows [first, 256) of a page."""
+        for part in self._parts(page):
+            whole, rest = divmod(first, part.shape[3])
+            if rest:
+                part[:, whole, :, rest:] = 0
+                whole += 1
+            part[:, whole:] = 0
+
+    def _parts(self, page: Page) -> tuple[npt.NDArray[np.unsignedinteger[Any]], ...]:
+        """K, K scale, V, V scale of a page as aliases, each (heads, groups, inner, tokens of one
+        group): the groups are what lies together, the last axis is the token."""
+        d = self.head_dim
+        flat = np.frombuffer(page, np.uint8, self.payload_bytes).reshape(-1, self.head_bytes)
+        k, ks, v, vs = np.split(
+            flat, np.cumsum([self.k_bytes, self.k_scale_bytes, self.v_bytes]).tolist(), axis=1
+        )
+        heads = len(flat)
+        return (
+            k.view("<u4").reshape(heads, 16, d // 4, 16),
+            ks.view("<u2").reshape(heads, 16, d // 32, 16),
+            v.reshape(heads, 64, d, 4),
+            vs.view("<u2").reshape(heads, 1, 1, 256),
+        )
 
 
 # The smallest and a common shape, worked out by hand: the formulas above may not drift.

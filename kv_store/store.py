@@ -15,13 +15,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import stat
 from dataclasses import dataclass
 
 from kv_store import osio, records
-from kv_store.arena import Arena, delete_arena
+from kv_store.arena import ARENA_NAME, LANE_NAME, Arena, delete_arena
 from kv_store.errors import StoreCorrupt, StoreLocked, StoreUnsupported
 from kv_store.extent import EXTENT_BYTES, ExtentInfo, Extents, extent_path
 from kv_store.layout import PAGE_ALIGN_BYTES, PAGE_TOKENS, Descriptor, differing_fields
@@ -33,8 +32,6 @@ from kv_store.pool import PagePool
 BALLAST_BYTES = 64 << 20  # enough for a ledger to finish every running turn and say why it stops
 FREE_FLOOR_BYTES = 2 << 30
 FREE_FLOOR_PERCENT = 5
-LANE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
-ARENA_NAME = re.compile(LANE_NAME.pattern + r"\.\d{1,10}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,9 +112,9 @@ def test_steps_and_refusals_of_a_real_worker(
         step, payload = frame_of([(256, [1], [0, OPEN[0]])], reserve=(place(0, 1),))
         with pytest.raises(BatchEngineError, match="extent 0 cannot be mapped"):
             await lane.run(step, payload, deadline_s=10)
-        for bad in ((8,), (-1,), (2**31,)):
-            for chore in ("poison", "digest"):
-                step, payload = frame_of([], **{chore: bad})
+        for bad in (8, -1, 2**31):
+            for chores in ({"poison": (bad,)}, {"digest": (wire.Digest(bad, 256),)}):
+                step, payload = frame_of([], **chores)
                 with pytest.raises(BatchEngineError):
                     await lane.run(step, payload, deadline_s=10)
         missing = wire.Verify(5 << 32, 1, bytes(16))
@@ -123,7 +123,9 @@ def test_steps_and_refusals_of_a_real_worker(
         assert done.verified == (False,)
         # Refusals cost nothing: the same worker computes.
         step, payload = frame_of(
-            [(0, tokens, OPEN[:2])], reserve=(place(0, 0), place(1, 1)), digest=(0,)
+            [(0, tokens, OPEN[:2])],
+            reserve=(place(0, 0), place(1, 1)),
+            digest=(wire.Digest(0, 256),),
         )
         done = await lane.run(step, payload, deadline_s=10)
         assert lane.incarnation == 1

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import zlib
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,15 +16,20 @@ from hypothesis import strategies as st
 from batchengine import wire
 from batchengine.wire import (
     HEADER,
+    Adopt,
     AnyMessage,
     Attach,
     BlockingLink,
     Decoder,
+    Digest,
     Entry,
     Failed,
     Frame,
+    FromArena,
+    FromPage,
     Ping,
     Place,
+    Retitle,
     Row,
     Spec,
     Step,
@@ -42,20 +48,32 @@ specs = st.builds(
 entries = st.builds(Entry, u64, u31, u31, u31, u31, st.none() | specs)
 places = st.lists(u31, max_size=4).map(tuple)
 digest = st.binary(min_size=16, max_size=16)
+whole_places = st.builds(Place, u31, u31, digest, u64, u31)
+sources = st.builds(FromArena, st.text(max_size=30), u31, u31, u64) | st.builds(
+    FromPage, u64, u64, digest
+)
+
+
+def few(items: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(items, max_size=3).map(tuple)
+
+
 messages: st.SearchStrategy[AnyMessage] = st.one_of(
     st.just(Ping()),
-    st.builds(Attach, st.text(max_size=30), u31, u31, st.text(max_size=30)),
+    st.builds(Attach, st.text(max_size=30), u31, u31, st.text(max_size=30), st.text(max_size=30)),
     st.builds(Failed, st.text(), st.text(), st.text(), st.text(), st.booleans()),
     st.builds(
         Step, st.lists(entries, max_size=4).map(tuple), places,
-        st.lists(st.builds(Place, u31, u31, digest, u64, u31), max_size=3).map(tuple), places,
-        st.lists(st.builds(Verify, u64, u64, digest), max_size=3).map(tuple),
+        few(whole_places), few(st.builds(Digest, u31, u31)),
+        few(st.builds(Verify, u64, u64, digest)),
+        few(st.builds(Retitle, u31, u31, digest, u64, u31, u31)),
+        few(st.builds(Adopt, whole_places, u31, sources)), few(u64),
     ),
     st.builds(
         StepDone,
         st.lists(st.builds(Row, u64, u31, number), max_size=4).map(tuple),
         places, st.lists(digest, max_size=3).map(tuple),
-        st.lists(st.booleans(), max_size=3).map(tuple), u31, u31,
+        st.lists(st.booleans(), max_size=3).map(tuple), u31, u31, places,
     ),
 )  # fmt: skip
 frames = st.builds(Frame, messages, st.binary(max_size=200), u64, u64, st.integers(0, 2**32 - 1))
@@ -71,7 +89,7 @@ def pack(frame: Frame) -> bytes:
     )
 
 
-def forge(*, magic: bytes = b"BEWF", version: int = 1, kind: int = 9, flags: int = 0,
+def forge(*, magic: bytes = b"BEWF", version: int = 2, kind: int = 9, flags: int = 0,
           meta: bytes = b"\x91\x09", meta_len: int | None = None, payload_len: int = 0,
           crc: int | None = None) -> bytes:  # fmt: skip
     head = HEADER.pack(
@@ -135,7 +153,7 @@ def test_a_flipped_byte_is_refused_or_stays_inside_its_field(
 
 LIES = [
     (forge(magic=b"HTTP"), wire.BadMagic),
-    (forge(version=2), wire.BadVersion),
+    (forge(version=1), wire.BadVersion),
     (forge(crc=1), wire.BadHeaderChecksum),
     (forge(flags=1), wire.BadFlags),
     (forge(kind=999), wire.UnknownKind),
@@ -149,6 +167,7 @@ LIES = [
     (forge(meta=b"\x92\x09\x01"), wire.BadMeta),  # one field too many
     (forge(meta=b"\x91\x63"), wire.BadMeta),  # unknown tag
     (forge(kind=6, meta=b"\x92\x06\xa1x", payload_len=0), wire.BadMeta),  # entries is a string
+    (forge(kind=6, meta=b"\x95\x06\x90\x90\x90\x91\x00"), wire.BadMeta),  # a bare digest: version 1
     (forge(meta=b"\x91" * 5000), wire.BadMeta),  # deep nesting
     (forge(kind=11), wire.KindMismatch),
 ]

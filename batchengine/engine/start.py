@@ -224,7 +224,13 @@ class Starter:
             raise _store_error("BE1604", error, "store_full") from error
         try:
             await lane.attach(
-                wire.Attach(arena.path, places, layout.page_bytes, f"{self.store.path}/ext")
+                wire.Attach(
+                    arena.path,
+                    places,
+                    layout.page_bytes,
+                    f"{self.store.path}/ext",
+                    f"{self.store.path}/arena",
+                )
             )
         except BaseException:
             lane.kill("could not map its arena")

@@ -2,8 +2,8 @@
 
 Payload of a Step, little-endian, in this order (widest first, so every part stays aligned):
 
-    [ place codes u64 | tokens i32 | penalty histories i32 ]
-      sum n_pages       sum n_tokens  sum history_len
+    [ place codes u64 | tokens i32 | penalty histories i32 | tokens of adopted rows i32 ]
+      sum n_pages       sum n_tokens  sum history_len         sum adopt.rows
 """
 
 from __future__ import annotations
@@ -44,13 +44,17 @@ class Limits:
 
 @dataclass(slots=True)
 class StepBatch:
-    """A checked step. tokens (T,), codes (P,), shape rows are (n_tokens, start, n_pages)."""
+    """A checked step. tokens (T,), codes (P,), shape rows are (n_tokens, start, n_pages).
+
+    adopted: per Step.adopt the tokens its rows must hold.
+    """
 
     entries: tuple[wire.Entry, ...]
     shape: I32Array
     tokens: I32Array
     codes: U64Array
     histories: list[I32Array | None]
+    adopted: list[I32Array]
 
 
 @dataclass(slots=True)
@@ -113,7 +117,8 @@ def unpack(step: wire.Step, payload: bytes, limits: Limits) -> StepBatch:
         shape.append((count, start, pages))
     if n_tokens > limits.tokens_max:
         raise BadStep(f"{n_tokens} tokens of {limits.tokens_max}")
-    if len(payload) != 8 * n_pages + 4 * n_tokens + 4 * n_history:
+    n_adopted = sum([_adopted_rows(adopt) for adopt in step.adopt])
+    if len(payload) != 8 * n_pages + 4 * (n_tokens + n_history + n_adopted):
         raise BadStep(f"payload has {len(payload)} bytes")
     codes = np.frombuffer(payload, np.uint64, n_pages)
     tokens = np.frombuffer(payload, np.int32, n_tokens, 8 * n_pages)
@@ -126,7 +131,18 @@ def unpack(step: wire.Step, payload: bytes, limits: Limits) -> StepBatch:
         length = 0 if entry.spec is None else entry.spec.history_len
         histories.append(np.frombuffer(payload, np.int32, length, at) if length else None)
         at += 4 * length
-    return StepBatch(entries, np.array(shape, np.int32).reshape(-1, 3), tokens, codes, histories)
+    adopted: list[I32Array] = []
+    for adopt in step.adopt:
+        adopted.append(np.frombuffer(payload, np.int32, adopt.rows, at))
+        at += 4 * adopt.rows
+    table = np.array(shape, np.int32).reshape(-1, 3)
+    return StepBatch(entries, table, tokens, codes, histories, adopted)
+
+
+def _adopted_rows(adopt: wire.Adopt) -> int:
+    if not 0 <= adopt.rows <= PAGE_TOKENS:
+        raise BadStep(f"{adopt.rows} rows to adopt into one page")
+    return adopt.rows
 
 
 def _check_writers(shape: list[tuple[int, int, int]], codes: U64Array) -> None:

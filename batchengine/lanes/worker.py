@@ -114,10 +114,15 @@ class Worker:
             raise BatchEngineError("BE2205", "Step before Attach")
         started = time.perf_counter_ns()
         batch = unpack(step, payload, limits)
+        memory.check(step)
         for place in step.poison:
             memory.poison(place)
         for fresh in step.reserve:
             memory.reserve(fresh)
+        for retitle in step.retitle:
+            memory.retitle(retitle)
+        adopted = memory.adopt(step.adopt, batch.adopted)
+        memory.touch(step.touch)
         rows: tuple[wire.Row, ...] = ()
         poisoned: tuple[int, ...] = ()
         forward_us = 0
@@ -127,12 +132,12 @@ class Worker:
             before = time.perf_counter_ns()
             output = self._compute.run(batch, addresses, own.seeds)
             forward_us = (time.perf_counter_ns() - before) // 1000
-            memory.record_rows(batch, own, output.row_digests)
+            memory.record_rows(batch, own, output)
             rows, poisoned = output.rows, output.poisoned
-        digests = tuple(memory.digest_place(place) for place in step.digest)
+        digests = tuple(memory.digest_place(digest) for digest in step.digest)
         verified = tuple(memory.is_sealed(v) for v in step.verify)
         elapsed_us = (time.perf_counter_ns() - started) // 1000
-        return wire.StepDone(rows, poisoned, digests, verified, elapsed_us, forward_us)
+        return wire.StepDone(rows, poisoned, digests, verified, elapsed_us, forward_us, adopted)
 
 
 def main(make_compute: Callable[[], Compute]) -> None:
