@@ -1,0 +1,38 @@
+"""What `serve` can be told: settings with their bounds, and the loader that fills them.
+
+Use `load`; everything else here is what it returns, asks or explains.
+"""
+
+from batchengine.config.loading import check_model_file, is_loopback, load, warnings
+from batchengine.config.machine import Machine, disk_free_bytes
+from batchengine.config.settings import (
+    ApiKey,
+    ClassConfig,
+    Config,
+    LaneConfig,
+    LimitsConfig,
+    ModelConfig,
+    RouterConfig,
+    ServerConfig,
+    SlaConfig,
+    StoreConfig,
+)
+
+__all__ = [
+    "ApiKey",
+    "ClassConfig",
+    "Config",
+    "LaneConfig",
+    "LimitsConfig",
+    "Machine",
+    "ModelConfig",
+    "RouterConfig",
+    "ServerConfig",
+    "SlaConfig",
+    "StoreConfig",
+    "check_model_file",
+    "disk_free_bytes",
+    "is_loopback",
+    "load",
+    "warnings",
+]

@@ -1,0 +1,281 @@
+"""One file and a few overrides become one `Config`: rules between values, then derived defaults.
+
+Owns `load`. Refuses half-valid configuration: every error names the key, where it stands and
+the fix. Nothing changes after `load` returns; there is no second way to configure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import itertools
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from batchengine.config.machine import Machine, budget_bytes, directory
+from batchengine.config.settings import (
+    ApiKey,
+    Config,
+    LaneConfig,
+    LimitsConfig,
+    ModelConfig,
+    RouterConfig,
+    ServerConfig,
+    SlaConfig,
+    StoreConfig,
+)
+from batchengine.config.toml import Source, Table, build, put, table, value_of
+from batchengine.core import BatchEngineError, SlaClass
+
+CHUNK_TOKENS_MIN = 16  # a step must hold every decode and still this much prefill
+KEY_CHARS_MIN = 8
+SOCKET_PATH_BYTES_MAX = 107  # sun_path less its terminating zero
+POOL_CHARS_MAX = 64
+
+
+def load(
+    path: str | None = None,
+    overrides: Mapping[str, object] | None = None,
+    machine: Machine | None = None,
+) -> Config:
+    """Configuration from a TOML file (or none) and dotted overrides such as {"server.port": 0}.
+
+    An override of None counts as not given; "lane.threads" means the only lane. Relative paths
+    in the file are relative to it. Raises BatchEngineError BE11xx naming file, key and line.
+    """
+    source = Source.read(path)
+    tree = source.tree
+    for dotted, value in (overrides or {}).items():
+        if value is not None:
+            put(source, tree, dotted, value)
+    config = _build_config(source, tree)
+    _check_together(source, config)
+    return _derive(source, config, machine or Machine.here())
+
+
+def warnings(config: Config) -> list[str]:
+    """Legal settings that a person should know about, as sentences for the start-up banner."""
+    found: list[str] = []
+    if config.store.allow_volatile:
+        found.append("store.allow_volatile = true: sessions may not survive a reboot")
+    if config.store.durability == "power":
+        found.append(
+            "store.durability = power is not built yet: as with turn, the tokens of the last 20 ms"
+            " before a power loss are generated again"
+        )
+    return found
+
+
+def check_model_file(path: str) -> None:
+    """Raises BE1116 unless `path` names a regular file this user can see."""
+    try:
+        why = "" if stat.S_ISREG(os.stat(path).st_mode) else "it is not a regular file"
+        found = not why
+    except (OSError, ValueError) as error:
+        why, found = (error.strerror if isinstance(error, OSError) else str(error)) or "", False
+        why = why.lower()
+    if found:
+        return
+    if path.startswith("/home"):
+        why += "; a service may not see home directories (ProtectHome)"
+    raise BatchEngineError(
+        "BE1116",
+        f"there is no model file {path[:200]}",
+        why=why,
+        fix="name an existing GGUF file",
+        http_status=400,
+        error_type="invalid_request_error",
+        api_code="invalid_configuration",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """True when only this machine can reach `host`; names other than localhost count as open."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+# ---- TOML to Config ----
+
+
+def _build_config(source: Source, tree: Table) -> Config:
+    known = [field.name for field in dataclasses.fields(Config)]
+    known[known.index("lanes")] = "lane"
+    for key in tree:
+        if key not in known:
+            raise source.unknown(key, known)
+    default = Config()
+    lanes = tree.get("lane", [{}])
+    if not isinstance(lanes, list) or not lanes:
+        raise source.error("BE1103", "lane", "must be written as [[lane]]")
+    return Config(
+        model=build(source, ModelConfig, tree.get("model", {}), "model"),
+        server=build(source, ServerConfig, tree.get("server", {}), "server"),
+        auth=_build_auth(source, tree.get("auth", {})),
+        lanes=tuple(
+            build(source, LaneConfig, lane, f"lane.{i}")
+            for i, lane in enumerate(cast("list[object]", lanes))
+        ),
+        store=build(source, StoreConfig, tree.get("store", {}), "store"),
+        sla=build(source, SlaConfig, tree.get("sla", {}), "sla", default.sla),
+        limits=build(source, LimitsConfig, tree.get("limits", {}), "limits"),
+        router=build(source, RouterConfig, tree.get("router", {}), "router"),
+        cache_dir=value_of(source, str, tree.get("cache_dir", ""), "cache_dir", {"path": True}),
+        debug=value_of(source, bool, tree.get("debug", False), "debug", {}),
+    )
+
+
+def _build_auth(source: Source, value: object) -> tuple[ApiKey, ...]:
+    auth = table(source, value, "auth")
+    for key in auth:
+        if key != "keys":
+            raise source.unknown(f"auth.{key}", ["keys"])
+    found: list[ApiKey] = []
+    for name, entry in table(source, auth.get("keys", {}), "auth.keys").items():
+        dotted = f"auth.keys.{name}"
+        key = build(source, ApiKey, entry, dotted, ApiKey(name=name))
+        if key.key and key.key_file:
+            raise source.error("BE1108", dotted, "has both key and key_file")
+        if key.key_file:
+            key = dataclasses.replace(key, key=_read_key(source, key.key_file, dotted))
+        found.append(key)
+    return tuple(found)
+
+
+def _read_key(source: Source, path: str, dotted: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise source.error(
+            "BE1108", f"{dotted}.key_file", f"= {path} cannot be read ({error})"
+        ) from None
+
+
+# ---- rules that need more than one value ----
+
+
+def _check_together(source: Source, config: Config) -> None:
+    for index, lane in enumerate(config.lanes):
+        floor = lane.entries_max + CHUNK_TOKENS_MIN
+        if lane.tokens_per_step < floor:
+            raise source.error(
+                "BE1107",
+                f"lane.{index}.tokens_per_step",
+                f"= {lane.tokens_per_step} leaves prefill no room beside "
+                f"entries_max = {lane.entries_max} decodes",
+                fix=f"at least {floor}",
+            )
+        if len(set(lane.cores)) != len(lane.cores):
+            raise source.error("BE1107", f"lane.{index}.cores", "names a core twice")
+    names = [lane.name for lane in config.lanes if lane.name]
+    if len(set(names)) != len(names):
+        raise source.error("BE1107", "lane", "two lanes have the same name")
+    targets = [(c, config.sla.of(c)) for c in SlaClass]
+    for (urgent, a), (patient, b) in itertools.pairwise(targets):
+        if a.ttft_ms > b.ttft_ms or a.tpot_ms > b.tpot_ms:
+            raise source.error(
+                "BE1107",
+                f"sla.{patient.value}",
+                f"has a tighter target than the more urgent class {urgent.value}",
+                fix="targets may only grow from interactive to batch",
+            )
+    _check_auth(source, config)
+
+
+def _check_auth(source: Source, config: Config) -> None:
+    keys = [k.key for k in config.auth]
+    for key in config.auth:
+        dotted = f"auth.keys.{key.name}"
+        if len(key.key) < KEY_CHARS_MIN or not (key.key.isascii() and key.key.isprintable()):
+            raise source.error(
+                "BE1108",
+                dotted,
+                f"needs a key of at least {KEY_CHARS_MIN} printable ASCII characters",
+                fix='key = "..." or key_file = "/path"; openssl rand -hex 24 makes one',
+            )
+    if len(set(keys)) != len(keys):
+        raise source.error("BE1108", "auth.keys", "has the same key under two names")
+    if not is_loopback(config.server.host) and not config.auth:
+        raise source.error(
+            "BE1106",
+            "server.host",
+            f"= {config.server.host!r} would let anyone on the network use the model",
+            fix="give keys with --api-key-file FILE or [auth.keys.NAME] and put a TLS proxy in "
+            "front (keys travel in clear text), or listen on 127.0.0.1",
+        )
+
+
+# ---- what was left to the machine ----
+
+
+def _derive(source: Source, config: Config, machine: Machine) -> Config:
+    """Fill every value that was left to the machine."""
+    state = directory(machine, "STATE_DIRECTORY", "/var/lib", "XDG_STATE_HOME", ".local/state")
+    cache = directory(machine, "CACHE_DIRECTORY", "/var/cache", "XDG_CACHE_HOME", ".cache")
+    run = directory(machine, "RUNTIME_DIRECTORY", "/run", "XDG_RUNTIME_DIR", "") or state
+    for option, given, found in (
+        ("--store", config.store.dir, state),
+        ("--admin-socket", config.server.admin_socket, run),
+        ("--cache-dir", config.cache_dir, cache),
+    ):
+        if not given and not found:
+            raise source.error(
+                "BE1107",
+                option,
+                "has no default: this user has no home directory",
+                fix="set HOME to a directory of this user, or give --store, --cache-dir and"
+                " --admin-socket",
+            )
+    admin_socket = config.server.admin_socket or f"{run}/admin.sock"
+    if len(os.fsencode(admin_socket)) > SOCKET_PATH_BYTES_MAX:
+        raise source.error(
+            "BE1107",
+            "server.admin_socket",
+            f"is longer than the {SOCKET_PATH_BYTES_MAX} bytes a unix socket path may have",
+            fix="choose a shorter path with --admin-socket",
+        )
+    store_dir = config.store.dir or f"{state}/kv"
+    model = config.model
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(model, id=model.id or _model_id(model.path)),
+        server=dataclasses.replace(config.server, admin_socket=admin_socket),
+        lanes=_derive_lanes(source, config.lanes, machine),
+        store=dataclasses.replace(
+            config.store,
+            dir=store_dir,
+            budget_bytes=config.store.budget_bytes or budget_bytes(store_dir, machine),
+        ),
+        cache_dir=config.cache_dir or cache,
+    )
+
+
+def _model_id(path: str) -> str:
+    return Path(path).name.removesuffix(".gguf").lower() if path else ""
+
+
+def _derive_lanes(
+    source: Source, lanes: tuple[LaneConfig, ...], machine: Machine
+) -> tuple[LaneConfig, ...]:
+    """Names, and cores: given cores win, else `threads` of the machine's, else all of them."""
+    derived: list[LaneConfig] = []
+    for index, lane in enumerate(lanes):
+        cores = lane.cores or machine.cores[: lane.threads or len(machine.cores)]
+        threads = lane.threads or len(cores)
+        if lane.cores and threads > len(lane.cores):
+            raise source.error(
+                "BE1107",
+                f"lane.{index}.threads",
+                f"= {threads} but lane.cores lists {len(lane.cores)}",
+                fix="list one core per thread, or leave threads out",
+            )
+        name = lane.name or (lane.kind if index == 0 else f"{lane.kind}{index}")
+        derived.append(dataclasses.replace(lane, name=name, threads=threads, cores=cores))
+    return tuple(derived)

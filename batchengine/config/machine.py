@@ -1,0 +1,100 @@
+"""Facts of this machine that defaults are derived from: cores, memory, directories, disk.
+
+Owns the looking; refuses to decide: what a default becomes is in `loading`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts that defaults are derived from; a parameter so that tests can be another machine."""
+
+    cores: tuple[int, ...]  # one logical core per physical core this process may use
+    memory_bytes: int
+    is_root: bool
+    env: Mapping[str, str]
+    home: str
+
+    @staticmethod
+    def here() -> Machine:
+        """This machine, through the affinity mask, the cpuset and the CPU quota."""
+        return Machine(
+            cores=_usable_cores(),
+            memory_bytes=int(psutil.virtual_memory().total),
+            is_root=os.geteuid() == 0,
+            env=dict(os.environ),
+            home=_home(),
+        )
+
+
+def _home() -> str:
+    """The home directory; "" where there is none (a user id that no user database knows)."""
+    try:
+        return str(Path.home())
+    except RuntimeError:
+        return ""
+
+
+def _usable_cores() -> tuple[int, ...]:
+    """The lowest logical core of every physical core in the affinity mask, within the quota."""
+    allowed = sorted(os.sched_getaffinity(0))
+    first_of: dict[str, int] = {}
+    for core in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        try:
+            first_of.setdefault(siblings.read_text().strip(), core)
+        except OSError:
+            first_of.setdefault(str(core), core)
+    cores = sorted(first_of.values())
+    return tuple(cores[: max(1, _quota_cores(len(cores)))])
+
+
+def _quota_cores(cores: int) -> int:
+    """Cores a cgroup v2 CPU quota leaves: spinning threads beyond it would be throttled."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else min(cores, int(quota) // int(period))
+    except (OSError, ValueError):
+        return cores
+
+
+def directory(machine: Machine, systemd: str, system: str, xdg: str, under_home: str) -> str:
+    """A directory in the order: systemd's variable, system path for root, XDG, home."""
+    if machine.env.get(systemd):
+        return machine.env[systemd].split(":")[0]
+    if machine.is_root:
+        return f"{system}/batchengine"
+    known = under_home and machine.home
+    base = machine.env.get(xdg) or (f"{machine.home}/{under_home}" if known else "")
+    return f"{base}/batchengine" if base else ""
+
+
+def budget_bytes(store_dir: str, machine: Machine) -> int:
+    """Half of memory (the page cache is the tier that serves), at most half of the free disk."""
+    free_bytes = disk_free_bytes(store_dir) or 0
+    return max(64 * MIB, min(machine.memory_bytes // 2, free_bytes // 2))
+
+
+def disk_free_bytes(path: str) -> int | None:
+    """Free bytes of the disk where `path` lies or would be made; None when nothing of it is seen.
+
+    Whether the path can be used is found out by whoever opens it, with a better error.
+    """
+    probe = Path(path).absolute()
+    while True:
+        try:
+            return int(psutil.disk_usage(str(probe)).free)
+        except OSError:  # not there yet, not ours to see, too long a name
+            if probe == probe.parent:
+                return None
+            probe = probe.parent

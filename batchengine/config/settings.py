@@ -1,0 +1,158 @@
+"""Every setting of the daemon with its default and its bounds, as frozen dataclasses.
+
+Owns names, defaults and limits; a field is a TOML key. Refuses rules between two values (those
+are in `loading`) and facts of the machine (in `machine`): "" and 0 often mean derived from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchengine.core import SlaClass
+
+PATH: dict[str, Any] = {"path": True}  # relative ones are taken from the file's folder
+
+
+def _within(low: float, high: float) -> dict[str, Any]:
+    return {"low": low, "high": high}
+
+
+def _one_of(*choices: str) -> dict[str, Any]:
+    return {"choices": choices}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """[model]: the file and the names clients use. `id` "" = derived from the file name."""
+
+    path: str = field(default="", metadata=PATH)
+    id: str = ""
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """[server]: where the service listens and what it accepts."""
+
+    host: str = "127.0.0.1"
+    port: int = field(default=7717, metadata=_within(0, 65535))
+    admin_socket: str = field(default="", metadata=PATH)  # "" = state or $RUNTIME_DIRECTORY
+    allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
+    allowed_origins: tuple[str, ...] = ()
+    tls_terminated: bool = False  # a proxy in front speaks TLS
+    strict_fields: bool = False  # unknown request fields are errors, not counted
+    body_bytes_max: int = field(default=32 << 20, metadata=_within(1 << 10, 1 << 30))
+    keepalive_s: float = field(default=10.0, metadata=_within(0.1, 300))
+    noop_event_s: float = field(default=60.0, metadata=_within(0.1, 300))
+    drain_s: float = field(default=30.0, metadata=_within(0, 3600))
+    reader_stall_s: float = field(default=60.0, metadata=_within(1, 3600))
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """[auth.keys.NAME]: one caller. `key_file` names a file holding the key (credentials)."""
+
+    name: str = ""
+    key: str = field(default="", repr=False)
+    key_file: str = field(default="", metadata=PATH)
+    sla_class: SlaClass | None = field(default=None, metadata={"toml": "class"})
+
+
+@dataclass(frozen=True, slots=True)
+class LaneConfig:
+    """[[lane]]: one compute resource. 0 or () = derived from the machine."""
+
+    name: str = ""
+    kind: str = field(default="cpu", metadata=_one_of("cpu"))
+    threads: int = field(default=0, metadata=_within(0, 1024))
+    cores: tuple[int, ...] = ()
+    entries_max: int = field(default=64, metadata=_within(1, 1024))
+    tokens_per_step: int = field(default=640, metadata=_within(32, 65536))
+    chunk_tokens_max: int = field(default=512, metadata=_within(16, 32768))
+    step_ms_max: float = field(default=1000.0, metadata=_within(1, 60_000))
+    places: int = field(default=0, metadata=_within(0, 65536))  # 0 = by page size
+    tier: str = field(default="", metadata=_one_of("fast", "bulk", "any"))  # "" = by kind
+    pool: str = ""  # lanes of one pool are variants of one another: same tier, other limits
+    queue_max: int = field(default=0, metadata=_within(0, 100_000))  # 0 = limits.queue_max
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """[store]: where KV and the ledger live. `dir` "" and `budget_bytes` 0 = derived."""
+
+    dir: str = field(default="", metadata=PATH)
+    budget_bytes: int = field(default=0, metadata=_within(0, 1 << 50))
+    allow_volatile: bool = False
+    durability: str = field(default="turn", metadata=_one_of("turn", "power"))
+
+
+@dataclass(frozen=True, slots=True)
+class ClassConfig:
+    """[sla.CLASS]: default targets of a class; ttft_ms is also its aging horizon.
+
+    A request that would wait longer than `patience_s` for its first token is refused with the
+    time to come back; 0 = never.
+    """
+
+    ttft_ms: float = field(metadata=_within(1, 3_600_000))
+    tpot_ms: float = field(metadata=_within(0.1, 600_000))
+    patience_s: float = field(default=0.0, metadata=_within(0, 86_400))
+
+
+@dataclass(frozen=True, slots=True)
+class SlaConfig:
+    """[sla]: the class of a request that names none, and the targets of each class."""
+
+    default_class: SlaClass = SlaClass.STANDARD
+    interactive: ClassConfig = ClassConfig(500.0, 50.0, 120.0)
+    standard: ClassConfig = ClassConfig(2_000.0, 100.0, 300.0)
+    background: ClassConfig = ClassConfig(30_000.0, 500.0, 3_600.0)
+    batch: ClassConfig = ClassConfig(300_000.0, 2_000.0)
+
+    def of(self, sla_class: SlaClass) -> ClassConfig:
+        """Targets of one class."""
+        return {
+            SlaClass.INTERACTIVE: self.interactive,
+            SlaClass.STANDARD: self.standard,
+            SlaClass.BACKGROUND: self.background,
+            SlaClass.BATCH: self.batch,
+        }[sla_class]
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """[limits]: how much is accepted. `context_tokens` 0 = the model's own, capped by memory."""
+
+    context_tokens: int = field(default=0, metadata=_within(0, 16 << 20))
+    tokens_max_default: int = field(default=1024, metadata=_within(1, 1 << 20))
+    queue_max: int = field(default=1024, metadata=_within(1, 100_000))
+    streams_max: int = field(default=2048, metadata=_within(1, 100_000))
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """[router]: which lane serves whom, and when a session moves; see `batchengine.router`."""
+
+    promote_auto: bool = True  # an interactive request takes its session to a fast lane;
+    demote_idle_s: float = field(default=60.0, metadata=_within(0, 86_400))  # and back, idle
+    dwell_s: float = field(default=5.0, metadata=_within(0, 3_600))  # least time between moves
+    long_prompt_tokens: int = field(default=2048, metadata=_within(1, 16 << 20))
+    tolerance: float = field(default=0.25, metadata=_within(0, 10))  # worse, yet preferred
+    loaded_ratio: float = field(default=0.5, metadata=_within(0.01, 1))  # of a lane's seats
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything `serve` takes. Build it with `load` so that derived values are filled in."""
+
+    model: ModelConfig = ModelConfig()
+    server: ServerConfig = ServerConfig()
+    auth: tuple[ApiKey, ...] = ()  # TOML: [auth.keys.NAME]
+    lanes: tuple[LaneConfig, ...] = (LaneConfig(),)  # TOML: [[lane]]
+    store: StoreConfig = StoreConfig()
+    sla: SlaConfig = SlaConfig()
+    limits: LimitsConfig = LimitsConfig()
+    router: RouterConfig = RouterConfig()
+    cache_dir: str = ""
+    debug: bool = False
