@@ -6,10 +6,12 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 # llama.cpp is compiled for its tokenizer and as the peer of tests and benches; its tools are not needed.
 LLAMA_ARGS := -DLLAVA_BUILD=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
+SANITIZE_ENV = PYTHONPATH=$(CURDIR)/build/sanitize LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; d = p["dependencies"] + p["optional-dependencies"]["dev"]; print("\n".join(x for x in d if x.startswith("llama") == (sys.argv[1] == "llama")))'
+CMAKE := .venv/bin/cmake -S kernels -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DCMAKE_BUILD_TYPE=Release
 NATIVE := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 
-.PHONY: env native demo test check bench clean
+.PHONY: env native free-order sanitize demo test check bench clean
 
 env: .venv/.env-stamp
 .venv/.env-stamp: pyproject.toml
@@ -27,13 +29,31 @@ native: .venv/.native-stamp
 .venv/.native-stamp: .venv/.env-stamp pyproject.toml $(NATIVE)
 	@echo "[native] compiling the kernels"
 	mkdir -p build
-	.venv/bin/cmake -S kernels -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja \
-	  -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DBATCHENGINE_IN_PLACE=ON -DCMAKE_BUILD_TYPE=Release > build/native.log \
-	  || { cat build/native.log; exit 1; }
+	$(CMAKE) -B build/native -DBATCHENGINE_IN_PLACE=ON > build/native.log || { cat build/native.log; exit 1; }
 	.venv/bin/cmake --build build/native
 	rm -f build/native.log
 	$(PY) tools/link_env.py
 	touch $@
+
+# Two builds beside the product, each a package `kernels` in its own folder: PYTHONPATH=build/sanitize.
+build/sanitize/.stamp: .venv/.env-stamp $(NATIVE)
+	$(CMAKE) -B build/sanitize -DBATCHENGINE_SANITIZE=ON
+	.venv/bin/cmake --build build/sanitize
+	touch $@
+
+build/free-order/.stamp: .venv/.env-stamp $(NATIVE)
+	$(CMAKE) -B build/free-order -DBATCHENGINE_FREE_ORDER=ON
+	.venv/bin/cmake --build build/free-order
+	touch $@
+
+free-order: build/free-order/.stamp
+
+# The suites that live in native code, with address and undefined-behaviour sanitizers. Leaks are not
+# counted: the interpreter itself keeps memory until it ends.
+SANITIZED := tests/test_kernels_attention.py tests/test_kernels_linear.py tests/test_sampling.py tests/test_model.py
+sanitize: native build/sanitize/.stamp
+	$(SANITIZE_ENV) $(PY) -P -c 'import kernels; assert "build/sanitize" in kernels.__file__, kernels.__file__'
+	$(SANITIZE_ENV) $(PY) -P -m pytest -q --import-mode=append -p no:faulthandler $(SANITIZED)
 
 demo: native
 	$(PY) -m service.demo
@@ -51,6 +71,7 @@ bench: native
 	$(PY) -m bench engine
 	$(PY) -m bench kernels
 	$(PY) -m bench invariance
+	$(PY) -m bench canonical
 
 clean:
 	rm -rf build .venv kernels/_native*.so

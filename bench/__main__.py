@@ -9,6 +9,7 @@ BENCHES = {
     "engine": "prefill and decode of one GGUF against llama.cpp, same threads, same run",
     "kernels": "GB/s and GOPS of every kernel against the machine's measured peaks",
     "invariance": "sequences compared bit for bit across every way of computing them",
+    "canonical": "what the fixed order of float sums costs, against a build without it",
     "router": "microseconds of one routing decision, by number of lanes",
 }
 

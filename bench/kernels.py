@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,93 @@ def fingerprint(rows: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(rows).tobytes()).hexdigest()[:12]
 
 
+@dataclass
+class Case:
+    """One kernel with its inputs made: what to call, what it writes, what it reads and computes."""
+
+    run: Callable[[], None]
+    out: np.ndarray
+    read_bytes: float
+    operations: float
+
+
+def linear_case(
+    pool: Any, rng: np.random.Generator, kind: str, tokens: int, shape: tuple[int, int], cold: int
+) -> Case:
+    """`tokens` rows times a matrix (rows, cols); `cold` bytes of further matrices take turns with
+    it when streaming, so that none of them stays in a cache."""
+    rows, cols = shape
+    one = kernels.packed_bytes(kind, rows, cols)
+    copies = 1 if tokens >= 16 else max(2, cold // one)
+    matrices = [random_packed(pool, kind, rows, cols, rng) for _ in range(copies)]
+    values = kernels.Rows(tokens, cols)
+    values.view(tokens)[:] = rng.standard_normal((tokens, cols), np.float32)
+    acts = kernels.Activations(tokens, cols, kind in ("f16", "bf16", "f32"))
+    kernels.quantise(pool, values, tokens, acts)
+    out = kernels.Rows(tokens, rows)
+
+    def run() -> None:
+        for matrix in matrices:
+            kernels.linear(pool, acts, [matrix], [None], tokens, out)
+
+    return Case(run, out.view(tokens), one * copies, 2.0 * rows * cols * tokens * copies)
+
+
+def attention_case(
+    pool: Any, rng: np.random.Generator, group: int, context: int, queries: int, sequences: int
+) -> Case:
+    """The last `queries` tokens of `context` ones, for 8 KV heads of 128 and `group` heads each."""
+    heads_kv, dim = 8, 128
+    shape = kernels.PageShape(1, heads_kv, dim)
+    pages = -(-context // 256)
+    store = aligned(shape.payload_bytes * pages * sequences)
+    n_head = heads_kv * group
+    fill = kernels.Rows(256, (n_head + 2 * heads_kv) * dim)
+    fill.view(256)[:] = rng.standard_normal(fill.view(256).shape, np.float32)
+    rope = kernels.RopeTable("neox", dim, dim, 1e6, None, 1.0, 1.0)
+    batch = kernels.Batch(max(256, queries, sequences), sequences, pages * sequences)
+
+    def place(rows: Any, q: Any) -> None:
+        kernels.place_kv(pool, rows, batch, shape, 0, n_head, None, None, 1e-6, rope, dim**-0.5, q)
+
+    q = kernels.Queries(max(256, queries), n_head, dim)
+    base = kernels.address_of(store)
+    table = base + np.arange(pages * sequences, dtype=np.uint64) * shape.payload_bytes
+    for s in range(sequences):
+        for p in range(pages):
+            mine = table[s * pages : s * pages + p + 1]
+            batch.set(np.zeros(256, np.int32), np.array([[256, p * 256, p + 1]], np.int32), mine)
+            place(fill, q)
+    start, count = context - queries, queries * sequences
+    entries = np.array([[queries, start, pages]] * sequences, np.int32)
+    batch.set(np.zeros(count, np.int32), entries, table)
+    last = kernels.Rows(count, (n_head + 2 * heads_kv) * dim)
+    last.view(count)[:] = 0.5
+    wide = kernels.Queries(count, n_head, dim)
+    place(last, wide)
+    out = kernels.Rows(count, n_head * dim)
+
+    def run(_keep: np.ndarray = store) -> None:
+        kernels.attend(pool, wide, batch, shape, 0, out)
+
+    seen = sum(start + i + 1 for i in range(queries))
+    read_bytes = shape.payload_bytes * (context / 256) * sequences
+    return Case(run, out.view(count), read_bytes, 2.0 * 2.0 * seen * dim * n_head * sequences)
+
+
+def norm_case(pool: Any, rng: np.random.Generator, tokens: int, width: int) -> Case:
+    """RMSNorm and quantisation of `tokens` rows."""
+    x = kernels.Rows(tokens, width)
+    x.view(tokens)[:] = rng.standard_normal((tokens, width), np.float32)
+    weight = kernels.Vector(np.ones(width, np.float32))
+    acts = kernels.Activations(tokens, width)
+
+    def run() -> None:
+        kernels.norm_quantise(pool, x, weight, 1e-6, tokens, acts)
+
+    return Case(run, x.view(tokens), 4.0 * tokens * width, 0.0)
+
+
 class Bench:
     """Shapes, threads and peaks of one run."""
 
@@ -79,88 +167,29 @@ class Bench:
         )
 
     def linear(self, kind: str, tokens: int, rows: int, cols: int) -> None:
-        """Many matrices in turn when streaming, so that none of them stays in a cache."""
-        one = kernels.packed_bytes(kind, rows, cols)
-        copies = 1 if tokens >= 16 else max(2, (32 if self.quick else 256) * 2**20 // one)
-        matrices = [random_packed(self.pool, kind, rows, cols, self.rng) for _ in range(copies)]
-        values = kernels.Rows(tokens, cols)
-        values.view(tokens)[:] = self.rng.standard_normal((tokens, cols), np.float32)
-        acts = kernels.Activations(tokens, cols, kind in ("f16", "bf16", "f32"))
-        kernels.quantise(self.pool, values, tokens, acts)
-        out = kernels.Rows(tokens, rows)
-
-        def run() -> None:
-            for matrix in matrices:
-                kernels.linear(self.pool, acts, [matrix], [None], tokens, out)
-
-        best, _ = best_seconds(run, self.budget_s)
-        hashed = fingerprint(out.view(tokens))
-        name = f"linear_{kind}_{tokens}"
-        if tokens >= 16:
-            gops = 2.0 * rows * cols * tokens * copies / best / 1e9
-            self.record(name, gops, "gops", self.int8_gops, hashed)
-        else:
-            self.record(name, one * copies / best / 1e9, "gbps", self.read_gbps, hashed)
+        cold = (32 if self.quick else 256) * 2**20
+        case = linear_case(self.pool, self.rng, kind, tokens, (rows, cols), cold)
+        self.measure(f"linear_{kind}_{tokens}", case, computes=tokens >= 16)
 
     def attention(self, group: int, context: int, queries: int) -> None:
-        """Decode (queries = 1) streams KV; prefill (queries > 1) computes. head_dim 128."""
-        heads_kv, dim = 8, 128
-        shape = kernels.PageShape(1, heads_kv, dim)
-        pages = -(-context // 256)
+        """Decode (queries = 1) streams KV; prefill (queries > 1) computes."""
         sequences = 1 if queries > 1 else (2 if self.quick else 16)
-        store = aligned(shape.payload_bytes * pages * sequences)
-        n_head = heads_kv * group
-        fill = kernels.Rows(256, (n_head + 2 * heads_kv) * dim)
-        fill.view(256)[:] = self.rng.standard_normal(fill.view(256).shape, np.float32)
-        rope = kernels.RopeTable("neox", dim, dim, 1e6, None, 1.0, 1.0)
-        q = kernels.Queries(max(256, queries), n_head, dim)
-        batch = kernels.Batch(max(256, queries, sequences), sequences, pages * sequences)
-        base = kernels.address_of(store)
-        table = base + np.arange(pages * sequences, dtype=np.uint64) * shape.payload_bytes
-        for s in range(sequences):
-            for p in range(pages):
-                mine = table[s * pages : s * pages + p + 1]
-                batch.set(
-                    np.zeros(256, np.int32), np.array([[256, p * 256, p + 1]], np.int32), mine
-                )
-                kernels.place_kv(
-                    self.pool, fill, batch, shape, 0, n_head, None, None, 1e-6, rope, dim**-0.5, q
-                )
-        start = context - queries
-        entries = np.array([[queries, start, pages]] * sequences, np.int32)
-        batch.set(np.zeros(queries * sequences, np.int32), entries, table)
-        last = kernels.Rows(queries * sequences, (n_head + 2 * heads_kv) * dim)
-        last.view(queries * sequences)[:] = 0.5
-        wide = kernels.Queries(queries * sequences, n_head, dim)
-        kernels.place_kv(
-            self.pool, last, batch, shape, 0, n_head, None, None, 1e-6, rope, dim**-0.5, wide
-        )
-        out = kernels.Rows(queries * sequences, n_head * dim)
+        case = attention_case(self.pool, self.rng, group, context, queries, sequences)
+        work = "decode" if queries == 1 else "prefill"
+        self.measure(f"attend_{work}_g{group}_{context}", case, computes=queries > 1)
 
-        def run() -> None:
-            kernels.attend(self.pool, wide, batch, shape, 0, out)
-
-        best, _ = best_seconds(run, self.budget_s)
-        hashed = fingerprint(out.view(queries * sequences))
-        if queries == 1:
-            moved = shape.payload_bytes * (context / 256) * sequences
-            name = f"attend_decode_g{group}_{context}"
-            self.record(name, moved / best / 1e9, "gbps", self.read_gbps, hashed)
+    def measure(self, name: str, case: Case, *, computes: bool) -> None:
+        best, _ = best_seconds(case.run, self.budget_s)
+        hashed = fingerprint(case.out)
+        if computes:
+            self.record(name, case.operations / best / 1e9, "gops", self.int8_gops, hashed)
         else:
-            seen = sum(start + i + 1 for i in range(queries))
-            gops = 2.0 * 2.0 * seen * dim * n_head / best / 1e9
-            name = f"attend_prefill_g{group}_{context}"
-            self.record(name, gops, "gops", self.int8_gops, hashed)
+            self.record(name, case.read_bytes / best / 1e9, "gbps", self.read_gbps, hashed)
 
     def small_ops(self) -> None:
         """Microseconds of the element-wise ops and of an empty dispatch; no peak applies."""
-        width, tokens = 1024, 1
-        x = kernels.Rows(tokens, width)
-        x.view(1)[:] = self.rng.standard_normal((1, width), np.float32)
-        weight = kernels.Vector(np.ones(width, np.float32))
-        acts = kernels.Activations(tokens, width)
         runs = {
-            "norm_quantise_1": lambda: kernels.norm_quantise(self.pool, x, weight, 1e-6, 1, acts),
+            "norm_quantise_1": norm_case(self.pool, self.rng, 1, 1024).run,
             "dispatch": self.pool.run_empty,
         }
         for name, run in runs.items():

@@ -142,25 +142,37 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* lo
     *m = __builtin_ceilf(_mm512_reduce_max_ps(top)) + 0.0f;
 
     const V16 shift = vset(*m);
+#if defined(BATCHENGINE_FREE_ORDER)
+    __m512 sum = zero;
+#else
     const __m512 magic = _mm512_set1_ps(ca1::ROUND_MAGIC), unit = _mm512_set1_ps(0x1p22f);
     const __m512i magic_bits = _mm512_castps_si512(magic);
     __m512i sum = _mm512_setzero_si512();
+#endif
     __m512 w_top = zero;
     check = zero;
     for (int i = 0; i < vectors; i++) {
         const __mmask16 mask = i < whole ? static_cast<__mmask16>(0xFFFF) : tail;
         V16 p = vexp2c(vload(s + 16 * i) - shift);
         p.v = _mm512_maskz_mov_ps(mask, p.v);
+#if defined(BATCHENGINE_FREE_ORDER)
+        sum = _mm512_add_ps(sum, p.v);
+#else
         // fma rounds p * 2^22 to an integer in one step, because that product is exact.
         const __m512i rounded = _mm512_castps_si512(_mm512_fmadd_ps(p.v, unit, magic));
         sum = _mm512_add_epi32(sum, _mm512_sub_epi32(rounded, magic_bits));
+#endif
         const __m512 w = _mm512_maskz_mul_ps(mask, p.v, _mm512_load_ps(dv + 16 * i));
         check = _mm512_fmadd_ps(w, zero, check);
         w_top = _mm512_max_ps(w_top, w);
         _mm512_store_ps(s + 16 * i, w);
     }
     if (_mm512_cmp_ps_mask(check, zero, _CMP_NEQ_UQ)) return false;
+#if defined(BATCHENGINE_FREE_ORDER)
+    *l = _mm512_reduce_add_ps(sum);
+#else
     *l = static_cast<float>(_mm512_reduce_add_epi32(sum)) * 0x1p-22f;
+#endif
 
     const float w_max = _mm512_reduce_max_ps(w_top);
     const bool empty = w_max < ca1::TINY;

@@ -21,7 +21,11 @@
 namespace batchengine {
 
 constexpr size_t PAGE_TOKENS = ca1::PAGE_TOKENS;
+#if defined(BATCHENGINE_FREE_ORDER)
+constexpr size_t SUPERPAGE_PAGES = size_t{1} << 20;  // see free_order.h
+#else
 constexpr size_t SUPERPAGE_PAGES = ca1::SUPERPAGE_PAGES;
+#endif
 constexpr size_t HEAD_DIM_MAX = 256;
 
 struct PageShape {

@@ -74,7 +74,11 @@ INLINE Quantised quantise_eight(Inputs in) {
     const __mmask8 used = _mm256_cmp_ps_mask(a, _mm256_set1_ps(ca1::TINY), _CMP_GE_OQ) & ~bad;
     const __m256 c127 = _mm256_set1_ps(127.0f);
     Quantised out;
+#if defined(BATCHENGINE_FREE_ORDER)
+    out.scale = _mm256_maskz_mul_ps(used, a, _mm256_set1_ps(1.0f / 127.0f));
+#else
     out.scale = _mm256_maskz_div_ps(used, a, c127);
+#endif
     alignas(32) float id[AT_ONCE];
     _mm256_store_ps(id, _mm256_maskz_div_ps(used, c127, a));
     if (bad) {

@@ -16,6 +16,9 @@ struct Tail {
 
 // Lanes i mod 64 kept in four vectors -> one number: 32, 16, 8, 4, 2, 1.
 SIMD_FN float tree_64(const V16 lanes[4]) {
+#if defined(BATCHENGINE_FREE_ORDER) && defined(SIMD_AVX512)
+    return _mm512_reduce_add_ps(((lanes[0] + lanes[2]) + (lanes[1] + lanes[3])).v);
+#endif
     float sum[16];
     vstore(sum, (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]));
     for (int step = 8; step; step >>= 1)

@@ -231,6 +231,10 @@ SIMD_FN void vstore_i8(int8_t* p, V16 a) {
 
 #endif
 
+#if defined(BATCHENGINE_FREE_ORDER) && defined(SIMD_AVX512)
+#include "free_order.h"
+#else
+
 // Lane by lane the trees of ca1.h; the comments on ranges stand there. max(0, x) is the value below
 // the range: 0 for a number, and the NaN itself for a NaN, because maxps hands on its second operand.
 SIMD_FN V16 vexp2c(V16 x) {
@@ -271,5 +275,7 @@ SIMD_FN V16 vsigmoid(V16 x) {
     return one / (one + vexpc(vneg(x)));
 }
 SIMD_FN V16 vsilu(V16 x) { return x / (vset(1.0f) + vexpc(vneg(x))); }
+
+#endif
 
 }  // namespace

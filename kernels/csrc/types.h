@@ -18,7 +18,11 @@ namespace batchengine {
 constexpr size_t BLOCK_WIDTH = 32;     // quantisation group of activations and of Q4_0 weights
 constexpr size_t TILE_ROWS = 16;       // rows of a packed tile: one fp32 lane of a zmm each
 constexpr size_t GROUP_TOKENS = 16;    // tokens that sit together in an activation panel
+#if defined(BATCHENGINE_FREE_ORDER)
+constexpr size_t SEGMENT_BLOCKS = size_t{1} << 20;  // never: see free_order.h
+#else
 constexpr size_t SEGMENT_BLOCKS = 32;  // blocks summed before the running total takes over (1024 k)
+#endif
 constexpr size_t CACHE_LINE = 64;
 
 constexpr size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }

@@ -1,0 +1,242 @@
+"""What canonical arithmetic costs: our kernels against a build of them in which order is free.
+
+The rival is `make free-order`: the same sources and int8 dots with every float sum, rounding and
+division released (kernels/csrc/free_order.h says what that changes), made beside the product and
+found only here. Each build runs in a process of its own; the two take turns, A B B A, and `cost`
+is the median over turns of (canonical seconds / free seconds) - 1. Rows `prefill_512` and
+`decode_*` are whole forward passes of the synthetic model, the others single kernels.
+
+Needs AVX-512 VNNI: on lower levels both builds are the same code, and the bench says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kernels
+from bench import report
+from bench.kernels import attention_case, linear_case, norm_case
+
+ROOT = Path(__file__).resolve().parent.parent
+FREE = ROOT / "build" / "free-order"
+LEVEL = "avx512-vnni"
+
+
+class Work:
+    """The rows, in the process of one build. Each call of a row returns seconds per pass."""
+
+    def __init__(self, threads: int, quick: bool) -> None:
+        from batchengine.model.local import LocalRunner
+        from bench.engine import synthetic_model
+
+        kernels.set_isa(LEVEL)
+        self.quick = quick
+        path = synthetic_model("0.1b" if quick else "0.6b")
+        self.runner = LocalRunner(
+            path,
+            threads=threads,
+            tokens_max=512,
+            entries_max=16,
+            n_pages=64,
+            cache_dir=path.parent,
+        )
+        self.rng = np.random.default_rng(3)
+        self.rows: dict[str, Callable[[], object]] = {"prefill_512": self._prefill(512)}
+        for name, batch, length in (
+            ("decode_b1", 1, 16),
+            ("decode_b16", 16, 16),
+            ("decode_4k_b1", 1, 1024 if quick else 4096),
+        ):
+            self.rows[name] = self._decode(batch, length)
+        self._kernels()
+
+    def _tokens(self, count: int) -> list[int]:
+        return self.rng.integers(3, self.runner.spec.n_vocab, count).tolist()
+
+    def _prefill(self, count: int) -> Callable[[], object]:
+        from batchengine.model.local import Sequence
+
+        prompt = self._tokens(count)
+
+        def run() -> None:
+            sequence = Sequence()
+            self.runner.prefill(sequence, prompt)
+            self.runner.release(sequence)
+
+        return run
+
+    def _decode(self, batch: int, length: int) -> Callable[[], object]:
+        from batchengine.model.local import Sequence
+
+        first = Sequence()
+        self.runner.prefill(first, self._tokens(length))
+        sequences = [first] + [self.runner.fork(first) for _ in range(batch - 1)]
+
+        def run() -> None:
+            self.runner.step([(s, [7]) for s in sequences])
+            for s in sequences:
+                del s.tokens[length:]
+
+        return run
+
+    def _kernels(self) -> None:
+        """Shapes of the 0.6B model: its widest product, its attention, its norm."""
+        pool, rng, quick = self.runner.pool, self.rng, self.quick
+        for tokens in (1, 16, 512):
+            shape, cold = ((512, 512), 2**20) if quick else ((3072, 1024), 64 * 2**20)
+            case = linear_case(pool, rng, "q4_0", tokens, shape, cold)
+            self.rows[f"linear_q4_0_{tokens}"] = case.run
+        self.rows["linear_q4_0_512_k3072"] = linear_case(
+            pool, rng, "q4_0", 512, (512 if quick else 1024, 3072), 0
+        ).run
+        self.rows["attend_decode"] = attention_case(
+            pool, rng, 2, 512 if quick else 4096, 1, 1 if quick else 4
+        ).run
+        self.rows["attend_prefill"] = attention_case(pool, rng, 2, 512, 256, 1).run
+        self.rows["norm_quantise_512"] = norm_case(pool, rng, 512, 1024).run
+
+    def facts(self) -> dict[str, Any]:
+        """What this build is, and the logits of a short prompt: both must compute one model."""
+        prompt = np.random.default_rng(5).integers(3, self.runner.spec.n_vocab, 32).tolist()
+        logits = self.runner.all_logits(prompt)[-1]
+        return {
+            "arith_id": kernels.arith_id(self.runner.pool),
+            "module": str(Path(kernels.__file__).parent),
+            "rows": list(self.rows),
+            "logits": logits[:4096].astype(float).tolist(),
+        }
+
+    def serve(self) -> None:
+        """One line per request: a row and how many passes; the answer is seconds per pass."""
+        print(json.dumps(self.facts()), flush=True)
+        for line in sys.stdin:
+            name, passes = json.loads(line)
+            run = self.rows[name]
+
+            def many(run: Callable[[], object] = run, passes: int = passes) -> None:
+                for _ in range(passes):
+                    run()
+
+            print(json.dumps(report.seconds(many) / passes), flush=True)
+
+
+class Side:
+    """A build, in a child process."""
+
+    def __init__(self, package: Path, threads: int, quick: bool) -> None:
+        search = [str(package), str(ROOT)]
+        command = [sys.executable, "-P", "-m", "bench.canonical", "--serve", str(threads)]
+        self.process = subprocess.Popen(
+            command + (["--quick"] if quick else []),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(search)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.facts: dict[str, Any] = self._answer()
+        found = Path(self.facts["module"])
+        if found != package / "kernels":
+            raise RuntimeError(f"kernels came from {found}, not from {package}")
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        while line and line[0] not in "{0123456789":  # a message of the model's making
+            line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("a build ended early; its message stands above")
+        return json.loads(line)
+
+    def seconds(self, row: str, passes: int) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([row, passes]) + "\n")
+        self.process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def compare(ours: Side, free: Side, row: str, budget_s: float, turns: int) -> dict[str, Any]:
+    """Both builds in turn, A B B A, each turn `budget_s` long."""
+    passes = max(1, round(budget_s / max(ours.seconds(row, 1), 1e-6)))
+    free.seconds(row, passes)
+    a: list[float] = []
+    b: list[float] = []
+    for turn in range(turns):
+        for side, to in ((ours, a), (free, b)) if turn % 2 else ((free, b), (ours, a)):
+            to.append(side.seconds(row, passes))
+    costs = sorted(x / y - 1.0 for x, y in zip(a, b, strict=True))
+    entry = {
+        "canonical_us": round(statistics.median(a) * 1e6, 1),
+        "free_us": round(statistics.median(b) * 1e6, 1),
+        "cost": round(statistics.median(costs), 4),
+        "range": [round(costs[0], 4), round(costs[-1], 4)],
+    }
+    print(
+        f"  {row:<22} canonical {entry['canonical_us']:11.1f} us   free {entry['free_us']:11.1f} us"
+        f"   cost {100 * entry['cost']:+5.1f} %  [{100 * costs[0]:+.1f} … {100 * costs[-1]:+.1f}]",
+        flush=True,
+    )
+    return entry
+
+
+def is_stale() -> bool:
+    """True when the product's module was built from older sources than the rival."""
+    sources = (ROOT / "kernels" / "csrc").iterdir()
+    built = min(p.stat().st_mtime for p in (ROOT / "kernels").glob("_native*.so"))
+    return max(p.stat().st_mtime for p in sources) > built
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench canonical", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, under a minute")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=0, help="default 15, quick 3")
+    parser.add_argument("--rows", default="", help="only these rows, separated by commas")
+    parser.add_argument("--json", help="write figures to this file")
+    parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.serve:
+        Work(args.serve, args.quick).serve()
+        return 0
+    if LEVEL not in kernels.isa_levels():
+        print(f"this processor has no {LEVEL}: both builds would run the same code")
+        report.finish({"canonical_cost": {}}, details={"isa": kernels.isa()}, json_path=args.json)
+        return 0
+    subprocess.run(["make", "-s", "free-order"], cwd=ROOT, check=True, stdout=sys.stderr)
+    if not args.quick and is_stale():
+        print("kernels/ is newer than the module in place: make native")
+        return 1
+    ours, free = (Side(package, args.threads, args.quick) for package in (ROOT, FREE))
+    if ours.facts["arith_id"] == free.facts["arith_id"]:
+        raise RuntimeError("the free build computes the same bits: it is not free")
+    x, y = (np.array(side.facts["logits"]) for side in (ours, free))
+    cosine = float(x @ y / np.sqrt((x @ x) * (y @ y)))
+    if cosine < 0.999:
+        raise RuntimeError(f"the free build computes another model: cosine {cosine:.5f}")
+    turns = args.turns or (3 if args.quick else 15)
+    rows = args.rows.split(",") if args.rows else ours.facts["rows"]
+    print(f"{LEVEL}, {args.threads} threads, {turns} turns; logits of the two: cosine {cosine:.6f}")
+    result = {r: compare(ours, free, r, 0.02 if args.quick else 0.25, turns) for r in rows}
+    for side in (ours, free):
+        side.close()
+    details = {"threads": args.threads, "turns": turns, "cosine": cosine, "isa": LEVEL}
+    report.finish({"canonical_cost": result}, details=details, json_path=args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
