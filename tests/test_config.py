@@ -159,6 +159,69 @@ def test_unknown_key_names_file_line_and_the_near_one(tmp_path: Path) -> None:
     )
 
 
+def test_router_and_lane_keys(tmp_path: Path, machine: Machine) -> None:
+    text = """
+[router]
+promote_auto = false
+demote_idle_s = 30
+long_prompt_tokens = 512
+[[lane]]
+tier = "fast"
+pool = "quick"
+queue_max = 8
+[[lane]]
+[[lane]]
+"""
+    config = load(write(tmp_path, text), machine=machine)
+    router = config.router
+    assert (router.promote_auto, router.demote_idle_s, router.long_prompt_tokens) == (
+        False,
+        30.0,
+        512,
+    )
+    assert [(n.name, n.tier, n.pool, n.queue_max) for n in config.lanes] == [
+        ("cpu", "fast", "quick", 8),
+        ("cpu1", "bulk", "", 0),
+        ("cpu2", "bulk", "", 0),
+    ]
+    assert [c.patience_s for c in (config.sla.standard, config.sla.batch)] == [300.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "cores", "tiers"),
+    [
+        ("[[lane]]", [(0, 2, 4, 6)], ["any"]),
+        ("[[lane]]\n[[lane]]", [(0, 2), (4, 6)], ["any", "any"]),
+        ("[[lane]]\nthreads=1\n[[lane]]", [(0,), (2, 4, 6)], ["any", "any"]),
+        ("[[lane]]\n[[lane]]\ncores=[0]\ntier='bulk'", [(2, 4, 6), (0,)], ["any", "bulk"]),
+        ("[[lane]]\nthreads=4\n[[lane]]", [(0, 2, 4, 6)] * 2, ["any", "any"]),
+        ("[[lane]]\n" * 5, [(0, 2, 4, 6)] * 5, ["any"] * 5),
+    ],
+)
+def test_lanes_divide_the_cores(
+    text: str, cores: list[tuple[int, ...]], tiers: list[str], tmp_path: Path, machine: Machine
+) -> None:
+    config = load(write(tmp_path, text), machine=machine)
+    assert [lane.cores for lane in config.lanes] == cores
+    assert [lane.tier for lane in config.lanes] == tiers
+    found = " ".join(warnings(config))
+    assert ("share the cores" in found) == (
+        len({c for n in cores for c in n}) < sum(map(len, cores))
+    )
+
+
+def test_a_derived_name_is_not_a_given_one(tmp_path: Path, machine: Machine) -> None:
+    config = load(write(tmp_path, "[[lane]]\nname='cpu1'\n[[lane]]"), machine=machine)
+    assert [lane.name for lane in config.lanes] == ["cpu1", "cpu2"]
+
+
+def test_a_tier_without_lanes_is_told(tmp_path: Path, machine: Machine) -> None:
+    config = load(write(tmp_path, "[[lane]]\ntier='bulk'\n" * 2), machine=machine)
+    assert any("no lane has tier fast" in text for text in warnings(config))
+    config = load(write(tmp_path, "[[lane]]\ntier='fast'\n[[lane]]"), machine=machine)
+    assert warnings(config) == []
+
+
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
@@ -184,6 +247,17 @@ def test_unknown_key_names_file_line_and_the_near_one(tmp_path: Path) -> None:
         ("[[lane]]\ncores = [1, 1]", "BE1107", "names a core twice"),
         ("[[lane]]\ncores = [1]\nthreads = 2", "BE1107", "one core per thread"),
         ("[[lane]]\nname = 'a'\n[[lane]]\nname = 'a'", "BE1107", "same name"),
+        ("[[lane]]\ntier = 'quick'", "BE1105", "lane.tier|line 2|fast, bulk, any"),
+        (
+            "[[lane]]\npool='a'\ntier='fast'\n[[lane]]\npool='a'\ntier='bulk'",
+            "BE1107",
+            "lane.pool|line 5|tier fast and of tier bulk",
+        ),
+        ("[[lane]]\npool = 'a\tb'", "BE1107", "lane.pool|line 2|printable"),
+        ("[router]\ndwell_s = 90", "BE1107", "router.dwell_s|line 2|demote_idle_s = 60"),
+        ("[router]\npromote = true", "BE1102", "Did you mean router.promote_auto?"),
+        ("[router]\ntolerance = -1", "BE1104", "router.tolerance|line 2"),
+        ("[sla.batch]\npatience_s = -1", "BE1104", "sla.batch.patience_s"),
         ("[sla.batch]\nttft_ms = 5", "BE1107", "sla.batch|line 1|background"),
         ("[sla]\ndefault_class = 'fast'", "BE1105", "interactive, standard"),
         ("[server]\nhost = '0.0.0.0'", "BE1106", "server.host|line 2|auth.keys|TLS"),

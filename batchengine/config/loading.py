@@ -66,6 +66,23 @@ def warnings(config: Config) -> list[str]:
             "store.durability = power is not built yet: as with turn, the tokens of the last 20 ms"
             " before a power loss are generated again"
         )
+    found += _lane_warnings(config.lanes)
+    return found
+
+
+def _lane_warnings(lanes: tuple[LaneConfig, ...]) -> list[str]:
+    found: list[str] = []
+    tiers = {lane.tier for lane in lanes}
+    for tier, users in (("fast", "interactive requests and long prompts"), ("bulk", "the rest")):
+        if len(lanes) > 1 and not tiers & {tier, "any", ""}:
+            found.append(f"no lane has tier {tier}: {users} share the lanes of the other tier")
+    for one, other in itertools.combinations(lanes, 2):
+        shared = sorted(set(one.cores) & set(other.cores))
+        if shared:
+            found.append(
+                f"lanes {one.name} and {other.name} share the cores {shared}: both are slower"
+                " while both compute"
+            )
     return found
 
 
@@ -177,6 +194,7 @@ def _check_together(source: Source, config: Config) -> None:
     names = [lane.name for lane in config.lanes if lane.name]
     if len(set(names)) != len(names):
         raise source.error("BE1107", "lane", "two lanes have the same name")
+    _check_routing(source, config)
     targets = [(c, config.sla.of(c)) for c in SlaClass]
     for (urgent, a), (patient, b) in itertools.pairwise(targets):
         if a.ttft_ms > b.ttft_ms or a.tpot_ms > b.tpot_ms:
@@ -187,6 +205,38 @@ def _check_together(source: Source, config: Config) -> None:
                 fix="targets may only grow from interactive to batch",
             )
     _check_auth(source, config)
+
+
+def _check_routing(source: Source, config: Config) -> None:
+    pools: dict[str, LaneConfig] = {}
+    for index, lane in enumerate(config.lanes):
+        if not lane.pool:
+            continue
+        if len(lane.pool) > POOL_CHARS_MAX or not lane.pool.isprintable():
+            raise source.error(
+                "BE1107",
+                f"lane.{index}.pool",
+                f"= {lane.pool[:POOL_CHARS_MAX]!r} is not a name",
+                fix=f"up to {POOL_CHARS_MAX} printable characters",
+            )
+        first = pools.setdefault(lane.pool, lane)
+        if first.tier != lane.tier:
+            raise source.error(
+                "BE1107",
+                f"lane.{index}.pool",
+                f"= {lane.pool!r} has lanes of tier {first.tier or 'unset'} and of tier"
+                f" {lane.tier or 'unset'}",
+                fix="give all lanes of a pool the same tier, or this lane another pool",
+            )
+    router = config.router
+    if router.dwell_s > router.demote_idle_s:
+        raise source.error(
+            "BE1107",
+            "router.dwell_s",
+            f"= {router.dwell_s:g} is longer than router.demote_idle_s = {router.demote_idle_s:g}:"
+            " an idle session could not be demoted when it is due",
+            fix="dwell_s <= demote_idle_s",
+        )
 
 
 def _check_auth(source: Source, config: Config) -> None:
@@ -264,10 +314,12 @@ def _model_id(path: str) -> str:
 def _derive_lanes(
     source: Source, lanes: tuple[LaneConfig, ...], machine: Machine
 ) -> tuple[LaneConfig, ...]:
-    """Names, and cores: given cores win, else `threads` of the machine's, else all of them."""
+    """Names, tiers and cores of lanes that left them open."""
     derived: list[LaneConfig] = []
+    names = {lane.name for lane in lanes if lane.name}
+    cores_of = _share_cores(lanes, machine.cores)
     for index, lane in enumerate(lanes):
-        cores = lane.cores or machine.cores[: lane.threads or len(machine.cores)]
+        cores = cores_of[index]
         threads = lane.threads or len(cores)
         if lane.cores and threads > len(lane.cores):
             raise source.error(
@@ -276,6 +328,48 @@ def _derive_lanes(
                 f"= {threads} but lane.cores lists {len(lane.cores)}",
                 fix="list one core per thread, or leave threads out",
             )
-        name = lane.name or (lane.kind if index == 0 else f"{lane.kind}{index}")
-        derived.append(dataclasses.replace(lane, name=name, threads=threads, cores=cores))
+        name = lane.name or _free_name(lane.kind, index, names)
+        names.add(name)
+        tier = lane.tier or _default_tier(lane, lanes)
+        derived.append(
+            dataclasses.replace(lane, name=name, threads=threads, cores=cores, tier=tier)
+        )
     return tuple(derived)
+
+
+def _free_name(kind: str, index: int, names: set[str]) -> str:
+    """cpu, cpu1, ...: never one that another lane was given."""
+    wanted = (kind if i == 0 else f"{kind}{i}" for i in itertools.count(index))
+    return next(name for name in wanted if name not in names)
+
+
+def _default_tier(lane: LaneConfig, lanes: tuple[LaneConfig, ...]) -> str:
+    """An accelerator is fast; beside a fast lane a CPU lane is bulk, among its like it is any."""
+    if lane.kind != "cpu":
+        return "fast"
+    others = (other.tier or ("any" if other.kind == "cpu" else "fast") for other in lanes)
+    return "bulk" if "fast" in others else "any"
+
+
+def _share_cores(
+    lanes: tuple[LaneConfig, ...], machine_cores: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Given cores win; the other lanes divide what is left, or share all if that is too little."""
+    taken = {core for lane in lanes for core in lane.cores}
+    left = [core for core in machine_cores if core not in taken]
+    open_lanes = [lane for lane in lanes if not lane.cores]
+    asked = sum(lane.threads for lane in open_lanes)
+    undecided = sum(not lane.threads for lane in open_lanes)
+    fair = max(1, (len(left) - asked) // max(1, undecided))
+    enough = sum(lane.threads or fair for lane in open_lanes) <= len(left)
+    found: list[tuple[int, ...]] = []
+    for lane in lanes:
+        count = lane.threads or (fair if enough else len(machine_cores))
+        if lane.cores:
+            found.append(lane.cores)
+        elif enough:
+            found.append(tuple(left[:count]))
+            del left[:count]
+        else:
+            found.append(machine_cores[:count])
+    return found
