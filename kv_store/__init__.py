@@ -42,7 +42,13 @@ Future fails if any intent of it failed. Readers return Futures too.
     append_tokens(id, epoch, start, ids)              truncate_tokens(id, epoch, length)
     set_pages(id, epoch, [(index, ref)])              finish_turn(id, epoch, turn, status, reason)
     set_owner(id, new_epoch, incarnation, lane)       drop_session(id)
+    cut_session(id, new_epoch, length, incarnation, lane)   # set_owner + truncate_tokens
+    copy_session(id, new_id, tenant, epoch=1, length=None)  # a fork: tokens and pages, no turns
+    rename_session(id, new_id, tenant, epoch=1)       set_suspect(id, incarnation, strikes, alone)
+    append(*records)                                  # any records of kv_store.records at once
     load_session(id) -> SessionRecord | None          list_sessions() -> list[SessionInfo]
+    unfinished_turns() -> list[(id, TurnInfo)]        find_turn(id, idempotency_key) -> TurnInfo
+    suspects() -> list[SuspectInfo]                   prune(sessions_max, keep) -> (sessions, turns)
     commit() -> Future[int]
 
 Arena (engine side: Arena; worker side: ArenaMapping, the only writer of its bytes).
@@ -99,9 +105,10 @@ from kv_store.keys import (
     token_ids,
 )
 from kv_store.layout import PAGE_TOKENS, Descriptor, PageLayout, differing_fields
-from kv_store.ledger import Ledger, SessionInfo, SessionRecord, TurnInfo
+from kv_store.ledger import Ledger
 from kv_store.pages import Page, PageRef, PageState
 from kv_store.pool import PagePool, PageProof, Ticket
+from kv_store.sessions import SessionInfo, SessionRecord, SuspectInfo, TurnInfo
 from kv_store.store import Recovery, Store, StoreSettings
 
 __all__ = [
@@ -138,6 +145,7 @@ __all__ = [
     "StoreSettings",
     "StoreUnsupported",
     "StoreVersion",
+    "SuspectInfo",
     "Ticket",
     "TurnInfo",
     "chain_keys",

@@ -15,12 +15,12 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kv_store import keys, osio, records
+from kv_store import keys, osio, records, sessions
 from kv_store.errors import (
     LedgerError,
     LedgerRefused,
@@ -31,6 +31,7 @@ from kv_store.errors import (
 )
 from kv_store.pages import PageRef
 from kv_store.records import Op
+from kv_store.sessions import SessionInfo, SessionRecord, SuspectInfo, TurnInfo
 from kv_store.threads import new_future, settle
 
 T = TypeVar("T")
@@ -47,44 +48,6 @@ _PAGE_QUERY = (
 COMMIT_TIMES_KEPT = 512  # enough for a p99
 _SQLITE_HEADER = struct.Struct(">60xI4xI")  # user_version at 60, application_id at 68
 assert _SQLITE_HEADER.size == 72
-
-
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """A session as the ledger lists it. `used_seq` is the commit of its last use."""
-
-    id: str
-    tenant: str
-    repr_id: bytes
-    epoch: int
-    owner_incarnation: int
-    owner_lane: str
-    ledger_len: int
-    state: str
-    meta: str
-    used_seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class TurnInfo:
-    id: str
-    idempotency_key: str | None
-    prompt_start: int
-    prompt_end: int
-    sampling: str
-    seed: int
-    status: str
-    finish_reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRecord:
-    """Everything durable about one session. `pages` may name generations that have passed."""
-
-    info: SessionInfo
-    tokens: list[int]
-    turns: list[TurnInfo]
-    pages: list[tuple[int, PageRef]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,35 +201,97 @@ class Ledger:
         """Flip the owner; `epoch` must be higher than the session's and becomes it."""
         return self.append(records.SetOwner(session, epoch, incarnation, lane))
 
+    def set_suspect(
+        self, session: str, incarnation: int, strikes: int, alone: bool = False
+    ) -> Future[int]:
+        """Mark a session that was in a step which killed its worker; 0 strikes clear the mark."""
+        return self.append(records.SetSuspect(session, incarnation, strikes, alone))
+
+    def copy_session(
+        self, source: str, name: str, tenant: str, epoch: int = 1, length: int | None = None
+    ) -> Future[int]:
+        """A new session whose timeline is the source's first `length` tokens (None: all), by its
+        own copy of the ids and the same pages. It has no turns. Fails if `name` exists."""
+        return self.append(records.CopySession(source, name, tenant, epoch, length))
+
+    def rename_session(self, source: str, name: str, tenant: str, epoch: int = 1) -> Future[int]:
+        """`copy_session` and `drop_session` at once."""
+        return self.append(
+            records.CopySession(source, name, tenant, epoch, None), records.DropSession(source)
+        )
+
+    def cut_session(
+        self, session: str, epoch: int, length: int, incarnation: int, lane: str
+    ) -> Future[int]:
+        """`set_owner` to a higher epoch and `truncate_tokens` at once: a client edited history."""
+        return self.append(
+            records.SetOwner(session, epoch, incarnation, lane),
+            records.TruncateTokens(session, epoch, length),
+        )
+
     def drop_session(self, session: str) -> Future[int]:
         return self.append(records.DropSession(session))
 
     def load_session(self, session: str) -> Future[SessionRecord | None]:
         """Tokens, turns and pages of a session; None if unknown; StoreCorrupt if damaged."""
 
-        def query(db: sqlite3.Connection) -> SessionRecord | None:
-            try:
-                return _load_session(db, session)
-            except (sqlite3.DatabaseError, TypeError, ValueError, OverflowError) as error:
-                raise StoreCorrupt(
-                    f"session {session} cannot be read from the ledger", why=str(error)
-                ) from error
-
-        return self.read(query)
+        return self.read(lambda db: sessions.load(db, session))
 
     def list_sessions(self) -> Future[list[SessionInfo]]:
         """Every session, most recently used first."""
-        return self.read(
-            lambda db: [
-                SessionInfo(*row)
-                for row in db.execute("SELECT * FROM session ORDER BY used_seq DESC, id")
-            ]
-        )
+        return self.read(sessions.infos)
+
+    def find_turn(self, session: str, idempotency_key: str) -> Future[TurnInfo | None]:
+        """The turn that was begun with this key, whatever became of it."""
+        return self.read(lambda db: sessions.turn_of_key(db, session, idempotency_key))
+
+    def unfinished_turns(self) -> Future[list[tuple[str, TurnInfo]]]:
+        """(session, turn) of every turn without an end, oldest first: what a dead engine left."""
+        return self.read(sessions.unfinished_turns)
+
+    def suspects(self) -> Future[list[SuspectInfo]]:
+        """Every session marked by `set_suspect`."""
+        return self.read(sessions.suspects)
+
+    def prune(
+        self, sessions_max: int, keep: Collection[str], turns_max: int = records.TURNS_KEPT
+    ) -> Future[tuple[int, int]]:
+        """Forget the longest unused sessions beyond `sessions_max`, never those in `keep`, and
+        finished turns beyond the last `turns_max` of a session. Gives (sessions, turns).
+
+        Commits. A session that is used while this runs stays.
+        """
+        result: Future[tuple[int, int]] = new_future()
+        kept = frozenset(keep)
+
+        def chosen(done: Future[sessions.Prunable]) -> None:
+            error = done.exception()
+            if error is not None:
+                result.set_exception(error)
+                return
+            found = done.result()
+            counts = len(found.idle), found.turns
+            ops: list[Op] = [records.ForgetIdle(*row) for row in found.idle]
+            if found.turns:
+                ops.append(records.PruneTurns(turns_max))
+            if not ops:
+                result.set_result((0, 0))
+                return
+            self.append(*ops).add_done_callback(
+                lambda written: settle(result, lambda: (written.result(), counts)[1])
+            )
+            self.commit()
+
+        self.read(
+            lambda db: sessions.prunable(db, sessions_max, kept, turns_max)
+        ).add_done_callback(chosen)
+        return result
 
     # -- the interface underneath -------------------------------------------------------------
 
     def append(self, *ops: Op) -> Future[int]:
-        """One atomic intent for the next commit. Resolves to the commit's sequence number."""
+        """One atomic intent, of any number of records, for the next commit. Resolves to the
+        commit's sequence number."""
         future: Future[int] = new_future()
         with self._lock:
             if self._failure is not None or self._closed:
@@ -562,32 +587,3 @@ def _replay(db: sqlite3.Connection) -> Replay:
         reprs=dict(db.execute("SELECT repr_id, descriptor FROM repr").fetchall()),
         sessions=db.execute("SELECT count(*) FROM session").fetchone()[0],
     )
-
-
-def _load_session(db: sqlite3.Connection, session: str) -> SessionRecord | None:
-    row = db.execute("SELECT * FROM session WHERE id = ?", (session,)).fetchone()
-    if row is None:
-        return None
-    info = SessionInfo(*row)
-    tokens = keys.token_ids(records.read_tokens(db, session))
-    if len(tokens) != info.ledger_len:
-        raise StoreCorrupt(
-            f"session {session} should have {info.ledger_len} tokens, the ledger has {len(tokens)}"
-        )
-    turns = [
-        TurnInfo(*row[:5], seed=records.unsigned(row[5]), status=row[6], finish_reason=row[7])
-        for row in db.execute(
-            "SELECT id, idempotency_key, prompt_start, prompt_end, sampling, seed, status,"
-            " finish_reason FROM turn WHERE session = ? ORDER BY prompt_start, seq, id",
-            (session,),
-        )
-    ]
-    pages = [
-        (index, PageRef(page_id, gen))
-        for index, page_id, gen in db.execute(
-            "SELECT page_index, page_id, gen FROM session_page WHERE session = ?"
-            " ORDER BY page_index",
-            (session,),
-        )
-    ]
-    return SessionRecord(info, tokens, turns, pages)

@@ -16,6 +16,12 @@ from kv_store.pages import PageRef
 
 APPLICATION_ID = 0x42454B56  # "BEKV", in the SQLite header
 SCHEMA_VERSION = 1
+TURNS_KEPT = 64  # per session: enough to answer a repeated or resumed request
+# finished turns that at least ?1 later ones of their session follow
+OLD_TURNS = """SELECT session, id FROM (
+  SELECT session, id, status, row_number() OVER
+    (PARTITION BY session ORDER BY seq DESC, prompt_start DESC, id DESC) AS age
+  FROM turn) WHERE age > ?1 AND status != 'running'"""
 
 SCHEMA = """
 CREATE TABLE store (
@@ -93,6 +99,33 @@ class SetOwner:
 @dataclass(frozen=True, slots=True)
 class DropSession:
     session: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopySession:
+    """A fork: a new session with the first `length` tokens (None: all) and their pages."""
+
+    source: str
+    session: str
+    tenant: str
+    epoch: int
+    length: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetIdle:
+    """Drop a session unless it was used, or changed hands, since it was chosen."""
+
+    session: str
+    epoch: int
+    used_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class PruneTurns:
+    """Keep the last `keep` turns of every session, and those still running."""
+
+    keep: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +250,9 @@ Op = (
     | SetMeta
     | SetOwner
     | DropSession
+    | CopySession
+    | ForgetIdle
+    | PruneTurns
     | AppendTurn
     | FinishTurn
     | AppendTokens
@@ -240,8 +276,12 @@ def apply(db: sqlite3.Connection, op: Op) -> None:
             _apply_tokens(db, op)
         case AppendTurn() | FinishTurn():
             _apply_turn(db, op)
-        case OpenSession() | SetMeta() | SetOwner() | DropSession() | SetPages() | SetSuspect():
+        case OpenSession() | SetMeta() | SetOwner() | SetPages() | SetSuspect():
             _apply_session(db, op)
+        case CopySession():
+            _copy_session(db, op)
+        case DropSession() | ForgetIdle() | PruneTurns():
+            _apply_forgetting(db, op)
         case PublishPage() | FreePage() | AgePages():
             _apply_page(db, op)
         case AddExtent() | DropExtent() | StartEpoch() | MarkClean():
@@ -308,11 +348,20 @@ def _apply_turn(db: sqlite3.Connection, op: AppendTurn | FinishTurn) -> None:
         (op.status, op.finish_reason, op.session, op.turn),
     )
     _join_blobs(db, op.session, row[0])
+    oldest_kept = db.execute(
+        "SELECT seq FROM turn WHERE session = ? ORDER BY seq DESC LIMIT 1 OFFSET ?",
+        (op.session, TURNS_KEPT - 1),
+    ).fetchone()
+    if oldest_kept is not None:
+        db.execute(
+            "DELETE FROM turn WHERE session = ? AND seq < ? AND status != 'running'",
+            (op.session, oldest_kept[0]),
+        )
 
 
 def _apply_session(
     db: sqlite3.Connection,
-    op: OpenSession | SetMeta | SetOwner | DropSession | SetPages | SetSuspect,
+    op: OpenSession | SetMeta | SetOwner | SetPages | SetSuspect,
 ) -> None:
     seq = db.execute("SELECT commit_seq FROM store").fetchone()[0]
     match op:
@@ -335,10 +384,6 @@ def _apply_session(
                 "UPDATE session SET epoch = ?, owner_incarnation = ?, owner_lane = ? WHERE id = ?",
                 (op.epoch, op.incarnation, op.lane, op.session),
             )
-        case DropSession():
-            db.execute("DELETE FROM session WHERE id = ?", (op.session,))
-            for table in ("turn", "token_blob", "session_page", "suspect"):
-                db.execute(f"DELETE FROM {table} WHERE session = ?", (op.session,))
         case SetPages():
             _fence(db, op.session, op.epoch)
             db.executemany(
@@ -352,6 +397,50 @@ def _apply_session(
                     "INSERT INTO suspect VALUES (?,?,?,?)",
                     (op.session, op.incarnation, op.strikes, int(op.alone)),
                 )
+
+
+def _copy_session(db: sqlite3.Connection, op: CopySession) -> None:
+    """The ids are written anew: a blob's checksum names its session and position."""
+    row = db.execute(
+        "SELECT repr_id, ledger_len, meta FROM session WHERE id = ?", (op.source,)
+    ).fetchone()
+    if row is None:
+        raise LedgerRefused(f"there is no session {op.source} to copy")
+    repr_id, have, meta = row
+    length = have if op.length is None else op.length
+    if not 0 <= length <= have:
+        raise LedgerRefused(f"session {op.source} has {have} tokens, cannot copy {length}")
+    ids = read_tokens(db, op.source)
+    if len(ids) != have * 4:
+        raise StoreCorrupt(f"session {op.source} should have {have} tokens, has {len(ids) // 4}")
+    seq = db.execute("SELECT commit_seq FROM store").fetchone()[0]
+    db.execute(
+        "INSERT INTO session VALUES (?,?,?,?,0,'',?,'idle',?,?)",
+        (op.session, op.tenant, repr_id, op.epoch, length, meta, seq),
+    )
+    if length:
+        _insert_blob(db, op.session, 0, ids[: length * 4])
+    db.execute(
+        "INSERT INTO session_page SELECT ?1, page_index, page_id, gen FROM session_page"
+        " WHERE session = ?2 AND (page_index + 1) * 256 <= ?3",
+        (op.session, op.source, length),
+    )
+
+
+def _apply_forgetting(db: sqlite3.Connection, op: DropSession | ForgetIdle | PruneTurns) -> None:
+    if isinstance(op, PruneTurns):
+        db.execute(f"DELETE FROM turn WHERE (session, id) IN ({OLD_TURNS})", (op.keep,))
+        return
+    if isinstance(op, ForgetIdle):
+        found = db.execute(
+            "SELECT 1 FROM session WHERE id = ? AND epoch = ? AND used_seq = ?",
+            (op.session, op.epoch, op.used_seq),
+        ).fetchone()
+        if found is None:
+            return
+    db.execute("DELETE FROM session WHERE id = ?", (op.session,))
+    for table in ("turn", "token_blob", "session_page", "suspect"):
+        db.execute(f"DELETE FROM {table} WHERE session = ?", (op.session,))
 
 
 def _apply_page(db: sqlite3.Connection, op: PublishPage | FreePage | AgePages) -> None:

@@ -165,6 +165,178 @@ def test_the_owner_flips_once_per_epoch(ledger: Ledger) -> None:
     assert (record.info.owner_incarnation, record.info.owner_lane) == (7, "gpu")
 
 
+def test_a_cut_moves_the_epoch_and_the_end_at_once(ledger: Ledger) -> None:
+    ledger.open_session("s", "t")
+    ledger.append_tokens("s", 1, 0, range(10))
+    ledger.commit().result(20)
+    bad = ledger.cut_session("s", 2, 11, 3, "cpu")  # longer than the timeline
+    ledger.commit()
+    assert isinstance(bad.exception(20), LedgerRefused)
+    record = ledger.load_session("s").result(20)
+    assert record is not None
+    assert (record.info.epoch, record.info.ledger_len) == (1, 10), "all or nothing"
+    ledger.cut_session("s", 2, 4, 3, "cpu")
+    ledger.commit().result(20)
+    assert tokens(ledger) == [0, 1, 2, 3]
+    late = ledger.append_tokens("s", 1, 4, [9])
+    ledger.commit()
+    assert isinstance(late.exception(20), LedgerRefused)
+
+
+@pytest.mark.parametrize("length", [None, 0, 255, 256, 300, 700])
+def test_a_fork_has_its_own_copy_of_the_timeline(ledger: Ledger, length: int | None) -> None:
+    ids = list(range(700))
+    ledger.open_session("s", "t", meta="m")
+    ledger.append_tokens("s", 1, 0, ids[:300])
+    ledger.append_tokens("s", 1, 300, ids[300:])
+    ledger.append_turn("s", 1, "turn", 0, 700, "", 0, "once")
+    ledger.set_pages("s", 1, [(0, PageRef(4, 1)), (1, PageRef(5, 1)), (2, PageRef(6, 1))])
+    ledger.copy_session("s", "fork", "t", epoch=3, length=length)
+    ledger.commit().result(20)
+    kept = 700 if length is None else length
+    record = ledger.load_session("fork").result(20)
+    assert record is not None
+    assert record.tokens == ids[:kept]
+    assert record.info.epoch == 3
+    assert (record.info.meta, record.info.repr_id) == ("m", REPR)
+    assert [index for index, _ in record.pages] == list(range(kept // 256))
+    assert record.turns == []
+    ledger.append_tokens("fork", 3, kept, [1])
+    ledger.truncate_tokens("s", 1, 0)
+    ledger.drop_session("s")
+    ledger.commit().result(20)
+    assert tokens(ledger, "fork") == [*ids[:kept], 1]
+
+
+def test_forks_that_cannot_be_are_refused_and_a_rename_leaves_one(ledger: Ledger) -> None:
+    ledger.open_session("a", "t")
+    ledger.append_tokens("a", 1, 0, [1, 2])
+    ledger.open_session("b", "t")
+    ledger.commit().result(20)
+    bad = [
+        ledger.copy_session("nobody", "c", "t"),
+        ledger.copy_session("a", "b", "t"),
+        ledger.copy_session("a", "c", "t", length=3),
+        ledger.copy_session("a", "c", "t", length=-1),
+        ledger.rename_session("a", "b", "t"),
+    ]
+    ledger.commit()
+    assert all(isinstance(future.exception(20), LedgerRefused) for future in bad)
+    assert tokens(ledger, "a") == [1, 2]
+    ledger.rename_session("a", "c", "t")
+    ledger.commit().result(20)
+    assert tokens(ledger, "c") == [1, 2]
+    assert {info.id for info in ledger.list_sessions().result(20)} == {"b", "c"}
+
+
+def test_a_damaged_source_is_not_forked(ledger: Ledger) -> None:
+    ledger.open_session("s", "t")
+    ledger.append_tokens("s", 1, 0, [1, 2])
+    ledger.commit().result(20)
+    ledger.read(lambda db: db.execute("UPDATE token_blob SET ids = x'0700000008000000'"))
+    fork = ledger.copy_session("s", "fork", "t")
+    ledger.commit()
+    assert isinstance(fork.exception(20), StoreCorrupt)
+    assert ledger.load_session("fork").result(20) is None
+
+
+def test_what_a_dead_engine_left_unfinished_is_listed(tmp_path: Path) -> None:
+    ledger = opened(tmp_path)
+    for name in ("a", "b"):
+        ledger.open_session(name, "t")
+        ledger.append_tokens(name, 1, 0, [1, 2, 3])
+        ledger.append_turn(name, 1, "first", 0, 2, "{}", 7, "key-1")
+        ledger.commit().result(20)
+    ledger.finish_turn("a", 1, "first", "done", "stop")
+    ledger.append_turn("a", 1, "second", 3, 3, "{}", 8)
+    ledger.set_suspect("a", 3, 1)
+    ledger.set_suspect("b", 4, 2, alone=True)
+    ledger.commit().result(20)
+    ledger.close()
+    ledger = opened(tmp_path)
+    left = ledger.unfinished_turns().result(20)
+    assert [(name, turn.id, turn.seed) for name, turn in left] == [
+        ("b", "first", 7),
+        ("a", "second", 8),
+    ]
+    found = ledger.find_turn("a", "key-1").result(20)
+    assert found is not None
+    assert (found.id, found.status, found.finish_reason) == ("first", "done", "stop")
+    assert ledger.find_turn("a", "key-2").result(20) is None
+    marks = ledger.suspects().result(20)
+    assert [(m.session, m.incarnation, m.strikes, m.alone) for m in marks] == [
+        ("a", 3, 1, False),
+        ("b", 4, 2, True),
+    ]
+    ledger.set_suspect("b", 0, 0)
+    ledger.drop_session("a")
+    ledger.commit().result(20)
+    assert ledger.suspects().result(20) == []
+    ledger.close()
+
+
+def test_turns_are_listed_as_they_were_begun(ledger: Ledger) -> None:
+    """A turn after a cut starts further left than the turns it replaces."""
+    ledger.open_session("s", "t")
+    for turn, start in (("one", 0), ("two", 2), ("three", 1)):
+        ledger.truncate_tokens("s", 1, start)
+        ledger.append_tokens("s", 1, start, [7, 8])
+        ledger.append_turn("s", 1, turn, start, start + 2, "", 0)
+        ledger.commit().result(20)
+    record = ledger.load_session("s").result(20)
+    assert record is not None
+    assert [turn.id for turn in record.turns] == ["one", "two", "three"]
+
+
+def test_a_session_keeps_its_last_turns_and_every_running_one(ledger: Ledger) -> None:
+    ledger.open_session("s", "t")
+    ledger.append_turn("s", 1, "old and running", 0, 0, "", 0)
+    for number in range(80):
+        ledger.append_turn("s", 1, f"{number}", 0, 0, "", 0, f"key {number}")
+        ledger.finish_turn("s", 1, f"{number}", "done")
+        ledger.commit().result(20)
+    record = ledger.load_session("s").result(20)
+    assert record is not None
+    assert [turn.id for turn in record.turns] == [
+        "old and running",
+        *(f"{number}" for number in range(80 - records.TURNS_KEPT, 80)),
+    ]
+    assert ledger.prune(9, []).result(20) == (0, 0)
+    assert ledger.prune(9, [], turns_max=3).result(20) == (0, records.TURNS_KEPT - 3)
+    record = ledger.load_session("s").result(20)
+    assert record is not None
+    assert [turn.id for turn in record.turns] == ["old and running", "77", "78", "79"]
+
+
+def test_the_longest_unused_sessions_go_first_and_live_ones_never(ledger: Ledger) -> None:
+    for name in "abcdef":
+        ledger.open_session(name, "t")
+        ledger.append_tokens(name, 1, 0, [1])
+        ledger.commit().result(20)
+    ledger.set_meta("a", 1, "idle", "")  # used again
+    ledger.commit().result(20)
+    assert ledger.prune(10, []).result(20) == (0, 0)
+    assert ledger.prune(3, ["b", "zzz"]).result(20) == (3, 0)
+    assert {info.id for info in ledger.list_sessions().result(20)} == {"a", "b", "f"}
+    assert ledger.prune(0, ["a", "b", "f"]).result(20) == (0, 0)
+    blobs = ledger.read(lambda db: db.execute("SELECT count(*) FROM token_blob").fetchone()[0])
+    assert blobs.result(20) == 3
+
+
+def test_a_session_used_since_it_was_chosen_is_not_forgotten(ledger: Ledger) -> None:
+    ledger.open_session("s", "t")
+    ledger.commit().result(20)
+    (info,) = ledger.list_sessions().result(20)
+    ledger.append_turn("s", 1, "turn", 0, 0, "", 0)
+    ledger.append(records.ForgetIdle("s", info.epoch, info.used_seq))
+    ledger.commit().result(20)
+    (info,) = ledger.list_sessions().result(20)
+    ledger.set_owner("s", 2, 1, "cpu")
+    ledger.append(records.ForgetIdle("s", info.epoch, info.used_seq))
+    ledger.commit().result(20)
+    assert len(ledger.list_sessions().result(20)) == 1
+
+
 @hypothesis_settings(max_examples=40, deadline=None)
 @given(
     st.lists(
