@@ -66,6 +66,12 @@ Arena (engine side: Arena; worker side: ArenaMapping, the only writer of its byt
     owner.seeds(mapping.arena_id, place, first_row, count) -> u64 array for the row digests
     mapping.poison(place)
 
+Attic: arenas that earlier lives of this boot left (`StoreSettings.keep_arenas`), until adopted.
+
+    store.attic.find(session_bytes, epoch) -> list[AtticPlace]   # .arena .place .gen .page_index
+    store.attic.forget(session_bytes), retain(sessions)          # what nobody will adopt
+    store.attic.sweep(everything=False) -> int    # delete unused files; all of them after ATTIC_S
+
 Ready errors for people: StoreLocked(.pid), StoreUnsupported(.fs), StoreVersion, StoreFull,
 StoreCorrupt, LedgerError (stop acknowledging, exit), all with .what .why .fix.
 """
@@ -81,6 +87,7 @@ from kv_store.arena import (
     delete_arena,
     valid_rows,
 )
+from kv_store.attic import ATTIC_S, Attic, AtticPlace
 from kv_store.errors import (
     LedgerError,
     LedgerRefused,
@@ -113,12 +120,15 @@ from kv_store.store import Recovery, Store, StoreSettings
 
 __all__ = [
     "ARENA_PLACE_BIT",
+    "ATTIC_S",
     "PAGE_TOKENS",
     "ROOT_KEY",
     "Arena",
     "ArenaMapping",
     "ArenaPlace",
     "ArenaShape",
+    "Attic",
+    "AtticPlace",
     "Descriptor",
     "ExtentInfo",
     "Ledger",

@@ -45,9 +45,10 @@ ARENA_MAGIC = b"BEKVAREN"
 POISON = 0xFF  # NaN in fp16, bf16 and fp32: a read of a freed page cannot look like a number
 ARENA_PLACE_BIT = 1 << 63  # of a place code: the low 32 bits are a place of the lane's own arena
 
-# magic, version, places, page_bytes, arena id, layout_id, boot id, incarnation, XXH3-64 of the rest
-FILE_HEADER = struct.Struct("<8sIIQ16s32s36sIQ")
-assert FILE_HEADER.size == 120
+# magic, version, places, page_bytes, arena id, layout_id, repr_id, boot id, incarnation, XXH3-64
+FILE_HEADER = struct.Struct("<8sIIQ16s32s32s36sIQ")
+assert FILE_HEADER.size == 152
+FILE_VERSION = 2  # 1 did not say which model its rows are of
 FILE_HEADER_BYTES = 64 * 1024  # keeps the first place aligned
 # SHA-256 of the session id, epoch, place generation, page index, XXH3-64 of the rest
 PLACE_HEADER = struct.Struct("<32sQIIQ8x")
@@ -97,7 +98,7 @@ class PlaceOwner:
     page_index: int  # the place holds positions [256*page_index, 256*page_index + 256)
 
     def pack(self) -> bytes:
-        name = keys.hash_parts(b"batchengine place v1", (self.session,))
+        name = session_name(self.session)
         head = PLACE_HEADER.pack(name, self.epoch, self.gen, self.page_index, 0)
         check = xxhash.xxh3_64_intdigest(head[:48])
         return PLACE_HEADER.pack(name, self.epoch, self.gen, self.page_index, check)
@@ -108,6 +109,11 @@ class PlaceOwner:
         """Seeds of the row digests of rows [first_row, first_row+count)."""
         first = self.page_index * PAGE_TOKENS + first_row
         return keys.row_seeds(arena_id, place, self.gen, self.session, self.epoch, first, count)
+
+
+def session_name(session: bytes) -> bytes:
+    """What a place header calls a session, 32 bytes."""
+    return keys.hash_parts(b"batchengine place v1", (session,))
 
 
 class PlaceState(enum.Enum):
@@ -152,8 +158,10 @@ class Arena:
         places: int,
         incarnation: int = 0,
         files: osio.Files | None = None,
+        repr_id: bytes = bytes(32),
     ) -> Arena:
-        """A new arena file, fully allocated, mode 0600. Raises StoreFull when it does not fit."""
+        """A new arena file, fully allocated, mode 0600; `repr_id` says what its bytes mean. Raises
+        StoreFull when it does not fit."""
         if places < 1:
             raise ValueError("an arena needs at least one place")
         files, shape = files or osio.Files(), ArenaShape(layout, places)
@@ -168,7 +176,7 @@ class Arena:
                     fix="free disk space, or lower the number of open pages",
                 ) from error
             raise
-        files.write_all(fd, memoryview(_file_header(shape, arena_id, incarnation)), 0)
+        files.write_all(fd, memoryview(_file_header(shape, arena_id, incarnation, repr_id)), 0)
         return cls(path, fd, shape, arena_id, incarnation)
 
     def reserve(self) -> ArenaPlace | None:
@@ -240,6 +248,7 @@ class ArenaFile:
     arena_id: bytes
     incarnation: int
     boot: str
+    repr_id: bytes = bytes(32)
 
     @classmethod
     def read(cls, fd: int, layout: PageLayout) -> ArenaFile:
@@ -248,10 +257,15 @@ class ArenaFile:
         raw = os.pread(fd, FILE_HEADER.size, 0) if stat.S_ISREG(info.st_mode) else b""
         if len(raw) != FILE_HEADER.size:
             raise StoreCorrupt("the arena file is shorter than its header")
-        magic, version, places, page_bytes, arena_id, layout_id, boot, incarnation, check = (
-            FILE_HEADER.unpack(raw)
-        )
-        if magic != ARENA_MAGIC or version != 1 or check != xxhash.xxh3_64_intdigest(raw[:-8]):
+        (
+            magic, version, places, page_bytes, arena_id, layout_id, repr_id, boot, incarnation,
+            check,
+        ) = FILE_HEADER.unpack(raw)  # fmt: skip
+        if (
+            magic != ARENA_MAGIC
+            or version != FILE_VERSION
+            or check != xxhash.xxh3_64_intdigest(raw[:-8])
+        ):
             raise StoreCorrupt("this is not an arena file of this version")
         if layout_id.hex() != layout.layout_id or page_bytes != layout.page_bytes or not places:
             raise StoreCorrupt("the arena was made for another page layout")
@@ -259,7 +273,7 @@ class ArenaFile:
         if info.st_size != shape.file_bytes:
             raise StoreCorrupt("the arena file does not have the size its header says")
         name = boot.rstrip(b"\0").decode("ascii", "replace")
-        return cls(fd, shape, arena_id, incarnation, name)
+        return cls(fd, shape, arena_id, incarnation, name, repr_id)
 
     @classmethod
     def open(cls, path: str, layout: PageLayout) -> ArenaFile:
@@ -286,7 +300,7 @@ class ArenaMapping:
                 raise StoreError("this arena has a live writer already")
             found = ArenaFile.read(self.fd, layout)
             self.shape, self.arena_id = found.shape, found.arena_id
-            self.incarnation = found.incarnation
+            self.incarnation, self.repr_id = found.incarnation, found.repr_id
             self._map = mmap.mmap(self.fd, self.shape.file_bytes)
         except BaseException:
             os.close(self.fd)
@@ -426,14 +440,15 @@ def delete_arena(path: str) -> bool:
     return True
 
 
-def _file_header(shape: ArenaShape, arena_id: bytes, incarnation: int) -> bytes:
+def _file_header(shape: ArenaShape, arena_id: bytes, incarnation: int, repr_id: bytes) -> bytes:
     fields = (
         ARENA_MAGIC,
-        1,
+        FILE_VERSION,
         shape.places,
         shape.layout.page_bytes,
         arena_id,
         bytes.fromhex(shape.layout.layout_id),
+        repr_id,
         osio.boot_id().encode()[:36],
         incarnation,
     )

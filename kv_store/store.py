@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from kv_store import osio, records
 from kv_store.arena import ARENA_NAME, LANE_NAME, Arena, delete_arena
+from kv_store.attic import Attic
 from kv_store.errors import StoreCorrupt, StoreLocked, StoreUnsupported
 from kv_store.extent import EXTENT_BYTES, ExtentInfo, Extents, extent_path
 from kv_store.layout import PAGE_ALIGN_BYTES, PAGE_TOKENS, Descriptor, differing_fields
@@ -73,6 +74,7 @@ class Store(PagePool):
     path: str
     warnings: list[str]
     recovery: Recovery
+    attic: Attic  # arenas of earlier lives, if StoreSettings.keep_arenas; else empty
     _lock_fd: int
     _stopped: bool = False
     _settings: StoreSettings
@@ -145,7 +147,7 @@ class Store(PagePool):
             ledger.close()
             raise
         self.path, self.warnings, self._lock_fd = path, warnings, lock_fd
-        self._settings = settings
+        self._settings, self.attic = settings, Attic()
         try:
             self._recover(replay, boot)
             self._make_ballast()
@@ -168,7 +170,7 @@ class Store(PagePool):
             raise ValueError(f"a lane's name is [a-z0-9_-], up to 32 characters, got {lane!r}")
         name = f"{lane}.{incarnation}"
         path = os.path.join(self.path, "arena", name)
-        return Arena.create(path, self.layout, places, incarnation, self._files)
+        return Arena.create(path, self.layout, places, incarnation, self._files, self.repr_id)
 
     def maintain(self) -> None:
         """Call every few seconds when idle: audit, write ages, retry what a full disk stopped."""
@@ -242,7 +244,13 @@ class Store(PagePool):
                 dropped[reason] = dropped.get(reason, 0) + 1
         self._table.supersede_tails()
         same_boot = bool(boot) and boot == replay.boot_id
-        deleted, busy = self._sweep_arenas(keep=same_boot and self._settings.keep_arenas)
+        if same_boot and self._settings.keep_arenas:
+            folder = os.path.join(self.path, "arena")
+            self.attic = Attic(folder, self.layout, self.repr_id, self._files)
+            self.warnings += self.attic.warnings
+            deleted, busy = self.attic.deleted, self.attic.busy
+        else:
+            deleted, busy = self._sweep_arenas()
         others = [
             tuple(differing_fields(self.descriptor, text))
             for repr_id, text in replay.reprs.items()
@@ -319,11 +327,11 @@ class Store(PagePool):
         self._table.restore_age(page, row.lru_seq)
         return ""
 
-    def _sweep_arenas(self, *, keep: bool) -> tuple[int, tuple[str, ...]]:
+    def _sweep_arenas(self) -> tuple[int, tuple[str, ...]]:
         """Delete arenas of dead writers. A locked one has a writer that may still write."""
         folder, deleted, busy = os.path.join(self.path, "arena"), 0, list[str]()
         for name in os.listdir(folder):
-            if keep or not ARENA_NAME.fullmatch(name):
+            if not ARENA_NAME.fullmatch(name):
                 continue
             path = os.path.join(folder, name)
             try:
@@ -372,6 +380,7 @@ class Store(PagePool):
             self.ledger.append(records.MarkClean())
         self.ledger.close()
         self._extents.close()
+        self.attic.close()
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
 
