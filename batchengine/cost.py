@@ -182,7 +182,15 @@ class QueuedWork(NamedTuple):
 def eta_ms(
     cost: StepCost, seated: Sequence[QueuedWork], seats_free: int, queue: Sequence[QueuedWork]
 ) -> float:
-    """Milliseconds until the last session of `queue` has its first token.
+    """Milliseconds until the last session of `queue` has its first token; 0 for no queue."""
+    etas = etas_ms(cost, seated, seats_free, queue)
+    return etas[-1] if etas else 0.0
+
+
+def etas_ms(
+    cost: StepCost, seated: Sequence[QueuedWork], seats_free: int, queue: Sequence[QueuedWork]
+) -> list[float]:
+    """Milliseconds until each session of `queue`, in order of service, has its first token.
 
     Seats serve the queue in order; prefills run one after another, each at half the lane while
     decodes run beside it; a seated session decodes to its limit, so this errs on the late side.
@@ -199,13 +207,15 @@ def eta_ms(
             ready_ms = prefill_free_ms
         seats.append(ready_ms + work.tokens_left * decode_ms)
     if not seats:
-        return math.inf
+        return [math.inf] * len(queue)
     heapq.heapify(seats)
+    etas: list[float] = []
     for work in queue:
         start_ms = max(heapq.heappop(seats), prefill_free_ms)
         prefill_free_ms = start_ms + _prefill_ms(cost, work, entries > 0)
         heapq.heappush(seats, prefill_free_ms + work.tokens_left * decode_ms)
-    return prefill_free_ms
+        etas.append(prefill_free_ms)
+    return etas
 
 
 def _prefill_ms(cost: StepCost, work: QueuedWork, shared: bool) -> float:
@@ -333,6 +343,20 @@ def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out:
         load.seat_ms[rank] + work_ms,
         decode_ms + (beside_ms if beside_ms < decode_ms else decode_ms),
     )
+
+
+def wait_ms(load: LaneLoad, rank: int) -> float:
+    """How long a request of `rank` waits before its own work begins: a seat, and who is first."""
+    ahead_ms = load.prefill_ms[rank]
+    return load.seat_ms[rank] + (2.0 * ahead_ms if load.decodes else ahead_ms)
+
+
+def joined(load: LaneLoad, rank: int, frontier: int, n_tokens: int) -> LaneLoad:
+    """`load` after one more session has joined the queue: exact sums come with the next look."""
+    own_ms = prefill_ms(load.cost, frontier, n_tokens)
+    ahead = load.prefill_ms
+    sums = tuple(ahead[r] + own_ms if r >= rank else ahead[r] for r in range(RANKS))
+    return load._replace(waiting=load.waiting + 1, prefill_ms=sums)
 
 
 # ---- load, recompute or share ----

@@ -6,6 +6,8 @@ this program or a name from a capped table. Times are recorded in seconds, as Pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -21,6 +23,8 @@ OTHER = "other"
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
 TPOT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 3600)
+RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 4, 10, 100)
+MOVE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 STEP_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
@@ -78,7 +82,50 @@ class Metrics:
             "numeric_faults_total", "Sessions stopped because a row was not finite"
         )
         self.kv_pages_total = counter("kv_pages_total", "KV pages by what happened", "event")
+        self._add_routing(counter, histogram)
         self._fields: set[str] = set()
+
+    def _add_routing(
+        self, counter: Callable[..., Counter], histogram: Callable[..., Histogram]
+    ) -> None:
+        """Decisions, what they predicted, and what moved; actual times are in ttft_seconds."""
+        c, rt = "class", "route"
+        self.route_decisions_total = counter(
+            "route_decisions_total", "Routing decisions", "lane", "reason"
+        )
+        self.ttft_predicted_seconds = histogram(
+            "ttft_predicted_seconds",
+            "TTFT as predicted when the lane was chosen",
+            TTFT_BUCKETS,
+            c,
+            rt,
+        )
+        self.tpot_predicted_seconds = histogram(
+            "tpot_predicted_seconds",
+            "TPOT as predicted when the lane was chosen",
+            TPOT_BUCKETS,
+            c,
+            rt,
+        )
+        self.prediction_ratio = histogram(
+            "prediction_ratio", "Actual over predicted time: 1 = right", RATIO_BUCKETS, "of", rt
+        )
+        self.shed_total = counter("shed_total", "Requests refused for load", c, "reason")
+        self.promotions_total = counter(
+            "promotions_total", "Sessions moved between lanes", "from", "to", "result"
+        )
+        self.promotion_seconds = histogram(
+            "promotion_seconds", "A move from its request to its end", MOVE_BUCKETS
+        )
+        self.promotion_gap_seconds = histogram(
+            "promotion_gap_seconds", "Longest pause a reader saw because of a move", MOVE_BUCKETS
+        )
+        self.restores_total = counter(
+            "restores_total", "KV on disk: read or computed again", "choice"
+        )
+        self.restore_ratio = histogram(
+            "restore_ratio", "Actual over predicted time of reading KV", RATIO_BUCKETS
+        )
 
     def count_ignored_field(self, field: str) -> None:
         """Count an ignored request field; past LABEL_VALUES_MAX names all others are "other"."""

@@ -49,6 +49,7 @@ class Reason(enum.StrEnum):
 
     NO_LANE = "no lane is up"
     NO_FIT = "the context fits no lane"
+    FULL = "every queue is full"
     RING_CONTEXT = "the context exceeds one host: ring"
     ONLY = "only this lane can take it"
     URGENT = "latency-sensitive: fast lane"
@@ -63,7 +64,6 @@ class Reason(enum.StrEnum):
     IDLE_FAST = "its KV is here and this lane is not loaded"
     SPILL = "lanes of its tier would break the promise"
     BEST = "no lane keeps the promise: the nearest to it"
-    FORCED = "named by the caller"
 
 
 class RoutePolicy(NamedTuple):
@@ -113,6 +113,7 @@ class LaneState(NamedTuple):
     tier: str = ANY
     pool: str = ""
     context_max: int = 1 << 30  # tokens whose KV it can hold
+    full: bool = False  # its queue is as long as it may be
 
 
 class Pool(NamedTuple):
@@ -229,6 +230,40 @@ def route(request: RouteRequest, session: RouteSession | None, state: RouteState
     return Decision(LOCAL_STRATEGY, best[1].name, why, best[2], candidates)
 
 
+def best_lane(state: RouteState, tier: str, tokens: int, away_from: str = "") -> str:
+    """The least loaded lane of `tier` that can hold `tokens`; "" = there is none.
+
+    For moves nobody waits for. A lane that serves any tier counts for both.
+    """
+    able = [
+        ((lane.load.seated + lane.load.waiting) / lane.load.seats, lane.tier == ANY, lane.name)
+        for lane in state.lanes
+        if lane.alive
+        and not lane.full
+        and lane.tier in (tier, ANY)
+        and tokens <= lane.context_max
+        and lane.name != away_from
+    ]
+    return min(able)[2] if able else ""
+
+
+def demotion(session: RouteSession, idle_ms: float, tokens: int, state: RouteState) -> str:
+    """Where an idle session goes that still stands on a fast lane; "" = it stays.
+
+    `idle_ms` since its last turn ended. It gives its fast place back when it was idle for
+    `demote_idle_ms` and had no latency-sensitive turn for as long, and not twice in a moment.
+    """
+    policy = state.policy
+    at = next((lane for lane in state.lanes if lane.name == session.lane), None)
+    if at is None or at.tier != FAST:
+        return ""
+    if min(idle_ms, session.urgent_ms) < policy.demote_idle_ms:
+        return ""
+    if session.dwell_ms < policy.dwell_ms_min:
+        return ""
+    return best_lane(state, BULK, tokens, session.lane)
+
+
 def _to_compute(request: RouteRequest, session: RouteSession | None) -> int:
     n = request.prompt_tokens - (session.reused_tokens if session is not None else 0)
     return n if n > 0 else 1
@@ -242,6 +277,8 @@ def _candidate(
         return Candidate(lane.name, excluded="it is down")
     if request.context_tokens > lane.context_max:
         return Candidate(lane.name, excluded="the context does not fit")
+    if lane.full and (session is None or session.lane != lane.name):
+        return Candidate(lane.name, excluded="its queue is full")
     frontier, move_ms = 0, 0.0
     n = request.prompt_tokens
     if session is not None:
@@ -327,7 +364,8 @@ def _without_lane(
     for pool in state.pools:
         if too_long and _takes(pool, RING, request):
             return _led(pool, Strategy(LOCAL, RING), Reason.RING_CONTEXT, candidates)
-    reason = Reason.NO_FIT if too_long else Reason.NO_LANE
+    full = any(c.excluded == "its queue is full" for c in candidates)
+    reason = Reason.NO_FIT if too_long else Reason.FULL if full else Reason.NO_LANE
     return Decision(LOCAL_STRATEGY, "", reason, None, candidates)
 
 

@@ -23,6 +23,16 @@ LABELS = {
     "tokens_total": ("kind",),
     "numeric_faults_total": (),
     "kv_pages_total": ("event",),
+    "route_decisions_total": ("lane", "reason"),
+    "ttft_predicted_seconds": ("class", "route"),
+    "tpot_predicted_seconds": ("class", "route"),
+    "prediction_ratio": ("of", "route"),
+    "shed_total": ("class", "reason"),
+    "promotions_total": ("from", "to", "result"),
+    "promotion_seconds": (),
+    "promotion_gap_seconds": (),
+    "restores_total": ("choice",),
+    "restore_ratio": (),
 }
 
 
