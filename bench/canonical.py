@@ -2,9 +2,12 @@
 
 The rival is `make free-order`: the same sources and int8 dots with every float sum, rounding and
 division released (kernels/csrc/free_order.h says what that changes), made beside the product and
-found only here. Each build runs in a process of its own; the two take turns, A B B A, and `cost`
-is the median over turns of (canonical seconds / free seconds) - 1. Rows `prefill_512` and
-`decode_*` are whole forward passes of the synthetic model, the others single kernels.
+found only here. Each build runs in a process of its own, and the product in a second one as
+control; the three take short turns in changing order. `cost` is the median over turns of (canonical
+seconds / free seconds) - 1, `control` the same of the product against itself: a cost within the
+control is noise of the machine (memory placement, neighbours). `cost_of_best` compares the fastest
+turns. Rows `prefill_512` and `decode_*` are whole forward passes of the synthetic model, the others
+single kernels.
 
 Needs AVX-512 VNNI: on lower levels both builds are the same code, and the bench says so.
 """
@@ -12,9 +15,9 @@ Needs AVX-512 VNNI: on lower levels both builds are the same code, and the bench
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -169,25 +172,31 @@ class Side:
         self.process.wait()
 
 
-def compare(ours: Side, free: Side, row: str, budget_s: float, turns: int) -> dict[str, Any]:
-    """Both builds in turn, A B B A, each turn `budget_s` long."""
-    passes = max(1, round(budget_s / max(ours.seconds(row, 1), 1e-6)))
-    free.seconds(row, passes)
-    a: list[float] = []
-    b: list[float] = []
+def compare(sides: dict[str, Side], row: str, budget_s: float, turns: int) -> dict[str, Any]:
+    """All sides in turn, in every order, each turn about `budget_s` long."""
+    for side in sides.values():
+        once = side.seconds(row, 1)
+    passes = max(1, round(budget_s / max(once, 1e-6)))
+    samples: dict[str, list[float]] = {name: [] for name in sides}
+    orders = list(itertools.permutations(sides))
     for turn in range(turns):
-        for side, to in ((ours, a), (free, b)) if turn % 2 else ((free, b), (ours, a)):
-            to.append(side.seconds(row, passes))
-    costs = sorted(x / y - 1.0 for x, y in zip(a, b, strict=True))
-    entry = {
-        "canonical_us": round(statistics.median(a) * 1e6, 1),
-        "free_us": round(statistics.median(b) * 1e6, 1),
-        "cost": round(statistics.median(costs), 4),
-        "range": [round(costs[0], 4), round(costs[-1], 4)],
+        for name in orders[turn % len(orders)]:
+            samples[name].append(sides[name].seconds(row, passes))
+    ours, free, control = (np.array(samples[name]) for name in ("canonical", "free", "control"))
+    costs = ours / free - 1.0
+    entry: dict[str, Any] = {
+        "canonical_us": round(float(np.median(ours)) * 1e6, 1),
+        "free_us": round(float(np.median(free)) * 1e6, 1),
+        "cost": round(float(np.median(costs)), 4),
+        "range": [round(float(costs.min()), 4), round(float(costs.max()), 4)],
+        "cost_of_best": round(float(ours.min() / free.min()) - 1.0, 4),
+        "control": round(float(np.median(control / ours)) - 1.0, 4),
     }
+    cost, best, noise = (100 * entry[key] for key in ("cost", "cost_of_best", "control"))
     print(
-        f"  {row:<22} canonical {entry['canonical_us']:11.1f} us   free {entry['free_us']:11.1f} us"
-        f"   cost {100 * entry['cost']:+5.1f} %  [{100 * costs[0]:+.1f} … {100 * costs[-1]:+.1f}]",
+        f"  {row:<22}{entry['canonical_us']:11.1f} us  free {entry['free_us']:11.1f} us"
+        f"  cost {cost:+5.1f} %  [{100 * costs.min():+.1f} … {100 * costs.max():+.1f}]"
+        f"  of best {best:+5.1f} %  control {noise:+5.1f} %",
         flush=True,
     )
     return entry
@@ -204,7 +213,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench canonical", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, under a minute")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=0, help="default 15, quick 3")
+    parser.add_argument("--turns", type=int, default=0, help="default 24, quick 3")
     parser.add_argument("--rows", default="", help="only these rows, separated by commas")
     parser.add_argument("--json", help="write figures to this file")
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
@@ -220,18 +229,20 @@ def main(argv: list[str]) -> int:
     if not args.quick and is_stale():
         print("kernels/ is newer than the module in place: make native")
         return 1
-    ours, free = (Side(package, args.threads, args.quick) for package in (ROOT, FREE))
+    builds = {"canonical": ROOT, "free": FREE, "control": ROOT}
+    sides = {name: Side(at, args.threads, args.quick) for name, at in builds.items()}
+    ours, free = sides["canonical"], sides["free"]
     if ours.facts["arith_id"] == free.facts["arith_id"]:
         raise RuntimeError("the free build computes the same bits: it is not free")
     x, y = (np.array(side.facts["logits"]) for side in (ours, free))
     cosine = float(x @ y / np.sqrt((x @ x) * (y @ y)))
     if cosine < 0.999:
         raise RuntimeError(f"the free build computes another model: cosine {cosine:.5f}")
-    turns = args.turns or (3 if args.quick else 15)
+    turns = args.turns or (3 if args.quick else 24)
     rows = args.rows.split(",") if args.rows else ours.facts["rows"]
     print(f"{LEVEL}, {args.threads} threads, {turns} turns; logits of the two: cosine {cosine:.6f}")
-    result = {r: compare(ours, free, r, 0.02 if args.quick else 0.25, turns) for r in rows}
-    for side in (ours, free):
+    result = {r: compare(sides, r, 0.02 if args.quick else 0.1, turns) for r in rows}
+    for side in sides.values():
         side.close()
     details = {"threads": args.threads, "turns": turns, "cosine": cosine, "isa": LEVEL}
     report.finish({"canonical_cost": result}, details=details, json_path=args.json)
