@@ -134,7 +134,8 @@ class Usage:
     """Token counts and times of a finished generation; times in ms.
 
     `reuse_reason` says why less than the whole prompt came from KV; "" = all of it did.
-    `resumed_tokens` are tokens of this turn that an earlier stream had already told.
+    `resumed_tokens` are tokens of this turn that an earlier stream computed. `durable` is False
+    where a full disk kept the last tokens of a named session out of the ledger.
     """
 
     prompt_tokens: int = 0
@@ -147,6 +148,7 @@ class Usage:
     session_id: str = ""
     reuse_reason: str = ""
     resumed_tokens: int = 0
+    durable: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,8 +93,8 @@ class Session:
         "frontier",
         "key",
         "keys",
-        "ledger_epoch",
         "logged",
+        "logged_epoch",
         "name",
         "pinned",
         "places",
@@ -119,8 +119,8 @@ class Session:
         self.pinned: list[PageRef] = []
         self.places: list[ArenaPlace] = []
         self.keys: list[bytes] = []
-        self.ledger_epoch = 1
         self.logged = NOT_LOGGED  # tokens of the timeline that the ledger was given
+        self.logged_epoch = 0  # the epoch it was given: `epoch` follows when a turn begins
         self.used_seq = 0
         self.suspect = False
         self.alone_deaths = 0

@@ -109,8 +109,13 @@ def test_named_session_keeps_its_kv_and_follows_edits(
         async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
             again = await read(engine.submit(request(edited, 20, session="s")))
             assert again.done is not None
-            assert again.done.usage.cached_tokens == 256  # from disk, verified
+            assert again.done.usage.resumed_tokens == 20  # a repetition is told, not computed
             assert again.tokens == three.tokens
+            other = [*edited[:300], *words(14, 30)]
+            four = await read(engine.submit(request(other, 20, session="s")))
+            assert four.done is not None
+            assert four.done.usage.cached_tokens >= 256  # from disk, verified
+            assert four.tokens == reference.tokens(other, 20)
 
     run(work())
 

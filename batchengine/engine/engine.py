@@ -30,13 +30,14 @@ from batchengine.core import (
 )
 from batchengine.engine import refusals, reports
 from batchengine.engine.background import Background, count_turn
-from batchengine.engine.generation import Generation
-from batchengine.engine.journal import Journal
+from batchengine.engine.generation import Continuation, Generation
+from batchengine.engine.journal import DONE, Journal
 from batchengine.engine.loop import LaneLoop
+from batchengine.engine.reopen import Reopener
 from batchengine.engine.start import Starter
 from batchengine.engine.tables import Tables, eta_ms
 from batchengine.engine.turn import Turn
-from batchengine.session import LOG_UNKNOWN, Session, State
+from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session, State
 from batchengine.tokenizer import TextFrontend
 from kv_store.store import Store
 
@@ -59,6 +60,7 @@ class Engine:
         self._info: ModelInfo | None = None
         self._text: TextFrontend | None = None
         self._journal: Journal | None = None
+        self._reopener: Reopener | None = None
         self._tasks: dict[asyncio.Task[None], str] = {}
         self._loops, self._turns = self._tables.loops, self._tables.turns
         self._home, self._queues = self._tables.home, self._tables.queues
@@ -104,6 +106,13 @@ class Engine:
             raise refusals.loading(self._progress)
         return self._text
 
+    @property
+    def reopener(self) -> Reopener:
+        """What the ledger knows of sessions that memory does not."""
+        if self._reopener is None:
+            raise refusals.loading(self._progress)
+        return self._reopener
+
     def lanes(self) -> list[dict[str, Any]]:
         """One row per lane."""
         return reports.lane_rows(self._tables)
@@ -139,6 +148,8 @@ class Engine:
             raise
         self._info, self._text = self._starter.info, self._starter.text
         self._tables.store, self._journal = self._starter.store, self._starter.journal
+        self._reopener = Reopener(self._tables, self._starter.store, self._starter.journal)
+        await self._reopener.start()
         self._loops[:] = self._starter.loops
         self._ends = self._text.tokenizer.eog
         for loop in self._loops:
@@ -273,14 +284,16 @@ class Engine:
         if self._journal is None:
             raise RuntimeError("submit before start")
         try:
-            await self._journal.load(session)
+            await self.reopener.look(session, generation)
         except Exception as error:
             log.error("session %s cannot be reopened: %s", session.session_id, error)
             known = error if isinstance(error, BatchEngineError) else refusals.internal(error)
-            self._tables.forget(session)
-            for waiting in [generation, *self._queues.pop(session.key, ())]:
-                waiting.fail(known)
-            self._turn_over.set()
+            if session.logged == NOT_LOGGED:
+                session.logged = LOG_UNKNOWN
+            generation.fail(known)
+            self._next_in_queue(session, loop)
+            if session.key not in self._queues and not session.codes:
+                self._tables.forget(session)  # nothing is lost: the ledger is asked again
             return
         except asyncio.CancelledError:
             self._finish(generation, "shutdown")
@@ -294,8 +307,11 @@ class Engine:
         if generation.cancelled:
             self._next_in_queue(session, loop)
             return
-        if session.logged == LOG_UNKNOWN:
+        if self.reopener.must_look(session, generation):
             self._reopen_soon(session, generation, loop)
+            return
+        more = generation.continuation
+        if more is not None and self._retell(session, generation, more, loop):
             return
         request, now_ms = generation.request, self._now_ms()
         sla = request.sla
@@ -317,15 +333,32 @@ class Engine:
         self._home[session.key] = loop
         loop.assigned += 1
         loop.pages.recall(session)
-        shared = session.rebase(request.prompt)
+        self.reopener.begin(turn, loop.lane)
         loop.pages.fit(session)
-        if request.session_id is not None and self._journal is not None:
-            self._journal.begin(turn, shared)
         pending = loop.pages.extend(session, turn.salt, turn.priority)
         if pending is None:
             self._join(turn, loop)
         else:
             self._spawn(self._join_when_loaded(turn, loop, asyncio.wrap_future(pending)), "load")
+
+    def _retell(
+        self, session: Session, generation: Generation, more: Continuation, loop: LaneLoop
+    ) -> bool:
+        """Tell the tokens that exist again; True if the answer ends among them."""
+        reason = generation.retell(more.tokens, more.from_token, self.is_end)
+        if not reason and more.is_last:
+            return False
+        if reason:
+            generation.cached_tokens = len(generation.request.prompt)
+            if more.is_last and not more.is_done and more.turn_id and self._journal is not None:
+                self._journal.settle(session, more.turn_id, reason)
+            text = generation.rest(generation.stops.stopped)
+            generation.end(DoneEvent(reason, generation.usage(self._now_ms()), text))
+        else:
+            generation.fail(refusals.other_request_of_key())
+        self._tables.finished += 1
+        self._next_in_queue(session, loop)
+        return True
 
     async def _join_when_loaded(
         self, turn: Turn, loop: LaneLoop, pending: asyncio.Future[list[bool]]
@@ -404,7 +437,7 @@ class Engine:
         self._turns.pop(generation, None)
         count_turn(self._tables, turn, "error")
         if turn.turn_id and self._journal is not None:
-            self._journal.end(turn, ErrorEvent(error))
+            self._journal.end(turn, ErrorEvent(error), "failed")
         else:
             generation.fail(error)
         self._after_turn(turn)
@@ -422,7 +455,7 @@ class Engine:
             "stop" if reason == "cancelled" else reason, generation.usage(self._now_ms()), text
         )
         if turn.turn_id and self._journal is not None:
-            self._journal.end(turn, event)
+            self._journal.end(turn, event, DONE if reason in ("stop", "length") else reason)
         else:
             generation.end(event)
 
@@ -450,3 +483,4 @@ class Engine:
                 self._begin(session, generation, loop or self._loops[0])
                 return
         self._queues.pop(session.key, None)
+        self._turn_over.set()

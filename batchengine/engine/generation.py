@@ -2,13 +2,15 @@
 
 Owns the event buffer, the text of the stream (whole characters, stop strings held back) and the
 times of the request. Refuses to grow with a slow reader: a full buffer pauses the session.
+Refuses to tell a token before it may be told: `release` says how many are durable enough.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from batchengine.core import (
     BatchEngineError,
@@ -26,6 +28,23 @@ from batchengine.tokenizer import Detokeniser, StopMatcher
 # About 100 KiB of events per stream at most, and more than a reader loses in one 20 ms hiccup.
 EVENTS_MAX = 256
 EVENTS_RESUME = 64
+IsEnd = Callable[[int], bool]
+TOLD_ALL = 1 << 62  # tokens: more than any stream has
+
+
+@dataclass(slots=True)
+class Continuation:
+    """A turn of the ledger that a request goes on with. `turn_id` "" = its tokens, but a new row.
+
+    `tokens` of its answer exist; the reader has those before `from_token`. Only the last turn of
+    a session can compute more: an older one is complete, or cannot be had any more.
+    """
+
+    turn_id: str
+    tokens: list[int]
+    from_token: int
+    is_last: bool
+    is_done: bool
 
 
 class Generation:
@@ -52,16 +71,23 @@ class Generation:
         self.last_token_ms: float | None = None
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.resumed_tokens = 0  # of them, how many an earlier stream computed
+        self.reuse_reason = ""
         self.lane = ""
         self.cancelled = False
         self.finished = False  # the engine is done with it; events may remain unread
         self.paused_since_ms: float | None = None
+        self.resumes: int | None = None  # asked to resume: from this token of the answer on
+        self.looked = False  # the ledger was asked whether it is a repetition
+        self.continuation: Continuation | None = None
         self.stops = StopMatcher(request.stop)
         self.detokeniser = detokeniser
         self._on_cancel = on_cancel
         self._on_room = on_room
         self._events: deque[GenerationEvent] = deque()
-        self._held: list[GenerationEvent] | None = []  # until the turn row is durable
+        self._held: deque[TokenEvent] = deque()  # not durable enough yet; see `release`
+        self._shown = 0  # tokens pushed, or known to the reader from an earlier stream
+        self._durable = 0  # of the completion, how many may be told
         self._waiter: asyncio.Future[None] | None = None
         self._over = False
 
@@ -115,26 +141,30 @@ class Generation:
     @property
     def full(self) -> bool:
         """The reader is behind by as much as this daemon buffers."""
-        unread = len(self._events) + len(self._held or ())
-        return unread >= EVENTS_MAX
+        return len(self._events) + len(self._held) >= EVENTS_MAX
 
     def push(self, event: TokenEvent | QueuedEvent) -> None:
-        """Give the reader an event; tokens wait until `release`."""
+        """Give the reader an event; tokens wait until `release` covers them."""
+        if isinstance(event, TokenEvent):
+            self._shown += 1
+            if self._shown > self._durable:
+                if not self._over:
+                    self._held.append(event)
+                return
         if self._over:
-            return
-        if self._held is not None and isinstance(event, TokenEvent):
-            self._held.append(event)
             return
         self._events.append(event)
         self._wake()
 
-    def release(self) -> None:
-        """The turn row is durable: tokens may go out."""
-        if self._held is None:
+    def release(self, tokens: int = TOLD_ALL) -> None:
+        """The turn row is durable, and with it so many tokens: they may go out."""
+        if tokens <= self._durable:
             return
-        held, self._held = self._held, None
-        if held and not self._over:
-            self._events.extend(held)
+        self._durable = tokens
+        first = self._shown - len(self._held)
+        ready = min(tokens - first, len(self._held))
+        if ready > 0 and not self._over:
+            self._events.extend(self._held.popleft() for _ in range(ready))
             self._wake()
 
     def end(self, event: DoneEvent | ErrorEvent) -> None:
@@ -143,7 +173,7 @@ class Generation:
             return
         self.finished = True
         if isinstance(event, ErrorEvent):
-            self._held = None  # of a turn that is not durable nothing is told
+            self._held.clear()  # of what is not durable nothing is told
         self.release()
         if not self._over:
             self._events.append(event)
@@ -156,6 +186,29 @@ class Generation:
         text, stopped = self.stops.push(self.detokeniser.push(token))
         self.push(TokenEvent(token, text, logprob, top))
         return stopped
+
+    def retell(self, tokens: Sequence[int], from_token: int, is_end: IsEnd) -> str:
+        """Tokens that an earlier stream of the same turn computed, with the text it had.
+
+        Those before `from_token` are known to the reader and not told again. Returns why the turn
+        ends among them, "" if it goes on; tokens after its end are not told.
+        """
+        request = self.request
+        for index, token in enumerate(tokens):
+            self.completion_tokens += 1
+            self.resumed_tokens += 1
+            if not request.ignore_eos and is_end(token):
+                return "stop"
+            text, stopped = self.stops.push(self.detokeniser.push(token))
+            if index >= from_token:
+                self.push(TokenEvent(token, text))
+            else:
+                self._shown += 1
+            if stopped:
+                return "stop"
+            if self.completion_tokens >= request.tokens_max:
+                return "length"
+        return ""
 
     def rest(self, stopped: bool) -> str:
         """Text still held back at the end of the stream; nothing after a stop string."""
@@ -177,6 +230,8 @@ class Generation:
             total_ms=now_ms - self.arrived_ms,
             lane=self.lane,
             session_id=self.session_id,
+            reuse_reason=self.reuse_reason,
+            resumed_tokens=self.resumed_tokens,
         )
 
     def fail(self, error: BatchEngineError) -> None:

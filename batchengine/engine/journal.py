@@ -2,118 +2,193 @@
 
 Owns the group commits of the ledger. Anonymous requests are not written: nobody could name them
 to resume them. Named sessions: the turn row (prompt, parameters, seed) is durable before the
-first token goes out, later tokens follow in batches, the final event waits for its own commit.
+first token goes out and the final event waits for its own commit. Between the two, level `turn`
+lets tokens follow in batches; level `power` tells no token before the commit that holds it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-import msgspec
-
 from batchengine.core import BatchEngineError, DoneEvent, ErrorEvent
+from batchengine.engine.generation import TOLD_ALL
+from batchengine.engine.record import SessionMeta, TurnRecord, encode
 from batchengine.engine.turn import Turn
-from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session, common_prefix
+from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session
+from kv_store import keys, records
 from kv_store.errors import LedgerError, StoreError
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.journal")
 
-TICK_S = 0.02  # one group commit for everything that happened in it
+TICK_S = 0.02  # level `turn`: one group commit for everything that happened in it
+INCARNATIONS = 10_000  # of workers in one life of the store: keeps arena names unique
+ACTIVE, PARKED = "active", "parked"  # state of a session in the ledger
+RUNNING = "running"  # status of a turn that has not ended, or whose engine died
+DONE = "done"  # of a turn that ended by itself; one with any other status can be gone on with
 
 
 class Journal:
     """The ledger as the engine uses it. All methods run on the loop and never block."""
 
-    def __init__(self, store: Store, on_fatal: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        on_fatal: Callable[[BaseException], None],
+        *,
+        level: str = "turn",
+        finish_when_full: bool = False,
+    ) -> None:
+        """`level` as in store.durability. `finish_when_full`: a turn that a full disk caught
+        amid its tokens ends with them, marked as not durable, instead of with an error."""
         self._store = store
         self._ledger = store.ledger
         self._on_fatal = on_fatal
+        self._power = level == "power"
+        self._finish_when_full = finish_when_full and not self._power
         self._kick = asyncio.Event()
-        self._now = asyncio.Event()
         self._turns: dict[Turn, None] = {}  # named turns with tokens the ledger lacks
         self._dirty = False
-        self._stopping = False
         self.commits = 0
 
     # ---------------------------------------------------------------------------- asked for
 
-    def begin(self, turn: Turn, start: int) -> None:
-        """Record a turn whose prompt differs from the ledger's timeline from `start` on."""
+    def begin(self, turn: Turn, start: int, lane: str, incarnation: int, meta: SessionMeta) -> None:
+        """Record a turn whose prompt differs from the ledger's timeline from `start` on.
+
+        One intent: owner, prompt and turn are durable together or not at all.
+        """
         session, request = turn.session, turn.generation.request
-        ledger, name = self._ledger, session.name.decode()
-        mine: list[Future[int]] = []
-        if session.logged == NOT_LOGGED:
-            mine.append(ledger.open_session(name, session.tenant, session.ledger_epoch))
-            session.logged = 0
+        name, tokens = session.name.decode(), session.tokens
+        ops = self._own(session, lane, incarnation, meta)
         start = min(start, session.logged)
         if session.logged > start:
-            mine.append(ledger.truncate_tokens(name, session.ledger_epoch, start))
-        if len(session.tokens) > start:
-            mine.append(
-                ledger.append_tokens(name, session.ledger_epoch, start, session.tokens[start:])
-            )
-        session.logged = len(session.tokens)
+            ops.append(records.TruncateTokens(name, session.epoch, start))
+        if len(tokens) > start:
+            ids = keys.token_bytes(tokens[start:])
+            ops.append(records.AppendTokens(name, session.epoch, start, ids))
+        session.logged = len(tokens)
         turn.turn_id = request.request_id
-        mine.append(
-            ledger.append_turn(
+        ops.append(
+            records.AppendTurn(
                 name,
-                session.ledger_epoch,
+                session.epoch,
                 turn.turn_id,
                 start,
-                len(session.tokens),
-                msgspec.json.encode(request.sampling).decode(),
-                request.sampling.seed & ((1 << 64) - 1),
+                len(request.prompt),
+                encode(TurnRecord.of(request)),
+                request.sampling.seed & keys.MASK64,
+                request.idempotency_key or None,
             )
         )
-        self._turns[turn] = None
-        self._commit(session, mine, lambda error: self._begun(turn, error))
+        self._start(turn, ops)
+
+    def go_on(
+        self, turn: Turn, turn_id: str, lane: str, incarnation: int, meta: SessionMeta
+    ) -> None:
+        """An earlier turn of the ledger runs again: its row stays, its owner is new."""
+        session = turn.session
+        name = session.name.decode()
+        ops = self._own(session, lane, incarnation, meta)
+        ops.append(records.FinishTurn(name, session.epoch, turn_id, RUNNING, ""))
+        turn.turn_id = turn_id
+        self._start(turn, ops)
 
     def note(self) -> None:
         """Something was computed or published: commit within a tick."""
         self._dirty = True
         self._kick.set()
 
-    def end(self, turn: Turn, event: DoneEvent | ErrorEvent) -> None:
+    def end(self, turn: Turn, event: DoneEvent | ErrorEvent, status: str) -> None:
         """The turn is over: its last tokens and its end become durable, then the event goes out."""
         session = turn.session
         mine = self._append(turn)
         self._turns.pop(turn, None)
         reason = event.finish_reason if isinstance(event, DoneEvent) else event.error.api_code
-        status = "done" if isinstance(event, DoneEvent) else "failed"
-        mine.append(
-            self._ledger.finish_turn(
-                session.name.decode(), session.ledger_epoch, turn.turn_id, status, reason
-            )
-        )
+        mine.append(self._finish(session, turn.turn_id, status, reason))
         self._dirty = False
         self._commit(session, mine, lambda error: self._ended(turn, event, error))
 
+    def settle(self, session: Session, turn_id: str, reason: str) -> None:
+        """A turn of another life turns out to be complete: say so in its row."""
+        self._commit(session, [self._finish(session, turn_id, DONE, reason)], lambda _: None)
+
+    def cut(self, session: Session, length: int) -> None:
+        """The ledger holds tokens that the session has given up: forget them there too."""
+        name = session.name.decode()
+        cut = self._ledger.truncate_tokens(name, session.logged_epoch, length)
+        self._commit(session, [cut], lambda _: None)
+
+    def set_meta(self, session: Session, state: str, meta: SessionMeta) -> Future[int]:
+        """What else is durable about a session; resolves with its commit."""
+        future = self._ledger.set_meta(
+            session.name.decode(), session.logged_epoch, state, encode(meta)
+        )
+        self._watch(self._ledger.commit())
+        return future
+
+    async def mark_suspect(self, session: Session, strikes: int, incarnation: int) -> None:
+        """Durable before a suspect computes alone: whoever dies now, the next life knows why.
+
+        `strikes` 0 clears the mark, which nobody waits for.
+        """
+        record = records.SetSuspect(session.name.decode(), incarnation, strikes, True)
+        future = self._ledger.append(record)
+        self._watch(self._ledger.commit())
+        if strikes:
+            await asyncio.wrap_future(future)
+
     async def run(self) -> None:
-        """One group commit per tick in which something happened."""
-        while not self._stopping:
+        """One group commit per tick (level `power`: per step) in which something happened."""
+        while True:
             await self._kick.wait()
             self._kick.clear()
-            await asyncio.sleep(TICK_S)
+            if not self._power:
+                await asyncio.sleep(TICK_S)
             self.flush()
 
     def flush(self) -> None:
         """Give the ledger everything it lacks and start its commit."""
-        appended = [(turn.session, self._append(turn)) for turn in self._turns]
-        appended = [(session, futures) for session, futures in appended if futures]
+        appended = [(turn, len(turn.session.tokens), self._append(turn)) for turn in self._turns]
+        appended = [(turn, tokens, futures) for turn, tokens, futures in appended if futures]
         if not appended and not self._dirty:
             return
         self._dirty = False
         self.commits += 1
         commit = self._ledger.commit()
         self._watch(commit)
-        for session, futures in appended:
-            self._after(session, futures, commit, lambda _: None)
+        for turn, tokens, futures in appended:
+            self._after(turn.session, futures, commit, self._teller(turn, tokens))
 
     # ------------------------------------------------------------------------------- inner
+
+    def _own(
+        self, session: Session, lane: str, incarnation: int, meta: SessionMeta
+    ) -> list[records.Op]:
+        """Records that make `session.epoch` the ledger's, for the lane that will compute."""
+        name, ops = session.name.decode(), list[records.Op]()
+        if session.logged == NOT_LOGGED:
+            repr_id = self._ledger.repr_id
+            ops.append(records.OpenSession(name, session.tenant, repr_id, 0, "{}"))
+            session.logged, session.logged_epoch = 0, 0
+        if session.logged_epoch != session.epoch:
+            ops.append(records.SetOwner(name, session.epoch, incarnation, lane))
+            session.logged_epoch = session.epoch
+        ops.append(records.SetMeta(name, session.epoch, ACTIVE, encode(meta)))
+        return ops
+
+    def _start(self, turn: Turn, ops: Sequence[records.Op]) -> None:
+        self._turns[turn] = None
+        mine = [self._ledger.append(*ops)]
+        self._commit(turn.session, mine, lambda error: self._begun(turn, error))
+
+    def _finish(self, session: Session, turn_id: str, status: str, reason: str) -> Future[int]:
+        name, epoch = session.name.decode(), session.logged_epoch
+        return self._ledger.finish_turn(name, epoch, turn_id, status, reason)
 
     def _append(self, turn: Turn) -> list[Future[int]]:
         """Give the ledger the tokens it lacks, unless it is unknown which those are."""
@@ -123,21 +198,39 @@ class Journal:
         start, session.logged = session.logged, len(session.tokens)
         name = session.name.decode()
         return [
-            self._ledger.append_tokens(name, session.ledger_epoch, start, session.tokens[start:])
+            self._ledger.append_tokens(name, session.logged_epoch, start, session.tokens[start:])
         ]
 
+    def _teller(self, turn: Turn, tokens: int) -> Callable[[BaseException | None], None]:
+        """What follows the commit that holds the timeline's first `tokens`."""
+
+        def tell(error: BaseException | None) -> None:
+            if error is None and self._power:
+                turn.generation.release(tokens - len(turn.generation.request.prompt))
+
+        return tell
+
     def _begun(self, turn: Turn, error: BaseException | None) -> None:
-        if error is None:
-            turn.generation.release()
-        else:
+        if error is not None:
             turn.generation.abort(_not_durable(error))
+        else:
+            told = turn.generation.resumed_tokens
+            turn.generation.release(told if self._power else TOLD_ALL)
 
     def _ended(
         self, turn: Turn, event: DoneEvent | ErrorEvent, error: BaseException | None
     ) -> None:
         if error is None and turn.session.logged == LOG_UNKNOWN:
             error = StoreError("tokens of this turn were refused before")
-        turn.generation.end(event if error is None else ErrorEvent(_not_durable(error)))
+        if error is not None:
+            can_finish = self._finish_when_full and not isinstance(error, LedgerError)
+            if can_finish and isinstance(event, DoneEvent):
+                event = dataclasses.replace(
+                    event, usage=dataclasses.replace(event.usage, durable=False)
+                )
+            else:
+                event = ErrorEvent(_not_durable(error))
+        turn.generation.end(event)
 
     def _commit(
         self,
@@ -190,31 +283,6 @@ class Journal:
             log.error("the ledger refused a record: %s", error)
         else:
             log.error("the ledger failed: %r", error)
-
-    async def load(self, session: Session) -> None:
-        """What the ledger has of a named session; its tokens too, if none are in memory."""
-        name = session.name.decode()
-        try:
-            record = await asyncio.wrap_future(self._ledger.load_session(name))
-        except StoreError as error:
-            raise BatchEngineError(
-                "BE2401",
-                "this session's history is damaged",
-                why=str(error),
-                fix="use another session id; other sessions are not affected",
-                api_code="session_damaged",
-            ) from error
-        if record is None:
-            session.logged = NOT_LOGGED
-            return
-        session.ledger_epoch = record.info.epoch
-        if not session.tokens:
-            session.tokens = list(record.tokens)
-        known = common_prefix(session.tokens, record.tokens)
-        session.logged = known
-        if known < len(record.tokens):
-            cut = self._ledger.truncate_tokens(name, session.ledger_epoch, known)
-            self._commit(session, [cut], lambda _: None)
 
 
 def _not_durable(error: BaseException) -> BatchEngineError:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from batchengine import cost
 from batchengine.core import BatchEngineError, GenerationRequest
 from batchengine.engine.turn import Turn
+from kv_store.errors import StoreError
 
 
 def loading(progress: float) -> BatchEngineError:
@@ -56,6 +59,35 @@ def overloaded(waiting: int, eta_ms: float) -> BatchEngineError:
         error_type="rate_limit_error",
         api_code="rate_limit_exceeded",
         retry_after_ms=cost.retry_after_ms(eta_ms),
+    )
+
+
+def wait_too_long(wait_ms: float, patience_ms: float, sla_class: str) -> BatchEngineError:
+    """Every lane is busy for longer than this class waits."""
+    return BatchEngineError(
+        "BE1208",
+        "the wait would be too long",
+        why=f"about {wait_ms / 1000:.0f} s until it could start, and class {sla_class} waits at"
+        f" most {patience_ms / 1000:.0f} s",
+        fix=f"send it again later, or raise sla.{sla_class}.patience_s",
+        http_status=429,
+        error_type="rate_limit_error",
+        api_code="rate_limit_exceeded",
+        retry_after_ms=cost.retry_after_ms(wait_ms - patience_ms),
+    )
+
+
+def nothing_to_explain(given: str, found: Sequence[str]) -> BatchEngineError:
+    """No request or session of that name, or more than one."""
+    several = len(found) > 1
+    return BatchEngineError(
+        "BE1209",
+        f"{given[:80]!r} names {'more than one' if several else 'no'} request or session",
+        why=", ".join(found[:8]) if several else "the latest 4,096 decisions are remembered",
+        fix="give more characters of the id" if several else "see `batchengine sessions`",
+        http_status=409 if several else 404,
+        error_type="invalid_request_error",
+        api_code="ambiguous_id" if several else "not_found",
     )
 
 
@@ -171,4 +203,106 @@ def _invalid(param: str, what: str, fix: str) -> BatchEngineError:
         error_type="invalid_request_error",
         api_code="invalid_request",
         param=param,
+    )
+
+
+def damaged(error: StoreError) -> BatchEngineError:
+    """The ledger cannot tell this session's history."""
+    return BatchEngineError(
+        "BE2401",
+        "this session's history is damaged",
+        why=str(error),
+        fix="use another session id; other sessions are not affected",
+        api_code="session_damaged",
+    )
+
+
+def unknown_session(session_id: str) -> BatchEngineError:
+    """No such session, or it is somebody else's: one answer for both."""
+    return BatchEngineError(
+        "BE2403",
+        f"there is no session {session_id}",
+        why="it was never used here, was dropped, or belongs to another key",
+        fix="send the whole conversation; a session begins with its first request",
+        http_status=404,
+        error_type="invalid_request_error",
+        api_code="session_not_found",
+    )
+
+
+def nothing_to_resume(session_id: str) -> BatchEngineError:
+    """The session has no turn, or another request began one meanwhile."""
+    return BatchEngineError(
+        "BE2404",
+        f"session {session_id} has no turn to resume",
+        why="it has computed nothing yet, its last turn was written by an older program, or"
+        " another request came first",
+        fix="send the request itself",
+        http_status=409,
+        error_type="invalid_request_error",
+        api_code="nothing_to_resume",
+    )
+
+
+def resumed_elsewhere() -> BatchEngineError:
+    """A second reader took the stream over: the newest connection is the one that lives."""
+    return BatchEngineError(
+        "BE2405",
+        "this stream was resumed by another connection",
+        why="a turn has one reader, and the newest one wins",
+        fix="read the other stream, or resume again to take it back",
+        http_status=409,
+        error_type="invalid_request_error",
+        api_code="resumed_elsewhere",
+    )
+
+
+def other_request_of_key() -> BatchEngineError:
+    """An idempotency key names one request."""
+    return BatchEngineError(
+        "BE2406",
+        "this idempotency key was used for another request",
+        why="the prompt is not the one that was sent with it, or the answer is gone: the"
+        " session's history was edited since",
+        fix="use a new key for a new request",
+        http_status=409,
+        error_type="invalid_request_error",
+        api_code="idempotency_conflict",
+    )
+
+
+def in_quarantine(session_id: str, strikes: int) -> BatchEngineError:
+    """It ended a worker or the engine again and again, while nobody else was computing."""
+    return BatchEngineError(
+        "BE2303",
+        f"session {session_id} is quarantined",
+        why=f"it ended the process that computed it {strikes} times while running alone",
+        fix="report it with the daemon's log; drop the session to lift the quarantine",
+        api_code="session_quarantined",
+    )
+
+
+def session_in_use(session_id: str, wanted: str) -> BatchEngineError:
+    """It computes now."""
+    return BatchEngineError(
+        "BE2407",
+        f"session {session_id} cannot be {wanted} now",
+        why="it has a request that is not finished",
+        fix="wait for the request to end, or cancel it",
+        http_status=409,
+        error_type="invalid_request_error",
+        api_code="session_busy",
+        retry_after_ms=1000,
+    )
+
+
+def session_exists(session_id: str) -> BatchEngineError:
+    """A fork needs a name of its own."""
+    return BatchEngineError(
+        "BE2408",
+        f"there is a session {session_id} already",
+        fix="choose another id for the fork",
+        http_status=409,
+        error_type="invalid_request_error",
+        api_code="session_exists",
     )

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 from batchengine import wire
 from batchengine.config import Config, LaneConfig
 from batchengine.core import BatchEngineError, ModelInfo, Stage
-from batchengine.engine.journal import Journal
+from batchengine.engine.journal import INCARNATIONS, Journal
 from batchengine.engine.loop import LaneLoop, Owner
 from batchengine.gguf import GgufFile
 from batchengine.lanes.lane import WORKER, Lane, LaneDied
@@ -37,7 +37,6 @@ STAGES = 4
 SPIN_US = 60  # long enough to meet the next kernel call, short enough to leave cores to others
 ARENA_SHARE = 8  # open pages may take an eighth of the KV budget
 PLACES_MIN = 8
-INCARNATIONS = 10_000  # of workers in one life of the store: keeps arena names unique
 FAILED_STARTS_MAX = 3  # then waiting readers hear why instead of waiting on;
 DOWN_MAX_S = 30.0  # a worker that was killed may come back: they wait so long at least
 
@@ -107,7 +106,9 @@ class Starter:
         store = self._store = await asyncio.to_thread(self._open_store)
         for warning in store.warnings:
             log.warning("store: %s", warning)
-        self._journal = Journal(store, self._owner.fail_everything)
+        self._journal = Journal(
+            store, self._owner.fail_everything, level=self._config.store.durability
+        )
         info.context_tokens = min(info.context_tokens, store.places_max * 256)
         for lane, lane_config in zip(self.lanes, config.lanes, strict=True):
             self.loops.append(self._make_loop(lane, lane_config))

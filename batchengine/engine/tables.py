@@ -13,6 +13,7 @@ from batchengine import cost
 from batchengine.config import Config
 from batchengine.engine.generation import Generation
 from batchengine.engine.loop import LaneLoop
+from batchengine.engine.record import Facts
 from batchengine.engine.turn import Turn
 from batchengine.metrics import Metrics
 from batchengine.session import Session
@@ -34,6 +35,7 @@ class Tables:
         self.home: dict[int, LaneLoop] = {}  # session key -> its lane
         self.named: dict[tuple[str, str], Session] = {}  # oldest use first
         self.queues: dict[int, deque[Generation]] = {}  # session key -> waiting requests
+        self.facts: dict[int, Facts] = {}  # session key -> what else is known of a named one
         self.started = time.monotonic()
         self.finished = 0
         self.reopening = 0  # named sessions that are being read from the ledger
@@ -52,6 +54,7 @@ class Tables:
     def forget(self, session: Session) -> None:
         """An idle named session leaves the memory; the ledger remembers it."""
         self.named.pop((session.tenant, session.session_id), None)
+        self.facts.pop(session.key, None)
         loop = self.home.pop(session.key, None)
         if loop is not None:
             loop.close_session(session)

@@ -25,10 +25,10 @@ class Turn:
     """One generation on one session. Times are milliseconds of the engine's clock."""
 
     __slots__ = (
-        "admitted_ms", "cached_row", "deadline_ms", "gate", "generation", "horizon_ms", "logged",
-        "needs_match", "pages_max", "paused", "penalty_tokens", "prefilled", "priority", "rank",
-        "salt", "served_ms", "session", "spec", "stop_early", "suspect_until", "tpot_ms",
-        "turn_id",
+        "admitted_ms", "cached_row", "deadline_ms", "generation", "horizon_ms", "needs_match",
+        "pages_max", "paused", "penalty_tokens", "prefilled", "priority", "rank",
+        "salt", "served_ms", "session", "shared", "spec", "stop_early", "suspect_until",
+        "timeline", "tpot_ms", "turn_id",
     )  # fmt: skip
 
     def __init__(
@@ -55,9 +55,9 @@ class Turn:
         self.suspect_until = 0
         self.cached_row: Row | None = None  # valid while it waits
         self.prefilled = False
-        self.logged = 0  # tokens of the timeline that the ledger has
+        self.timeline = 0  # tokens of the session when the turn began,
+        self.shared = 0  # and how many of them begin this turn's own timeline
         self.turn_id = ""  # "" = not in the ledger
-        self.gate = True  # False: the turn row is not durable yet
 
     def __repr__(self) -> str:
         return f"<Turn {self.generation.request_id} {self.session!r}>"

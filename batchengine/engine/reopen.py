@@ -1,0 +1,254 @@
+"""A session that comes back: from the ledger to a live timeline, and on with a turn that broke off.
+
+Owns what one life of the engine learns from the ledger of the lives before it: tokens, epoch, the
+turn to go on with, suspects, and which tool calls a session waits for; and the reason whenever KV
+that should be there is not. Refuses to compute or to move pages: lanes and their tables do that.
+
+The timeline decides everything. A request whose prompt is the beginning of the timeline may be a
+repetition: if the ledger says that the last turn was asked for in the same way, its tokens are
+told again and the turn goes on from there, since the same request has the same tokens. Otherwise
+the client's prompt wins, and the timeline is cut where the two differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from batchengine.engine import record, refusals
+from batchengine.engine.generation import Continuation, Generation
+from batchengine.engine.journal import DONE, INCARNATIONS, RUNNING, Journal
+from batchengine.engine.record import Facts, SessionMeta, session_meta, turn_record
+from batchengine.engine.tables import Tables
+from batchengine.engine.turn import Turn
+from batchengine.lanes.lane import Lane
+from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session, common_prefix
+from kv_store import differing_fields
+from kv_store.errors import StoreError
+from kv_store.sessions import SessionRecord, TurnInfo
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.reopen")
+
+CALLS_MAX = 4096  # tool calls remembered at once, over all sessions
+STRIKES_MAX = 2  # deaths of a lane or of the engine with one session alone in the step
+
+
+class Reopener:
+    """What the ledger knows that memory does not. All methods run on the engine's loop."""
+
+    def __init__(self, tables: Tables, store: Store, journal: Journal) -> None:
+        self._tables = tables
+        self._store = store
+        self._journal = journal
+        self._calls: dict[tuple[str, str], str] = {}  # (tenant, tool call) -> session id
+        self._strikes: dict[str, int] = {}  # sessions that died alone in an earlier life
+        self.interrupted: dict[tuple[str, str], TurnInfo] = {}
+
+    async def start(self) -> None:
+        """What the last life left: broken turns, suspects, parked tool calls. No tokens."""
+        ledger = self._store.ledger
+        infos, turns, suspects = await asyncio.gather(
+            asyncio.wrap_future(ledger.list_sessions()),
+            asyncio.wrap_future(ledger.unfinished_turns()),
+            asyncio.wrap_future(ledger.suspects()),
+        )
+        self._strikes = {row.session: row.strikes for row in suspects if row.alone}
+        self.interrupted = {_identity(name): turn for name, turn in turns}
+        for info in reversed(infos[:CALLS_MAX]):  # the newest is remembered last
+            for call in session_meta(info.meta).calls:
+                self.remember_call(info.tenant, call, _identity(info.id)[1])
+
+    # ---------------------------------------------------------------------------- tool calls
+
+    def remember_call(self, tenant: str, call: str, session_id: str) -> None:
+        """The session waits for this tool call; the oldest of too many are forgotten."""
+        self._calls.pop((tenant, call), None)
+        self._calls[tenant, call] = session_id
+        while len(self._calls) > CALLS_MAX:
+            del self._calls[next(iter(self._calls))]
+
+    def session_of(self, tenant: str, calls: Sequence[str]) -> str | None:
+        """The session that waits for one of these calls; the last call counts most."""
+        for call in reversed(calls):
+            found = self._calls.get((tenant, call))
+            if found is not None:
+                return found
+        return None
+
+    def forget_calls(self, tenant: str, session_id: str) -> None:
+        """The session is gone."""
+        gone = [k for k, v in self._calls.items() if k[0] == tenant and v == session_id]
+        for key in gone:
+            del self._calls[key]
+
+    # ------------------------------------------------------------------------------- look
+
+    def must_look(self, session: Session, generation: Generation) -> bool:
+        """Whether the ledger must be asked before this request may change the session."""
+        request = generation.request
+        if request.session_id is None or generation.looked:
+            return False
+        if session.logged == LOG_UNKNOWN or generation.resumes is not None:
+            return True
+        n = len(request.prompt)
+        is_prefix = len(session.tokens) > n and session.tokens[:n] == list(request.prompt)
+        return is_prefix or bool(request.idempotency_key)
+
+    async def look(self, session: Session, generation: Generation) -> None:
+        """What the ledger has of the session, and which of its turns this request goes on with.
+
+        Raises BatchEngineError: a damaged history, a session that must not run, nothing to resume.
+        """
+        generation.looked = True
+        found = await self._load(session.name.decode())
+        if found is None:
+            session.logged = NOT_LOGGED
+            if generation.resumes is not None:
+                raise refusals.unknown_session(session.session_id)
+            return
+        facts = self._adopt(session, found)
+        if facts.strikes >= STRIKES_MAX:
+            raise refusals.in_quarantine(session.session_id, facts.strikes)
+        self.interrupted.pop((session.tenant, session.session_id), None)
+        if session.logged < len(session.tokens) and len(generation.request.prompt) <= len(
+            session.tokens
+        ):
+            # Tokens that the ledger refused were told to nobody who could rely on them.
+            session.rebase(session.tokens[: max(1, session.logged)])
+            session.epoch += 1
+        generation.continuation = _find(found, session, generation, bool(facts.changed))
+
+    # -------------------------------------------------------------------------------- begin
+
+    def begin(self, turn: Turn, lane: Lane) -> None:
+        """The request becomes the session's timeline, or its turn goes on; both are written.
+
+        Sets what the turn may expect of old KV, and why less than that would be no surprise.
+        """
+        session, generation = turn.session, turn.generation
+        request, more = generation.request, generation.continuation
+        turn.timeline = len(session.tokens)
+        if more is None:
+            old = session.tokens
+            shared = session.rebase(request.prompt)
+            if shared < turn.timeline:
+                session.epoch += 1
+            found = record.rebase(old, session.tokens, shared)
+        else:
+            shared = turn.timeline
+            session.frontier = min(session.frontier, shared - 1)
+            found = record.rebase(session.tokens, session.tokens, shared)
+        turn.shared = shared
+        if request.session_id is None:
+            return
+        facts = self._tables.facts.setdefault(session.key, Facts(SessionMeta()))
+        facts.meta = SessionMeta(
+            self._store.repr_id.hex(),
+            found,
+            found if found.is_edit else facts.meta.edit,
+            facts.meta.calls,
+        )
+        incarnation = self._store.epoch * INCARNATIONS + lane.incarnation
+        if facts.strikes or facts.was_cut_off:
+            session.suspect, session.alone_deaths = True, facts.strikes
+            turn.suspect_until = len(session.tokens)
+        if more is not None and more.turn_id:
+            self._journal.go_on(turn, more.turn_id, lane.name, incarnation, facts.meta)
+        else:
+            self._journal.begin(turn, shared, lane.name, incarnation, facts.meta)
+
+    async def record(self, session: Session) -> SessionRecord:
+        """Everything durable about a session; 404 if there is nothing."""
+        found = await self._load(session.name.decode())
+        if found is None:
+            raise refusals.unknown_session(session.session_id)
+        return found
+
+    async def _load(self, name: str) -> SessionRecord | None:
+        try:
+            return await asyncio.wrap_future(self._store.ledger.load_session(name))
+        except StoreError as error:
+            raise refusals.damaged(error) from error
+
+    def _adopt(self, session: Session, found: SessionRecord) -> Facts:
+        """The record becomes the session, or what the session was refused is known again."""
+        info, facts = found.info, self._tables.facts.get(session.key)
+        if facts is None:
+            facts = self._tables.facts[session.key] = Facts(session_meta(info.meta))
+            facts.changed = self._changes(facts.meta.repr_id or info.repr_id.hex())
+            facts.strikes = self._strikes.get(info.id, 0)
+            facts.was_cut_off = any(turn.status == RUNNING for turn in found.turns)
+        if not session.tokens:
+            session.tokens = list(found.tokens)
+            if "tokenizer_hash" in facts.changed:
+                session.tokens = []  # ids of another vocabulary mean nothing here
+            facts.old_epoch, facts.old_owner = info.epoch, info.owner_incarnation
+            session.epoch = max(session.epoch, info.epoch + 1)
+        session.epoch = max(session.epoch, info.epoch)
+        session.logged_epoch = info.epoch
+        known = common_prefix(session.tokens, found.tokens)
+        session.logged = known
+        if known < len(found.tokens):
+            self._journal.cut(session, known)
+        return facts
+
+    def _changes(self, repr_id: str) -> tuple[str, ...]:
+        """Fields in which the KV this session had differs from the KV we compute."""
+        if repr_id == self._store.repr_id.hex():
+            return ()
+        for known, text in self._store.ledger.replay.reprs.items():
+            if known.hex() == repr_id:
+                return tuple(differing_fields(self._store.descriptor, text))
+        return ("unknown",)
+
+
+def _find(
+    history: SessionRecord, session: Session, generation: Generation, is_changed: bool
+) -> Continuation | None:
+    """The turn of the ledger that this request is, if it is one."""
+    request, turns = generation.request, history.turns
+    last = turns[-1] if turns else None
+    if generation.resumes is not None:
+        if last is None or last.id != request.request_id:
+            raise refusals.nothing_to_resume(session.session_id)
+        return _continuation(session, last, generation.resumes)
+    if request.idempotency_key:
+        for index, turn in enumerate(turns):
+            if turn.idempotency_key != request.idempotency_key:
+                continue
+            if list(request.prompt) != session.tokens[: turn.prompt_end]:
+                raise refusals.other_request_of_key()
+            end = min((later.prompt_start for later in turns[index + 1 :]), default=None)
+            return _continuation(session, turn, 0, end)
+    if last is None or is_changed or request.sampling.logprobs >= 0:
+        return None
+    asked = turn_record(last.sampling)
+    if asked is None or not asked.says_the_same(request.sampling):
+        return None
+    if list(request.prompt) != session.tokens[: last.prompt_end]:
+        return None
+    found = _continuation(session, last, 0)
+    same = (asked.tokens_max, asked.stop, asked.ignore_eos)
+    if request.idempotency_key or same != (request.tokens_max, request.stop, request.ignore_eos):
+        found.turn_id = ""  # the same tokens, but another answer: a turn of its own
+    return found
+
+
+def _continuation(
+    session: Session, turn: TurnInfo, from_token: int, end: int | None = None
+) -> Continuation:
+    return Continuation(
+        turn_id=turn.id,
+        tokens=session.tokens[turn.prompt_end : end],
+        from_token=from_token,
+        is_last=end is None,
+        is_done=turn.status == DONE,
+    )
+
+
+def _identity(name: str) -> tuple[str, str]:
+    """(tenant, session id) of a session's durable name."""
+    tenant, _, session_id = name.partition("\x1f")
+    return tenant, session_id
