@@ -51,8 +51,8 @@ free-order: build/free-order/.stamp
 # The suites that live in native code, with address and undefined-behaviour sanitizers. Leaks are not
 # counted: the interpreter itself keeps memory until it ends.
 SANITIZED := tests/test_kernels_attention.py tests/test_kernels_linear.py tests/test_sampling.py tests/test_model.py
-sanitize: native build/sanitize/.stamp
-	$(SANITIZE_ENV) $(PY) -P -c 'import kernels; assert "build/sanitize" in kernels.__file__, kernels.__file__'
+sanitize: .venv/.env-stamp build/sanitize/.stamp
+	$(SANITIZE_ENV) $(PY) -P tools/check_sanitizer.py
 	$(SANITIZE_ENV) $(PY) -P -m pytest -q --import-mode=append -p no:faulthandler $(SANITIZED)
 
 demo: native
