@@ -29,6 +29,11 @@ Index: the caller's thread, no file I/O.
                                           # a pin that somebody must give back
                                           # 1..255 tokens make a parked tail: a leaf, never matched
     abort(ticket), condemn(ref)           # give up a ticket; never serve this page again
+    scrub_next() -> Future[ScrubResult | None]    # read one page again, longest unread first
+    verify_all(progress) -> Future[VerifyReport]  # read them all; bad ones are condemned
+    note_recomputed(ref, payload_digest) -> bool  # False: a numerics fault, the page is condemned
+    gc(keep=session_ids) -> Future[GcReport]      # down to the target; sessions beyond the cap
+    rates.read_bytes_per_s, .seal_bytes_per_s     # None until measured
     maintain(), check_integrity(), stat(), close()
 
 `ticket.key` is the parent_key of the next page; the first page's parent is ROOT_KEY.
@@ -114,9 +119,11 @@ from kv_store.keys import (
 from kv_store.layout import PAGE_TOKENS, Descriptor, PageLayout, differing_fields
 from kv_store.ledger import Ledger
 from kv_store.pages import Page, PageRef, PageState
+from kv_store.places import Rates
 from kv_store.pool import PagePool, PageProof, Ticket
 from kv_store.sessions import SessionInfo, SessionRecord, SuspectInfo, TurnInfo
 from kv_store.store import Recovery, Store, StoreSettings
+from kv_store.upkeep import GcReport, ScrubResult, VerifyReport
 
 __all__ = [
     "ARENA_PLACE_BIT",
@@ -131,6 +138,7 @@ __all__ = [
     "AtticPlace",
     "Descriptor",
     "ExtentInfo",
+    "GcReport",
     "Ledger",
     "LedgerError",
     "LedgerRefused",
@@ -143,7 +151,9 @@ __all__ = [
     "PageState",
     "PlaceOwner",
     "PlaceState",
+    "Rates",
     "Recovery",
+    "ScrubResult",
     "SessionInfo",
     "SessionRecord",
     "StaleRef",
@@ -158,6 +168,7 @@ __all__ = [
     "SuspectInfo",
     "Ticket",
     "TurnInfo",
+    "VerifyReport",
     "chain_keys",
     "content_key",
     "delete_arena",

@@ -99,6 +99,7 @@ class LedgerStats:
     intents: int = 0
     intents_failed: int = 0
     checkpoints: int = 0
+    sessions: int = 0
     commit_us: deque[float] = field(default_factory=lambda: deque(maxlen=COMMIT_TIMES_KEPT))
 
 
@@ -136,6 +137,7 @@ class Ledger:
         self._db = connect(path)
         try:
             self.replay = self._prepare(store_uuid)
+            self.stats.sessions = self.replay.sessions
         except sqlite3.DatabaseError as error:
             self._db.close()
             raise _opening_error(path, error) from error
@@ -417,14 +419,15 @@ class Ledger:
         )
 
     def _transact_once(self, intents: list[_Intent]) -> tuple[int, dict[int, Exception]]:
-        db, failed = self._db, dict[int, Exception]()
+        db, failed, sessions = self._db, dict[int, Exception](), 0
         db.execute("BEGIN IMMEDIATE")
         db.execute("UPDATE store SET commit_seq = commit_seq + 1")
         for index, intent in enumerate(intents):
             db.execute("SAVEPOINT intent")
+            change = 0
             try:
                 for op in intent.ops:
-                    records.apply(db, op)
+                    change += records.apply(db, op)
             except sqlite3.IntegrityError as error:
                 failed[index] = LedgerRefused("the ledger refused a record", why=str(error))
             except sqlite3.DatabaseError:
@@ -433,9 +436,12 @@ class Ledger:
                 failed[index] = error
             if index in failed:
                 db.execute("ROLLBACK TO intent")
+            else:
+                sessions += change
             db.execute("RELEASE intent")
         sequence: int = db.execute("SELECT commit_seq FROM store").fetchone()[0]
         db.execute("COMMIT")
+        self.stats.sessions += sessions
         return sequence, failed
 
     def _roll_back(self) -> None:

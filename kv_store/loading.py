@@ -7,6 +7,7 @@ that fails is forgotten and its place reused once: the second failure retires th
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -64,6 +65,8 @@ class LoadingPool(PlacePool):
                 with self._lock:
                     if not good:
                         self._reject(page)
+                    elif page.state is PageState.PUBLISHED:
+                        self._table.note_verified(page)
                     page.pins -= 1
                     self._settle(page)
             return good
@@ -120,13 +123,15 @@ class LoadingPool(PlacePool):
             future.set_result(good)
 
     def _bytes_match(self, page: Page) -> bool:
-        info = self._info(page.page_id)
+        info, start = self._info(page.page_id), time.perf_counter()
         try:
             self._extents.read_page(info, info.place_of(page.page_id), self._buffer)
         except (OSError, StoreCorrupt):
             return False
         self.counters["pages_verified"] += 1
-        return (
+        good = (
             keys.sealed_checksum(self._buffer, self._seed(page)) == page.checksum
             and keys.payload_digest(self._buffer) == page.digest
         )
+        self.rates.note_read(info.page_bytes, time.perf_counter() - start)
+        return good

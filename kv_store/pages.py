@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -124,6 +124,7 @@ class PageTable:
         self._by_key: dict[bytes, Page] = {}
         self._children: dict[bytes, int] = {}  # resident pages per parent key
         self._tails: dict[bytes, Counter[int]] = {}  # per parent: resident tails per length
+        self._verified: OrderedDict[int, None] = OrderedDict()  # resident, least recently first
         self._counts: dict[PageState, int] = dict.fromkeys(PageState, 0)
         self._lru_seq = 0
         self.dirty_lru: set[int] = set()  # places whose priority or age the manifest lacks
@@ -192,10 +193,14 @@ class PageTable:
         if is_resident and not was_resident:
             self._by_key[page.key] = page
             self._count_child(page, 1)
+            self._verified[page.page_id] = None
             self.touch(page)
         elif was_resident and not is_resident:
             del self._by_key[page.key]
             self._count_child(page, -1)
+            del self._verified[page.page_id]
+        if target is PageState.PUBLISHED:
+            self.note_verified(page)
         if target is PageState.FREE:
             page.gen += 1
             page.key = page.parent = page.tokens = page.digest = page.checksum = b""
@@ -203,6 +208,20 @@ class PageTable:
             self.dirty_lru.discard(page.page_id)
             if page.gen < GEN_MAX:  # a place whose generations are used up is never used again
                 heapq.heappush(self._free, page.page_id)
+
+    def note_verified(self, page: Page) -> None:
+        """The page's bytes were read and are right."""
+        self._verified.move_to_end(page.page_id)
+
+    def least_verified(self) -> Page | None:
+        """The page whose bytes were read longest ago and that may be read now."""
+        pages = (self._pages[page_id] for page_id in self._verified)
+        return next((page for page in pages if page.state in EVICTABLE), None)
+
+    @property
+    def tails(self) -> int:
+        """Resident parked tails."""
+        return sum(lengths.total() for lengths in self._tails.values())
 
     def _count_child(self, page: Page, change: int) -> None:
         left = self._children.get(page.parent, 0) + change
@@ -314,6 +333,7 @@ class PageTable:
         assert counts == self._counts, (counts, self._counts)
         assert children == self._children
         assert tails == self._tails
+        assert self._verified.keys() == {page.page_id for page in self._by_key.values()}
         assert len(self._by_key) == sum(counts[state] for state in RESIDENT)
         free = {i for i in self._free if i in self._pages and self._pages[i].state is _S.FREE}
         usable = {p.page_id for p in self._pages.values() if p.state is _S.FREE and p.gen < GEN_MAX}

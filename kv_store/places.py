@@ -32,6 +32,7 @@ from kv_store.threads import IntentThread
 # Evicting in batches keeps the choice cheap; the last tenth is for pages that are pinned.
 FILL_MAX_PERCENT = 90
 EVICT_TO_PERCENT = 85
+RATE_WEIGHT = 0.2  # of the newest page: five pages after a change most of it shows
 GROW_BELOW_PLACES = 8  # a prefill seals a few pages per second; allocating takes less than that
 
 
@@ -58,6 +59,24 @@ class Parts:
     verify_writes: bool
 
 
+@dataclass(slots=True)
+class Rates:
+    """How fast this machine's pages move, measured as they do; None until the first one."""
+
+    read_bytes_per_s: float | None = None  # read and verify
+    seal_bytes_per_s: float | None = None  # arena to extent, read back if that is on
+
+    def note_read(self, size: int, seconds: float) -> None:
+        self.read_bytes_per_s = _mixed(self.read_bytes_per_s, size / max(seconds, 1e-9))
+
+    def note_seal(self, size: int, seconds: float) -> None:
+        self.seal_bytes_per_s = _mixed(self.seal_bytes_per_s, size / max(seconds, 1e-9))
+
+
+def _mixed(before: float | None, now: float) -> float:
+    return now if before is None else before + RATE_WEIGHT * (now - before)
+
+
 class PlacePool:
     """Every page place of one open store. Methods without a Future do no I/O."""
 
@@ -82,6 +101,7 @@ class PlacePool:
         self._next_extent = 1
         self._growing: Future[None] | None = None
         self._growth_blocked = ""
+        self.rates = Rates()
         self._poison_queue: deque[PageRef] = deque()
         self._layout_id = self.layout.layout_id
         self._buffer = memoryview(bytearray(self.layout.page_bytes))  # page thread only
@@ -184,10 +204,7 @@ class PlacePool:
     def _make_room(self, wanted: int) -> None:
         """Drop other representations' extents that the budget has no room for; check the floor."""
         while self._foreign and self._extent_bytes() + wanted > self._budget.budget_bytes:
-            with self._lock:
-                info = self._foreign.pop(0)
-                self.ledger.append(records.DropExtent(info.index, info.first_page_id, info.places))
-            self._extents.drop(info)
+            self._drop_oldest_foreign()
         if self._extent_bytes() + wanted > self._budget.budget_bytes:
             raise StoreFull("the budget has no room for another extent")
         free = self._files.free_bytes(self._extents.folder)[0]
@@ -197,6 +214,14 @@ class PlacePool:
                 why=f"{self._budget.free_floor_bytes >> 20} MiB stay free for others",
                 fix="free disk space; serving goes on with what is cached",
             )
+
+    def _drop_oldest_foreign(self) -> int:
+        """Delete one extent of another representation; gives its places (page thread)."""
+        with self._lock:
+            info = self._foreign.pop(0)
+            self.ledger.append(records.DropExtent(info.index, info.first_page_id, info.places))
+        self._extents.drop(info)
+        return info.places
 
     def _extent_bytes(self) -> int:
         return sum(info.file_bytes for info in self._infos + self._foreign)

@@ -269,8 +269,9 @@ Op = (
 )
 
 
-def apply(db: sqlite3.Connection, op: Op) -> None:
-    """Write one record. Raises LedgerRefused when it breaks a rule; the caller rolls back."""
+def apply(db: sqlite3.Connection, op: Op) -> int:
+    """Write one record; gives how many sessions there are more. Raises LedgerRefused when it
+    breaks a rule; the caller rolls back."""
     match op:
         case AppendTokens() | TruncateTokens():
             _apply_tokens(db, op)
@@ -281,11 +282,12 @@ def apply(db: sqlite3.Connection, op: Op) -> None:
         case CopySession():
             _copy_session(db, op)
         case DropSession() | ForgetIdle() | PruneTurns():
-            _apply_forgetting(db, op)
+            return -_apply_forgetting(db, op)
         case PublishPage() | FreePage() | AgePages():
             _apply_page(db, op)
         case AddExtent() | DropExtent() | StartEpoch() | MarkClean():
             _apply_store(db, op)
+    return int(isinstance(op, OpenSession | CopySession))
 
 
 def _apply_tokens(db: sqlite3.Connection, op: AppendTokens | TruncateTokens) -> None:
@@ -427,20 +429,22 @@ def _copy_session(db: sqlite3.Connection, op: CopySession) -> None:
     )
 
 
-def _apply_forgetting(db: sqlite3.Connection, op: DropSession | ForgetIdle | PruneTurns) -> None:
+def _apply_forgetting(db: sqlite3.Connection, op: DropSession | ForgetIdle | PruneTurns) -> int:
+    """Returns the sessions that are gone."""
     if isinstance(op, PruneTurns):
         db.execute(f"DELETE FROM turn WHERE (session, id) IN ({OLD_TURNS})", (op.keep,))
-        return
+        return 0
     if isinstance(op, ForgetIdle):
         found = db.execute(
             "SELECT 1 FROM session WHERE id = ? AND epoch = ? AND used_seq = ?",
             (op.session, op.epoch, op.used_seq),
         ).fetchone()
         if found is None:
-            return
-    db.execute("DELETE FROM session WHERE id = ?", (op.session,))
+            return 0
+    gone = db.execute("DELETE FROM session WHERE id = ?", (op.session,)).rowcount
     for table in ("turn", "token_blob", "session_page", "suspect"):
         db.execute(f"DELETE FROM {table} WHERE session = ?", (op.session,))
+    return gone
 
 
 def _apply_page(db: sqlite3.Connection, op: PublishPage | FreePage | AgePages) -> None:

@@ -7,6 +7,7 @@ The first of two pages with one key wins; their payload digests must be equal.
 from __future__ import annotations
 
 import errno
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -251,7 +252,7 @@ class SealingPool(LoadingPool):
 
     def _copy_page(self, ticket: Ticket, page: Page, arena: Arena, at: ArenaPlace) -> None:
         """pread the arena, compare with the lane, pwrite that very buffer, read it back."""
-        data = self._buffer
+        data, start = self._buffer, time.perf_counter()
         arena.read_page(self._files, at, data)
         if keys.payload_digest(data) != ticket.digest:
             raise StoreCorrupt(
@@ -270,6 +271,7 @@ class SealingPool(LoadingPool):
                 page.fails += 1
                 raise StoreCorrupt("a page read back differs from what was written")
         page.digest, page.checksum = ticket.digest, checksum
+        self.rates.note_seal(info.page_bytes, time.perf_counter() - start)
 
 
 def _as_store_error(error: BaseException) -> BaseException:

@@ -28,7 +28,7 @@ from kv_store.layout import PAGE_ALIGN_BYTES, PAGE_TOKENS, Descriptor, differing
 from kv_store.ledger import Ledger, Opener, PageRow, Replay, connect
 from kv_store.pages import PageEvent, PageState
 from kv_store.places import Budget, Parts
-from kv_store.pool import PagePool
+from kv_store.upkeep import SESSIONS_MAX, UpkeepPool
 
 BALLAST_BYTES = 64 << 20  # enough for a ledger to finish every running turn and say why it stops
 FREE_FLOOR_BYTES = 2 << 30
@@ -56,7 +56,7 @@ class StoreSettings:
 
     ballast_bytes: 64 MiB, or a sixteenth of a budget below 1 GiB. free_floor_bytes: 5 % of the
     file system, at least 2 GiB. allow_any_fs turns a refused file system into a warning.
-    keep_arenas leaves arenas of this boot for adoption.
+    keep_arenas leaves arenas of this boot for adoption. sessions_max is what `gc` leaves.
     """
 
     budget_bytes: int
@@ -66,10 +66,11 @@ class StoreSettings:
     allow_any_fs: bool = False
     verify_writes: bool = True
     keep_arenas: bool = False
+    sessions_max: int = SESSIONS_MAX
 
 
-class Store(PagePool):
-    """An open store: `PagePool` plus its directory. Use `Store.open`."""
+class Store(UpkeepPool):
+    """An open store: `UpkeepPool` plus its directory. Use `Store.open`."""
 
     path: str
     warnings: list[str]
@@ -148,6 +149,7 @@ class Store(PagePool):
             raise
         self.path, self.warnings, self._lock_fd = path, warnings, lock_fd
         self._settings, self.attic = settings, Attic()
+        self.sessions_max = settings.sessions_max
         try:
             self._recover(replay, boot)
             self._make_ballast()
@@ -182,32 +184,6 @@ class Store(PagePool):
         self._pages_io.submit(self._make_ballast)
         if self.ledger.failure is None:
             self.ledger.commit()
-
-    def stat(self) -> dict[str, int | float | str]:
-        """Numbers for health, metrics and the status command."""
-        with self._lock:
-            table, page_bytes = self._table, self.layout.page_bytes
-            states = {f"pages_{state.value}": table.count(state) for state in PageState}
-            numbers: dict[str, int | float | str] = {
-                "epoch": self.epoch,
-                "page_bytes": page_bytes,
-                "budget_bytes": self._budget.budget_bytes,
-                "extent_bytes": self._extent_bytes(),
-                "used_bytes": table.used * page_bytes,
-                "pages_total": len(table),
-                "pages_max": self.places_max,
-                "pages_pinned": sum(page.pins > 0 for page in table),
-                "growth_blocked": self._growth_blocked,
-                "page_backlog": self._pages_io.backlog(),
-            }
-        times = sorted(self.ledger.stats.commit_us)
-        numbers |= {
-            "commits": self.ledger.stats.commits,
-            "commit_us_p50": times[len(times) // 2] if times else 0.0,
-            "commit_us_p99": times[len(times) * 99 // 100] if times else 0.0,
-            "ledger_failed": str(self.ledger.failure or ""),
-        }
-        return numbers | states | {f"{name}_total": n for name, n in self.counters.items()}
 
     def close(self) -> None:
         """Write what is pending, mark the store clean, release the lock."""
@@ -304,6 +280,12 @@ class Store(PagePool):
                 self._add_places(info, gens)
             else:
                 self._foreign.append(info)
+        published = {row.ref.page_id for row in rows.values() if row.state == "published"}
+        self._foreign.sort(
+            key=lambda info: len(
+                published.intersection(range(info.first_page_id, info.first_page_id + info.places))
+            )
+        )  # the first to go costs least
 
     def _list_page(self, row: PageRow) -> str:
         """Put one manifest row into the index; the reason if it cannot be, else empty."""

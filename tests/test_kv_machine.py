@@ -103,6 +103,47 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 self.store.unpin(ref)
 
+    @rule(name=NAMES, page=st.integers(0, PAGES - 1), n=st.sampled_from([1, 3, 100, 255]))
+    def park(self, name: int, page: int, n: int) -> None:
+        """Publish a tail that nobody pins."""
+        wait_for_growth(self.store)
+        parent = self.keys[name][page - 1] if page else ROOT_KEY
+        ids = timeline(name)[page * PAGE_TOKENS : page * PAGE_TOKENS + n]
+        probe = self.store.reserve(parent, ids, SALT)
+        if probe is None:
+            return
+        self.store.abort(probe)
+        ref, key = self.lane.add(parent, ids)
+        self.known[key] = ref
+        self.store.unpin(ref)
+
+    @rule(name=NAMES, page=st.integers(0, PAGES - 1), n=st.integers(1, PAGE_TOKENS))
+    def find_tail(self, name: int, page: int, n: int) -> None:
+        parent = self.keys[name][page - 1] if page else ROOT_KEY
+        ids = timeline(name)[page * PAGE_TOKENS : page * PAGE_TOKENS + n]
+        ref = self.store.find_tail(parent, ids, SALT, pin=True)
+        if ref is None:
+            return
+        assert self.store.load([ref]).result(20) == [True]
+        key = self.store.key_of(parent, ids[: self.store.page_tokens(ref)], SALT)
+        assert self.known[key] == ref, "found a tail that was never published"
+        assert read_page(self.store, ref) == payload_of(key).tobytes(), "wrong KV"
+        self.store.unpin(ref)
+
+    @rule()
+    def scrub(self) -> None:
+        found = self.store.scrub_next().result(20)
+        assert found is None or found.good
+
+    @rule(everything=st.booleans())
+    def look_after(self, everything: bool) -> None:
+        if everything:
+            report = self.store.verify_all().result(20)
+            assert (report.bad, report.done) == (0, report.total)
+        else:
+            self.store.gc().result(20)
+            assert not self.store.stat()["tails_superseded"]
+
     @precondition(lambda self: self.pins)
     @rule(index=st.integers(0, 20))
     def unpin(self, index: int) -> None:
@@ -170,6 +211,7 @@ def test_only_the_written_transitions_exist() -> None:
         if state in (PageState.PUBLISHED, PageState.LISTED, PageState.LOADING):
             table._by_key[page.key] = page
             table._children[page.parent] = 1
+            table._verified[0] = None
         target = TRANSITIONS[state].get(event)
         if target is None:
             with pytest.raises(StaleRef, match="cannot"):
