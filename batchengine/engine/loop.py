@@ -125,6 +125,11 @@ class LaneLoop:
     def now_ms(self) -> float:
         return self._clock() * 1000.0
 
+    @property
+    def context_max(self) -> int:
+        """Tokens whose KV the store can hold for one session of this lane."""
+        return self._pages_budget * PAGE_TOKENS
+
     # ------------------------------------------------------------------ asked by the engine
 
     def join(self, turn: Turn) -> None:
@@ -144,6 +149,15 @@ class LaneLoop:
     def resume(self, turn: Turn) -> None:
         """A slow reader caught up."""
         turn.paused = False
+        self._forget_row(turn)
+        self.wake()
+
+    def hurry(self, turn: Turn, rank: int, horizon_ms: float, tpot_ms: float) -> None:
+        """Somebody more urgent waits for this turn: it is served as if it were theirs."""
+        turn.rank = min(turn.rank, rank)
+        turn.horizon_ms = min(turn.horizon_ms, horizon_ms)
+        turn.deadline_ms = min(turn.deadline_ms, self.now_ms() + horizon_ms)
+        turn.tpot_ms = min(turn.tpot_ms, tpot_ms)
         self._forget_row(turn)
         self.wake()
 

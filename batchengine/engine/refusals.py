@@ -306,3 +306,29 @@ def session_exists(session_id: str) -> BatchEngineError:
         error_type="invalid_request_error",
         api_code="session_exists",
     )
+
+
+def from_token_outside(from_token: int, tokens_max: int) -> BatchEngineError:
+    """A resume begins inside the answer."""
+    return BatchEngineError(
+        "BE2409",
+        f"the answer has no token {from_token}",
+        why=f"it may have up to {tokens_max}, and the first one is 0",
+        fix="name how many tokens were received",
+        http_status=400,
+        error_type="invalid_request_error",
+        api_code="invalid_value",
+        param="from",
+    )
+
+
+def not_durable(error: BaseException) -> BatchEngineError:
+    """The ledger could not take it."""
+    return BatchEngineError(
+        "BE2402",
+        "the turn could not be made durable",
+        why=str(error),
+        fix="free space where the store lies, or look into the daemon's log; then send it again",
+        http_status=503,
+        api_code="durability_unavailable",
+    )

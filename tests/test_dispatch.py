@@ -1,0 +1,505 @@
+"""Admission, decisions with their log, automatic moves: the engine's router on plain data."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from batchengine.config import ClassConfig, LaneConfig, RouterConfig, load
+from batchengine.core import BatchEngineError, GenerationRequest, Sla, SlaClass
+from batchengine.cost import CostModel, StepCost
+from batchengine.engine.decisions import DecisionLog, Record
+from batchengine.engine.dispatch import Dispatcher
+from batchengine.engine.generation import Generation
+from batchengine.engine.loop import LaneLoop
+from batchengine.engine.tables import Tables
+from batchengine.engine.turn import Turn
+from batchengine.router import Reason
+from batchengine.session import Session, State
+
+FAST = StepCost(2.0, 0.1, 0.2, 1e-4, 1e-6)
+SLOW = StepCost(8.0, 1.4, 2.0, 5e-4, 1e-5)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A hand-over, as `Moved` wants it."""
+
+    session_id: str
+    source: str
+    target: str
+    cause: str
+    result: str = "moved"
+    tokens: int = 300
+    pages_shared: int = 1
+    pages_copied: int = 1
+    rows_copied: int = 44
+    rows_recomputed: int = 0
+    gap_ms: float = 4.0
+    total_ms: float = 30.0
+
+
+@dataclass
+class FakeLoop:
+    """A lane as the dispatcher reads it."""
+
+    name: str
+    tier: str = "any"
+    step_cost: StepCost = SLOW
+    queue_max: int = 0
+    seats: int = 8
+    alive: bool = True
+    running: dict[int, Any] = field(default_factory=dict)
+    waiting: dict[int, Any] = field(default_factory=dict)
+    steps: int = 0
+    assigned: int = 0
+    context_max: int = 100_000
+    hurried: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lane = SimpleNamespace(name=self.name, alive=self.alive)
+        self.config = LaneConfig(
+            name=self.name, tier=self.tier, entries_max=self.seats, queue_max=self.queue_max
+        )
+        self.cost = CostModel(self.step_cost)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def hurry(self, turn: object, *given: object) -> None:
+        self.hurried.append((turn, *given))
+
+
+@dataclass
+class House:
+    """A dispatcher over two fake lanes, a clock in the test's hands, and moves that succeed."""
+
+    tables: Tables
+    dispatch: Dispatcher
+    fast: FakeLoop
+    bulk: FakeLoop
+    spawned: list[Coroutine[Any, Any, None]]
+    now_ms: float = 1_000_000.0
+    moves: list[tuple[str, str, str]] = field(default_factory=list)
+    refusal: BatchEngineError | None = None
+
+    async def move(self, session: Session, to: LaneLoop, cause: str) -> Report:
+        if self.refusal is not None:
+            raise self.refusal
+        source = self.tables.home[session.key].lane.name
+        self.tables.home[session.key] = to
+        self.moves.append((source, to.lane.name, cause))
+        return Report(session.session_id, source, to.lane.name, cause)
+
+    def run_spawned(self) -> None:
+        for work in self.spawned:
+            asyncio.run(cast("Coroutine[Any, Any, None]", work))
+        self.spawned.clear()
+
+    def session(self, name: str, home: FakeLoop | None = None, tokens: int = 300) -> Session:
+        session = Session(len(self.tables.named) + 1, name, "")
+        session.tokens = list(range(tokens))
+        session.frontier = tokens
+        self.tables.named["", name] = session
+        if home is not None:
+            self.tables.home[session.key] = cast("LaneLoop", home)
+        return session
+
+    def generation(self, session: Session, sla: str = "standard", **given: Any) -> Generation:
+        request = GenerationRequest(
+            request_id=given.pop("request_id", f"r-{session.session_id}-{sla}"),
+            prompt=tuple(given.pop("prompt", [*session.tokens, 7])),
+            tokens_max=given.pop("tokens_max", 100),
+            sla=Sla(SlaClass(sla)),
+            session_id=session.session_id,
+            **given,
+        )
+        nothing: Any = lambda _: None  # noqa: E731
+        return Generation(
+            request, session.session_id, cast("Any", None), self.now_ms, nothing, nothing
+        )
+
+    def turn(self, session: Session, sla: str = "standard", **given: Any) -> Turn:
+        return Turn(
+            session,
+            self.generation(session, sla, **given),
+            rank=list(SlaClass).index(SlaClass(sla)),
+            deadline_ms=0.0,
+            horizon_ms=0.0,
+            tpot_ms=100.0,
+            now_ms=self.now_ms,
+        )
+
+    def occupy(self, loop: FakeLoop, n: int, *, waiting: bool = False, tokens: int = 100) -> None:
+        for index in range(n):
+            key = 10_000 + len(loop.running) + len(loop.waiting) + index
+            session = Session(key, f"busy{key}", "")
+            session.tokens, session.frontier = list(range(tokens)), 0 if waiting else tokens - 1
+            (loop.waiting if waiting else loop.running)[key] = self.turn(session)
+        loop.steps += 1
+
+    def record(self, request_id: str) -> Record:
+        found = self.dispatch.log.of_request(request_id)
+        assert found is not None
+        return found
+
+
+def house(monkeypatch: pytest.MonkeyPatch, **router: Any) -> House:
+    config = dataclasses.replace(
+        load(None, {"server.admin_socket": "/tmp/unused.sock"}), router=RouterConfig(**router)
+    )
+    tables = Tables(config)
+    spawned: list[Coroutine[Any, Any, None]] = []
+    fast, bulk = FakeLoop("gpu", "fast", FAST), FakeLoop("cpu", "bulk")
+    tables.loops[:] = cast("list[LaneLoop]", [fast, bulk])
+    dispatch = Dispatcher(tables, lambda work, _: spawned.append(work))
+    built = House(tables, dispatch, fast, bulk, spawned)
+    monkeypatch.setattr(tables, "now_ms", lambda: built.now_ms)
+    dispatch.mover = built
+    return built
+
+
+def samples(tables: Tables, name: str) -> dict[tuple[str, ...], float]:
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in tables.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == f"batchengine_{name}"
+    }
+
+
+# ---- decisions ----
+
+
+def test_a_decision_is_logged_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    fresh = h.session("s1")
+    assert h.dispatch.place(fresh, h.generation(fresh, request_id="req-1")) is h.bulk
+    record = h.record("req-1")
+    assert (record.lane, record.decision.reason) == ("cpu", Reason.SHORT)
+    assert samples(h.tables, "route_decisions_total") == {("cpu", "short"): 1}
+    assert samples(h.tables, "ttft_predicted_seconds_count") == {("standard", "cpu"): 1}
+    told = h.dispatch.explain("req-1")
+    assert (told["kind"], told["lane"], told["reason_id"]) == ("request", "cpu", "short")
+    assert told["predicted"]["ttft_ms"] > 0
+    assert {c["lane"] for c in told["candidates"]} == {"gpu", "cpu"}
+    assert told["happened"] is None
+    assert told["request"]["ttlt_ms"] is None  # infinity is no JSON
+    json.dumps(told, allow_nan=False)
+
+
+def test_the_outcome_is_compared_with_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    session = h.session("s1")
+    turn = h.turn(session, request_id="req-1", tokens_max=10)
+    loop = h.dispatch.place(session, turn.generation)
+    generation = turn.generation
+    generation.lane, generation.completion_tokens = loop.lane.name, 5
+    generation.first_token_ms = h.now_ms + 600.0
+    generation.last_token_ms = h.now_ms + 700.0
+    h.dispatch.ended(turn, "stop")
+    happened = h.dispatch.explain("req-1")["happened"]
+    assert (happened["ttft_ms"], happened["tpot_ms"], happened["finish"]) == (600.0, 25.0, "stop")
+    predicted = h.record("req-1").decision.predicted
+    assert predicted is not None
+    assert happened["ttft_ratio"] == pytest.approx(600.0 / predicted.ttft_ms, rel=1e-3)
+    assert samples(h.tables, "prediction_ratio_count") == {("ttft", "cpu"): 1, ("tpot", "cpu"): 1}
+
+
+def test_answers_shorter_than_allowed_are_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    for index in range(200):
+        session = h.session(f"s{index}")
+        turn = h.turn(session, tokens_max=1000)
+        h.dispatch.place(session, turn.generation)
+        turn.generation.completion_tokens = 100
+        h.dispatch.ended(turn, "stop")
+    session = h.session("last")
+    h.dispatch.place(session, h.generation(session, tokens_max=1000, request_id="req-l"))
+    assert 90 < h.record("req-l").request.tokens_out < 150
+    told = h.generation(session, tokens_max=1000, request_id="r2", expected_output_tokens=40)
+    h.dispatch.place(session, told)
+    assert h.record("r2").request.tokens_out == 40
+
+
+def test_a_long_queue_is_estimated_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at every row of a long queue for every request would be quadratic."""
+    h = house(monkeypatch)
+    h.occupy(h.bulk, 400, waiting=True)
+    looks = 0
+    look = h.dispatch._look
+
+    def counted(loop: LaneLoop) -> Any:
+        nonlocal looks
+        looks += loop.lane.name == "cpu"
+        return look(loop)
+
+    monkeypatch.setattr(h.dispatch, "_look", counted)
+    waits: list[float] = []
+    for index in range(100):
+        session = h.session(f"b{index}")
+        generation = h.generation(session, "batch", request_id=f"b{index}")
+        assert h.dispatch.place(session, generation) is h.bulk
+        h.bulk.steps += 1
+        waits.append(h.dispatch.eta_ms(cast("LaneLoop", h.bulk), 3))
+    assert looks == 1
+    assert waits == sorted(waits)
+    assert waits[-1] > waits[0]
+    h.now_ms += 50.0
+    h.dispatch.state()
+    assert looks == 2
+
+
+def test_no_lane_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for the workers, at home or where least is assigned."""
+    h = house(monkeypatch)
+    h.fast.lane.alive = h.bulk.lane.alive = False
+    h.fast.assigned = 3
+    fresh, at_home = h.session("a"), h.session("b", h.fast)
+    h.dispatch.admit(h.generation(fresh).request)
+    assert h.dispatch.place(fresh, h.generation(fresh)) is h.bulk
+    assert h.dispatch.place(at_home, h.generation(at_home)) is h.fast
+    assert h.record("r-a-standard").decision.reason is Reason.NO_LANE
+
+
+# ---- admission ----
+
+
+def test_patience_sheds_with_the_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    impatient = dataclasses.replace(
+        h.tables.config.sla, standard=ClassConfig(2000.0, 100.0, patience_s=1.0)
+    )
+    h.tables.config = dataclasses.replace(h.tables.config, sla=impatient)
+    session = h.session("s")
+    for loop in (h.fast, h.bulk):
+        h.occupy(loop, 8, tokens=200)
+        h.occupy(loop, 30, waiting=True, tokens=4000)
+    with pytest.raises(BatchEngineError) as caught:
+        h.dispatch.admit(h.generation(session).request)
+    error = caught.value
+    assert (error.code, error.http_status) == ("BE1208", 429)
+    assert error.retry_after_ms is not None
+    waits = [h.dispatch.eta_ms(cast("LaneLoop", loop), 1) for loop in (h.fast, h.bulk)]
+    assert error.retry_after_ms == pytest.approx(min(60_000, min(waits) - 1000.0), abs=1)
+    assert samples(h.tables, "shed_total") == {("standard", "patience"): 1}
+    h.dispatch.admit(h.generation(session, "batch").request)  # batch waits as long as it takes
+    h.dispatch.admit(h.generation(session, "interactive").request)  # and this one overtakes
+    h.fast.waiting.clear()
+    h.fast.running.clear()
+    h.fast.steps += 1
+    h.dispatch.admit(h.generation(session).request)
+
+
+def test_full_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    h.bulk.config = dataclasses.replace(h.bulk.config, queue_max=2)
+    h.occupy(h.bulk, 2, waiting=True)
+    session = h.session("s")
+    h.dispatch.admit(h.generation(session).request)
+    assert h.dispatch.place(session, h.generation(session)) is h.fast
+    assert h.record("r-s-standard").decision.candidates[1].excluded == "its queue is full"
+    h.fast.config = dataclasses.replace(h.fast.config, queue_max=1)
+    h.occupy(h.fast, 1, waiting=True)
+    with pytest.raises(BatchEngineError) as caught:
+        h.dispatch.admit(h.generation(session).request)
+    assert (caught.value.code, caught.value.http_status) == ("BE1204", 429)
+    assert samples(h.tables, "shed_total") == {("standard", "queue_full"): 1}
+
+
+# ---- promotion and demotion ----
+
+
+def test_an_interactive_request_asks_for_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    session = h.session("s", h.bulk)
+    to = h.dispatch.place(session, h.generation(session, "interactive", request_id="r1"))
+    assert to is h.fast
+    moved = asyncio.run(h.dispatch.move(session, to, "promotion"))
+    assert moved is not None
+    assert h.moves == [("cpu", "gpu", "promotion")]
+    assert samples(h.tables, "promotions_total") == {("cpu", "gpu", "moved"): 1}
+    assert samples(h.tables, "promotion_gap_seconds_count") == {(): 1}
+    (told,) = h.dispatch.explain("r1")["moves"]
+    assert (told["from"], told["to"], told["gap_ms"], told["rows_copied"]) == ("cpu", "gpu", 4, 44)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"router": {"promote_auto": False}}, "promote_auto is off"),
+        ({"mover": None}, "cannot hand sessions over"),
+        ({"dead": True}, "its lane is restarting"),
+    ],
+)
+def test_what_holds_a_session_back_is_told(
+    change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h = house(monkeypatch, **change.get("router", {}))
+    if "mover" in change:
+        h.dispatch.mover = None
+    h.bulk.lane.alive = "dead" not in change
+    session = h.session("s", h.bulk)
+    assert h.dispatch.place(session, h.generation(session, "interactive")) is h.bulk
+    (note,) = h.dispatch.explain("s")["decisions"][0]["notes"]
+    assert note.startswith("it stays on cpu: ")
+    assert why in note
+
+
+def test_a_failed_move_is_counted_and_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    h.refusal = BatchEngineError("BE9999", "no room")
+    session = h.session("s", h.bulk)
+    to = h.dispatch.place(session, h.generation(session, "interactive"))
+    assert asyncio.run(h.dispatch.move(session, to, "promotion")) is None
+    assert samples(h.tables, "promotions_total") == {("cpu", "gpu", "failed"): 1}
+    assert not h.dispatch.explain("s")["moving"]
+
+
+def test_who_waits_behind_a_running_turn_hurries_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The human waits for the background turn of the session: it is promoted while it runs."""
+    h = house(monkeypatch)
+    session = h.session("s", h.bulk)
+    turn = h.turn(session, "background")
+    h.bulk.running[session.key] = turn
+    h.dispatch.waits_behind(session, h.generation(session, "background", request_id="r2"))
+    assert (h.bulk.hurried, h.spawned) == ([], [])
+    h.dispatch.waits_behind(session, h.generation(session, "interactive"))
+    assert h.bulk.hurried == [(turn, 0, 500.0, 50.0)]
+    h.run_spawned()
+    assert h.moves == [("cpu", "gpu", "promotion")]
+
+
+def test_idle_sessions_give_the_fast_lane_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch, demote_idle_s=60.0)
+    for index in range(6):
+        h.session(f"idle{index}", h.fast)
+    busy, slow = h.session("busy", h.fast), h.session("slow", h.bulk)
+    busy.state = State.RUNNING
+    h.dispatch.tick()
+    for session in h.tables.named.values():
+        h.dispatch._note(session)  # used now
+    h.now_ms += 59_000.0
+    h.dispatch.tick()
+    assert h.spawned == []
+    h.now_ms += 2_000.0
+    h.dispatch.tick()
+    assert len(h.spawned) == 4  # not all at once
+    h.dispatch.tick()
+    h.run_spawned()
+    assert [move[:2] for move in h.moves] == [("gpu", "cpu")] * 6
+    assert h.tables.home[busy.key] is h.fast
+    assert h.tables.home[slow.key] is h.bulk
+    h.dispatch.tick()
+    assert h.spawned == []
+
+
+def test_sessions_do_not_ping_pong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A human and a heartbeat take turns on one session for ten minutes."""
+    h = house(monkeypatch)
+    session = h.session("s", h.bulk)
+    for turn in range(120):
+        h.now_ms += 5_000.0
+        h.fast.running.clear()
+        h.occupy(h.fast, turn % 8)
+        sla = "interactive" if turn % 6 == 0 else "background"
+        generation = h.generation(session, sla, request_id=f"r{turn}")
+        to = h.dispatch.place(session, generation)
+        if to is not h.tables.home[session.key]:
+            asyncio.run(h.dispatch.move(session, to, "router"))
+        h.dispatch.tick()
+        h.run_spawned()
+    assert [move[:2] for move in h.moves] == [("cpu", "gpu")]
+    told = h.dispatch.explain("r1")
+    assert told["reason_id"] in ("dwell", "ceiling")
+    assert any("left a background model" in note for note in told["notes"])
+
+
+def test_explicit_moves_have_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    slow, quick = h.session("slow", h.bulk), h.session("quick", h.fast)
+    assert h.dispatch.lane_for(slow, "fast") is h.fast
+    assert h.dispatch.lane_for(quick, "bulk") is h.bulk
+    assert h.dispatch.lane_for(quick, "fast") is None
+    h.bulk.lane.alive = False
+    assert h.dispatch.lane_for(quick, "bulk") is None
+
+
+# ---- the log ----
+
+
+def test_the_log_is_a_ring() -> None:
+    log = DecisionLog(3)
+    records = [cast("Any", Record)(f"req-{i}", "s", "", *[None] * 7) for i in range(5)]
+    for record in records:
+        log.add(record)
+    assert list(log) == records[:1:-1]
+    assert log.of_request("req-1") is None
+    assert log.of_request("req-4") is records[4]
+    again = cast("Any", Record)("req-4", "s", "", *[None] * 7)
+    log.add(again)  # an id may come twice: clients choose them
+    for _ in range(2):
+        log.add(cast("Any", Record)("other", "s", "", *[None] * 7))
+    assert log.of_request("req-4") is again
+    assert len(log) == 3
+
+
+def test_ids_are_found_by_unique_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    one, other = h.session("conversation-1"), h.session("conversation-22")
+    for session, request_id in ((one, "abcd-1"), (other, "abce-2")):
+        h.dispatch.place(session, h.generation(session, request_id=request_id))
+    assert h.dispatch.explain("conversation-22")["kind"] == "session"
+    assert h.dispatch.explain("conversation-2")["session_id"] == "conversation-22"
+    assert h.dispatch.explain("abcd")["request_id"] == "abcd-1"
+    for given, code in (("conv", "ambiguous_id"), ("abc", "not_found"), ("nobody", "not_found")):
+        with pytest.raises(BatchEngineError) as caught:
+            h.dispatch.explain(given)
+        assert caught.value.api_code == code, given
+    unknown = h.session("quiet-one", h.bulk)  # in memory, but nothing was decided lately
+    told = h.dispatch.explain(unknown.session_id)
+    assert (told["lane"], told["decisions"], told["moved_ago_s"]) == ("cpu", [], None)
+
+
+def test_notes_of_gone_sessions_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    session = h.session("s", h.bulk)
+    h.dispatch.place(session, h.generation(session))
+    assert h.dispatch._notes
+    h.tables.named.clear()
+    h.dispatch.tick()
+    assert h.dispatch._notes == {}
+
+
+# ---- load, recompute or share ----
+
+
+@pytest.mark.parametrize(
+    ("rate", "choice"), [(50e6, "recompute"), (5e9, "load"), (0.0, "load"), (math.inf, "load")]
+)
+def test_restore_follows_the_measured_rate(
+    rate: float, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8K tokens at 28 KiB each: 4.6 s from a disk of 50 MB/s, 1.1 s of compute on the GPU."""
+    h = house(monkeypatch)
+    monkeypatch.setattr(h.dispatch, "_read_rate", lambda: rate)
+    session = h.session("s", h.fast, tokens=8300)
+    turn = h.turn(session, request_id="r1")
+    h.dispatch.place(session, turn.generation)
+    plan = h.dispatch.plan_restore(turn, cast("LaneLoop", h.fast), 8192, 8192, 8192 * 28 << 10)
+    assert plan.choice == choice
+    h.dispatch.restored(turn, 2 * plan.load_ms if plan.choice == "load" else 900.0)
+    told = h.dispatch.explain("r1")["restore"]
+    assert told["choice"] == choice
+    assert told["recompute_ms"] == pytest.approx(853, rel=0.05)
+    assert samples(h.tables, "restores_total") == {(choice,): 1}
+    audited = samples(h.tables, "restore_ratio_sum").get((), 0.0)
+    assert audited == pytest.approx(2.0 if rate == 5e9 else 0.0)
