@@ -30,6 +30,7 @@ from batchengine.core import (
 )
 from batchengine.engine import refusals, reports
 from batchengine.engine.background import Background, count_turn
+from batchengine.engine.care import Care
 from batchengine.engine.generation import Continuation, Generation
 from batchengine.engine.journal import DONE, Journal
 from batchengine.engine.loop import LaneLoop
@@ -61,6 +62,7 @@ class Engine:
         self._text: TextFrontend | None = None
         self._journal: Journal | None = None
         self._reopener: Reopener | None = None
+        self._care: Care | None = None
         self._tasks: dict[asyncio.Task[None], str] = {}
         self._loops, self._turns = self._tables.loops, self._tables.turns
         self._home, self._queues = self._tables.home, self._tables.queues
@@ -113,6 +115,13 @@ class Engine:
             raise refusals.loading(self._progress)
         return self._reopener
 
+    @property
+    def care(self) -> Care:
+        """Verbs on named sessions."""
+        if self._care is None:
+            raise refusals.loading(self._progress)
+        return self._care
+
     def lanes(self) -> list[dict[str, Any]]:
         """One row per lane."""
         return reports.lane_rows(self._tables)
@@ -150,6 +159,13 @@ class Engine:
         self._tables.store, self._journal = self._starter.store, self._starter.journal
         self._reopener = Reopener(self._tables, self._starter.store, self._starter.journal)
         await self._reopener.start()
+        self._care = Care(
+            self._tables,
+            self._starter.store,
+            self._starter.journal,
+            self._reopener,
+            self._starter.text,
+        )
         self._loops[:] = self._starter.loops
         self._ends = self._text.tokenizer.eog
         for loop in self._loops:
@@ -223,6 +239,7 @@ class Engine:
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Admit one generation, or raise BatchEngineError with the HTTP status to answer."""
+        request = self.care.named(request)
         loop = self._admit(request)
         now_ms = self._now_ms()
         session_id = request.session_id or f"be_{request.request_id}"
@@ -233,12 +250,7 @@ class Engine:
             generation.release()  # nobody can resume it: nothing to make durable
             self._begin(Session(next(self._keys), session_id, request.tenant), generation, loop)
             return generation
-        name = (request.tenant, request.session_id)
-        session = self._named.pop(name, None)
-        fresh = session is None
-        if session is None:
-            session = Session(next(self._keys), request.session_id, request.tenant)
-        self._named[name] = session  # newest use last
+        session, fresh = self._session(request.tenant, request.session_id)
         queue = self._queues.get(session.key)
         if queue is not None:
             queue.append(generation)
@@ -250,6 +262,67 @@ class Engine:
         else:
             self._begin(session, generation, self._home.get(session.key, loop))
         return generation
+
+    def _session(self, tenant: str, session_id: str) -> tuple[Session, bool]:
+        """The named session, newest use last, and whether memory had never heard of it."""
+        session = self._named.pop((tenant, session_id), None)
+        fresh = session is None
+        if session is None:
+            session = Session(next(self._keys), session_id, tenant)
+        self._named[tenant, session_id] = session
+        return session, fresh
+
+    async def resume(self, tenant: str, session_id: str, from_token: int = 0) -> Generation:
+        """The session's last turn again, from token `from_token` of its answer on.
+
+        Tokens that exist are told as the first stream told them; a turn that broke off goes on
+        under its own parameters and seed, one that is finished ends as it did. If it still runs,
+        the new reader takes it over. Raises BatchEngineError (404, 409, 400).
+        """
+        request = await self.care.resumable(tenant, session_id, from_token)
+        loop = self._admit(request)
+        generation = Generation(
+            request,
+            session_id,
+            self.text.detokeniser(),
+            self._now_ms(),
+            self._cancel,
+            self._has_room,
+        )
+        generation.resume_at(from_token)
+        session, _ = self._session(tenant, session_id)
+        queue = self._queues.get(session.key)
+        if queue is None:
+            self._queues[session.key] = deque()
+            self._begin(session, generation, self._home.get(session.key, loop))
+            return generation
+        queue.appendleft(generation)
+        for running, turn in list(self._turns.items()):
+            if turn.session is session:
+                running.abort(refusals.resumed_elsewhere())
+        return generation
+
+    async def why(self, tenant: str, session_id: str) -> dict[str, Any]:
+        """Where the session's last prompt left its history, and what that cost."""
+        return await self.care.why(tenant, session_id)
+
+    async def session_detail(self, tenant: str, session_id: str) -> dict[str, Any]:
+        """Everything there is to know about one session, but its text."""
+        return await self.care.detail(tenant, session_id)
+
+    async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
+        """A second session with the same timeline, sharing its pages."""
+        return await self.care.fork(tenant, session_id, new_id)
+
+    async def park(
+        self, tenant: str, session_id: str, tool_call_id: str | None = None
+    ) -> dict[str, Any]:
+        """The session waits for a tool: its KV leaves the lane, the call leads back to it."""
+        return await self.care.park(tenant, session_id, tool_call_id)
+
+    async def drop(self, tenant: str, session_id: str) -> dict[str, Any]:
+        """The session and its history end."""
+        return await self.care.drop(tenant, session_id)
 
     def _admit(self, request: GenerationRequest) -> LaneLoop:
         """Every reason to refuse, checked before anything changes; then the lane."""
@@ -345,7 +418,7 @@ class Engine:
         self, session: Session, generation: Generation, more: Continuation, loop: LaneLoop
     ) -> bool:
         """Tell the tokens that exist again; True if the answer ends among them."""
-        reason = generation.retell(more.tokens, more.from_token, self.is_end)
+        reason = generation.retell(more.tokens, self.is_end)
         if not reason and more.is_last:
             return False
         if reason:

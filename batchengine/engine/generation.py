@@ -36,13 +36,12 @@ TOLD_ALL = 1 << 62  # tokens: more than any stream has
 class Continuation:
     """A turn of the ledger that a request goes on with. `turn_id` "" = its tokens, but a new row.
 
-    `tokens` of its answer exist; the reader has those before `from_token`. Only the last turn of
-    a session can compute more: an older one is complete, or cannot be had any more.
+    `tokens` of its answer exist. Only the last turn of a session can compute more: an older one
+    is complete, or cannot be had any more.
     """
 
     turn_id: str
     tokens: list[int]
-    from_token: int
     is_last: bool
     is_done: bool
 
@@ -88,6 +87,7 @@ class Generation:
         self._held: deque[TokenEvent] = deque()  # not durable enough yet; see `release`
         self._shown = 0  # tokens pushed, or known to the reader from an earlier stream
         self._durable = 0  # of the completion, how many may be told
+        self._known = 0  # of it, how many the reader has from an earlier stream
         self._waiter: asyncio.Future[None] | None = None
         self._over = False
 
@@ -147,6 +147,8 @@ class Generation:
         """Give the reader an event; tokens wait until `release` covers them."""
         if isinstance(event, TokenEvent):
             self._shown += 1
+            if self._shown <= self._known:
+                return
             if self._shown > self._durable:
                 if not self._over:
                     self._held.append(event)
@@ -187,23 +189,23 @@ class Generation:
         self.push(TokenEvent(token, text, logprob, top))
         return stopped
 
-    def retell(self, tokens: Sequence[int], from_token: int, is_end: IsEnd) -> str:
+    def resume_at(self, from_token: int) -> None:
+        """The reader has the tokens before this one, whether they are computed again or not."""
+        self.resumes, self._known = from_token, from_token
+
+    def retell(self, tokens: Sequence[int], is_end: IsEnd) -> str:
         """Tokens that an earlier stream of the same turn computed, with the text it had.
 
-        Those before `from_token` are known to the reader and not told again. Returns why the turn
-        ends among them, "" if it goes on; tokens after its end are not told.
+        Returns why the turn ends among them, "" if it goes on; those after its end are not told.
         """
         request = self.request
-        for index, token in enumerate(tokens):
+        for token in tokens:
             self.completion_tokens += 1
             self.resumed_tokens += 1
             if not request.ignore_eos and is_end(token):
                 return "stop"
             text, stopped = self.stops.push(self.detokeniser.push(token))
-            if index >= from_token:
-                self.push(TokenEvent(token, text))
-            else:
-                self._shown += 1
+            self.push(TokenEvent(token, text))
             if stopped:
                 return "stop"
             if self.completion_tokens >= request.tokens_max:

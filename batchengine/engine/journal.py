@@ -14,7 +14,8 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from batchengine.core import BatchEngineError, DoneEvent, ErrorEvent
+from batchengine.core import DoneEvent, ErrorEvent
+from batchengine.engine import refusals
 from batchengine.engine.generation import TOLD_ALL
 from batchengine.engine.record import SessionMeta, TurnRecord, encode
 from batchengine.engine.turn import Turn
@@ -212,7 +213,7 @@ class Journal:
 
     def _begun(self, turn: Turn, error: BaseException | None) -> None:
         if error is not None:
-            turn.generation.abort(_not_durable(error))
+            turn.generation.abort(refusals.not_durable(error))
         else:
             told = turn.generation.resumed_tokens
             turn.generation.release(told if self._power else TOLD_ALL)
@@ -229,7 +230,7 @@ class Journal:
                     event, usage=dataclasses.replace(event.usage, durable=False)
                 )
             else:
-                event = ErrorEvent(_not_durable(error))
+                event = ErrorEvent(refusals.not_durable(error))
         turn.generation.end(event)
 
     def _commit(
@@ -283,14 +284,3 @@ class Journal:
             log.error("the ledger refused a record: %s", error)
         else:
             log.error("the ledger failed: %r", error)
-
-
-def _not_durable(error: BaseException) -> BatchEngineError:
-    return BatchEngineError(
-        "BE2402",
-        "the turn could not be made durable",
-        why=str(error),
-        fix="free space where the store lies, or look into the daemon's log; then send it again",
-        http_status=503,
-        api_code="durability_unavailable",
-    )

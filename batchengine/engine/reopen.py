@@ -77,8 +77,12 @@ class Reopener:
                 return found
         return None
 
-    def forget_calls(self, tenant: str, session_id: str) -> None:
-        """The session is gone."""
+    def forget(self, tenant: str, session_id: str) -> None:
+        """The session is dropped: its strikes and calls with it."""
+        name = durable_name(tenant, session_id)
+        self._strikes.pop(name, None)
+        self.interrupted.pop((tenant, session_id), None)
+        self._store.attic.forget(name.encode())
         gone = [k for k, v in self._calls.items() if k[0] == tenant and v == session_id]
         for key in gone:
             del self._calls[key]
@@ -159,11 +163,11 @@ class Reopener:
         else:
             self._journal.begin(turn, shared, lane.name, incarnation, facts.meta)
 
-    async def record(self, session: Session) -> SessionRecord:
+    async def record(self, name: str, session_id: str) -> SessionRecord:
         """Everything durable about a session; 404 if there is nothing."""
-        found = await self._load(session.name.decode())
+        found = await self._load(name)
         if found is None:
-            raise refusals.unknown_session(session.session_id)
+            raise refusals.unknown_session(session_id)
         return found
 
     async def _load(self, name: str) -> SessionRecord | None:
@@ -213,7 +217,7 @@ def _find(
     if generation.resumes is not None:
         if last is None or last.id != request.request_id:
             raise refusals.nothing_to_resume(session.session_id)
-        return _continuation(session, last, generation.resumes)
+        return _continuation(session, last)
     if request.idempotency_key:
         for index, turn in enumerate(turns):
             if turn.idempotency_key != request.idempotency_key:
@@ -221,7 +225,7 @@ def _find(
             if list(request.prompt) != session.tokens[: turn.prompt_end]:
                 raise refusals.other_request_of_key()
             end = min((later.prompt_start for later in turns[index + 1 :]), default=None)
-            return _continuation(session, turn, 0, end)
+            return _continuation(session, turn, end)
     if last is None or is_changed or request.sampling.logprobs >= 0:
         return None
     asked = turn_record(last.sampling)
@@ -229,23 +233,25 @@ def _find(
         return None
     if list(request.prompt) != session.tokens[: last.prompt_end]:
         return None
-    found = _continuation(session, last, 0)
+    found = _continuation(session, last)
     same = (asked.tokens_max, asked.stop, asked.ignore_eos)
     if request.idempotency_key or same != (request.tokens_max, request.stop, request.ignore_eos):
         found.turn_id = ""  # the same tokens, but another answer: a turn of its own
     return found
 
 
-def _continuation(
-    session: Session, turn: TurnInfo, from_token: int, end: int | None = None
-) -> Continuation:
+def _continuation(session: Session, turn: TurnInfo, end: int | None = None) -> Continuation:
     return Continuation(
         turn_id=turn.id,
         tokens=session.tokens[turn.prompt_end : end],
-        from_token=from_token,
         is_last=end is None,
         is_done=turn.status == DONE,
     )
+
+
+def durable_name(tenant: str, session_id: str) -> str:
+    """What the ledger calls the session: the same in every life."""
+    return f"{tenant}\x1f{session_id}"
 
 
 def _identity(name: str) -> tuple[str, str]:

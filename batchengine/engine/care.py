@@ -1,0 +1,265 @@
+"""What people and agents do with a session beside asking it: resume, fork, park, drop, why.
+
+Owns these verbs over the engine's tables and the ledger. Refuses what would race with a running
+turn, in words; moves no page itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+from typing import Any
+
+from batchengine.core import PAGE_TOKENS, GenerationRequest
+from batchengine.engine import refusals
+from batchengine.engine.journal import ACTIVE, PARKED, Journal
+from batchengine.engine.record import CALLS_MAX, Rebase, SessionMeta, encode, session_meta
+from batchengine.engine.record import turn_record as read_turn
+from batchengine.engine.reopen import Reopener, durable_name
+from batchengine.engine.tables import Tables
+from batchengine.session import Session
+from batchengine.tokenizer import TextFrontend
+from kv_store import LedgerRefused, StoreError, records
+from kv_store.sessions import SessionRecord
+from kv_store.store import Store
+
+DROP_WAIT_S = 30.0  # a step ends long before
+
+
+class Care:
+    """Verbs on named sessions. All methods run on the engine's loop."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        store: Store,
+        journal: Journal,
+        reopener: Reopener,
+        text: TextFrontend,
+    ) -> None:
+        self._tables = tables
+        self._store = store
+        self._journal = journal
+        self._reopener = reopener
+        self._text = text
+
+    def named(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with the session it means: that of its tool calls, or of its own key.
+
+        A request with an idempotency key and no session gets one from the key, so that a retry
+        finds what the first attempt computed, in this life or the next.
+        """
+        if request.session_id is not None:
+            return request
+        found = self._reopener.session_of(request.tenant, request.tool_call_ids)
+        if found is None and request.idempotency_key:
+            digest = hashlib.sha256(b"batchengine idempotency\0" + request.idempotency_key.encode())
+            found = f"idem_{digest.hexdigest()[:32]}"
+        return request if found is None else dataclasses.replace(request, session_id=found)
+
+    async def resumable(self, tenant: str, session_id: str, from_token: int) -> GenerationRequest:
+        """The request of the session's last turn, as its client had sent it. 404, 409, 400."""
+        found = await self._record(tenant, session_id)
+        turn = found.turns[-1] if found.turns else None
+        asked = None if turn is None else read_turn(turn.sampling)
+        if turn is None or asked is None:
+            raise refusals.nothing_to_resume(session_id)
+        if not 0 <= from_token <= asked.tokens_max:
+            raise refusals.from_token_outside(from_token, asked.tokens_max)
+        prompt = found.tokens[: turn.prompt_end]
+        return asked.request(turn.id, session_id, tenant, prompt)
+
+    # ------------------------------------------------------------------------------- verbs
+
+    async def park(self, tenant: str, session_id: str, tool_call_id: str | None) -> dict[str, Any]:
+        """The session waits for a tool: its KV leaves the lane, the call leads back to it.
+
+        While it computes, this happens at the end of its turn.
+        """
+        session = self._tables.named.get((tenant, session_id))
+        if session is None:
+            found = await self._record(tenant, session_id)
+            meta, epoch = session_meta(found.info.meta), found.info.epoch
+            tokens = len(found.tokens)
+        else:
+            facts = self._tables.facts.get(session.key)
+            if facts is None:
+                raise refusals.unknown_session(session_id)
+            meta, epoch, tokens = facts.meta, session.logged_epoch, len(session.tokens)
+        if tool_call_id:
+            self._reopener.remember_call(tenant, tool_call_id, session_id)
+            calls = (*(c for c in meta.calls if c != tool_call_id), tool_call_id)[-CALLS_MAX:]
+            meta = _with_calls(meta, calls)
+        if session is not None and (facts := self._tables.facts.get(session.key)) is not None:
+            facts.meta = meta
+        await self._wait(
+            self._store.ledger.set_meta(
+                durable_name(tenant, session_id), epoch, PARKED, encode(meta)
+            )
+        )
+        state = "parked"
+        if session is not None:
+            state = "parks at the end of its turn" if self._is_busy(session) else "parked"
+            await self._park_pages(session)
+        return {
+            "session_id": session_id,
+            "state": state,
+            "tokens": tokens,
+            "tool_calls": meta.calls,
+        }
+
+    async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
+        """A second session with the same timeline: pages are shared until the two differ."""
+        source = self._tables.named.get((tenant, session_id))
+        if source is not None:
+            self._journal.flush()
+            if not self._is_busy(source):
+                await self._park_pages(source)
+        found = await self._record(tenant, session_id)
+        if (tenant, new_id) in self._tables.named:
+            raise refusals.session_exists(new_id)
+        name = durable_name(tenant, new_id)
+        meta = _with_calls(session_meta(found.info.meta), ())
+        try:
+            await self._wait(
+                self._store.ledger.append(
+                    records.CopySession(durable_name(tenant, session_id), name, tenant, 1, None),
+                    records.SetMeta(name, 1, ACTIVE, encode(meta)),
+                )
+            )
+        except LedgerRefused as error:
+            raise refusals.session_exists(new_id) from error
+        shared = self._store.match_prefix(found.tokens, tenant.encode())
+        return {
+            "session_id": new_id,
+            "forked_from": session_id,
+            "tokens": len(found.tokens),
+            "pages_shared": len(shared),
+            "tokens_shared": len(shared) * PAGE_TOKENS,
+        }
+
+    async def drop(self, tenant: str, session_id: str) -> dict[str, Any]:
+        """The session and its history end; a running turn hears it."""
+        session = self._tables.named.get((tenant, session_id))
+        found = await self._record(tenant, session_id)
+        if session is not None:
+            await self._end_turns(session)
+            self._tables.forget(session)
+        self._reopener.forget(tenant, session_id)
+        await self._wait(self._store.ledger.drop_session(durable_name(tenant, session_id)))
+        return {"session_id": session_id, "tokens": len(found.tokens), "state": "dropped"}
+
+    async def why(self, tenant: str, session_id: str) -> dict[str, Any]:
+        """Where the last prompt left the history it was expected to continue, and what it cost."""
+        session = self._tables.named.get((tenant, session_id))
+        facts = None if session is None else self._tables.facts.get(session.key)
+        if facts is None:
+            meta = session_meta((await self._record(tenant, session_id)).info.meta)
+        else:
+            meta = facts.meta
+        answer: dict[str, Any] = {"session_id": session_id, "last": None, "edit": None}
+        if meta.rebase is not None:
+            answer["last"] = self._told(meta.rebase)
+        if meta.edit is not None:
+            answer["edit"] = self._told(meta.edit)
+        return answer
+
+    async def detail(self, tenant: str, session_id: str) -> dict[str, Any]:
+        """Everything there is to know about one session, but its text."""
+        session = self._tables.named.get((tenant, session_id))
+        found = await self._record(tenant, session_id)
+        info = found.info
+        detail: dict[str, Any] = {
+            "session_id": session_id,
+            "tenant": tenant,
+            "tokens": len(found.tokens),
+            "epoch": info.epoch,
+            "owner_lane": info.owner_lane,
+            "owner_incarnation": info.owner_incarnation,
+            "state": "on disk" if session is None else session.state.value,
+            "turns": [
+                {
+                    "turn": turn.id,
+                    "prompt_tokens": turn.prompt_end,
+                    "new_tokens": max(0, turn.prompt_end - turn.prompt_start),
+                    "status": turn.status,
+                    "finish_reason": turn.finish_reason,
+                }
+                for turn in found.turns
+            ],
+            "tool_calls": list(session_meta(info.meta).calls),
+        }
+        if (tenant, session_id) in self._reopener.interrupted:
+            detail["state"] = "interrupted"
+        if session is not None:
+            detail |= {
+                "tokens": len(session.tokens),
+                "frontier": session.frontier,
+                "pages": len(session.codes),
+                "pages_sealed": len(session.pinned),
+            }
+        return detail | {"why": await self.why(tenant, session_id)}
+
+    # ------------------------------------------------------------------------------- inner
+
+    def _told(self, found: Rebase) -> dict[str, Any]:
+        """A rebase in numbers and text."""
+        pages = max(found.kept, 0) // PAGE_TOKENS
+        told: dict[str, Any] = {
+            "common_prefix_tokens": found.shared,
+            "timeline_tokens": found.timeline,
+            "prompt_tokens": found.prompt,
+            "is_edit": found.is_edit,
+            "tokens_reused": max(found.kept, 0),
+            "tokens_computed": found.prompt - max(found.kept, 0),
+            "pages_kept": pages,
+            "reason": found.reason,
+        }
+        if found.is_edit:
+            told |= {
+                "first_difference": found.shared,
+                "old_token": found.old[0],
+                "new_token": found.new[0],
+                "old_text": self._text_of(found.old),
+                "new_text": self._text_of(found.new),
+            }
+        return told
+
+    def _text_of(self, tokens: tuple[int, ...]) -> str:
+        return b"".join(self._text.piece(token) for token in tokens).decode(errors="replace")
+
+    async def _record(self, tenant: str, session_id: str) -> SessionRecord:
+        return await self._reopener.record(durable_name(tenant, session_id), session_id)
+
+    async def _wait(self, future: Any) -> None:
+        """Until the record is durable; BatchEngineError if it cannot be."""
+        self._store.ledger.commit()
+        try:
+            await asyncio.wrap_future(future)
+        except LedgerRefused:
+            raise
+        except StoreError as error:
+            raise refusals.not_durable(error) from error
+
+    def _is_busy(self, session: Session) -> bool:
+        return session.key in self._tables.queues
+
+    async def _park_pages(self, session: Session) -> None:
+        """The open tail goes to the store, then its places and pins are free."""
+
+    async def _end_turns(self, session: Session) -> None:
+        """Everybody who reads or waits hears that the session is gone."""
+        for generation in list(self._tables.queues.get(session.key, ())):
+            generation.fail(refusals.unknown_session(session.session_id))
+        turns = [t for t in self._tables.turns.values() if t.session is session]
+        for turn in turns:
+            turn.generation.abort(refusals.unknown_session(session.session_id))
+        async with asyncio.timeout(DROP_WAIT_S):
+            while self._is_busy(session):  # noqa: ASYNC110  no event for a session's end
+                await asyncio.sleep(0.002)
+
+
+def _with_calls(meta: SessionMeta, calls: tuple[str, ...]) -> SessionMeta:
+    """The same with other tool calls."""
+    return SessionMeta(meta.repr_id, meta.rebase, meta.edit, calls)

@@ -1,0 +1,305 @@
+"""Sessions that come back: resumed, repeated, forked, edited, dropped; in one life and the next."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchengine.core import BatchEngineError, GenerationRequest, Sampling, TokenEvent
+from batchengine.engine import Engine
+from tests.fakes import Answer, Reference, read, request, run, running_engine, until, words
+
+WARM = Sampling(temperature=0.8, seed=11)
+
+
+@pytest.fixture(scope="module")
+def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
+    made = Reference(pocket_path, cache_dir)
+    yield made
+    made.close()
+
+
+async def some(engine: Engine, asked: GenerationRequest, tokens: int) -> list[int]:
+    """Read so many tokens, then go away."""
+    generation = engine.submit(asked)
+    seen: list[int] = []
+    async for event in generation:
+        if isinstance(event, TokenEvent):
+            seen.append(event.token)
+        if len(seen) == tokens:
+            break
+    generation.cancel()
+    await until(lambda: not engine._queues)
+    return seen
+
+
+async def resumed(engine: Engine, session: str, from_token: int = 0) -> Answer:
+    return await read(await engine.resume("", session, from_token))
+
+
+def test_a_stream_that_its_reader_left_is_resumed_where_it_was(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """Same life and next life; the text from the resumed token on is the original's."""
+    prompt = words(1, 300)
+    whole = reference.tokens(prompt, 60, WARM)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            other = await read(engine.submit(request(prompt, 60, sampling=WARM)))
+            asked = request(prompt, 60, session="s", sampling=WARM)
+            seen = await some(engine, asked, 10)
+            assert seen == whole[:10]
+            record = await asyncio.wrap_future(engine._store.ledger.load_session("\x1fs"))
+            assert record is not None
+            assert record.turns[-1].status == "cancelled"
+            answer = await resumed(engine, "s", 10)
+            assert answer.tokens == whole[10:]
+            assert answer.reason == "length"
+            texts = [e.text for e in other.events if isinstance(e, TokenEvent)]
+            assert [e.text for e in answer.events if isinstance(e, TokenEvent)] == texts[10:]
+            assert answer.done is not None
+            assert answer.done.usage.completion_tokens == 60
+            again = await resumed(engine, "s", 55)
+            assert again.tokens == whole[55:]
+            assert again.done is not None
+            assert again.done.usage.resumed_tokens == 60
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            assert (await resumed(engine, "s", 3)).tokens == whole[3:]
+            assert (await resumed(engine, "s", 60)).tokens == []
+
+    run(work())
+
+
+def test_a_turn_ended_by_shutdown_goes_on_after_it(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    prompt = words(2, 40)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            generation = engine.submit(request(prompt, 400, session="s"))
+            await until(lambda: generation.completion_tokens > 20)
+            await engine.stop(0.0)
+            cut = await read(generation)
+            assert cut.reason == "shutdown"
+            assert 20 < len(cut.tokens) < 400
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            rest = await resumed(engine, "s", len(cut.tokens))
+            assert cut.tokens + rest.tokens == reference.tokens(prompt, 400)
+            assert rest.reason == "length"
+
+    run(work())
+
+
+def test_a_running_turn_is_taken_over_by_the_newest_reader(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    prompt = words(3, 40)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = engine.submit(request(prompt, 300, session="s", sampling=WARM))
+            reader = asyncio.ensure_future(read(first))
+            await until(lambda: first.completion_tokens > 30)
+            second = await engine.resume("", "s", 0)
+            answer = await read(second)
+            lost = await reader
+            assert lost.error is not None
+            assert lost.error.api_code == "resumed_elsewhere"
+            assert answer.tokens == reference.tokens(prompt, 300, WARM)
+
+    run(work())
+
+
+def test_what_cannot_be_resumed_says_why(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            await read(engine.submit(request(words(4, 9), 5, session="s", tenant="a")))
+            for tenant, session, at, code in [
+                ("", "s", 0, "session_not_found"),
+                ("a", "t", 0, "session_not_found"),
+                ("a", "s", 6, "invalid_value"),
+                ("a", "s", -1, "invalid_value"),
+            ]:
+                with pytest.raises(BatchEngineError) as error:
+                    await engine.resume(tenant, session, at)
+                assert error.value.api_code == code
+            assert (await read(await engine.resume("a", "s"))).reason == "length"
+
+    run(work())
+
+
+def test_the_same_request_again_is_told_again_and_not_computed(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """Same session, prompt and sampling: in this life and the next; a longer limit goes on."""
+    prompt = words(5, 60)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = await read(engine.submit(request(prompt, 20, session="s", sampling=WARM)))
+            steps = engine.lanes()[0]["steps"]
+            again = await read(engine.submit(request(prompt, 20, session="s", sampling=WARM)))
+            assert again.tokens == first.tokens == reference.tokens(prompt, 20, WARM)
+            assert again.text == first.text
+            assert engine.lanes()[0]["steps"] == steps
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            longer = await read(engine.submit(request(prompt, 40, session="s", sampling=WARM)))
+            assert longer.tokens == reference.tokens(prompt, 40, WARM)
+            assert longer.done is not None
+            assert longer.done.usage.resumed_tokens == 20
+            short = await read(engine.submit(request(prompt, 7, session="s", sampling=WARM)))
+            assert short.tokens == first.tokens[:7]
+            other = Sampling(temperature=0.8, seed=12)
+            fresh = await read(engine.submit(request(prompt, 20, session="s", sampling=other)))
+            assert fresh.tokens == reference.tokens(prompt, 20, other)
+            assert fresh.done is not None
+            assert fresh.done.usage.resumed_tokens == 0
+
+    run(work())
+
+
+def test_one_idempotency_key_is_one_execution(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """A storm of retries with a random seed each: every one hears the first one's answer."""
+    prompt = words(6, 50)
+
+    def keyed(seed: int, key: str = "k", text: list[int] = prompt) -> GenerationRequest:
+        made = request(text, 30, sampling=Sampling(temperature=0.9, seed=seed))
+        return dataclasses.replace(made, idempotency_key=key)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            storm = [engine.submit(keyed(seed)) for seed in range(8)]
+            answers = await asyncio.gather(*(read(g) for g in storm))
+            expected = reference.tokens(prompt, 30, Sampling(temperature=0.9, seed=0))
+            assert [a.tokens for a in answers] == [expected] * 8
+            assert sum(loop.generated for loop in engine._loops) == 30
+            conflict = await read(engine.submit(keyed(0, text=words(7, 50))))
+            assert conflict.error is not None
+            assert conflict.error.api_code == "idempotency_conflict"
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            late = await read(engine.submit(keyed(99)))
+            assert late.tokens == expected
+            assert sum(loop.generated for loop in engine._loops) == 0
+
+    run(work())
+
+
+def test_an_older_idempotency_key_answers_while_its_tokens_exist(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    start = words(8, 40)
+
+    def keyed(prompt: list[int], key: str) -> GenerationRequest:
+        return dataclasses.replace(request(prompt, 10, session="s"), idempotency_key=key)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(keyed(start, "one")))
+            longer = [*start, *one.tokens, *words(9, 12)]
+            two = await read(engine.submit(keyed(longer, "two")))
+            again = await read(engine.submit(keyed(start, "one")))
+            assert again.tokens == one.tokens
+            assert (await read(engine.submit(keyed(longer, "two")))).tokens == two.tokens
+            edited = [*start[:20], *words(10, 9)]
+            await read(engine.submit(keyed(edited, "three")))
+            gone = await read(engine.submit(keyed(start, "one")))
+            assert gone.error is not None
+            assert gone.error.api_code == "idempotency_conflict"
+
+    run(work())
+
+
+def test_forks_share_their_past_and_go_their_own_ways(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    start = words(11, 700)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(request(start, 20, session="s")))
+            await until(lambda: int(engine.stats()["pages_sealed"]) >= 2)
+            for name in ("f0", "f1", "f2"):
+                fork = await engine.fork("", "s", name)
+                assert fork["tokens"] == 720
+                assert fork["pages_shared"] == 2
+            pages = int(engine.stats()["store"]["pages_published"])
+            for index, name in enumerate(("f0", "f1", "f2", "s")):
+                prompt = [*start, *one.tokens, *words(20 + index, 9)]
+                answer = await read(engine.submit(request(prompt, 12, session=name)))
+                assert answer.tokens == reference.tokens(prompt, 12)
+                assert answer.done is not None
+                assert answer.done.usage.cached_tokens >= 512
+            assert int(engine.stats()["store"]["pages_published"]) == pages
+            with pytest.raises(BatchEngineError) as error:
+                await engine.fork("", "s", "f0")
+            assert error.value.api_code == "session_exists"
+            with pytest.raises(BatchEngineError) as error:
+                await engine.fork("", "nobody", "x")
+            assert error.value.http_status == 404
+
+    run(work())
+
+
+def test_a_dropped_session_is_gone_and_its_name_is_free(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    prompt = words(12, 50)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            running = engine.submit(request(prompt, 500, session="s"))
+            reader = asyncio.ensure_future(read(running))
+            await until(lambda: running.completion_tokens > 5)
+            dropped = await engine.drop("", "s")
+            assert dropped["state"] == "dropped"
+            ended = await reader
+            assert ended.error is not None
+            with pytest.raises(BatchEngineError) as error:
+                await engine.resume("", "s")
+            assert error.value.http_status == 404
+            fresh = await read(engine.submit(request(words(13, 9), 5, session="s")))
+            assert fresh.tokens == reference.tokens(words(13, 9), 5)
+
+    run(work())
+
+
+def test_why_names_the_first_token_that_differs(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    start = words(14, 600)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(request(start, 10, session="s")))
+            edited = [*start[:300], 77, *start[301:], *one.tokens, 55]
+            two = await read(engine.submit(request(edited, 10, session="s")))
+            assert two.done is not None
+            assert "history edited at token 300" in two.done.usage.reuse_reason
+            why = await engine.why("", "s")
+            assert why["edit"]["first_difference"] == 300
+            assert why["edit"]["old_token"] == start[300]
+            assert why["edit"]["new_token"] == 77
+            assert engine.text.piece(start[300]).decode() in why["edit"]["old_text"]
+            assert why["edit"]["tokens_reused"] == two.done.usage.cached_tokens
+            longer = [*edited, *two.tokens, 8]
+            three = await read(engine.submit(request(longer, 10, session="s")))
+            assert three.done is not None
+            assert three.done.usage.reuse_reason == ""
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            why = await engine.why("", "s")
+            assert why["edit"]["first_difference"] == 300
+            assert not why["last"]["is_edit"]
+            detail = await engine.session_detail("", "s")
+            assert [turn["status"] for turn in detail["turns"]] == ["done"] * 3
+
+    run(work())
