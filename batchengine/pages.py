@@ -212,13 +212,23 @@ class LanePages:
 
     # ------------------------------------------------------------------------ prefix sharing
 
-    def extend(self, session: Session, salt: bytes, priority: int) -> Future[list[bool]] | None:
+    def extend(
+        self,
+        session: Session,
+        salt: bytes,
+        priority: int,
+        is_worth_reading: Callable[[int, int, int], bool] | None = None,
+    ) -> Future[list[bool]] | None:
         """Take published pages of the timeline's prefix where they reach further than own KV.
 
         Never the last token: one is left to compute. Returns None when the pages are ready (or
-        there are none), else a future of which pages verified; then call `loaded`.
+        there are none), else a future of which pages verified; then call `loaded`. Pages that
+        must be read from disk are taken only if `is_worth_reading(tokens, tokens after the
+        first such page, bytes to read)` says so.
         """
         refs = self._store.match_prefix(session.tokens[:-1], salt, pin=True, priority=priority)
+        if is_worth_reading is not None:
+            refs = self._without_cold(refs, session.frontier, is_worth_reading)
         if len(refs) * PAGE_TOKENS <= session.frontier:
             for ref in refs:
                 self._store.unpin(ref)
@@ -233,6 +243,22 @@ class LanePages:
             self.loaded(session, future.result())
             return None
         return future
+
+    def _without_cold(
+        self, refs: list[PageRef], frontier: int, is_worth_reading: Callable[[int, int, int], bool]
+    ) -> list[PageRef]:
+        """`refs` up to the first page on disk, if reading from there on is not worth it."""
+        cold = self._store.cold(refs)
+        if True not in cold or len(refs) * PAGE_TOKENS <= frontier:
+            return refs
+        first = cold.index(True)
+        tokens = len(refs) * PAGE_TOKENS
+        cold_tokens = tokens - max(frontier, first * PAGE_TOKENS)
+        if is_worth_reading(tokens, cold_tokens, sum(cold) * self._store.layout.page_bytes):
+            return refs
+        for ref in refs[first:]:
+            self._store.unpin(ref)
+        return refs[:first]
 
     def loaded(self, session: Session, good: list[bool]) -> None:
         """Pages verified or not: the frontier moves to the first that did not."""

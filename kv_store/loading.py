@@ -49,6 +49,16 @@ class LoadingPool(PlacePool):
             wait.add_done_callback(one_done)
         return result
 
+    def cold(self, refs: Sequence[PageRef]) -> list[bool]:
+        """Which of these pages were not read since start: `load` would read them from disk."""
+        with self._lock:
+            return [self._is_cold(ref) for ref in refs]
+
+    @property
+    def bytes_loading(self) -> int:
+        """Of pages that were asked for before and are still being read."""
+        return len(self._loads) * self.layout.page_bytes
+
     def verify(self, ref: PageRef) -> Future[bool]:
         """Read a published page again and condemn it if its checksum fails (scrub, doubt)."""
         with self._lock:
@@ -81,6 +91,12 @@ class LoadingPool(PlacePool):
                 self._reject(page)
 
     # -- caller's thread, under the lock ------------------------------------------------------
+
+    def _is_cold(self, ref: PageRef) -> bool:
+        try:
+            return self._table.get(ref).state in (PageState.LISTED, PageState.LOADING)
+        except StaleRef:
+            return False
 
     def _load_one(self, ref: PageRef) -> Future[bool]:
         future: Future[bool] = new_future()

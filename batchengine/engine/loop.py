@@ -403,7 +403,7 @@ class LaneLoop:
     def _match(self, turn: Turn) -> None:
         """Take what the store has, unless it must be read from disk first."""
         turn.needs_match = False
-        pending = self.pages.extend(turn.session, turn.salt, turn.priority)
+        pending = self.pages.extend(turn.session, turn.salt, turn.priority, _never)
         if pending is not None:
             self.pages.loaded(turn.session, [False])
 
@@ -553,6 +553,11 @@ class LaneLoop:
                 self._leave(turn)
                 self._owner.turn_failed(turn, refusals.quarantined(turn))
         return [turn.session for turn, _, _ in flight.parts]
+
+
+def _never(tokens: int, cold_tokens: int, cold_bytes: int) -> bool:
+    """Whether to read pages from disk between two steps."""
+    return False
 
 
 def _check_answer(flight: Flight, done: wire.StepDone) -> None:
