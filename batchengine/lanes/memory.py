@@ -189,7 +189,7 @@ class PageMemory:
         rows = _leading(self._proof.digests(page, old) == self._digests[index, : len(old)])
         self._arena.title(index, _owner(to))
         self._own(to)
-        self._record(index, to.page, self._tokens[index, :rows].copy())
+        self._record(index, to.page, self._tokens[index, :rows].copy(), page)
 
     def adopt(self, adopts: Sequence[wire.Adopt], tokens: Sequence[I32Array]) -> tuple[int, ...]:
         """Copy proven rows into places; how many of each. A source without proof yields 0."""
@@ -206,9 +206,9 @@ class PageMemory:
                     count = self._read_rows(adopt, adopt.source, ids, sources, closing)
                 self.reserve(adopt.to)
                 if count:
-                    place = adopt.to.place
-                    self.layout.copy_rows(self._proof.page, self._arena.page(place), count)
-                    self._record(place, adopt.to.page, ids[:count])
+                    place, page = adopt.to.place, self._proof.page
+                    self.layout.copy_rows(page, self._arena.page(place), count)
+                    self._record(place, adopt.to.page, ids[:count], page)
                 done.append(count)
         return tuple(done)
 
@@ -296,10 +296,12 @@ class PageMemory:
         positions = np.arange(page * PAGE_TOKENS, page * PAGE_TOKENS + count, dtype=np.uint64)
         return self._seeds[place] + positions * _ROW_STEP
 
-    def _record(self, place: int, page: int, tokens: NDArray[np.uint32]) -> None:
-        """Record the first rows of a place from the bytes in it."""
+    def _record(
+        self, place: int, page: int, tokens: NDArray[np.uint32], proven: memoryview
+    ) -> None:
+        """Record the first rows of a place; `proven` has their bytes."""
         seeds = self._place_seeds(place, page, len(tokens))
-        digests = self._proof.digests(self._arena.page(place), seeds)
+        digests = self._proof.digests(proven, seeds)
         self._arena.write_records(place, 0, tokens, digests)
 
     def _read_rows(
@@ -341,6 +343,9 @@ class PageMemory:
             log.warning("no rows from arena %s: %s", name, error)
             return None
         closing.callback(os.close, file.fd)
+        if file.repr_id != self._arena.repr_id:
+            log.warning("no rows from arena %s: they are of another model", name)
+            return None
         return file
 
     def _read_page(self, source: wire.FromPage, rows: int) -> int:

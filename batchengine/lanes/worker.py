@@ -19,7 +19,7 @@ from batchengine import wire
 from batchengine.core import BatchEngineError
 from batchengine.lanes.memory import PageMemory
 from batchengine.lanes.process import guard_process
-from batchengine.lanes.steps import Compute, Limits, ModelFacts, unpack
+from batchengine.lanes.steps import Compute, Limits, ModelFacts, StepBatch, unpack
 from kv_store.layout import PageLayout
 
 log = logging.getLogger("batchengine.worker")
@@ -115,14 +115,7 @@ class Worker:
         started = time.perf_counter_ns()
         batch = unpack(step, payload, limits)
         memory.check(step)
-        for place in step.poison:
-            memory.poison(place)
-        for fresh in step.reserve:
-            memory.reserve(fresh)
-        for retitle in step.retitle:
-            memory.retitle(retitle)
-        adopted = memory.adopt(step.adopt, batch.adopted)
-        memory.touch(step.touch)
+        adopted = self._prepare(memory, step, batch)
         rows: tuple[wire.Row, ...] = ()
         poisoned: tuple[int, ...] = ()
         forward_us = 0
@@ -139,14 +132,26 @@ class Worker:
         elapsed_us = (time.perf_counter_ns() - started) // 1000
         return wire.StepDone(rows, poisoned, digests, verified, elapsed_us, forward_us, adopted)
 
+    def _prepare(self, memory: PageMemory, step: wire.Step, batch: StepBatch) -> tuple[int, ...]:
+        """The chores before the computation, in their order; what each Adopt yielded."""
+        for place in step.poison:
+            memory.poison(place)
+        for fresh in step.reserve:
+            memory.reserve(fresh)
+        for retitle in step.retitle:
+            memory.retitle(retitle)
+        adopted = memory.adopt(step.adopt, batch.adopted)
+        memory.touch(step.touch)
+        return adopted
 
-def main(make_compute: Callable[[], Compute]) -> None:
+
+def main(make_compute: Callable[[], Compute], worker: type[Worker] = Worker) -> None:
     """Entry of the process; `make_compute` is called after the process is guarded."""
     socket_fd, parent_pid, report_fd, incarnation = (int(a) for a in sys.argv[1:5])
     guard_process(parent_pid, report_fd)
     link = wire.BlockingLink(socket.socket(fileno=socket_fd))
     with contextlib.suppress(ConnectionError, wire.Truncated):  # the engine was killed
-        Worker(link, make_compute(), incarnation).serve()
+        worker(link, make_compute(), incarnation).serve()
     link.close()
 
 

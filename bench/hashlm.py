@@ -1,0 +1,297 @@
+"""HashLM: a fake model whose next token depends on every KV byte. A wrong token is a plumbing bug.
+
+Row p of a timeline is a pseudo-random function of (model, row p-1 as it lies in its page, token,
+position); the next token is a hash of all bytes of rows 0..p as read through the page table. One
+wrong, stale, foreign or reordered byte changes it, and every later one. `hashlm_tokens` computes
+the same without an engine, pages or processes.
+
+Runs as a worker: `python -m bench.hashlm SOCKET_FD PARENT_PID REPORT_FD INCARNATION`. The
+environment variable HASHLM_FAULTS (JSON, see Faults) plants deaths, delays and NaN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import signal
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from batchengine import wire
+from batchengine.gguf import GgufFile
+from batchengine.lanes.memory import PageMemory
+from batchengine.lanes.steps import ModelFacts, Report, StepBatch, StepOutput, U64Array
+from batchengine.lanes.worker import Worker, main
+from batchengine.weights import read_spec
+from kv_store.layout import PAGE_TOKENS, PageLayout
+
+LAYOUT = PageLayout(2, 1, 32)
+ROW_BYTES = LAYOUT.row_bytes
+FIRST_TOKEN = 20  # of those it says: the ones below may end a turn
+MASK64 = (1 << 64) - 1
+_POSITION = struct.Struct("<QI")
+FAULTS = "HASHLM_FAULTS"
+WORKER_COMMAND = (sys.executable, "-m", "bench.hashlm")
+
+# Where a planted death may strike, in the order of a step.
+POINTS = (
+    "before_chores",
+    "after_chores",
+    "before_rows",
+    "inside_row",  # half of the step's first row is written
+    "before_records",  # every row is written, no record
+    "before_answer",
+    "inside_answer",  # half of the frame is sent
+    "after_answer",
+)
+
+
+class Faults(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What goes wrong in a worker's life. Steps count from 1 in each life, chores-only too."""
+
+    die: str = ""  # one of POINTS
+    at: int = 1  # in this step,
+    life: int = 0  # of this incarnation; 0 = of each
+    signal: str = "SIGKILL"  # which the engine takes for an accident from outside
+    delay_ms: float = 0.0  # of every step
+    nan_at: int = 0  # the first entry of this step is poisoned
+    model: str = ""  # another name is another model: other rows, other identity
+
+    @staticmethod
+    def of_environment() -> Faults:
+        """Raises msgspec.ValidationError for a misspelt fault."""
+        faults = msgspec.json.decode(os.environ.get(FAULTS, "{}"), type=Faults)
+        if faults.die and faults.die not in POINTS:
+            raise msgspec.ValidationError(f"die is one of {', '.join(POINTS)}")
+        return faults
+
+
+def _model_key(model: str) -> bytes:
+    return hashlib.sha256(b"hashlm v1 " + model.encode()).digest()
+
+
+def _row(key: bytes, before: bytes, position: int, token: int) -> bytes:
+    """The bytes of a row; `before` are those of the row before it, empty for the first."""
+    return hashlib.shake_128(key + _POSITION.pack(position, token) + before).digest(ROW_BYTES)
+
+
+def _next_token(pages: Sequence[bytes], tail: bytes, seed: int, vocab: int) -> int:
+    """The token after the rows of `pages` (digest of each whole page) and `tail` (row bytes)."""
+    value = xxhash.xxh3_64_intdigest(b"".join((*pages, tail)), seed & MASK64)
+    return FIRST_TOKEN + value % (vocab - FIRST_TOKEN)
+
+
+@functools.cache
+def _offsets() -> NDArray[np.int64]:
+    """(256, row bytes): where in a page each byte of each row lies."""
+    where = np.arange(LAYOUT.page_bytes)
+    low = LAYOUT.gather_rows((where & 0xFF).astype(np.uint8).tobytes(), 0, PAGE_TOKENS)
+    high = LAYOUT.gather_rows((where >> 8).astype(np.uint8).tobytes(), 0, PAGE_TOKENS)
+    return high.astype(np.int64) << 8 | low
+
+
+class HashTimeline:
+    """One timeline as pure data: the rows of its tokens, and the token that follows."""
+
+    def __init__(self, *, vocab: int, model: str = "") -> None:
+        self._key = _model_key(model)
+        self._vocab = vocab
+        self._pages: list[bytes] = []
+        self._tail: list[bytes] = []
+        self._last = b""
+        self._length = 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the timeline."""
+        for token in tokens:
+            self._last = _row(self._key, self._last, self._length, token)
+            self._tail.append(self._last)
+            self._length += 1
+            if len(self._tail) == PAGE_TOKENS:
+                page = np.zeros(LAYOUT.payload_bytes, np.uint8)
+                page[_offsets()] = np.frombuffer(b"".join(self._tail), np.uint8).reshape(
+                    PAGE_TOKENS, ROW_BYTES
+                )
+                self._pages.append(xxhash.xxh3_128_digest(page.data))
+                self._tail.clear()
+
+    def next_token(self, seed: int = 0) -> int:
+        """What HashLM says after the tokens added so far."""
+        return _next_token(self._pages, b"".join(self._tail), seed, self._vocab)
+
+
+def hashlm_tokens(
+    prompt: Sequence[int], n: int, *, seed: int = 0, vocab: int = 2048, model: str = ""
+) -> list[int]:
+    """The `n` tokens that HashLM says after a prompt, by definition and without an engine."""
+    timeline, said = HashTimeline(vocab=vocab, model=model), list[int]()
+    timeline.add(prompt)
+    while len(said) < n:
+        said.append(timeline.next_token(seed))
+        timeline.add(said[-1:])
+    return said
+
+
+class HashCompute:
+    """The `Compute` of a HashLM worker. The model file is read for its vocabulary size only."""
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.faults = faults or Faults.of_environment()
+        self.steps = 0
+        self._key = _model_key(self.faults.model)
+        self._vocab = 0
+        self._views: dict[int, NDArray[np.uint8]] = {}
+
+    def load(self, load: wire.Load, report: Report) -> ModelFacts:
+        """Nothing to load."""
+        with GgufFile(load.model_path) as gguf:
+            self._vocab = read_spec(gguf).n_vocab
+        report("map weights", "none", 0.9, 0.0)
+        report("cpu kernels", "hashes", 0.95, 0.0)
+        return ModelFacts(
+            arith_id=hashlib.sha256(b"hashlm arithmetic v1").hexdigest(),
+            isa="hash",
+            threads=1,
+            n_layer=LAYOUT.n_layer,
+            n_kv_head=LAYOUT.n_kv_head,
+            head_dim=LAYOUT.head_dim,
+            payload_bytes=LAYOUT.payload_bytes,
+            vocab_size=self._vocab,
+            identity={"model_hash": self._key.hex(), "arch": "hashlm", "rope_digest": "none"},
+        )
+
+    def run(self, batch: StepBatch, addresses: U64Array, seeds: U64Array) -> StepOutput:
+        """Write the rows of every entry; read all rows of those that want a token."""
+        self.at("before_rows")
+        if self.faults.delay_ms:
+            time.sleep(self.faults.delay_ms / 1000.0)
+        tokens, digests = batch.tokens.tolist(), np.empty(len(batch.tokens), np.uint64)
+        all_pages, all_seeds = addresses.tolist(), seeds.tolist()
+        said: list[wire.Row] = []
+        poisoned: list[int] = []
+        first_token = first_page = 0
+        for index, (entry, (count, start, n_pages)) in enumerate(
+            zip(batch.entries, batch.shape.tolist(), strict=True)
+        ):
+            pages = [self._page(a) for a in all_pages[first_page : first_page + n_pages]]
+            span = slice(first_token, first_token + count)
+            rows = self._append(pages, start, tokens[span])
+            digests[span] = [
+                xxhash.xxh3_64_intdigest(row, seed)
+                for row, seed in zip(rows, all_seeds[span], strict=True)
+            ]
+            if index == 0 and self.steps and self.steps == self.faults.nan_at:
+                poisoned.append(index)
+            elif entry.spec is not None:
+                token = self._read(pages, start + count, entry.spec.seed)
+                top = ((token, 0.0),) if entry.spec.logprobs > 0 else ()
+                said.append(wire.Row(entry.session, token, 0.0, top))
+            first_token, first_page = first_token + count, first_page + n_pages
+        self.at("before_records")
+        return StepOutput(tuple(said), tuple(poisoned), digests)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def at(self, point: str) -> None:
+        """Die here if that is planted."""
+        if self.dies_at(point):
+            os.kill(os.getpid(), getattr(signal, self.faults.signal))
+
+    def dies_at(self, point: str) -> bool:
+        """Whether a death is planted at this point of this step."""
+        faults = self.faults
+        return faults.die == point and self.steps == faults.at
+
+    def _page(self, address: int) -> NDArray[np.uint8]:
+        """The payload at an address, as an alias: bytes are read anew every time."""
+        view = self._views.get(address)
+        if view is None:
+            memory = (ctypes.c_ubyte * LAYOUT.payload_bytes).from_address(address)
+            view = self._views[address] = np.frombuffer(memoryview(memory), np.uint8)
+        return view
+
+    def _append(self, pages: list[NDArray[np.uint8]], start: int, tokens: list[int]) -> list[bytes]:
+        """Write the rows of positions [start, start + len(tokens)); returns their bytes."""
+        offsets, before = _offsets(), b""
+        if start:
+            page, row = divmod(start - 1, PAGE_TOKENS)
+            before = pages[page][offsets[row]].tobytes()
+        rows: list[bytes] = []
+        for position, token in enumerate(tokens, start):
+            before = _row(self._key, before, position, token)
+            rows.append(before)
+        if self.dies_at("inside_row"):
+            page, row = divmod(start, PAGE_TOKENS)
+            half = ROW_BYTES // 2
+            pages[page][offsets[row][:half]] = np.frombuffer(rows[0], np.uint8, half)
+            self.at("inside_row")
+        for page, first, last in _spans(start, len(tokens)):
+            at = page * PAGE_TOKENS + first - start
+            data = np.frombuffer(b"".join(rows[at : at + last - first]), np.uint8)
+            pages[page][offsets[first:last]] = data.reshape(-1, ROW_BYTES)
+        return rows
+
+    def _read(self, pages: list[NDArray[np.uint8]], length: int, seed: int) -> int:
+        """The token after the first `length` rows, every byte of them read now."""
+        full, rest = divmod(length, PAGE_TOKENS)
+        digests = [xxhash.xxh3_128_digest(page.data) for page in pages[:full]]
+        tail = pages[full][_offsets()[:rest]].tobytes() if rest else b""
+        return _next_token(digests, tail, seed, self._vocab)
+
+
+def _spans(start: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """(page, first row, last row + 1) of positions [start, start + count)."""
+    end = start + count
+    for page in range(start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
+        base = page * PAGE_TOKENS
+        yield page, max(start - base, 0), min(end - base, PAGE_TOKENS)
+
+
+class HashWorker(Worker):
+    """The real worker around HashLM, with the moments between its parts made reachable."""
+
+    _compute: HashCompute
+
+    def _step(self, step: wire.Step, payload: bytes) -> wire.AnyMessage:
+        self._compute.steps += 1
+        return super()._step(step, payload)
+
+    def _prepare(self, memory: PageMemory, step: wire.Step, batch: StepBatch) -> tuple[int, ...]:
+        self._compute.at("before_chores")
+        adopted = super()._prepare(memory, step, batch)
+        self._compute.at("after_chores")
+        return adopted
+
+    def _send(self, message: wire.AnyMessage, asked: wire.Frame) -> None:
+        is_step = isinstance(asked.message, wire.Step)
+        if is_step:
+            self._compute.at("before_answer")
+            if self._compute.dies_at("inside_answer"):
+                frame = wire.encode(
+                    message, step=asked.step, incarnation=self._incarnation, attempt=asked.attempt
+                )
+                self._link.send(frame[: len(frame) // 2])
+                self._compute.at("inside_answer")
+        super()._send(message, asked)
+        if is_step:
+            self._compute.at("after_answer")
+
+    def serve(self) -> None:
+        faults = self._compute.faults
+        if faults.life not in (0, self._incarnation):
+            self._compute.faults = Faults(delay_ms=faults.delay_ms, model=faults.model)
+        super().serve()
+
+
+if __name__ == "__main__":
+    main(HashCompute, HashWorker)
