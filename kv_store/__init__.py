@@ -77,6 +77,9 @@ Attic: arenas that earlier lives of this boot left (`StoreSettings.keep_arenas`)
     store.attic.forget(session_bytes), retain(sessions)          # what nobody will adopt
     store.attic.sweep(everything=False) -> int    # delete unused files; all of them after ATTIC_S
 
+Offline, without the model's file: `from kv_store.fsck import fsck`; fsck(path, repair=False) ->
+FsckReport (.ok .counts .findings with .severity .what .why .repair).
+
 Ready errors for people: StoreLocked(.pid), StoreUnsupported(.fs), StoreVersion, StoreFull,
 StoreCorrupt, LedgerError (stop acknowledging, exit), all with .what .why .fix.
 """

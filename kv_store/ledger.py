@@ -41,7 +41,7 @@ COMMIT_BYTES = 8 << 10  # what a small transaction adds to the log, beside its r
 RECORD_BYTES = 4 << 10
 # what SQLite says about a file whose bytes are not a database, or not a whole one
 _DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ")
-_PAGE_QUERY = (
+PAGE_QUERY = (
     "SELECT page_id, gen, state, repr_id, content_key, parent_key, tokens, payload_digest,"
     " sealed_checksum, priority, lru_seq FROM page ORDER BY lru_seq"
 )
@@ -103,8 +103,15 @@ class LedgerStats:
     commit_us: deque[float] = field(default_factory=lambda: deque(maxlen=COMMIT_TIMES_KEPT))
 
 
-def connect(path: str) -> sqlite3.Connection:
-    return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0)
+def connect(path: str, *, uri: bool = False) -> sqlite3.Connection:
+    db = sqlite3.connect(path, uri=uri, isolation_level=None, check_same_thread=False, timeout=0)
+    db.text_factory = lenient_text
+    return db
+
+
+def lenient_text(raw: bytes) -> str:
+    """Text of a damaged file may be no text: one bad row must not hide all the others."""
+    return raw.decode("utf-8", "replace")
 
 
 class Ledger:
@@ -133,7 +140,7 @@ class Ledger:
         self._failure: LedgerError | None = None
         self._log_bytes = 0  # written since the last checkpoint, roughly
         self._closed = False
-        _check_version(path)
+        check_version(path)
         self._db = connect(path)
         try:
             self.replay = self._prepare(store_uuid)
@@ -512,7 +519,7 @@ class Ledger:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
-def _check_version(path: str) -> None:
+def check_version(path: str) -> None:
     """Refuse a newer file before SQLite can touch it; create a missing one, private to us."""
     try:
         fd = osio.open_private(path, os.O_RDWR | os.O_CREAT)
@@ -544,7 +551,7 @@ def _opening_error(path: str, error: sqlite3.DatabaseError) -> StoreError:
     return LedgerError(f"the ledger {path} cannot be opened", why=f"{name}: {error}")
 
 
-def _page_row(row: tuple[Any, ...]) -> PageRow | None:
+def page_row(row: tuple[Any, ...]) -> PageRow | None:
     """A manifest row, or None if a damaged file gave a field another type than it was written."""
     page_id, gen, state, repr_id, *blobs, priority, lru_seq = row
     blobs = [b"" if blob is None else blob for blob in blobs]
@@ -576,7 +583,7 @@ def _replay(db: sqlite3.Connection) -> Replay:
         verdict = db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":
             raise StoreCorrupt("the ledger is damaged", why=verdict)
-    rows = [_page_row(row) for row in db.execute(_PAGE_QUERY)]
+    rows = [page_row(row) for row in db.execute(PAGE_QUERY)]
     return Replay(
         store_uuid=head[0],
         epoch=head[1],

@@ -148,7 +148,8 @@ class PageTable:
             raise StaleRef(f"place {page_id} exists already")
         page = self._pages[page_id] = Page(page_id, gen)
         self._counts[PageState.FREE] += 1
-        heapq.heappush(self._free, page_id)
+        if gen < GEN_MAX:
+            heapq.heappush(self._free, page_id)
         return page
 
     def remove_place(self, page_id: int) -> None:

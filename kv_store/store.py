@@ -94,7 +94,7 @@ class Store(UpkeepPool):
         StoreVersion, StoreFull, LedgerError."""
         path, files = os.path.abspath(os.fspath(path)), files or osio.Files()
         warnings = _prepare_directory(path, settings.allow_any_fs)
-        lock_fd = _take_lock(path)
+        lock_fd = take_lock(path)
         try:
             return cls._open_locked(path, descriptor, settings, files, connect, lock_fd, warnings)
         except BaseException:
@@ -406,7 +406,7 @@ def _judge_file_system(fs: osio.FileSystem, path: str, allow_any_fs: bool) -> li
     )
 
 
-def _take_lock(path: str) -> int:
+def take_lock(path: str) -> int:
     name = os.path.join(path, "LOCK")
     try:
         fd = osio.open_private(name, os.O_RDWR | os.O_CREAT)
@@ -456,12 +456,12 @@ def _open_ledger(
     try:
         return Ledger(name, repr_id, store_uuid=uuid, on_full=free_ballast, connect=connect)
     except StoreCorrupt as error:
-        aside = _set_aside(name)
+        aside = set_aside(name)
         warnings.append(f"{error}; it was kept as {aside} and the store starts empty")
     return Ledger(name, repr_id, store_uuid=uuid, on_full=free_ballast, connect=connect)
 
 
-def _set_aside(name: str) -> str:
+def set_aside(name: str) -> str:
     number = 1
     while os.path.exists(f"{name}.damaged-{number}"):
         number += 1

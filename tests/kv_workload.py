@@ -35,6 +35,7 @@ from kv_store import (
     Ticket,
     content_key,
 )
+from kv_store.ledger import lenient_text
 
 LAYOUT = PageLayout(1, 1, 32)  # 17 KiB of payload in one 64 KiB page
 SALT = b"tenant"
@@ -200,9 +201,11 @@ class CountedDb(sqlite3.Connection):
 
 
 def counted_connect(path: str) -> sqlite3.Connection:
-    return sqlite3.connect(
+    db = sqlite3.connect(
         path, isolation_level=None, check_same_thread=False, factory=CountedDb, timeout=0
     )
+    db.text_factory = lenient_text
+    return db
 
 
 def sqlite_error(name: str) -> sqlite3.OperationalError:

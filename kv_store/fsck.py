@@ -1,0 +1,612 @@
+"""Checking a store that nobody holds: ledger, token blobs, manifest, every page, arenas, strays.
+
+Reads the whole directory without the model's file. Without `repair` nothing in it changes. With
+it, bad pages lose their manifest row, a damaged session keeps its longest sound prefix under a new
+epoch, strays are deleted; every finding says what repair does. Refuses a store that is in use and
+one of a newer program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import stat
+import tempfile
+import urllib.parse
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from kv_store import keys, osio, records
+from kv_store.arena import ARENA_NAME, ArenaFile, delete_arena
+from kv_store.errors import StoreCorrupt, StoreError, StoreUnsupported
+from kv_store.extent import EXTENT_NAME, ExtentInfo, extent_path
+from kv_store.layout import PAGE_TOKENS, PageLayout
+from kv_store.ledger import PAGE_QUERY, PageRow, check_version, connect, page_row
+from kv_store.store import set_aside, take_lock
+
+Severity = Literal["error", "warning", "info"]
+Progress = Callable[[int, int], None]  # pages read, pages to read
+Fix = Callable[[sqlite3.Connection], object]
+_OF_SESSIONS = ("turn", "token_blob", "session_page", "suspect")
+_EXTENT_QUERY = (
+    "SELECT extent_index, first_page_id, places, page_bytes, repr_id FROM extent"
+    " WHERE kind = 'page' ORDER BY extent_index"
+)
+_TURN_QUERY = "SELECT session, id, prompt_start, prompt_end, seed, status FROM turn"
+_OURS = {"LOCK", "BALLAST", "meta.db", "meta.db-wal", "ext", "arena"}
+SCRATCH = "fsck-"  # folders of this program inside the store
+U32_MAX = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be. `repair` says what repair does, or did, about it."""
+
+    severity: Severity
+    what: str
+    why: str
+    repair: str
+
+
+@dataclass(slots=True)
+class FsckReport:
+    """What a check found. `ok` = no error; warnings cost space or time, never an answer."""
+
+    path: str
+    repaired: bool
+    store_uuid: str = ""
+    epoch: int = 0
+    clean: bool = False
+    counts: Counter[str] = field(default_factory=Counter[str])
+    findings: list[Finding] = field(default_factory=list[Finding])
+
+    @property
+    def ok(self) -> bool:
+        return not any(finding.severity == "error" for finding in self.findings)
+
+
+def fsck(
+    path: str | os.PathLike[str], *, repair: bool = False, progress: Progress | None = None
+) -> FsckReport:
+    """Check the store at `path`; blocks, reads everything. Raises StoreLocked when somebody holds
+    it, StoreVersion when a newer program wrote it, StoreUnsupported when it is no store."""
+    path = os.path.abspath(os.fspath(path))
+    ledger = os.path.join(path, "meta.db")
+    if not os.path.isfile(ledger):
+        raise StoreUnsupported(f"{path} holds no store", fs="", why="there is no meta.db in it")
+    lock_fd = take_lock(path)
+    try:
+        check_version(ledger)
+        return _Fsck(path, repair, progress or (lambda done, total: None)).run()
+    finally:
+        os.close(lock_fd)
+
+
+class _Fsck:
+    """One run: sections add findings, and fixes that wait for the end."""
+
+    def __init__(self, path: str, repair: bool, progress: Progress) -> None:
+        self.path = path
+        self.repair = repair
+        self.progress = progress
+        self.report = FsckReport(path, repair)
+        self.counts = self.report.counts
+        self.fixes: list[Fix] = []  # for the ledger, in one transaction
+        self.removals: list[Callable[[], object]] = []  # of files, afterwards
+        self.layouts: dict[bytes, PageLayout] = {}
+        self.buffer = memoryview(b"")
+
+    def run(self) -> FsckReport:
+        self._check_folders()
+        try:
+            with self._opened() as db:
+                for section in (
+                    self._check_ledger, self._check_store_row, self._check_reprs,
+                    self._check_extents, self._check_sessions, self._check_turns,
+                    self._check_orphans,
+                ):  # fmt: skip
+                    self._try(section, db)
+                if self.repair and self.fixes:
+                    self._apply(db)
+        except sqlite3.DatabaseError as error:
+            self._unreadable(error)
+        self._check_arenas()
+        if self.repair:
+            for remove in self.removals:
+                with contextlib.suppress(OSError):
+                    remove()
+        return self.report
+
+    def _find(
+        self, severity: Severity, what: str, why: str, repair: str, fix: Fix | None = None
+    ) -> None:
+        self.counts[f"{severity}s"] += 1
+        self.report.findings.append(Finding(severity, what, why, repair))
+        if fix is not None:
+            self.fixes.append(fix)
+
+    def _try(self, section: Callable[[sqlite3.Connection], None], db: sqlite3.Connection) -> None:
+        try:
+            section(db)
+        except (sqlite3.DatabaseError, TypeError, ValueError, OverflowError) as error:
+            name = section.__name__.removeprefix("_check_").replace("_", " ")
+            if getattr(error, "sqlite_errorname", "") == "SQLITE_NOTADB":
+                raise
+            self._find(
+                "error",
+                f"the check of {name} could not be finished",
+                f"{type(error).__name__}: {error}",
+                "nothing: rows that cannot be read stay; restore the file, or start empty",
+            )
+
+    # -- the ledger's file --------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _opened(self) -> Generator[sqlite3.Connection]:
+        """The ledger: itself for repair, else read-only, or a copy if its log must be replayed."""
+        name = os.path.join(self.path, "meta.db")
+        log = name + "-wal"
+        if self.repair:
+            db = connect(name)
+            db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            db.execute("PRAGMA journal_mode=WAL").fetchall()
+            db.execute("PRAGMA synchronous=FULL")
+            with contextlib.closing(db):
+                yield db
+            return
+        with contextlib.ExitStack() as stack:
+            if os.path.exists(log) and os.path.getsize(log):
+                # inside the store: token ids equal the prompt and stay behind its permissions
+                folder = stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix=SCRATCH, dir=self.path)
+                )
+                for source in (name, log):
+                    shutil.copyfile(source, os.path.join(folder, os.path.basename(source)))
+                db = connect(os.path.join(folder, "meta.db"))
+            else:
+                uri = f"file:{urllib.parse.quote(name)}?mode=ro&immutable=1"
+                db = connect(uri, uri=True)
+            yield stack.enter_context(contextlib.closing(db))
+
+    def _check_ledger(self, db: sqlite3.Connection) -> None:
+        db.execute("PRAGMA cell_size_check=ON")
+        db.execute("PRAGMA trusted_schema=OFF")
+        verdicts = [str(row[0]) for row in db.execute("PRAGMA integrity_check(100)")]
+        if verdicts == ["ok"]:
+            return
+        only_indexes = all("index" in text for text in verdicts)
+        self._find(
+            "error",
+            "SQLite finds the ledger damaged",
+            "; ".join(verdicts[:5]),
+            "its indexes are rebuilt"
+            if only_indexes
+            else "nothing: what can still be read is checked below",
+            (lambda db: db.execute("REINDEX")) if only_indexes else None,
+        )
+
+    def _unreadable(self, error: sqlite3.DatabaseError) -> None:
+        name = os.path.join(self.path, "meta.db")
+        self._find(
+            "error",
+            "the ledger is not a readable database",
+            str(error),
+            "it is set aside; the store starts empty at its next opening",
+        )
+        self.fixes.clear()
+        self.removals = [lambda: set_aside(name)]
+
+    def _apply(self, db: sqlite3.Connection) -> None:
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            for fix in self.fixes:
+                fix(db)
+            db.execute("COMMIT")
+        except BaseException:
+            db.execute("ROLLBACK")
+            self.removals.clear()
+            raise
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    # -- small tables -------------------------------------------------------------------------
+
+    def _check_store_row(self, db: sqlite3.Connection) -> None:
+        row = db.execute(
+            "SELECT store_uuid, epoch, clean, next_page_id, next_extent FROM store"
+        ).fetchone()
+        if row is None or type(row[0]) is not bytes or len(row[0]) != 16:
+            self._find(
+                "error",
+                "the store has lost its identity",
+                "the row that names it is missing or damaged",
+                "nothing: move the directory away, the next start makes a new store",
+            )
+            return
+        self.report.store_uuid, self.report.epoch = row[0].hex(), int(row[1])
+        self.report.clean = bool(row[2])
+        if not self.report.clean:
+            self._find("info", "the store was not closed", "its last owner was killed", "nothing")
+        page, extent = db.execute(
+            "SELECT max(first_page_id + places), max(extent_index) + 1 FROM extent"
+        ).fetchone()
+        if row[3] < (page or 0) or row[4] < (extent or 0):
+            self._find(
+                "error",
+                "numbers of pages or extents would be given twice",
+                f"next page {row[3]} of {page}, next extent {row[4]} of {extent}",
+                "both numbers are raised",
+                lambda db: db.execute(
+                    "UPDATE store SET next_page_id = max(next_page_id, ?),"
+                    " next_extent = max(next_extent, ?)",
+                    (page or 0, extent or 0),
+                ),
+            )
+
+    def _check_reprs(self, db: sqlite3.Connection) -> None:
+        for repr_id, text, page_bytes in db.execute(
+            "SELECT repr_id, descriptor, page_bytes FROM repr"
+        ).fetchall():
+            self.counts["reprs"] += 1
+            layout = _layout_of(text)
+            if layout is None or layout.page_bytes != page_bytes:
+                self._find(
+                    "error",
+                    f"representation {_hex(repr_id)} is not described",
+                    "its descriptor is unreadable or names another page layout",
+                    "its pages are forgotten and recomputed",
+                )
+            else:
+                self.layouts[repr_id] = layout
+
+    # -- extents and pages --------------------------------------------------------------------
+
+    def _check_extents(self, db: sqlite3.Connection) -> None:
+        if not self.report.store_uuid:
+            return  # every checksum is seeded with it
+        infos = [
+            ExtentInfo(*row, path=extent_path(os.path.join(self.path, "ext"), row[0]))
+            for row in db.execute(_EXTENT_QUERY).fetchall()
+        ]
+        rows = {row[0]: page_row(row) for row in db.execute(PAGE_QUERY).fetchall()}
+        self.counts["extents"] = len(infos)
+        self.counts["page_rows"] = len(rows)
+        self._check_strays({info.index for info in infos})
+        total = sum(row is not None and row.state == "published" for row in rows.values())
+        claimed: set[int] = set()
+        done = 0
+        for info in infos:
+            ids = range(info.first_page_id, info.first_page_id + info.places)
+            mine = {i: rows.pop(i) for i in ids if i in rows}
+            why = "its page ids belong to an extent before it" if claimed & set(ids) else ""
+            claimed.update(ids)
+            try:
+                fd = -1 if why else _open_extent(info)
+            except StoreCorrupt as error:
+                fd, why = -1, str(error)
+            if fd < 0:
+                done += len(mine)
+                self._drop_extent(info, why, mine)
+                continue
+            try:
+                for page_id, row in mine.items():
+                    self._check_page(db, info, fd, page_id, row)
+                    done += row is not None and row.state == "published"
+                    self.progress(done, total)
+            finally:
+                os.close(fd)
+        for page_id, row in rows.items():
+            if row is None or row.state == "published":
+                self._free_page(db, page_id, "no extent has its place")
+
+    def _check_page(
+        self, db: sqlite3.Connection, info: ExtentInfo, fd: int, page_id: int, row: PageRow | None
+    ) -> None:
+        if row is None:
+            self._free_page(db, page_id, "fields of its manifest row have other types")
+            return
+        if row.state == "bad":
+            self.counts["places_retired"] += 1
+            return
+        if row.state == "free":
+            return
+        self.counts["pages"] += 1
+        why = self._why_bad(info, fd, row)
+        if why:
+            self.counts["pages_bad"] += 1
+            self._free_page(db, page_id, why)
+        else:
+            self.counts["pages_good"] += 1
+            self.counts["tails"] += len(row.tokens) < PAGE_TOKENS * 4
+
+    def _why_bad(self, info: ExtentInfo, fd: int, row: PageRow) -> str:
+        """Why a published page may not be served; empty if it may."""
+        sizes = (len(row.key), len(row.parent), len(row.digest), len(row.checksum))
+        if row.state != "published":
+            return f"its state is {row.state!r}"
+        if sizes != (32, 32, 16, 16) or row.repr_id != info.repr_id:
+            return "its manifest row is damaged"
+        if not 0 < len(row.tokens) <= PAGE_TOKENS * 4 or len(row.tokens) % 4:
+            return "its token ids are damaged"
+        layout = self.layouts.get(row.repr_id)
+        if layout is None or layout.page_bytes != info.page_bytes:
+            return "nothing describes its bytes"
+        if len(self.buffer) != info.page_bytes:
+            self.buffer = memoryview(bytearray(info.page_bytes))
+        data = self.buffer
+        try:
+            offset = info.place_of(row.ref.page_id) * info.page_bytes
+            osio.Files().read_all(fd, data, offset)
+        except (OSError, StoreCorrupt) as error:
+            return f"it cannot be read: {error}"
+        uuid = bytes.fromhex(self.report.store_uuid)
+        seed = keys.sealed_seed(uuid, *row.ref, row.key, layout.layout_id)
+        if keys.sealed_checksum(data, seed) != row.checksum:
+            return "its bytes fail their sealed checksum"
+        if keys.payload_digest(data) != row.digest:
+            return "its recorded payload digest is damaged"
+        return ""
+
+    def _free_page(self, db: sqlite3.Connection, page_id: Any, why: str) -> None:
+        """Report a page that cannot be used; repair leaves a free row with the next generation."""
+        found = db.execute("SELECT gen, repr_id FROM page WHERE page_id = ?", (page_id,)).fetchone()
+        gen, repr_id = found if found is not None else (0, b"")
+        sound = type(gen) is int and 0 <= gen < U32_MAX
+        fixed = records.FreePage(
+            records.PageRef(page_id, gen + 1 if sound else U32_MAX),
+            repr_id if type(repr_id) is bytes else b"",
+            False,
+        )
+        self._find(
+            "error",
+            f"page {page_id} is bad",
+            why,
+            "its manifest row is deleted; it is recomputed when it is needed",
+            lambda db: records.apply(db, fixed),
+        )
+
+    def _drop_extent(self, info: ExtentInfo, why: str, rows: dict[int, PageRow | None]) -> None:
+        lost = sum(row is not None and row.state == "published" for row in rows.values())
+        self.counts["pages"] += lost
+        self.counts["pages_bad"] += lost
+        doomed = [*rows]  # not the rest of its range: another extent may have claimed that
+
+        def fix(db: sqlite3.Connection) -> None:
+            records.apply(db, records.DropExtent(info.index, 0, 0))
+            db.executemany("DELETE FROM page WHERE page_id = ?", [(i,) for i in doomed])
+
+        self._find(
+            "error",
+            f"extent {info.index} is lost, and {lost} pages with it",
+            why,
+            "its rows are deleted; the pages are recomputed when they are needed",
+            fix,
+        )
+        self.removals.append(lambda: os.unlink(info.path))
+
+    def _check_strays(self, known: set[int]) -> None:
+        folder = os.path.join(self.path, "ext")
+        for name in sorted(os.listdir(folder)):
+            path = os.path.join(folder, name)
+            if not EXTENT_NAME.fullmatch(name):
+                self._find(
+                    "info", f"ext/{name} is not ours", "no extent has such a name", "nothing"
+                )
+            elif int(name[:6]) not in known:
+                self._find(
+                    "warning",
+                    f"ext/{name} has no row in the manifest",
+                    "its creator was killed before it could record it",
+                    "it is deleted",
+                )
+                self.removals.append(lambda path=path: os.unlink(path))
+
+    # -- sessions and turns -------------------------------------------------------------------
+
+    def _check_sessions(self, db: sqlite3.Connection) -> None:
+        for name, tenant, repr_id, epoch, length, meta in db.execute(
+            "SELECT id, tenant, repr_id, epoch, ledger_len, meta FROM session"
+        ).fetchall():
+            self.counts["sessions"] += 1
+            texts, numbers = (name, tenant, meta), (epoch, length)
+            if not _all(str, texts) or not _all(bytes, (repr_id,)) or not _naturals(numbers):
+                self._find(
+                    "error",
+                    f"session {name!r} has a damaged row",
+                    "its fields have other types or signs",
+                    "it is dropped",
+                    lambda db, name=name: records.apply(db, records.DropSession(name)),
+                )
+                continue
+            self._check_timeline(db, name, epoch, length)
+
+    def _check_timeline(self, db: sqlite3.Connection, name: str, epoch: int, length: int) -> None:
+        sound, why = bytearray(), ""
+        for start, n, ids, checksum in db.execute(
+            "SELECT start, n, ids, checksum FROM token_blob WHERE session = ? ORDER BY start",
+            (name,),
+        ):
+            self.counts["token_blobs"] += 1
+            at = len(sound) // 4
+            if start != at:
+                why = f"there is a hole or an overlap at token {at}"
+            elif type(ids) is not bytes or n != len(ids) // 4 or len(ids) % 4:
+                why = f"the ids from token {at} on are damaged"
+            elif keys.blob_checksum(name, start, ids) != checksum:
+                why = f"the ids from token {at} on fail their checksum"
+            if why:
+                break
+            sound += ids
+        have = len(sound) // 4
+        self.counts["tokens"] += min(have, length)
+        if not why and have != length:
+            why = f"it should have {length} tokens and has {have}"
+        if why:
+            kept = bytes(sound[: length * 4])
+            self._find(
+                "error",
+                f"session {name!r} lost its tokens from {len(kept) // 4} on (of {length})",
+                why,
+                f"it is cut to its first {len(kept) // 4} tokens, under a new epoch",
+                lambda db: _cut_session(db, name, epoch, kept),
+            )
+
+    def _check_turns(self, db: sqlite3.Connection) -> None:
+        for session, turn, start, end, seed, status in db.execute(_TURN_QUERY).fetchall():
+            self.counts["turns"] += 1
+            self.counts["turns_unfinished"] += status == "running"
+            sound = _all(str, (session, turn, status)) and _all(int, (seed,))
+            if not sound or not _naturals((start, end)) or start > end:
+                self._find(
+                    "error",
+                    f"a turn of session {session!r} has a damaged row",
+                    "its fields have other types, or its prompt ends before it starts",
+                    "the row is deleted; the timeline is not touched",
+                    lambda db, key=(session, turn): db.execute(
+                        "DELETE FROM turn WHERE session IS ? AND id IS ?", key
+                    ),
+                )
+
+    def _check_orphans(self, db: sqlite3.Connection) -> None:
+        for table in _OF_SESSIONS:
+            lost: int = db.execute(
+                f"SELECT count(*) FROM {table} WHERE session NOT IN (SELECT id FROM session)"
+            ).fetchone()[0]
+            if lost:
+                self._find(
+                    "warning",
+                    f"{lost} rows of {table} belong to no session",
+                    "their session's row is gone",
+                    "they are deleted",
+                    lambda db, table=table: db.execute(
+                        f"DELETE FROM {table} WHERE session NOT IN (SELECT id FROM session)"
+                    ),
+                )
+
+    # -- folders and arenas -------------------------------------------------------------------
+
+    def _check_folders(self) -> None:
+        for folder in (self.path, os.path.join(self.path, "ext"), os.path.join(self.path, "arena")):
+            if not os.path.isdir(folder) or os.path.islink(folder):
+                raise StoreUnsupported(f"{folder} is not a directory", fs="")
+            if stat.S_IMODE(os.lstat(folder).st_mode) & 0o077:
+                self._find(
+                    "warning",
+                    f"others may look into {folder}",
+                    "KV and token ids equal the prompts",
+                    "it is made private",
+                )
+                self.removals.append(lambda folder=folder: os.chmod(folder, 0o700))
+        for name in sorted(set(os.listdir(self.path)) - _OURS):
+            path = os.path.join(self.path, name)
+            if name.startswith(SCRATCH):
+                self._find(
+                    "warning", f"{name} is in the way", "a check was killed", "it is deleted"
+                )
+                self.removals.append(lambda path=path: shutil.rmtree(path))
+            else:
+                self._find(
+                    "info", f"{name} is not part of the store", "it was put aside", "nothing"
+                )
+
+    def _check_arenas(self) -> None:
+        folder = os.path.join(self.path, "arena")
+        for name in sorted(os.listdir(folder)):
+            path = os.path.join(folder, name)
+            if not ARENA_NAME.fullmatch(name) or not stat.S_ISREG(os.lstat(path).st_mode):
+                self._find("info", f"arena/{name} is not ours", "no arena is like it", "nothing")
+                continue
+            self.counts["arenas"] += 1
+            why = self._why_useless(path)
+            if why == "busy":
+                self._find(
+                    "warning",
+                    f"arena/{name} has a writer that lives",
+                    "a worker outlived its engine, and may still write",
+                    "nothing: end that process",
+                )
+            elif why:
+                self._find("warning", f"arena/{name} is of no use", why, "it is deleted")
+                self.removals.append(lambda path=path: delete_arena(path))
+
+    def _why_useless(self, path: str) -> str:
+        """Why no row of an arena can be adopted, "busy" if its lock is held, or empty."""
+        fd = osio.open_private(path, os.O_RDWR | os.O_NONBLOCK)
+        try:
+            if not osio.lock_exclusive(fd):
+                return "busy"
+            why = "it is of no model that this store knows"
+            for repr_id, layout in self.layouts.items():
+                try:
+                    arena = ArenaFile.read(fd, layout)
+                except StoreCorrupt as error:
+                    why = str(error)
+                    continue
+                if arena.repr_id != repr_id:
+                    continue
+                same = arena.boot and arena.boot == osio.boot_id()
+                return "" if same else "it was written before this boot"
+            return why
+        finally:
+            os.close(fd)
+
+
+def _layout_of(descriptor: Any) -> PageLayout | None:
+    """The page layout that a stored descriptor names, without the model it describes."""
+    try:
+        fields = cast(dict[str, str], json.loads(descriptor))
+        layout = PageLayout(
+            int(fields["n_layer"]), int(fields["n_kv_head"]), int(fields["head_dim"])
+        )
+        return layout if fields["layout_id"] == layout.layout_id else None
+    except (ValueError, TypeError, KeyError, StoreError):
+        return None
+
+
+def _open_extent(info: ExtentInfo) -> int:
+    """A descriptor to read from. Raises StoreCorrupt for a file that is not the extent recorded."""
+    try:
+        fd = osio.open_private(info.path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise StoreCorrupt(
+            "its file cannot be opened", why=os.strerror(error.errno or 0)
+        ) from error
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != info.file_bytes:
+        os.close(fd)
+        raise StoreCorrupt(f"its file has {found.st_size} bytes instead of {info.file_bytes}")
+    return fd
+
+
+def _cut_session(db: sqlite3.Connection, name: str, epoch: int, ids: bytes) -> None:
+    """Keep only `ids`; a new epoch, so that no older open row can be taken for the new timeline."""
+    db.execute("DELETE FROM token_blob WHERE session = ?", (name,))
+    if ids:
+        db.execute(
+            "INSERT INTO token_blob VALUES (?,0,?,?,?)",
+            (name, len(ids) // 4, ids, keys.blob_checksum(name, 0, ids)),
+        )
+    db.execute(
+        "UPDATE session SET ledger_len = ?, epoch = ? WHERE id = ?",
+        (len(ids) // 4, epoch + 1, name),
+    )
+    db.execute(
+        "DELETE FROM session_page WHERE session = ? AND (page_index + 1) * ? > ?",
+        (name, PAGE_TOKENS, len(ids) // 4),
+    )
+
+
+def _all(kind: type, values: tuple[object, ...]) -> bool:
+    return all(type(value) is kind for value in values)
+
+
+def _naturals(values: tuple[Any, ...]) -> bool:
+    return _all(int, values) and min(values) >= 0
+
+
+def _hex(value: Any) -> str:
+    return value.hex()[:16] if isinstance(value, bytes) else repr(value)
