@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from prometheus_client import Counter
 
 from batchengine import scheduler
 from batchengine.core import QueuedEvent
 from batchengine.engine import refusals
-from batchengine.engine.tables import Tables, eta_ms
+from batchengine.engine.tables import Tables, queue_etas
 from batchengine.engine.turn import Turn
 from batchengine.session import State
 
@@ -26,8 +27,10 @@ QUEUED_EVENT_S = 5.0
 class Background:
     """The engine's second hand. Use: `run` as a task."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables, tick: Callable[[], None]) -> None:
+        """`tick` is called every second."""
         self._tables = tables
+        self._tick = tick
         self._maintained = time.monotonic()
         self._told: dict[str, dict[tuple[Counter, tuple[str, ...]], float]] = {}
 
@@ -44,6 +47,7 @@ class Background:
                 told = now_ms
                 self._tell_waiting()
             self._tables.forget_old_sessions()
+            self._tick()
             for loop in self._tables.loops:
                 loop.pages.retry()
                 if loop.pages.has_work:
@@ -63,8 +67,8 @@ class Background:
 
     def _tell_waiting(self) -> None:
         for loop in self._tables.loops:
-            wait_ms = eta_ms(loop) if loop.waiting else 0.0
-            for position, turn in enumerate(loop.waiting.values(), 1):
+            told = zip(*queue_etas(loop), strict=True)
+            for position, (turn, wait_ms) in enumerate(told, 1):
                 if turn.generation.started_ms is None:
                     turn.generation.push(QueuedEvent(position, wait_ms))
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from batchengine import cost, router, scheduler
 from batchengine.config import RouterConfig
-from batchengine.core import PAGE_TOKENS, BatchEngineError, GenerationRequest, SlaClass
+from batchengine.core import PAGE_TOKENS, GenerationRequest, SlaClass
 from batchengine.cost import LoadRow
 from batchengine.engine import refusals
 from batchengine.engine.decisions import (
@@ -201,9 +201,11 @@ class Dispatcher:
             self._tables.metrics.shed_total.labels(sla_class.value, "patience").inc()
             raise refusals.wait_too_long(min(waits), patience_ms, sla_class.value)
 
-    def eta_ms(self, loop: LaneLoop, rank: int) -> float:
-        """Predicted wait of a request of this class that joins the lane now, without its work."""
-        return cost.wait_ms(self._lane(loop, self._tables.now_ms()).load, rank)
+    def wait_ms(self, request: GenerationRequest, loop: LaneLoop | None = None) -> float:
+        """Predicted wait of a request until its own work begins, on `loop` or the best lane."""
+        rank, now_ms = scheduler.RANK[request.sla.sla_class], self._tables.now_ms()
+        loops = self._tables.loops if loop is None else [loop]
+        return min(cost.wait_ms(self._lane(one, now_ms).load, rank) for one in loops)
 
     # ------------------------------------------------------------------------------- decisions
 
@@ -322,8 +324,8 @@ class Dispatcher:
         self._moving.add(session.key)
         try:
             moved = await self.mover.move(session, to, cause)
-        except BatchEngineError as error:
-            log.warning("session %s stays on %s: %s", session.session_id, names[0], error)
+        except Exception as error:  # whatever it was, the session's requests go on
+            log.warning("session %s stays on %s: %r", session.session_id, names[0], error)
             metrics.promotions_total.labels(*names, "failed").inc()
             return None
         finally:
@@ -442,13 +444,14 @@ class Dispatcher:
         self, turn: Turn, loop: LaneLoop, tokens: int, cold_tokens: int, cold_bytes: int
     ) -> cost.RestorePlan:
         """Read KV from disk or compute it again; see `cost.plan_restore`. Logged for `explain`."""
-        load = self._lane(loop, self._tables.now_ms()).load
+        load, store = self._lane(loop, self._tables.now_ms()).load, self._tables.store
         found = cost.plan_restore(
             load.cost,
             tokens=tokens,
             cold_tokens=cold_tokens,
             cold_bytes=cold_bytes,
             read_bytes_per_s=self._read_rate(),
+            queued_bytes=0 if store is None else store.bytes_loading,
             decodes=load.decodes,
         )
         self._tables.metrics.restores_total.labels(found.choice).inc()
@@ -458,7 +461,8 @@ class Dispatcher:
         return found
 
     def _read_rate(self) -> float:
-        return 0.0
+        store = self._tables.store
+        return 0.0 if store is None else store.rates.read_bytes_per_s or 0.0
 
     def restored(self, turn: Turn, actual_ms: float) -> None:
         """The reading that was planned took `actual_ms`."""

@@ -31,12 +31,13 @@ from batchengine.core import (
 from batchengine.engine import refusals, reports
 from batchengine.engine.background import Background, count_turn
 from batchengine.engine.care import Care
+from batchengine.engine.dispatch import Dispatcher
 from batchengine.engine.generation import Continuation, Generation
 from batchengine.engine.journal import DONE, Journal
 from batchengine.engine.loop import LaneLoop
 from batchengine.engine.reopen import Reopener
 from batchengine.engine.start import Starter
-from batchengine.engine.tables import Tables, eta_ms
+from batchengine.engine.tables import Tables
 from batchengine.engine.turn import Turn
 from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session, State
 from batchengine.tokenizer import TextFrontend
@@ -63,6 +64,7 @@ class Engine:
         self._journal: Journal | None = None
         self._reopener: Reopener | None = None
         self._care: Care | None = None
+        self._dispatch = Dispatcher(self._tables, self._spawn)
         self._tasks: dict[asyncio.Task[None], str] = {}
         self._loops, self._turns = self._tables.loops, self._tables.turns
         self._home, self._queues = self._tables.home, self._tables.queues
@@ -171,7 +173,7 @@ class Engine:
         for loop in self._loops:
             self._spawn(loop.run(), f"lane {loop.lane.name}")
         self._spawn(self._journal.run(), "journal")
-        self._spawn(Background(self._tables).run(), "housekeeping")
+        self._spawn(Background(self._tables, self._dispatch.tick).run(), "housekeeping")
         self._progress, self._state = 1.0, "ready"
 
     def _set_progress(self, fraction: float) -> None:
@@ -240,7 +242,7 @@ class Engine:
     def submit(self, request: GenerationRequest) -> Generation:
         """Admit one generation, or raise BatchEngineError with the HTTP status to answer."""
         request = self.care.named(request)
-        loop = self._admit(request)
+        self._admit(request)
         now_ms = self._now_ms()
         session_id = request.session_id or f"be_{request.request_id}"
         generation = Generation(
@@ -248,19 +250,20 @@ class Engine:
         )
         if request.session_id is None:
             generation.release()  # nobody can resume it: nothing to make durable
-            self._begin(Session(next(self._keys), session_id, request.tenant), generation, loop)
+            self._begin(Session(next(self._keys), session_id, request.tenant), generation)
             return generation
         session, fresh = self._session(request.tenant, request.session_id)
         queue = self._queues.get(session.key)
         if queue is not None:
             queue.append(generation)
             generation.push(QueuedEvent(len(queue), None))
+            self._dispatch.waits_behind(session, generation)
             return generation
         self._queues[session.key] = deque()
         if fresh:
-            self._reopen_soon(session, generation, loop)
+            self._reopen_soon(session, generation)
         else:
-            self._begin(session, generation, self._home.get(session.key, loop))
+            self._begin(session, generation)
         return generation
 
     def _session(self, tenant: str, session_id: str) -> tuple[Session, bool]:
@@ -280,7 +283,7 @@ class Engine:
         the new reader takes it over. Raises BatchEngineError (404, 409, 400).
         """
         request = await self.care.resumable(tenant, session_id, from_token)
-        loop = self._admit(request)
+        self._admit(request)
         generation = Generation(
             request,
             session_id,
@@ -294,7 +297,7 @@ class Engine:
         queue = self._queues.get(session.key)
         if queue is None:
             self._queues[session.key] = deque()
-            self._begin(session, generation, self._home.get(session.key, loop))
+            self._begin(session, generation)
             return generation
         queue.appendleft(generation)
         for running, turn in list(self._turns.items()):
@@ -324,8 +327,15 @@ class Engine:
         """The session and its history end."""
         return await self.care.drop(tenant, session_id)
 
-    def _admit(self, request: GenerationRequest) -> LaneLoop:
-        """Every reason to refuse, checked before anything changes; then the lane."""
+    def explain(self, given: str) -> dict[str, Any]:
+        """What was decided about a request or session, why, and what came of it.
+
+        `given` is an id or a unique prefix of one. Raises BatchEngineError (404, 409).
+        """
+        return self._dispatch.explain(given)
+
+    def _admit(self, request: GenerationRequest) -> None:
+        """Every reason to refuse, checked before anything changes."""
         if self._state == "loading":
             raise refusals.loading(self._progress)
         if self._state in ("draining", "stopped"):
@@ -335,24 +345,19 @@ class Engine:
         info = self.info
         refusals.check_request(request, info.context_tokens, info.vocab_size)
         if self._tables.waiting >= self.config.limits.queue_max:
-            raise refusals.overloaded(self._tables.waiting, self._eta_ms())
+            raise refusals.overloaded(self._tables.waiting, self._dispatch.wait_ms(request))
         if request.session_id is not None:
             session = self._named.get((request.tenant, request.session_id))
             queue = None if session is None else self._queues.get(session.key)
             if queue is not None and len(queue) >= SESSION_QUEUE_MAX:
                 raise refusals.session_busy(len(queue))
-        return min(self._loops, key=lambda loop: loop.assigned)
+        self._dispatch.admit(request)
 
-    def _eta_ms(self) -> float:
-        """Predicted wait of a request that joined the longest queue now."""
-        loop = max(self._loops, key=lambda lane: len(lane.waiting))
-        return eta_ms(loop)
-
-    def _reopen_soon(self, session: Session, generation: Generation, loop: LaneLoop) -> None:
+    def _reopen_soon(self, session: Session, generation: Generation) -> None:
         self._tables.reopening += 1
-        self._spawn(self._reopen(session, generation, loop), "reopen")
+        self._spawn(self._reopen(session, generation), "reopen")
 
-    async def _reopen(self, session: Session, generation: Generation, loop: LaneLoop) -> None:
+    async def _reopen(self, session: Session, generation: Generation) -> None:
         """A named session that is not in memory, or whose records were refused: ask the ledger."""
         if self._journal is None:
             raise RuntimeError("submit before start")
@@ -364,7 +369,7 @@ class Engine:
             if session.logged == NOT_LOGGED:
                 session.logged = LOG_UNKNOWN
             generation.fail(known)
-            self._next_in_queue(session, loop)
+            self._next_in_queue(session)
             if session.key not in self._queues and not session.codes:
                 self._tables.forget(session)  # nothing is lost: the ledger is asked again
             return
@@ -373,19 +378,44 @@ class Engine:
             raise
         finally:
             self._tables.reopening -= 1
-        self._begin(session, generation, loop)
+        self._begin(session, generation)
 
-    def _begin(self, session: Session, generation: Generation, loop: LaneLoop) -> None:
-        """Put the prompt on the session, find KV that exists, and queue the turn."""
+    def _begin(self, session: Session, generation: Generation) -> None:
+        """Choose the lane, and bring the session there if it is elsewhere."""
         if generation.cancelled:
-            self._next_in_queue(session, loop)
+            self._next_in_queue(session)
             return
         if self.reopener.must_look(session, generation):
-            self._reopen_soon(session, generation, loop)
+            self._reopen_soon(session, generation)
             return
         more = generation.continuation
-        if more is not None and self._retell(session, generation, more, loop):
+        if more is not None and self._retell(session, generation, more):
             return
+        loop = self._dispatch.place(session, generation)
+        if self._home.get(session.key, loop) is loop:
+            self._begin_on(loop, session, generation)
+            return
+        self._tables.reopening += 1
+        self._spawn(self._begin_elsewhere(loop, session, generation), "move")
+
+    async def _begin_elsewhere(
+        self, to: LaneLoop, session: Session, generation: Generation
+    ) -> None:
+        """The router wants another lane: hand over first, then begin wherever that leaves it."""
+        try:
+            await self._dispatch.move(session, to, "router")
+        except asyncio.CancelledError:
+            self._finish(generation, "shutdown")
+            raise
+        finally:
+            self._tables.reopening -= 1
+        if generation.cancelled:
+            self._next_in_queue(session)
+        else:
+            self._begin_on(self._home.get(session.key, to), session, generation)
+
+    def _begin_on(self, loop: LaneLoop, session: Session, generation: Generation) -> None:
+        """Put the prompt on the session, find KV that exists, and queue the turn."""
         request, now_ms = generation.request, self._now_ms()
         sla = request.sla
         targets = self._targets(request)
@@ -401,22 +431,23 @@ class Engine:
             now_ms=now_ms,
         )
         self._turns[generation] = turn
-        if session.key not in self._home:
-            loop = min(self._loops, key=lambda other: other.assigned)  # others came meanwhile
         self._home[session.key] = loop
         loop.assigned += 1
         loop.pages.recall(session)
         self.reopener.begin(turn, loop.lane)
         loop.pages.fit(session)
-        pending = loop.pages.extend(session, turn.salt, turn.priority)
+
+        def is_worth_reading(tokens: int, cold_tokens: int, cold_bytes: int) -> bool:
+            plan = self._dispatch.plan_restore(turn, loop, tokens, cold_tokens, cold_bytes)
+            return plan.choice != "recompute"
+
+        pending = loop.pages.extend(session, turn.salt, turn.priority, is_worth_reading)
         if pending is None:
             self._join(turn, loop)
         else:
             self._spawn(self._join_when_loaded(turn, loop, asyncio.wrap_future(pending)), "load")
 
-    def _retell(
-        self, session: Session, generation: Generation, more: Continuation, loop: LaneLoop
-    ) -> bool:
+    def _retell(self, session: Session, generation: Generation, more: Continuation) -> bool:
         """Tell the tokens that exist again; True if the answer ends among them."""
         reason = generation.retell(more.tokens, self.is_end)
         if not reason and more.is_last:
@@ -430,18 +461,20 @@ class Engine:
         else:
             generation.fail(refusals.other_request_of_key())
         self._tables.finished += 1
-        self._next_in_queue(session, loop)
+        self._next_in_queue(session)
         return True
 
     async def _join_when_loaded(
         self, turn: Turn, loop: LaneLoop, pending: asyncio.Future[list[bool]]
     ) -> None:
         """Pages found on disk are verified before anything reads them."""
+        asked_ms = self._now_ms()
         try:
             good = await pending
         except Exception as error:
             log.error("pages of %s cannot be read, it is computed again: %s", turn, error)
             good = [False]
+        self._dispatch.restored(turn, self._now_ms() - asked_ms)
         loop.pages.loaded(turn.session, good)
         self._join(turn, loop)
 
@@ -449,10 +482,11 @@ class Engine:
         if turn.generation.cancelled or turn.generation.finished:
             self.turn_ended(turn, "cancelled")
             return
-        behind = len(loop.waiting)
+        wait_ms = self._dispatch.wait_ms(turn.generation.request, loop)
+        ahead = sum(other.rank <= turn.rank for other in loop.waiting.values())
         loop.join(turn)
-        if behind or len(loop.running) >= loop.config.entries_max:
-            turn.generation.push(QueuedEvent(behind + 1, eta_ms(loop)))
+        if ahead or len(loop.running) >= loop.config.entries_max:
+            turn.generation.push(QueuedEvent(ahead + 1, wait_ms))
 
     def _targets(self, request: GenerationRequest) -> scheduler.ClassTargets:
         chosen = self.config.sla.of(request.sla.sla_class)
@@ -499,6 +533,18 @@ class Engine:
         if self._journal is not None:
             self._journal.note()
 
+    def turn_admitted(self, turn: Turn) -> None:
+        """The turn has a seat: how much of its KV was found, and why not more."""
+        self.reopener.admitted(turn)
+
+    async def touching(self, session: Session) -> None:
+        """A suspect is about to compute alone: durable before it can end anything."""
+        await self.reopener.touching(session)
+
+    def trusted(self, session: Session) -> None:
+        """A suspect got past the point where it was suspected."""
+        self.reopener.trusted(session)
+
     def turn_ended(self, turn: Turn, reason: str) -> None:
         """The session is idle again; the reader gets its last event."""
         self._end(turn.generation, turn, reason)
@@ -509,6 +555,7 @@ class Engine:
         generation = turn.generation
         self._turns.pop(generation, None)
         count_turn(self._tables, turn, "error")
+        self._dispatch.ended(turn, "error")
         if turn.turn_id and self._journal is not None:
             self._journal.end(turn, ErrorEvent(error), "failed")
         else:
@@ -522,6 +569,7 @@ class Engine:
     def _end(self, generation: Generation, turn: Turn, reason: str) -> None:
         self._turns.pop(generation, None)
         count_turn(self._tables, turn, reason)
+        self._dispatch.ended(turn, reason)
         stopped = reason == "stop" and generation.stops.stopped
         text = generation.rest(stopped)
         event = DoneEvent(
@@ -546,14 +594,14 @@ class Engine:
             self._home.pop(session.key, None)
             loop.close_session(session)
             return
-        self._next_in_queue(session, loop)
+        self._next_in_queue(session)
 
-    def _next_in_queue(self, session: Session, loop: LaneLoop | None) -> None:
+    def _next_in_queue(self, session: Session) -> None:
         queue = self._queues.get(session.key)
         while queue:
             generation = queue.popleft()
             if not generation.cancelled:
-                self._begin(session, generation, loop or self._loops[0])
+                self._begin(session, generation)
                 return
         self._queues.pop(session.key, None)
         self._turn_over.set()

@@ -72,8 +72,8 @@ class Tables:
                 tokens -= len(session.tokens)
 
 
-def eta_ms(loop: LaneLoop) -> float:
-    """Predicted wait of a turn that joined this lane's queue now."""
+def queue_etas(loop: LaneLoop) -> tuple[list[Turn], list[float]]:
+    """The turns that wait on a lane in order of service, and when each has its first token (ms)."""
 
     def work(turn: Turn) -> cost.QueuedWork:
         left = turn.generation.request.tokens_max - turn.generation.completion_tokens
@@ -81,5 +81,5 @@ def eta_ms(loop: LaneLoop) -> float:
 
     seated = [work(turn) for turn in loop.running.values()]
     free = loop.config.entries_max - len(seated)
-    queue = [work(turn) for turn in loop.waiting.values()]
-    return cost.eta_ms(loop.cost.cost, seated, free, queue)
+    turns = sorted(loop.waiting.values(), key=lambda turn: (turn.rank, turn.deadline_ms))
+    return turns, cost.etas_ms(loop.cost.cost, seated, free, [work(turn) for turn in turns])
