@@ -65,6 +65,13 @@ class Metrics:
         self.prefix_hit_tokens_total = counter(
             "prefix_hit_tokens_total", "Prompt tokens whose KV was found instead of computed"
         )
+        self.kv_restored_tokens_used_total = counter(
+            "kv_restored_tokens_used_total",
+            "Tokens whose KV came back with a reopened session and was used",
+        )
+        self.kv_rejected_total = counter(
+            "kv_rejected_total", "Turns that reused less KV than their session had", "reason"
+        )
         self.tokens_total = counter("tokens_total", "Tokens computed", "kind")
         self.ignored_fields_total = counter(
             "ignored_fields_total", "Request fields that were not understood", "field"

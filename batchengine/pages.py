@@ -24,7 +24,13 @@ from concurrent.futures import Future
 
 from batchengine import wire
 from batchengine.core import PAGE_TOKENS
-from batchengine.session import Session
+from batchengine.session import (
+    LOST_TO_CHECKSUM,
+    LOST_TO_EVICTION,
+    LOST_TO_OTHERS,
+    LOST_WITH_WORKER,
+    Session,
+)
 from kv_store import keys
 from kv_store.arena import Arena, ArenaPlace, PlaceState
 from kv_store.errors import NumericsFault, StaleRef, StoreCorrupt, StoreError
@@ -173,6 +179,7 @@ class LanePages:
         for session, count in self._lenders.items():
             if count:
                 self.truncate(session, len(session.pinned))
+                session.loss = LOST_TO_OTHERS
                 self._on_cut(session)
                 return True
         return False
@@ -185,6 +192,7 @@ class LanePages:
         for session in self._lenders:
             if session.pinned and session is not taker:
                 self.truncate(session, 0)
+                session.loss = LOST_TO_EVICTION
                 self._on_cut(session)
                 return True
         return False
@@ -264,6 +272,8 @@ class LanePages:
         """Pages verified or not: the frontier moves to the first that did not."""
         count = good.index(False) if False in good else len(good)
         session.frontier = count * PAGE_TOKENS
+        if count < len(good):
+            session.loss = LOST_TO_CHECKSUM
         self.truncate(session, count)
 
     # ------------------------------------------------------------------------------ the step
@@ -498,6 +508,8 @@ class LanePages:
         # Places are gone, but sessions that do not run still give their pins.
         self._lenders = {session: 0 for session in self._lenders if session.pinned}
         for session in sessions:
+            if session.places:
+                session.loss = LOST_WITH_WORKER
             session.places.clear()
             del session.codes[len(session.pinned) :]
             session.frontier = min(session.frontier, len(session.pinned) * PAGE_TOKENS)

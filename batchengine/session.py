@@ -23,6 +23,12 @@ ARENA_BIT = 1 << 63  # of a place code: set = open page in the lane's arena
 NOT_LOGGED = -1  # Session.logged: the ledger has never heard of it;
 LOG_UNKNOWN = -2  # a record of it was refused: ask the ledger what it has
 
+# Session.loss: what became of KV the session had, in words for its reader
+LOST_WITH_WORKER = "tail lost with its worker"
+LOST_TO_OTHERS = "its open page was lent to another session"
+LOST_TO_EVICTION = "pages evicted"
+LOST_TO_CHECKSUM = "page failed its checksum"
+
 
 class State(enum.Enum):
     """What a session may do next; see TRANSITIONS."""
@@ -95,6 +101,7 @@ class Session:
         "keys",
         "logged",
         "logged_epoch",
+        "loss",
         "name",
         "pinned",
         "places",
@@ -121,6 +128,7 @@ class Session:
         self.keys: list[bytes] = []
         self.logged = NOT_LOGGED  # tokens of the timeline that the ledger was given
         self.logged_epoch = 0  # the epoch it was given: `epoch` follows when a turn begins
+        self.loss = ""  # why KV is gone that the next turn may expect
         self.used_seq = 0
         self.suspect = False
         self.alone_deaths = 0

@@ -133,15 +133,15 @@ class Journal:
         return future
 
     async def mark_suspect(self, session: Session, strikes: int, incarnation: int) -> None:
-        """Durable before a suspect computes alone: whoever dies now, the next life knows why.
-
-        `strikes` 0 clears the mark, which nobody waits for.
-        """
-        record = records.SetSuspect(session.name.decode(), incarnation, strikes, True)
-        future = self._ledger.append(record)
+        """Returns once it is durable that the session is about to compute alone."""
+        future = self._ledger.set_suspect(session.name.decode(), incarnation, strikes, True)
         self._watch(self._ledger.commit())
-        if strikes:
-            await asyncio.wrap_future(future)
+        await asyncio.wrap_future(future)
+
+    def clear_suspect(self, session: Session) -> None:
+        """It did no harm. Nobody waits for this."""
+        self._ledger.set_suspect(session.name.decode(), 0, 0)
+        self._watch(self._ledger.commit())
 
     async def run(self) -> None:
         """One group commit per tick (level `power`: per step) in which something happened."""

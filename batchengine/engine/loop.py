@@ -73,7 +73,10 @@ class Owner(Protocol):
 
     def is_end(self, token: int) -> bool: ...
     def piece(self, token: int) -> bytes: ...
+    def turn_admitted(self, turn: Turn) -> None: ...
     def turn_ended(self, turn: Turn, reason: str) -> None: ...
+    def trusted(self, session: Session) -> None: ...
+    async def touching(self, session: Session) -> None: ...
     def turn_failed(self, turn: Turn, error: BatchEngineError) -> None: ...
     def tokens_committed(self) -> None: ...
     async def revive(self, loop: LaneLoop) -> None: ...
@@ -222,6 +225,9 @@ class LaneLoop:
             self._emit()
             await self._sleep()
             return
+        for turn, _, _ in flight.parts:
+            if turn.session.suspect:
+                await self._owner.touching(turn.session)
         self._flight = flight
         deadline_s = max(STEP_DEADLINE_MIN_S, STEP_DEADLINE_FACTOR * flight.predicted_ms / 1000)
         reply = self.lane.post(flight.step, flight.payload, deadline_s=deadline_s)
@@ -399,6 +405,7 @@ class LaneLoop:
             generation.lane = self.lane.name
             if session.frontier:
                 self._owner.metrics.prefix_hit_tokens_total.inc(session.frontier)
+            self._owner.turn_admitted(turn)
 
     def _match(self, turn: Turn) -> None:
         """Take what the store has, unless it must be read from disk first."""
@@ -435,6 +442,7 @@ class LaneLoop:
             turn.served_ms = now_ms
             if session.suspect and session.frontier >= turn.suspect_until:
                 session.suspect, session.alone_deaths = False, 0
+                self._owner.trusted(session)
             if wants:
                 self._add_token(turn, next(rows), now_ms)
         for (turn, index, place), digest in zip(flight.fills, done.digests, strict=True):

@@ -16,6 +16,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+import msgspec
+
+from batchengine.core import PAGE_TOKENS
 from batchengine.engine import record, refusals
 from batchengine.engine.generation import Continuation, Generation
 from batchengine.engine.journal import DONE, INCARNATIONS, RUNNING, Journal
@@ -23,7 +26,16 @@ from batchengine.engine.record import Facts, SessionMeta, session_meta, turn_rec
 from batchengine.engine.tables import Tables
 from batchengine.engine.turn import Turn
 from batchengine.lanes.lane import Lane
-from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session, common_prefix
+from batchengine.session import (
+    LOG_UNKNOWN,
+    LOST_TO_CHECKSUM,
+    LOST_TO_EVICTION,
+    LOST_TO_OTHERS,
+    LOST_WITH_WORKER,
+    NOT_LOGGED,
+    Session,
+    common_prefix,
+)
 from kv_store import differing_fields
 from kv_store.errors import StoreError
 from kv_store.sessions import SessionRecord, TurnInfo
@@ -32,6 +44,12 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.reopen")
 
 CALLS_MAX = 4096  # tool calls remembered at once, over all sessions
+LOSS_KINDS = {  # what a session's page table says of KV it lost -> label of the metric
+    LOST_WITH_WORKER: "worker",
+    LOST_TO_OTHERS: "lent",
+    LOST_TO_EVICTION: "evicted",
+    LOST_TO_CHECKSUM: "checksum",
+}
 STRIKES_MAX = 2  # deaths of a lane or of the engine with one session alone in the step
 
 
@@ -163,6 +181,52 @@ class Reopener:
         else:
             self._journal.begin(turn, shared, lane.name, incarnation, facts.meta)
 
+    def admitted(self, turn: Turn) -> None:
+        """The turn has a seat: what it reuses is known, and why that is less than it might be."""
+        session, generation = turn.session, turn.generation
+        found, prompt = session.frontier, len(generation.request.prompt)
+        generation.cached_tokens = min(found, prompt)
+        facts = self._tables.facts.get(session.key)
+        reason, kind = _shortfall(turn, facts)
+        generation.reuse_reason, session.loss = reason, ""
+        metrics = self._tables.metrics
+        if kind:
+            metrics.kv_rejected_total.labels(kind).inc()
+        if facts is None or turn.generation.request.session_id is None:
+            return
+        if facts.restored and found:
+            metrics.kv_restored_tokens_used_total.inc(found)
+        facts.restored, facts.changed = False, ()
+        if facts.meta.rebase is not None:
+            met = msgspec.structs.replace(facts.meta.rebase, kept=min(found, prompt), reason=reason)
+            edit = met if met.is_edit else facts.meta.edit
+            facts.meta = SessionMeta(facts.meta.repr_id, met, edit, facts.meta.calls)
+
+    # ------------------------------------------------------------------------------ suspects
+
+    async def touching(self, session: Session) -> None:
+        """Before a suspect computes alone: whoever dies of it, the next life will know."""
+        facts = self._tables.facts.get(session.key)
+        if facts is None or facts.is_marked or session.logged < 0:
+            return
+        facts.is_marked = True
+        facts.strikes = session.alone_deaths + 1
+        try:
+            await self._journal.mark_suspect(session, facts.strikes, self._store.epoch)
+        except StoreError as error:
+            log.error("%r computes alone without a mark: %s", session, error)
+
+    def trusted(self, session: Session) -> None:
+        """It got past the point where it was suspected: the mark goes."""
+        facts = self._tables.facts.get(session.key)
+        if facts is None:
+            return
+        facts.was_cut_off = False
+        if facts.is_marked or facts.strikes:
+            facts.is_marked, facts.strikes = False, 0
+            self._strikes.pop(session.name.decode(), None)
+            self._journal.clear_suspect(session)
+
     async def record(self, name: str, session_id: str) -> SessionRecord:
         """Everything durable about a session; 404 if there is nothing."""
         found = await self._load(name)
@@ -183,6 +247,7 @@ class Reopener:
             facts = self._tables.facts[session.key] = Facts(session_meta(info.meta))
             facts.changed = self._changes(facts.meta.repr_id or info.repr_id.hex())
             facts.strikes = self._strikes.get(info.id, 0)
+            facts.restored = True
             facts.was_cut_off = any(turn.status == RUNNING for turn in found.turns)
         if not session.tokens:
             session.tokens = list(found.tokens)
@@ -206,6 +271,33 @@ class Reopener:
             if known.hex() == repr_id:
                 return tuple(differing_fields(self._store.descriptor, text))
         return ("unknown",)
+
+
+def _shortfall(turn: Turn, facts: Facts | None) -> tuple[str, str]:
+    """Why less KV was reused than the prompt is long, for people and as a metric's label."""
+    found, prompt = turn.session.frontier, len(turn.generation.request.prompt)
+    if not turn.timeline:
+        return ("first use", "") if found < prompt - 1 else ("", "")
+    expected = min(turn.shared, turn.timeline - 1, prompt - 1)  # the last token has no KV yet
+    reasons: list[str] = []
+    if turn.shared < min(turn.timeline, prompt):
+        reasons.append(f"history edited at token {turn.shared}")
+    if found >= expected:
+        return "; ".join(reasons), "edited" if reasons else ""
+    lost, kind = expected - found, "evicted"
+    if facts is not None and facts.changed:
+        fields = ", ".join(facts.changed)
+        reasons.append(f"model or numerics changed: {fields}")
+        kind = "changed"
+    elif turn.session.loss:
+        reasons.append(turn.session.loss)
+        kind = LOSS_KINDS.get(turn.session.loss, "other")
+    elif lost < PAGE_TOKENS:
+        reasons.append("the open page was not kept")
+        kind = "tail"
+    else:
+        reasons.append("pages evicted")
+    return "; ".join(reasons), kind
 
 
 def _find(
