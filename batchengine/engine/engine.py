@@ -545,18 +545,6 @@ class Engine:
         """A suspect got past the point where it was suspected."""
         self.reopener.trusted(session)
 
-    def turn_admitted(self, turn: Turn) -> None:
-        """The turn has a seat: how much of its KV was found, and why not more."""
-        self.reopener.admitted(turn)
-
-    async def touching(self, session: Session) -> None:
-        """A suspect is about to compute alone: durable before it can end anything."""
-        await self.reopener.touching(session)
-
-    def trusted(self, session: Session) -> None:
-        """A suspect got past the point where it was suspected."""
-        self.reopener.trusted(session)
-
     def turn_ended(self, turn: Turn, reason: str) -> None:
         """The session is idle again; the reader gets its last event."""
         self._end(turn.generation, turn, reason)
