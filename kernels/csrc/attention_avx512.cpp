@@ -21,20 +21,21 @@ SIMD_FN __m512i dword_everywhere(const void* p) {
     return _mm512_set1_epi32(four);
 }
 
-// Asks for `lines` cache lines, into L2: a page is larger than L1. K is read while V is on its way,
-// and V while the next page's K is; without this a core waits for DRAM half of the time.
-SIMD_FN void prefetch(const int8_t* p, int lines) {
-    for (int i = 0; i < lines; i++)
-        _mm_prefetch(reinterpret_cast<const char*>(p + 64 * i), _MM_HINT_T1);
+// Asks for a cache line, into L2: a page is larger than L1. K is read while V is on its way, and V
+// while the next page's K is, one line asked for per line read: a core has few requests in flight,
+// and a burst of them would keep everything else from L2 out until DRAM has answered.
+SIMD_FN void prefetch(const int8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
 }
 
-// Scores of R rows against token tiles [first_tile, first_tile + TT).
-template <int R, int TT>
+// Scores of R rows against token tiles [first_tile, first_tile + TT); AHEAD: their V is asked for.
+template <int R, int TT, bool AHEAD>
 SIMD_FN void score_block(const PageView& page, int head_dim, const QueryRows& rows, int row,
                          int first_tile, float (*score)[256]) {
     const int blocks = head_dim / 32;
     const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
     const int8_t* k = page.k + first_tile * 16 * head_dim;
+    [[maybe_unused]] const int8_t* v = page.v + first_tile * 16 * head_dim;
     const uint16_t* k_scale = page.k_scale + first_tile * 16 * blocks;
     const int8_t* q = rows.q + row * head_dim;
     const float* q_scale = rows.scale + row * blocks;
@@ -52,6 +53,7 @@ SIMD_FN void score_block(const PageView& page, int head_dim, const QueryRows& ro
             repeat<TT>(EACH(t) {
                 tile[t] = _mm512_xor_si512(
                     _mm512_loadu_si512(k + t * 16 * head_dim + (b * 8 + j) * 64), flip);
+                if constexpr (AHEAD) prefetch(v + t * 16 * head_dim + (b * 8 + j) * 64);
             });
             repeat<R>(EACH(r) {
                 const __m512i four = dword_everywhere(q + r * head_dim + b * 32 + j * 4);
@@ -78,10 +80,11 @@ template <int R, int TT>
 void score_rows(const PageView& page, int head_dim, const QueryRows& rows, int row, int tiles,
                 float (*score)[256]) {
     // The last group may reach past the visible tiles; the page has sixteen, so that is only waste.
-    for (int tile = 0; tile < tiles; tile += TT) {
-        if (row == 0) prefetch(page.v + tile * 16 * head_dim, TT * head_dim / 4);
-        score_block<R, TT>(page, head_dim, rows, row, tile, score);
-    }
+    for (int tile = 0; tile < tiles; tile += TT)
+        if (row == 0)
+            score_block<R, TT, true>(page, head_dim, rows, row, tile, score);
+        else
+            score_block<R, TT, false>(page, head_dim, rows, row, tile, score);
 }
 
 void score_page(const PageView& page, int head_dim, const QueryRows& rows, int tiles,
@@ -200,9 +203,9 @@ SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, 
     const int8_t* v = page.v + dim * 4;
     const int8_t* next = row == 0 && page.next_k ? page.next_k + dim * 4 : nullptr;
     for (int t = 0; t < quads; t++, v += head_dim * 4) {
-        if (next) prefetch(next + t * head_dim * 4, N);
         __m512i tile[N];
         repeat<N>(EACH(j) { tile[j] = _mm512_loadu_si512(v + 64 * j); });
+        if (next) repeat<N>(EACH(j) { prefetch(next + t * head_dim * 4 + 64 * j); });
         repeat<R>(EACH(r) {
             const __m512i wh = dword_everywhere(scratch.high[row + r] + 4 * t);
             const __m512i wl = dword_everywhere(scratch.low[row + r] + 4 * t);
@@ -256,7 +259,8 @@ void page_partials_avx512(const PageView& page, int head_dim, const QueryRows& r
         }
     }
     const int quads = (visible_max + 3) / 4;
-    if (page.next_k) prefetch(page.next_k + 256 * head_dim, head_dim / 4);  // its K scales
+    if (page.next_k)  // its K scales
+        for (int i = 0; i < head_dim / 4; i++) prefetch(page.next_k + 256 * head_dim + 64 * i);
     int row = 0;
     for (; row + 3 <= rows.rows; row += 3)
         output_rows<3>(page, head_dim, row, quads, scratch, out);
