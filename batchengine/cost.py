@@ -276,22 +276,24 @@ def load_of(
     prefill = [0.0] * RANKS
     seated, waiting = [0] * RANKS, [0] * RANKS
     decodes = context = left = 0
+    contexts: list[int] = []  # of those who wait
     for rank, frontier, to_compute, tokens_left, is_seated in rows:
         (seated if is_seated else waiting)[rank] += 1
-        context += frontier + to_compute
         if to_compute > 1:
             prefill[rank] += prefill_ms(cost, frontier, to_compute)
         elif is_seated:
             decodes += 1
         if is_seated:
             left += tokens_left
+            context += frontier + to_compute
+        else:
+            contexts.append(frontier + to_compute)
     n_seated, n_waiting = sum(seated), sum(waiting)
-    crowd = n_seated + n_waiting
-    entries = min(seats, crowd)
-    kv = context * entries / crowd if crowd else 0.0
-    step_ms = cost.fixed_ms + cost.decode_entry_ms * entries + cost.decode_kv_ms * kv
-    turnover_ms = left * step_ms / max(1, n_seated) ** 2  # between two seats that become free
     free = max(0, seats - n_seated + paused)
+    context += sum(heapq.nlargest(free, contexts))  # they will be seated next
+    entries = min(max(seats, n_seated), n_seated + n_waiting)
+    step_ms = cost.fixed_ms + cost.decode_entry_ms * entries + cost.decode_kv_ms * context
+    turnover_ms = left * step_ms / max(1, n_seated) ** 2  # between two seats that become free
     return LaneLoad(
         cost,
         seats,

@@ -112,3 +112,14 @@ def test_restored_kv_is_the_prefilled_kv(
             np.testing.assert_allclose(
                 context.prefill([7], sequence=1, start=40), expected, rtol=0.02, atol=0.02
             )
+
+
+@pytest.mark.timeout(180)
+def test_router_decides_in_microseconds(tmp_path: Path, cache: Path) -> None:
+    """The limit is far above the figure (see bench/results): this machine may be busy."""
+    result = run_bench("router", tmp_path / "result.json", cache)
+    median_us, p99_us = result["median_us"], result["p99_us"]
+    assert isinstance(median_us, float)
+    assert isinstance(p99_us, float)
+    assert 0.0 < median_us < 200.0
+    assert median_us <= p99_us

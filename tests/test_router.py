@@ -30,6 +30,8 @@ from batchengine.router import (
     RouteSession,
     RouteState,
     Strategy,
+    best_lane,
+    demotion,
     route,
 )
 
@@ -241,6 +243,52 @@ def test_sessions_do_not_swing() -> None:
         if rank == 0:
             urgent_ms = now_ms
     assert moves == 1
+
+
+def test_idle_sessions_leave_the_fast_lane() -> None:
+    state = lanes()
+    for lane, idle_ms, session, to in (
+        ("gpu", 61_000.0, home("gpu"), "cpu"),
+        ("gpu", 59_000.0, home("gpu"), ""),
+        ("gpu", 61_000.0, home("gpu", urgent_ms=59_000.0), ""),
+        ("gpu", 61_000.0, home("gpu", dwell_ms=1_000.0), ""),
+        ("cpu", 61_000.0, home("cpu"), ""),
+        ("gone", 61_000.0, home("gone"), ""),
+    ):
+        assert session.lane == lane
+        assert demotion(session, idle_ms, 300, state) == to
+    dead = state.lanes[1]._replace(alive=False)
+    assert demotion(home("gpu"), 61_000.0, 300, RouteState((state.lanes[0], dead))) == ""
+
+
+def test_the_least_loaded_lane_of_a_tier() -> None:
+    rows = (
+        LaneState("a", load(CPU, decodes=9), tier=BULK),
+        LaneState("b", load(CPU, decodes=3), tier=BULK),
+        LaneState("c", load(CPU, decodes=3), tier=ANY),
+        LaneState("d", load(CPU), alive=False, tier=BULK),
+        LaneState("e", load(CPU), tier=BULK, full=True),
+        LaneState("f", load(CPU), tier=BULK, context_max=100),
+        LaneState("g", load(GPU, decodes=50), tier=FAST),
+    )
+    state = RouteState(rows)
+    assert best_lane(state, BULK, 300) == "b"
+    assert best_lane(state, BULK, 300, away_from="b") == "c"
+    assert best_lane(state, BULK, 50) == "f"
+    assert best_lane(state, FAST, 300) == "c"
+    assert best_lane(RouteState(rows[:2]), FAST, 300) == ""
+
+
+def test_full_queues_are_no_candidates_but_for_who_lives_there() -> None:
+    gpu, cpu = lanes().lanes
+    state = RouteState((gpu, cpu._replace(full=True)))
+    assert route(request(2), None, state).lane == "gpu"
+    assert route(request(2), home("cpu"), state).lane == "cpu"
+    both = RouteState((gpu._replace(full=True), cpu._replace(full=True)))
+    assert (route(request(2), None, both).lane, route(request(2), None, both).reason) == (
+        "",
+        Reason.FULL,
+    )
 
 
 # ---- laws ----
