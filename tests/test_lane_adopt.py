@@ -1,0 +1,548 @@
+"""Rows move from place to place only with proof: every lie about a source yields fewer rows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+
+from batchengine import wire
+from batchengine.lanes.lane import Lane
+from batchengine.lanes.memory import PageMemory
+from batchengine.lanes.steps import ARENA_BIT, BadStep, Limits, StepOutput, unpack
+from kv_store import keys
+from kv_store.arena import FILE_HEADER, Arena, ArenaMapping, PlaceOwner, valid_rows
+from kv_store.layout import PAGE_TOKENS, PageLayout
+from kv_store.osio import Files
+from tests.fakes import Reference, run, words
+from tests.test_lane import frame_of, load_message, place
+
+LAYOUT = PageLayout(2, 2, 64)
+PLACES = 4
+FILES = Files()
+IDS = np.arange(1000, 1000 + PAGE_TOKENS, dtype=np.int32)
+OLD = PlaceOwner(b"s", epoch=3, gen=0, page_index=2)
+SOURCE = wire.FromArena("cpu.1", 1, 0, 3)  # where `OLD` lies
+TO = wire.Place(0, 5, b"s", 9, 2)  # another generation, another epoch
+REPR = bytes(range(32))
+
+
+class Bank:
+    """An arena that a dead worker left, extents, and the memory of the worker that adopts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "ext").mkdir()
+        (folder / "arena").mkdir()
+        self.old = Arena.create(str(folder / "arena/cpu.1"), LAYOUT, PLACES, 1, repr_id=REPR)
+        self.new = Arena.create(str(folder / "arena/cpu.2"), LAYOUT, PLACES, 2, repr_id=REPR)
+        self.mapping = ArenaMapping(self.old.path, LAYOUT)
+        self.memory = PageMemory(
+            wire.Attach(
+                self.new.path, PLACES, LAYOUT.page_bytes, f"{folder}/ext", f"{folder}/arena"
+            ),
+            LAYOUT,
+        )
+        self.rows = np.random.default_rng(1).integers(0, 256, LAYOUT.payload_bytes, np.uint8)
+
+    def leave(self, rows: int, at: int = 1, owner: PlaceOwner = OLD) -> None:
+        """What the dead worker wrote: `rows` rows with records, and bytes of rows to come."""
+        self.mapping.reserve(at, owner)
+        page = self.mapping.page(at)
+        page[: LAYOUT.payload_bytes] = self.rows.data
+        seeds = owner.seeds(self.mapping.arena_id, at, 0, rows)
+        digests = keys.row_digests(LAYOUT, page, seeds)
+        self.mapping.write_records(at, 0, IDS[:rows].astype(np.uint32), digests)
+
+    def adopt(
+        self,
+        rows: int = PAGE_TOKENS,
+        source: wire.FromArena | wire.FromPage = SOURCE,
+        to: wire.Place = TO,
+        ids: np.ndarray = IDS,
+    ) -> int:
+        adopt = wire.Adopt(to, rows, source)
+        self.memory.check(wire.Step((), adopt=(adopt,)))
+        (count,) = self.memory.adopt((adopt,), (ids[:rows],))
+        return count
+
+    def page(self, at: int = TO.place) -> bytes:
+        return bytes(self.memory._arena.page(at))
+
+    def expect(self, count: int, to: wire.Place = TO) -> None:
+        """Exactly `count` rows lie in `to`, recorded as its new owner's; all else is zero."""
+        page = self.page(to.place)
+        mine = LAYOUT.gather_rows(page, 0, PAGE_TOKENS)
+        assert np.array_equal(mine[:count], LAYOUT.gather_rows(self.rows.data, 0, count))
+        assert not mine[count:].any()
+        assert not any(page[LAYOUT.payload_bytes :])
+        owner = PlaceOwner(to.session, to.epoch, to.gen, to.page)
+        shape, ident = self.new.shape, self.new.arena_id
+        proven = valid_rows(FILES, self.new.fd, shape, ident, to.place, owner, IDS.tolist())
+        assert proven == count
+        assert int(self.memory._valid[to.place].sum()) == count
+
+    def seal(self, extent: int = 0, at: int = 1) -> wire.FromPage:
+        """The page of rows as a sealed one, in place `at` of an extent of three."""
+        page = bytearray(LAYOUT.page_bytes)
+        page[: LAYOUT.payload_bytes] = self.rows.data
+        path = self.folder / f"ext/{extent:06}.kv"
+        path.write_bytes(bytes(at * LAYOUT.page_bytes) + bytes(page) + bytes(LAYOUT.page_bytes))
+        return wire.FromPage(extent << 32 | at, 77, keys.sealed_checksum(bytes(page), 77))
+
+    def close(self) -> None:
+        self.mapping.close()
+        self.memory._arena.close()
+        self.old.close(delete=False)
+        self.new.close(delete=False)
+
+
+@pytest.fixture
+def bank(tmp_path: Path) -> Iterator[Bank]:
+    made = Bank(tmp_path)
+    yield made
+    made.close()
+
+
+# --------------------------------------------------------------------------- from an arena
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 128, 255, 256])
+def test_rows_of_a_dead_worker_are_adopted(bank: Bank, rows: int) -> None:
+    bank.leave(rows)
+    before = bytes(bank.mapping.page(1))
+    assert bank.adopt() == rows
+    bank.expect(rows)
+    assert bytes(bank.mapping.page(1)) == before
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 17, 100])
+def test_no_more_rows_than_wanted(bank: Bank, wanted: int) -> None:
+    bank.leave(100)
+    assert bank.adopt(wanted) == wanted
+    bank.expect(wanted)
+
+
+def test_a_place_that_held_something_keeps_nothing_of_it(bank: Bank) -> None:
+    bank.leave(256)
+    bank.memory.reserve(TO)
+    np.frombuffer(bank.memory._arena.page(0), np.uint8)[:] = 0xAA
+    bank.memory._valid[0] = 1
+    bank.leave(9)
+    assert bank.adopt() == 9
+    bank.expect(9)
+
+
+def test_the_ledger_has_the_last_word_about_tokens(bank: Bank) -> None:
+    bank.leave(100)
+    for wrong in (0, 1, 63, 99):
+        ids = IDS.copy()
+        ids[wrong] ^= 1
+        assert bank.adopt(ids=ids) == wrong
+        bank.expect(wrong)
+
+
+def byte_of(row: int, layer: int, head: int, part: str) -> int:
+    """Where a page has the first byte of one part of one row."""
+    base = (layer * LAYOUT.n_kv_head + head) * LAYOUT.head_bytes
+    d = LAYOUT.head_dim
+    k_scale = LAYOUT.k_bytes
+    v = k_scale + LAYOUT.k_scale_bytes
+    return (
+        base
+        + {
+            "k": row // 16 * 16 * d + row % 16 * 4,
+            "k scale": k_scale + (row // 16 * 16 * (d // 32) + row % 16) * 2,
+            "v": v + row // 4 * 4 * d + row % 4,
+            "v scale": v + LAYOUT.v_bytes + row * 2,
+        }[part]
+    )
+
+
+@pytest.mark.parametrize("part", ["k", "k scale", "v", "v scale"])
+@pytest.mark.parametrize(("layer", "head"), [(0, 0), (0, 1), (1, 1)])
+def test_a_changed_byte_ends_the_run_at_its_row(
+    bank: Bank, part: str, layer: int, head: int
+) -> None:
+    bank.leave(200)
+    page = bank.mapping.page(1)
+    for row in (0, 5, 129, 199):
+        at = byte_of(row, layer, head, part)
+        page[at] ^= 4
+        assert bank.adopt() == row
+        bank.expect(row)
+        page[at] ^= 4
+    page[byte_of(200, layer, head, part)] ^= 4  # of a row that was never recorded
+    assert bank.adopt() == 200
+    bank.expect(200)
+
+
+@pytest.mark.parametrize("field", ["digest", "token", "valid"])
+def test_a_changed_record_ends_the_run_at_its_row(bank: Bank, field: str) -> None:
+    bank.leave(50)
+    records = bank.mapping._records(1)
+    for value in (0, 2):  # 2: "valid" is 1 or nothing
+        bank.leave(50)
+        records[field][31] = value
+        assert bank.adopt() == 31
+        bank.expect(31)
+
+
+STRANGERS: list[tuple[str, wire.FromArena, wire.Place]] = [
+    ("epoch", wire.FromArena("cpu.1", 1, 0, 4), TO),
+    ("generation", wire.FromArena("cpu.1", 1, 1, 3), TO),
+    ("place", wire.FromArena("cpu.1", 2, 0, 3), TO),
+    ("no such place", wire.FromArena("cpu.1", PLACES, 0, 3), TO),
+    ("session", SOURCE, wire.Place(0, 5, b"t", 9, 2)),
+    ("page", SOURCE, wire.Place(0, 5, b"s", 9, 3)),
+    ("arena", wire.FromArena("cpu.9", 1, 0, 3), TO),
+]
+
+
+@pytest.mark.parametrize(("what", "source", "to"), STRANGERS, ids=[s[0] for s in STRANGERS])
+def test_rows_of_somebody_else_are_not_adopted(
+    bank: Bank, what: str, source: wire.FromArena, to: wire.Place
+) -> None:
+    bank.leave(100)
+    assert bank.adopt(source=source, to=to) == 0
+    bank.expect(0, to)
+    assert bank.adopt() == 100  # the worker is none the worse
+
+
+def header(path: str, **changes: Any) -> None:
+    """Write a whole, wrong header."""
+    names = ("magic", "version", "places", "page_bytes", "arena_id", "layout_id", "repr_id",
+             "boot", "incarnation")  # fmt: skip
+    with open(path, "r+b") as file:
+        fields = dict(zip(names, FILE_HEADER.unpack(file.read(FILE_HEADER.size)), strict=False))
+        values = (fields | changes).values()
+        check = xxhash.xxh3_64_intdigest(FILE_HEADER.pack(*values, 0)[:-8])
+        file.seek(0)
+        file.write(FILE_HEADER.pack(*values, check))
+
+
+def become_link(path: str) -> None:
+    os.rename(path, path + "0")
+    os.symlink(path + "0", path)
+
+
+def become(make: Callable[[str], None]) -> Callable[[str], None]:
+    def change(path: str) -> None:
+        os.rename(path, path + "0")
+        make(path)
+
+    return change
+
+
+def flip(path: str, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+DAMAGE: list[tuple[str, Callable[[str], None]]] = [
+    ("magic", lambda path: header(path, magic=b"BEKVARE0")),
+    ("version", lambda path: header(path, version=1)),
+    ("layout", lambda path: header(path, layout_id=bytes(32))),
+    ("page size", lambda path: header(path, page_bytes=LAYOUT.page_bytes * 2)),
+    ("model", lambda path: header(path, repr_id=bytes(32))),
+    ("boot", lambda path: header(path, boot=b"b" * 36)),
+    ("no boot", lambda path: header(path, boot=b"")),
+    ("arena id", lambda path: header(path, arena_id=bytes(16))),
+    ("places", lambda path: header(path, places=PLACES + 1)),
+    ("no places", lambda path: header(path, places=0)),
+    ("a flipped header", lambda path: flip(path, 20)),
+    ("truncated by a byte", lambda path: os.truncate(path, os.path.getsize(path) - 1)),
+    ("truncated to a page", lambda path: os.truncate(path, 65536 + LAYOUT.page_bytes)),
+    ("empty", lambda path: os.truncate(path, 0)),
+    ("gone", os.unlink),
+    ("a link", become_link),
+    ("a folder", become(os.mkdir)),
+    ("a pipe", become(os.mkfifo)),
+]
+
+
+@pytest.mark.parametrize(("what", "damage"), DAMAGE, ids=[d[0] for d in DAMAGE])
+def test_a_damaged_arena_yields_no_row_and_no_error(
+    bank: Bank, what: str, damage: Callable[[str], None]
+) -> None:
+    bank.leave(100)
+    damage(bank.old.path)
+    assert bank.adopt() == 0
+    bank.expect(0)
+
+
+def test_a_file_that_shrinks_while_it_is_read_yields_no_row(bank: Bank) -> None:
+    """Between the header and the page: read, never mapped, so there is no SIGBUS."""
+    bank.leave(100)
+
+    class Shrinking(Files):
+        def pread(self, fd: int, into: memoryview, offset: int) -> int:
+            if len(into) >= LAYOUT.page_bytes:
+                os.truncate(bank.old.path, 70_000)
+            return super().pread(fd, into, offset)
+
+    bank.memory._files = Shrinking()
+    assert bank.adopt() == 0
+    bank.expect(0)
+
+
+def test_several_pages_in_one_step_and_no_descriptor_left(bank: Bank) -> None:
+    bank.leave(256, at=0, owner=PlaceOwner(b"s", 3, 0, 0))
+    bank.leave(40, at=1, owner=PlaceOwner(b"s", 3, 2, 1))
+    before = len(os.listdir("/proc/self/fd"))
+    adopts = (
+        wire.Adopt(wire.Place(2, 0, b"s", 4, 0), 256, wire.FromArena("cpu.1", 0, 0, 3)),
+        wire.Adopt(wire.Place(1, 7, b"s", 4, 7), 40, wire.FromArena("cpu.7", 0, 0, 3)),
+        wire.Adopt(wire.Place(3, 0, b"s", 4, 1), 256, wire.FromArena("cpu.1", 1, 2, 3)),
+    )
+    assert bank.memory.adopt(adopts, (IDS, IDS[:40], IDS)) == (256, 0, 40)
+    for adopt, count in zip(adopts, (256, 0, 40), strict=True):
+        bank.expect(count, adopt.to)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_rows_may_come_from_the_own_arena(bank: Bank) -> None:
+    """A fork on one lane, or a place that moves."""
+    bank.leave(77)
+    assert bank.adopt() == 77
+    to = wire.Place(3, 0, b"s", 10, 2)
+    assert bank.adopt(source=wire.FromArena("cpu.2", 0, 5, 9), to=to) == 77
+    bank.expect(77, to)
+    bank.expect(77)
+
+
+def test_without_a_folder_of_arenas_nothing_is_adopted(bank: Bank) -> None:
+    bank.leave(10)
+    bank.memory._arenas_dir = ""
+    assert bank.adopt() == 0
+
+
+# ------------------------------------------------------------------------- from a sealed page
+
+
+@pytest.mark.parametrize("rows", [0, 1, 128, 255, 256])
+def test_rows_of_a_sealed_page_are_adopted(bank: Bank, rows: int) -> None:
+    assert bank.adopt(rows, bank.seal()) == rows
+    bank.expect(rows)
+
+
+def test_a_sealed_page_is_adopted_whole_or_not_at_all(bank: Bank) -> None:
+    source = bank.seal()
+    for wrong in (
+        msgspec.structs.replace(source, seed=78),
+        msgspec.structs.replace(source, checksum=bytes(16)),
+        msgspec.structs.replace(source, code=0),
+        msgspec.structs.replace(source, code=3),
+        msgspec.structs.replace(source, code=1 << 32 | 1),
+        msgspec.structs.replace(source, code=1 << 62),
+    ):
+        assert bank.adopt(128, wrong) == 0
+        bank.expect(0)
+    flip(str(bank.folder / "ext/000000.kv"), LAYOUT.page_bytes + byte_of(255, 1, 1, "v"))
+    assert bank.adopt(128, source) == 0  # even a byte of a row that is not wanted
+    bank.expect(0)
+
+
+# ----------------------------------------------------------------------------------- refusals
+
+MALFORMED: list[wire.Step] = [
+    *(
+        wire.Step((), adopt=(wire.Adopt(TO, 1, msgspec.structs.replace(SOURCE, arena=name)),))
+        for name in ("", "cpu", "cpu.", ".1", "../cpu.1", "a/cpu.1", "cpu.1\n", "CPU.1", "cpu.1\0",
+                     "cpu.12345678901", "/etc/passwd", "x" * 33 + ".1")
+    ),
+    wire.Step((), adopt=(wire.Adopt(TO, 1, wire.FromArena("cpu.1", -1, 0, 3)),)),
+    wire.Step((), adopt=(wire.Adopt(TO, 1, wire.FromArena("cpu.1", 0, -1, 3)),)),
+    wire.Step((), adopt=(wire.Adopt(TO, 1, wire.FromArena("cpu.1", 0, 0, -3)),)),
+    wire.Step((), adopt=(wire.Adopt(TO, 1, wire.FromPage(ARENA_BIT, 1, b"")),)),
+    wire.Step((), adopt=(wire.Adopt(TO, 1, wire.FromPage(-1, 1, b"")),)),
+    wire.Step((), adopt=(wire.Adopt(TO, 1, wire.FromPage(1, -1, b"")),)),
+    wire.Step((), adopt=(wire.Adopt(wire.Place(PLACES, 0, b"s", 1, 0), 1, SOURCE),)),
+    wire.Step((), adopt=(wire.Adopt(wire.Place(-1, 0, b"s", 1, 0), 1, SOURCE),)),
+    wire.Step((), reserve=(wire.Place(0, 1 << 32, b"s", 1, 0),)),
+    wire.Step((), reserve=(wire.Place(0, 0, b"s", 1 << 64, 0),)),
+    wire.Step((), reserve=(wire.Place(0, 0, b"s", 1, -1),)),
+    wire.Step((), retitle=(wire.Retitle(PLACES, 0, b"s", 1, 0, 1),)),
+    wire.Step((), retitle=(wire.Retitle(0, 0, b"s", 1, 0, 257),)),
+    wire.Step((), retitle=(wire.Retitle(0, 0, b"s", 1, 0, -1),)),
+    wire.Step((), digest=(wire.Digest(0, 257),)),
+    wire.Step((), digest=(wire.Digest(PLACES, 256),)),
+    wire.Step((), poison=(PLACES,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", MALFORMED)
+def test_a_malformed_chore_is_refused_before_any_is_done(bank: Bank, step: wire.Step) -> None:
+    with pytest.raises(BadStep):
+        bank.memory.check(step)
+
+
+def test_adopted_rows_and_their_tokens_are_counted() -> None:
+    limits = Limits(64, 4, 2048, 2048)
+    adopts = (wire.Adopt(TO, 2, SOURCE), wire.Adopt(TO, 0, SOURCE), wire.Adopt(TO, 3, SOURCE))
+    tokens = array("i", [7, 8, 9, 10, 11]).tobytes()
+    batch = unpack(wire.Step((), adopt=adopts), tokens, limits)
+    assert [ids.tolist() for ids in batch.adopted] == [[7, 8], [], [9, 10, 11]]
+    for wrong in (tokens[:-4], tokens + bytes(4), b""):
+        with pytest.raises(BadStep):
+            unpack(wire.Step((), adopt=adopts), wrong, limits)
+    for rows in (-1, 257):
+        with pytest.raises(BadStep):
+            unpack(wire.Step((), adopt=(wire.Adopt(TO, rows, SOURCE),)), bytes(1028), limits)
+
+
+# ------------------------------------------------------------------------ the other chores
+
+
+def test_retitled_rows_prove_themselves_under_the_new_owner_alone(bank: Bank) -> None:
+    bank.leave(200)
+    assert bank.adopt() == 200
+    before = bank.page()
+    bank.memory.retitle(wire.Retitle(0, 6, b"fork", 1, 2, 150))
+    assert bank.page() == before
+    shape, ident, ids = bank.new.shape, bank.new.arena_id, IDS.tolist()
+    new, old = PlaceOwner(b"fork", 1, 6, 2), PlaceOwner(b"s", 9, 5, 2)
+    assert valid_rows(FILES, bank.new.fd, shape, ident, 0, new, ids) == 150
+    assert valid_rows(FILES, bank.new.fd, shape, ident, 0, old, ids) == 0
+    assert int(bank.memory._valid[0].sum()) == 150
+
+
+def test_retitling_vouches_for_no_row_that_was_not_proven(bank: Bank) -> None:
+    bank.leave(200)
+    for prepare, count in (
+        (lambda: bank.memory._valid[0].__setitem__(70, 0), 70),
+        (lambda: bank.memory._arena.page(0).__setitem__(byte_of(60, 1, 0, "v"), 1), 60),
+    ):
+        assert bank.adopt() == 200
+        prepare()
+        bank.memory.retitle(wire.Retitle(0, 6, b"s", 12, 2, 200))
+        assert int(bank.memory._valid[0].sum()) == count
+    with pytest.raises(BadStep, match="before it was reserved"):
+        bank.memory.retitle(wire.Retitle(3, 6, b"s", 12, 2, 0))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 130, 255, 256])
+def test_a_partial_page_is_digested_without_what_lies_behind_its_rows(
+    bank: Bank, rows: int
+) -> None:
+    bank.leave(256)
+    assert bank.adopt() == 256
+    digest = bank.memory.digest_place(wire.Digest(0, rows))
+    bank.expect(rows)
+    clean = memoryview(bytearray(LAYOUT.page_bytes))
+    LAYOUT.copy_rows(bank.rows.data, clean, rows)
+    assert digest == keys.payload_digest(clean)
+
+
+def test_touching_pages_never_fails_a_step(bank: Bank) -> None:
+    bank.seal()
+    bank.memory.touch((0, 1, 2))
+    assert bank.memory.touch_failures == 0
+    os.truncate(bank.folder / "ext/000000.kv", 1)  # a plain read would be a SIGBUS now
+    bank.memory.touch((1, 3, 7 << 32, ARENA_BIT | 1, -1))
+    assert bank.memory.touch_failures == 5
+
+
+def test_rows_of_a_poisoned_entry_get_no_record(bank: Bank) -> None:
+    for index in (0, 1):
+        bank.memory.reserve(wire.Place(index, 0, b"s", 1, index))
+    entries = tuple(wire.Entry(i + 1, 1, 0, n, 1, None) for i, n in ((0, 3), (1, 4)))
+    payload = array("Q", [ARENA_BIT, ARENA_BIT | 1]).tobytes() + IDS[:7].tobytes()
+    batch = unpack(wire.Step(entries), payload, Limits(64, 4, 2048, 2048))
+    own = bank.memory.rows_of(batch)
+    clean = StepOutput((), (), np.arange(7, dtype=np.uint64))
+    bank.memory.record_rows(batch, own, clean)
+    assert bank.memory._valid[:2].sum(axis=1).tolist() == [3, 4]
+    bank.memory.record_rows(batch, own, StepOutput((), (0,), clean.row_digests))
+    assert bank.memory._valid[:2].sum(axis=1).tolist() == [0, 4]
+
+
+# ------------------------------------------------------------------------- the real worker
+
+
+def test_a_new_worker_goes_on_where_the_killed_one_stopped(
+    pocket_path: Path, cache_dir: Path, tmp_path: Path
+) -> None:
+    """Same tokens as an undisturbed run, and the same bytes in the page."""
+    layout, folder = PageLayout(4, 2, 64), tmp_path / "arena"
+    folder.mkdir()
+    (tmp_path / "ext").mkdir()
+    prompt = words(3, 300)
+    reference = Reference(pocket_path, cache_dir)
+    expected = reference.tokens(prompt, 12)
+    reference.close()
+
+    async def attach(lane: Lane) -> Arena:
+        await lane.start(load_message(pocket_path, cache_dir))
+        path = str(folder / f"cpu.{lane.incarnation}")
+        arena = Arena.create(path, layout, 8, lane.incarnation)
+        ext = str(tmp_path / "ext")
+        await lane.attach(wire.Attach(path, 8, layout.page_bytes, ext, str(folder)))
+        return arena
+
+    async def decode(lane: Lane, tokens: list[int], codes: list[int], n: int) -> None:
+        for _ in range(n):
+            start = len(tokens) - 1
+            done = await lane.run(*frame_of([(start, tokens[-1:], codes)]), deadline_s=10)
+            tokens.append(done.rows[0].token)
+
+    async def work() -> None:
+        lane = Lane("cpu")
+        first = await attach(lane)
+        codes = [ARENA_BIT, ARENA_BIT | 1]
+        step, payload = frame_of([(0, prompt, codes)], reserve=(place(0, 0), place(1, 1)))
+        done = await lane.run(step, payload, deadline_s=10)
+        tokens = [*prompt, done.rows[0].token]
+        await decode(lane, tokens, codes, 5)
+        lane.kill("test")
+        await lane.died()
+        second = await attach(lane)
+        assert lane.incarnation == 2
+        adopts = tuple(
+            wire.Adopt(
+                wire.Place(5 - page, 0, b"s", 2, page), rows, wire.FromArena("cpu.1", page, 0, 1)
+            )
+            for page, rows in ((0, 256), (1, len(tokens) - 256))
+        )
+        codes = [ARENA_BIT | 5, ARENA_BIT | 4]
+        # The last token has no row yet: it is the one to compute.
+        step, payload = frame_of([(len(tokens) - 1, tokens[-1:], codes)], adopt=adopts)
+        done = await lane.run(step, payload + array("i", tokens).tobytes(), deadline_s=10)
+        assert done.adopted == (256, len(tokens) - 257)
+        tokens.append(done.rows[0].token)
+        await decode(lane, tokens, codes, 5)
+        assert tokens[len(prompt) :] == expected
+        # Adopted and computed rows prove themselves once more, under the new owner.
+        ident = second.arena_id
+        for page, at in ((0, 5), (1, 4)):
+            part = tokens[:-1][page * 256 :][:256]
+            owner = PlaceOwner(b"s", 2, 0, page)
+            assert valid_rows(FILES, second.fd, second.shape, ident, at, owner, part) == len(part)
+        pages = [memoryview(bytearray(layout.page_bytes)) for _ in range(2)]
+        os.preadv(first.fd, [pages[0]], first.shape.page_offset(0))
+        os.preadv(second.fd, [pages[1]], second.shape.page_offset(5))
+        assert pages[0] == pages[1]
+        # A bad source costs rows, a malformed one the step; neither the worker.
+        shutil.copy(folder / "cpu.1", folder / "cpu.3")
+        flip(str(folder / "cpu.3"), second.shape.page_offset(0) + 100)
+        lost = wire.Adopt(wire.Place(6, 0, b"s", 3, 0), 256, wire.FromArena("cpu.3", 0, 0, 1))
+        step, payload = frame_of([], adopt=(lost,))
+        done = await lane.run(step, payload + array("i", tokens[:256]).tobytes(), deadline_s=10)
+        assert done.adopted[0] < 256
+        assert lane.alive
+        await lane.close()
+        first.close(delete=True)
+        second.close(delete=True)
+
+    run(work())
