@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from kv_store.errors import StoreCorrupt
 
 CHUNK_BYTES = 4 << 20  # bounds one transfer, so a page thread never blocks on a single huge call
+TEST_BYTE = 0xA5  # neither zero nor poison: what a self-test writes is seen to be its own
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 assert _FLOCK.size == 32
 

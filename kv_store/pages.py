@@ -245,11 +245,19 @@ class PageTable:
 
     def take_free(self) -> Page | None:
         """A FREE place, lowest first, now RESERVED."""
+        page = self.peek_free()
+        if page is not None:
+            heapq.heappop(self._free)
+            self.apply(page, PageEvent.RESERVE)
+        return page
+
+    def peek_free(self) -> Page | None:
+        """The place that `take_free` would give."""
         while self._free:
-            page = self._pages.get(heapq.heappop(self._free))
+            page = self._pages.get(self._free[0])
             if page is not None and page.state is PageState.FREE:
-                self.apply(page, PageEvent.RESERVE)
                 return page
+            heapq.heappop(self._free)
         return None
 
     def touch(self, page: Page, priority: int | None = None) -> None:

@@ -101,6 +101,7 @@ class PlacePool:
         self._next_extent = 1
         self._growing: Future[None] | None = None
         self._growth_blocked = ""
+        self._write_failure = ""  # of the last page written: shown as the tier's state
         self.rates = Rates()
         self._poison_queue: deque[PageRef] = deque()
         self._layout_id = self.layout.layout_id

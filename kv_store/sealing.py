@@ -244,9 +244,11 @@ class SealingPool(LoadingPool):
                 if isinstance(page_error, OSError):
                     page.fails += page_error.errno == errno.EIO
                     self.counters["seal_io_errors"] += 1
+                    self._write_failure = str(page_error)
                 self.abort(ticket)
                 raise _as_store_error(page_error)
             self._table.apply(page, PageEvent.SEALED)
+            self._write_failure = ""
             self.counters["pages_sealed"] += 1
             return page.ref
 
@@ -269,7 +271,8 @@ class SealingPool(LoadingPool):
             self._extents.read_page(info, place, data)
             if keys.sealed_checksum(data, seed) != checksum:
                 page.fails += 1
-                raise StoreCorrupt("a page read back differs from what was written")
+                self._write_failure = "a page read back differs from what was written"
+                raise StoreCorrupt(self._write_failure)
         page.digest, page.checksum = ticket.digest, checksum
         self.rates.note_seal(info.page_bytes, time.perf_counter() - start)
 

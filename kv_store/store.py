@@ -159,6 +159,9 @@ class Store(UpkeepPool):
                 self._grow()
                 if self._growth_blocked:
                     warnings.append(f"caching is off: {self._growth_blocked}")
+            self._self_test()
+            if self._write_failure:
+                warnings.append(f"pages cannot be cached now: {self._write_failure}")
             ledger.commit().result()
         except BaseException:
             self._lock_fd = -1  # the caller's to close: once, or it may be somebody else's by then

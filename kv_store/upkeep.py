@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from kv_store.errors import StaleRef
+from kv_store import osio
+from kv_store.errors import StaleRef, StoreCorrupt
 from kv_store.pages import EVICTABLE, SUPERSEDED, PageRef, PageState
 from kv_store.places import EVICT_TO_PERCENT, Parts
 from kv_store.pool import PagePool
@@ -177,6 +178,47 @@ class UpkeepPool(PagePool):
             self.condemn(ref)
             return False
 
+    def _self_test(self) -> None:
+        """Write and read back a free place while nobody else knows the store (opener's thread).
+
+        What a file system allows shows in doing it, not in asking; and the rates get a first value.
+        """
+        page = self._table.peek_free()
+        if page is None:
+            return
+        info, data = self._info(page.page_id), self._buffer
+        place, fill = info.place_of(page.page_id), osio.TEST_BYTE
+        data[:] = bytes([fill]) * len(data)
+        try:
+            start = time.perf_counter()
+            self._extents.write_page(info, place, data)
+            written = time.perf_counter()
+            data[:] = bytes(len(data))
+            read = time.perf_counter()
+            self._extents.read_page(info, place, data)
+            good = bytes(data).count(fill) == len(data)
+        except (OSError, StoreCorrupt) as error:
+            self._write_failure = str(error)
+            return
+        finally:
+            self._poison_queue.append(page.ref)
+            self._pages_io.wake()
+        if not good:
+            self._write_failure = "a test page read back differs from what was written"
+            return
+        now = time.perf_counter()
+        self.rates.note_read(info.page_bytes, now - read)
+        self.rates.note_seal(info.page_bytes, written - start + now - read)
+
+    @property
+    def tier(self) -> str:
+        """ "ok", or what is wrong with caching: for health."""
+        if not self.places_max:
+            return "off: the budget is smaller than one page"
+        if not len(self._table):
+            return f"off: {self._growth_blocked or 'there is no extent yet'}"
+        return f"failing: {self._write_failure}" if self._write_failure else "ok"
+
     # -- garbage ------------------------------------------------------------------------------
 
     def gc(self, keep: Collection[str] = ()) -> Future[GcReport]:
@@ -246,6 +288,7 @@ class UpkeepPool(PagePool):
                 "pages_pinned": sum(page.pins > 0 for page in table),
                 "tails": table.tails,
                 "tails_superseded": sum(page.priority == SUPERSEDED for page in table),
+                "page_tier": self.tier,
                 "growth_blocked": self._growth_blocked,
                 "page_backlog": self._pages_io.backlog(),
             }

@@ -286,15 +286,13 @@ def test_a_page_that_two_sessions_share_costs_one_place(store: Store) -> None:
 # -- numbers ----------------------------------------------------------------------------------
 
 
-def test_rates_are_measured_as_pages_move(store: Store) -> None:
-    seal = store.rates.seal_bytes_per_s
-    assert seal is not None
-    assert seal > 0
-    assert store.rates.read_bytes_per_s is None
-    assert store.stat()["read_bytes_per_s"] == 0.0
+def test_rates_are_measured_at_opening_and_as_pages_move(store: Store) -> None:
+    for rate in (store.rates.seal_bytes_per_s, store.rates.read_bytes_per_s):
+        assert rate is not None
+        assert rate > 0
+    before = store.rates.read_bytes_per_s
     store.scrub_next().result(20)
-    assert store.stat()["read_bytes_per_s"] == store.rates.read_bytes_per_s != 0.0
-    store.rates.note_read(1000, 1.0)
+    assert store.stat()["read_bytes_per_s"] == store.rates.read_bytes_per_s != before
     before = store.rates.read_bytes_per_s
     store.rates.note_read(0, 1.0)
     assert before is not None
