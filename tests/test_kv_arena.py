@@ -146,6 +146,27 @@ def test_rows_of_another_owner_time_or_place_are_not_adopted(
     assert arena.valid_rows(FILES, other, owner, ids) == 0
 
 
+@pytest.mark.parametrize("layout", [PageLayout(1, 1, 32), PageLayout(2, 3, 96)])
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 15, 16, 17, 128, 255, 256])
+def test_leading_rows_are_copied_and_others_cleared(layout: PageLayout, count: int) -> None:
+    """By the definition of a row, `gather_rows`; padding is nobody's row and stays."""
+    rng = np.random.default_rng(count)
+    source, target = (
+        bytearray(rng.integers(1, 256, layout.page_bytes, np.uint8).tobytes()) for _ in range(2)
+    )
+    theirs, ours = (layout.gather_rows(bytes(page), 0, PAGE_TOKENS) for page in (source, target))
+    padding = target[layout.payload_bytes :]
+    layout.copy_rows(bytes(source), target, count)
+    now = layout.gather_rows(target, 0, PAGE_TOKENS)
+    assert np.array_equal(now[:count], theirs[:count])
+    assert np.array_equal(now[count:], ours[count:])
+    layout.clear_rows(target, count)
+    now = layout.gather_rows(target, 0, PAGE_TOKENS)
+    assert np.array_equal(now[:count], theirs[:count])
+    assert not now[count:].any()
+    assert target[layout.payload_bytes :] == padding
+
+
 def test_every_flipped_bit_ends_the_run_at_its_row(arena: Arena, mapping: ArenaMapping) -> None:
     at, owner = arena.reserve(), PlaceOwner(b"s", 1, 0, 0)
     assert at is not None
