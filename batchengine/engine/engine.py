@@ -129,8 +129,9 @@ class Engine:
         return reports.lane_rows(self._tables)
 
     def sessions(self) -> list[dict[str, Any]]:
-        """Named sessions in memory, and anonymous ones that compute now."""
-        return reports.session_rows(self._tables)
+        """Named sessions in memory, anonymous ones that compute now, and interrupted ones."""
+        rows = reports.session_rows(self._tables)
+        return rows if self._reopener is None else [*rows, *self._reopener.interrupted_rows()]
 
     def requests(self) -> list[dict[str, Any]]:
         """Requests that were admitted and have neither ended nor been cancelled."""

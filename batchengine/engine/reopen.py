@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -38,7 +39,7 @@ from batchengine.session import (
 )
 from kv_store import differing_fields
 from kv_store.errors import StoreError
-from kv_store.sessions import SessionRecord, TurnInfo
+from kv_store.sessions import SessionInfo, SessionRecord, TurnInfo
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.reopen")
@@ -62,7 +63,7 @@ class Reopener:
         self._journal = journal
         self._calls: dict[tuple[str, str], str] = {}  # (tenant, tool call) -> session id
         self._strikes: dict[str, int] = {}  # sessions that died alone in an earlier life
-        self.interrupted: dict[tuple[str, str], TurnInfo] = {}
+        self.interrupted: dict[tuple[str, str], SessionInfo] = {}  # amid a turn when it ended
 
     async def start(self) -> None:
         """What the last life left: broken turns, suspects, parked tool calls. No tokens."""
@@ -73,10 +74,28 @@ class Reopener:
             asyncio.wrap_future(ledger.suspects()),
         )
         self._strikes = {row.session: row.strikes for row in suspects if row.alone}
-        self.interrupted = {_identity(name): turn for name, turn in turns}
+        broken = {name for name, _ in turns}
+        self.interrupted = {_identity(info.id): info for info in infos if info.id in broken}
         for info in reversed(infos[:CALLS_MAX]):  # the newest is remembered last
             for call in session_meta(info.meta).calls:
                 self.remember_call(info.tenant, call, _identity(info.id)[1])
+
+    def interrupted_rows(self) -> list[dict[str, Any]]:
+        """Sessions whose engine died amid their turn and that nobody has asked for since."""
+        return [
+            {
+                "session_id": session_id,
+                "tenant": tenant,
+                "state": "interrupted",
+                "tokens": info.ledger_len,
+                "frontier": 0,
+                "pages": 0,
+                "pages_sealed": 0,
+                "epoch": info.epoch,
+                "lane": info.owner_lane,
+            }
+            for (tenant, session_id), info in self.interrupted.items()
+        ]
 
     # ---------------------------------------------------------------------------- tool calls
 

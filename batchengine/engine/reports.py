@@ -7,6 +7,7 @@ from typing import Any
 
 from batchengine.engine.generation import Generation
 from batchengine.engine.tables import Tables
+from batchengine.session import Session
 
 
 def lane_rows(tables: Tables) -> list[dict[str, Any]]:
@@ -43,10 +44,24 @@ def session_rows(tables: Tables) -> list[dict[str, Any]]:
             "pages": len(session.codes),
             "pages_sealed": len(session.pinned),
             "epoch": session.epoch,
+            **_reuse(tables, session),
             "lane": tables.home[session.key].lane.name if session.key in tables.home else "",
         }
         for session in found.values()
     ]
+
+
+def _reuse(tables: Tables, session: Session) -> dict[str, Any]:
+    """What the session's last turn reused of old KV, of how much, and why not more."""
+    facts = tables.facts.get(session.key)
+    found = None if facts is None else facts.meta.rebase
+    if found is None:
+        return {"tokens_reused": 0, "tokens_prompt": 0, "reason": ""}
+    return {
+        "tokens_reused": max(0, found.kept),
+        "tokens_prompt": found.prompt,
+        "reason": found.reason,
+    }
 
 
 def request_rows(tables: Tables) -> list[dict[str, Any]]:

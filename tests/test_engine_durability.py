@@ -1,0 +1,168 @@
+"""kill -9 of a whole engine, and the next life: nothing that was told is lost or changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchengine.core import Sampling
+from bench.hashlm import WORKER_COMMAND, hashlm_tokens
+from tests.engine_process import engine_process
+from tests.fakes import Reference, run, words
+
+
+@pytest.fixture(scope="module")
+def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
+    made = Reference(pocket_path, cache_dir)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("level", ["turn", "power"])
+def test_a_killed_engine_is_resumed_without_losing_a_told_token(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, level: str
+) -> None:
+    """Three sessions of different lengths, killed amid their answers, each three times."""
+    prompts = {"a": words(1, 30), "b": words(2, 700), "c": words(3, 250)}
+    sampling = Sampling(temperature=0.7, seed=5)
+    whole = {name: reference.tokens(p, 200, sampling) for name, p in prompts.items()}
+
+    async def work() -> None:
+        told: dict[str, list[int]] = {}
+        async with engine_process(
+            pocket_path, tmp_path, cache_dir, store__durability=level
+        ) as engine:
+            asked = {
+                name: engine.ask("submit", prompt=p, n=200, session=name, temperature=0.7, seed=5)
+                for name, p in prompts.items()
+            }
+            for name, at in asked.items():
+                told[name] = (await engine.tokens(at, 25))[0]
+            await engine.kill()
+            for name, at in asked.items():
+                told[name] += (await engine.tokens(at))[0]
+        for life in range(2):
+            async with engine_process(
+                pocket_path, tmp_path, cache_dir, store__durability=level
+            ) as engine:
+                asked = {}
+                for name in prompts:
+                    record = await engine.call("record", session=name)
+                    durable = record["tokens"][len(prompts[name]) :]
+                    assert durable == whole[name][: len(durable)]
+                    if level == "power":
+                        assert len(durable) >= len(told[name])
+                    asked[name] = engine.ask("resume", session=name, from_token=len(told[name]))
+                for name, at in asked.items():
+                    told[name] += (await engine.tokens(at, 40 if life == 0 else 1000))[0]
+                if life == 0:
+                    await engine.kill()
+                    for name, at in asked.items():
+                        told[name] += (await engine.tokens(at))[0]
+        assert told == whole
+
+    run(work())
+
+
+def test_little_is_computed_again_after_everything_was_killed(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """HashLM: one wrong byte of KV would change every later token."""
+    prompt = words(4, 2100)
+    whole = hashlm_tokens(prompt, 300)
+
+    async def work() -> None:
+        async with engine_process(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            at = engine.ask("submit", prompt=prompt, n=300, session="s")
+            told, _ = await engine.tokens(at, 50)
+            await engine.kill()
+            told += (await engine.tokens(at))[0]
+        async with engine_process(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            told += (await engine.tokens(engine.ask("resume", session="s", from_token=len(told))))[
+                0
+            ]
+            assert told == whole
+            computed = (await engine.call("computed"))["tokens"]
+            print("computed again", computed - 300)
+
+    run(work())
+
+
+def test_a_client_that_sends_its_request_again_gets_the_same_answer(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """And one that sends the longer history it was told wins over a ledger that lacks its end."""
+    prompt = words(5, 60)
+    whole = reference.tokens(prompt, 120)
+
+    async def work() -> None:
+        async with engine_process(pocket_path, tmp_path, cache_dir) as engine:
+            for session in ("s", "t"):
+                at = engine.ask("submit", prompt=prompt, n=120, session=session)
+                told, _ = await engine.tokens(at, 40)
+            await engine.kill()
+        async with engine_process(pocket_path, tmp_path, cache_dir) as engine:
+            at = engine.ask("submit", prompt=prompt, n=120, session="s")
+            assert (await engine.tokens(at))[0] == whole
+            longer = [*prompt, *whole[:40]]
+            at = engine.ask("submit", prompt=longer, n=80, session="t")
+            assert (await engine.tokens(at))[0] == whole[40:]
+            record = await engine.call("record", session="t")
+            assert record["tokens"] == prompt + whole
+            assert told == whole[:40]
+
+    run(work())
+
+
+def test_interrupted_sessions_are_listed_until_they_go_on(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    prompt = words(6, 30)
+
+    async def work() -> None:
+        async with engine_process(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            await engine.tokens(engine.ask("submit", prompt=prompt, n=5, session="whole"))
+            await engine.tokens(engine.ask("submit", prompt=prompt, n=900, session="cut"), 3)
+            await engine.kill()
+        async with engine_process(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            rows = (await engine.call("sessions"))["sessions"]
+            assert [(row["session_id"], row["state"]) for row in rows] == [("cut", "interrupted")]
+            await engine.tokens(engine.ask("resume", session="cut"), 1)
+            rows = (await engine.call("sessions"))["sessions"]
+            assert [(row["session_id"], row["state"]) for row in rows] == [("cut", "running")]
+
+    run(work())
+
+
+def test_the_engine_can_be_killed_at_any_moment(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """Eight lives of growing length; every told token is HashLM's, in order, once."""
+    prompts = {f"s{i}": words(20 + i, 200 + 90 * i) for i in range(4)}
+    whole = {name: hashlm_tokens(p, 250) for name, p in prompts.items()}
+
+    async def work() -> None:
+        told: dict[str, list[int]] = {name: [] for name in prompts}
+        for life in range(9):
+            async with engine_process(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+
+                async def one(name: str) -> None:
+                    at = engine.ask("resume", session=name, from_token=len(told[name]))
+                    tokens, last = await engine.tokens(at)
+                    if last.get("error") == "session_not_found":  # it was not durable yet
+                        assert told[name] == []
+                        at = engine.ask("submit", prompt=prompts[name], n=250, session=name)
+                        tokens, last = await engine.tokens(at)
+                    told[name] += tokens
+
+                readers = [asyncio.ensure_future(one(name)) for name in prompts]
+                if life < 8:
+                    await asyncio.sleep(0.02 + 0.03 * life)
+                    await engine.kill()
+                await asyncio.gather(*readers)
+        assert told == whole
+
+    run(work())
