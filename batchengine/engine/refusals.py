@@ -67,8 +67,8 @@ def wait_too_long(wait_ms: float, patience_ms: float, sla_class: str) -> BatchEn
     return BatchEngineError(
         "BE1208",
         "the wait would be too long",
-        why=f"about {wait_ms / 1000:.0f} s until it could start, and class {sla_class} waits at"
-        f" most {patience_ms / 1000:.0f} s",
+        why=f"about {wait_ms / 1000:.1f} s until it could start, and class {sla_class} waits at"
+        f" most {patience_ms / 1000:.1f} s",
         fix=f"send it again later, or raise sla.{sla_class}.patience_s",
         http_status=429,
         error_type="rate_limit_error",
