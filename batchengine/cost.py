@@ -283,8 +283,8 @@ def load_of(
             prefill[rank] += prefill_ms(cost, frontier, to_compute)
         elif is_seated:
             decodes += 1
+        left += tokens_left
         if is_seated:
-            left += tokens_left
             context += frontier + to_compute
         else:
             contexts.append(frontier + to_compute)
@@ -293,7 +293,8 @@ def load_of(
     context += sum(heapq.nlargest(free, contexts))  # they will be seated next
     entries = min(max(seats, n_seated), n_seated + n_waiting)
     step_ms = cost.fixed_ms + cost.decode_entry_ms * entries + cost.decode_kv_ms * context
-    turnover_ms = left * step_ms / max(1, n_seated) ** 2  # between two seats that become free
+    # Between two seats that become free: the mean answer, as many at once as there are seats.
+    turnover_ms = left / max(1, n_seated + n_waiting) * step_ms / max(1, entries)
     return LaneLoad(
         cost,
         seats,

@@ -107,10 +107,10 @@ def test_a_wait_beyond_patience_is_refused_with_the_time_to_come_back(
 ) -> None:
     async def work() -> None:
         async with running_engine(
-            pocket_path, tmp_path, cache_dir, lane__entries_max=1, sla__standard__patience_s=0.5
+            pocket_path, tmp_path, cache_dir, lane__entries_max=1, sla__standard__patience_s=5
         ) as engine:
             accepted, refused = submit_until_refused(engine, "standard", 400)
-            assert accepted
+            assert len(accepted) > 1
             assert (refused.http_status, refused.code) == (429, "BE1208")
             assert refused.retry_after_ms is not None
             assert refused.retry_after_ms >= 100
@@ -121,7 +121,7 @@ def test_a_wait_beyond_patience_is_refused_with_the_time_to_come_back(
             assert isinstance(told, QueuedEvent)
             assert told.position == len(accepted)
             assert told.eta_ms is not None
-            assert told.eta_ms <= 500.0
+            assert 0.0 < told.eta_ms <= 5000.0
             for generation in accepted:
                 generation.cancel()
 
