@@ -162,7 +162,7 @@ class Attic:
         """Lock and index one file, delete it if it is of no use, or leave it busy."""
         path = os.path.join(self._folder, name)
         try:
-            fd = osio.open_private(path, os.O_RDWR | os.O_NONBLOCK)
+            fd = osio.open_private(path, os.O_RDWR)
         except OSError as error:  # a directory, a link, gone: not ours, and nothing reads it
             self._busy.discard(name)
             self.warnings.append(f"{path} is no arena: {os.strerror(error.errno or 0)}")

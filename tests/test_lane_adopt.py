@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 from array import array
@@ -15,9 +17,10 @@ import pytest
 import xxhash
 
 from batchengine import wire
-from batchengine.lanes.lane import Lane
+from batchengine.lanes.lane import Lane, LaneDied
 from batchengine.lanes.memory import PageMemory
 from batchengine.lanes.steps import ARENA_BIT, BadStep, Limits, StepOutput, unpack
+from bench import hashlm
 from kv_store import keys
 from kv_store.arena import FILE_HEADER, Arena, ArenaMapping, PlaceOwner, valid_rows
 from kv_store.layout import PAGE_TOKENS, PageLayout
@@ -194,6 +197,13 @@ def test_a_changed_record_ends_the_run_at_its_row(bank: Bank, field: str) -> Non
         records[field][31] = value
         assert bank.adopt() == 31
         bank.expect(31)
+
+
+def test_a_torn_place_header_hides_the_place(bank: Bank) -> None:
+    bank.leave(50)
+    flip(bank.old.path, bank.old.shape.place_header_offset(1) + 40)
+    assert bank.adopt() == 0
+    bank.expect(0)
 
 
 STRANGERS: list[tuple[str, wire.FromArena, wire.Place]] = [
@@ -471,35 +481,39 @@ def test_rows_of_a_poisoned_entry_get_no_record(bank: Bank) -> None:
 # ------------------------------------------------------------------------- the real worker
 
 
+async def attach(lane: Lane, load: wire.Load, layout: PageLayout, folder: Path) -> Arena:
+    """Start a worker with an arena of its own among those in `folder`."""
+    await lane.start(load)
+    ext, arenas = folder / "ext", folder / "arena"
+    ext.mkdir(exist_ok=True)
+    arenas.mkdir(exist_ok=True)
+    path = str(arenas / f"cpu.{lane.incarnation}")
+    arena = Arena.create(path, layout, 8, lane.incarnation)
+    await lane.attach(wire.Attach(path, 8, layout.page_bytes, str(ext), str(arenas)))
+    return arena
+
+
+async def decode(lane: Lane, tokens: list[int], codes: list[int], n: int) -> None:
+    """Append `n` tokens, one step each."""
+    for _ in range(n):
+        start = len(tokens) - 1
+        done = await lane.run(*frame_of([(start, tokens[-1:], codes)]), deadline_s=10)
+        tokens.append(done.rows[0].token)
+
+
 def test_a_new_worker_goes_on_where_the_killed_one_stopped(
     pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:
     """Same tokens as an undisturbed run, and the same bytes in the page."""
     layout, folder = PageLayout(4, 2, 64), tmp_path / "arena"
-    folder.mkdir()
-    (tmp_path / "ext").mkdir()
     prompt = words(3, 300)
     reference = Reference(pocket_path, cache_dir)
     expected = reference.tokens(prompt, 12)
     reference.close()
 
-    async def attach(lane: Lane) -> Arena:
-        await lane.start(load_message(pocket_path, cache_dir))
-        path = str(folder / f"cpu.{lane.incarnation}")
-        arena = Arena.create(path, layout, 8, lane.incarnation)
-        ext = str(tmp_path / "ext")
-        await lane.attach(wire.Attach(path, 8, layout.page_bytes, ext, str(folder)))
-        return arena
-
-    async def decode(lane: Lane, tokens: list[int], codes: list[int], n: int) -> None:
-        for _ in range(n):
-            start = len(tokens) - 1
-            done = await lane.run(*frame_of([(start, tokens[-1:], codes)]), deadline_s=10)
-            tokens.append(done.rows[0].token)
-
     async def work() -> None:
         lane = Lane("cpu")
-        first = await attach(lane)
+        first = await attach(lane, load_message(pocket_path, cache_dir), layout, tmp_path)
         codes = [ARENA_BIT, ARENA_BIT | 1]
         step, payload = frame_of([(0, prompt, codes)], reserve=(place(0, 0), place(1, 1)))
         done = await lane.run(step, payload, deadline_s=10)
@@ -507,7 +521,7 @@ def test_a_new_worker_goes_on_where_the_killed_one_stopped(
         await decode(lane, tokens, codes, 5)
         lane.kill("test")
         await lane.died()
-        second = await attach(lane)
+        second = await attach(lane, load_message(pocket_path, cache_dir), layout, tmp_path)
         assert lane.incarnation == 2
         adopts = tuple(
             wire.Adopt(
@@ -533,6 +547,20 @@ def test_a_new_worker_goes_on_where_the_killed_one_stopped(
         os.preadv(first.fd, [pages[0]], first.shape.page_offset(0))
         os.preadv(second.fd, [pages[1]], second.shape.page_offset(5))
         assert pages[0] == pages[1]
+        # The tail goes to a fork, is digested as a partial page, and pages that are not there
+        # are touched: all in one frame of chores.
+        rows = len(tokens) - 1 - 256
+        step, payload = frame_of(
+            [],
+            retitle=(wire.Retitle(4, 1, b"fork", 1, 1, rows),),
+            digest=(wire.Digest(4, rows - 2),),
+            touch=(0, 99 << 32),
+        )
+        done = await lane.run(step, payload, deadline_s=10)
+        owner, part = PlaceOwner(b"fork", 1, 1, 1), tokens[256:-1]
+        assert valid_rows(FILES, second.fd, second.shape, ident, 4, owner, part) == rows - 2
+        os.preadv(second.fd, [pages[1]], second.shape.page_offset(4))
+        assert done.digests == (keys.payload_digest(pages[1]),)
         # A bad source costs rows, a malformed one the step; neither the worker.
         shutil.copy(folder / "cpu.1", folder / "cpu.3")
         flip(str(folder / "cpu.3"), second.shape.page_offset(0) + 100)
@@ -544,5 +572,47 @@ def test_a_new_worker_goes_on_where_the_killed_one_stopped(
         await lane.close()
         first.close(delete=True)
         second.close(delete=True)
+
+    run(work())
+
+
+@pytest.mark.parametrize("point", hashlm.POINTS)
+def test_a_death_anywhere_in_a_step_costs_at_most_that_step(
+    point: str, pocket_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F73, F77: rows are proven up to the last record, never beyond what was written."""
+    monkeypatch.setenv(hashlm.FAULTS, json.dumps({"die": point, "at": 5, "life": 1}))
+    prompt = words(4, 250)
+    expected = hashlm.hashlm_tokens(prompt, 20)
+    load = wire.Load(str(pocket_path), "", 1, (), 0, 600, 4, 2048)
+
+    async def work() -> None:
+        lane = Lane("cpu", command=hashlm.WORKER_COMMAND)
+        await attach(lane, load, hashlm.LAYOUT, tmp_path)
+        codes = [ARENA_BIT]
+        step, payload = frame_of([(0, prompt, codes)], reserve=(place(0, 0),))
+        done = await lane.run(step, payload, deadline_s=10)
+        tokens = [*prompt, done.rows[0].token]
+        with contextlib.suppress(LaneDied):  # in the fifth step
+            await decode(lane, tokens, codes, 4)
+        await lane.died()
+        heard = len(tokens) - 1 - len(prompt)
+        assert heard == (4 if point == "after_answer" else 3)
+        await attach(lane, load, hashlm.LAYOUT, tmp_path)
+        # Wanted: a row for every token that is known, the one that was to be computed included.
+        adopt = wire.Adopt(place(0, 0), len(tokens), wire.FromArena("cpu.1", 0, 0, 1))
+        step, payload = frame_of([], adopt=(adopt,))
+        done = await lane.run(step, payload + array("i", tokens).tobytes(), deadline_s=10)
+        (proven,) = done.adopted
+        recorded = point in ("before_answer", "inside_answer")
+        assert proven == len(prompt) + heard + recorded
+        tokens = tokens[: proven + 1]
+        if recorded:  # its row is there, but what it said is not known: computed once more
+            start = len(tokens) - 1
+            done = await lane.run(*frame_of([(start, tokens[-1:], codes)]), deadline_s=10)
+            tokens.append(done.rows[0].token)
+        await decode(lane, tokens, codes, 255 - len(tokens))
+        assert tokens[len(prompt) :] == expected[: len(tokens) - len(prompt)]
+        await lane.close()
 
     run(work())
