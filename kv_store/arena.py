@@ -166,8 +166,9 @@ class Arena:
             raise ValueError("an arena needs at least one place")
         files, shape = files or osio.Files(), ArenaShape(layout, places)
         arena_id = secrets.token_bytes(16)
+        head = _file_header(shape, arena_id, incarnation, repr_id)
         try:
-            fd = osio.create_allocated(files, path, shape.file_bytes)
+            fd = osio.create_allocated(files, path, shape.file_bytes, head)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StoreFull(
@@ -176,7 +177,6 @@ class Arena:
                     fix="free disk space, or lower the number of open pages",
                 ) from error
             raise
-        files.write_all(fd, memoryview(_file_header(shape, arena_id, incarnation, repr_id)), 0)
         return cls(path, fd, shape, arena_id, incarnation)
 
     def reserve(self) -> ArenaPlace | None:
@@ -313,13 +313,22 @@ class ArenaMapping:
         at = self.shape.page_offset(place)
         return self._view[at : at + self.shape.layout.page_bytes]
 
-    def reserve(self, place: int, owner: PlaceOwner) -> None:
-        """Zero-fill a place and name its owner: absent rows are multiplied by 0, never by NaN."""
-        view = np.frombuffer(self.page(place), np.uint8)
-        view[:] = 0
+    def reserve(
+        self, place: int, owner: PlaceOwner, rows: memoryview | None = None, count: int = 0
+    ) -> None:
+        """Name the owner of a place and zero-fill it: absent rows are multiplied by 0, never by
+        NaN. With `rows`, a page elsewhere, its leading `count` rows are in the place afterwards;
+        none of them is recorded yet."""
         self._records(place)[:] = 0
         at = self.shape.place_header_offset(place)
         self._view[at : at + PLACE_HEADER.size] = owner.pack()
+        page, layout = self.page(place), self.shape.layout
+        if rows is None or not count:
+            np.frombuffer(page, np.uint8)[:] = 0
+            return
+        layout.copy_rows(rows, page, count)
+        layout.clear_rows(page, count)
+        np.frombuffer(page, np.uint8)[layout.payload_bytes :] = 0
 
     def title(self, place: int, owner: PlaceOwner) -> None:
         """Name another owner; the rows stay, none of them is recorded any more."""

@@ -204,11 +204,11 @@ class PageMemory:
                     count = self._read_page(adopt.source, len(ids))
                 else:
                     count = self._read_rows(adopt, adopt.source, ids, sources, closing)
-                self.reserve(adopt.to)
+                to, page = adopt.to, self._proof.page
+                self._arena.reserve(self._checked(to.place), _owner(to), page, count)
+                self._own(to)
                 if count:
-                    place, page = adopt.to.place, self._proof.page
-                    self.layout.copy_rows(page, self._arena.page(place), count)
-                    self._record(place, adopt.to.page, ids[:count], page)
+                    self._record(to.place, to.page, ids[:count], page)
                 done.append(count)
         return tuple(done)
 
