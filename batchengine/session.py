@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from batchengine.core import PAGE_TOKENS
+from batchengine.wire import FromArena
 from kv_store.arena import ArenaPlace
 from kv_store.pages import PageRef
 
@@ -58,8 +60,17 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.FREEZE: State.FROZEN,
         Event.CLOSE: State.CLOSED,
     },
-    State.WAITING: {Event.ADMIT: State.RUNNING, Event.FINISH: State.IDLE},
-    State.RUNNING: {Event.PREEMPT: State.WAITING, Event.FINISH: State.IDLE},
+    State.WAITING: {
+        Event.ADMIT: State.RUNNING,
+        Event.FINISH: State.IDLE,
+        Event.FREEZE: State.FROZEN,
+    },
+    State.RUNNING: {
+        Event.PREEMPT: State.WAITING,
+        Event.FINISH: State.IDLE,
+        Event.FREEZE: State.FROZEN,
+    },
+    # One with a turn starts again after the thaw.
     State.FROZEN: {Event.THAW: State.IDLE, Event.CLOSE: State.CLOSED},
     State.CLOSED: {},
 }
@@ -67,6 +78,26 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
 
 class IllegalTransition(Exception):
     """A bug in the engine: this event cannot happen in this state."""
+
+
+class Orphan(NamedTuple):
+    """Rows of one page that are not in the lane's arena: up to `rows` leading ones at `source`.
+
+    `release` lets go of what keeps the source there, once nobody wants the rows any more.
+    """
+
+    page: int
+    rows: int
+    source: FromArena | PageRef
+    release: Callable[[], None]
+
+
+class Parked(NamedTuple):
+    """A copy of the open tail in the store, held by one pin: leading rows of page `page`."""
+
+    page: int
+    rows: int
+    ref: PageRef
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -84,18 +115,24 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class Session:
-    """A token timeline with KV. `key` is unique in this engine's life; `epoch` only grows.
+    """A token timeline with KV. `key` is unique in this engine's life.
+
+    `epoch` is the fencing number: an append-only stretch of the timeline under one owner. It
+    grows when the owner changes or the timeline is cut; a number that was tried is never reused.
 
     Page p is sealed for p < len(pinned): `pinned[p]` is the store's reference, held by one pin,
     and the page outlives the worker. The pages after those are open: `places[p - len(pinned)]` is
     their arena place. `codes[p]` is what the worker reads for either. `keys` are content keys of
-    leading full pages, as far as they were needed.
+    leading full pages, as far as they were needed. With `orphans` there are no open pages: their
+    rows are elsewhere, and the session computes once they were adopted or given up.
     """
 
     __slots__ = (
         "alone_deaths",
         "codes",
+        "computed",
         "epoch",
+        "epoch_tried",
         "frontier",
         "key",
         "keys",
@@ -103,8 +140,12 @@ class Session:
         "logged_epoch",
         "loss",
         "name",
+        "orphans",
+        "parked",
         "pinned",
         "places",
+        "priority",
+        "salt",
         "session_id",
         "state",
         "suspect",
@@ -119,12 +160,18 @@ class Session:
         self.tenant = tenant
         self.name = f"{tenant}\x1f{session_id}".encode()  # durable: the same in every life
         self.state = State.IDLE
+        self.salt = tenant.encode()  # of content keys: tenants share no pages
+        self.priority = 0  # of its pages against eviction: higher stays
         self.epoch = 1
+        self.epoch_tried = 1
         self.tokens: list[int] = []
         self.frontier = 0
+        self.computed = 0  # the highest frontier a step was sent for: below it, work is repeated
         self.codes = array("Q")
         self.pinned: list[PageRef] = []
         self.places: list[ArenaPlace] = []
+        self.orphans: list[Orphan] = []
+        self.parked: Parked | None = None
         self.keys: list[bytes] = []
         self.logged = NOT_LOGGED  # tokens of the timeline that the ledger was given
         self.logged_epoch = 0  # the epoch it was given: `epoch` follows when a turn begins
@@ -147,10 +194,26 @@ class Session:
             raise IllegalTransition(f"{self!r}: {event.name}")
         self.state = after
 
+    def next_epoch(self) -> int:
+        """A number no owner or timeline of this session ever had."""
+        self.epoch_tried = max(self.epoch, self.epoch_tried) + 1
+        return self.epoch_tried
+
     @property
     def to_compute(self) -> int:
         """Tokens between the frontier and the end of the timeline."""
         return len(self.tokens) - self.frontier
+
+    @property
+    def is_expecting(self) -> bool:
+        """Rows of it are on their way: it cannot compute before, nor needs to be seated for it.
+
+        A parked tail is only fetched for a session with a seat.
+        """
+        orphans = self.orphans
+        return bool(orphans) and (
+            self.state is State.RUNNING or isinstance(orphans[0].source, FromArena)
+        )
 
     @property
     def open_until(self) -> int:
@@ -160,15 +223,32 @@ class Session:
     def rebase(self, prompt: Sequence[int]) -> int:
         """Make `prompt` the timeline; the frontier stays inside the common prefix.
 
-        At least one token is left to compute, so that a step has logits to sample from. Returns
-        how many leading tokens the old and the new timeline share.
+        At least one token is left to compute, so that a step has logits to sample from. A timeline
+        that is cut, not continued, begins a new epoch: rows written under the old one can no
+        longer be mistaken for its own. Returns how many leading tokens the two share. The lane
+        that holds its pages must `fit` them afterwards.
         """
         fresh = list(prompt)
         shared = common_prefix(self.tokens, fresh)
+        if shared < len(self.tokens):
+            self.epoch = self.next_epoch()
         self.tokens = fresh
+        self._trim_orphans(shared)
         self.frontier = min(self.frontier, shared, len(fresh) - 1)
+        self.computed = min(self.computed, shared)
         del self.keys[shared // PAGE_TOKENS :]
         return shared
+
+    def _trim_orphans(self, shared: int) -> None:
+        """Of rows that are elsewhere only those of the first `shared` tokens are still wanted."""
+        kept: list[Orphan] = []
+        for orphan in self.orphans:
+            rows = min(orphan.rows, shared - orphan.page * PAGE_TOKENS)
+            if rows > 0:
+                kept.append(orphan._replace(rows=rows))
+            else:
+                orphan.release()
+        self.orphans = kept
 
     def check(self) -> None:
         """Invariants that hold between steps."""
@@ -178,6 +258,12 @@ class Session:
             raise AssertionError(f"{self!r}: committed tokens without a page")
         if len(self.pinned) + len(self.places) != len(self.codes):
             raise AssertionError(f"{self!r}: {len(self.pinned)} pins, {len(self.places)} places")
+        if self.orphans:
+            first = len(self.codes)
+            if self.places or [o.page for o in self.orphans] != [
+                *range(first, first + len(self.orphans))
+            ]:
+                raise AssertionError(f"{self!r}: orphans do not follow page {first - 1}")
         for index, code in enumerate(self.codes):
             if (code < ARENA_BIT) != (index < len(self.pinned)):
                 raise AssertionError(f"{self!r}: page {index} is not where the table says")

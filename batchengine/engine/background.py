@@ -50,6 +50,7 @@ class Background:
             self._tick()
             for loop in self._tables.loops:
                 loop.pages.retry()
+                loop.pages.park_resting()
                 if loop.pages.has_work:
                     loop.wake()
             since_s = now_ms / 1000 - self._maintained

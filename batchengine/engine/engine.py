@@ -435,6 +435,7 @@ class Engine:
         self._home[session.key] = loop
         loop.assigned += 1
         loop.pages.recall(session)
+        session.priority = turn.priority
         self.reopener.begin(turn, loop.lane)
         loop.pages.fit(session)
 

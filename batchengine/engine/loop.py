@@ -13,18 +13,19 @@ import logging
 import time
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from batchengine import scheduler, wire
 from batchengine.config import LaneConfig
 from batchengine.core import PAGE_TOKENS, BatchEngineError, TokenLogprob
 from batchengine.cost import CostModel, StepCost, work_of
 from batchengine.engine import refusals
+from batchengine.engine.flight import Emission, Flight, Frozen, Part, check_answer
 from batchengine.engine.turn import Turn
 from batchengine.lanes.lane import Lane, LaneDied
 from batchengine.metrics import Metrics
-from batchengine.pages import LanePages, Seal
-from batchengine.session import Event, Session
+from batchengine.pages import LanePages
+from batchengine.session import Event, Session, State
 from kv_store.arena import ArenaPlace
 
 log = logging.getLogger("batchengine.engine")
@@ -37,33 +38,6 @@ REPLAN_S = 0.005  # an empty plan may be a matter of time: places return, deadli
 ALONE_DEATHS_MAX = 2  # a session that kills a worker alone twice is the cause
 STALL_S = 0.25  # turns that could compute but find no place: one of them gives way,
 STALL_ALONE_S = 5.0  # or ends, if it has nobody to wait for
-
-
-class Part(NamedTuple):
-    """One entry of the step in flight."""
-
-    turn: Turn
-    n_tokens: int
-    wants: bool
-
-
-class Flight(NamedTuple):
-    """A step in flight: the frame, and what to do with its answer."""
-
-    step: wire.Step
-    payload: bytes
-    parts: list[Part]
-    fills: list[tuple[Turn, int, ArenaPlace]]
-    verify: list[Seal]
-    predicted_ms: float
-
-
-class Emission(NamedTuple):
-    """Something a reader will see: a token, or the end of the stream."""
-
-    turn: Turn
-    row: wire.Row | None
-    finish: str = ""
 
 
 class Owner(Protocol):
@@ -100,8 +74,9 @@ class LaneLoop:
         self.cost = CostModel(StepCost())
         self.running: dict[int, Turn] = {}
         self.waiting: dict[int, Turn] = {}
-        self.sessions: dict[int, Session] = {}  # every session with pages on this lane
+        self.sessions = pages.members  # every session with pages on this lane
         self.stopping = False
+        self.expected = 0  # seats kept for sessions that are on their way here
         self.assigned = 0  # turns that were given to this lane and have not ended
         self.step_ms = 0.0
         self._owner = owner
@@ -111,6 +86,8 @@ class LaneLoop:
         self._cancelled: list[Turn] = []
         self._emissions: list[Emission] = []
         self._flight: Flight | None = None
+        self._freezes: list[tuple[Session, asyncio.Future[Frozen | None]]] = []
+        self._arrivals: dict[int, asyncio.Future[float]] = {}  # sessions whose first step counts
         self._observed: tuple[Flight, wire.StepDone, list[tuple[int, int]]] | None = None
         self._waiting_rows: tuple[scheduler.Row, ...] | None = None
         self._stalled_ms: float | None = None  # since when nothing could be computed
@@ -118,6 +95,7 @@ class LaneLoop:
         self.steps = 0
         self.tokens = 0
         self.generated = 0
+        self.recomputed = 0  # tokens that had been computed, or sent to be, before
         self.predicted_ms = 0.0
         lane.on_death = self.wake  # an idle lane must notice too
         self._step_seconds = owner.metrics.step_seconds.labels(lane.name)
@@ -138,7 +116,7 @@ class LaneLoop:
     def join(self, turn: Turn) -> None:
         """A turn wants to compute; its session is IDLE and belongs to this lane."""
         turn.session.on(Event.START)
-        self.sessions[turn.session.key] = turn.session
+        self.pages.enter(turn.session)
         self.waiting[turn.session.key] = turn
         self._waiting_rows = None
         self.pages.lend(turn.session)
@@ -184,7 +162,7 @@ class LaneLoop:
         self._wake_event.set()
 
     def session_cut(self, session: Session) -> None:
-        """The session lost KV; if it has a turn, look again what the store still has."""
+        """The session lost KV, or got it back: look again what the store has for its turn."""
         turn = self.running.get(session.key) or self.waiting.get(session.key)
         if turn is not None:
             turn.needs_match = True
@@ -205,9 +183,82 @@ class LaneLoop:
                 await self._recover(await self.lane.died())
         self._emit()
 
+    # ------------------------------------------------------------------- leaving and arriving
+
+    @property
+    def seats_free(self) -> int:
+        """Seats nobody computes on or is expected on."""
+        seated = sum([not turn.paused for turn in self.running.values()])
+        return self.config.entries_max - self.expected - seated
+
+    async def freeze(self, session: Session) -> Frozen | None:
+        """Take the session out of the plan at a token boundary; None if it is closed meanwhile.
+
+        Everything it has computed was given to its reader. While it is frozen its table belongs
+        to the caller, except that pages sealed meanwhile still swap.
+        """
+        if self._flight is None or not self._flight.holds(session):
+            return self._freeze(session)
+        boundary: asyncio.Future[Frozen | None] = asyncio.get_running_loop().create_future()
+        self._freezes.append((session, boundary))
+        return await boundary
+
+    def thaw(self, session: Session, frozen: Frozen) -> None:
+        """The session goes on here, with the seat and the deadline it had."""
+        session.on(Event.THAW)
+        self.pages.enter(session)
+        turn, key = frozen.turn, session.key
+        if turn is None:
+            self.pages.lend(session)
+        else:
+            session.on(Event.START)
+            self.waiting[key] = turn
+            self._forget_row(turn)
+            if turn.generation.started_ms is not None:
+                turn.generation.lane = self.lane.name
+            if frozen.seated and (turn.paused or self.seats_free > 0):
+                self._seat(key)
+            else:
+                self.pages.lend(session)
+            if turn.generation.cancelled or turn.generation.finished:
+                self.cancel(turn)
+        self.wake()
+
+    def first_commit(self, session: Session) -> asyncio.Future[float]:
+        """When the first step here that computes the session is committed, in ms."""
+        return self._arrivals.setdefault(session.key, asyncio.get_running_loop().create_future())
+
+    def forget_arrival(self, session: Session) -> None:
+        """Nobody waits for `first_commit` any more."""
+        self._arrivals.pop(session.key, None)
+
+    def _freeze(self, session: Session) -> Frozen | None:
+        self._emit()  # what it has computed goes out before anybody computes more
+        key, turn, seated = session.key, None, False
+        if session.state is State.RUNNING:
+            turn, seated = self.running.pop(key), True
+            self.expected += 1  # it may have to come back
+        elif session.state is State.WAITING:
+            turn = self.waiting.pop(key)
+            self._waiting_rows = None
+        elif session.state is not State.IDLE:
+            return None
+        session.on(Event.FREEZE)
+        self.pages.recall(session)
+        last_ms = self.now_ms() if turn is None else turn.served_ms
+        return Frozen(turn, seated, last_ms)
+
+    def _freeze_due(self) -> None:
+        """Between two steps: sessions that computed in the last one may leave now."""
+        freezes, self._freezes = self._freezes, []
+        for session, boundary in freezes:
+            if not boundary.done():  # else the caller gave up
+                boundary.set_result(self._freeze(session))
+
     async def _recover(self, death: LaneDied) -> None:
         """Sessions fall back to what is sealed, and a new worker goes on with them."""
         suspects = self._on_death(death)
+        self._freeze_due()
         # A page that cannot be read ends the worker too, and would end the next one as well.
         await self.pages.recheck(suspects)
         await self._owner.revive(self)
@@ -233,7 +284,7 @@ class LaneLoop:
         reply = self.lane.post(flight.step, flight.payload, deadline_s=deadline_s)
         self._emit()
         done = await reply
-        _check_answer(flight, done)
+        check_answer(flight, done)
         self._flight = None
         self._commit(flight, done)
 
@@ -253,7 +304,7 @@ class LaneLoop:
         The store may have no room for the full pages in the arena (a full disk, a tiny budget),
         which the plan cannot see. A turn that is alone and still finds none can never go on.
         """
-        able = [turn for turn in self.running.values() if not turn.paused]
+        able = [t for t in self.running.values() if not (t.paused or t.session.orphans)]
         if not able or self.pages.is_sealing:
             self._stalled_ms = None
             return
@@ -274,6 +325,7 @@ class LaneLoop:
     def _drain(self) -> None:
         """What happened outside since the last step."""
         self._wake_event.clear()
+        self._freeze_due()
         cancelled, self._cancelled = self._cancelled, []
         for turn in cancelled:
             if self._holds(turn):
@@ -308,7 +360,7 @@ class LaneLoop:
         held = sum([row.pages_held for row in running])
         return scheduler.LaneView(
             tokens_max=config.tokens_per_step,
-            entries_max=config.entries_max,
+            entries_max=max(1, config.entries_max - self.expected),
             chunk_tokens_max=config.chunk_tokens_max,
             step_ms_max=config.step_ms_max,
             places_free=self.pages.places_free,
@@ -345,6 +397,10 @@ class LaneLoop:
             start = session.frontier
             end = start + n
             wants = end == len(session.tokens)
+            if start < session.computed:
+                self.recomputed += min(end, session.computed) - start
+            if end > session.computed:
+                session.computed = end
             n_pages = -(-end // PAGE_TOKENS)
             codes.extend(
                 session.codes if n_pages == len(session.codes) else session.codes[:n_pages]
@@ -364,16 +420,22 @@ class LaneLoop:
                 fills += [(turn, i, place) for _, i, place in self.pages.fills(session, n)]
         if not entries and not self.pages.has_chores:
             return None
-        poison, fresh, verify = self.pages.chores()
+        chores, verify = self.pages.chores()
+        digest = tuple([wire.Digest(place.place, PAGE_TOKENS) for _, _, place in fills])
         step = wire.Step(
             tuple(entries),
-            poison,
-            fresh,
-            tuple([wire.Digest(place.place, PAGE_TOKENS) for _, _, place in fills]),
+            chores.poison,
+            chores.reserve,
+            digest + chores.digest,
             tuple([self.pages.verify_message(seal) for seal in verify]),
+            chores.retitle,
+            chores.adopt,
+            chores.touch,
         )
-        payload = codes.tobytes() + tokens.tobytes() + history.tobytes()
-        return Flight(step, payload, parts, fills, verify, plan.predicted_ms)
+        payload = b"".join(
+            (codes.tobytes(), tokens.tobytes(), history.tobytes(), chores.adopt_tokens)
+        )
+        return Flight(step, payload, parts, fills, verify, chores, plan.predicted_ms)
 
     def _preempt(self, key: int) -> None:
         turn = self.running.pop(key)
@@ -385,15 +447,19 @@ class LaneLoop:
         sla_class = turn.generation.request.sla.sla_class.value
         self._owner.metrics.preemptions_total.labels(sla_class).inc()
 
-    def _admit(self, key: int) -> None:
+    def _seat(self, key: int) -> Turn:
         turn = self.waiting.pop(key)
         self._waiting_rows = None
-        session = turn.session
-        session.on(Event.ADMIT)
+        turn.session.on(Event.ADMIT)
         self.running[key] = turn
         turn.cached_row = None
+        self.pages.recall(turn.session)
+        self.pages.unpark(turn.session)
+        return turn
+
+    def _admit(self, key: int) -> None:
+        turn = self._seat(key)
         turn.admitted_ms = self.now_ms()
-        self.pages.recall(session)
         generation = turn.generation
         if generation.started_ms is None:
             turn.needs_match = True  # pages may have been published while it waited
@@ -401,11 +467,16 @@ class LaneLoop:
             self._match(turn)
         if generation.started_ms is None:
             generation.started_ms = turn.admitted_ms
-            generation.cached_tokens = session.frontier
             generation.lane = self.lane.name
-            if session.frontier:
-                self._owner.metrics.prefix_hit_tokens_total.inc(session.frontier)
-            self._owner.turn_admitted(turn)
+
+    def _report(self, turn: Turn) -> None:
+        """It is about to compute for the first time: what it reuses is known."""
+        turn.reported = True
+        session, generation = turn.session, turn.generation
+        generation.cached_tokens = session.frontier
+        if session.frontier:
+            self._owner.metrics.prefix_hit_tokens_total.inc(session.frontier)
+        self._owner.turn_admitted(turn)
 
     def _match(self, turn: Turn) -> None:
         """Take what the store has, unless it must be read from disk first."""
@@ -417,8 +488,12 @@ class LaneLoop:
     def _room(self, turn: Turn, planned: int) -> int:
         """Tokens of this entry that have a place; the plan counted places, but not exactly."""
         session = turn.session
+        if session.orphans:
+            return 0  # this very frame fetches its rows
         if turn.needs_match:
             self._match(turn)
+        if not turn.reported:
+            self._report(turn)
         n = min(planned, len(session.tokens) - session.frontier)
         end = session.frontier + n
         if end > len(session.codes) * PAGE_TOKENS and not self.pages.ensure(session, end):
@@ -440,14 +515,18 @@ class LaneLoop:
                 continue
             session.frontier += n
             turn.served_ms = now_ms
+            if session.key in self._arrivals:
+                self._arrivals.pop(session.key).set_result(now_ms)
             if session.suspect and session.frontier >= turn.suspect_until:
                 session.suspect, session.alone_deaths = False, 0
                 self._owner.trusted(session)
             if wants:
                 self._add_token(turn, next(rows), now_ms)
-        for (turn, index, place), digest in zip(flight.fills, done.digests, strict=True):
+        n_fills = len(flight.fills)
+        for (turn, index, place), digest in zip(flight.fills, done.digests[:n_fills], strict=True):
             if turn not in poisoned and place in turn.session.places:
-                self.pages.filled(turn.session, index, place, digest, turn.salt, turn.priority)
+                self.pages.filled(turn.session, index, place, digest)
+        self.pages.answered(flight.chores, done.digests[n_fills:], done.adopted)
         for seal, good in zip(flight.verify, done.verified, strict=True):
             session = seal.session
             self.pages.verified(seal, good)
@@ -534,23 +613,25 @@ class LaneLoop:
     # --------------------------------------------------------------------------------- death
 
     def _on_death(self, death: LaneDied) -> list[Session]:
-        """The worker is gone: sessions fall back to sealed pages, the guilty are marked.
+        """The worker is gone: open rows wait for the next one, the guilty are marked.
 
         Returns the suspects.
         """
         flight, self._flight = self._flight, None
         self._emit()
-        self.pages.lane_died(list(self.sessions.values()))
+        self.pages.lane_died(None if flight is None else flight.chores)
         if flight is not None:
             self.pages.unverified(flight.verify)
         for turn in (*self.running.values(), *self.waiting.values()):
-            turn.session.epoch += 1
             turn.needs_match = True
             turn.cached_row = None
         self._waiting_rows = None
         self._owner.metrics.worker_restarts_total.labels(self.lane.name).inc()
         if flight is None or not death.blames_step:
             return []
+        for adoption in flight.chores.adoptions:  # what it copied may be the cause
+            if self.pages.owns(adoption.session):
+                self.pages.forsake(adoption.session)
         alone = len(flight.parts) == 1
         for turn, n, _ in flight.parts:
             session = turn.session
@@ -566,20 +647,3 @@ class LaneLoop:
 def _never(tokens: int, cold_tokens: int, cold_bytes: int) -> bool:
     """Whether to read pages from disk between two steps."""
     return False
-
-
-def _check_answer(flight: Flight, done: wire.StepDone) -> None:
-    """Every part of the answer belongs to what was asked; places in a list are no identity."""
-    poisoned = set(done.poisoned)
-    wanted = [
-        part.turn.session.key
-        for index, part in enumerate(flight.parts)
-        if part.wants and index not in poisoned
-    ]
-    if (
-        wanted != [row.session for row in done.rows]
-        or not poisoned <= set(range(len(flight.parts)))
-        or len(done.digests) != len(flight.fills)
-        or len(done.verified) != len(flight.verify)
-    ):
-        raise BatchEngineError("BE2305", "the worker answered another step than it was asked")

@@ -158,7 +158,6 @@ class Reopener:
         ):
             # Tokens that the ledger refused were told to nobody who could rely on them.
             session.rebase(session.tokens[: max(1, session.logged)])
-            session.epoch += 1
         generation.continuation = _find(found, session, generation, bool(facts.changed))
 
     # -------------------------------------------------------------------------------- begin
@@ -174,8 +173,6 @@ class Reopener:
         if more is None:
             old = session.tokens
             shared = session.rebase(request.prompt)
-            if shared < turn.timeline:
-                session.epoch += 1
             found = record.rebase(old, session.tokens, shared)
         else:
             shared = turn.timeline

@@ -100,6 +100,8 @@ def numbers(tables: Tables) -> dict[str, Any]:
         "requests_finished": tables.finished,
         "sessions": len(tables.named),
         "tokens_computed": sum(loop.tokens for loop in loops),
+        "tokens_recomputed": sum(loop.recomputed for loop in loops),
+        "rows_adopted": sum(loop.pages.rows_adopted for loop in loops),
         "pages_sealed": sum(loop.pages.sealed for loop in loops),
         "seal_failures": sum(loop.pages.seal_failures for loop in loops),
     }

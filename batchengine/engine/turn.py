@@ -26,7 +26,7 @@ class Turn:
 
     __slots__ = (
         "admitted_ms", "cached_row", "deadline_ms", "generation", "horizon_ms", "needs_match",
-        "pages_max", "paused", "penalty_tokens", "prefilled", "priority", "rank",
+        "pages_max", "paused", "penalty_tokens", "prefilled", "priority", "rank", "reported",
         "salt", "served_ms", "session", "shared", "spec", "stop_early", "suspect_until",
         "timeline", "tpot_ms", "turn_id",
     )  # fmt: skip
@@ -55,6 +55,7 @@ class Turn:
         self.suspect_until = 0
         self.cached_row: Row | None = None  # valid while it waits
         self.prefilled = False
+        self.reported = False  # its reader knows how much KV was reused
         self.timeline = 0  # tokens of the session when the turn began,
         self.shared = 0  # and how many of them begin this turn's own timeline
         self.turn_id = ""  # "" = not in the ledger
@@ -85,7 +86,7 @@ class Turn:
                 self.pages_max,
                 len(session.places),
                 running,
-                self.paused,
+                self.paused or session.is_expecting,
                 session.suspect,
                 0 if running else pages,  # those of a waiting session may be taken
             )
