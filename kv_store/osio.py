@@ -76,11 +76,13 @@ def fsync_directory(files: Files, path: str) -> None:
         os.close(fd)
 
 
-def create_allocated(files: Files, path: str, size: int) -> int:
-    """A new file with every byte allocated and its name durable; nothing remains on failure."""
+def create_allocated(files: Files, path: str, size: int, head: bytes = b"") -> int:
+    """A new file with every byte allocated, `head` written and its name durable; nothing remains
+    on failure."""
     fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         files.fallocate(fd, 0, size)
+        files.write_all(fd, memoryview(head), 0)
         files.fsync(fd)
         fsync_directory(files, os.path.dirname(path))
     except BaseException:

@@ -127,7 +127,10 @@ class Store(UpkeepPool):
                 )
             )
             ledger.commit().result()  # from here on every older process's work is void
-            _write_lock(files, lock_fd, replay.store_uuid, boot, epoch)
+            try:
+                _write_lock(files, lock_fd, replay.store_uuid, boot, epoch)
+            except OSError as error:  # it only informs; the lock itself is in the kernel
+                warnings.append(f"the LOCK file does not say who we are: {error}")
             extents = Extents(os.path.join(path, "ext"), files)
             budget = Budget(
                 settings.budget_bytes, settings.extent_bytes, _floor(files, path, settings)

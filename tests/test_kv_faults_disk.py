@@ -1,0 +1,442 @@
+"""Failing disks: every call may fail, full tiers, no descriptors or inodes, flipped bits."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kv_store.osio as osio
+from kv_store import (
+    PAGE_TOKENS,
+    ROOT_KEY,
+    PageRef,
+    PageState,
+    Store,
+    StoreCorrupt,
+    StoreError,
+    StoreFull,
+    keys,
+)
+from kv_store.fsck import fsck
+from tests.kv_workload import (
+    LAYOUT,
+    SALT,
+    CountedFiles,
+    Lane,
+    descriptor,
+    payload_of,
+    read_page,
+    scratch,
+    settings,
+    tokens_of,
+    wait_for_growth,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZE = LAYOUT.page_bytes
+IDS = tokens_of(1, 4)
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    yield from scratch()
+
+
+def quiet(_name: str, _number: int) -> None:
+    """Files that do what they should."""
+
+
+# -- F15, F17: every file call fails once -----------------------------------------------------
+
+
+def served(store: Store) -> int:
+    """Pages of the timeline that load; every one of them must hold what its key says."""
+    refs = store.match_prefix(IDS, SALT)
+    good = store.load(refs).result(20)
+    chain = keys.chain_keys(IDS, store.repr_id, SALT)
+    for ref, key, ok in zip(refs, chain, good, strict=False):
+        if ok:
+            assert read_page(store, ref) == payload_of(key).tobytes(), "wrong KV"
+    return sum(good)
+
+
+def work(folder: Path, files: osio.Files, incarnation: int) -> None:
+    """Open, restore, seal, evict, scrub, close; what fails is skipped, as an engine would."""
+    store = Store.open(folder, descriptor(), settings(6, 2), files=files)
+    try:
+        served(store)
+        lane = Lane(store, 2, incarnation)
+        try:
+            parent = ROOT_KEY
+            for start in range(0, len(IDS), PAGE_TOKENS):
+                wait_for_growth(store)
+                ids = IDS[start : start + PAGE_TOKENS]
+                key = store.key_of(parent, ids, SALT)
+                with contextlib.suppress(OSError, StoreError, AssertionError):  # no ticket, no seal
+                    store.unpin(lane.add(parent, ids)[0])
+                parent = key
+            served(store)
+            store.evict(1)
+            store.scrub_next().result(20)
+            store.maintain()
+        finally:
+            lane.close()
+    finally:
+        store.check_integrity()
+        store.close()
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+def test_any_file_call_may_fail_once(tmp_path: Path, error: int) -> None:
+    """The n-th call fails, for every n until a run meets no failure. Opening may be refused, by a
+    named error; everything else costs pages, never a wrong one, and the next life is whole."""
+    number, opened = 0, 0
+    folder = tmp_path / "s"
+    while True:
+        number += 1
+        failed = False
+
+        def once(_: str, call: int, number: int = number) -> None:
+            nonlocal failed
+            if call == number:
+                failed = True
+                raise OSError(error, os.strerror(error))
+
+        with contextlib.suppress(StoreError, OSError):
+            work(folder, CountedFiles(once), number)
+            opened += 1
+        if not failed:
+            break
+        if number % 7 == 0:  # now and then: what is left serves, and a check agrees
+            report = fsck(folder)
+            assert not [f for f in report.findings if "page" in f.what], report.findings
+    assert number > 60, "the sweep met too few calls"
+    assert opened > number * 3 // 4
+    store = Store.open(folder, descriptor(), settings(6, 2))
+    lane = Lane(store, 2, 10_000)
+    lane.add_chain(IDS)
+    assert served(store) == 4
+    lane.close()
+    store.close()
+
+
+def test_a_tier_that_opens_but_cannot_be_written_says_so(tmp_path: Path) -> None:
+    """F7: a capability is what works, not what was granted."""
+    files = CountedFiles(quiet)
+
+    def refuse(name: str, _: int) -> None:
+        if name == "pwrite" and len(os.listdir(tmp_path / "s" / "ext")):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    files.on_call = refuse
+    store = Store.open(tmp_path / "s", descriptor(), settings(), files=files)
+    assert any("cannot be cached now: [Errno 22]" in text for text in store.warnings)
+    assert str(store.stat()["page_tier"]).startswith("failing: [Errno 22]")
+    files.on_call = quiet
+    lane = Lane(store)
+    store.unpin(lane.add(ROOT_KEY, IDS[:256])[0])
+    assert store.stat()["page_tier"] == "ok"
+    files.on_call = refuse
+    with pytest.raises(OSError, match="Invalid"):
+        lane.seal(ROOT_KEY, tokens_of(5, 1))
+    assert str(store.stat()["page_tier"]).startswith("failing")
+    files.on_call = quiet
+    lane.close()
+    store.close()
+
+
+def test_the_tier_is_off_without_extents_and_without_a_budget(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "a", descriptor(), settings(0))
+    assert str(store.stat()["page_tier"]).startswith("off: the budget")
+    store.close()
+
+    class Full(osio.Files):
+        def fallocate(self, fd: int, offset: int, length: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = Store.open(tmp_path / "b", descriptor(), settings(ballast_bytes=0), files=Full())
+    assert str(store.stat()["page_tier"]).startswith("off: no room")
+    store.close()
+
+
+# -- F19: a batch that fails half-way ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EIO, "x"), RuntimeError("x")])
+def test_a_batch_that_fails_half_way_leaves_no_unread_page_readable(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(tmp_path / "s", descriptor(), settings())
+    lane = Lane(store)
+    lane.add_chain(IDS)
+    lane.close()
+    store.close()
+    store = Store.open(tmp_path / "s", descriptor(), settings())
+    real, calls = store._extents.read_page, list[int]()
+
+    def third_fails(*args: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise error
+        real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store._extents, "read_page", third_fails)
+    refs = store.match_prefix(IDS, SALT)
+    assert store.load(refs).result(20) == [True, True, False, True]
+    assert store.match_prefix(IDS, SALT) == refs[:2]
+    assert store.load([refs[2]]).result(20) == [False], "it is gone, not merely unread"
+    assert store.stat()["pages_loading"] == 0
+    store.check_integrity()
+    store.close()
+
+
+# -- F52: flipped bits ------------------------------------------------------------------------
+
+
+def test_flips_are_caught_from_the_lanes_digest_on(tmp_path: Path) -> None:
+    """Between digest and seal, and in the extent: all of them. Before the digest: none, since
+    nothing vouches for those bytes yet; there only a recomputation can tell."""
+    store = Store.open(tmp_path / "s", descriptor(), settings(64, 8))
+    lane = Lane(store)
+    rng = np.random.default_rng(9)
+    in_arena = in_extent = 0
+    for name in range(20):
+        bit, at = 1 << int(rng.integers(8)), int(rng.integers(LAYOUT.payload_bytes))
+        ids = tokens_of(name, 1)
+        ticket = store.reserve(ROOT_KEY, ids, SALT)
+        place = lane.arena.reserve()
+        assert ticket is not None, store.refusal
+        assert place is not None
+        page = np.frombuffer(lane.mapping.page(place.place), np.uint8)
+        page[:] = payload_of(ticket.key)
+        digest = lane.mapping.digest(place.place)
+        page[at] ^= bit
+        in_arena += isinstance(
+            store.seal(ticket, lane.arena, place, digest).exception(20), StoreCorrupt
+        )
+        lane.arena.release(place)
+        lane.arena.freed(place)
+        wait_for_growth(store)
+        ref, _ = lane.add(ROOT_KEY, ids)
+        info = store._info(ref.page_id)
+        with open(info.path, "r+b") as extent:
+            os.pwrite(
+                extent.fileno(),
+                bytes([payload_of(ticket.key)[at] ^ bit]),
+                info.place_of(ref.page_id) * SIZE + at,
+            )
+        in_extent += not store.verify(ref).result(20)
+        store.unpin(ref)
+    ids = tokens_of(50, 1)
+    future = store.publish(lane.seal(ROOT_KEY, ids, flip=1))  # the lane computed it wrongly
+    store.ledger.commit()
+    ref = future.result(20)
+    assert store.verify(ref).result(20), "it was sealed as it is"
+    right = keys.payload_digest(payload_of(store.key_of(ROOT_KEY, ids, SALT)).tobytes())
+    assert not store.note_recomputed(ref, right)
+    assert store.match_prefix(ids, SALT) == []
+    store.unpin(ref)
+    assert (in_arena, in_extent) == (20, 20)
+    lane.close()
+    store.close()
+
+
+# -- F71: descriptors and inodes --------------------------------------------------------------
+
+
+def test_without_descriptors_caching_stops_and_comes_back(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "s", descriptor(), settings(32, 2))
+    lane = Lane(store)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    wait_for_growth(store)
+    before = len(store.extents())
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(used - 1, soft), hard))
+        for name in range(before * 2):
+            lane.add_chain(tokens_of(name, 1))  # places that exist are used, and used again
+            wait_for_growth(store)
+        assert len(store.extents()) == before
+        assert "Too many open files" in str(store.stat()["growth_blocked"])
+        with pytest.raises(OSError, match="Too many open files"):
+            store.create_arena("cpu", 2, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    store.maintain()
+    wait_for_growth(store)
+    assert len(store.extents()) > before
+    lane.close()
+    store.check_integrity()
+    store.close()
+
+
+@pytest.fixture
+def few_inodes() -> Iterator[Path]:
+    folder = tempfile.mkdtemp(prefix="kv-inodes-")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m,nr_inodes=10", "tmpfs", folder]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        os.rmdir(folder)
+        pytest.skip("mounting a small tmpfs needs root")
+    yield Path(folder)
+    subprocess.run(["umount", "-l", folder], check=True)
+    os.rmdir(folder)
+
+
+def test_without_inodes_caching_stops_and_the_ledger_goes_on(few_inodes: Path) -> None:
+    store = Store.open(few_inodes / "s", descriptor(), settings(32, 2))
+    lane, name = Lane(store, 2), 0
+    while not store.stat()["growth_blocked"]:
+        lane.add_chain(tokens_of(name, 1))
+        wait_for_growth(store)
+        name += 1
+        assert name < 40
+    lane.add_chain(tokens_of(99, 1))
+    assert len(store.match_prefix(tokens_of(99, 1), SALT)) == 1
+    with pytest.raises((StoreFull, OSError)):
+        store.create_arena("cpu", 9, 1)
+    store.ledger.open_session("s", "t")
+    store.ledger.append_tokens("s", 1, 0, IDS)
+    store.ledger.commit().result(20)
+    lane.close()
+    store.close()
+    store = Store.open(few_inodes / "s", descriptor(), settings(32, 2))
+    assert store.recovery.pages_dropped == {}
+    store.close()
+
+
+# -- F20: the writer is late ------------------------------------------------------------------
+
+
+def test_a_late_writer_meets_quarantine(tmp_path: Path) -> None:
+    """A seal hangs in its write; its ticket is given up. The place is nobody's until it is over."""
+    gate, inside = threading.Event(), threading.Event()
+    files = CountedFiles(quiet)
+    store = Store.open(tmp_path / "s", descriptor(), settings(), files=files)
+    lane = Lane(store)
+    place = lane.arena.reserve()
+    assert place is not None
+    digest = lane.mapping.digest(place.place)
+    ticket = store.reserve(ROOT_KEY, IDS[:256], SALT)
+    assert ticket is not None
+    assert ticket.page is not None
+    old = ticket.page.ref
+
+    def hang(name: str, _: int) -> None:
+        if name == "pwrite":
+            inside.set()
+            gate.wait(20)
+
+    files.on_call = hang
+    late = store.seal(ticket, lane.arena, place, digest)
+    assert inside.wait(20)
+    store.abort(ticket)
+    assert store.state(old) is PageState.QUARANTINE
+    again = store.reserve(ROOT_KEY, IDS[:256], SALT)
+    assert again is not None
+    assert again.page is not None
+    assert again.page.page_id != old.page_id
+    store.abort(again)
+    files.on_call = quiet
+    gate.set()
+    with pytest.raises(StoreError, match="given up"):
+        late.result(20)
+    with pytest.raises(StoreError, match="gone"):
+        store.state(old)
+    lane.add_chain(IDS)
+    assert served(store) == 4
+    assert store.match_prefix(IDS, SALT)[0] == PageRef(old.page_id, old.gen + 1)
+    lane.close()
+    store.check_integrity()
+    store.close()
+
+
+# -- F15, F16: the tiers are full -------------------------------------------------------------
+
+
+def test_below_the_floor_the_store_stops_growing_and_goes_on_by_evicting(tmp_path: Path) -> None:
+    class Disk(osio.Files):
+        free = 1 << 40
+
+        def free_bytes(self, path: str) -> tuple[int, int]:
+            return self.free, 1 << 40
+
+    files = Disk()
+    roomy = settings(32, 4, free_floor_bytes=1 << 30)
+    store = Store.open(tmp_path / "s", descriptor(), roomy, files=files)
+    lane = Lane(store)
+    lane.add_chain(IDS)
+    wait_for_growth(store)
+    files.free = (1 << 30) + SIZE  # somebody else filled the disk
+    places = int(store.stat()["pages_total"])
+    for name in range(100, 100 + 2 * places):
+        lane.add_chain(tokens_of(name, 1))
+        wait_for_growth(store)
+    assert store.stat()["pages_total"] <= places + 4
+    assert "stay free for others" in str(store.stat()["growth_blocked"])
+    assert store.stat()["page_tier"] == "ok", "what exists goes on being used"
+    files.free = 1 << 40
+    store.maintain()
+    wait_for_growth(store)
+    assert int(store.stat()["pages_total"]) > places
+    lane.close()
+    store.close()
+
+
+def test_the_ballast_comes_back_when_there_is_room(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "s", descriptor(), settings())
+    ballast = tmp_path / "s" / "BALLAST"
+    assert ballast.stat().st_blocks * 512 >= ballast.stat().st_size == SIZE, "allocated, not sparse"
+    ballast.unlink()
+    store.maintain()
+    wait_for_growth(store)
+    assert ballast.stat().st_size == SIZE
+    store.close()
+
+
+def test_an_engine_killed_on_a_full_disk_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    """F16: what was acknowledged is there after the ballast is gone and the process is killed."""
+    if os.geteuid():
+        pytest.skip("mounting a small tmpfs needs root")
+    folder = tempfile.mkdtemp(prefix="kv-full-")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder]
+    if subprocess.run(mount, capture_output=True).returncode:
+        os.rmdir(folder)
+        pytest.skip("mounting a small tmpfs needs root")
+    script = """if True:
+        import os, signal, sys
+        from tests.test_kv_faults_disk import *
+        store = Store.open(sys.argv[1], descriptor(), settings(8, 2, ballast_bytes=4 * SIZE))
+        store.ledger.open_session("s", "t")
+        done = 0
+        while store.ledger.commit().exception(20) is None:
+            print(done, flush=True)
+            store.ledger.append_tokens("s", 1, done, range(done, done + 20_000))
+            done += 20_000
+        os.kill(os.getpid(), signal.SIGKILL)"""
+    try:
+        path = os.path.join(folder, "s")
+        ran = subprocess.run(
+            [sys.executable, "-c", script, path], cwd=ROOT, capture_output=True, text=True
+        )
+        acknowledged = int(ran.stdout.split()[-1])
+        assert acknowledged >= 20_000, ran.stderr
+        assert not os.path.exists(os.path.join(path, "BALLAST"))
+        store = Store.open(path, descriptor(), settings(8, 2))
+        record = store.ledger.load_session("s").result(20)
+        assert record is not None
+        assert record.tokens == list(range(acknowledged))
+        store.close()
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+        os.rmdir(folder)
