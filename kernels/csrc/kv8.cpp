@@ -11,6 +11,8 @@ namespace {
 
 // Below this many values waking the team costs more than the work.
 constexpr size_t VALUES_ALONE = 8192;
+// How far ahead rows of qkv are asked for.
+constexpr size_t TOKENS_AHEAD = 2;
 // Tokens gathered together for digests: a K tile, so that its cache lines are read once.
 constexpr size_t DIGEST_TOKENS = 16;
 
@@ -111,6 +113,20 @@ struct PlaceJob {
         __builtin_prefetch(page.v_scale + t, 1);
     }
 
+    // What one KV head takes from a row of qkv: pieces of rows are no stream the hardware foresees.
+    void prefetch_inputs(size_t token, size_t head) const {
+        const size_t group = queries.n_head / shape.n_kv_head, head_dim = shape.head_dim;
+        const float* q = qkv.row(token) + head * group * head_dim;
+        const float* k = qkv.row(token) + (queries.n_head + head) * head_dim;
+        const float* v = k + shape.n_kv_head * head_dim;
+        constexpr size_t line = CACHE_LINE / sizeof(float);
+        for (size_t i = 0; i < group * head_dim; i += line) __builtin_prefetch(q + i);
+        for (size_t i = 0; i < head_dim; i += line) {
+            __builtin_prefetch(k + i);
+            __builtin_prefetch(v + i);
+        }
+    }
+
     // One KV head and the query heads of its group, for tokens [first, last).
     void place(size_t head, size_t first, size_t last) const {
         const size_t group = queries.n_head / shape.n_kv_head, head_dim = shape.head_dim;
@@ -121,6 +137,7 @@ struct PlaceJob {
             const float* x = qkv.row(token);
             const bool starts = token == batch.entries[batch.entry_of[token]].first_token;
             if (starts || batch.position(token) % 16 == 0) prefetch_row(token, head);
+            if (token + TOKENS_AHEAD < last) prefetch_inputs(token + TOKENS_AHEAD, head);
             for (size_t g = head * group; g < (head + 1) * group; g++)
                 place_query(token, g, x + g * head_dim);
             place_k(token, head, x + k_column);

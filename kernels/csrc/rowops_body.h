@@ -19,11 +19,7 @@ SIMD_FN float tree_64(const V16 lanes[4]) {
 #if defined(BATCHENGINE_FREE_ORDER) && defined(SIMD_AVX512)
     return _mm512_reduce_add_ps(((lanes[0] + lanes[2]) + (lanes[1] + lanes[3])).v);
 #endif
-    float sum[16];
-    vstore(sum, (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]));
-    for (int step = 8; step; step >>= 1)
-        for (int i = 0; i < step; i++) sum[i] = sum[i] + sum[i + step];
-    return sum[0];
+    return vtree((lanes[0] + lanes[2]) + (lanes[1] + lanes[3]));
 }
 
 SIMD_FN float sum_of_squares(const float* x, size_t n) {
@@ -109,9 +105,10 @@ void quantise_query(const float* x, size_t blocks, float factor, int8_t* q, floa
             d[b] = finite ? 0.0f : ca1::poison();
         } else {
             const V16 id = vset(127.0f / a);
-            vstore_i8(q, vload(x) * id);
-            vstore_i8(q + 16, vload(x + 16) * id);
-            for (size_t i = 0; i < 32; i++) sum += q[i];
+            const V16 x0 = vload(x) * id, x1 = vload(x + 16) * id;
+            vstore_i8(q, x0);
+            vstore_i8(q + 16, x1);
+            sum = vsum_rounded(x0, x1);
             d[b] = (a / 127.0f) * factor;
         }
         offset[b] = -128 * sum;

@@ -3,7 +3,8 @@
 // A unit compiled with AVX-512 flags gets one zmm, with AVX2 flags two ymm, otherwise a plain array.
 // Bodies written on V16 therefore compile once per ISA unit and give the same bits in each: every
 // operation is the IEEE one, lane by lane, and fma appears only where it is written. Reductions over
-// lanes are refused here except those that are exact (maximum, flags). All of it has internal linkage.
+// lanes are refused here except those that are exact (maximum, flags, integer sums) and the one tree
+// that CA-1 writes. All of it has internal linkage.
 #pragma once
 
 #include "ca1.h"
@@ -74,6 +75,18 @@ SIMD_FN float vreduce_max(V16 a) { return _mm512_reduce_max_ps(a.v); }
 // Rounds to nearest even and keeps the low byte; the caller guarantees |x| <= 127.
 SIMD_FN void vstore_i8(int8_t* p, V16 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+// Lane i + lane i + 8, then + 4, + 2, + 1, as written: one number.
+SIMD_FN float vtree(V16 x) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+// Sum of 32 values as vstore_i8 would store them.
+SIMD_FN int32_t vsum_rounded(V16 x, V16 y) {
+    return _mm512_reduce_add_epi32(
+        _mm512_add_epi32(_mm512_cvtps_epi32(x.v), _mm512_cvtps_epi32(y.v)));
 }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -146,6 +159,22 @@ SIMD_FN void vstore_i8(int8_t* p, V16 x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm_packs_epi16(_mm256_castsi256_si128(words),
                                      _mm256_extracti128_si256(words, 1)));
+}
+// Lane i + lane i + 8, then + 4, + 2, + 1, as written: one number.
+SIMD_FN float vtree(V16 x) {
+    const __m256 eight = _mm256_add_ps(x.a, x.b);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+// Sum of 32 values as vstore_i8 would store them.
+SIMD_FN int32_t vsum_rounded(V16 x, V16 y) {
+    const __m256i sum = _mm256_add_epi32(
+        _mm256_add_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)),
+        _mm256_add_epi32(_mm256_cvtps_epi32(y.a), _mm256_cvtps_epi32(y.b)));
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
 }
 
 #else
@@ -227,6 +256,18 @@ SIMD_FN float vreduce_max(V16 a) {
 }
 SIMD_FN void vstore_i8(int8_t* p, V16 a) {
     for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(ca1::round_to_int(a.lane[i]));
+}
+// Lane i + lane i + 8, then + 4, + 2, + 1, as written: one number.
+SIMD_FN float vtree(V16 x) {
+    for (int step = 8; step; step >>= 1)
+        for (int i = 0; i < step; i++) x.lane[i] = x.lane[i] + x.lane[i + step];
+    return x.lane[0];
+}
+// Sum of 32 values as vstore_i8 would store them.
+SIMD_FN int32_t vsum_rounded(V16 x, V16 y) {
+    int32_t sum = 0;
+    for (int i = 0; i < 16; i++) sum += ca1::round_to_int(x.lane[i]) + ca1::round_to_int(y.lane[i]);
+    return sum;
 }
 
 #endif
