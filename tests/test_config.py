@@ -333,6 +333,8 @@ def test_config_is_frozen() -> None:
         Config().debug = True  # type: ignore[misc]
 
 
-def test_a_durability_that_is_not_built_is_not_accepted_silently() -> None:
-    found = warnings(load(overrides={"store.durability": "power"}))
-    assert any("power is not built yet" in text for text in found)
+def test_settings_that_exclude_each_other_are_not_accepted_silently() -> None:
+    power = {"store.durability": "power"}
+    assert not any("full_disk" in text for text in warnings(load(overrides=power)))
+    found = warnings(load(overrides={**power, "store.full_disk": "finish"}))
+    assert any("full_disk = finish has no effect" in text for text in found)

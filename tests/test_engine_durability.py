@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from batchengine.core import Sampling
+from batchengine.core import BatchEngineError, Sampling
 from bench.hashlm import WORKER_COMMAND, hashlm_tokens
+from kv_store.errors import StoreFull
 from tests.engine_process import engine_process
-from tests.fakes import Reference, run, words
+from tests.fakes import Reference, read, request, run, running_engine, until, words
+from tests.faulty_worker import KILL_ENGINE
+from tests.test_engine_faults import FAULTY
 
 
 @pytest.fixture(scope="module")
@@ -164,5 +168,107 @@ def test_the_engine_can_be_killed_at_any_moment(
                     await engine.kill()
                 await asyncio.gather(*readers)
         assert told == whole
+
+    run(work())
+
+
+def test_level_power_tells_nothing_that_is_not_durable(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """The ledger's disk fails amid a stream: what was told until then is all there, and no more
+    is told, though the lane computes on."""
+    prompt = words(7, 40)
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, store__durability="power"
+        ) as engine:
+            ledger = engine._store.ledger
+            transact, commits = ledger._transact, [0]
+
+            def dying(intents: Any) -> Any:
+                commits[0] += 1
+                if commits[0] > 30:
+                    raise ledger._latch(OSError(5, "injected EIO"))
+                return transact(intents)
+
+            ledger._transact = dying
+            generation = engine.submit(request(prompt, 400, session="s"))
+            answer = await read(generation)
+            assert answer.error is not None
+            assert engine.fatal is not None
+            told = answer.tokens
+            assert 0 < len(told) < 400
+            assert told == reference.tokens(prompt, 400)[: len(told)]
+            with pytest.raises(BatchEngineError) as error:
+                engine.submit(request(prompt, 5))
+            assert error.value.http_status == 503
+            record = await asyncio.wrap_future(ledger.load_session("\x1fs"))
+            assert record is not None
+            assert record.tokens[: len(prompt) + len(told)] == prompt + told
+
+    run(work())
+
+
+@pytest.mark.parametrize("choice", ["fail", "finish"])
+def test_a_full_disk_ends_running_turns_as_configured(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, choice: str
+) -> None:
+    prompt = words(8, 40)
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, store__full_disk=choice
+        ) as engine:
+            generation = engine.submit(request(prompt, 300, session="s"))
+            reader = asyncio.ensure_future(read(generation))
+            await until(lambda: generation.completion_tokens > 50)
+            ledger = engine._store.ledger
+
+            def refuse(_: Any) -> Any:
+                raise StoreFull("the disk is full")
+
+            real, ledger._transact = ledger._transact, refuse
+            answer = await reader
+            assert answer.tokens == reference.tokens(prompt, 300)
+            if choice == "finish":
+                assert answer.done is not None
+                assert not answer.done.usage.durable
+            else:
+                assert answer.error is not None
+                assert answer.error.api_code == "durability_unavailable"
+            refused = await read(engine.submit(request(words(9, 9), 5, session="new")))
+            assert refused.error is not None
+            assert (refused.error.http_status, refused.tokens) == (503, [])
+            ledger._transact = real
+
+    run(work())
+
+
+def test_a_session_that_kills_the_engine_is_quarantined(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """Its first death looks like an accident; then it computes alone, marked, and dies twice."""
+    good, bad = words(10, 30), [*words(11, 30), KILL_ENGINE, *words(12, 5)]
+
+    async def work() -> None:
+        lives = 0
+        while True:
+            async with engine_process(
+                pocket_path, tmp_path, cache_dir, FAULTY, store__durability="power"
+            ) as engine:
+                at = engine.ask("submit", prompt=bad, n=50, session="bad")
+                other = engine.ask("submit", prompt=good, n=50, session=f"good{lives}")
+                told, last = await engine.tokens(at)
+                lives += 1
+                assert told == []
+                if "error" in last:
+                    assert last["error"] == "session_quarantined"
+                    assert len((await engine.tokens(other))[0]) == 50
+                    again = await engine.call("resume", session="bad")
+                    assert again["error"] == "session_quarantined"
+                    break
+                assert lives < 5
+        assert lives == 4
 
     run(work())

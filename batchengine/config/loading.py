@@ -61,10 +61,10 @@ def warnings(config: Config) -> list[str]:
     found: list[str] = []
     if config.store.allow_volatile:
         found.append("store.allow_volatile = true: sessions may not survive a reboot")
-    if config.store.durability == "power":
+    if config.store.durability == "power" and config.store.full_disk == "finish":
         found.append(
-            "store.durability = power is not built yet: as with turn, the tokens of the last 20 ms"
-            " before a power loss are generated again"
+            "store.full_disk = finish has no effect with durability = power: no token is told"
+            " before it is durable"
         )
     found += _lane_warnings(config.lanes)
     return found

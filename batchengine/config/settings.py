@@ -79,12 +79,18 @@ class LaneConfig:
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """[store]: where KV and the ledger live. `dir` "" and `budget_bytes` 0 = derived."""
+    """[store]: where KV and the ledger live. `dir` "" and `budget_bytes` 0 = derived.
+
+    durability: what is synced before it is told. turn = the turn before its first token and all
+    of it before its end; power = every token. full_disk: a turn whose tokens the ledger cannot
+    take any more ends with an error (fail), or as it would have, marked `durable: false` (finish).
+    """
 
     dir: str = field(default="", metadata=PATH)
     budget_bytes: int = field(default=0, metadata=_within(0, 1 << 50))
     allow_volatile: bool = False
     durability: str = field(default="turn", metadata=_one_of("turn", "power"))
+    full_disk: str = field(default="fail", metadata=_one_of("fail", "finish"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,6 +174,7 @@ class Engine:
         for loop in self._loops:
             self._spawn(loop.run(), f"lane {loop.lane.name}")
         self._spawn(self._journal.run(), "journal")
+        self._spawn(self._reopener.tidy(), "tidy")
         self._spawn(Background(self._tables, self._dispatch.tick).run(), "housekeeping")
         self._progress, self._state = 1.0, "ready"
 

@@ -38,6 +38,7 @@ from batchengine.session import (
     common_prefix,
 )
 from kv_store import differing_fields
+from kv_store.attic import ATTIC_S
 from kv_store.errors import StoreError
 from kv_store.sessions import SessionInfo, SessionRecord, TurnInfo
 from kv_store.store import Store
@@ -45,6 +46,7 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.reopen")
 
 CALLS_MAX = 4096  # tool calls remembered at once, over all sessions
+TIDY_S = 5.0  # between looks at the arenas of earlier lives
 LOSS_KINDS = {  # what a session's page table says of KV it lost -> label of the metric
     LOST_WITH_WORKER: "worker",
     LOST_TO_OTHERS: "lent",
@@ -74,11 +76,23 @@ class Reopener:
             asyncio.wrap_future(ledger.suspects()),
         )
         self._strikes = {row.session: row.strikes for row in suspects if row.alone}
+        self._store.attic.retain(info.id.encode() for info in infos[:CALLS_MAX])
         broken = {name for name, _ in turns}
         self.interrupted = {_identity(info.id): info for info in infos if info.id in broken}
         for info in reversed(infos[:CALLS_MAX]):  # the newest is remembered last
             for call in session_meta(info.meta).calls:
                 self.remember_call(info.tenant, call, _identity(info.id)[1])
+
+    async def tidy(self) -> None:
+        """Delete arenas of earlier lives once nobody can want their rows; ends within minutes."""
+        attic = self._store.attic
+        deadline = asyncio.get_running_loop().time() + ATTIC_S
+        while attic.names or attic.busy:
+            over = asyncio.get_running_loop().time() > deadline
+            await asyncio.to_thread(attic.sweep, everything=over)
+            if over:
+                return
+            await asyncio.sleep(TIDY_S)
 
     def interrupted_rows(self) -> list[dict[str, Any]]:
         """Sessions whose engine died amid their turn and that nobody has asked for since."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import hashlib
 import logging
 import math
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -28,6 +31,7 @@ from batchengine.template import ChatTemplate
 from batchengine.tokenizer import TextFrontend
 from batchengine.weights import read_spec
 from kv_store import Descriptor, PageLayout, Store, StoreError, StoreLocked, StoreSettings
+from kv_store.errors import StoreFull
 from kv_store.extent import EXTENT_BYTES
 
 log = logging.getLogger("batchengine.engine")
@@ -60,6 +64,7 @@ class Starter:
         self._journal: Journal | None = None
         self._identity: tuple[str, dict[str, str | int | float]] | None = None
         self._layout: PageLayout | None = None
+        self._tokenizer_hash: str | None = None
         self.lanes: list[Lane] = []
         self.loops: list[LaneLoop] = []
         self._closing = False
@@ -86,6 +91,7 @@ class Starter:
         """Everything up, or an error with nothing left behind (call `abandon`)."""
         config = self._config
         info = self._info = await asyncio.to_thread(inspect_model, config)
+        self._tokenizer_hash = await asyncio.to_thread(tokenizer_hash, config.model.path)
         text = asyncio.ensure_future(TextFrontend.open(config.model.path, ChatTemplate))
         started = time.monotonic()
         try:
@@ -107,7 +113,10 @@ class Starter:
         for warning in store.warnings:
             log.warning("store: %s", warning)
         self._journal = Journal(
-            store, self._owner.fail_everything, level=self._config.store.durability
+            store,
+            self._owner.fail_everything,
+            level=config.store.durability,
+            finish_when_full=config.store.full_disk == "finish",
         )
         info.context_tokens = min(info.context_tokens, store.places_max * 256)
         for lane, lane_config in zip(self.lanes, config.lanes, strict=True):
@@ -170,12 +179,14 @@ class Starter:
             arch=str(identity["arch"]),
             layout=layout,
             rope_digest=str(identity["rope_digest"]),
+            tokenizer_hash=_there(self._tokenizer_hash),
             extra=extra,
         )
         settings = StoreSettings(
             budget_bytes=config.budget_bytes,
             extent_bytes=max(layout.page_bytes, min(EXTENT_BYTES, config.budget_bytes // 8)),
             allow_any_fs=config.allow_volatile,
+            keep_arenas=True,  # sessions of the last life adopt what they left open
         )
         try:
             return Store.open(config.dir, descriptor, settings)
@@ -219,8 +230,13 @@ class Starter:
             max(PLACES_MIN, self._config.store.budget_bytes // ARENA_SHARE // layout.page_bytes),
         )
         number = self.store.epoch * INCARNATIONS + lane.incarnation
+        create = functools.partial(self.store.create_arena, lane.name, number, places)
         try:
-            arena = await asyncio.to_thread(self.store.create_arena, lane.name, number, places)
+            try:
+                arena = await asyncio.to_thread(create)
+            except StoreFull:  # rows of an earlier life are worth less than a worker
+                await asyncio.to_thread(self.store.attic.sweep, everything=True)
+                arena = await asyncio.to_thread(create)
         except StoreError as error:
             raise _store_error("BE1604", error, "store_full") from error
         try:
@@ -307,6 +323,18 @@ def inspect_model(config: Config) -> ModelInfo:
             "head_dim": spec.head_dim,
         },
     )
+
+
+def tokenizer_hash(path: str) -> str:
+    """Hex SHA-256 of the vocabulary: equal = a token id means the same bytes. "" = none."""
+    digest = hashlib.sha256(b"batchengine vocabulary v1")
+    with GgufFile(path) as gguf:
+        if "tokenizer.ggml.tokens" not in gguf.values:
+            return ""
+        tokens = gguf.strings("tokenizer.ggml.tokens")[:]
+    digest.update(array("I", map(len, tokens)).tobytes())
+    digest.update(b"".join(tokens))
+    return digest.hexdigest()
 
 
 def _there(value: T | None) -> T:
