@@ -139,7 +139,8 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Numbers for /health and the status command."""
-        return reports.numbers(self._tables)
+        waiting = 0 if self._reopener is None else len(self._reopener.interrupted)
+        return {**reports.numbers(self._tables), "sessions_interrupted": waiting}
 
     @property
     def _store(self) -> Store | None:
@@ -597,6 +598,8 @@ class Engine:
             self._home.pop(session.key, None)
             loop.close_session(session)
             return
+        if turn.generation.request.park:
+            self.care.park_now(session)
         self._next_in_queue(session)
 
     def _next_in_queue(self, session: Session) -> None:
