@@ -11,14 +11,14 @@
 namespace batchengine {
 namespace {
 
-// Pieces are cut at multiples of this many row tiles, so that every kind finds whole runs.
-constexpr size_t CHUNK_TILES = 6;
 // Row tiles that run together: what the widest register tile of the kernels multiplies at once (Q6_K
 // has two sums per output); few enough that weights, 16 tokens and results stay near.
 constexpr size_t RUN_TILES_MAX = 3;
 constexpr size_t run_tiles(Kind kind) { return kind == Kind::q6_k ? 2 : RUN_TILES_MAX; }
-// Pieces per thread, so that a thread that was interrupted does not hold up the others.
-constexpr size_t PIECES_PER_THREAD = 8;
+// Pieces per thread: the others wait for the last one. One token group makes pieces of 10 us or more
+// anyway; with several, larger ones read the activations less often.
+constexpr size_t PIECES_PER_THREAD = 8, PIECES_PER_THREAD_ONE_GROUP = 32;
+constexpr size_t MANY_GROUPS_TILES = 6;  // whole runs of every kind
 // A piece of a one-token step is a stream from memory: not shorter than this.
 constexpr size_t STREAM_BYTES = size_t{48} << 10;
 // Weights that every token group of a piece reads again: at most this much of the level-2 cache.
@@ -33,17 +33,19 @@ struct Plan {
 };
 
 // Pieces are as large as balance allows, in rows first: a longer run over tokens reuses the weights.
-Plan plan(size_t tiles, size_t bytes_per_tile, size_t tokens, int threads) {
+// They are cut at multiples of `run` row tiles, so that all but the last run is whole; with several
+// token groups at twice that, because a smaller piece reads the activations more often.
+Plan plan(size_t tiles, size_t bytes_per_tile, size_t run, size_t tokens, int threads) {
     const size_t groups = div_up(tokens, GROUP_TOKENS);
-    const size_t wanted = threads == 1 ? 1 : PIECES_PER_THREAD * static_cast<size_t>(threads);
+    if (groups > 1) run = MANY_GROUPS_TILES;
+    const size_t per_thread = groups == 1 ? PIECES_PER_THREAD_ONE_GROUP : PIECES_PER_THREAD;
+    const size_t wanted = threads == 1 ? 1 : per_thread * static_cast<size_t>(threads);
     Plan made{};
-    const size_t stream_tiles = div_up(STREAM_BYTES, bytes_per_tile);
-    const size_t least = groups == 1 ? std::max(CHUNK_TILES, stream_tiles) : CHUNK_TILES;
-    made.chunk_tiles = std::max(least, tiles / wanted / CHUNK_TILES * CHUNK_TILES);
+    const size_t least = tokens == 1 ? round_up(div_up(STREAM_BYTES, bytes_per_tile), run) : run;
+    made.chunk_tiles = std::max(least, tiles / wanted / run * run);
     if (groups > 1)
-        made.chunk_tiles = std::min(
-            made.chunk_tiles,
-            std::max(CHUNK_TILES, REREAD_BYTES / bytes_per_tile / CHUNK_TILES * CHUNK_TILES));
+        made.chunk_tiles = std::min(made.chunk_tiles,
+                                    std::max(run, REREAD_BYTES / bytes_per_tile / run * run));
     made.tile_chunks = div_up(tiles, made.chunk_tiles);
     made.chunk_groups = groups;
     if (made.tile_chunks < wanted)
@@ -87,6 +89,10 @@ void expect(const TileTarget& to, size_t tiles) {
             __builtin_prefetch(to.out + token * to.stride + tile * TILE_ROWS, 1, 2);
 }
 
+// One token group streams weights, so each thread walks a range of its own; several groups share
+// what is in the cache, so all threads walk together.
+int ranges(const Pool& pool, size_t tokens) { return tokens <= GROUP_TOKENS ? pool.threads() : 1; }
+
 enum class Finish { store, add };
 
 void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& parts,
@@ -103,17 +109,17 @@ void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& 
     size_t column = 0, pieces = 0;
     for (const LinearPart& part : parts) {
         const Plan made = plan(tile_count(*part.matrix),
-                               tile_bytes(part.matrix->kind, part.matrix->cols), tokens,
-                               pool.threads());
+                               tile_bytes(part.matrix->kind, part.matrix->cols),
+                               run_tiles(part.matrix->kind), tokens, pool.threads());
         pieces += made.pieces();
         work.push_back({&part, made, column, pieces});
         column += part.matrix->rows;
     }
     const auto finish_tile = finish == Finish::add ? kernels.add : kernels.store;
-    Tickets tickets(pieces);
-    pool.run([&](int, int) {
+    Shares shares(pieces, ranges(pool, tokens));
+    pool.run([&](int ith, int) {
         TileResult results[RUN_TILES_MAX];
-        for (size_t index; tickets.take(&index);) {
+        for (size_t index; shares.take(ith, &index);) {
             size_t i = 0;
             while (index >= work[i].piece_end) ++i;
             const Piecewise& mine = work[i];
@@ -159,15 +165,15 @@ void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, cons
     if (tokens == 0) return;
     const LinearKernels& kernels = linear_kernels();
     const size_t tiles = tile_count(*gate.matrix);
+    const size_t run = std::min(run_tiles(gate.matrix->kind), run_tiles(up.matrix->kind));
     const Plan made = plan(tiles, tile_bytes(gate.matrix->kind, gate.matrix->cols) +
                                       tile_bytes(up.matrix->kind, up.matrix->cols),
-                           tokens, pool.threads());
-    Tickets tickets(made.pieces());
-    pool.run([&](int, int) {
+                           run, tokens, pool.threads());
+    Shares shares(made.pieces(), ranges(pool, tokens));
+    pool.run([&](int ith, int) {
         TileResult gates[RUN_TILES_MAX], ups[RUN_TILES_MAX];
-        for (size_t piece; tickets.take(&piece);)
-            walk(made, piece, tiles, tokens,
-                 std::min(run_tiles(gate.matrix->kind), run_tiles(up.matrix->kind)),
+        for (size_t piece; shares.take(ith, &piece);)
+            walk(made, piece, tiles, tokens, run,
                  [&](size_t tile, size_t count, size_t group, size_t group_tokens) {
                      expect(target(out, 0, up, tile, group, group_tokens), count);
                      kernels.multiply(*gate.matrix, x, tile, count, group, group_tokens, gates);

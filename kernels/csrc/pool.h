@@ -89,4 +89,33 @@ class Tickets {
     const size_t count_;
 };
 
+// Hands out 0 .. count - 1 from as many ranges as told, each from front to back. With one range per
+// thread, neighbouring pieces are one stream from memory; who is done helps with the next range.
+class Shares {
+  public:
+    Shares(size_t count, int ranges) : ranges_(static_cast<size_t>(ranges)) {
+        size_t begin = 0;
+        for (size_t i = 0; i < ranges_.size(); ++i) {
+            ranges_[i].next.store(begin, std::memory_order_relaxed);
+            ranges_[i].end = begin = count * (i + 1) / ranges_.size();
+        }
+    }
+    bool take(int ith, size_t* index) {
+        for (size_t i = 0; i < ranges_.size(); ++i) {
+            Range& range = ranges_[(static_cast<size_t>(ith) + i) % ranges_.size()];
+            if (range.next.load(std::memory_order_relaxed) >= range.end) continue;
+            *index = range.next.fetch_add(1, std::memory_order_relaxed);
+            if (*index < range.end) return true;
+        }
+        return false;
+    }
+
+  private:
+    struct alignas(64) Range {
+        std::atomic<size_t> next{0};
+        size_t end = 0;
+    };
+    std::vector<Range> ranges_;
+};
+
 }  // namespace batchengine
