@@ -364,6 +364,17 @@ def test_a_sealed_page_is_adopted_whole_or_not_at_all(bank: Bank) -> None:
     bank.expect(0)
 
 
+def test_a_truncated_extent_ends_no_worker(bank: Bank) -> None:
+    """F18: what was mapped is no longer there; reading it would be a SIGBUS."""
+    source = bank.seal()
+    verify = wire.Verify(source.code, source.seed, source.checksum)
+    assert bank.memory.is_sealed(verify)
+    os.truncate(bank.folder / "ext/000000.kv", LAYOUT.page_bytes + 4096)
+    assert not bank.memory.is_sealed(verify)
+    assert bank.adopt(128, source) == 0
+    bank.expect(0)
+
+
 # ----------------------------------------------------------------------------------- refusals
 
 MALFORMED: list[wire.Step] = [

@@ -8,6 +8,7 @@ an address. Refuses to trust the bytes it adopts: a row that does not prove itse
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -234,7 +235,9 @@ class PageMemory:
         Also False when nothing can be mapped there: the engine then keeps the arena copy.
         """
         page = self._sealed(verify.code)
-        return page is not None and keys.sealed_checksum(page, verify.seed) == verify.checksum
+        if page is None or not self._fault_in(page):
+            return False
+        return keys.sealed_checksum(page, verify.seed) == verify.checksum
 
     def addresses(self, codes: U64Array) -> U64Array:
         """Address of each page; BadStep for a place that is not mapped or has no owner."""
@@ -351,7 +354,7 @@ class PageMemory:
     def _read_page(self, source: wire.FromPage, rows: int) -> int:
         """Bring a sealed page to the private page; all rows of it are proven, or none."""
         view = self._sealed(source.code)
-        if view is None or not rows:
+        if view is None or not rows or not self._fault_in(view):
             return 0
         page = self._proof.page
         page[:] = view
@@ -359,10 +362,14 @@ class PageMemory:
 
     def _touched(self, code: int) -> bool:
         view = self._sealed(code)
-        if view is None:
-            return False
+        return view is not None and self._fault_in(view)
+
+    def _fault_in(self, view: memoryview) -> bool:
+        """Read pages of a mapping in; False where reading them would be a SIGBUS."""
         address = ctypes.c_void_p(kernels.address_of(view))
-        return not self._libc.madvise(address, ctypes.c_size_t(len(view)), MADV_POPULATE_READ)
+        if not self._libc.madvise(address, ctypes.c_size_t(len(view)), MADV_POPULATE_READ):
+            return True
+        return ctypes.get_errno() == errno.EINVAL  # a kernel before 5.14 cannot tell
 
     def _sealed(self, code: int) -> memoryview | None:
         """The page behind the code of a sealed page; None if nothing can be mapped there."""
