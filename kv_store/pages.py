@@ -35,6 +35,8 @@ class PageRef(NamedTuple):
 
 
 class PageState(enum.Enum):
+    __hash__ = object.__hash__  # members are singletons; the inherited one runs Python code
+
     FREE = "free"
     RESERVED = "reserved"  # promised to a ticket, no data
     SEALING = "sealing"  # the page thread is writing it
@@ -47,6 +49,8 @@ class PageState(enum.Enum):
 
 
 class PageEvent(enum.Enum):
+    __hash__ = object.__hash__
+
     RESERVE = "reserve"
     SEAL = "seal"
     SEALED = "sealed"

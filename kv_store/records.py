@@ -21,7 +21,9 @@ TURNS_KEPT = 64  # per session: enough to answer a repeated or resumed request
 OLD_TURNS = """SELECT session, id FROM (
   SELECT session, id, status, row_number() OVER
     (PARTITION BY session ORDER BY seq DESC, prompt_start DESC, id DESC) AS age
-  FROM turn) WHERE age > ?1 AND status != 'running'"""
+  FROM turn WHERE session IN
+    (SELECT session FROM turn GROUP BY session HAVING count(*) > ?1))
+WHERE age > ?1 AND status != 'running'"""
 
 SCHEMA = """
 CREATE TABLE store (

@@ -19,8 +19,7 @@ _TURN_COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
+class SessionInfo(NamedTuple):
     """A session as the ledger lists it. `used_seq` is the commit of its last use."""
 
     id: str
@@ -35,8 +34,7 @@ class SessionInfo:
     used_seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class TurnInfo:
+class TurnInfo(NamedTuple):
     """A turn; `status` is "running" until it is finished. `seq` is the commit that began it."""
 
     id: str
@@ -90,7 +88,7 @@ def load(db: sqlite3.Connection, session: str) -> SessionRecord | None:
 def infos(db: sqlite3.Connection) -> list[SessionInfo]:
     """Every session, most recently used first."""
     rows = db.execute("SELECT * FROM session ORDER BY used_seq DESC, id")
-    return [SessionInfo(*row) for row in rows]
+    return [SessionInfo._make(row) for row in rows]
 
 
 def turn_of_key(db: sqlite3.Connection, session: str, key: str) -> TurnInfo | None:
