@@ -7,8 +7,10 @@ turn, in words; moves no page itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from batchengine.core import PAGE_TOKENS, GenerationRequest
@@ -18,13 +20,15 @@ from batchengine.engine.record import CALLS_MAX, Rebase, SessionMeta, encode, se
 from batchengine.engine.record import turn_record as read_turn
 from batchengine.engine.reopen import Reopener, durable_name
 from batchengine.engine.tables import Tables
-from batchengine.session import Session
+from batchengine.engine.turn import Turn
+from batchengine.session import Session, State
 from batchengine.tokenizer import TextFrontend
 from kv_store import LedgerRefused, StoreError, records
 from kv_store.sessions import SessionRecord
 from kv_store.store import Store
 
 DROP_WAIT_S = 30.0  # a step ends long before
+PARK_WAIT_S = 5.0  # a frame, a write and a commit: milliseconds, unless the store is stuck
 
 
 class Care:
@@ -37,12 +41,14 @@ class Care:
         journal: Journal,
         reopener: Reopener,
         text: TextFrontend,
+        spawn: Callable[[Coroutine[Any, Any, None], str], None],
     ) -> None:
         self._tables = tables
         self._store = store
         self._journal = journal
         self._reopener = reopener
         self._text = text
+        self._spawn = spawn
 
     def named(self, request: GenerationRequest) -> GenerationRequest:
         """The request with the session it means: that of its tool calls, or of its own key.
@@ -99,9 +105,11 @@ class Care:
             )
         )
         state = "parked"
-        if session is not None:
-            state = "parks at the end of its turn" if self._is_busy(session) else "parked"
-            await self._park_pages(session)
+        if session is not None and self._is_busy(session):
+            state = "parks at the end of its turn"
+            self._tables.facts[session.key].parks = True
+        elif session is not None:
+            await self._park_pages(session, and_leave=True)
         return {
             "session_id": session_id,
             "state": state,
@@ -115,7 +123,7 @@ class Care:
         if source is not None:
             self._journal.flush()
             if not self._is_busy(source):
-                await self._park_pages(source)
+                await self._park_pages(source, and_leave=False)
         found = await self._record(tenant, session_id)
         if (tenant, new_id) in self._tables.named:
             raise refusals.session_exists(new_id)
@@ -245,8 +253,35 @@ class Care:
     def _is_busy(self, session: Session) -> bool:
         return session.key in self._tables.queues
 
-    async def _park_pages(self, session: Session) -> None:
-        """The open tail goes to the store, then its places and pins are free."""
+    def turn_over(self, turn: Turn) -> None:
+        """The session is idle: it leaves the lane if it waits for a tool."""
+        facts = self._tables.facts.get(turn.session.key)
+        if turn.generation.request.park or (facts is not None and facts.parks):
+            if facts is not None:
+                facts.parks = False
+            self._spawn(self._park_pages(turn.session, and_leave=True), "park")
+
+    async def park_everything(self) -> None:
+        """Before the daemon ends: no tail of an idle session is to be computed again."""
+        named = [s for s in self._tables.named.values() if not self._is_busy(s)]
+        await asyncio.gather(*(self._park_pages(s, and_leave=False) for s in named))
+
+    async def _park_pages(self, session: Session, *, and_leave: bool) -> None:
+        """Have the open tail sealed; then, if the session is to leave the lane, let go of all.
+
+        What it had is found again by its content. A session that runs again meanwhile stays.
+        """
+        loop = self._tables.home.get(session.key)
+        if loop is None or session.state is not State.IDLE:
+            return
+        if loop.pages.park(session):
+            async with _at_most(PARK_WAIT_S):
+                while session.parked is None and loop.pages.is_parking:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)  # frames and commits in between have no event
+        is_still_there = self._tables.home.get(session.key) is loop and not self._is_busy(session)
+        if and_leave and is_still_there and session.state is State.IDLE:
+            loop.pages.truncate(session, 0)
+            loop.wake()
 
     async def _end_turns(self, session: Session) -> None:
         """Everybody who reads or waits hears that the session is gone."""
@@ -258,6 +293,14 @@ class Care:
         async with asyncio.timeout(DROP_WAIT_S):
             while self._is_busy(session):  # noqa: ASYNC110  no event for a session's end
                 await asyncio.sleep(0.002)
+
+
+@contextlib.asynccontextmanager
+async def _at_most(seconds: float) -> AsyncGenerator[None]:
+    """Give up quietly after so long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            yield
 
 
 def _with_calls(meta: SessionMeta, calls: tuple[str, ...]) -> SessionMeta:

@@ -46,6 +46,7 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.engine")
 
 SESSION_QUEUE_MAX = 16  # requests waiting for one session
+SHUTDOWN_S = 5.0  # for turns to end at a token: a step is far shorter
 
 
 class Engine:
@@ -169,6 +170,7 @@ class Engine:
             self._starter.journal,
             self._reopener,
             self._starter.text,
+            self._spawn,
         )
         self._loops[:] = self._starter.loops
         self._ends = self._text.tokenizer.eog
@@ -192,6 +194,8 @@ class Engine:
                 while self._turns or self._queues:
                     self._turn_over.clear()
                     await self._turn_over.wait()
+        if self._care is not None and self._fatal is None:
+            await self._put_away()
         for loop in self._loops:
             loop.stopping = True
             loop.wake()
@@ -209,6 +213,21 @@ class Engine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._starter.close()
         self._state = "stopped"
+
+    async def _put_away(self) -> None:
+        """Turns that took too long end at a token, and every tail goes to the store."""
+        for queue in self._queues.values():
+            while queue:
+                self._finish(queue.popleft(), "shutdown")
+        for turn in list(self._turns.values()):
+            if turn.session.state in (State.RUNNING, State.WAITING):
+                self._home[turn.session.key].cancel(turn)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_S):
+                while self._turns:
+                    self._turn_over.clear()
+                    await self._turn_over.wait()
+        await self.care.park_everything()
 
     async def _join_tasks(self, prefix: str) -> None:
         mine = [task for task, name in self._tasks.items() if name.startswith(prefix)]
@@ -486,6 +505,7 @@ class Engine:
         if turn.generation.cancelled or turn.generation.finished:
             self.turn_ended(turn, "cancelled")
             return
+        self.reopener.fetch(turn, loop.pages)
         wait_ms = self._dispatch.wait_ms(turn.generation.request, loop)
         ahead = sum(other.rank <= turn.rank for other in loop.waiting.values())
         loop.join(turn)
@@ -551,6 +571,8 @@ class Engine:
 
     def turn_ended(self, turn: Turn, reason: str) -> None:
         """The session is idle again; the reader gets its last event."""
+        if self._state == "draining" and reason == "cancelled" and not turn.generation.cancelled:
+            reason = "shutdown"
         self._end(turn.generation, turn, reason)
         self._after_turn(turn)
 
@@ -598,8 +620,7 @@ class Engine:
             self._home.pop(session.key, None)
             loop.close_session(session)
             return
-        if turn.generation.request.park:
-            self.care.park_now(session)
+        self.care.turn_over(turn)
         self._next_in_queue(session)
 
     def _next_in_queue(self, session: Session) -> None:

@@ -327,6 +327,8 @@ class LaneLoop:
         self._wake_event.clear()
         self._freeze_due()
         cancelled, self._cancelled = self._cancelled, []
+        if cancelled:
+            self._emit()  # what they computed comes before their end
         for turn in cancelled:
             if self._holds(turn):
                 self._leave(turn)

@@ -106,6 +106,7 @@ class Facts:
     strikes: int = 0  # times it ended a lane, or the engine, while alone in a step
     is_marked: bool = False  # the ledger holds a mark against it
     was_cut_off: bool = False  # its engine died amid a turn
+    parks: bool = False  # at the end of its turn it leaves the lane
     restored: bool = False  # it came from the ledger, and has not computed since
 
 

@@ -27,6 +27,7 @@ from batchengine.engine.record import Facts, SessionMeta, session_meta, turn_rec
 from batchengine.engine.tables import Tables
 from batchengine.engine.turn import Turn
 from batchengine.lanes.lane import Lane
+from batchengine.pages import LanePages
 from batchengine.session import (
     LOG_UNKNOWN,
     LOST_TO_CHECKSUM,
@@ -34,10 +35,12 @@ from batchengine.session import (
     LOST_TO_OTHERS,
     LOST_WITH_WORKER,
     NOT_LOGGED,
+    Orphan,
     Session,
     common_prefix,
 )
-from kv_store import differing_fields
+from batchengine.wire import FromArena
+from kv_store import differing_fields, keys
 from kv_store.attic import ATTIC_S
 from kv_store.errors import StoreError
 from kv_store.sessions import SessionInfo, SessionRecord, TurnInfo
@@ -211,6 +214,70 @@ class Reopener:
         else:
             self._journal.begin(turn, shared, lane.name, incarnation, facts.meta)
 
+    # ----------------------------------------------------------------------------- open rows
+
+    def fetch(self, turn: Turn, pages: LanePages) -> None:
+        """After the sealed pages of the prefix: an open page that exists somewhere, row by row.
+
+        It is in an arena of the life before this one, if the session was killed with it, or in the
+        store, as a tail that this session or a twin of it parked.
+        """
+        session = turn.session
+        first = len(session.codes)
+        if session.orphans or session.places or session.frontier != first * PAGE_TOKENS:
+            return
+        ids = session.tokens[first * PAGE_TOKENS :]
+        if len(ids) < 2:
+            return  # one is left to compute in any case
+        left = self._left_open(session, first)
+        tail = self._tail(session, first, ids, turn.priority)
+        if tail is not None and (not left or left[0].rows <= tail.rows):
+            pages.inherit(session, [tail])
+        elif left:
+            if tail is not None:
+                tail.release()
+            pages.inherit(session, left)
+
+    def _left_open(self, session: Session, first: int) -> list[Orphan]:
+        """Pages from `first` on that the last life left in its arenas, without a gap.
+
+        One epoch is one timeline, so rows in sequence that hold our tokens, after pages that
+        hold our tokens, are ours, even beyond what the ledger knows: the client sent those.
+        """
+        facts = self._tables.facts.get(session.key)
+        if facts is None or not facts.old_epoch:
+            return []
+        self._store.attic.retry()
+        life, found, page = facts.old_owner // INCARNATIONS, list[Orphan](), first
+        for place in self._store.attic.find(session.name, facts.old_epoch):
+            number = int(place.arena.rpartition(".")[2])
+            if place.page_index != page or number // INCARNATIONS != life:
+                continue  # of one page, the place with most rows comes first
+            rows = min(place.rows, PAGE_TOKENS, len(session.tokens) - page * PAGE_TOKENS)
+            if rows < 1:
+                break
+            source = FromArena(place.arena, place.place, place.gen, facts.old_epoch)
+            found.append(Orphan(page, rows, source, _nothing))
+            if rows < PAGE_TOKENS:
+                break
+            page += 1
+        return found
+
+    def _tail(
+        self, session: Session, first: int, ids: Sequence[int], priority: int
+    ) -> Orphan | None:
+        """The longest parked tail that our tokens begin with after page `first`."""
+        store, salt, parent = self._store, session.salt, keys.ROOT_KEY
+        if first and len(session.keys) >= first:
+            parent = session.keys[first - 1]
+        elif first:
+            before = session.tokens[: first * PAGE_TOKENS]
+            parent = keys.chain_keys(before, store.repr_id, salt)[-1]
+        ref = store.find_tail(parent, ids, salt, pin=True, priority=priority)
+        if ref is None:
+            return None
+        return Orphan(first, store.page_tokens(ref), ref, lambda: store.unpin(ref))
+
     def admitted(self, turn: Turn) -> None:
         """The turn has a seat: what it reuses is known, and why that is less than it might be."""
         session, generation = turn.session, turn.generation
@@ -226,7 +293,9 @@ class Reopener:
             return
         if facts.restored and found:
             metrics.kv_restored_tokens_used_total.inc(found)
-        facts.restored, facts.changed = False, ()
+        if facts.restored:
+            self._store.attic.forget(session.name)
+            facts.restored, facts.changed, facts.old_epoch = False, (), 0
         if facts.meta.rebase is not None:
             met = msgspec.structs.replace(facts.meta.rebase, kept=min(found, prompt), reason=reason)
             edit = met if met.is_edit else facts.meta.edit
@@ -301,6 +370,10 @@ class Reopener:
             if known.hex() == repr_id:
                 return tuple(differing_fields(self._store.descriptor, text))
         return ("unknown",)
+
+
+def _nothing() -> None:
+    """The attic keeps its files by session, not by place."""
 
 
 def _shortfall(turn: Turn, facts: Facts | None) -> tuple[str, str]:
