@@ -11,6 +11,7 @@ import pytest
 
 from batchengine.core import BatchEngineError, GenerationRequest, Sampling, TokenEvent
 from batchengine.engine import Engine
+from bench.hashlm import WORKER_COMMAND, hashlm_tokens
 from tests.fakes import Answer, Reference, read, request, run, running_engine, until, words
 
 WARM = Sampling(temperature=0.8, seed=11)
@@ -301,5 +302,119 @@ def test_why_names_the_first_token_that_differs(
             assert not why["last"]["is_edit"]
             detail = await engine.session_detail("", "s")
             assert [turn["status"] for turn in detail["turns"]] == ["done"] * 3
+
+    run(work())
+
+
+def test_after_a_clean_restart_nothing_is_computed_again(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """Sealed pages and the parked tail: all but the last token, which never had KV."""
+    start = words(15, 700)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(request(start, 20, session="s")))
+        longer = [*start, *one.tokens, *words(16, 9)]
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            two = await read(engine.submit(request(longer, 20, session="s")))
+            assert two.tokens == reference.tokens(longer, 20)
+            assert two.done is not None
+            assert two.done.usage.cached_tokens == 719
+            assert two.done.usage.reuse_reason == ""
+            row = engine.sessions()[0]
+            assert (row["tokens_reused"], row["tokens_prompt"], row["reason"]) == (719, 729, "")
+            used = engine.metrics.kv_restored_tokens_used_total
+            assert used._value.get() == 719
+            assert engine.stats()["tokens_computed"] == 10 + 19
+
+    run(work())
+
+
+def test_a_parked_session_leaves_its_lane_and_comes_back_by_its_tool_call(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """The next request names no session, only the call whose result it carries."""
+    start = words(17, 300)
+
+    def after(history: list[int], call: str) -> GenerationRequest:
+        made = request([*history, *words(18, 20)], 10)
+        return dataclasses.replace(made, tool_call_ids=("older", call))
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, lane__places=12) as engine:
+            asked = dataclasses.replace(request(start, 30, session="s"), park=True)
+            one = await read(engine.submit(asked))
+            await engine.park("", "s", "call-1")
+            loop = engine._loops[0]
+            await until(lambda: engine.sessions()[0]["pages"] == 0)
+            await until(lambda: loop.pages.places_free == 12)
+            assert int(engine.stats()["store"]["pages_pinned"]) == 0
+            history = [*start, *one.tokens]
+            stranger = dataclasses.replace(after(history, "call-1"), tenant="other")
+            assert (await read(engine.submit(stranger))).done is not None
+            two = await read(engine.submit(after(history, "call-1")))
+            assert two.done is not None
+            assert two.done.usage.session_id == "s"
+            assert two.done.usage.cached_tokens == 329
+            history += [*words(18, 20), *two.tokens]
+            assert two.tokens == reference.tokens(history[:-10], 10)
+            parked = await engine.park("", "s", "call-2")
+            assert parked["tool_calls"] == ("call-1", "call-2")
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            three = await read(engine.submit(after(history, "call-2")))
+            assert three.done is not None
+            assert three.done.usage.session_id == "s"
+            assert three.done.usage.cached_tokens == len(history) - 1
+            assert three.tokens == reference.tokens([*history, *words(18, 20)], 10)
+            with pytest.raises(BatchEngineError) as error:
+                await engine.park("", "nobody")
+            assert error.value.http_status == 404
+
+    run(work())
+
+
+def test_a_fork_takes_the_tail_along(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    start = words(19, 400)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(request(start, 20, session="s")))
+            for name in ("x", "y"):
+                await engine.fork("", "s", name)
+            for index, name in enumerate(("x", "y", "s")):
+                prompt = [*start, *one.tokens, *words(30 + index, 9)]
+                answer = await read(engine.submit(request(prompt, 12, session=name)))
+                assert answer.tokens == reference.tokens(prompt, 12)
+                assert answer.done is not None
+                assert answer.done.usage.cached_tokens == 419
+
+    run(work())
+
+
+def test_another_model_keeps_the_tokens_and_says_so(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV of the old model is never used; a repeated request is computed, not told again."""
+    start = words(21, 600)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            one = await read(engine.submit(request(start, 20, session="s")))
+            assert one.tokens == hashlm_tokens(start, 20)
+        monkeypatch.setenv("HASHLM_FAULTS", '{"model": "other"}')
+        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            two = await read(engine.submit(request(start, 20, session="s")))
+            assert two.tokens == hashlm_tokens(start, 20, model="other")
+            assert two.done is not None
+            assert two.done.usage.cached_tokens == 0
+            assert two.done.usage.resumed_tokens == 0
+            longer = [*start, *two.tokens, 9]
+            three = await read(engine.submit(request(longer, 20, session="s")))
+            assert three.done is not None
+            assert three.done.usage.cached_tokens >= 512
+        assert "model or numerics changed: model_hash" in two.done.usage.reuse_reason
 
     run(work())
