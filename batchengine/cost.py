@@ -89,7 +89,10 @@ class CostModel:
     A coefficient moves fast while young and as an average of some GAIN_MIN^-1 steps later. A
     residual is cut at four times the median one: a stolen time slice moves the fit little.
     STREAK such steps in a row on one side are no accident: the lane has changed, and
-    everything is young again. Deterministic: same observations, same bits.
+    everything is young again. Before that, a step that is mostly
+    made of what was hardly ever seen sets the scale of all of that: a prior has the right
+    proportions and may be wrong by any factor, and a prefill is rare between decodes.
+    Deterministic: same observations, same bits.
     """
 
     GAIN_MIN = 0.02
@@ -97,6 +100,8 @@ class CostModel:
     LIMIT_MAX = 0.7  # largest pull of an accident, as a logarithm: a factor of two
     LIMIT_CHANGED = 2.3  # a factor of ten
     STREAK = 6
+    YOUNG = 2.0  # the first step that a coefficient explains alone ends its youth
+    SCALE_MAX = 100.0
 
     def __init__(self, prior: StepCost) -> None:
         """`prior` coefficients must be positive: zero times anything stays zero."""
@@ -119,9 +124,10 @@ class CostModel:
 
     def observe(self, work: StepWork, step_ms: float) -> None:
         """Learn from one step. Times that are not positive and finite teach nothing."""
-        predicted_ms = self.cost.predict_ms(work)
         if not (math.isfinite(step_ms) and step_ms > 0.0):
             return
+        self._rescale(work, step_ms)
+        predicted_ms = self.cost.predict_ms(work)
         error = math.log(step_ms / predicted_ms)
         limit = self._limit(error)
         step = self.MEDIAN_STEP if abs(error) > self._median else 1.0 / self.MEDIAN_STEP
@@ -141,6 +147,20 @@ class CostModel:
             return limit
         self._age = [min(a, 4.0) for a in self._age]
         return self.LIMIT_CHANGED
+
+    def _rescale(self, work: StepWork, step_ms: float) -> None:
+        """Bring what was hardly ever seen to the scale of its first steps, all of it together."""
+        old = _coefficients(self.cost)
+        terms = [value * n for value, n in zip(old, (1.0, *work), strict=True)]
+        young = [age < self.YOUNG for age in self._age]
+        young_ms = sum(ms for ms, is_young in zip(terms, young, strict=True) if is_young)
+        known_ms = sum(terms) - young_ms
+        if young_ms < known_ms:
+            return
+        factor = max(1.0 / self.SCALE_MAX, min(self.SCALE_MAX, (step_ms - known_ms) / young_ms))
+        if abs(math.log(factor)) > self.LIMIT_MAX:
+            scaled = [v * factor if y else v for v, y in zip(old, young, strict=True)]
+            self.cost = StepCost(*(min(COEFFICIENT_MAX, max(COEFFICIENT_MIN, v)) for v in scaled))
 
     def _blame(self, work: StepWork, predicted_ms: float, error: float) -> None:
         """Spread `error` over the coefficients by their share of the prediction."""

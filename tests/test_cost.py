@@ -126,6 +126,18 @@ def test_same_observations_same_bits() -> None:
     assert models[0].cost == models[1].cost
 
 
+@pytest.mark.parametrize("factor", [1 / 30, 30.0])
+def test_rare_prefills_are_learned_between_many_decodes(factor: float) -> None:
+    """One prefill among thirty decodes, and a prior that is wrong by a factor of thirty."""
+    rng = random.Random(9)
+    model = CostModel(StepCost(*(factor * getattr(TRUTH, n) for n in StepCost.__slots__)))
+    for _ in range(6):
+        for work in [StepWork(256, 0, 0, 256 * 128.0)] + [StepWork(0, 1, 300, 0.0)] * 30:
+            model.observe(work, TRUTH.predict_ms(work) * rng.uniform(0.95, 1.05))
+    prefill = StepWork(512, 0, 0, 512 * 256.0)
+    assert model.cost.predict_ms(prefill) == pytest.approx(TRUTH.predict_ms(prefill), rel=0.3)
+
+
 def test_prior_must_be_positive() -> None:
     with pytest.raises(ValueError, match="not positive"):
         CostModel(StepCost(fixed_ms=0.0))

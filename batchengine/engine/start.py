@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from batchengine import wire
+from batchengine import cost, wire
 from batchengine.config import Config, LaneConfig
 from batchengine.core import BatchEngineError, ModelInfo, Stage
 from batchengine.engine.journal import INCARNATIONS, Journal
@@ -219,8 +219,11 @@ class Starter:
             self.journal.note,
             lambda session: made[0].session_cut(session),
         )
-        made.append(LaneLoop(lane, pages, config, self._owner, self.store.places_max))
-        return made[0]
+        loop = LaneLoop(lane, pages, config, self._owner, self.store.places_max)
+        prior = cost.prior_cost(self.info.file_bytes, self.info.n_params, config.threads)
+        loop.cost = cost.CostModel(prior)
+        made.append(loop)
+        return loop
 
     async def _attach(self, loop: LaneLoop) -> None:
         """A new arena for the worker that is up, mapped by it."""
