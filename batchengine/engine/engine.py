@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from batchengine import cost, scheduler
+from batchengine import cost, router, scheduler
 from batchengine.config import Config
 from batchengine.core import (
     BatchEngineError,
@@ -33,6 +33,7 @@ from batchengine.engine.background import Background, count_turn
 from batchengine.engine.care import Care
 from batchengine.engine.dispatch import Dispatcher
 from batchengine.engine.generation import Continuation, Generation
+from batchengine.engine.handover import Handover
 from batchengine.engine.journal import DONE, Journal
 from batchengine.engine.loop import LaneLoop
 from batchengine.engine.reopen import Reopener
@@ -47,6 +48,7 @@ log = logging.getLogger("batchengine.engine")
 
 SESSION_QUEUE_MAX = 16  # requests waiting for one session
 SHUTDOWN_S = 5.0  # for turns to end at a token: a step is far shorter
+SETTLE_S = 5.0  # for moves between lanes that are under way when the daemon stops
 
 
 class Engine:
@@ -66,6 +68,7 @@ class Engine:
         self._reopener: Reopener | None = None
         self._care: Care | None = None
         self._dispatch = Dispatcher(self._tables, self._spawn)
+        self._handover: Handover | None = None
         self._tasks: dict[asyncio.Task[None], str] = {}
         self._loops, self._turns = self._tables.loops, self._tables.turns
         self._home, self._queues = self._tables.home, self._tables.queues
@@ -125,6 +128,13 @@ class Engine:
             raise refusals.loading(self._progress)
         return self._care
 
+    @property
+    def handover(self) -> Handover:
+        """Moves of sessions between lanes."""
+        if self._handover is None:
+            raise refusals.loading(self._progress)
+        return self._handover
+
     def lanes(self) -> list[dict[str, Any]]:
         """One row per lane."""
         return reports.lane_rows(self._tables)
@@ -172,14 +182,22 @@ class Engine:
             self._starter.text,
             self._spawn,
         )
+        self._handover = Handover(
+            self._tables, self._starter.journal, self._dispatch, self._next_in_queue
+        )
+        self._dispatch.mover = self._handover
         self._loops[:] = self._starter.loops
         self._ends = self._text.tokenizer.eog
         for loop in self._loops:
             self._spawn(loop.run(), f"lane {loop.lane.name}")
         self._spawn(self._journal.run(), "journal")
         self._spawn(self._reopener.tidy(), "tidy")
-        self._spawn(Background(self._tables, self._dispatch.tick).run(), "housekeeping")
+        self._spawn(Background(self._tables, self._tick).run(), "housekeeping")
         self._progress, self._state = 1.0, "ready"
+
+    def _tick(self) -> None:
+        self._dispatch.tick()
+        self._evacuate()
 
     def _set_progress(self, fraction: float) -> None:
         self._progress = max(self._progress, min(0.99, fraction))
@@ -194,6 +212,8 @@ class Engine:
                 while self._turns or self._queues:
                     self._turn_over.clear()
                     await self._turn_over.wait()
+        if self._handover is not None:
+            await self._handover.settle(SETTLE_S)
         if self._care is not None and self._fatal is None:
             await self._put_away()
         for loop in self._loops:
@@ -349,6 +369,22 @@ class Engine:
         """The session and its history end."""
         return await self.care.drop(tenant, session_id)
 
+    async def promote(
+        self, session_id: str, to: str | None = None, tenant: str | None = None
+    ) -> dict[str, Any]:
+        """Move a session to lane `to`, or to the best fast one, between two of its tokens.
+
+        `session_id` may be a unique prefix. Returns a MoveReport as a dict. Raises
+        BatchEngineError (404, 409, 400): nothing has changed then.
+        """
+        return await self.handover.relocate(session_id, to, tenant, router.FAST)
+
+    async def demote(
+        self, session_id: str, to: str | None = None, tenant: str | None = None
+    ) -> dict[str, Any]:
+        """As `promote`, to the best lane for work that can wait."""
+        return await self.handover.relocate(session_id, to, tenant, router.BULK)
+
     def explain(self, given: str) -> dict[str, Any]:
         """What was decided about a request or session, why, and what came of it.
 
@@ -436,8 +472,26 @@ class Engine:
         else:
             self._begin_on(self._home.get(session.key, to), session, generation)
 
+    async def _begin_after(
+        self, move: asyncio.Future[None], session: Session, generation: Generation
+    ) -> None:
+        """The session is between two lanes: begin where it ends up."""
+        try:
+            await asyncio.wait([move])
+        finally:
+            self._tables.reopening -= 1
+        if generation.cancelled:
+            self._next_in_queue(session)
+        else:
+            self._begin(session, generation)
+
     def _begin_on(self, loop: LaneLoop, session: Session, generation: Generation) -> None:
         """Put the prompt on the session, find KV that exists, and queue the turn."""
+        move = self.handover.moving(session)
+        if move is not None:
+            self._tables.reopening += 1
+            self._spawn(self._begin_after(move, session, generation), "move")
+            return
         request, now_ms = generation.request, self._now_ms()
         sla = request.sla
         targets = self._targets(request)
@@ -498,6 +552,9 @@ class Engine:
             log.error("pages of %s cannot be read, it is computed again: %s", turn, error)
             good = [False]
         self._dispatch.restored(turn, self._now_ms() - asked_ms)
+        while (move := self.handover.moving(turn.session)) is not None:
+            await asyncio.wait([move])
+        loop = self._home.get(turn.session.key, loop)
         loop.pages.loaded(turn.session, good)
         self._join(turn, loop)
 
@@ -589,8 +646,16 @@ class Engine:
         self._after_turn(turn)
 
     async def revive(self, loop: LaneLoop) -> None:
-        """Start the next worker of a lane whose worker died."""
+        """Start the next worker of a lane whose worker died; who need not wait goes elsewhere."""
+        if loop.lane.backoff_s() > 0.0:
+            self._evacuate()
         await self._starter.revive(loop)
+
+    def _evacuate(self) -> None:
+        """Turns on lanes that are down move to lanes that are up and have seats."""
+        for loop in self._loops:
+            if self.handover.evacuees(loop):
+                self._spawn(self.handover.evacuate(loop), "evacuation")
 
     def _end(self, generation: Generation, turn: Turn, reason: str) -> None:
         self._turns.pop(generation, None)

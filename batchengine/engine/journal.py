@@ -118,6 +118,28 @@ class Journal:
         """A turn of another life turns out to be complete: say so in its row."""
         self._commit(session, [self._finish(session, turn_id, DONE, reason)], lambda _: None)
 
+    async def hand_over(
+        self, session: Session, turn: Turn | None, epoch: int, lane: str, incarnation: int
+    ) -> None:
+        """Name the session's next owner; returns once that is durable.
+
+        The one commit point of a hand-over. Raises StoreError if the ledger refused it: then the
+        owner is who it was. The session must not compute meanwhile.
+        """
+        mine = [] if turn is None else self._append(turn)
+        tokens, before = len(session.tokens), session.logged_epoch
+        owner = self._ledger.set_owner(session.name.decode(), epoch, incarnation, lane)
+        session.logged_epoch = epoch  # whatever is appended from here on follows that record
+        commit = self._ledger.commit()
+        self._watch(commit)
+        if turn is not None and mine:
+            self._after(session, mine, commit, self._teller(turn, tokens))
+        try:
+            await asyncio.shield(asyncio.wrap_future(owner))
+        except StoreError:
+            session.logged_epoch = before
+            raise
+
     def cut(self, session: Session, length: int) -> None:
         """The ledger holds tokens that the session has given up: forget them there too."""
         name = session.name.decode()

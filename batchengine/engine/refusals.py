@@ -194,6 +194,68 @@ def quarantined(turn: Turn) -> BatchEngineError:
     )
 
 
+def no_such_session(given: str, candidates: Sequence[str]) -> BatchEngineError:
+    """No session in memory has this id, or several begin like this."""
+    if candidates:
+        return BatchEngineError(
+            "BE3002",
+            f"{len(candidates)} sessions are called {given}...",
+            why=", ".join(sorted(candidates)[:8]),
+            fix="name one of them in full",
+            http_status=409,
+            error_type="invalid_request_error",
+            api_code="session_ambiguous",
+        )
+    return BatchEngineError(
+        "BE3001",
+        f"there is no session {given} on any lane",
+        why="it is unknown, or so long idle that only the ledger knows it",
+        fix="`batchengine sessions` lists those that can be moved",
+        http_status=404,
+        error_type="invalid_request_error",
+        api_code="session_not_found",
+    )
+
+
+def no_such_lane(name: str, lanes: Sequence[str]) -> BatchEngineError:
+    """A lane that is not configured."""
+    return BatchEngineError(
+        "BE3003",
+        f"there is no lane {name}",
+        why=f"this daemon has: {', '.join(lanes)}",
+        fix="name one of these",
+        http_status=400,
+        error_type="invalid_request_error",
+        api_code="unknown_lane",
+    )
+
+
+def no_other_lane(lane: str) -> BatchEngineError:
+    """Nowhere to go."""
+    return BatchEngineError(
+        "BE3004",
+        f"there is no lane to move to from {lane or 'here'}",
+        why="no other lane is up and has a free seat",
+        fix="configure a second [[lane]], or wait until one is back",
+        http_status=409,
+        error_type="invalid_request_error",
+        api_code="no_other_lane",
+    )
+
+
+def not_moved(lane: str, why: str) -> BatchEngineError:
+    """A hand-over that was given up; nothing changed."""
+    return BatchEngineError(
+        "BE3005",
+        f"the session stays on lane {lane}",
+        why=why,
+        fix="nothing is lost: ask again later, or name another lane",
+        http_status=409,
+        error_type="invalid_request_error",
+        api_code="not_moved",
+    )
+
+
 def _invalid(param: str, what: str, fix: str) -> BatchEngineError:
     return BatchEngineError(
         "BE1207",

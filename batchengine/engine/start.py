@@ -237,7 +237,8 @@ class Starter:
         try:
             try:
                 arena = await asyncio.to_thread(create)
-            except StoreFull:  # rows of an earlier life are worth less than a worker
+            except StoreFull:  # rows of earlier lives are worth less than a worker
+                loop.pages.forsake_dead_arenas()
                 await asyncio.to_thread(self.store.attic.sweep, everything=True)
                 arena = await asyncio.to_thread(create)
         except StoreError as error:

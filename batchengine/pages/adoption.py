@@ -59,6 +59,13 @@ class Adoption:
         return sum(self.rows)
 
 
+class Leaving(NamedTuple):
+    """Places of a session that computes on another lane now."""
+
+    arena: Arena | None
+    places: list[ArenaPlace]
+
+
 class Touch:
     """Sealed pages to fault in; `on_done` when the lane has, or died."""
 
@@ -228,20 +235,43 @@ class AdoptingPages(SealLine):
         self._touches.append(Touch(codes, on_done))
         self._wake()
 
-    def let_go(self, session: Session) -> None:
+    def pause_adopting(self, session: Session) -> None:
+        """The session is frozen: its rows stay where they are. `enter` asks for them again."""
+        self._stop_adopting(session)
+        self._orphaned.pop(session, None)
+
+    def detach(self, session: Session) -> Leaving:
         """The session computes elsewhere from now on; its sealed pages went with it.
 
-        Seals of its pages that are under way go on as nobody's.
+        Seals of its pages that are under way go on as nobody's. `release` what is left.
         """
+        left = Leaving(self._arena, list(session.places))
         for place in session.places:
-            self._drop(place)
+            seal = self._seals.get(place)
+            if seal is not None and seal.ticket is not None:
+                seal.session = None
+                left.places.remove(place)
         session.places.clear()
         del session.codes[len(session.pinned) :]
         self._lenders.pop(session, None)
-        self._orphaned.pop(session, None)
-        self._stop_adopting(session)
+        self.pause_adopting(session)
         self.unpark(session)
-        self._wake()
+        self.members.pop(session.key, None)
+        return left
+
+    def release(self, left: Leaving) -> None:
+        """Places of a session that left are poisoned and free, unless their arena died."""
+        if left.arena is not None and left.arena is self._arena:
+            for place in left.places:
+                self._drop(place)
+
+    def bring(self, session: Session, tails: Sequence[Orphan]) -> None:
+        """Parked rows that came along with a session: wanted if they follow what it has."""
+        try:
+            self.inherit(session, tails)
+        except ValueError:
+            for orphan in tails:
+                orphan.release()
 
     # --------------------------------------------------------------------------- own orphans
 
