@@ -215,6 +215,8 @@ class UpkeepPool(PagePool):
         """ "ok", or what is wrong with caching: for health."""
         if not self.places_max:
             return "off: the budget is smaller than one page"
+        if not self._pages_io.alive:
+            return "off: the page thread has ended"
         if not len(self._table):
             return f"off: {self._growth_blocked or 'there is no extent yet'}"
         return f"failing: {self._write_failure}" if self._write_failure else "ok"

@@ -252,6 +252,47 @@ def test_flips_are_caught_from_the_lanes_digest_on(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("count", [1_500, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_corrupted_pages_never_verify(tmp_path: Path, count: int) -> None:
+    """Bits, zeros, swapped, stale, foreign, misdirected, shortened: one check tells them all."""
+    store = Store.open(tmp_path / "s", descriptor(), settings(16, 16))
+    lane = Lane(store)
+    stale = [read_page(store, ref) for ref in lane.add_chain(tokens_of(70, 4))]
+    store.evict(4)
+    wait_for_growth(store)
+    refs = lane.add_chain(IDS)
+    pages = [store._table.get(ref) for ref in refs]
+    sound = [read_page(store, ref) for ref in refs]
+    assert [page.gen for page in pages] == [1] * 4, "the stale bytes are of the same places"
+    rng, missed = np.random.default_rng(4), 0
+    with open(store.extents()[0].path, "r+b") as extent:
+        for _ in range(count):
+            kind, n = int(rng.integers(6)), int(rng.integers(4))
+            at, length = int(rng.integers(LAYOUT.payload_bytes)), int(rng.integers(1, 4096))
+            data = bytearray(sound[n])
+            if kind == 0:
+                data[at] ^= 1 << int(rng.integers(8))
+            elif kind == 1:
+                data[at : at + length] = bytes(len(data[at : at + length]))
+            elif kind == 2:
+                data = bytearray(sound[n - 1])
+            elif kind == 3:
+                data = bytearray(stale[n])
+            elif kind == 4:
+                data[at : at + length] = rng.bytes(len(data[at : at + length]))
+            else:
+                data[at:] = stale[n][at:]
+            if data == sound[n]:
+                continue
+            os.pwrite(extent.fileno(), data, n * SIZE)
+            missed += store._bytes_match(pages[n])
+            os.pwrite(extent.fileno(), sound[n], n * SIZE)
+    assert not missed
+    assert all(store._bytes_match(page) for page in pages)
+    lane.close()
+    store.close()
+
+
 # -- F71: descriptors and inodes --------------------------------------------------------------
 
 
