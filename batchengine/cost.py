@@ -348,14 +348,15 @@ def prefill_ms(cost: StepCost, frontier: int, n_tokens: int) -> float:
 def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out: int) -> Prediction:
     """What a request of `rank` will see that joins now and computes `n_tokens` from `frontier`.
 
-    Prefill runs at half the lane beside decodes. What is to prefill delays later tokens too,
-    spread over the answer and at most as much per token as the decodes themselves take.
+    Prefill runs at half the lane beside others, who decode by then if they do not yet. What is
+    to prefill delays later tokens too, spread over the answer and at most as much per token as
+    the decodes themselves take.
     """
     cost, step_ms = load.cost, load.step_ms
     pairs = n_tokens * (frontier + n_tokens / 2)
     own_ms = cost.prefill_token_ms * n_tokens + cost.prefill_pair_ms * pairs
     work_ms = own_ms + load.prefill_ms[rank]
-    if load.decodes:
+    if load.seated or load.waiting:
         work_ms += work_ms + step_ms
     else:
         work_ms += cost.fixed_ms * (1 + n_tokens // load.chunk_tokens)
@@ -371,7 +372,7 @@ def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out:
 def wait_ms(load: LaneLoad, rank: int) -> float:
     """How long a request of `rank` waits before its own work begins: a seat, and who is first."""
     ahead_ms = load.prefill_ms[rank]
-    return load.seat_ms[rank] + (2.0 * ahead_ms if load.decodes else ahead_ms)
+    return load.seat_ms[rank] + 2.0 * ahead_ms
 
 
 def joined(load: LaneLoad, rank: int, frontier: int, n_tokens: int) -> LaneLoad:

@@ -296,7 +296,7 @@ def _candidate(
         + cost.prefill_pair_ms * n * (frontier + n / 2)
         + load.prefill_ms[rank]
     )
-    if load.decodes:
+    if load.seated or load.waiting:
         work_ms += work_ms + load.step_ms
     else:
         work_ms += cost.fixed_ms * (1 + n // load.chunk_tokens)

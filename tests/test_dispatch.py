@@ -62,6 +62,7 @@ class FakeLoop:
     steps: int = 0
     assigned: int = 0
     context_max: int = 100_000
+    overhead_ms: float = 0.0
     hurried: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -245,7 +246,7 @@ def test_a_long_queue_is_estimated_between_two_looks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(h.dispatch, "_look", counted)
     waits: list[float] = []
     for index in range(100):
-        session = h.session(f"b{index}")
+        session = h.session(f"b{index}", tokens=50)
         generation = h.generation(session, "batch", request_id=f"b{index}")
         assert h.dispatch.place(session, generation) is h.bulk
         h.bulk.steps += 1

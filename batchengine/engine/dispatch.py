@@ -7,6 +7,7 @@ anything itself: a `Mover` does; and to order turns: the scheduler does.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -112,8 +113,10 @@ class Dispatcher:
     def _look(self, loop: LaneLoop) -> router.LaneState:
         config = loop.config
         paused = sum(turn.paused for turn in loop.running.values())
+        step = loop.cost.cost
+        step = dataclasses.replace(step, fixed_ms=step.fixed_ms + loop.overhead_ms)
         load = cost.load_of(
-            loop.cost.cost, config.entries_max, config.chunk_tokens_max, self._rows(loop), paused
+            step, config.entries_max, config.chunk_tokens_max, self._rows(loop), paused
         )
         queue_max = config.queue_max or self._tables.config.limits.queue_max
         return router.LaneState(

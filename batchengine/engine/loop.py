@@ -35,6 +35,7 @@ STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a ha
 OBSERVE_ALL = 256  # steps the cost model learns from without exception;
 OBSERVE_EVERY = 4  # later, of decode steps, one in so many: they are all alike
 REPLAN_S = 0.005  # an empty plan may be a matter of time: places return, deadlines pass
+OVERHEAD_GAIN = 0.05
 ALONE_DEATHS_MAX = 2  # a session that kills a worker alone twice is the cause
 STALL_S = 0.25  # turns that could compute but find no place: one of them gives way,
 STALL_ALONE_S = 5.0  # or ends, if it has nobody to wait for
@@ -79,6 +80,7 @@ class LaneLoop:
         self.expected = 0  # seats kept for sessions that are on their way here
         self.assigned = 0  # turns that were given to this lane and have not ended
         self.step_ms = 0.0
+        self.overhead_ms = 0.0  # of a step, on average: what passes outside the worker
         self._owner = owner
         self._pages_budget = pages_budget
         self._clock = clock
@@ -264,6 +266,7 @@ class LaneLoop:
         await self._owner.revive(self)
 
     async def _step(self) -> None:
+        began_ms = self.now_ms()
         self._drain()
         if not self.lane.alive:
             raise await self.lane.died()
@@ -287,6 +290,9 @@ class LaneLoop:
         check_answer(flight, done)
         self._flight = None
         self._commit(flight, done)
+        if flight.parts:
+            lost_ms = self.now_ms() - began_ms - done.elapsed_us / 1000
+            self.overhead_ms += OVERHEAD_GAIN * (max(0.0, lost_ms) - self.overhead_ms)
 
     async def _sleep(self) -> None:
         """Wait for news; not for long while somebody could compute but the plan said not yet."""
