@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from kv_store import osio
+from kv_store import keys, osio
 from kv_store.errors import StaleRef, StoreCorrupt
 from kv_store.pages import EVICTABLE, SUPERSEDED, PageRef, PageState
 from kv_store.places import EVICT_TO_PERCENT, Parts
@@ -187,16 +187,18 @@ class UpkeepPool(PagePool):
         if page is None:
             return
         info, data = self._info(page.page_id), self._buffer
-        place, fill = info.place_of(page.page_id), osio.TEST_BYTE
-        data[:] = bytes([fill]) * len(data)
+        place = info.place_of(page.page_id)
+        data[:] = bytes([osio.TEST_BYTE]) * len(data)
         try:
             start = time.perf_counter()
+            expected = keys.payload_digest(data)
             self._extents.write_page(info, place, data)
             written = time.perf_counter()
             data[:] = bytes(len(data))
             read = time.perf_counter()
             self._extents.read_page(info, place, data)
-            good = bytes(data).count(fill) == len(data)
+            good = keys.payload_digest(data) == expected
+            now = time.perf_counter()
         except (OSError, StoreCorrupt) as error:
             self._write_failure = str(error)
             return
@@ -206,7 +208,6 @@ class UpkeepPool(PagePool):
         if not good:
             self._write_failure = "a test page read back differs from what was written"
             return
-        now = time.perf_counter()
         self.rates.note_read(info.page_bytes, now - read)
         self.rates.note_seal(info.page_bytes, written - start + now - read)
 

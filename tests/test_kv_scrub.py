@@ -305,3 +305,11 @@ def test_bytes_by_state_add_up(store: Store) -> None:
     assert states == int(stat["pages_total"]) * SIZE == stat["extent_bytes"]
     assert stat["bytes_published"] == 4 * SIZE
     assert stat["sessions"] == 0
+
+
+def test_a_store_without_its_page_thread_is_not_healthy(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "s", descriptor(), settings())
+    assert store.stat()["page_tier"] == "ok"
+    store._pages_io.close()
+    assert store.stat()["page_tier"] == "off: the page thread has ended"
+    store.close()
