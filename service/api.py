@@ -12,18 +12,27 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 import msgspec
 from aiohttp import HttpVersion11, web
 
 import batchengine
-from batchengine.config import Config
 from batchengine.core import BatchEngineError
-from service import chat, completions, errors, generate, schema, sla, strict_json, work
-from service.auth import Caller, Doorkeeper, Keyring, check_content
-from service.door import Engine, Generation
+from service import (
+    chat,
+    completions,
+    errors,
+    generate,
+    schema,
+    session_routes,
+    sla,
+    strict_json,
+    work,
+)
+from service.auth import check_content
+from service.door import Engine
 from service.shape import Shape
+from service.state import CALLER, HEADERS, REQUEST_ID, SERVICE, Live, Service
 
 log = logging.getLogger("batchengine.service")
 
@@ -51,49 +60,6 @@ NOT_BUILT = (
 )
 
 
-@dataclass(slots=True)
-class Live:
-    """One HTTP request that has generations running: what `cancel` and `requests` look at."""
-
-    job: work.Job
-    generations: list[Generation]
-    began: float
-
-
-@dataclass(slots=True)
-class Service:
-    """State of the HTTP side: the engine, the settings, and the requests in flight."""
-
-    engine: Engine
-    config: Config
-    keyring: Keyring
-    doorkeeper: Doorkeeper
-    live: dict[str, Live] = field(default_factory=dict[str, Live])
-    accepting: bool = True
-
-    @classmethod
-    def create(cls, engine: Engine, config: Config) -> Service:
-        return cls(engine, config, Keyring(config.auth), Doorkeeper(config))
-
-    def __repr__(self) -> str:
-        return f"<Service {self.engine.state} live={len(self.live)} accepting={self.accepting}>"
-
-    def cancel(self, request_id: str) -> bool:
-        """Calls off one request; False if it is not running."""
-        live = self.live.get(request_id)
-        if live is None:
-            return False
-        for generation in live.generations:
-            generation.cancel()
-        return True
-
-
-SERVICE = web.AppKey("service", Service)
-REQUEST_ID = web.RequestKey("request_id", str)
-HEADERS = web.RequestKey("headers", dict[str, str])  # for the reply, whatever it will be
-CALLER = web.RequestKey("caller", Caller)
-
-
 def build(service: Service) -> web.Application:
     """The application with every route; ready for `service.listen`."""
     app = web.Application(
@@ -109,6 +75,7 @@ def build(service: Service) -> web.Application:
     app.router.add_get("/health", _health)
     app.router.add_get("/metrics", _metrics)
     app.router.add_get("/props", _props)
+    session_routes.add(app)
     for path in NOT_BUILT:
         app.router.add_route("*", f"/v1/{path}", _not_built)
         if "{" not in path:
@@ -246,7 +213,7 @@ async def _generate(
     job.body_bytes = len(data)
     shape = await prepare(job, body, engine, config.limits.tokens_max_default)
     generations = work.submit_all(engine, job)
-    live = service.live[job.request_id] = Live(job, generations, time.monotonic())
+    live = service.enter(Live(job, generations, time.monotonic()))
     headers = request[HEADERS]
     headers["x-batchengine-route"] = job.route
     session_id = generations[0].session_id or (job.session.session_id if job.session else None)
@@ -263,30 +230,16 @@ async def _generate(
             nonlocal outcome
             outcome = how
 
+        can_resume = len(generations) == 1 and generations[0].request.session_id is not None
         return await generate.answer_stream(
-            request, shape, generations, headers, config.server, on_end
-        )
+            request, shape, generations, headers, config.server, on_end,
+            first_id=0 if can_resume else None,
+        )  # fmt: skip
     except asyncio.CancelledError:
         outcome = "disconnected"
         raise
     finally:
-        service.live.pop(job.request_id, None)
-        _log_end(live, outcome)
-
-
-def _log_end(live: Live, outcome: str) -> None:
-    """One line per request, without a word of the prompt or the answer."""
-    job = live.job
-    log.info(
-        "%s %s class=%s session=%s choices=%d prompt_tokens=%d %.0f ms",
-        job.request_id,
-        outcome,
-        job.sla.sla_class,
-        job.session.session_id if job.session else "-",
-        len(job.requests),
-        len(job.requests[0].prompt) if job.requests else 0,
-        1000 * (time.monotonic() - live.began),
-    )
+        service.leave(live, outcome)
 
 
 def _json(value: object, status: int = 200) -> web.Response:

@@ -15,6 +15,8 @@ from service.work import Job
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 REASONING_NAMES = ("reasoning_content", "reasoning", "reasoning_text")
+CALLS_MAX = 64  # tool calls of one conversation that are looked up
+CALL_CHARS_MAX = 256
 KWARGS = {"enable_thinking": bool}  # what a client may tell a template (RELIABILITY R15)
 
 
@@ -25,6 +27,7 @@ async def prepare(
     context = engine.info.context_tokens
     messages, text_bytes = await off_loop(job.body_bytes, _messages, body.messages)
     work.check_text_size(text_bytes, context, "messages")
+    job.wishes.tool_call_ids = _tool_calls(messages)
     tools = None if body.tool_choice == "none" else _tools(body.tools)
     prompt = await engine.text.encode_chat(messages, tools, _kwargs(body))
     work.check_prompt(prompt, context, "messages")
@@ -39,6 +42,21 @@ def _messages(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int
     """Messages as templates know them, and the bytes of their text."""
     clean = [_message(message, index) for index, message in enumerate(messages)]
     return clean, sum(map(_text_bytes, clean))
+
+
+def _tool_calls(messages: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Ids of the calls in the messages, the newest last: one of them may be what a session awaits.
+
+    Of many only the newest count; what is no id is no reason to refuse a conversation.
+    """
+    found: dict[str, None] = {}
+    for message in messages:
+        calls: list[dict[str, Any]] = message.get("tool_calls") or []
+        for value in [*(call.get("id") for call in calls), message.get("tool_call_id")]:
+            if isinstance(value, str) and 0 < len(value) <= CALL_CHARS_MAX and value.isprintable():
+                found.pop(value, None)
+                found[value] = None
+    return tuple(found)[-CALLS_MAX:]
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:

@@ -231,7 +231,8 @@ def unknown_route(method: str, path: str) -> BatchEngineError:
     return BatchEngineError(
         "BE1711",
         f"there is no route {method} {path[:80]}",
-        fix="POST /v1/chat/completions or /v1/completions; GET /v1/models, /health, /metrics",
+        fix="POST /v1/chat/completions or /v1/completions; GET /v1/models, /v1/sessions,"
+        " /v1/stream, /health, /metrics",
         http_status=404,
         error_type="not_found_error",
         api_code="route_not_found",
@@ -359,4 +360,72 @@ def shed(running: int, limit: int) -> BatchEngineError:
         error_type="rate_limit_error",
         api_code="too_many_requests",
         retry_after_ms=2000,
+    )
+
+
+def unknown_session(given: str, *, operator: bool = False) -> BatchEngineError:
+    """No such session, or somebody else's: one answer for both, unless the operator asks."""
+    return BatchEngineError(
+        "BE1725",
+        f"there is no session {given[:80]}",
+        why="it was never used here or was dropped"
+        if operator
+        else "it was never used here, was dropped, or belongs to another key",
+        fix="see `batchengine sessions --all`; write the client's own id, or the beginning of ours"
+        if operator
+        else "use the x-batchengine-session-id of an answer, or the session id you sent",
+        http_status=404,
+        error_type="not_found_error",
+        api_code="session_not_found",
+    )
+
+
+def ambiguous_session(given: str, found: list[tuple[str, str]]) -> BatchEngineError:
+    """More than one session goes by this name."""
+    shown = [f"{name} (key {tenant})" if tenant else name for tenant, name in found[:8]]
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return BatchEngineError(
+        "BE1726",
+        f"{given[:80]} means {len(found)} sessions",
+        why=", ".join(shown) + more,
+        fix="give more characters, or the key's name with --key-name",
+        http_status=409,
+        error_type=INVALID,
+        api_code="ambiguous_session",
+    )
+
+
+def nothing_to_explain(given: str) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1727",
+        f"nothing is known about {given[:80]}",
+        why="no request or session of yours has that id, or its decision is forgotten by now",
+        fix="use the x-request-id or x-batchengine-session-id of an answer",
+        http_status=404,
+        error_type="not_found_error",
+        api_code="not_found",
+    )
+
+
+def unknown_lane(given: str, lanes: list[str]) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1728",
+        f"there is no lane {given[:80]!r}",
+        fix="use " + " or ".join(lanes),
+        http_status=400,
+        error_type=INVALID,
+        api_code="unknown_lane",
+        param="to",
+    )
+
+
+def one_lane(lanes: list[str]) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1729",
+        "there is no other lane to move to",
+        why=f"this daemon has one lane, {', '.join(lanes)}",
+        fix="start it with --lanes 2, or write two [[lane]] tables into its configuration",
+        http_status=409,
+        error_type=INVALID,
+        api_code="one_lane",
     )

@@ -118,18 +118,21 @@ async def answer_stream(
     headers: dict[str, str],
     server: ServerConfig,
     on_end: Callable[[str], None],
+    first_id: int | None = None,
 ) -> web.StreamResponse:
     """Streams until every choice is done. `on_end` hears how it ended, once.
 
     The stream ends with [DONE] only when every choice finished; after an error event it just ends.
+    With `first_id` events carry ids: tokens of the only choice told so far, counted from there.
     """
     stream = sse.EventStream(request, headers, server.reader_stall_s)
+    marks = None if first_id is None else sse.Marks(first_id)
     fan = FanIn(generations)
     outcome = "disconnected"
     try:
         await stream.open()
         await stream.send(b"".join(sse.data(shape.first(i)) for i in range(len(generations))))
-        outcome = await _relay(stream, shape, fan, len(generations), server)
+        outcome = await _relay(stream, shape, fan, len(generations), server, marks)
         await stream.close()
     except sse.SlowReader:
         outcome = "client_too_slow"
@@ -144,7 +147,12 @@ async def answer_stream(
 
 
 async def _relay(
-    stream: sse.EventStream, shape: Shape, fan: FanIn, choices: int, server: ServerConfig
+    stream: sse.EventStream,
+    shape: Shape,
+    fan: FanIn,
+    choices: int,
+    server: ServerConfig,
+    marks: sse.Marks | None,
 ) -> str:
     """Events to the socket until the end; returns how it ended."""
     answers = [Answer() for _ in range(choices)]
@@ -155,18 +163,21 @@ async def _relay(
         quiet_s = time.monotonic() - wrote_at
         events = await fan.next(max(0.001, server.keepalive_s - quiet_s))
         chunks: list[dict[str, object]] = []
+        ids: list[int] = []  # of the first chunks; the others have the last one
         for index, event in events:
             match event:
                 case TokenEvent():
                     queued = None
+                    told = 0 if marks is None else marks.count()
                     if (chunk := shape.token(index, event)) is not None:
                         chunks.append(chunk)
+                        ids.append(told)
                 case DoneEvent():
                     chunks.extend(shape.finish(index, event))
                     _finish(answers[index], event)
                     waiting -= 1
                 case ErrorEvent():
-                    await stream.send(b"".join(map(sse.data, chunks)))
+                    await stream.send(_encode(chunks, marks, ids))
                     await stream.fail(event.error)
                     return event.error.api_code
                 case QueuedEvent():
@@ -176,19 +187,26 @@ async def _relay(
             chunks.append(shape.noop())
         if not waiting:
             chunks = shape.closing(chunks, answers)
-        payload = b"".join(map(sse.data, chunks))
+        payload = _encode(chunks, marks, ids)
         if chunks:
             visible_at = now
         elif now - wrote_at >= server.keepalive_s:
-            payload = _waiting_comment(queued)
+            payload = sse.comment(_waiting_text(queued), marks)
         if payload:
             await stream.send(payload if waiting else payload + sse.DONE)
             wrote_at = time.monotonic()
     return "finished"
 
 
-def _waiting_comment(queued: QueuedEvent | None) -> bytes:
+def _encode(chunks: list[dict[str, object]], marks: sse.Marks | None, ids: list[int]) -> bytes:
+    if marks is None or marks.told == marks.first:
+        return b"".join(map(sse.data, chunks))
+    ids = ids + [marks.told] * (len(chunks) - len(ids))
+    return b"".join(sse.data(chunk, told) for chunk, told in zip(chunks, ids, strict=True))
+
+
+def _waiting_text(queued: QueuedEvent | None) -> str:
     if queued is None:
-        return sse.comment("working")
+        return "working"
     eta = "unknown" if queued.eta_ms is None else str(round(queued.eta_ms))
-    return sse.comment(f"queued pos={queued.position} eta_ms={eta}")
+    return f"queued pos={queued.position} eta_ms={eta}"

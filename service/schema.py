@@ -53,7 +53,8 @@ class Extension(Struct, forbid_unknown_fields=True):
     max_context_tokens: TokenCount | None = None
     session_id: str | None = None
     parent_session_id: str | None = None
-    final: bool | None = None
+    final: bool | None = None  # the session's last turn, as far as the client knows
+    park: bool | None = None  # after this turn it will wait for a tool
     promote: bool | None = None
 
 

@@ -2,7 +2,8 @@
 
 A session id we hand out is `be_` + 16 letters of body + 16 letters of tag; the tag ties it to one
 tenant, so an id is taken as it stands only from the tenant that owns it, and anything else is a
-client's own name for a session, hashed together with the tenant.
+client's own name for a session, hashed together with the tenant. The engine makes `idem_` ids out
+of idempotency keys; they stand as they are, since it looks sessions up by tenant and id.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from service.schema import ChatRequest, CompletionRequest
 
 ID_CHARS_MAX = 4096  # beyond this it is not an id
 _OURS = re.compile(r"be_[a-z2-7]{32}")
+_OF_KEY = re.compile(r"idem_[0-9a-f]{32}")
 _GENERIC = re.compile(r"x-.+-session-id", re.IGNORECASE)
 
 # API 1.5, after the body's own field; names are case-insensitive
@@ -92,6 +94,8 @@ def session_key(tenant: str, client_id: str, param: str = "session_id") -> str:
             fix="send a short identifier, such as a UUID",
         )
     if _OURS.fullmatch(client_id) and client_id[19:] == _tag(tenant, client_id[3:19]):
+        return client_id
+    if _OF_KEY.fullmatch(client_id):
         return client_id
     body = _letters(b"session", tenant, client_id)
     return f"be_{body}{_tag(tenant, body)}"

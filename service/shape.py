@@ -141,7 +141,9 @@ def serving_object(job: Job, answers: list[Answer]) -> dict[str, object]:
     """Who served it, where and how fast: what `promote` and a log reader need."""
     usage = answers[0].usage
     session_id = usage.session_id or (job.session.session_id if job.session else "")
-    return {
+    predicted = job.predict() or {}
+    predicted_ms = predicted.get("ttft_ms")
+    found: dict[str, object] = {
         "request_id": job.request_id,
         "session_id": session_id or None,
         "class": str(job.sla.sla_class),
@@ -149,6 +151,18 @@ def serving_object(job: Job, answers: list[Answer]) -> dict[str, object]:
         "lane": usage.lane,
         "queue_ms": round(usage.queue_ms, 3),
         "ttft_ms": round(usage.ttft_ms, 3),
+        "predicted_ttft_ms": _finite(predicted_ms),
         "total_ms": round(usage.total_ms, 3),
+        "tokens_reused": usage.cached_tokens,
+        "reuse_reason": usage.reuse_reason,
         "seed": job.seed,
     }
+    if usage.resumed_tokens:
+        found["resumed_tokens"] = usage.resumed_tokens
+    if not usage.durable:
+        found["durable"] = False
+    return found
+
+
+def _finite(ms: float | None) -> float | None:
+    return round(ms, 3) if ms is not None and math.isfinite(ms) else None

@@ -72,11 +72,33 @@ class EventStream:
             self._request.transport.abort()
 
 
-def data(value: dict[str, object]) -> bytes:
+class Marks:
+    """Ids of the events of a stream that can be resumed: tokens of its answer told so far.
+
+    Tokens that show no text count too, so an id is exactly what `from=` takes.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.told = first
+
+    def count(self) -> int:
+        """One more token was told; returns its event's id."""
+        self.told += 1
+        return self.told
+
+
+def data(value: dict[str, object], event_id: int | None = None) -> bytes:
     """One data event."""
-    return b"data: " + _encoder.encode(value) + b"\n\n"
+    head = b"" if event_id is None else b"id: %d\n" % event_id
+    return head + b"data: " + _encoder.encode(value) + b"\n\n"
 
 
-def comment(text: str) -> bytes:
-    """A comment line: keeps proxies awake, invisible to SDKs."""
-    return b": " + text.encode() + b"\n\n"
+def comment(text: str, marks: Marks | None = None) -> bytes:
+    """A comment line: keeps proxies awake, invisible to SDKs.
+
+    Once an id was sent no empty line follows: the OpenAI and Anthropic decoders would take it for
+    an event with that id and no data, and fail.
+    """
+    is_marked = marks is not None and marks.told > marks.first
+    return b": " + text.encode() + (b"\n" if is_marked else b"\n\n")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from multidict import CIMultiDictProxy
 
@@ -22,6 +24,7 @@ from service.schema import (
     GENERATIONS_MAX,
     ChatRequest,
     CompletionRequest,
+    Extension,
     binary32,
     stop_strings,
 )
@@ -31,6 +34,20 @@ from service.schema import (
 BYTES_PER_TOKEN_MAX = 128
 BODY_BYTES_MIN = 1 << 20  # room for tools and fields beside the prompt
 SEED_MASK = (1 << 64) - 1
+HEADER_KEY = "Idempotency-Key"
+KEY_CHARS_MAX = 255
+HEADER_FINAL = "x-dynamo-session-final"
+
+
+@dataclass(slots=True)
+class Wishes:
+    """What a client wants for the session beside an answer."""
+
+    promote: bool = False
+    park: bool = False
+    expected_output_tokens: int | None = None
+    idempotency_key: str = ""
+    tool_call_ids: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -50,6 +67,8 @@ class Job:
     seed: int
     choices_per_prompt: int = 1
     body_bytes: int = 0
+    wishes: Wishes = field(default_factory=lambda: Wishes())
+    predict: Callable[[], Mapping[str, Any] | None] = lambda: None
     requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
 
 
@@ -102,6 +121,30 @@ def open_job(
         service_tier=None if body.service_tier is None else sla.SERVED_TIER[promised.sla_class],
         seed=seed,
         choices_per_prompt=body.n or 1,
+        wishes=_wishes(body, headers),
+        predict=lambda: engine.predicted(request_id),
+    )
+
+
+def _wishes(body: ChatRequest | CompletionRequest, headers: CIMultiDictProxy[str]) -> Wishes:
+    """Everything but tool calls, which only chat messages carry; raises 400."""
+    asked = body.batchengine or Extension()
+    key = headers.get(HEADER_KEY, "").strip()
+    if len(key) > KEY_CHARS_MAX or not key.isprintable():
+        raise errors.invalid_field(
+            HEADER_KEY,
+            f"{HEADER_KEY} is not usable",
+            why=f"it must be printable and at most {KEY_CHARS_MAX} characters",
+            fix="send a UUID",
+        )
+    hints = body.nvext.agent_hints if body.nvext else None
+    expected = asked.expected_output_tokens or (hints.osl if hints else None)
+    ends = asked.final or headers.get(HEADER_FINAL, "").strip().lower() == "true"
+    return Wishes(
+        promote=bool(asked.promote),
+        park=bool(asked.park or ends),
+        expected_output_tokens=expected,
+        idempotency_key=key,
     )
 
 
@@ -216,6 +259,7 @@ def fill(
             fix="send fewer at once",
         )
     stop, context = stop_strings(body.stop), engine.info.context_tokens
+    wishes = job.wishes
     for prompt_index, prompt in enumerate(prompts):
         if len(prompt) + tokens_max > context:
             param = "messages" if isinstance(body, ChatRequest) else "prompt"
@@ -236,8 +280,18 @@ def fill(
                     # one timeline cannot grow in two directions: other choices are anonymous
                     session_id=job.session.session_id if job.session and index == 0 else None,
                     tenant=job.caller.tenant,
+                    tool_call_ids=wishes.tool_call_ids if index == 0 else (),
+                    park=wishes.park,
+                    idempotency_key=_key_of_choice(wishes.idempotency_key, index),
+                    promote=wishes.promote,
+                    expected_output_tokens=wishes.expected_output_tokens,
                 )
             )
+
+
+def _key_of_choice(key: str, index: int) -> str:
+    """Every choice is a turn of its own, so a repetition finds each of them."""
+    return f"{key}#{index}" if key and index else key
 
 
 def submit_all(engine: Engine, job: Job) -> list[Generation]:

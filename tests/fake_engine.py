@@ -65,8 +65,9 @@ class FakeText:
 class FakeGeneration:
     """Scripted events; stops quietly when cancelled."""
 
-    def __init__(self, engine: FakeEngine, request: GenerationRequest) -> None:
+    def __init__(self, engine: FakeEngine, request: GenerationRequest, skip: int = 0) -> None:
         self.request = request
+        self.skip = skip  # tokens the reader has from an earlier stream
         self.request_id = request.request_id
         self.session_id = request.session_id or f"anon_{request.request_id}"
         self.cancelled = asyncio.Event()
@@ -99,6 +100,10 @@ class FakeEngine:
         self.queued_s = 0.0
         self.fail_after: int | None = None  # tokens before an ErrorEvent
         self.refuse: BatchEngineError | None = None
+        self.lane_names = ["cpu"]
+        self.known: dict[tuple[str, str], GenerationRequest] = {}  # named sessions: the last turn
+        self.asleep: list[tuple[str, str]] = []  # of them, on disk only
+        self.verbs: list[tuple[Any, ...]] = []  # what was done to whom
         self.generations: list[FakeGeneration] = []
         self.info = ModelInfo(
             model_id=MODEL_ID,
@@ -144,7 +149,122 @@ class FakeEngine:
             )
         generation = FakeGeneration(self, request)
         self.generations.append(generation)
+        if request.session_id is not None:
+            self.known[request.tenant, request.session_id] = request
         return generation
+
+    def _last(self, tenant: str | None, session_id: str) -> GenerationRequest:
+        for (owner, name), request in self.known.items():
+            if name == session_id and tenant in (None, owner):
+                return request
+        raise BatchEngineError("BE2403", f"there is no session {session_id}", http_status=404)
+
+    async def resume(self, tenant: str, session_id: str, from_token: int = 0) -> FakeGeneration:
+        request = self._last(tenant, session_id)
+        generation = FakeGeneration(self, request, from_token)
+        self.generations.append(generation)
+        return generation
+
+    async def promote(
+        self, session_id: str, to: str | None = None, tenant: str | None = None
+    ) -> Mapping[str, Any]:
+        return self._move("promote", session_id, to or self.lane_names[0], tenant)
+
+    async def demote(
+        self, session_id: str, to: str | None = None, tenant: str | None = None
+    ) -> Mapping[str, Any]:
+        return self._move("demote", session_id, to or self.lane_names[-1], tenant)
+
+    def _move(self, verb: str, session_id: str, to: str, tenant: str | None) -> dict[str, Any]:
+        self._last(tenant, session_id)
+        self.verbs.append((verb, tenant, session_id, to))
+        return {
+            "session_id": session_id, "source": "bulk", "target": to, "cause": verb, "tokens": 300,
+            "pages_shared": 1, "pages_copied": 1, "rows_copied": 44, "rows_recomputed": 0,
+            "gap_ms": 1.5, "total_ms": 4.0, "result": "moved",
+        }  # fmt: skip
+
+    async def session_detail(self, tenant: str, session_id: str) -> Mapping[str, Any]:
+        request = self._last(tenant, session_id)
+        return {
+            "session_id": session_id, "tenant": tenant, "tokens": len(request.prompt),
+            "state": "idle", "turns": [], "tool_calls": [],
+        }  # fmt: skip
+
+    async def why(self, tenant: str, session_id: str) -> Mapping[str, Any]:
+        self._last(tenant, session_id)
+        told = {
+            "common_prefix_tokens": 5812, "timeline_tokens": 9000, "prompt_tokens": 9100,
+            "is_edit": True, "tokens_reused": 5632, "tokens_computed": 3468, "pages_kept": 22,
+            "reason": "history edited at token 5812", "first_difference": 5812,
+            "old_token": 7, "new_token": 8, "old_text": "Current time: 10:00", "new_text": "11:00",
+        }  # fmt: skip
+        return {"session_id": session_id, "last": told, "edit": told}
+
+    async def fork(self, tenant: str, session_id: str, new_id: str) -> Mapping[str, Any]:
+        request = self.known[tenant, new_id] = self._last(tenant, session_id)
+        return {
+            "session_id": new_id, "forked_from": session_id, "tokens": len(request.prompt),
+            "pages_shared": 1, "tokens_shared": 256,
+        }  # fmt: skip
+
+    async def park(
+        self, tenant: str, session_id: str, tool_call_id: str | None = None
+    ) -> Mapping[str, Any]:
+        self._last(tenant, session_id)
+        self.verbs.append(("park", tenant, session_id, tool_call_id))
+        calls = [tool_call_id] if tool_call_id else []
+        return {"session_id": session_id, "state": "parked", "tokens": 3, "tool_calls": calls}
+
+    async def drop(self, tenant: str, session_id: str) -> Mapping[str, Any]:
+        self._last(tenant, session_id)
+        del self.known[tenant, session_id]
+        return {"session_id": session_id, "tokens": 3, "state": "dropped"}
+
+    def explain(self, given: str) -> Mapping[str, Any]:
+        for generation in reversed(self.generations):
+            request = generation.request
+            decision = self._decision(generation)
+            if request.request_id == given:
+                return {"kind": "request", **decision}
+            if generation.session_id == given:
+                facts = {"session_id": given, "tenant": request.tenant, "lane": "cpu"}
+                return {"kind": "session", **facts, "decisions": [decision]}
+        raise BatchEngineError("BE1209", f"{given!r} names no request", http_status=404)
+
+    def _decision(self, generation: FakeGeneration) -> dict[str, Any]:
+        request = generation.request
+        return {
+            "request_id": request.request_id, "session_id": generation.session_id,
+            "tenant": request.tenant, "class": str(request.sla.sla_class), "age_s": 1.0,
+            "lane": "cpu", "reason": "only this lane can take it", "reason_id": "only",
+            "strategy": {"name": "local"}, "session": None, "moves": [], "restore": None,
+            "request": {"rank": 1, "prompt_tokens": 9, "tokens_out": 16, "promote": False},
+            "predicted": {"lane": "cpu", "ttft_ms": 6.0, "tpot_ms": 2.0, "move_ms": 0.0},
+            "candidates": [{"lane": "cpu", "ttft_ms": 6.0, "tpot_ms": 2.0, "strain": 0.1,
+                            "excluded": "", "waiting": 0, "seated": 1, "seats": 64}],
+            "happened": None, "notes": [],
+        }  # fmt: skip
+
+    def predicted(self, request_id: str) -> Mapping[str, Any] | None:
+        return {"lane": "cpu", "ttft_ms": 6.0, "tpot_ms": 2.0, "move_ms": 0.0}
+
+    async def stored_sessions(self, count_max: int) -> Sequence[Mapping[str, Any]]:
+        rows = [(tenant, name) for tenant, name in self.known]
+        return [
+            {"session_id": name, "tenant": tenant, "state": "on disk", "tokens": 3}
+            for tenant, name in rows[:count_max]
+        ]
+
+    async def store_op(self, op: str) -> Mapping[str, Any]:
+        self.verbs.append(("store", op))
+        if op == "verify":
+            return {"total": 3, "good": 2, "bad": 1, "gone": 0, "read_bytes": 3 << 20,
+                    "seconds": 0.1}  # fmt: skip
+        if op == "gc":
+            return {"pages_evicted": 2, "tails_superseded": 1, "extents_other_reprs": 0,
+                    "places_other_reprs": 0, "sessions": 0, "turns": 4}  # fmt: skip
+        return {"budget_bytes": 1 << 30, "used_bytes": 1 << 20, "page_tier": "ok", "sessions": 2}
 
     async def script(self, generation: FakeGeneration) -> AsyncIterator[GenerationEvent]:
         """The events of one generation: queue, tokens, end."""
@@ -161,10 +281,11 @@ class FakeEngine:
                         BatchEngineError("BE4001", "numeric fault", api_code="numeric_fault")
                     )
                     return
-                if await self._pause(generation, self.delay_s):
+                if count >= generation.skip and await self._pause(generation, self.delay_s):
                     return
-                yield self._token(count, text, request.sampling.logprobs)
                 count += 1
+                if count > generation.skip:
+                    yield self._token(count - 1, text, request.sampling.logprobs)
             usage = Usage(
                 prompt_tokens=len(request.prompt),
                 cached_tokens=len(request.prompt) // 2,
@@ -174,6 +295,8 @@ class FakeEngine:
                 total_ms=9.0,
                 lane="cpu",
                 session_id=generation.session_id,
+                reuse_reason="first use",
+                resumed_tokens=generation.skip,
             )
             generation.finished = True
             reason = "length" if len(self.reply) > request.tokens_max else "stop"
@@ -202,10 +325,22 @@ class FakeEngine:
         return TokenEvent(index, text, chosen, (chosen, *others)[:logprobs])
 
     def lanes(self) -> Sequence[Mapping[str, Any]]:
-        return [{"name": "cpu", "kind": "cpu", "state": "ready", "pid": 4242}]
+        return [
+            {"name": name, "kind": "cpu", "state": "ready", "pid": 4242} for name in self.lane_names
+        ]
 
     def sessions(self) -> Sequence[Mapping[str, Any]]:
-        return [{"session_id": g.session_id, "tokens": 3} for g in self.generations]
+        computing = [
+            (g.request.tenant, g.session_id)
+            for g in self.generations
+            if g.request.session_id is None and not g.finished
+        ]
+        awake = [pair for pair in self.known if pair not in self.asleep]
+        return [
+            {"session_id": name, "tenant": tenant, "class": "standard", "state": "idle",
+             "tokens": 3, "lane": "cpu", "tokens_reused": 1, "tokens_prompt": 3, "reason": ""}
+            for tenant, name in [*awake, *computing]
+        ]  # fmt: skip
 
     def requests(self) -> Sequence[Mapping[str, Any]]:
         return [

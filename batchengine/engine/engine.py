@@ -31,6 +31,7 @@ from batchengine.core import (
 from batchengine.engine import refusals, reports
 from batchengine.engine.background import Background, count_turn
 from batchengine.engine.care import Care
+from batchengine.engine.desk import Desk
 from batchengine.engine.dispatch import Dispatcher
 from batchengine.engine.generation import Continuation, Generation
 from batchengine.engine.handover import Handover
@@ -51,7 +52,7 @@ SHUTDOWN_S = 5.0  # for turns to end at a token: a step is far shorter
 SETTLE_S = 5.0  # for moves between lanes that are under way when the daemon stops
 
 
-class Engine:
+class Engine(Desk):
     """One model, its lanes, its store. Use: `start`, `submit`..., `stop`."""
 
     def __init__(self, config: Config, *, worker_command: tuple[str, ...] = ()) -> None:
@@ -384,13 +385,6 @@ class Engine:
     ) -> dict[str, Any]:
         """As `promote`, to the best lane for work that can wait."""
         return await self.handover.relocate(session_id, to, tenant, router.BULK)
-
-    def explain(self, given: str) -> dict[str, Any]:
-        """What was decided about a request or session, why, and what came of it.
-
-        `given` is an id or a unique prefix of one. Raises BatchEngineError (404, 409).
-        """
-        return self._dispatch.explain(given)
 
     def _admit(self, request: GenerationRequest) -> None:
         """Every reason to refuse, checked before anything changes."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from batchengine.core import SlaClass
 from batchengine.engine.generation import Generation
 from batchengine.engine.tables import Tables
 from batchengine.session import Session
+
+CLASSES = tuple(c.value for c in SlaClass)  # a session's priority counts them from the other end
 
 
 def lane_rows(tables: Tables) -> list[dict[str, Any]]:
@@ -16,10 +19,12 @@ def lane_rows(tables: Tables) -> list[dict[str, Any]]:
         {
             "name": loop.lane.name,
             "kind": loop.config.kind,
+            "tier": loop.config.tier,
             "state": "ready" if loop.lane.alive else "restarting",
             "pid": loop.lane.pid,
             "incarnation": loop.lane.incarnation,
             "threads": loop.config.threads,
+            "cores": ",".join(map(str, loop.config.cores)),
             "running": len(loop.running),
             "waiting": len(loop.waiting),
             "steps": loop.steps,
@@ -38,6 +43,7 @@ def session_rows(tables: Tables) -> list[dict[str, Any]]:
         {
             "session_id": session.session_id,
             "tenant": session.tenant,
+            "class": CLASSES[-1 - session.priority],
             "state": session.state.value,
             "tokens": len(session.tokens),
             "frontier": session.frontier,
@@ -87,7 +93,21 @@ def _request_row(tables: Tables, generation: Generation, now_ms: float) -> dict[
         "to_compute": 0 if turn is None else turn.session.to_compute,
         "age_ms": round(usage.total_ms, 1),
         "lane": generation.lane,
+        **_speeds(generation),
     }
+
+
+def _speeds(generation: Generation) -> dict[str, float | None]:
+    """Time to the first token and per later token so far; None = there was none yet."""
+    first, last, n = (
+        generation.first_token_ms,
+        generation.last_token_ms,
+        generation.completion_tokens - generation.resumed_tokens,
+    )
+    if first is None or last is None:
+        return {"ttft_ms": None, "tpot_ms": None}
+    tpot_ms = round((last - first) / (n - 1), 3) if n > 1 else None
+    return {"ttft_ms": round(first - generation.arrived_ms, 3), "tpot_ms": tpot_ms}
 
 
 def numbers(tables: Tables) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""Questions an operator asks the engine, and chores of the store on demand.
+
+Owns the answers that need no lane: decisions, sessions on disk, store stat, verify and gc. Moves
+no session and changes no timeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+from batchengine.core import BatchEngineError
+from batchengine.engine import refusals
+from batchengine.engine.dispatch import Dispatcher
+from batchengine.engine.tables import Tables
+from kv_store.errors import StoreError
+
+STORE_OPS = ("stat", "verify", "gc")
+
+
+class Desk:
+    """The part of the engine that answers questions about it."""
+
+    _tables: Tables
+    _dispatch: Dispatcher
+
+    def explain(self, given: str) -> dict[str, Any]:
+        """What was decided about a request or session, why, and what came of it.
+
+        `given` is an id or a unique prefix of one. Raises BatchEngineError (404, 409).
+        """
+        return self._dispatch.explain(given)
+
+    def predicted(self, request_id: str) -> dict[str, Any] | None:
+        """Lane, ttft_ms, tpot_ms and move_ms as they were predicted; None = nobody knows."""
+        record = self._dispatch.log.of_request(request_id)
+        found = None if record is None else record.decision.predicted
+        return None if found is None else found._asdict()
+
+    async def stored_sessions(self, count_max: int) -> list[dict[str, Any]]:
+        """Sessions of the ledger, most recently used first; those in memory are among them."""
+        store = self._tables.store
+        if store is None:
+            raise refusals.loading(0.0)
+        infos = await asyncio.wrap_future(store.ledger.list_sessions())
+        rows: list[dict[str, Any]] = []
+        for info in infos[:count_max]:
+            rows.append(
+                {
+                    "session_id": info.id.partition("\x1f")[2],  # see reopen.durable_name
+                    "tenant": info.tenant,
+                    "state": "on disk",
+                    "tokens": info.ledger_len,
+                    "epoch": info.epoch,
+                    "lane": info.owner_lane,
+                }
+            )
+        return rows
+
+    async def store_op(self, op: str) -> dict[str, Any]:
+        """stat: numbers. verify: read every page, condemn bad ones. gc: forget what may go."""
+        store = self._tables.store
+        if store is None:
+            raise refusals.loading(0.0)
+        if op == "stat":
+            return store.stat()
+        try:
+            if op == "verify":
+                return dataclasses.asdict(await asyncio.wrap_future(store.verify_all()))
+            if op == "gc":
+                keep = [session.name.decode() for session in self._tables.named.values()]
+                return dataclasses.asdict(await asyncio.wrap_future(store.gc(keep)))
+        except StoreError as error:
+            raise BatchEngineError(
+                "BE1605", error.what, why=error.why, fix=error.fix, api_code="store_failed"
+            ) from error
+        raise ValueError(f"{op} is none of {STORE_OPS}")

@@ -1,0 +1,250 @@
+"""The routes about sessions: look, why, promote, demote, park, fork, drop, explain, resume.
+
+A caller reaches the sessions of its own key and nobody else's: a foreign id is answered word for
+word like one that never was. Nothing here is the operator's: no store, no lane, no other tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Annotated, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from batchengine.core import BatchEngineError
+from service import errors, generate, strict_json, verbs, work
+from service.auth import check_content
+from service.chat import ChatShape
+from service.sessions import session_key
+from service.state import CALLER, HEADERS, SERVICE, Live, Service
+
+BODY_BYTES_MAX = 16 << 10
+BODY_SECONDS_MAX = 10.0
+LAST_EVENT = "Last-Event-ID"
+TOKENS_MAX = 1 << 24
+
+Label = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class MoveBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Of promote and demote; `to` None = the best lane of the tier."""
+
+    to: Label | None = None
+
+
+class ParkBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Of park: the call whose result will lead back to the session."""
+
+    tool_call_id: Label | None = None
+
+
+class ForkBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Of fork: the client's id for the copy; None = one is made."""
+
+    session_id: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def add(app: web.Application) -> None:
+    """Every route of this module."""
+    one = "/v1/sessions/{session}"
+    app.router.add_get("/v1/sessions", _list)
+    app.router.add_get(one, _show)
+    app.router.add_delete(one, _drop)
+    app.router.add_get(one + "/why", _why)
+    for verb, handler in (
+        ("promote", _promote), ("demote", _demote), ("park", _park), ("fork", _fork),
+    ):  # fmt: skip
+        app.router.add_post(f"{one}/{verb}", handler)
+    app.router.add_get("/v1/explain/{id}", _explain)
+    app.router.add_get("/v1/stream", _stream)
+
+
+def _ready(request: web.Request) -> Service:
+    """The service, once its engine can answer; raises 503."""
+    service = request.app[SERVICE]
+    work.check_serving(service.engine)
+    return service
+
+
+def _named(request: web.Request) -> tuple[Service, str, str, str]:
+    """Service, tenant, session id in the engine, and the id as the caller wrote it."""
+    service, tenant = _ready(request), request[CALLER].tenant
+    given = request.match_info["session"]
+    return service, tenant, verbs.own_session(service, tenant, given), given
+
+
+async def _body(request: web.Request, kind: type[Body]) -> Body:
+    """A small JSON body; none at all means the defaults."""
+    if (request.content_length or 0) > BODY_BYTES_MAX:
+        raise errors.body_too_large(BODY_BYTES_MAX)
+    try:
+        async with asyncio.timeout(BODY_SECONDS_MAX):
+            data = await request.content.read(BODY_BYTES_MAX + 1)
+            while len(data) <= BODY_BYTES_MAX and (
+                more := await request.content.read(BODY_BYTES_MAX + 1)
+            ):
+                data += more
+    except TimeoutError:
+        raise errors.body_too_slow(BODY_SECONDS_MAX) from None
+    if len(data) > BODY_BYTES_MAX:
+        raise errors.body_too_large(BODY_BYTES_MAX)
+    if not data:
+        return kind()
+    check_content(request.headers, request.content_type, request.charset)
+    try:
+        return msgspec.convert(strict_json.parse_object(data), kind, strict=True)
+    except msgspec.ValidationError as error:
+        why = str(error).replace("`", "")
+        raise errors.invalid_field(
+            None,
+            "the body has a wrong value",
+            why=why[:1].lower() + why[1:],
+            fix="send one of: " + (", ".join(kind.__struct_fields__) or "nothing"),
+        ) from None
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+async def _list(request: web.Request) -> web.Response:
+    """The caller's sessions that are in memory, or were interrupted."""
+    service, tenant = _ready(request), request[CALLER].tenant
+    rows = [row for row in service.engine.sessions() if row.get("tenant", "") == tenant]
+    return _json({"object": "list", "data": [verbs.public(row) for row in rows]})
+
+
+async def _show(request: web.Request) -> web.Response:
+    service, tenant, session_id, given = _named(request)
+    return _json(await verbs.own_call(given, service.engine.session_detail(tenant, session_id)))
+
+
+async def _why(request: web.Request) -> web.Response:
+    service, tenant, session_id, given = _named(request)
+    return _json(await verbs.own_call(given, service.engine.why(tenant, session_id)))
+
+
+async def _drop(request: web.Request) -> web.Response:
+    service, tenant, session_id, given = _named(request)
+    return _json(await verbs.own_call(given, service.engine.drop(tenant, session_id)))
+
+
+async def _promote(request: web.Request) -> web.Response:
+    return await _move(request, "promote")
+
+
+async def _demote(request: web.Request) -> web.Response:
+    return await _move(request, "demote")
+
+
+async def _move(request: web.Request, verb: str) -> web.Response:
+    body = await _body(request, MoveBody)
+    service, tenant, session_id, given = _named(request)
+    return _json(
+        await verbs.own_call(given, verbs.move(service, verb, tenant, session_id, body.to))
+    )
+
+
+async def _park(request: web.Request) -> web.Response:
+    body = await _body(request, ParkBody)
+    service, tenant, session_id, given = _named(request)
+    call = service.engine.park(tenant, session_id, body.tool_call_id)
+    return _json(await verbs.own_call(given, call))
+
+
+async def _fork(request: web.Request) -> web.Response:
+    body = await _body(request, ForkBody)
+    service, tenant, session_id, given = _named(request)
+    new_id = session_key(tenant, body.session_id or f"fork {secrets.token_hex(16)}")
+    call = service.engine.fork(tenant, session_id, new_id)
+    return _json(await verbs.own_call(given, call))
+
+
+async def _explain(request: web.Request) -> web.Response:
+    service, tenant = _ready(request), request[CALLER].tenant
+    return _json(await verbs.explain_own(service, tenant, request.match_info["id"]))
+
+
+# ---- GET /v1/stream ----
+
+
+async def _stream(request: web.Request) -> web.StreamResponse:
+    """The last turn of a session again, from token `from` of its answer on, and onwards."""
+    service, caller = _ready(request), request[CALLER]
+    if not service.accepting:
+        raise errors.draining()
+    if len(service.live) >= service.config.limits.streams_max:
+        raise errors.shed(len(service.live), service.config.limits.streams_max)
+    given = request.query.get("session_id") or request.headers.get("x-batchengine-session-id", "")
+    if not given:
+        raise errors.invalid_field(
+            "session_id", "session_id is required", fix="GET /v1/stream?session_id=…&from=0"
+        )
+    from_token = _from_token(request)
+    session_id = verbs.own_session(service, caller.tenant, given)
+    try:
+        generation = await service.engine.resume(caller.tenant, session_id, from_token)
+    except BatchEngineError as error:
+        if error.http_status == verbs.NOT_FOUND:
+            raise errors.unknown_session(strict_json.printable(given)) from None
+        raise
+    job = _job(service, request, generation.request)
+    headers = request[HEADERS]
+    headers["x-batchengine-route"] = job.route
+    headers["x-batchengine-session-id"] = generation.session_id or session_id
+    live = service.enter(Live(job, [generation], time.monotonic()))
+    outcome = "failed"
+
+    def on_end(how: str) -> None:
+        nonlocal outcome
+        outcome = how
+
+    try:
+        return await generate.answer_stream(
+            request, ChatShape(job), [generation], headers, service.config.server, on_end,
+            first_id=from_token,
+        )  # fmt: skip
+    finally:
+        service.leave(live, f"resumed from {from_token}, {outcome}")
+
+
+def _from_token(request: web.Request) -> int:
+    """Tokens the reader has: what it last saw wins over what it once asked for."""
+    param, text = LAST_EVENT, request.headers.get(LAST_EVENT)
+    if text is None:
+        param, text = "from", request.query.get("from", "0")
+    if not (text.isascii() and text.isdecimal() and len(text) <= 8) or int(text) > TOKENS_MAX:
+        raise errors.invalid_field(
+            param,
+            f"{param} has a wrong value",
+            why="it counts the tokens of the answer that were received",
+            fix="send the number of the last id: line, or 0",
+        )
+    return int(text)
+
+
+def _job(service: Service, request: web.Request, asked: work.GenerationRequest) -> work.Job:
+    """The job of the turn that goes on: its own request id, class and seed."""
+    return work.Job(
+        request_id=asked.request_id,
+        caller=request[CALLER],
+        model=service.engine.info.model_id,
+        created=int(time.time()),
+        stream=True,
+        include_usage=request.query.get("include_usage", "1") != "0",
+        sla=asked.sla,
+        session=None,
+        route=work.route_name(service.engine),
+        service_tier=None,
+        seed=asked.sampling.seed,
+        requests=[asked],
+    )
