@@ -18,8 +18,9 @@ Among lanes. *Strain* is the worst of predicted over promised (TTFT, TPOT, TTLT)
 promise is kept. A session's KV is somewhere: elsewhere its hand-over is part of the TTFT.
 
  6. The lanes of the tree's tier come first, among them the one of least strain, as long as they
-    keep the promise or are within `tolerance` of the best lane. Latency-sensitive requests give
-    up the first half: they never go to a lane that is worse than another by more than that.
+    keep the promise or are within `tolerance` of the best lane: that share of the promise, or of
+    the best lane's strain where that is more. Latency-sensitive requests give up the first half:
+    they never go to a lane that is worse than another by more than that.
  7. A session stays where it is while that lane belongs to the tier and rule 6 allows it. Unless
     the request is latency-sensitive it also stays when it moved less than `dwell_ms_min` ago,
     when an interactive turn was here less than `demote_idle_ms` ago (a client may leave a
@@ -214,7 +215,7 @@ def route(request: RouteRequest, session: RouteSession | None, state: RouteState
     if len(able) == 1:
         return Decision(LOCAL_STRATEGY, able[0][1].name, Reason.ONLY, able[0][2], candidates)
     best = _least(able)
-    limit = best[0] * (1.0 + policy.tolerance)
+    limit = best[0] + policy.tolerance * max(1.0, best[0])
     if not urgent and limit < 1.0:
         limit = 1.0
     if session is not None:

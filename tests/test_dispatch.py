@@ -338,7 +338,6 @@ def test_an_interactive_request_asks_for_a_move(monkeypatch: pytest.MonkeyPatch)
     [
         ({"router": {"promote_auto": False}}, "promote_auto is off"),
         ({"mover": None}, "cannot hand sessions over"),
-        ({"dead": True}, "its lane is restarting"),
     ],
 )
 def test_what_holds_a_session_back_is_told(
@@ -347,7 +346,6 @@ def test_what_holds_a_session_back_is_told(
     h = house(monkeypatch, **change.get("router", {}))
     if "mover" in change:
         h.dispatch.mover = None
-    h.bulk.lane.alive = "dead" not in change
     session = h.session("s", h.bulk)
     assert h.dispatch.place(session, h.generation(session, "interactive")) is h.bulk
     (note,) = h.dispatch.explain("s")["decisions"][0]["notes"]

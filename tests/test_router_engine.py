@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from batchengine.config import LaneConfig, SlaConfig
-from batchengine.core import BatchEngineError, QueuedEvent
+from batchengine.core import BatchEngineError, GenerationRequest, QueuedEvent, TokenEvent
 from batchengine.engine import Engine, Generation
 from tests.fakes import Reference, read, request, run, running_engine, until, words
 
@@ -141,6 +141,110 @@ def test_per_lane_queues_are_bounded(pocket_path: Path, tmp_path: Path, cache_di
             await until(lambda: not engine.requests())
             used = {engine.explain(g.request_id)["lane"] for g in accepted}
             assert used == {"quick", "many"}
+
+    run(work())
+
+
+# ---- sessions that move by themselves ----
+
+
+def lane_of(engine: Engine, session_id: str) -> str:
+    return next(row["lane"] for row in engine.sessions() if row["session_id"] == session_id)
+
+
+async def talk(
+    engine: Engine, reference: Reference, history: list[int], n: int, sla: str
+) -> GenerationRequest:
+    """One turn of session "agent" after `history`, which grows; tokens are the undisturbed ones."""
+    job = request(history, n, session="agent", sla=sla)
+    answer = await read(engine.submit(job))
+    assert answer.tokens == reference.tokens(history, n)
+    history += [*answer.tokens, 30, 31, 32]
+    return job
+
+
+def test_an_agent_is_promoted_when_its_user_looks_in_and_demoted_when_idle(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    async def work() -> None:
+        async with running_engine(
+            pocket_path,
+            tmp_path,
+            cache_dir,
+            lanes=LANES,
+            router__demote_idle_s=0.5,
+            router__dwell_s=0.1,
+        ) as engine:
+            history = words(1, 300)
+            await talk(engine, reference, history, 40, "background")
+            assert lane_of(engine, "agent") == "many"
+            job = await talk(engine, reference, history, 40, "interactive")
+            assert lane_of(engine, "agent") == "quick"
+            told = engine.explain(job.request_id)
+            assert (told["lane"], told["reason_id"]) == ("quick", "urgent")
+            (move,) = told["moves"]
+            assert (move["from"], move["to"], move["result"]) == ("many", "quick", "moved")
+            assert move["rows_recomputed"] == 0
+            assert told["happened"]["cached_tokens"] >= 339  # of the last token no KV was needed
+            job = await talk(engine, reference, history, 10, "background")
+            assert engine.explain(job.request_id)["reason_id"] in ("dwell", "ceiling")
+            assert lane_of(engine, "agent") == "quick"
+            await until(lambda: lane_of(engine, "agent") == "many")
+            await talk(engine, reference, history, 10, "background")
+            assert scrape(engine, "promotions_total") == {
+                ("many", "quick", "moved"): 1,
+                ("quick", "many", "moved"): 1,
+            }
+            story = engine.explain("agent")
+            assert (story["kind"], story["lane"], len(story["decisions"])) == ("session", "many", 4)
+
+    run(work())
+
+
+def test_a_running_background_turn_is_promoted_when_its_user_waits(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, lanes=LANES) as engine:
+            prompt = words(2, 300)
+            slow = request(prompt, 600, session="agent", sla="background")
+            background = engine.submit(slow)
+            first = await background.events()
+            assert first
+            assert lane_of(engine, "agent") == "many"
+            look = engine.submit(request(words(3, 50), 8, session="agent", sla="interactive"))
+            await until(lambda: lane_of(engine, "agent") == "quick")
+            assert engine.requests()[0]["request_id"] == slow.request_id  # it still runs
+            answer = await read(background)
+            tokens = [event.token for event in first if isinstance(event, TokenEvent)]
+            assert tokens + answer.tokens == reference.tokens(prompt, 600)
+            assert (await read(look)).tokens == reference.tokens(words(3, 50), 8)
+            (move,) = engine.explain(slow.request_id)["moves"]
+            assert (move["cause"], move["to"]) == ("promotion", "quick")
+            assert move["gap_ms"] > 0
+
+    run(work())
+
+
+def test_a_session_whose_lane_is_down_goes_on_elsewhere(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """The worker is slow to come back: the next turn does not wait for it."""
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, lanes=LANES, router__promote_auto=False
+        ) as engine:
+            history = words(4, 300)
+            await talk(engine, reference, history, 20, "background")
+            home = next(loop for loop in engine._loops if loop.lane.name == "many")
+            home.lane.backoff_s = lambda: 20.0  # type: ignore[method-assign]
+            home.lane.kill("the test wants it")
+            await until(lambda: not home.lane.alive)
+            async with asyncio.timeout(15):
+                job = await talk(engine, reference, history, 20, "background")
+            assert engine.explain(job.request_id)["lane"] == "quick"
+            assert lane_of(engine, "agent") == "quick"
 
     run(work())
 

@@ -255,12 +255,10 @@ class Dispatcher:
         """Why a session that should move does not; "" = it does."""
         if self.mover is None:
             return "lanes cannot hand sessions over"
-        if not self._tables.config.router.promote_auto:
+        if not self._tables.config.router.promote_auto and home.lane.alive:
             return "router.promote_auto is off"
         if session.key in self._moving:
             return "a hand-over is on the way"
-        if not home.lane.alive:
-            return "its lane is restarting"
         return ""
 
     def _remark(self, session: Session, request: GenerationRequest, record: Record) -> None:
@@ -342,14 +340,17 @@ class Dispatcher:
     def moved(self, session: Session, moved: Moved) -> None:
         """Write a hand-over down and learn what it costs."""
         metrics = self._tables.metrics
-        result = moved.result.partition(":")[0]
+        result = moved.result.partition(":")[0].replace(" ", "_")
         metrics.promotions_total.labels(moved.source, moved.target, result).inc()
         record = self.log.latest(session.session_id, session.tenant)
         if record is not None and len(record.moves) < 16:
             record.moves.append(move_dict(moved))
         if moved.result != "moved":
             return
-        self._note(session).moved_ms = self._tables.now_ms()
+        note = self._note(session)
+        note.moved_ms = self._tables.now_ms()
+        if moved.cause.startswith("promotion"):
+            note.urgent_ms = note.moved_ms  # asked for by a person: it stays a while
         metrics.promotion_seconds.observe(moved.total_ms / 1000)
         if moved.gap_ms > 0.0:
             metrics.promotion_gap_seconds.observe(moved.gap_ms / 1000)
