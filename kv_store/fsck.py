@@ -113,7 +113,7 @@ class _Fsck:
                     self._try(section, db)
                 if self.repair and self.fixes:
                     self._apply(db)
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # its words may be damaged too
             self._unreadable(error)
         self._check_arenas()
         if self.repair:
@@ -190,7 +190,7 @@ class _Fsck:
             (lambda db: db.execute("REINDEX")) if only_indexes else None,
         )
 
-    def _unreadable(self, error: sqlite3.DatabaseError) -> None:
+    def _unreadable(self, error: Exception) -> None:
         name = os.path.join(self.path, "meta.db")
         self._find(
             "error",

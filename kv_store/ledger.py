@@ -328,8 +328,14 @@ class Ledger:
             if self._closed:
                 future.set_exception(StoreError("the ledger is closed"))
             else:
-                self._queue.put(lambda: settle(future, lambda: query(self._db)))
+                self._queue.put(lambda: settle(future, lambda: self._ask(query)))
         return future
+
+    def _ask(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            return query(self._db)
+        except sqlite3.DatabaseError as error:
+            raise StoreCorrupt("the ledger cannot be read", why=str(error)) from error
 
     @property
     def failure(self) -> LedgerError | None:
@@ -544,11 +550,17 @@ def check_version(path: str) -> None:
 
 def _opening_error(path: str, error: sqlite3.DatabaseError) -> StoreError:
     name = getattr(error, "sqlite_errorname", "")
-    if name.startswith(_DAMAGE) or "malformed" in str(error):
+    if is_damage(error) or name == "SQLITE_ERROR":  # our own SQL fails only on another schema
         return StoreCorrupt(f"the ledger {path} is damaged", why=str(error))
     if _is_full(error):
         return StoreFull("the disk is full: the ledger cannot be opened", why=str(error))
     return LedgerError(f"the ledger {path} cannot be opened", why=f"{name}: {error}")
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """Does SQLite say that the file's bytes are wrong, rather than the disk or a rule?"""
+    name = getattr(error, "sqlite_errorname", "")
+    return name.startswith(_DAMAGE) or "malformed" in str(error)
 
 
 def page_row(row: tuple[Any, ...]) -> PageRow | None:

@@ -25,7 +25,7 @@ from kv_store.attic import Attic
 from kv_store.errors import StoreCorrupt, StoreLocked, StoreUnsupported
 from kv_store.extent import EXTENT_BYTES, ExtentInfo, Extents, extent_path
 from kv_store.layout import PAGE_ALIGN_BYTES, PAGE_TOKENS, Descriptor, differing_fields
-from kv_store.ledger import Ledger, Opener, PageRow, Replay, connect
+from kv_store.ledger import Ledger, Opener, PageRow, Replay, connect, is_damage
 from kv_store.pages import PageEvent, PageState
 from kv_store.places import Budget, Parts
 from kv_store.upkeep import SESSIONS_MAX, UpkeepPool
@@ -112,21 +112,11 @@ class Store(UpkeepPool):
         lock_fd: int,
         warnings: list[str],
     ) -> Store:
-        ballast = os.path.join(path, "BALLAST")
-        ledger = _open_ledger(path, descriptor.repr_id, ballast, connect, warnings)
+        boot = osio.boot_id()
+        ledger = _open_ledger(path, descriptor, boot, connect, warnings)
         try:
             replay = ledger.replay
-            epoch, boot = replay.epoch + 1, osio.boot_id()
-            ledger.append(
-                records.StartEpoch(
-                    epoch,
-                    boot,
-                    descriptor.repr_id,
-                    descriptor.to_json(),
-                    descriptor.layout.page_bytes,
-                )
-            )
-            ledger.commit().result()  # from here on every older process's work is void
+            epoch = replay.epoch + 1
             try:
                 _write_lock(files, lock_fd, replay.store_uuid, boot, epoch)
             except OSError as error:  # it only informs; the lock itself is in the kernel
@@ -447,24 +437,50 @@ def _write_lock(files: osio.Files, fd: int, uuid: bytes, boot: str, epoch: int) 
 
 
 def _open_ledger(
-    path: str, repr_id: bytes, ballast: str, connect: Opener, warnings: list[str]
+    path: str, descriptor: Descriptor, boot: str, connect: Opener, warnings: list[str]
 ) -> Ledger:
     """Open the ledger; a damaged file is set aside and a new one started, and we say so."""
-    name, uuid = os.path.join(path, "meta.db"), secrets.token_bytes(16)
+    try:
+        return _start_epoch(path, descriptor, boot, connect)
+    except StoreCorrupt as error:
+        aside = set_aside(os.path.join(path, "meta.db"))
+        warnings.append(f"{error}; it was kept as {aside} and the store starts empty")
+    return _start_epoch(path, descriptor, boot, connect)
+
+
+def _start_epoch(path: str, descriptor: Descriptor, boot: str, connect: Opener) -> Ledger:
+    """Open the ledger and commit a new epoch: from here on every older process's work is void."""
 
     def free_ballast() -> bool:
         try:
-            os.unlink(ballast)
+            os.unlink(os.path.join(path, "BALLAST"))
         except OSError:
             return False
         return True
 
+    ledger = Ledger(
+        os.path.join(path, "meta.db"),
+        descriptor.repr_id,
+        store_uuid=secrets.token_bytes(16),
+        on_full=free_ballast,
+        connect=connect,
+    )
+    row = records.StartEpoch(
+        ledger.replay.epoch + 1,
+        boot,
+        descriptor.repr_id,
+        descriptor.to_json(),
+        descriptor.layout.page_bytes,
+    )
     try:
-        return Ledger(name, repr_id, store_uuid=uuid, on_full=free_ballast, connect=connect)
-    except StoreCorrupt as error:
-        aside = set_aside(name)
-        warnings.append(f"{error}; it was kept as {aside} and the store starts empty")
-    return Ledger(name, repr_id, store_uuid=uuid, on_full=free_ballast, connect=connect)
+        ledger.append(row)
+        ledger.commit().result()
+    except BaseException as error:
+        ledger.close()
+        if is_damage(error.__cause__):
+            raise StoreCorrupt("the ledger is damaged", why=str(error.__cause__)) from error
+        raise
+    return ledger
 
 
 def set_aside(name: str) -> str:

@@ -18,6 +18,7 @@ from kv_store import (
     ArenaMapping,
     PlaceOwner,
     Store,
+    StoreCorrupt,
     StoreLocked,
     StoreUnsupported,
     StoreVersion,
@@ -25,7 +26,17 @@ from kv_store import (
     records,
 )
 from kv_store.fsck import FsckReport, fsck
-from tests.kv_workload import LAYOUT, SALT, Lane, descriptor, scratch, settings, tokens_of
+from tests.kv_workload import (
+    LAYOUT,
+    SALT,
+    Lane,
+    descriptor,
+    payload_of,
+    read_page,
+    scratch,
+    settings,
+    tokens_of,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = LAYOUT.page_bytes
@@ -429,4 +440,54 @@ def test_after_repair_of_random_damage_no_bad_page_is_left(path: Path, tmp_path:
         fsck(copy, repair=True)
         store = Store.open(copy, descriptor(), settings())
         assert store.verify_all().result(20).bad == 0
+        store.close()
+
+
+def junk(data: bytearray, rng: np.random.Generator) -> None:
+    """A few damages anywhere, the file's header as often as the rest."""
+    for _ in range(int(rng.integers(1, 4))):
+        limit = len(data) if rng.integers(3) else 200
+        at, length = int(rng.integers(limit)), int(rng.integers(1, 200))
+        kind = int(rng.integers(9))
+        if kind < 3:
+            data[at] ^= 1 << int(rng.integers(8))
+        elif kind < 6:
+            data[at : at + length] = rng.bytes(len(data[at : at + length]))
+        elif kind < 8:
+            data[at : at + length] = bytes(len(data[at : at + length]))
+        else:
+            del data[max(at, 4096) :]
+
+
+@pytest.mark.parametrize("count", [45, pytest.param(1500, marks=pytest.mark.slow)])
+def test_a_ledger_of_junk_ends_in_named_errors_and_no_lie(
+    path: Path, tmp_path: Path, count: int
+) -> None:
+    original = (path / "meta.db").read_bytes()
+    rng = np.random.default_rng(count)
+    copy = tmp_path / "copy"
+    for number in range(count):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(path, copy)
+        data = bytearray(original)
+        junk(data, rng)
+        (copy / "meta.db").write_bytes(data)
+        try:
+            if number % 3:
+                fsck(copy, repair=number % 3 == 2)
+            store = Store.open(copy, descriptor(), settings())
+        except StoreVersion:
+            continue  # the bytes of the version were hit
+        refs = store.match_prefix(IDS, SALT)
+        chain = keys.chain_keys(IDS, store.repr_id, SALT)
+        for key, ref, ok in zip(chain, refs, store.load(refs).result(20), strict=False):
+            if ok:
+                assert read_page(store, ref) == payload_of(key).tobytes(), "wrong KV"
+        for name in "ab":
+            future = store.ledger.load_session(name)
+            error = future.exception(20)
+            assert error is None or isinstance(error, StoreCorrupt)
+            record = None if error else future.result()
+            assert record is None or record.tokens == IDS[: len(record.tokens)].tolist()
+        store.check_integrity()
         store.close()

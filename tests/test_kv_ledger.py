@@ -575,7 +575,7 @@ def test_the_log_is_checkpointed_before_it_grows_without_bound(
 
 
 def test_one_bad_read_ends_neither_the_thread_nor_the_ledger(ledger: Ledger) -> None:
-    with pytest.raises(sqlite3.OperationalError):
+    with pytest.raises(StoreCorrupt, match="nonsense"):
         ledger.read(lambda db: db.execute("SELECT nonsense")).result(20)
     ledger.open_session("s", "t")
     ledger.commit().result(20)
