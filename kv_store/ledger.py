@@ -39,8 +39,8 @@ Opener = Callable[[str], sqlite3.Connection]
 WAL_BYTES_MAX = 4 << 20  # checkpoint beyond this: reopening replays at most so much
 COMMIT_BYTES = 8 << 10  # what a small transaction adds to the log, beside its records
 RECORD_BYTES = 4 << 10
-# what SQLite says about a file whose bytes are not a database, or not a whole one
-_DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ")
+# what SQLite says of a file we may write whose bytes are not a database, or not a whole one
+_DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_READONLY")
 PAGE_QUERY = (
     "SELECT page_id, gen, state, repr_id, content_key, parent_key, tokens, payload_digest,"
     " sealed_checksum, priority, lru_seq FROM page ORDER BY lru_seq"
