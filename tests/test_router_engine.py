@@ -249,6 +249,46 @@ def test_a_session_whose_lane_is_down_goes_on_elsewhere(
     run(work())
 
 
+# ---- load or recompute ----
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "choice", "cached"), [(1.0, "recompute", 0), (1e15, "load", 512)]
+)
+def test_kv_on_a_slow_disk_is_computed_again(
+    bytes_per_s: float,
+    choice: str,
+    cached: int,
+    pocket_path: Path,
+    tmp_path: Path,
+    cache_dir: Path,
+    reference: Reference,
+) -> None:
+    """Two sealed pages, not read since start, and a rate that was planted: either way same bits."""
+    prompt = words(5, 600)
+
+    async def first_life() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            await read(engine.submit(request(prompt, 4)))
+            await until(lambda: engine.stats()["pages_sealed"] >= 2)
+
+    async def second_life() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            assert engine._store is not None
+            engine._store.rates.read_bytes_per_s = bytes_per_s
+            job = request(prompt, 24)
+            assert (await read(engine.submit(job))).tokens == reference.tokens(prompt, 24)
+            told = engine.explain(job.request_id)
+            assert told["restore"]["choice"] == choice
+            assert told["restore"]["tokens"] == 512
+            assert told["happened"]["cached_tokens"] == cached
+            assert (told["restore"]["actual_ms"] is not None) == (choice == "load")
+            assert scrape(engine, "restores_total") == {(choice,): 1}
+
+    run(first_life())
+    run(second_life())
+
+
 def test_defaults_shed_nobody(pocket_path: Path) -> None:
     """A class may be more patient than the one before it, never less; batch waits for ever."""
     sla = SlaConfig()
