@@ -517,11 +517,15 @@ class FrameProtocol(asyncio.Protocol):
                 self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None  # uvloop raises when a closed transport is written to
         self._on_lost(self._error or exc)
 
     def send(self, frame: bytes) -> None:
-        """Queue one frame; the transport sends it at once when the socket takes it."""
-        if self._transport is not None:
+        """Queue one frame; the transport sends it at once when the socket takes it.
+
+        A link that has ended takes it too: that its worker died is told elsewhere.
+        """
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
     def close(self) -> None:

@@ -11,6 +11,9 @@ BENCHES = {
     "invariance": "sequences compared bit for bit across every way of computing them",
     "canonical": "what the fixed order of float sums costs, against a build without it",
     "router": "microseconds of one routing decision, by number of lanes",
+    "promote": "moving a running session between lanes, against prefill and llama.cpp's files",
+    "restart": "first token of a long session after a stop or a kill, against prefill",
+    "crash": "random kills of workers and engines: told tokens lost, wrong tokens, double owners",
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -152,6 +153,20 @@ class LlamaContext:
             raise RuntimeError("llama.cpp cannot restore this sequence")
         if C.llama_memory_seq_pos_max(self._memory, sequence) != state.cells - 1:
             raise RuntimeError("llama.cpp restored another length")
+
+    def save_file(self, sequence: int, path: Path) -> None:
+        """The KV of a sequence into a file, as llama.cpp does it."""
+        none = (C.llama_token * 0)()
+        if not C.llama_state_seq_save_file(self._context, os.fsencode(path), sequence, none, 0):
+            raise RuntimeError("llama.cpp cannot save this sequence")
+
+    def load_file(self, sequence: int, path: Path) -> None:
+        """What `save_file` of a context with the same KV type and flash setting wrote."""
+        tokens, count = (C.llama_token * 1)(), ctypes.c_size_t(0)
+        if not C.llama_state_seq_load_file(
+            self._context, os.fsencode(path), sequence, tokens, 1, ctypes.byref(count)
+        ):
+            raise RuntimeError("llama.cpp cannot restore this sequence")
 
     def cut(self, sequence: int, position: int) -> None:
         """Forgets positions [position, end) of a sequence."""

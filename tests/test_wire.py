@@ -7,9 +7,11 @@ import socket
 import struct
 import threading
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -277,3 +279,25 @@ def test_asyncio_end_reports_bad_bytes_once() -> None:
 
     with right:
         assert isinstance(asyncio.run(talk()), wire.BadFlags)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_frame_for_a_worker_that_just_died_is_no_error(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """Its link may end before its pidfd says so; uvloop refuses to write to a closed transport."""
+    left, right = socket.socketpair()
+
+    async def talk() -> None:
+        lost: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        protocol = wire.FrameProtocol(lambda _: None, lost.set_result)
+        await asyncio.get_running_loop().create_connection(lambda: protocol, sock=left)
+        right.close()
+        await lost
+        for _ in range(2):
+            protocol.send(b"a frame")
+            await asyncio.sleep(0)
+        protocol.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(talk())

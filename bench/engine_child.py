@@ -1,0 +1,331 @@
+"""An engine in a process of its own, spoken to in JSON lines: what was read from it was told.
+
+The child's side (`main`, run by `bench.zygote`) obeys one command per line; the parent's side
+(`EngineProcess`) belongs to an asyncio program that may kill the engine at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from batchengine.config import Config, LaneConfig, load
+from batchengine.core import (
+    BatchEngineError,
+    DoneEvent,
+    ErrorEvent,
+    GenerationRequest,
+    Sampling,
+    TokenEvent,
+)
+from batchengine.engine import Engine, Generation
+from batchengine.engine import reopen as reopen_module
+from batchengine.engine import start as start_module
+from batchengine.lanes import cpu, lane, worker
+from batchengine.template import ChatTemplate
+from bench import hashlm
+from bench.zygote import Template, Zygote
+
+LINE_BYTES_MAX = 1 << 24
+READY_S = 60.0
+PRELOADED = (cpu, worker, hashlm)  # forks have them at once
+
+
+class EngineProcess:
+    """The parent's side: commands, streams, workers, and the two ways to end it."""
+
+    def __init__(self, zygote: Zygote, settings: dict[str, Any]) -> None:
+        self.pid, self._commands, answers = zygote.spawn(settings)
+        self._zygote = zygote
+        self._ids = 0
+        self._streams: dict[str, asyncio.Queue[dict[str, Any]]] = {}
+        self._is_over = False
+        self.status = 0
+        self.workers: dict[int, int] = {}  # lane number -> pid of its newest worker
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.ensure_future(self._read(answers))
+
+    async def _read(self, answers: int) -> None:
+        reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+        loop = asyncio.get_running_loop()
+        pipe = os.fdopen(answers, "rb", 0)
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        while line := await reader.readline():
+            if line.endswith(b"\n"):  # a line that is torn was not told
+                self._take(json.loads(line))
+        transport.close()
+        self.status = self._zygote.reap(self.pid)
+        os.close(self._commands)
+        self._is_over = True
+        for stream in self._streams.values():
+            stream.put_nowait({"gone": True})
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        name = message["id"]
+        if name:
+            self._streams[name].put_nowait(message)
+        elif "worker" in message:
+            self.workers[message["lane"]] = message["worker"]
+        elif not self.ready.done():
+            self.ready.set_result(None)
+
+    @property
+    def is_over(self) -> bool:
+        """Dead, and everything it told is read."""
+        return self._is_over
+
+    async def is_ready(self) -> bool:
+        """Wait until it serves; False if it died before."""
+        await asyncio.wait_for(asyncio.shield(self.ready), READY_S)
+        return not self._is_over
+
+    def ask(self, op: str, **fields: Any) -> asyncio.Queue[dict[str, Any]]:
+        """Send a command; its answers, the last of which is not a token."""
+        self._ids += 1
+        name = f"{self._ids}"
+        stream = self._streams[name] = asyncio.Queue[dict[str, Any]]()
+        if self._is_over:
+            stream.put_nowait({"gone": True})
+            return stream
+        data = json.dumps({"op": op, "id": name, **fields}).encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError):
+            while data:
+                data = data[os.write(self._commands, data) :]
+        return stream
+
+    async def call(self, op: str, **fields: Any) -> dict[str, Any]:
+        """One command, one answer; {"gone": true} if the engine died."""
+        return await self.ask(op, **fields).get()
+
+    def kill_worker(self, lane_number: int) -> bool:
+        """SIGKILL the newest worker of a lane; False if it is dead already."""
+        pid = self.workers.get(lane_number, 0)
+        return bool(pid) and kill_child(pid, self.pid)
+
+    def kill(self) -> bool:
+        """SIGKILL the engine; its workers follow."""
+        if self._is_over:
+            return False
+        os.kill(self.pid, signal.SIGKILL)  # reaped by the zygote when `_read` says so
+        return True
+
+    async def over(self) -> None:
+        """Wait for its end and for everything it told."""
+        await self._reading
+
+    async def stop(self) -> None:
+        """A clean end."""
+        self.ask("stop")
+        await asyncio.wait_for(asyncio.shield(self._reading), READY_S)
+
+
+def kill_child(pid: int, parent: int) -> bool:
+    """SIGKILL `pid` if it lives and is a child of `parent`; safe against reused numbers."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] in "ZX" or int(fields[1]) != parent:
+            return False
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except OSError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
+# ------------------------------------------------------------------------------- the child's side
+
+
+class Child:
+    """Commands in, lines out."""
+
+    def __init__(self, answers: int) -> None:
+        self._answers = answers
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.engine: Engine | None = None
+
+    def tell(self, name: str, **fields: Any) -> None:
+        """One line, unbuffered: whoever reads it may rely on it."""
+        data = json.dumps({"id": name, **fields}).encode() + b"\n"
+        while data:
+            data = data[os.write(self._answers, data) :]
+
+    def start(self, command: dict[str, Any]) -> None:
+        task = asyncio.ensure_future(self._run(command))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, command: dict[str, Any]) -> None:
+        name, session = command["id"], command.get("session", "")
+        tenant = command.get("tenant", "")
+        engine = self.engine
+        if engine is None:
+            raise RuntimeError("no engine")
+        try:
+            match command["op"]:
+                case "submit":
+                    await self._stream(name, engine.submit(_request(command)))
+                case "resume":
+                    generation = await engine.resume(tenant, session, command["from_token"])
+                    await self._stream(name, generation)
+                case "record":
+                    self.tell(name, **await _record(engine, session))
+                case "owners":
+                    self.tell(name, double=_owned_twice(engine))
+                case "stats":
+                    self.tell(name, **engine.stats())
+                case "promote" | "park" | "drop" as op:
+                    self.tell(name, done=await _verb(engine, op, command))
+                case op:
+                    self.tell(name, error=f"no command {op}")
+        except BatchEngineError as error:
+            self.tell(name, error=error.api_code, why=str(error))
+        except Exception as error:
+            self.tell(name, error="exception", why=repr(error))
+
+    async def _stream(self, name: str, generation: Generation) -> None:
+        async for event in generation:
+            match event:
+                case TokenEvent():
+                    self.tell(name, token=event.token)
+                case DoneEvent():
+                    usage = dataclasses.asdict(event.usage)
+                    self.tell(name, done=event.finish_reason, usage=usage)
+                case ErrorEvent():
+                    self.tell(name, error=event.error.api_code, why=str(event.error))
+                case _:
+                    pass
+
+
+def _request(command: dict[str, Any]) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"{os.getpid()}-{command['id']}",
+        prompt=tuple(command["prompt"]),
+        tokens_max=command["n"],
+        sampling=Sampling(temperature=command.get("temperature", 0.0), seed=command.get("seed", 0)),
+        ignore_eos=True,
+        session_id=command.get("session"),
+        park=command.get("park", False),
+        tenant=command.get("tenant", ""),
+    )
+
+
+async def _record(engine: Engine, session: str) -> dict[str, Any]:
+    found = await asyncio.wrap_future(engine._store.ledger.load_session(f"\x1f{session}"))
+    if found is None:
+        return {"tokens": None, "turns": [], "epoch": 0}
+    return {
+        "tokens": found.tokens,
+        "turns": [turn.status for turn in found.turns],
+        "epoch": found.info.epoch,
+    }
+
+
+async def _verb(engine: Engine, op: str, command: dict[str, Any]) -> Any:
+    session = command["session"]
+    if op == "park":
+        return await engine.park("", session, command.get("call"))
+    if op == "drop":
+        return await engine.drop("", session)
+    return await engine.promote(session, command.get("to"), "")
+
+
+def _owned_twice(engine: Engine) -> int:
+    """Sessions whose pages two lanes hold at once."""
+    owners: Counter[int] = Counter()
+    for loop in engine._loops:
+        owners.update(key for key, session in loop.sessions.items() if session.places)
+    return sum(count > 1 for count in owners.values())
+
+
+class _NoTemplate(ChatTemplate):
+    """The model's chat template without a process of its own: nobody chats with a killed engine."""
+
+    def start(self) -> None:
+        pass
+
+
+def _use_template(template: Template, settings: dict[str, Any]) -> list[int]:
+    """Have lanes clone their workers; the list ends with the lane whose worker starts now."""
+    starting = [0]
+    order = {config["name"]: number for number, config in enumerate(settings["lanes"])}
+    spawn = lane.Lane._spawn
+
+    async def told(self: lane.Lane) -> None:
+        starting[0] = order[self.name]  # Popen is called before the first await
+        await spawn(self)
+
+    lane.Lane._spawn = told
+    lane.subprocess = types.SimpleNamespace(Popen=template.popen, DEVNULL=subprocess.DEVNULL)
+    return starting
+
+
+def _config(settings: dict[str, Any]) -> Config:
+    config = load(
+        None,
+        {
+            "model.path": settings["model"],
+            "store.dir": f"{settings['folder']}/kv",
+            "store.allow_volatile": True,
+            "server.admin_socket": f"{settings['folder']}/admin.sock",
+            **settings.get("overrides", {}),
+        },
+    )
+    lanes = tuple(LaneConfig(**fields) for fields in settings["lanes"])
+    return dataclasses.replace(config, cache_dir=settings["cache_dir"], lanes=lanes)
+
+
+async def _live(child: Child, settings: dict[str, Any], commands: int) -> int:
+    engine = child.engine = Engine(_config(settings), worker_command=("worker",))
+    await engine.start(lambda _: None)
+    reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+    pipe = os.fdopen(commands, "rb", 0)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    child.tell("", ready=True)
+    while line := await reader.readline():
+        command = json.loads(line)
+        if command["op"] == "stop":
+            break
+        child.start(command)
+    await engine.stop(command.get("drain_s", 0.0) if line else 0.0)
+    return 0
+
+
+def main(settings: dict[str, Any], commands: int, answers: int) -> int:
+    """An engine's life. `settings`: model, folder, cache_dir, compute, lanes, overrides, quiet."""
+    child = Child(answers)
+    starting = [0]
+
+    def on_spawn(pid: int, incarnation: int) -> None:
+        child.tell("", worker=pid, lane=starting[0], incarnation=incarnation)
+
+    starting = _use_template(Template(settings["compute"], on_spawn), settings)
+    start_module.ChatTemplate = _NoTemplate
+    if settings.get("no_quarantine"):  # random deaths make the innocent look guilty
+        reopen_module.STRIKES_MAX = 1 << 30
+    if settings.get("quiet", True):
+        logging.disable(logging.CRITICAL)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_live(child, settings, commands))

@@ -1,0 +1,281 @@
+"""What it costs to move a running session between two lanes, against computing its KV again.
+
+A real engine with two CPU lanes of one thread each decodes a stream; the session is moved to the
+other lane and back several times. Measured: the longest pause the reader sees around each move,
+in medians of the undisturbed time per token; milliseconds of the whole hand-over as the engine
+reports it, which includes the wait for the end of the step and for the first token after it; the
+prefill of the same tokens on a lane that shares no KV with them (another tenant), which is also
+the undisturbed run whose tokens must be the same.
+
+The rival is what one does with llama.cpp: save the sequence to a file, restore it in another
+context. The file lies in memory where there is room, the other context exists already and the
+better of two KV settings counts. KV is repeated to the length wanted: its values change no copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+import kernels
+from batchengine.config import Config, LaneConfig, LimitsConfig, ModelConfig, StoreConfig
+from batchengine.config.settings import RouterConfig
+from batchengine.core import DoneEvent, ErrorEvent, GenerationRequest, TokenEvent
+from batchengine.engine import Engine
+from bench import report
+from bench.engine import DISK, synthetic_model
+from bench.llama import LlamaContext, LlamaModel
+
+LANES = ("a", "b")
+BETWEEN = 12  # tokens between two moves, undisturbed
+BASE = 512  # tokens the rival prefills; its longer KV repeats them
+RIVAL_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"flash": True, "kv_type": "f16"},
+    {"flash": True, "kv_type": "q8_0"},
+)
+
+
+@dataclass
+class Stream:
+    """What a reader saw: tokens, and when each came (s)."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    times: list[float] = field(default_factory=list[float])
+    prefill_ms: float = 0.0  # from the start of the computation to the first token
+    lane: str = ""
+
+    async def until(self, count: int) -> None:
+        while len(self.tokens) < count:  # noqa: ASYNC110  a poll of 1 ms is far below a token
+            await asyncio.sleep(0.001)
+
+
+@dataclass
+class Length:
+    """Everything measured at one number of tokens. Lists have one entry per move."""
+
+    tokens: int
+    tpot_ms: float = 0.0
+    gap_tpot: list[float] = field(default_factory=list[float])
+    total_ms: list[float] = field(default_factory=list[float])
+    prefill_ms: float = 0.0
+    reports: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    same_tokens: bool = False
+
+    @property
+    def promote_ms(self) -> float:
+        return statistics.median(self.total_ms)
+
+
+class Moves:
+    """One engine, and sessions of several lengths moved about in it."""
+
+    def __init__(self, engine: Engine, moves: int) -> None:
+        self.engine, self.moves = engine, moves
+
+    async def read(self, stream: Stream, request: GenerationRequest) -> None:
+        """The whole answer into `stream`."""
+        async for event in self.engine.submit(request):
+            if isinstance(event, TokenEvent):
+                stream.tokens.append(event.token)
+                stream.times.append(time.perf_counter())
+            elif isinstance(event, ErrorEvent):
+                raise event.error
+            elif isinstance(event, DoneEvent):
+                stream.prefill_ms = event.usage.ttft_ms - event.usage.queue_ms
+                stream.lane = event.usage.lane
+
+    async def measure(self, length: int) -> Length:
+        """A session of `length` tokens decodes, moves, and is compared with itself undisturbed."""
+        rng = np.random.default_rng(length)
+        prompt = tuple(rng.integers(3, self.engine.info.vocab_size, length).tolist())
+        count = BETWEEN * (self.moves + 2)
+        asked = GenerationRequest(
+            f"moved-{length}", prompt, count, ignore_eos=True, session_id=f"s{length}"
+        )
+        result, stream, spans = Length(length), Stream(), list[tuple[float, float]]()
+        reading = asyncio.ensure_future(self.read(stream, asked))
+        try:
+            for move in range(1, self.moves + 1):
+                await asyncio.wait(
+                    [reading, asyncio.ensure_future(stream.until(BETWEEN * move))],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if reading.done():
+                    reading.result()
+                spans.append(await self.move(asked, result))
+            await reading
+        finally:
+            reading.cancel()
+        _judge(stream, spans, result)
+        alone = Stream()
+        other = GenerationRequest(
+            f"alone-{length}", prompt, count, ignore_eos=True, tenant="another"
+        )
+        await self.read(alone, other)
+        result.prefill_ms = alone.prefill_ms
+        result.same_tokens = alone.tokens == stream.tokens
+        return result
+
+    async def move(self, asked: GenerationRequest, result: Length) -> tuple[float, float]:
+        """One hand-over to the other lane; when it began and ended."""
+        session = str(asked.session_id)
+        rows = [row for row in self.engine.sessions() if row["session_id"] == session]
+        to = LANES[1 - LANES.index(rows[0]["lane"])]
+        began = time.perf_counter()
+        told = await self.engine.promote(session, to, "")
+        result.total_ms.append(told["total_ms"])
+        result.reports.append(told)
+        return began, time.perf_counter()
+
+
+def _judge(stream: Stream, spans: list[tuple[float, float]], result: Length) -> None:
+    """Time per token away from moves, and the longest pause around each move."""
+    pairs = list(zip(stream.times, stream.times[1:], strict=False))
+    near = [[b - a for a, b in pairs if b >= began and a <= ended] for began, ended in spans]
+    calm = [b - a for a, b in pairs if not any(b >= s and a <= e for s, e in spans)]
+    tpot = statistics.median(calm)
+    result.tpot_ms = tpot * 1000
+    result.gap_tpot = [max(gaps) / tpot for gaps in near if gaps]
+
+
+# ----------------------------------------------------------------------------------- the rival
+
+
+def rival(path: Path, lengths: list[int], repeats: int) -> dict[int, dict[str, float]]:
+    """By length, by KV setting: ms of llama.cpp's save to a file and restore from it."""
+    found: dict[int, dict[str, float]] = {length: {} for length in lengths}
+    rng = np.random.default_rng(3)
+    with LlamaModel(path) as model, _memory_folder() as folder:
+        prompt = rng.integers(3, model.n_vocab, BASE).tolist()
+        for setting in RIVAL_SETTINGS:
+            with LlamaContext(model, n_ctx=BASE + 64, **setting) as context:
+                context.prefill(prompt)
+                state = context.save_sequence(0)
+            for length in lengths:
+                with (
+                    LlamaContext(model, n_ctx=length + 64, **setting) as source,
+                    LlamaContext(model, n_ctx=length + 64, **setting) as target,
+                ):
+                    source.load_sequence(0, state.repeated(length // BASE))
+                    times = [_move(source, target, folder / "state") for _ in range(repeats)]
+                found[length][f"kv {setting['kv_type']}"] = round(statistics.median(times), 2)
+    return found
+
+
+def _move(source: LlamaContext, target: LlamaContext, path: Path) -> float:
+    """Milliseconds of one save and restore."""
+    target.clear()
+    start = time.perf_counter()
+    source.save_file(0, path)
+    target.load_file(0, path)
+    elapsed_ms = (time.perf_counter() - start) * 1000
+    path.unlink()
+    return elapsed_ms
+
+
+@contextlib.contextmanager
+def _memory_folder() -> Iterator[Path]:
+    shm = "/dev/shm"
+    roomy = os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 8 << 30
+    with tempfile.TemporaryDirectory(dir=shm if roomy else None) as folder:
+        yield Path(folder)
+
+
+# ---------------------------------------------------------------------------------------- main
+
+
+async def _moves(path: Path, lengths: list[int], moves: int, folder: str) -> list[Length]:
+    cores = sorted(os.sched_getaffinity(0))
+    lanes = tuple(
+        LaneConfig(name, threads=1, cores=(cores[i],) if len(cores) > 1 else ())
+        for i, name in enumerate(LANES)
+    )
+    config = Config(
+        model=ModelConfig(path=str(path), id="promote"),
+        lanes=lanes,
+        store=StoreConfig(dir=folder, budget_bytes=8 << 30, allow_volatile=True),
+        limits=LimitsConfig(context_tokens=max(lengths) + 1024),
+        router=RouterConfig(promote_auto=False, demote_idle_s=0.0),
+        cache_dir=str(DISK if DISK.is_dir() else folder),
+    )
+    engine = Engine(config)
+    await engine.start(lambda _: None)
+    try:
+        bench, found = Moves(engine, moves), list[Length]()
+        for length in lengths:
+            found.append(await bench.measure(length))
+            _print(found[-1])
+        return found
+    finally:
+        await engine.stop(0.0)
+
+
+def _print(row: Length) -> None:
+    ratio = row.prefill_ms / row.promote_ms
+    gaps = ", ".join(f"{gap:.2f}" for gap in row.gap_tpot)
+    print(
+        f"  {row.tokens:>6} tokens: hand-over {row.promote_ms:8.1f} ms, prefill"
+        f" {row.prefill_ms:9.0f} ms, ratio {ratio:7.1f}; {row.tpot_ms:.1f} ms per token, pauses"
+        f" in tokens {gaps}; tokens {'the same' if row.same_tokens else 'DIFFER'}",
+        flush=True,
+    )
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench promote", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, under 40 s")
+    parser.add_argument("--full", action="store_true", help="also 32K tokens: half an hour")
+    parser.add_argument("--moves", type=int, default=0, help="default 8, quick 3")
+    parser.add_argument("--model", help="GGUF to serve (default: a synthetic 0.6B shape)")
+    parser.add_argument("--json", help="write figures to this file")
+    args = parser.parse_args(argv)
+    began = time.perf_counter()
+    path = Path(args.model) if args.model else synthetic_model("0.1b" if args.quick else "0.6b")
+    lengths = [1024] if args.quick else [1024, 8192]
+    if args.full:
+        lengths.append(32768)
+    print(f"{path.name}, two lanes of one thread, {kernels.isa()}")
+    if not args.full:
+        print("  32K tokens are left out (prefilling them twice takes too long): see --full")
+    with tempfile.TemporaryDirectory(prefix="promote-") as folder:
+        work = _moves(path, lengths, args.moves or (3 if args.quick else 8), folder)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            rows = runner.run(work)
+    theirs = rival(path, lengths, 1 if args.quick else 3)
+    result: dict[str, Any] = {}
+    for row in rows:
+        name, rival_ms = f"{row.tokens // 1024}k", min(theirs[row.tokens].values())
+        result |= {
+            f"gap_tpot_{name}": round(statistics.median(row.gap_tpot), 2),
+            f"gap_tpot_{name}_max": round(max(row.gap_tpot), 2),
+            f"promote_ms_{name}": round(row.promote_ms, 2),
+            f"prefill_ms_{name}": round(row.prefill_ms, 1),
+            f"promote_vs_prefill_{name}": round(row.prefill_ms / row.promote_ms, 1),
+            f"rival_ms_{name}": rival_ms,
+        }
+        kinds = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in theirs[row.tokens].items())
+        print(f"  {row.tokens:>6} tokens: llama.cpp save + restore through a file: {kinds}")
+    result["same_tokens"] = all(row.same_tokens for row in rows)
+    details = {
+        "gguf": path.name,
+        "isa": kernels.isa(),
+        "rows": [vars(row) for row in rows],
+        "rival_ms": theirs,
+        "bench_s": round(time.perf_counter() - began, 1),
+    }
+    print(f"  {details['bench_s']} s in all")
+    report.finish(result, details=details, json_path=args.json)
+    return 0 if result["same_tokens"] else 1

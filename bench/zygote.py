@@ -1,0 +1,215 @@
+"""Engines and workers as forks of a process that has imported everything: lives cost milliseconds.
+
+Kill benches need tens of thousands of process lives, and most of a real start is importing. One
+zygote forks engine processes; each engine forks, before it starts anything, a template that
+clones its workers as the engine's own children (CLONE_PARENT), so that death signals, exit
+statuses and parents are those of processes started by exec. What runs is the program itself; the
+chat template's child process alone is left out, since nobody chats.
+
+Owns processes and pipes. Knows nothing of sessions: `bench.engine_child` speaks to the engine.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CLONE_PARENT = 0x8000
+SYS_CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
+MESSAGE_BYTES_MAX = 1 << 16
+
+
+def send(sock: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
+    """One JSON message with open files; blocking."""
+    data = json.dumps(message).encode()
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([data], ancillary)
+
+
+def receive(sock: socket.socket) -> tuple[Any, list[int]]:
+    """One message and its files; (None, []) when the other side is gone. Blocking."""
+    data, fds, _, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX, 4)
+    return (json.loads(data) if data else None), list(fds)
+
+
+def die_with_parent() -> None:
+    """SIGKILL for this process when its parent ends."""
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
+
+
+def close_files(keep: Sequence[int]) -> None:
+    """Close every inherited file but these and 0, 1, 2: pipes and locks end with their owner."""
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and fd not in keep:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+# ------------------------------------------------------------------------------- worker template
+
+
+class Template:
+    """The engine's side of its worker template; `popen` stands in for subprocess.Popen."""
+
+    def __init__(self, compute: str, on_spawn: Callable[[int, int], None]) -> None:
+        """`compute`: hash or cpu. `on_spawn(pid, incarnation)` after each worker's start."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            die_with_parent()
+            close_files((theirs.fileno(),))
+            _serve_workers(theirs, compute)
+        theirs.close()
+        self._sock = ours
+        self._on_spawn = on_spawn
+
+    def popen(
+        self, args: Sequence[str], *, pass_fds: Sequence[int], **_: object
+    ) -> subprocess.Popen[bytes]:
+        """A worker with the command line `args`, of which the last four count."""
+        send(self._sock, list(args)[-4:], pass_fds)
+        pid, _fds = receive(self._sock)
+        self._on_spawn(pid, int(args[-1]))
+        return _Process(pid)  # type: ignore[return-value]
+
+
+class _Process:
+    """What a lane uses of Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    def send_signal(self, number: int) -> None:
+        signal.pidfd_send_signal(self._pidfd, number)
+
+    def wait(self) -> int:
+        """The exit status, negative for a signal."""
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._pidfd)
+        return os.waitstatus_to_exitcode(status)
+
+
+def _serve_workers(sock: socket.socket, compute: str) -> None:
+    """The template's life: each request becomes a clone that is the engine's child."""
+    clone = ctypes.CDLL(None).syscall
+    while True:
+        asked, fds = receive(sock)
+        if asked is None:
+            os._exit(0)
+        pid = clone(SYS_CLONE, CLONE_PARENT | int(signal.SIGCHLD), 0, 0, 0, 0)
+        if pid == 0:
+            _, parent, _, incarnation = asked
+            sys.argv = ["worker", str(fds[0]), parent, str(fds[1]), incarnation]
+            sock.close()
+            _be_worker(compute)
+        for fd in fds:
+            os.close(fd)
+        send(sock, pid)
+
+
+def _be_worker(compute: str) -> None:
+    code = 1
+    try:
+        if compute == "hash":
+            from batchengine.lanes.worker import main
+            from bench.hashlm import HashCompute, HashWorker
+
+            main(HashCompute, HashWorker)
+        else:
+            from batchengine.lanes.cpu import CpuCompute
+            from batchengine.lanes.worker import main
+
+            main(CpuCompute)
+        code = 0
+    except SystemExit:
+        code = 0
+    except BaseException as error:
+        print(f"worker: {error!r}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(code)
+
+
+# ---------------------------------------------------------------------------------------- zygote
+
+
+class Zygote:
+    """The bench's side: `spawn` engines, `reap` them. Blocking, about a millisecond each."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one_thread = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.zygote", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            cwd=ROOT,
+            env=os.environ | one_thread,
+        )
+        theirs.close()
+        self._sock = ours
+
+    def spawn(self, settings: dict[str, Any]) -> tuple[int, int, int]:
+        """(pid, file for commands, file of answers) of a new engine process."""
+        commands_read, commands = os.pipe()
+        answers, answers_write = os.pipe()
+        send(self._sock, {"settings": settings}, (commands_read, answers_write))
+        os.close(commands_read)
+        os.close(answers_write)
+        pid, _ = receive(self._sock)
+        return pid, commands, answers
+
+    def reap(self, pid: int) -> int:
+        """Wait for an engine's end; its exit status, negative for a signal."""
+        send(self._sock, {"reap": pid})
+        status, _ = receive(self._sock)
+        return status
+
+    def close(self) -> None:
+        """End the zygote, and with it every engine that still runs."""
+        self._sock.close()
+        self._process.wait(30)
+
+
+def _serve_engines(sock: socket.socket) -> None:
+    from bench import engine_child
+
+    die_with_parent()
+    while True:
+        asked, fds = receive(sock)
+        if asked is None:
+            return
+        if "reap" in asked:
+            _, status = os.waitpid(asked["reap"], 0)
+            send(sock, os.waitstatus_to_exitcode(status))
+            continue
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                die_with_parent()
+                commands, answers = fds
+                close_files((commands, answers))
+                code = engine_child.main(asked["settings"], commands, answers)
+            except BaseException as error:
+                print(f"engine: {error!r}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(code)
+        for fd in fds:
+            os.close(fd)
+        send(sock, pid)
+
+
+if __name__ == "__main__":
+    _serve_engines(socket.socket(fileno=int(sys.argv[1])))
