@@ -39,6 +39,8 @@ from bench.zygote import ROOT, Zygote
 POCKET = ROOT / "pocket" / "pocket-q4_0.gguf"
 LANES = ("a", "b")
 STUCK_S = 60.0  # a client that hears nothing for so long, from a living engine, is a finding
+TOKENS_BETWEEN = 40  # told by one engine between two kills, on average,
+TOKENS_S_MAX = 1.0  # if it tells them within so long
 EXAMPLES_MAX = 20  # findings described in full
 HISTORY_MAX = 1300  # tokens; then a client starts a new session
 
@@ -199,6 +201,7 @@ class Client:
             at += 1
             turn.told = max(turn.told, at)
             self.findings.counts["tokens"] += 1
+            self.rig.told += 1
         return self.ended(message, turn, at, resumes)
 
     def ended(self, message: dict[str, Any], turn: Turn, at: int, resumes: bool) -> bool:
@@ -273,7 +276,7 @@ class Rig:
         self.level = ("turn", "power")[number % 2]
         self.folder = bench.folder / self.name
         self.folder.mkdir()
-        self.lives = 0
+        self.lives = self.told = 0
         self.over = False
         self._engine: EngineProcess | None = None
         self._up = asyncio.Event()
@@ -417,14 +420,21 @@ class Rig:
             self.count(f"engine {when}", engine.kill())
 
     async def moment(self) -> str:
-        """Wait for a moment to kill at."""
-        rng = self.rng
-        if rng.random() < 0.5:
+        """Wait for a moment to kill at: a verb under way, some tokens further, or any."""
+        rng, dice = self.rng, self.rng.random()
+        if dice < 0.4:
             self._trigger.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._trigger.wait(), 2 * self.bench.pause_s)
                 await asyncio.sleep(rng.random() * rng.choice((0.001, 0.006, 0.02)))
                 return "during a verb"
+        if dice < 0.8:
+            enough = self.told + rng.expovariate(1 / TOKENS_BETWEEN)
+            until = time.monotonic() + TOKENS_S_MAX
+            while self.told < enough and time.monotonic() < until:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(rng.random() * 0.004)
+            return "after some tokens"
         await asyncio.sleep(rng.expovariate(1 / self.bench.pause_s))
         return "at any time"
 
@@ -447,7 +457,7 @@ class Bench:
         self.zygote = Zygote()
         is_hash = self.model == "hash"
         self.page_bytes = LAYOUT.page_bytes if is_hash else 327_680
-        self.pause_s = 0.08 if is_hash else 0.2
+        self.pause_s = 0.05 if is_hash else 0.2
         self.move_every_s = 0.02 if is_hash else 0.05
         self.start_s = 0.2  # how long a start takes, learned
         self.oracle = HashOracle() if is_hash else PocketOracle(folder)
