@@ -267,6 +267,8 @@ class AdoptingPages(SealLine):
 
     def bring(self, session: Session, tails: Sequence[Orphan]) -> None:
         """Parked rows that came along with a session: wanted if they follow what it has."""
+        if not tails:
+            return
         try:
             self.inherit(session, tails)
         except ValueError:
