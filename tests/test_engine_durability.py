@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from batchengine.core import BatchEngineError, Sampling
-from bench.hashlm import WORKER_COMMAND, hashlm_tokens
+from batchengine.engine import reopen
+from bench.hashlm import LAYOUT, WORKER_COMMAND, hashlm_tokens
 from kv_store.errors import StoreFull
 from tests.engine_process import engine_process
 from tests.fakes import Reference, read, request, run, running_engine, until, words
@@ -275,5 +276,76 @@ def test_a_session_that_kills_the_engine_is_quarantined(
                     break
                 assert lives < 5
         assert lives == 4
+
+    run(work())
+
+
+async def killed(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, prompts: dict[str, list[int]], at_least: int
+) -> dict[str, list[int]]:
+    """What a HashLM engine had told of 300 tokens per session when it was killed."""
+    told: dict[str, list[int]] = {}
+    async with engine_process(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+        asked = {
+            name: engine.ask("submit", prompt=p, n=300, session=name) for name, p in prompts.items()
+        }
+        for name, at in asked.items():
+            told[name] = (await engine.tokens(at, at_least))[0]
+        await engine.kill()
+        for name, at in asked.items():
+            told[name] += (await engine.tokens(at))[0]
+    return told
+
+
+def test_arenas_of_a_dead_engine_go_once_nobody_wants_their_rows(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reopen, "TIDY_S", 0.02)
+    prompts = {"a": words(13, 100), "b": words(14, 400)}
+    arenas = tmp_path / "kv" / "arena"
+
+    async def work() -> None:
+        told = await killed(pocket_path, tmp_path, cache_dir, prompts, 20)
+        left = {path.name for path in arenas.iterdir()}
+        assert len(left) == 1
+        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            for name, prompt in prompts.items():
+                await asyncio.sleep(0.1)
+                assert left < {path.name for path in arenas.iterdir()}, "b still wants it"
+                answer = await read(await engine.resume("", name, len(told[name])))
+                assert told[name] + answer.tokens == hashlm_tokens(prompt, 300)
+            await until(lambda: not left & {path.name for path in arenas.iterdir()})
+
+    run(work())
+
+
+def test_damaged_rows_of_a_dead_engine_are_computed_again(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """No row proves itself any more; the sealed pages before them still count."""
+    prompts = {"s": words(15, 600)}
+    layout = LAYOUT
+
+    async def work() -> None:
+        told = await killed(pocket_path, tmp_path, cache_dir, prompts, 50)
+        (path,) = (tmp_path / "kv" / "arena").iterdir()
+        size = path.stat().st_size
+        places = (size - 65536) // (layout.page_bytes + 8192)
+        with path.open("r+b") as file:
+            for place in range(places):
+                at = 65536 + place * layout.page_bytes
+                file.seek(at)
+                page = bytearray(file.read(layout.payload_bytes))
+                page[layout.payload_bytes // 2 :] = b"\x55" * (layout.payload_bytes // 2)
+                file.seek(at)
+                file.write(page)
+        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            answer = await read(await engine.resume("", "s", len(told["s"])))
+            assert told["s"] + answer.tokens == hashlm_tokens(prompts["s"], 300)
+            assert answer.done is not None
+            assert answer.done.usage.cached_tokens == 512
+            assert answer.done.usage.reuse_reason == "tail lost with its worker"
+            rejected = engine.metrics.kv_rejected_total.labels("worker")
+            assert rejected._value.get() == 1
 
     run(work())

@@ -15,7 +15,7 @@ from typing import Any
 
 from batchengine.core import PAGE_TOKENS, GenerationRequest
 from batchengine.engine import refusals
-from batchengine.engine.journal import ACTIVE, PARKED, Journal
+from batchengine.engine.journal import IDLE, PARKED, RUNNING, Journal
 from batchengine.engine.record import CALLS_MAX, Rebase, SessionMeta, encode, session_meta
 from batchengine.engine.record import turn_record as read_turn
 from batchengine.engine.reopen import Reopener, durable_name
@@ -99,9 +99,11 @@ class Care:
             meta = _with_calls(meta, calls)
         if session is not None and (facts := self._tables.facts.get(session.key)) is not None:
             facts.meta = meta
+        is_busy = session is not None and self._is_busy(session)
+        state = RUNNING if is_busy else PARKED
         await self._wait(
             self._store.ledger.set_meta(
-                durable_name(tenant, session_id), epoch, PARKED, encode(meta)
+                durable_name(tenant, session_id), epoch, state, encode(meta)
             )
         )
         state = "parked"
@@ -133,7 +135,7 @@ class Care:
             await self._wait(
                 self._store.ledger.append(
                     records.CopySession(durable_name(tenant, session_id), name, tenant, 1, None),
-                    records.SetMeta(name, 1, ACTIVE, encode(meta)),
+                    records.SetMeta(name, 1, IDLE, encode(meta)),
                 )
             )
         except LedgerRefused as error:

@@ -28,8 +28,8 @@ log = logging.getLogger("batchengine.journal")
 
 TICK_S = 0.02  # level `turn`: one group commit for everything that happened in it
 INCARNATIONS = 10_000  # of workers in one life of the store: keeps arena names unique
-ACTIVE, PARKED = "active", "parked"  # state of a session in the ledger
-RUNNING = "running"  # status of a turn that has not ended, or whose engine died
+IDLE, PARKED = "idle", "parked"  # state of a session in the ledger;
+RUNNING = "running"  # of it and of its turn: not ended, or its engine died
 DONE = "done"  # of a turn that ended by itself; one with any other status can be gone on with
 
 
@@ -55,6 +55,7 @@ class Journal:
         self._turns: dict[Turn, None] = {}  # named turns with tokens the ledger lacks
         self._dirty = False
         self.commits = 0
+        self.meta_of: Callable[[Session], SessionMeta] = lambda _: SessionMeta()
 
     # ---------------------------------------------------------------------------- asked for
 
@@ -146,14 +147,6 @@ class Journal:
         cut = self._ledger.truncate_tokens(name, session.logged_epoch, length)
         self._commit(session, [cut], lambda _: None)
 
-    def set_meta(self, session: Session, state: str, meta: SessionMeta) -> Future[int]:
-        """What else is durable about a session; resolves with its commit."""
-        future = self._ledger.set_meta(
-            session.name.decode(), session.logged_epoch, state, encode(meta)
-        )
-        self._watch(self._ledger.commit())
-        return future
-
     async def mark_suspect(self, session: Session, strikes: int, incarnation: int) -> None:
         """Returns once it is durable that the session is about to compute alone."""
         future = self._ledger.set_suspect(session.name.decode(), incarnation, strikes, True)
@@ -201,7 +194,7 @@ class Journal:
         if session.logged_epoch != session.epoch:
             ops.append(records.SetOwner(name, session.epoch, incarnation, lane))
             session.logged_epoch = session.epoch
-        ops.append(records.SetMeta(name, session.epoch, ACTIVE, encode(meta)))
+        ops.append(records.SetMeta(name, session.epoch, RUNNING, encode(meta)))
         return ops
 
     def _start(self, turn: Turn, ops: Sequence[records.Op]) -> None:
@@ -210,8 +203,11 @@ class Journal:
         self._commit(turn.session, mine, lambda error: self._begun(turn, error))
 
     def _finish(self, session: Session, turn_id: str, status: str, reason: str) -> Future[int]:
-        name, epoch = session.name.decode(), session.logged_epoch
-        return self._ledger.finish_turn(name, epoch, turn_id, status, reason)
+        name, epoch, meta = session.name.decode(), session.logged_epoch, self.meta_of(session)
+        return self._ledger.append(
+            records.FinishTurn(name, epoch, turn_id, status, reason),
+            records.SetMeta(name, epoch, IDLE, encode(meta)),
+        )
 
     def _append(self, turn: Turn) -> list[Future[int]]:
         """Give the ledger the tokens it lacks, unless it is unknown which those are."""

@@ -16,6 +16,7 @@ import msgspec
 from batchengine.core import GenerationRequest, Sampling, Sla
 
 CALLS_MAX = 64  # tool calls one session is remembered by: those of its last turns
+CALLS_FIELD = '"calls":'  # in the text of a session that waits, or waited, for one
 SAMPLE_TOKENS = 16  # of each side of a difference: enough to recognise the text
 
 

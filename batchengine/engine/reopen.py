@@ -23,7 +23,7 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.engine import record, refusals
 from batchengine.engine.generation import Continuation, Generation
 from batchengine.engine.journal import DONE, INCARNATIONS, RUNNING, Journal
-from batchengine.engine.record import Facts, SessionMeta, session_meta, turn_record
+from batchengine.engine.record import CALLS_FIELD, Facts, SessionMeta, session_meta, turn_record
 from batchengine.engine.tables import Tables
 from batchengine.engine.turn import Turn
 from batchengine.lanes.lane import Lane
@@ -68,21 +68,25 @@ class Reopener:
         self._journal = journal
         self._calls: dict[tuple[str, str], str] = {}  # (tenant, tool call) -> session id
         self._strikes: dict[str, int] = {}  # sessions that died alone in an earlier life
+        journal.meta_of = self._meta_of
         self.interrupted: dict[tuple[str, str], SessionInfo] = {}  # amid a turn when it ended
+
+    def _meta_of(self, session: Session) -> SessionMeta:
+        facts = self._tables.facts.get(session.key)
+        return SessionMeta() if facts is None else facts.meta
 
     async def start(self) -> None:
         """What the last life left: broken turns, suspects, parked tool calls. No tokens."""
         ledger = self._store.ledger
-        infos, turns, suspects = await asyncio.gather(
+        infos, suspects = await asyncio.gather(
             asyncio.wrap_future(ledger.list_sessions()),
-            asyncio.wrap_future(ledger.unfinished_turns()),
             asyncio.wrap_future(ledger.suspects()),
         )
         self._strikes = {row.session: row.strikes for row in suspects if row.alone}
         self._store.attic.retain(info.id.encode() for info in infos[:CALLS_MAX])
-        broken = {name for name, _ in turns}
-        self.interrupted = {_identity(info.id): info for info in infos if info.id in broken}
-        for info in reversed(infos[:CALLS_MAX]):  # the newest is remembered last
+        self.interrupted = {_identity(i.id): i for i in infos if i.state == RUNNING}
+        recent = [info for info in infos[:CALLS_MAX] if CALLS_FIELD in info.meta]
+        for info in reversed(recent):  # the newest is remembered last
             for call in session_meta(info.meta).calls:
                 self.remember_call(info.tenant, call, _identity(info.id)[1])
 
