@@ -1,4 +1,4 @@
-"""The command line: serve, check, chat, ps, sessions, version.
+"""The command line: serve, check, chat, ps, version; `commands_*` modules hold the others.
 
 Owns option names, exit codes and how errors read in a terminal: one line with code, cause and
 fix; a traceback only with --debug. Imports heavy modules inside the commands that need them, so
@@ -11,7 +11,6 @@ start again · 130 interrupted.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -23,13 +22,28 @@ from cyclopts import Parameter
 
 import batchengine
 from batchengine.core import BatchEngineError
+from service import commands_sessions, commands_store
+from service.terminal import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_LOCKED,
+    EXIT_NO_DAEMON,
+    EXIT_USAGE,
+    ConfigFile,
+    Debug,
+    Json,
+    Socket,
+    admin_path,
+    print_json,
+    print_table,
+)
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_LOCKED = 3
-EXIT_NO_DAEMON = 4
-EXIT_INTERRUPTED = 130
 EXIT_CODES = {"no_daemon": EXIT_NO_DAEMON, "store_locked": EXIT_LOCKED}
+LANES_MAX = 16
+REQUEST_COLUMNS = (
+    "request_id", "session_id", "class", "state", "lane", "prompt_tokens", "cached_tokens",
+    "completion_tokens", "age_ms",
+)  # fmt: skip
 URL_DEFAULT = "http://127.0.0.1:7717/v1"
 
 app = cyclopts.App(
@@ -40,21 +54,6 @@ app = cyclopts.App(
     help_epilogue="Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 store in use,"
     " 4 no daemon, 75 engine stopped, 130 interrupted.",
 )
-
-Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
-Debug = Annotated[bool, Parameter(name="--debug", negative=(), help="Tracebacks and debug log.")]
-Socket = Annotated[
-    str | None,
-    Parameter(
-        name="--admin-socket",
-        env_var="BATCHENGINE_ADMIN_SOCKET",
-        help="Admin socket of the daemon; the default is where `serve` puts it.",
-    ),
-]
-ConfigFile = Annotated[
-    Path | None, Parameter(name="--config", help="TOML file; options win over it.")
-]
-Flag = Parameter(negative=())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,6 +74,8 @@ def run(arguments: Sequence[str]) -> int:
         return result if isinstance(result, int) else 0
     except cyclopts.CycloptsError as error:
         text = " ".join(str(error).split())
+        if isinstance(error, cyclopts.UnusedCliTokensError):
+            text = f"nothing here is called {' '.join(error.unused_tokens or [])!r}."
         print(f"batchengine: {text} Fix: see `batchengine --help`", file=sys.stderr)
         return EXIT_USAGE
     except BatchEngineError as error:
@@ -120,7 +121,13 @@ def serve(
     port: Annotated[
         int | None, Parameter(help="TCP port; 7717 by default, 0 = a free one.")
     ] = None,
-    threads: Annotated[int | None, Parameter(help="Compute threads of the CPU lane.")] = None,
+    lanes: Annotated[
+        int | None,
+        Parameter(help="Divide the cores into so many CPU lanes: fast, bulk, bulk2, ..."),
+    ] = None,
+    threads: Annotated[
+        int | None, Parameter(help="Compute threads of the CPU lane; with --lanes, of each.")
+    ] = None,
     ctx: Annotated[int | None, Parameter(help="Tokens a session may hold.")] = None,
     model_id: Annotated[str | None, Parameter(help="The name clients use.")] = None,
     store: Annotated[Path | None, Parameter(help="Folder of KV pages and ledger.")] = None,
@@ -146,7 +153,7 @@ def serve(
         "server.host": host,
         "server.port": port,
         "server.admin_socket": admin_socket,
-        "lane.threads": threads,
+        **_lane_overrides(lanes, threads),
         "limits.context_tokens": ctx,
         "store.dir": None if store is None else str(store.absolute()),
         "store.allow_volatile": allow_volatile_store,
@@ -157,6 +164,26 @@ def serve(
         overrides["server.allowed_hosts"] = ["localhost", "127.0.0.1", "[::1]", *allow_host]
     overrides.update(_key_overrides(api_key_file))
     return server.run(_load(config, overrides, needs_model=True))
+
+
+def _lane_overrides(count: int | None, threads: int | None) -> dict[str, object]:
+    """One lane, or a fast one and bulk ones: each gets its share of the cores."""
+    if count is None:
+        return {"lane.threads": threads}
+    if not 1 <= count <= LANES_MAX:
+        raise BatchEngineError(
+            "BE1117",
+            f"--lanes {count} is out of bounds",
+            fix=f"1 to {LANES_MAX}; more need [[lane]] tables in a configuration file",
+            api_code="invalid_configuration",
+        )
+    names = ["fast", "bulk", *(f"bulk{i}" for i in range(2, count))][:count]
+    tables: list[dict[str, object]] = [
+        {"name": name, "tier": "fast" if name == "fast" else "bulk"} for name in names
+    ]
+    for table in tables if threads is not None else ():
+        table["threads"] = threads
+    return {"lane": tables if count > 1 else [{"threads": threads or 0}]}
 
 
 def _key_overrides(path: Path | None) -> dict[str, object]:
@@ -206,7 +233,7 @@ def check(*, config: ConfigFile = None, json: Json = False, debug: Debug = False
     auth.check_bind(loaded)
     found = configuration.warnings(loaded)
     if json:
-        _print_json({"ok": True, "warnings": found, "model": loaded.model.path})
+        print_json({"ok": True, "warnings": found, "model": loaded.model.path})
         return 0
     for text in found:
         print(f"warning: {text}")
@@ -257,11 +284,11 @@ def ps(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False)
     """What the daemon is computing now."""
     from service.client import admin
 
-    path = _admin_path(admin_socket)
+    path = admin_path(admin_socket)
     status = admin(path, "status")["status"]
     requests = admin(path, "requests")["requests"]
     if json:
-        _print_json({"status": status, "requests": requests})
+        print_json({"status": status, "requests": requests})
         return 0
     print(
         f"{status['model'] or '(loading)'}  {status['state']}  {status['address']}"
@@ -269,21 +296,21 @@ def ps(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False)
     )
     for lane in status["lanes"]:
         print("lane  " + "  ".join(f"{name}={value}" for name, value in lane.items()))
-    _print_table(requests, "nothing is running")
+    print_table([_request_row(row) for row in requests], "nothing is running")
     return 0
 
 
-@app.command
-def sessions(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
-    """Sessions the daemon knows."""
-    from service.client import admin
+def _request_row(row: dict[str, Any]) -> dict[str, Any]:
+    """One request as `ps` shows it: times as actual/predicted."""
+    shown = {name: row.get(name) for name in REQUEST_COLUMNS}
+    for name in ("ttft_ms", "tpot_ms"):
+        actual, predicted = row.get(name), row.get(f"predicted_{name}")
+        shown[f"{name}/predicted"] = f"{_ms(actual)}/{_ms(predicted)}"
+    return shown
 
-    rows = admin(_admin_path(admin_socket), "sessions")["sessions"]
-    if json:
-        _print_json({"sessions": rows})
-    else:
-        _print_table(rows, "no sessions yet")
-    return 0
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
 
 
 @app.command
@@ -297,40 +324,14 @@ def version(*, json: Json = False, debug: Debug = False) -> int:
         "machine": platform.machine(),
     }
     if json:
-        _print_json(facts)
+        print_json(facts)
     else:
         print(f"batchengine {facts['batchengine']}  python {facts['python']}  {facts['machine']}")
     return 0
 
 
-def _admin_path(given: str | None) -> str:
-    if given:
-        return given
-    from batchengine import config as configuration
-
-    return configuration.load(None, {}).server.admin_socket
-
-
-def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
-
-
-def _print_table(rows: Sequence[dict[str, Any]], nothing: str) -> None:
-    """Plain columns: readable in a terminal, cuttable in a pipe."""
-    if not rows:
-        print(nothing)
-        return
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_cell(row.get(name)) for name in columns] for row in rows]
-    widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
-    for line in [columns, *cells]:
-        print(
-            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        )
-
-
-def _cell(value: object) -> str:
-    return "-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
+commands_sessions.add(app)
+commands_store.add(app)
 
 
 if __name__ == "__main__":

@@ -196,18 +196,30 @@ def no_daemon(where: str, error: Exception) -> BatchEngineError:
     )
 
 
-def admin(socket_path: str, command: str, **arguments: str) -> Json:
-    """One command to the admin socket of a daemon; raises BE1132 when nobody answers."""
-    line = json.dumps({"command": command, **arguments}).encode() + b"\n"
+def admin(
+    socket_path: str, command: str, *, patience_s: float = CONNECT_SECONDS, **arguments: object
+) -> Json:
+    """One command to the admin socket of a daemon; raises BE1132 when nobody answers.
+
+    Arguments that are None are left out. `patience_s` is for the answer.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    line = json.dumps({"command": command, **given}).encode() + b"\n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(CONNECT_SECONDS)
         try:
             sock.connect(socket_path)
             sock.sendall(line)
-            with sock.makefile("rb") as answers:
-                answer = answers.readline()
         except OSError as error:
             raise no_daemon(socket_path, error) from None
+        sock.settimeout(patience_s)
+        try:
+            with sock.makefile("rb") as answers:
+                answer = answers.readline()
+        except TimeoutError:
+            raise _lost(f"no answer to {command} within {patience_s:g} s") from None
+        except OSError as error:
+            raise _lost(str(error)) from None
     body = _object(answer)
     if not body.get("ok"):
         _check(400, body)

@@ -1,37 +1,93 @@
 """The admin socket: one JSON line in, one JSON line out, for the user who runs the daemon.
 
-Owns the commands status, sessions, requests, cancel and drain. Refuses other users twice: by the
-mode of the socket (0600) and by the peer's uid. Nothing here is reachable over HTTP (R4).
+Owns the table of commands, each with the fields it takes. Refuses other users twice: by the mode
+of the socket (0600) and by the peer's uid. Nothing here is reachable over HTTP (R4).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import secrets
 import socket
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
 import batchengine
 from batchengine.core import BatchEngineError
-from service import errors
-from service.api import Service
+from service import errors, verbs, work
+from service.sessions import session_key
+from service.state import Service
+from service.strict_json import printable
+
+log = logging.getLogger("batchengine.service")
 
 LINE_BYTES_MAX = 16 * 1024
-COMMANDS = ("status", "sessions", "requests", "cancel", "drain")
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
-class Command(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of input."""
+class Nothing(msgspec.Struct, forbid_unknown_fields=True):
+    """Of status, requests and drain."""
 
-    command: str
-    request_id: str = ""
+
+class Listing(msgspec.Struct, forbid_unknown_fields=True):
+    """Of sessions: `stored` also lists those that are on disk only."""
+
+    stored: bool = False
+
+
+class Request(msgspec.Struct, forbid_unknown_fields=True):
+    """Of cancel."""
+
+    request_id: Text
+
+
+class OneSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Of session, why and drop. `tenant` = the name of an API key; None = whoever it is."""
+
+    session: Text
+    tenant: str | None = None
+
+
+class Move(OneSession, forbid_unknown_fields=True, kw_only=True):
+    """Of promote and demote."""
+
+    to: Text | None = None
+
+
+class Fork(OneSession, forbid_unknown_fields=True, kw_only=True):
+    """Of fork: `new_id` is a client's own id, under the same key."""
+
+    new_id: Text | None = None
+
+
+class Park(OneSession, forbid_unknown_fields=True, kw_only=True):
+    """Of park."""
+
+    tool_call_id: Text | None = None
+
+
+class Explain(msgspec.Struct, forbid_unknown_fields=True):
+    """Of explain: a request or a session."""
+
+    id: Text
+    tenant: str | None = None
+
+
+class StoreOp(msgspec.Struct, forbid_unknown_fields=True):
+    """Of store."""
+
+    op: Literal["stat", "verify", "gc"] = "stat"
+
+
+Method = Callable[[Any], Awaitable[dict[str, object]]]
 
 
 class Control:
@@ -43,6 +99,22 @@ class Control:
         self._drain = drain
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._commands: dict[str, tuple[type[msgspec.Struct], Method]] = {
+            "status": (Nothing, self._tell_status),
+            "sessions": (Listing, self._tell_sessions),
+            "requests": (Nothing, self._tell_requests),
+            "cancel": (Request, self._cancel),
+            "drain": (Nothing, self._start_drain),
+            "promote": (Move, self._promote),
+            "demote": (Move, self._demote),
+            "explain": (Explain, self._explain),
+            "session": (OneSession, self._tell_session),
+            "why": (OneSession, self._why),
+            "fork": (Fork, self._fork),
+            "park": (Park, self._park),
+            "drop": (OneSession, self._drop_session),
+            "store": (StoreOp, self._store),
+        }
 
     async def open(self) -> None:
         """Listens with mode 0600; raises BE1113 when another daemon answers there."""
@@ -85,7 +157,7 @@ class Control:
             if _peer_uid(writer) not in (0, os.getuid()):
                 return
             while line := await reader.readline():
-                writer.write(msgspec.json.encode(self._answer(line)) + b"\n")
+                writer.write(msgspec.json.encode(await self._answer(line)) + b"\n")
                 await writer.drain()
         except (ConnectionError, ValueError):  # ValueError: a line beyond the limit
             pass
@@ -94,38 +166,130 @@ class Control:
                 self._tasks.discard(task)
             writer.close()
 
-    def _answer(self, line: bytes) -> dict[str, object]:
+    async def _answer(self, line: bytes) -> dict[str, object]:
         try:
-            command = msgspec.json.decode(line, type=Command)
-            return {"ok": True, **self._run(command)}
-        except msgspec.MsgspecError:
-            error = errors.invalid_json('expected {"command": "' + "|".join(COMMANDS) + '"}')
-        except BatchEngineError as raised:
-            error = raised
-        return {"ok": False, **errors.error_object(error)}
+            return {"ok": True, **await self._run(line)}
+        except BatchEngineError as error:
+            return {"ok": False, **errors.error_object(error)}
+        except Exception:
+            log.exception("an admin command failed")
+            return {"ok": False, **errors.error_object(errors.internal("admin"))}
 
-    def _run(self, command: Command) -> dict[str, object]:
-        service = self._service
-        match command.command:
-            case "status":
-                return {"status": self._status()}
-            case "sessions":
-                return {"sessions": [dict(row) for row in service.engine.sessions()]}
-            case "requests":
-                return {"requests": [dict(row) for row in service.engine.requests()]}
-            case "cancel":
-                if not service.cancel(command.request_id):
-                    raise errors.invalid_field(
-                        "request_id", "no such request is running", fix="see `batchengine ps`"
-                    )
-                return {"cancelled": command.request_id}
-            case "drain":
-                self._drain()
-                return {"draining": True}
-            case _:
-                raise errors.invalid_field(
-                    "command", "unknown command", fix="use " + ", ".join(COMMANDS)
-                )
+    async def _run(self, line: bytes) -> dict[str, object]:
+        """One line: its command names a method and the fields it takes."""
+        try:
+            fields = msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raise errors.invalid_json('expected {"command": "status"}') from None
+        command = fields.pop("command", None)
+        known = self._commands.get(command) if isinstance(command, str) else None
+        if known is None:
+            raise errors.invalid_field(
+                "command", "unknown command", fix="use " + ", ".join(self._commands)
+            )
+        kind, method = known
+        try:
+            asked = msgspec.convert(fields, kind, strict=True)
+        except msgspec.ValidationError as error:
+            why = printable(str(error).replace("`", ""))
+            raise errors.invalid_field(
+                command,
+                f"the command {command} was given something else",
+                why=why,
+                fix="fields: " + (", ".join(kind.__struct_fields__) or "none"),
+            ) from None
+        return await method(asked)
+
+    # ---- one method per command ----
+
+    async def _tell_status(self, _: Nothing) -> dict[str, object]:
+        return {"status": self._status()}
+
+    async def _tell_sessions(self, asked: Listing) -> dict[str, object]:
+        engine = self._service.engine
+        rows = [dict(row) for row in engine.sessions()]
+        if asked.stored:
+            seen = {(row.get("tenant", ""), row["session_id"]) for row in rows}
+            for row in await engine.stored_sessions(verbs.STORED_MAX):
+                if (row.get("tenant", ""), row["session_id"]) not in seen:
+                    rows.append(dict(row))
+        return {"sessions": rows}
+
+    async def _tell_requests(self, _: Nothing) -> dict[str, object]:
+        engine = self._service.engine
+        rows: list[dict[str, Any]] = []
+        for row in engine.requests():
+            predicted = engine.predicted(str(row["request_id"])) or {}
+            named = {f"predicted_{k}": predicted.get(k) for k in ("ttft_ms", "tpot_ms")}
+            rows.append({**row, **named})
+        return {"requests": rows}
+
+    async def _cancel(self, asked: Request) -> dict[str, object]:
+        if not self._service.cancel(asked.request_id):
+            raise errors.invalid_field(
+                "request_id", "no such request is running", fix="see `batchengine ps`"
+            )
+        return {"cancelled": asked.request_id}
+
+    async def _start_drain(self, _: Nothing) -> dict[str, object]:
+        self._drain()
+        return {"draining": True}
+
+    async def _find(self, asked: OneSession) -> tuple[str, str]:
+        work.check_serving(self._service.engine)
+        return await verbs.find(self._service, asked.session, asked.tenant)
+
+    async def _promote(self, asked: Move) -> dict[str, object]:
+        tenant, session_id = await self._find(asked)
+        return {"move": await verbs.move(self._service, "promote", tenant, session_id, asked.to)}
+
+    async def _demote(self, asked: Move) -> dict[str, object]:
+        tenant, session_id = await self._find(asked)
+        return {"move": await verbs.move(self._service, "demote", tenant, session_id, asked.to)}
+
+    async def _tell_session(self, asked: OneSession) -> dict[str, object]:
+        tenant, session_id = await self._find(asked)
+        return {"session": dict(await self._service.engine.session_detail(tenant, session_id))}
+
+    async def _why(self, asked: OneSession) -> dict[str, object]:
+        tenant, session_id = await self._find(asked)
+        return {"why": dict(await self._service.engine.why(tenant, session_id))}
+
+    async def _drop_session(self, asked: OneSession) -> dict[str, object]:
+        tenant, session_id = await self._find(asked)
+        return {"dropped": dict(await self._service.engine.drop(tenant, session_id))}
+
+    async def _fork(self, asked: Fork) -> dict[str, object]:
+        tenant, session_id = await self._find(asked)
+        new_id = session_key(tenant, asked.new_id or f"fork {secrets.token_hex(16)}")
+        return {"fork": dict(await self._service.engine.fork(tenant, session_id, new_id))}
+
+    async def _park(self, asked: Park) -> dict[str, object]:
+        tenant, session_id = await self._find(asked)
+        parked = await self._service.engine.park(tenant, session_id, asked.tool_call_id)
+        return {"parked": dict(parked)}
+
+    async def _explain(self, asked: Explain) -> dict[str, object]:
+        """A request by its id or the beginning of it, else the session that `id` means."""
+        engine = self._service.engine
+        work.check_serving(engine)
+        given = asked.id
+        if given.removeprefix("be_").startswith("req_"):
+            return {"explain": dict(engine.explain(given))}
+        tenant, given = await verbs.find(self._service, given, asked.tenant)
+        try:
+            return {"explain": dict(engine.explain(given))}
+        except BatchEngineError as error:
+            if error.http_status != verbs.NOT_FOUND:
+                raise
+        # it is there, but this daemon has decided nothing about it yet
+        detail = await engine.session_detail(tenant, given)
+        known = {name: detail.get(name) for name in ("session_id", "tenant", "state", "tokens")}
+        return {"explain": {"kind": "session", **known, "decisions": []}}
+
+    async def _store(self, asked: StoreOp) -> dict[str, object]:
+        work.check_serving(self._service.engine)
+        return {"store": dict(await self._service.engine.store_op(asked.op))}
 
     def _status(self) -> dict[str, object]:
         service = self._service

@@ -22,7 +22,7 @@ import uvloop
 
 import batchengine
 from batchengine import config as configuration
-from batchengine.config import Config
+from batchengine.config import Config, LaneConfig
 from batchengine.core import Stage
 from service import api, auth
 from service.control import Control
@@ -223,21 +223,29 @@ class Daemon:
 def banner(config: Config) -> list[str]:
     """What is known before anything is loaded."""
     path = Path(config.model.path)
-    lane = config.lanes[0]
     size = f"{path.stat().st_size / MIB:,.2f} MiB" if path.is_file() else "missing"
     lines = [
         f"batchengine {batchengine.__version__}",
         f"  file    {path.name}  {size}",
-        f"  cpu     {os.cpu_count()} logical cores -> {lane.threads} threads on cores"
-        f" {','.join(map(str, lane.cores))}",
-        f"  kv      {config.store.dir}  budget {config.store.budget_bytes / GIB:,.1f} GiB",
-        f"  admin   {config.server.admin_socket}",
+        f"  cpu     {os.cpu_count()} logical cores",
+        *(lane_line(lane) for lane in config.lanes),
     ]
     free_bytes = configuration.disk_free_bytes(config.store.dir)
-    if free_bytes is not None:
-        lines[3] += f"  ({free_bytes / GIB:,.0f} GiB free)"
+    free = "" if free_bytes is None else f"  ({free_bytes / GIB:,.0f} GiB free)"
+    lines += [
+        f"  kv      {config.store.dir}  budget {config.store.budget_bytes / GIB:,.1f} GiB{free}",
+        f"  admin   {config.server.admin_socket}",
+    ]
     lines += [f"  warning {text}" for text in configuration.warnings(config)]
     return lines
+
+
+def lane_line(lane: LaneConfig) -> str:
+    """`  lane    fast  cpu, tier fast, 4 threads on cores 0,1,2,3`"""
+    cores = ",".join(map(str, lane.cores))
+    tier = "" if lane.tier in ("", "any") else f", tier {lane.tier}"
+    threads = "1 thread" if lane.threads == 1 else f"{lane.threads} threads"
+    return f"  lane    {lane.name}  {lane.kind}{tier}, {threads} on cores {cores}"
 
 
 def stage_line(stage: Stage) -> str:

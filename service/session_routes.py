@@ -246,5 +246,6 @@ def _job(service: Service, request: web.Request, asked: work.GenerationRequest) 
         route=work.route_name(service.engine),
         service_tier=None,
         seed=asked.sampling.seed,
+        predict=lambda: service.engine.predicted(asked.request_id),
         requests=[asked],
     )

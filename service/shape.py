@@ -121,13 +121,14 @@ def timings_object(answers: list[Answer]) -> dict[str, object]:
     computed = usage.prompt_tokens - usage.cached_tokens
     prompt_ms = max(0.0, usage.ttft_ms - usage.queue_ms)
     decode_ms = max(0.0, usage.total_ms - usage.ttft_ms)
-    later = max(0, usage.completion_tokens - 1)
+    made = usage.completion_tokens - usage.resumed_tokens  # of them, by this stream
+    later = max(0, made - 1)
     return {
         "cache_n": usage.cached_tokens,
         "prompt_n": computed,
         "prompt_ms": round(prompt_ms, 3),
         "prompt_per_second": _per_second(computed, prompt_ms),
-        "predicted_n": usage.completion_tokens,
+        "predicted_n": made,
         "predicted_ms": round(decode_ms, 3),
         "predicted_per_second": _per_second(later, decode_ms),
     }

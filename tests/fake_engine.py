@@ -69,7 +69,7 @@ class FakeGeneration:
         self.request = request
         self.skip = skip  # tokens the reader has from an earlier stream
         self.request_id = request.request_id
-        self.session_id = request.session_id or f"anon_{request.request_id}"
+        self.session_id = request.session_id or f"be_{request.request_id}"
         self.cancelled = asyncio.Event()
         self.finished = False
         self._events = engine.script(self)
