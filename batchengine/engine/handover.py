@@ -225,6 +225,9 @@ class Handover:
             raise Abort("it was in a step that killed a worker, and proves itself where it is")
         if session.state is State.CLOSED:
             raise Abort("it was closed")
+        named = self._tables.named.get((session.tenant, session.session_id)) is session
+        if named and session.logged == NOT_LOGGED:  # its epoch is not known yet
+            raise Abort("it is being read from the ledger")
 
     async def _prepare(self, move: Move) -> None:
         """P1: everything that takes time, while the source goes on."""

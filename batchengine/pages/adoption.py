@@ -186,7 +186,7 @@ class AdoptingPages(SealLine):
         if not all(adoption.rows):
             session.loss = LOST_WITH_WORKER
         self.rows_adopted += reach - sealed * PAGE_TOKENS
-        last = len(session.tokens) - (session.state is not State.IDLE)  # one is left to compute
+        last = max(0, len(session.tokens) - (session.state is not State.IDLE))  # one is to compute
         session.frontier = min(reach, last)
         session.computed = max(session.computed, session.frontier)
         for place in session.places:
@@ -197,6 +197,7 @@ class AdoptingPages(SealLine):
     def _install_fallen(self, adoption: Adoption) -> None:
         session = adoption.session
         first = len(session.pinned)
+        session.frontier = min(session.frontier, first * PAGE_TOKENS)  # nothing is open here yet
         orphans = [
             self._arena_orphan(orphan.page, rows, adoption.arena, place, adoption.epoch)
             for orphan, place, rows in zip(
@@ -446,6 +447,8 @@ class AdoptingPages(SealLine):
             touch.left = 1
             self._touched([touch])
         for adoption in list(self._adoptions):
+            if adoption.fallen is not None:
+                continue  # with an earlier worker
             if adoption.orphans and adoption.is_complete and adoption.session not in self._local:
                 adoption.fallen = self.hold(arena)
             else:

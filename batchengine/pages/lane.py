@@ -111,9 +111,11 @@ class LanePages(AdoptingPages):
         self._seals, self._pending, self._stalled = {}, [], []
         if arena is not None:
             self._old_arenas.append(arena)
+            release = self.hold(arena)  # until everybody has said what they want of it
             for session in self.members.values():
                 self._orphan(session, arena)
             self._adoptions_died(arena)
+            release()
         if chores is not None:
             self._touched(chores.touches)
         self._poison, self._fresh, self._retitles, self._titles = {}, {}, {}, {}

@@ -348,7 +348,7 @@ class Places:
                 self._store.unpin(ref)
             return None
         orphans = [orphan for orphan in session.orphans if orphan.page >= len(refs)]
-        if orphans and orphans[0].index == len(refs):
+        if orphans and orphans[0].page == len(refs):
             session.orphans = [o for o in session.orphans if o.page < len(refs)]
         else:
             orphans = []
