@@ -219,7 +219,7 @@ class Handover:
         """Reasons to stay that may come up at any time before P5."""
         if self._stopping or to.stopping:
             raise Abort("the daemon is shutting down")
-        if not to.lane.alive:
+        if not to.lane.alive or not to.pages.is_attached:
             raise Abort(f"lane {to.lane.name} is down")
         if session.suspect:
             raise Abort("it was in a step that killed a worker, and proves itself where it is")
@@ -382,7 +382,10 @@ class Handover:
         able = [
             loop
             for loop in self._tables.loops
-            if loop is not away_from and loop.lane.alive and not loop.stopping
+            if loop is not away_from
+            and loop.lane.alive
+            and loop.pages.is_attached
+            and not loop.stopping
         ]
         best = max(able, key=lambda loop: loop.seats_free, default=None)
         return best if best is not None and best.seats_free > 0 else None
@@ -395,7 +398,7 @@ class Handover:
         try:
             for session in self.evacuees(loop):
                 to = self.refuge(loop)
-                if loop.lane.alive or to is None:
+                if loop.pages.is_attached or to is None:
                     return
                 await self._dispatch.move(session, to, "evacuation")
         finally:
@@ -403,7 +406,7 @@ class Handover:
 
     def evacuees(self, loop: LaneLoop) -> list[Session]:
         """Sessions with turns on a lane that is down, but for those that may have felled it."""
-        if loop.lane.alive or self._stopping:
+        if loop.pages.is_attached or loop.stopping or self._stopping:
             return []
         turns = [*loop.running.values(), *loop.waiting.values()]
         return [turn.session for turn in turns if not turn.session.suspect]

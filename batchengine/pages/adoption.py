@@ -422,7 +422,7 @@ class AdoptingPages(SealLine):
         ]
         if parked is not None and parked.page == found[-1].page:
             found.pop().release()
-            found.append(self._parked_orphan(parked.page, parked.rows, parked.ref))
+            found.append(self._page_orphan(parked.page, parked.rows, parked.ref))
             session.parked = None
         session.places.clear()
         del session.codes[sealed:]

@@ -88,6 +88,11 @@ class Places:
         self._lenders: dict[Session, int] = {}  # not running; places they would give back
         self._orphaned: dict[Session, None] = {}  # members whose open rows are elsewhere
 
+    @property
+    def is_attached(self) -> bool:
+        """A worker is up and has mapped its arena."""
+        return self._arena is not None
+
     def owns(self, session: Session) -> bool:
         """Whether the session is at home here; places of two arenas may be equal as values."""
         return self.members.get(session.key) is session
@@ -153,7 +158,8 @@ class Places:
     def _fit(self, session: Session) -> None:
         """Keep the pages below the frontier that may be appended to.
 
-        A frontier inside a page that is sealed, or on its way, falls back to the page's start.
+        A frontier inside a sealed page continues in a copy of its leading rows; inside one that is
+        on its way to the store it falls back to the page's start.
         """
         full, rest = divmod(session.frontier, PAGE_TOKENS)
         open_index = full - len(session.pinned)
@@ -165,6 +171,12 @@ class Places:
                 self.truncate(session, full + 1)
             elif parked is not None and (parked.page, parked.rows) != (full, rest):
                 self.unpark(session)
+        elif rest and open_index < 0:
+            self.truncate(session, full + 1)
+            ref = session.pinned.pop()  # its pin passes to the orphan
+            session.codes.pop()
+            session.frontier = full * PAGE_TOKENS
+            self.inherit(session, [self._page_orphan(full, rest, ref)])
         else:
             self.truncate(session, full)
 
@@ -240,13 +252,13 @@ class Places:
             session.loss = LOST_TO_OTHERS
             return
         if parked.page == len(session.codes):
-            session.orphans = [self._parked_orphan(parked.page, parked.rows, parked.ref)]
+            session.orphans = [self._page_orphan(parked.page, parked.rows, parked.ref)]
             self._orphaned[session] = None
         else:
             self._store.unpin(parked.ref)
 
-    def _parked_orphan(self, index: int, rows: int, ref: PageRef) -> Orphan:
-        """A parked tail as something to adopt; the pin passes to it."""
+    def _page_orphan(self, index: int, rows: int, ref: PageRef) -> Orphan:
+        """Leading rows of a page of the store as something to adopt; the pin passes to it."""
         return Orphan(index, rows, ref, lambda: self._store.unpin(ref))
 
     def unpark(self, session: Session) -> None:
