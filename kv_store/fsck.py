@@ -460,11 +460,12 @@ class _Fsck:
             self.counts["turns"] += 1
             self.counts["turns_unfinished"] += status == "running"
             sound = _all(str, (session, turn, status)) and _all(int, (seed,))
-            if not sound or not _naturals((start, end)) or start > end:
+            # A prompt may end before it starts: one that repeats the timeline adds nothing to it.
+            if not sound or not _naturals((start, end)):
                 self._find(
                     "error",
                     f"a turn of session {session!r} has a damaged row",
-                    "its fields have other types, or its prompt ends before it starts",
+                    "its fields have other types, or are negative",
                     "the row is deleted; the timeline is not touched",
                     lambda db, key=(session, turn): db.execute(
                         "DELETE FROM turn WHERE session IS ? AND id IS ?", key

@@ -334,6 +334,8 @@ def test_rows_without_a_session_and_damaged_rows_are_found(path: Path) -> None:
     report = checked(path, "rows of token_blob belong to no session")
     assert report.ok, "they are no session's"
     run_sql(path, "UPDATE turn SET prompt_end = 1 WHERE id = 'two'")
+    assert fsck(path).ok, "a request that was repeated: its prompt is the timeline's beginning"
+    run_sql(path, "UPDATE turn SET prompt_end = -1 WHERE id = 'two'")
     checked(path, "a turn of session 'a' has a damaged row")
     run_sql(path, "UPDATE session SET epoch = 'x' WHERE id = 'a'")
     checked(path, "session 'a' has a damaged row")
