@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import socket
 import stat
 import struct
@@ -23,7 +22,6 @@ import msgspec
 import batchengine
 from batchengine.core import BatchEngineError
 from service import errors, verbs, work
-from service.sessions import session_key
 from service.state import Service
 from service.strict_json import printable
 
@@ -261,8 +259,7 @@ class Control:
 
     async def _fork(self, asked: Fork) -> dict[str, object]:
         tenant, session_id = await self._find(asked)
-        new_id = session_key(tenant, asked.new_id or f"fork {secrets.token_hex(16)}")
-        return {"fork": dict(await self._service.engine.fork(tenant, session_id, new_id))}
+        return {"fork": await verbs.fork(self._service, tenant, session_id, asked.new_id)}
 
     async def _park(self, asked: Park) -> dict[str, object]:
         tenant, session_id = await self._find(asked)

@@ -429,3 +429,16 @@ def one_lane(lanes: list[str]) -> BatchEngineError:
         error_type=INVALID,
         api_code="one_lane",
     )
+
+
+def session_exists(given: str) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1730",
+        f"there is a session {given[:80]} already",
+        why="a fork begins a session, it replaces none",
+        fix="choose another id for the fork, or drop that session first",
+        http_status=409,
+        error_type=INVALID,
+        api_code="session_exists",
+        param="session_id",
+    )

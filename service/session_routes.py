@@ -7,7 +7,6 @@ word like one that never was. Nothing here is the operator's: no store, no lane,
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeVar
@@ -20,7 +19,6 @@ from batchengine.core import BatchEngineError
 from service import errors, generate, strict_json, verbs, work
 from service.auth import check_content
 from service.chat import ChatShape
-from service.sessions import session_key
 from service.state import CALLER, HEADERS, SERVICE, Live, Service
 
 BODY_BYTES_MAX = 16 << 10
@@ -164,8 +162,7 @@ async def _park(request: web.Request) -> web.Response:
 async def _fork(request: web.Request) -> web.Response:
     body = await _body(request, ForkBody)
     service, tenant, session_id, given = _named(request)
-    new_id = session_key(tenant, body.session_id or f"fork {secrets.token_hex(16)}")
-    call = service.engine.fork(tenant, session_id, new_id)
+    call = verbs.fork(service, tenant, session_id, body.session_id)
     return _json(await verbs.own_call(given, call))
 
 

@@ -8,6 +8,7 @@ but the operator.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from service.strict_json import printable
 PREFIX_CHARS_MIN = 4
 STORED_MAX = 1000  # sessions on disk that a listing shows and a prefix may mean
 MOVES = ("promote", "demote")
-NOT_FOUND = 404
+NOT_FOUND, CONFLICT = 404, 409
 
 
 def own_session(service: Service, tenant: str, given: str) -> str:
@@ -145,3 +146,16 @@ async def move(
         raise errors.one_lane(lanes)
     call = engine.promote if verb == "promote" else engine.demote
     return dict(await call(session_id, to, tenant))
+
+
+async def fork(
+    service: Service, tenant: str, session_id: str, new_name: str | None
+) -> dict[str, Any]:
+    """A copy under the client's own id `new_name`, or under one made here; raises 409."""
+    new_id = sessions.session_key(tenant, new_name or f"fork {secrets.token_hex(16)}")
+    try:
+        return dict(await service.engine.fork(tenant, session_id, new_id))
+    except BatchEngineError as error:
+        if error.http_status == CONFLICT and new_name:
+            raise errors.session_exists(printable(new_name)) from None
+        raise

@@ -202,7 +202,10 @@ class FakeEngine:
         return {"session_id": session_id, "last": told, "edit": told}
 
     async def fork(self, tenant: str, session_id: str, new_id: str) -> Mapping[str, Any]:
-        request = self.known[tenant, new_id] = self._last(tenant, session_id)
+        request = self._last(tenant, session_id)
+        if (tenant, new_id) in self.known:
+            raise BatchEngineError("BE2408", "there is one already", http_status=409)
+        self.known[tenant, new_id] = request
         return {
             "session_id": new_id, "forked_from": session_id, "tokens": len(request.prompt),
             "pages_shared": 1, "tokens_shared": 256,

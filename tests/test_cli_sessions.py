@@ -117,6 +117,8 @@ def test_sessions_are_listed_shown_parked_forked_and_forgotten(
         assert code == 0
         assert session_key("", "twin tale") in out
         assert "1 pages shared" in out
+        code, _, err = await ask("sessions", "fork", "tale", "--as", "twin tale")
+        assert (code, "there is a session twin tale already" in err) == (1, True)
         code, out, _ = await ask("sessions", "rm", "tale", OTHER)
         assert (code, out.count("dropped")) == (0, 2)
         assert (await ask("sessions", "rm", "tale"))[0] == 1
