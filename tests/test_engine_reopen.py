@@ -418,3 +418,23 @@ def test_another_model_keeps_the_tokens_and_says_so(
         assert "model or numerics changed: model_hash" in two.done.usage.reuse_reason
 
     run(work())
+
+
+def test_of_many_that_resume_at_once_the_newest_reads(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """A client that lost its connection several times: no reader waits for another's stream."""
+    prompt = words(22, 40)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            await some(engine, request(prompt, 300, session="s"), 5)
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            readers = await asyncio.gather(*(engine.resume("", "s", at) for at in (1, 2, 3, 5)))
+            answers = await asyncio.gather(*(read(reader) for reader in readers))
+            assert answers[-1].tokens == reference.tokens(prompt, 300)[5:]
+            for answer in answers[:-1]:
+                assert answer.error is not None
+                assert answer.error.api_code == "resumed_elsewhere"
+
+    run(work())

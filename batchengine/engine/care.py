@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import re
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 from batchengine.core import PAGE_TOKENS, GenerationRequest
@@ -27,6 +28,10 @@ from kv_store import LedgerRefused, StoreError, records
 from kv_store.sessions import SessionRecord
 from kv_store.store import Store
 
+BEFORE_TOKENS = 12  # before a difference: enough to find the place again
+ROLE_TOKENS_MAX = 32_768  # how far back the beginning of a message is looked for
+ROLE_MARK = re.compile(rb"<\|(im_start|start_header_id|start)\|>")  # ChatML, Llama 3, Harmony
+ROLE = re.compile(r"\s*(system|developer|user|assistant|tool|ipython)\b")
 DROP_WAIT_S = 30.0  # a step ends long before
 PARK_WAIT_S = 5.0  # a frame, a write and a commit: milliseconds, unless the store is stuck
 
@@ -164,13 +169,16 @@ class Care:
         """Where the last prompt left the history it was expected to continue, and what it cost."""
         session = self._tables.named.get((tenant, session_id))
         facts = None if session is None else self._tables.facts.get(session.key)
-        if facts is None:
-            meta = session_meta((await self._record(tenant, session_id)).info.meta)
+        if session is None or facts is None:
+            found = await self._record(tenant, session_id)
+            meta, tokens = session_meta(found.info.meta), found.tokens
         else:
-            meta = facts.meta
+            meta, tokens = facts.meta, session.tokens
         answer: dict[str, Any] = {"session_id": session_id, "last": None, "edit": None}
         if meta.rebase is not None:
-            answer["last"] = self._told(meta.rebase)
+            answer["last"] = told = self._told(meta.rebase)
+            if meta.rebase.is_edit:
+                told |= self._place_of(tokens[: meta.rebase.shared])
         if meta.edit is not None:
             answer["edit"] = self._told(meta.edit)
         return answer
@@ -236,6 +244,16 @@ class Care:
             }
         return told
 
+    def _place_of(self, before: Sequence[int]) -> dict[str, Any]:
+        """The text that both histories have before they differ, and whose message that is in."""
+        place: dict[str, Any] = {"text_before": self._text_of(tuple(before[-BEFORE_TOKENS:]))}
+        for index in range(len(before) - 1, max(-1, len(before) - 1 - ROLE_TOKENS_MAX), -1):
+            if ROLE_MARK.match(self._text.piece(before[index])):
+                role = ROLE.match(self._text_of(tuple(before[index + 1 : index + 4])))
+                if role is not None:
+                    return place | {"inside": f"{role[1]} message"}
+        return place
+
     def _text_of(self, tokens: tuple[int, ...]) -> str:
         return b"".join(self._text.piece(token) for token in tokens).decode(errors="replace")
 
@@ -277,9 +295,10 @@ class Care:
         if loop is None or session.state is not State.IDLE:
             return
         if loop.pages.park(session):
+            # A frame digests it, a thread writes it, a commit names it: none of them tells us.
             async with _at_most(PARK_WAIT_S):
-                while session.parked is None and loop.pages.is_parking:  # noqa: ASYNC110
-                    await asyncio.sleep(0.002)  # frames and commits in between have no event
+                while _is_parking(session):  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
         is_still_there = self._tables.home.get(session.key) is loop and not self._is_busy(session)
         if and_leave and is_still_there and session.state is State.IDLE:
             loop.pages.truncate(session, 0)
@@ -295,6 +314,11 @@ class Care:
         async with asyncio.timeout(DROP_WAIT_S):
             while self._is_busy(session):  # noqa: ASYNC110  no event for a session's end
                 await asyncio.sleep(0.002)
+
+
+def _is_parking(session: Session) -> bool:
+    """It rests, its tail is still in the arena, and the store does not have it yet."""
+    return session.parked is None and bool(session.places) and session.state is State.IDLE
 
 
 @contextlib.asynccontextmanager

@@ -327,14 +327,8 @@ class Engine(Desk):
         """
         request = await self.care.resumable(tenant, session_id, from_token)
         self._admit(request)
-        generation = Generation(
-            request,
-            session_id,
-            self.text.detokeniser(),
-            self._now_ms(),
-            self._cancel,
-            self._has_room,
-        )
+        text, now_ms = self.text.detokeniser(), self._now_ms()
+        generation = Generation(request, session_id, text, now_ms, self._cancel, self._has_room)
         generation.resume_at(from_token)
         session, _ = self._session(tenant, session_id)
         queue = self._queues.get(session.key)
@@ -342,6 +336,9 @@ class Engine(Desk):
             self._queues[session.key] = deque()
             self._begin(session, generation)
             return generation
+        for older in queue:
+            if older.resumes is not None:
+                older.fail(refusals.resumed_elsewhere())
         queue.appendleft(generation)
         for running, turn in list(self._turns.items()):
             if turn.session is session:
@@ -434,7 +431,9 @@ class Engine(Desk):
 
     def _begin(self, session: Session, generation: Generation) -> None:
         """Choose the lane, and bring the session there if it is elsewhere."""
-        if generation.cancelled:
+        if generation.is_superseded(self._queues.get(session.key)):
+            generation.fail(refusals.resumed_elsewhere())
+        if generation.cancelled or generation.finished:
             self._next_in_queue(session)
             return
         if self.reopener.must_look(session, generation):

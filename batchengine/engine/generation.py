@@ -193,6 +193,13 @@ class Generation:
         """The reader has the tokens before this one, whether they are computed again or not."""
         self.resumes, self._known = from_token, from_token
 
+    def is_superseded(self, queue: Sequence[Generation] | None) -> bool:
+        """Whether a newer reader of the same answer waits already: the newest one gets it."""
+        other = queue[0] if queue else None
+        if self.resumes is None or other is None or other.resumes is None or other.cancelled:
+            return False
+        return other.arrived_ms > self.arrived_ms
+
     def retell(self, tokens: Sequence[int], is_end: IsEnd) -> str:
         """Tokens that an earlier stream of the same turn computed, with the text it had.
 
