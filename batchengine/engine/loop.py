@@ -21,6 +21,7 @@ from batchengine.core import PAGE_TOKENS, BatchEngineError, TokenLogprob
 from batchengine.cost import CostModel, StepCost, work_of
 from batchengine.engine import refusals
 from batchengine.engine.flight import Emission, Flight, Frozen, Part, check_answer
+from batchengine.engine.shared import SharedPages
 from batchengine.engine.turn import Turn
 from batchengine.lanes.lane import Lane, LaneDied
 from batchengine.metrics import Metrics
@@ -92,6 +93,7 @@ class LaneLoop:
         self._arrivals: dict[int, asyncio.Future[float]] = {}  # sessions whose first step counts
         self._observed: tuple[Flight, wire.StepDone, list[tuple[int, int]]] | None = None
         self._waiting_rows: tuple[scheduler.Row, ...] | None = None
+        self._shared = SharedPages()
         self._stalled_ms: float | None = None  # since when nothing could be computed
         self._policy = scheduler.Policy()
         self.steps = 0
@@ -362,10 +364,15 @@ class LaneLoop:
 
     def _view(self) -> scheduler.LaneView:
         running = tuple([turn.row(running=True) for turn in self.running.values()])
+        held = self._shared.count(self.running, self.waiting)
+        if self._shared.changed:
+            self._waiting_rows = None
         if self._waiting_rows is None:
-            self._waiting_rows = tuple(t.row(running=False) for t in self.waiting.values())
+            loose = self._shared.loose
+            self._waiting_rows = tuple(
+                t.row(running=False, loose=loose(t.session)) for t in self.waiting.values()
+            )
         config = self.config
-        held = sum([row.pages_held for row in running])
         return scheduler.LaneView(
             tokens_max=config.tokens_per_step,
             entries_max=max(1, config.entries_max - self.expected),

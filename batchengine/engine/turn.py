@@ -63,8 +63,11 @@ class Turn:
     def __repr__(self) -> str:
         return f"<Turn {self.generation.request_id} {self.session!r}>"
 
-    def row(self, *, running: bool) -> Row:
-        """How the scheduler sees it; cached while it waits."""
+    def row(self, *, running: bool, loose: int | None = None) -> Row:
+        """How the scheduler sees it; cached while it waits.
+
+        `loose`: of its pages, those that only sessions without a seat hold; None = all.
+        """
         if not running and self.cached_row is not None:
             return self.cached_row
         session = self.session
@@ -88,7 +91,7 @@ class Turn:
                 running,
                 self.paused or session.is_expecting,
                 session.suspect,
-                0 if running else pages,  # those of a waiting session may be taken
+                0 if running else pages if loose is None else loose,
             )
         )
         if not running:
