@@ -7,7 +7,7 @@ from typing import Any
 
 Facts = Mapping[str, Any]
 BYTES_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-TEXT_CHARS = 60
+TEXT_CHARS = 100
 
 
 def move_line(move: Facts) -> str:
@@ -49,10 +49,11 @@ def _continued(last: Facts) -> str:
 
 def _broke(edit: Facts) -> list[str]:
     inside = f", inside {edit['inside']}" if edit.get("inside") else ""
+    before = edit.get("text_before", "")
     lines = [
         f"cache broke at token {edit['first_difference']:,}{inside}, text:"
-        f" {_quoted(edit['new_text'])}",
-        f"  it was      {_quoted(edit['old_text'])}",
+        f" {_quoted(before + edit['new_text'])}",
+        f"  it was      {_quoted(before + edit['old_text'])}",
         f"  history     {edit['timeline_tokens']:,} tokens, of which the prompt of"
         f" {edit['prompt_tokens']:,} shares the first {edit['common_prefix_tokens']:,}",
         f"  reused      {edit['tokens_reused']:,} tokens ({edit['pages_kept']:,} whole pages)",

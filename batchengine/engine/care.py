@@ -180,7 +180,8 @@ class Care:
             if meta.rebase.is_edit:
                 told |= self._place_of(tokens[: meta.rebase.shared])
         if meta.edit is not None:
-            answer["edit"] = self._told(meta.edit)
+            is_last = meta.edit == meta.rebase
+            answer["edit"] = answer["last"] if is_last else self._told(meta.edit)
         return answer
 
     async def detail(self, tenant: str, session_id: str) -> dict[str, Any]:
