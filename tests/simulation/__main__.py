@@ -1,0 +1,104 @@
+"""Many seeds, each twice: `python -m tests.simulation --seeds N --start S [--jobs J]`.
+
+Exits 1 after the first seeds that failed; each says how to run it alone with its trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+
+from tests.simulation.world import Outcome, World, simulate
+
+FAILURES_MAX = 5
+
+
+def twice(seed: int) -> Outcome:
+    """One seed; its second run must decide the same."""
+    first = simulate(seed)
+    if first.error:
+        return first
+    again = simulate(seed)
+    if again.hash != first.hash:
+        raise AssertionError(f"seed {seed} is not deterministic: {first.hash} and {again.hash}")
+    return first
+
+
+def attempt(run: Callable[[int], Outcome], seed: int) -> tuple[int, str, Counter[str]]:
+    """(seed, what went wrong, what happened)."""
+    try:
+        found = run(seed)
+    except Exception:
+        return seed, traceback.format_exc(limit=-3), Counter()
+    return seed, found.error, found.counts
+
+
+def many(seeds: range, jobs: int, run: Callable[[int], Outcome]) -> int:
+    total, failed, started = Counter[str](), 0, time.monotonic()
+    with ProcessPoolExecutor(jobs) as pool:
+        todo = [pool.submit(attempt, run, seed) for seed in seeds]
+        for done in todo:
+            seed, error, counts = done.result()
+            total += counts
+            if error:
+                failed += 1
+                print(f"seed {seed}: {error}\n  again: {again(seed)}", flush=True)
+            if failed >= FAILURES_MAX:
+                pool.shutdown(cancel_futures=True)
+                break
+    seconds = time.monotonic() - started
+    for what, count in sorted(total.items()):
+        print(f"{count:9} {what}")
+    print(f"{len(seeds)} seeds in {seconds:.0f} s, {failed} failed")
+    return 1 if failed else 0
+
+
+def again(seed: int) -> str:
+    """How to see one seed alone."""
+    return f"python -m tests.simulation --trace {seed}"
+
+
+def show(seed: int, lines: int) -> int:
+    """Run one seed and print the end of its trace."""
+    made: list[World] = []
+
+    class Kept(World):
+        lines_kept = lines
+
+        def __init__(self, seed: int, folder: str) -> None:
+            super().__init__(seed, folder)
+            made.append(self)
+
+    error = ""
+    try:
+        error = simulate(seed, world=Kept).error
+    except Exception:
+        traceback.print_exc()
+        error = "failed"
+    print("\n".join(made[0].lines))
+    print(made[0].hash, dict(made[0].counts), error)
+    return 1 if error else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation")
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--once", action="store_true", help="do not compare with a second run")
+    parser.add_argument("--trace", type=int, metavar="SEED", help="one seed, with its trace")
+    parser.add_argument("--lines", type=int, default=200)
+    given = parser.parse_args()
+    if given.trace is not None:
+        return show(given.trace, given.lines)
+    seeds = range(given.start, given.start + given.seeds)
+    return many(seeds, given.jobs, simulate if given.once else twice)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

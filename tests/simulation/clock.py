@@ -1,0 +1,98 @@
+"""An event loop in virtual time: nobody sleeps, the clock jumps to the next timer.
+
+Owns the time of a simulation. Two runs that ask for the same things see the same order of events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+IDLE_S_MAX = 3600.0  # a jump beyond this is a wait that nothing will end
+TURNS_MAX = 3_000_000  # of the loop: far beyond what any seed needs
+
+
+class Stuck(AssertionError):
+    """Nothing is scheduled, yet somebody waits: a deadlock."""
+
+
+class _NoFiles(selectors.BaseSelector):
+    """Files are registered and never ready; waiting moves the clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.turns = 0
+        self._keys: dict[int, selectors.SelectorKey] = {}
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
+        key = self._keys[fd] = selectors.SelectorKey(fileobj, fd, events, data)
+        return key
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._keys.pop(fileobj if isinstance(fileobj, int) else fileobj.fileno())
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._keys
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.turns += 1
+        if self.turns > TURNS_MAX:
+            raise Stuck("the loop turns without end")
+        if timeout is None or timeout > IDLE_S_MAX:
+            raise Stuck("nothing will ever happen again")
+        if timeout > 0:
+            self.now += timeout
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """`work(delay)` of the world decides how long what is done elsewhere takes."""
+
+    def __init__(self, delay: Callable[[], float] = lambda: 0.0) -> None:
+        self._virtual = _NoFiles()
+        super().__init__(self._virtual)
+        self._delay = delay
+        self._made: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
+        self.set_task_factory(self._make_task)
+
+    def _make_task(self, _: Any, work: Any, **how: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(work, loop=self, **how)
+        self._made[task] = len(self._made)
+        return task
+
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Every task that has not ended, oldest first: `asyncio.all_tasks` has no order."""
+        return [task for task in list(self._made) if not task.done()]
+
+    def time(self) -> float:
+        return self._virtual.now
+
+    @property
+    def turns(self) -> int:
+        return self._virtual.turns
+
+    def _write_to_self(self) -> None:
+        """There is no other thread to be woken by."""
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """Blocking work happens at once, a while later."""
+        future = self.create_future()
+
+        def work() -> None:
+            if future.cancelled():
+                return
+            try:
+                result = func(*args)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self.call_later(self._delay(), work)
+        return future

@@ -1,0 +1,238 @@
+"""Worker processes as objects: the real worker and page memory, deaths and delays by decision.
+
+Each life of a worker maps its arena and the extents as a process would, and lets go of them when
+it dies. Frames are bytes; they travel for a while, and may arrive when nobody waits any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from batchengine import wire
+from batchengine.lanes.lane import Lane
+from bench.hashlm import POINTS, Faults, HashCompute, HashWorker
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+TRAVEL_S = 0.0002  # of a frame
+
+
+class Died(BaseException):
+    """The process is gone in the middle of what it did."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__(by)
+        self.by = by
+
+
+class Plan(NamedTuple):
+    """What becomes of one step of a worker."""
+
+    duration_s: float
+    die: str = ""  # one of POINTS
+    by: int = signal.SIGKILL
+    hang: bool = False
+    nan: bool = False
+
+
+class SimCompute(HashCompute):
+    """HashLM that dies by exception."""
+
+    def __init__(self) -> None:
+        super().__init__(Faults())
+        self.by: int = signal.SIGKILL
+
+    def at(self, point: str) -> None:
+        if self.dies_at(point):
+            raise Died(self.by)
+
+
+class SimHashWorker(HashWorker):
+    """Reports the time that its step takes in the simulation."""
+
+    duration_s = 0.0
+
+    def _step(self, step: wire.Step, payload: bytes) -> wire.AnyMessage:
+        done = super()._step(step, payload)
+        if isinstance(done, wire.StepDone):
+            us = int(self.duration_s * 1e6)
+            done = msgspec.structs.replace(done, elapsed_us=us, forward_us=us)
+        return done
+
+
+class SimProcess:
+    """One worker life; for the lane it is a Popen and a transport at once."""
+
+    def __init__(self, world: World, lane: SimLane) -> None:
+        self.world = world
+        self.lane = lane
+        self.pid = world.next_pid()
+        self.status: int | None = None
+        self.hung = False
+        self._clock = asyncio.get_running_loop()
+        self._compute = SimCompute()
+        self._worker = SimHashWorker(self, self._compute, lane.incarnation)  # type: ignore[arg-type]
+        self._decoder = wire.Decoder()
+        self._answer = b""
+        self._closed = False  # nobody reads what it sends
+        self.protocol = wire.FrameProtocol(lane._on_frame, lane._on_lost)
+        self.protocol.connection_made(self)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------------ as a transport
+
+    def write(self, data: bytes) -> None:
+        """A frame of the engine's is on its way."""
+        for frame in self._decoder.feed(data):
+            self._clock.call_later(TRAVEL_S, self._begin, frame)
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+    def abort(self) -> None:
+        self._closed = True
+
+    def send(self, data: bytes) -> None:
+        """What the worker answers; see `_execute` for when it arrives."""
+        self._answer += data
+
+    # -------------------------------------------------------------------------- as a process
+
+    def send_signal(self, number: int) -> None:
+        self._clock.call_later(self.world.tape("kill").uniform(0.0, 0.004), self.end, -number)
+
+    def wait(self) -> int:
+        if self.status is None:
+            raise AssertionError("reaped before it ended")
+        return self.status
+
+    def end(self, status: int) -> None:
+        """The process is gone: its memory, its locks, its end of the link."""
+        if self.status is not None:
+            return
+        self.status = status
+        self._let_go()
+        if self.lane.abandoned or self.lane.process is not self:
+            return
+        if self.world.tape("kill").random() < 0.5:
+            self.protocol.connection_lost(None)
+        self._clock.call_later(self.world.tape("kill").uniform(0.0, 0.003), self.lane._reap)
+
+    def _let_go(self) -> None:
+        memory = self._worker._memory
+        if memory is None:
+            return
+        self._worker._memory = None
+        self._compute._views.clear()
+        memory._arena.close()
+        for extent in memory._extents.values():
+            extent.view.release()
+            extent._map.close()
+
+    # -------------------------------------------------------------------------------- frames
+
+    def _begin(self, frame: wire.Frame) -> None:
+        if self.status is not None or self.hung:
+            return
+        if isinstance(frame.message, wire.Shutdown):
+            self.end(0)
+            return
+        plan = Plan(0.02)
+        if isinstance(frame.message, wire.Step):
+            plan = self.world.plan_step(self.lane, frame)
+            self.hung = plan.hang
+        self._clock.call_later(plan.duration_s * 0.6, self._execute, frame, plan)
+
+    def _execute(self, frame: wire.Frame, plan: Plan) -> None:
+        if self.status is not None or self.hung:
+            return
+        compute, worker = self._compute, self._worker
+        at = compute.steps + 1
+        compute.faults = Faults(die=plan.die, at=at, nan_at=at if plan.nan else 0)
+        compute.by, worker.duration_s, self._answer = plan.by, plan.duration_s, b""
+        died: Died | None = None
+        try:
+            worker._send(self._message(frame), frame)
+        except Died as death:
+            died = death
+        rest_s, answer = plan.duration_s * 0.4, self._answer
+        if answer:
+            self._clock.call_later(rest_s + TRAVEL_S, self._deliver, answer)
+        if died is not None:
+            self._clock.call_later(rest_s if answer else 0.0, self.end, -died.by)
+
+    def _message(self, frame: wire.Frame) -> wire.AnyMessage:
+        """As `Worker.serve` does it."""
+        try:
+            return self._worker._answer(frame)
+        except wire.BatchEngineError as error:
+            fatal = isinstance(frame.message, wire.Load | wire.Attach)
+            return wire.Failed(error.code, error.what, error.why, error.fix, fatal)
+        except Exception as error:
+            self.world.wrong(f"the worker of {self.lane.name} failed: {error!r}")
+            return wire.Failed("BE2299", "the worker failed", repr(error), "", True)
+
+    def _deliver(self, data: bytes) -> None:
+        if not self._closed and self.lane.process is self:
+            self.protocol.data_received(data)
+            if self.world.decides("twice"):
+                self.protocol.data_received(data)
+        elif self.world.faulty and not self.lane.abandoned:  # it was in the socket all the time
+            for frame in wire.Decoder().feed(data):
+                self.lane._on_frame(frame)
+
+
+class SimLane(Lane):
+    """The real lane over a process that is none."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(name, command=("simulated",))
+        self.world = world
+        self.process: SimProcess | None = None
+        self.abandoned = False  # the engine was killed
+
+    async def _spawn(self) -> None:
+        self.incarnation += 1
+        self._kill_reason = ""
+        process = self.process = SimProcess(self.world, self)
+        self.world.trace("spawn", self.name, self.incarnation)
+        self._process = process  # type: ignore[assignment]
+        self._protocol = process.protocol
+        self._report_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._pidfd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        loop = asyncio.get_running_loop()
+        self._born, self._born_steps = loop.time(), self.steps
+        self._died = loop.create_future()
+        await asyncio.sleep(self.world.tape("spawn").uniform(0.01, 0.2))
+
+    def _reap(self) -> None:
+        if self.abandoned:
+            return
+        process = self.process
+        self.world.trace("reap", self.name, process.status if process is not None else None)
+        super()._reap()
+
+    def post(self, step: wire.Step, payload: bytes, **how: Any) -> Any:
+        self.world.on_step(self, step)
+        return super().post(step, payload, **how)
+
+    def forsake(self, linger_s: float) -> None:
+        """The engine was killed: its workers follow, at once or after a while."""
+        self.abandoned = True
+        for fd in (self._report_fd, self._pidfd):
+            if self.alive:
+                os.close(fd)
+        if self._timer is not None:
+            self._timer.cancel()
+        process = self.process
+        if process is not None and process.status is None:
+            process.hung = True
+            asyncio.get_running_loop().call_later(linger_s, process.end, -signal.SIGKILL)
+
+
+__all__ = ["POINTS", "Died", "Plan", "SimLane", "SimProcess"]

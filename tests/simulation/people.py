@@ -1,0 +1,306 @@
+"""Clients of a simulated engine. Each knows what every answer must be, and what it was told.
+
+A stream that breaks is a fact of life here; a token that differs, a token told twice or never, or
+an end that does not come is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from batchengine.core import (
+    BatchEngineError,
+    DoneEvent,
+    ErrorEvent,
+    GenerationRequest,
+    Sampling,
+    Sla,
+    SlaClass,
+    TokenEvent,
+)
+from batchengine.engine import Generation
+from bench.hashlm import hashlm_tokens
+from tests.fakes import words
+
+if TYPE_CHECKING:
+    from tests.simulation.world import Life, World
+
+CLASSES = ["interactive", "interactive", "standard", "background", "batch"]
+TOKENS = [1, 2, 7, 20, 40]
+FRESH = [3, 60, 250, 256, 257, 300, 520]
+HISTORY_MAX = 900
+
+
+class Broken(Exception):
+    """The engine died while we waited."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One answer that was asked for: what it must be, and how much of it we have."""
+
+    prompt: list[int]
+    n: int
+    sampling: Sampling
+    request_id: str
+    answer: list[int] = field(default_factory=list)
+    told: int = 0
+    state: str = "open"  # done, cancelled, failed, broken
+
+    def check(self, token: int, where: str) -> None:
+        if self.told >= self.n:
+            raise AssertionError(f"{where}: token {self.told} of {self.n} was told")
+        if token != self.answer[self.told]:
+            raise AssertionError(
+                f"{where}: token {self.told} after a prompt of {len(self.prompt)} is {token},"
+                f" it must be {self.answer[self.told]}"
+            )
+        self.told += 1
+
+
+class Record:
+    """What must be in the ledger of a named session."""
+
+    def __init__(self) -> None:
+        self.attempts: list[Attempt] = []
+        self.is_dropped = False
+
+    def check(self, tokens: list[int] | None, power: bool, where: str) -> None:
+        """`tokens` of the ledger are the newest attempt that began, with all that was promised."""
+        if self.is_dropped:
+            return
+        for attempt in reversed(self.attempts):
+            promised = 0
+            if attempt.state == "done":
+                promised = attempt.n
+            elif power:
+                promised = attempt.told
+            prompt, length = attempt.prompt, len(attempt.prompt)
+            rest = [] if tokens is None else tokens[length:]
+            begun = tokens is not None and tokens[:length] == prompt
+            if begun and rest == attempt.answer[: len(rest)]:
+                if len(rest) < promised:
+                    raise AssertionError(
+                        f"{where}: {promised} tokens were acknowledged, {len(rest)} are on disk"
+                    )
+                return
+            if attempt.state == "done" or attempt.told:
+                found = "nothing" if tokens is None else f"{len(tokens)} tokens"
+                raise AssertionError(
+                    f"{where}: {attempt.told} tokens after {length} were told, on disk is {found}"
+                    " else"
+                )
+        if tokens:
+            raise AssertionError(f"{where}: {len(tokens)} tokens on disk that nobody asked for")
+
+
+class Person:
+    """One client with one conversation; `name` None asks without a session."""
+
+    def __init__(self, world: World, number: int, name: str | None) -> None:
+        self.world = world
+        self.rng = world.tape(f"person {number}")
+        self.number = number
+        self.name = name
+        self.history: list[int] = []
+        self.call = ""  # a tool whose result is awaited
+        self.asked = 0
+
+    @property
+    def record(self) -> Record:
+        if self.name is None:
+            return Record()
+        return self.world.records.setdefault(self.name, Record())
+
+    async def live(self, turns: int) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(self.rng.choice([0.0, 0.001, 0.05, 0.3, 4.0]) * self.rng.random())
+            life = await self.world.engine()
+            try:
+                await self._turn(life)
+            except Broken:
+                self.world.count("broken")
+
+    async def _turn(self, life: Life) -> None:
+        kind = self.rng.random()
+        if self.name is not None and self.history and kind < 0.08:
+            await self._park(life)
+        elif self.name is not None and self.history and kind < 0.14:
+            await self._fork(life)
+        elif self.name is not None and self.history and kind < 0.17:
+            await self._drop(life)
+        await self._ask(life)
+
+    # -------------------------------------------------------------------------------- asking
+
+    def _prompt(self) -> list[int]:
+        """A continuation, an edit in the middle, or one of few fresh prompts that share pages."""
+        rng, kind, history = self.rng, self.rng.random(), self.history
+        if history and len(history) < HISTORY_MAX and kind < 0.6:
+            return history + words(rng.randrange(99), rng.randrange(1, 40))
+        if history and kind < 0.8:
+            return history[: rng.randrange(1, len(history))] + words(rng.randrange(9), 7)
+        return words(rng.randrange(3), rng.choice(FRESH))
+
+    async def _ask(self, life: Life) -> None:
+        rng = self.rng
+        prompt, n = self._prompt(), rng.choice(TOKENS)
+        sampling = Sampling(temperature=1.0, seed=rng.randrange(3))
+        self.asked += 1
+        request_id = f"{self.name or 'anonymous'}-{self.number}-{self.asked}"
+        answer = hashlm_tokens(prompt, n, seed=sampling.seed)
+        attempt = Attempt(prompt, n, sampling, request_id, answer)
+        calls = (self.call,) if self.call and rng.random() < 0.7 else ()
+        by_call = bool(calls) and rng.random() < 0.5
+        request = GenerationRequest(
+            request_id=request_id,
+            prompt=tuple(prompt),
+            tokens_max=n,
+            sampling=sampling,
+            ignore_eos=True,
+            sla=Sla(SlaClass(rng.choice(CLASSES))),
+            session_id=None if by_call else self.name,
+            tool_call_ids=calls,
+            promote=rng.random() < 0.1,
+        )
+        self.call = ""
+        self.record.attempts.append(attempt)
+        try:
+            generation = life.engine.submit(request)
+        except BatchEngineError as error:
+            attempt.state = "failed"
+            self._refused(error)
+            return
+        self.world.trace("submit", request_id, len(prompt), n)
+        await self._follow(life, generation, attempt)
+        while attempt.state == "broken" and self.name is not None and rng.random() < 0.7:
+            if not await self._resume(attempt):
+                break
+        if attempt.state == "done":
+            self.history = [*prompt, *answer]
+        elif attempt.state != "failed":
+            self.history = [*prompt, *answer[: attempt.told]]
+
+    async def _resume(self, attempt: Attempt) -> bool:
+        """After a crash: the rest of the answer, from the first token we do not have."""
+        life = await self.world.engine()
+        assert self.name is not None
+        try:
+            generation = await life.wait(life.engine.resume("", self.name, attempt.told))
+        except Broken:
+            return True
+        except BatchEngineError as error:
+            self.world.count(f"not resumed: {error.api_code}")
+            if attempt.told or error.http_status != 404:
+                self._refused(error)
+            return False
+        asked, sampling = generation.request, attempt.sampling
+        same = list(asked.prompt) == attempt.prompt and asked.tokens_max == attempt.n
+        if not same or asked.sampling.seed != sampling.seed:
+            if attempt.told:
+                raise AssertionError(f"{attempt.request_id} was told, but is not in the ledger")
+            generation.cancel()  # ours never began
+            return False
+        self.world.trace("resume", attempt.request_id, attempt.told)
+        self.world.count("resumed")
+        await self._follow(life, generation, attempt)
+        return True
+
+    async def _follow(self, life: Life, generation: Generation, attempt: Attempt) -> None:
+        """Read to the end, or stop caring on the way."""
+        rng, give_up = self.rng, 1 << 30
+        if rng.random() < 0.15:
+            give_up = rng.randrange(attempt.n + 1)
+        slow_s = rng.choice([0.0] * 8 + [0.01, 0.2])
+        attempt.state = "open"
+        try:
+            await life.wait(self._read(generation, attempt, give_up, slow_s))
+        except Broken:
+            attempt.state = "broken"
+            raise_on = self.name is None
+            if raise_on:
+                raise
+
+    async def _read(
+        self, generation: Generation, attempt: Attempt, give_up: int, slow_s: float
+    ) -> None:
+        where = f"{attempt.request_id} on {generation.lane or 'no lane'}"
+        if attempt.told >= give_up:
+            generation.cancel()
+            attempt.state = "cancelled"
+            return
+        async for event in generation:
+            match event:
+                case TokenEvent():
+                    attempt.check(event.token, where)
+                    self.world.trace("token", attempt.request_id, attempt.told, event.token)
+                    if attempt.told >= give_up:
+                        generation.cancel()
+                        attempt.state = "cancelled"
+                        self.world.count("cancelled")
+                        return
+                    if slow_s:
+                        await asyncio.sleep(slow_s)
+                case DoneEvent():
+                    self._ended(attempt, event, where)
+                case ErrorEvent():
+                    attempt.state = "failed"
+                    self.world.trace("error", attempt.request_id, event.error.api_code)
+                    self._refused(event.error)
+                case _:
+                    pass
+        if attempt.state == "open":
+            raise AssertionError(f"{where}: the stream ended without an end")
+
+    def _ended(self, attempt: Attempt, event: DoneEvent, where: str) -> None:
+        self.world.trace("done", attempt.request_id, event.finish_reason, attempt.told)
+        if event.finish_reason == "shutdown" and self.world.stopping:
+            attempt.state = "cancelled"
+            return
+        if event.finish_reason != "length" or attempt.told != attempt.n:
+            raise AssertionError(
+                f"{where}: ended with {event.finish_reason} after {attempt.told} of {attempt.n}"
+            )
+        attempt.state = "done" if event.usage.durable else "failed"
+        self.world.count("answers")
+
+    def _refused(self, error: BatchEngineError) -> None:
+        """An error with a name; it must be one that the faults of this seed explain."""
+        self.world.refused(error)
+        if error.api_code in ("session_quarantined", "durability_unavailable"):
+            self.name = None if self.name is None else f"{self.name}+"
+            self.history = []
+
+    # --------------------------------------------------------------------------- other verbs
+
+    async def _park(self, life: Life) -> None:
+        assert self.name is not None
+        call = f"call-{self.number}-{self.asked}"
+        with contextlib.suppress(BatchEngineError):
+            await life.wait(life.engine.park("", self.name, call))
+            self.call = call
+            self.world.count("parked")
+
+    async def _fork(self, life: Life) -> None:
+        """The twin becomes a conversation of its own, and is continued by somebody else."""
+        assert self.name is not None
+        twin = f"{self.name}f{self.asked}"
+        with contextlib.suppress(BatchEngineError):
+            await life.wait(life.engine.fork("", self.name, twin))
+            record = Record()
+            record.attempts = list(self.record.attempts)
+            self.world.records[twin] = record
+            self.world.count("forked")
+            if self.rng.random() < 0.5:
+                self.name = twin
+
+    async def _drop(self, life: Life) -> None:
+        assert self.name is not None
+        self.record.is_dropped = True
+        with contextlib.suppress(BatchEngineError):
+            await life.wait(life.engine.drop("", self.name))
+            self.world.count("dropped")
+        self.name, self.history = f"{self.name}'", []

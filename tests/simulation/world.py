@@ -1,0 +1,683 @@
+"""One seed: a configuration, faults, lives of the engine, and what must hold all the time.
+
+    safety     faults strike: workers die, hang and lie; disks fill up; the engine is killed
+    liveness   no faults any more: everybody must come to an end
+    baseline   nobody asks: every place, pin and seat has come back
+
+Everything that was decided goes into one hash: the same seed has the same one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import traceback
+from collections import Counter, deque
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from batchengine import wire
+from batchengine.config import Config, LaneConfig, load
+from batchengine.core import BatchEngineError
+from batchengine.engine import Engine
+from batchengine.engine.loop import LaneLoop
+from batchengine.session import Session, State
+from kv_store.arena import PlaceState
+from tests.simulation.clock import VirtualLoop
+from tests.simulation.lanes import POINTS, Plan, SimLane
+from tests.simulation.people import Broken, Person, Record
+from tests.simulation.seams import (
+    FutureSeam,
+    SimFiles,
+    StoreSeam,
+    Tape,
+    Threads,
+    starter_uses,
+    store_futures,
+    virtual_time,
+)
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODEL = ROOT / "pocket" / "pocket-q4_0.gguf"
+PAGE_BYTES = 65_536  # of HashLM
+LIVENESS_S = 900.0  # everybody has ended so long after the last fault
+QUIET_S = 60.0  # and everything has come back
+
+# What may go wrong: chance per occasion, where the seed has this kind of fault at all.
+FAULTS = {
+    "die": 0.02,  # per step of a worker, at one of POINTS
+    "hang": 0.002,
+    "nan": 0.004,
+    "twice": 0.02,  # an answer arrives twice
+    "slow": 0.02,  # a step takes a hundred times as long
+    "full": 0.03,  # per write of a page
+    "io": 0.02,  # per read or write of a page
+    "stuck": 0.02,  # a store thread does nothing for a while
+    "ledger": 0.01,  # per commit: no room
+    "kill": 0.25,  # per second: a worker, from outside
+    "crash": 0.08,  # per second: the engine
+    "point": 0.10,  # per point of a hand-over: one of the above, or a delay
+}
+# Errors that somebody may be told, and the faults that explain them.
+EXPLAINED: dict[str, tuple[str, ...]] = {
+    "numeric_fault": ("nan",),
+    "session_quarantined": ("die", "hang", "point"),
+    "durability_unavailable": ("ledger", "full"),
+    "client_too_slow": ("slow",),
+    "rate_limit_exceeded": (),
+    "lane_down": ("die", "hang", "kill", "point", "full", "io"),
+    "cancelled_at_a_point": ("point",),
+    "context_length_exceeded": (),
+    "kv_too_small": (),
+    "kv_full": (),
+}
+
+
+class Life:
+    """One life of the engine, from its start to its crash or end."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world = world
+        self.number = number
+        self.dead = False
+        self.waiters: set[asyncio.Task[Any]] = set()
+        self.threads = Threads(world.loop, world.store_delay)
+        self.files = SimFiles(world.disk_fault)
+        self.seam = StoreSeam(self.threads, self.files, world.ledger_fault)
+        self.engine = Engine(world.config)
+
+    async def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """The work's result; Broken if the engine dies before."""
+        if self.dead:
+            work.close()
+            raise Broken
+        task = asyncio.ensure_future(work)
+        self.waiters.add(task)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            await asyncio.wait([task])
+        finally:
+            self.waiters.discard(task)
+        if task.cancelled():
+            raise Broken
+        return task.result()
+
+    @property
+    def loops(self) -> list[LaneLoop]:
+        return self.engine._loops
+
+    def crash(self, linger_s: float) -> None:
+        """SIGKILL: nothing that was in memory happens any more; files stay as they are."""
+        self.dead = True
+        self.threads.kill()
+        engine, store = self.engine, self.seam.opened
+        assert store is not None
+        names = [store.ledger.path, store.ledger.path + "-wal"]
+        before = {name: Path(name).read_bytes() for name in names if os.path.exists(name)}
+        store.ledger._db.close()  # would tidy the log, which nobody did
+        for name, data in before.items():
+            Path(name).write_bytes(data)
+        store._stopped = True
+        store._extents.close()
+        store.attic.close()
+        os.close(store._lock_fd)
+        for loop in engine._loops:
+            pages = loop.pages
+            for arena in (*pages._old_arenas, *([pages._arena] if pages._arena else [])):
+                os.close(arena.fd)
+                arena.close = _nothing  # type: ignore[method-assign]
+            assert isinstance(loop.lane, SimLane)
+            loop.lane.forsake(linger_s)
+        engine._state = "stopped"
+        for task in self.world.loop.tasks():
+            if task not in self.world.tasks:
+                task.cancel()
+
+
+def _nothing(*, delete: bool) -> None:
+    """The process that would close this is dead."""
+
+
+class World:
+    """Everything about one seed. Use `simulate`."""
+
+    lines_kept = 60  # of the trace, for who reads a failure
+
+    def __init__(self, seed: int, folder: str) -> None:
+        self.seed = seed
+        self.folder = folder
+        self.tape = Tape(seed)
+        self.loop = VirtualLoop(lambda: self.tape("blocking").uniform(0.0, 0.02))
+        self.faulty = False
+        self.stopping = False
+        self.counts: Counter[str] = Counter()
+        self.records: dict[str, Record] = {}
+        self.futures = FutureSeam()
+        self.life: Life | None = None
+        self.lives = 0
+        self._up = asyncio.Event()
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._lines: deque[str] = deque(maxlen=self.lines_kept)
+        self._wrong: list[str] = []
+        self._pids = 1000
+        self._people: list[Person] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._chances = self._choose_faults()
+        self.config = self._choose_config()
+
+    # ------------------------------------------------------------------------------- choices
+
+    def _choose_faults(self) -> dict[str, float]:
+        """Half of the kinds, each at its own strength: few at once are found more easily."""
+        rng = self.tape("faults")
+        return {
+            kind: chance * rng.choice([0.3, 1.0, 3.0])
+            for kind, chance in FAULTS.items()
+            if rng.random() < 0.5
+        }
+
+    def _choose_config(self) -> Config:
+        rng = self.tape("config")
+        tiers = rng.choice([("fast", "bulk"), ("any", "any"), ("fast", "bulk", "bulk"), ("any",)])
+        lanes = tuple(
+            LaneConfig(
+                name=f"lane{i}",
+                threads=1,
+                tier=tier,
+                entries_max=rng.choice([2, 4, 8]),
+                places=rng.choice([6, 8, 16]),
+                chunk_tokens_max=rng.choice([32, 128, 256]),
+                tokens_per_step=288,
+            )
+            for i, tier in enumerate(tiers)
+        )
+        config = load(
+            None,
+            {
+                "model.path": str(MODEL),
+                "store.dir": f"{self.folder}/kv",
+                "store.allow_volatile": True,
+                "store.budget_bytes": rng.choice([16, 40, 300]) * PAGE_BYTES,
+                "store.durability": rng.choice(["turn", "power"]),
+                "store.full_disk": rng.choice(["fail", "finish"]),
+                "router.promote_auto": rng.random() < 0.7,
+                "router.dwell_s": rng.choice([0.0, 0.1, 0.5]),
+                "router.demote_idle_s": rng.choice([0.5, 5.0]),
+                "server.admin_socket": f"{self.folder}/admin.sock",
+            },
+        )
+        return dataclasses.replace(config, cache_dir=self.folder, lanes=lanes)
+
+    def decides(self, kind: str) -> bool:
+        """Whether a fault of this kind strikes now."""
+        chance = self._chances.get(kind, 0.0)
+        struck = self.faulty and self.tape(f"fault {kind}").random() < chance
+        if struck:
+            self.count(f"fault {kind}")
+            self.trace("fault", kind)
+        return struck
+
+    def store_delay(self, thread: str) -> float:
+        """How long until a thread of the store takes its next intent."""
+        rng = self.tape(thread)
+        if self.decides("stuck"):
+            return rng.uniform(0.1, 3.0)
+        return rng.choice([0.0, 0.0002, 0.002]) + rng.random() * 0.001
+
+    def disk_fault(self, call: str) -> str:
+        if call in ("pwrite", "fallocate") and self.decides("full"):
+            return "full"
+        return "io" if call in ("pwrite", "pread") and self.decides("io") else ""
+
+    def ledger_fault(self, call: str) -> str:
+        return "full" if self.decides("ledger") else ""
+
+    def plan_step(self, lane: SimLane, frame: wire.Frame) -> Plan:
+        """What becomes of one step: how long it takes, and how it ends."""
+        rng = self.tape("steps")
+        step = frame.message
+        assert isinstance(step, wire.Step)
+        tokens = sum(entry.n_tokens for entry in step.entries)
+        duration_s = 0.002 + 0.00005 * tokens + 0.0005 * len(step.adopt)
+        duration_s *= rng.uniform(0.7, 1.5) * (1.0 if lane.name == "lane0" else 2.0)
+        if self.decides("slow"):
+            duration_s *= 100
+        die = rng.choice(POINTS) if self.decides("die") else ""
+        if die == "inside_row" and not tokens:
+            die = "after_chores"
+        by = rng.choice([signal.SIGKILL, signal.SIGSEGV])
+        return Plan(duration_s, die, by, self.decides("hang"), self.decides("nan"))
+
+    def next_pid(self) -> int:
+        self._pids += 1
+        return self._pids
+
+    # --------------------------------------------------------------------------------- notes
+
+    def trace(self, *what: object) -> None:
+        """One decision of the product or of the tape, with its time."""
+        line = f"{self.loop.time():.6f} " + " ".join(map(str, what))
+        self._digest.update(line.encode())
+        self._lines.append(line)
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
+
+    def wrong(self, what: str) -> None:
+        """Something that must never be; the seed fails at its end, or at the next check."""
+        self.trace("WRONG", what)
+        self._wrong.append(what)
+
+    def refused(self, error: BatchEngineError) -> None:
+        """Somebody was told an error: a fault of this seed must explain it."""
+        code = error.api_code
+        self.count(f"error {code}")
+        kinds = EXPLAINED.get(code)
+        if kinds is None or (kinds and not any(k in self._chances for k in kinds)):
+            raise AssertionError(f"nothing explains the error {code}: {error} {error.why}")
+
+    @property
+    def hash(self) -> str:
+        return self._digest.hexdigest()
+
+    @property
+    def lines(self) -> list[str]:
+        return list(self._lines)
+
+    # --------------------------------------------------------------------------------- lives
+
+    async def engine(self) -> Life:
+        """The engine that is up, once there is one."""
+        while self.life is None or self.life.dead:
+            await self._up.wait()
+        return self.life
+
+    async def boot(self) -> None:
+        self.lives += 1
+        life = Life(self, self.lives)
+        self.trace("boot", self.lives)
+        self.futures.threads = life.threads
+        lanes = starter_uses(life.seam, lambda name, command: SimLane(self, name))
+        with lanes:
+            await life.engine.start(lambda _: None)
+        life.engine.handover.on_point = self._on_point
+        store = life.seam.opened
+        assert store is not None
+        self.life = life
+        await self._check_ledger(life)
+        self._up.set()
+
+    async def crash(self) -> None:
+        """The engine is killed; another one starts."""
+        life = self.life
+        if life is None or life.dead:
+            return
+        self.count("crashes")
+        self.trace("crash")
+        faulty, self.faulty = self.faulty, False
+        self._up.clear()
+        life.crash(self.tape("crash").choice([0.0, 0.0, 0.3, 8.0]))
+        await asyncio.sleep(self.tape("crash").uniform(0.01, 1.0))
+        await self.boot()
+        self.faulty = faulty
+
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Nobody waits for it, but its failure is the seed's."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                self.wrong(repr(task.exception()))
+
+        self._own(work).add_done_callback(done)
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that outlives the engine."""
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        return task
+
+    async def _check_ledger(self, life: Life) -> None:
+        """What was acknowledged is on disk."""
+        power = self.config.store.durability == "power"
+        store = life.seam.opened
+        assert store is not None
+        for name, record in self.records.items():
+            try:
+                found = await asyncio.wrap_future(store.ledger.load_session(f"\x1f{name}"))
+            except Exception as error:
+                raise AssertionError(f"session {name} cannot be read: {error!r}") from error
+            tokens = None if found is None else list(found.tokens)
+            record.check(tokens, power, f"session {name} in life {self.lives}")
+
+    # ---------------------------------------------------------------------------- what is done
+
+    async def run(self) -> None:
+        """The whole seed."""
+        await self.boot()
+        rng = self.tape("people")
+        names = ["a", "b", "c", "d", None, None][: rng.randrange(3, 7)]
+        self._people = [Person(self, i, name) for i, name in enumerate(names)]
+        self.faulty = True
+        turns = rng.randrange(2, 6)
+        people = [self._own(person.live(turns)) for person in self._people]
+        strikes = self._own(self._strike(rng.uniform(1.0, 12.0)))
+        moves = self._own(self._move())
+        try:
+            async with asyncio.timeout(LIVENESS_S):
+                await self._gather([*people, strikes])
+        except TimeoutError:
+            raise AssertionError(f"somebody waits for ever: {self._waiting()}") from None
+        finally:
+            for task in (*people, strikes, moves):
+                task.cancel()
+        await asyncio.gather(moves, return_exceptions=True)
+        await self._end()
+
+    async def _gather(self, tasks: list[asyncio.Task[None]]) -> None:
+        """All, or the first that fails; a check that failed elsewhere counts too."""
+        pending: set[asyncio.Task[None]] = set(tasks)
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=5.0)
+            for task in done:
+                task.result()
+            if self._wrong:
+                raise AssertionError("; ".join(self._wrong))
+
+    async def _strike(self, seconds: float) -> None:
+        """Faults from outside, for a while; then there are none of any kind."""
+        rng = self.tape("strikes")
+        end = self.loop.time() + seconds
+        while self.loop.time() < end:
+            await asyncio.sleep(rng.uniform(0.02, 0.1))
+            if rng.random() < 0.06 and self.decides_in(rng, "kill"):
+                self._kill_worker()
+            if rng.random() < 0.06 and self.decides_in(rng, "crash"):
+                await self.crash()
+        self.faulty = False
+        self.trace("no more faults")
+
+    def decides_in(self, rng: Any, kind: str) -> bool:
+        return self.faulty and rng.random() < self._chances.get(kind, 0.0)
+
+    def _kill_worker(self) -> None:
+        life = self.life
+        if life is None or life.dead:
+            return
+        loop = self.tape("kill").choice(life.loops)
+        assert isinstance(loop.lane, SimLane)
+        if loop.lane.process is not None:
+            self.count("kills")
+            self.trace("kill", loop.lane.name)
+            loop.lane.process.end(-signal.SIGKILL)
+
+    async def _move(self) -> None:
+        """People at the control socket: sessions are sent to and fro, as long as anybody asks."""
+        rng = self.tape("moves")
+        while True:
+            await asyncio.sleep(rng.choice([0.01, 0.1, 1.0]) * rng.random())
+            life = await self.engine()
+            live = sorted(
+                {s.session_id for s in life.engine._named.values()}
+                | {t.session.session_id for t in life.engine._turns.values()}
+            )
+            if not live or len(life.loops) < 2:
+                continue
+            session, to = rng.choice(live), rng.choice(life.loops).lane.name
+            try:
+                report = await life.wait(life.engine.promote(session, to=to))
+            except Broken:
+                continue
+            except BatchEngineError as error:
+                self.count("not moved")
+                self.trace("not moved", session, to, error.api_code)
+                continue
+            self.count(str(report["result"]))
+            self.trace("moved", session, *report.values())
+
+    async def _on_point(self, point: str) -> None:
+        """A point of a hand-over: something may happen exactly here."""
+        self.trace("point", point)
+        if not self.decides("point"):
+            return
+        rng = self.tape("points")
+        match rng.choice(["kill", "kill", "delay", "cancel", "crash"]):
+            case "kill":
+                self._kill_worker()
+            case "delay":
+                await asyncio.sleep(rng.choice([0.001, 0.05, 0.5, 3.0]))
+            case "cancel":
+                life = self.life
+                if life is not None and life.engine._turns:
+                    rng.choice(list(life.engine._turns)).abort(_client_gone())
+            case _:
+                self._aside(self.crash())
+                await asyncio.get_running_loop().create_future()  # this engine is no more
+
+    # --------------------------------------------------------------------------- invariants
+
+    def on_step(self, lane: SimLane, step: wire.Step) -> None:
+        """A frame goes out: nobody else computes these sessions, nobody else has these places."""
+        entries = " ".join(f"{e.session}@{e.start}+{e.n_tokens}" for e in step.entries)
+        chores = (
+            len(step.poison), len(step.reserve), len(step.retitle), len(step.adopt),
+            len(step.touch), len(step.digest), len(step.verify),
+        )  # fmt: skip
+        self.trace("step", lane.name, lane.incarnation, entries, chores)
+        self.count("steps")
+        life = self.life
+        if life is None or life.dead or lane.abandoned:
+            return
+        self.check_owners(life)
+        for loop in life.loops:
+            flight = loop._flight
+            if loop.lane is lane or flight is None:
+                continue
+            theirs = {entry.session for entry in flight.step.entries}
+            both = theirs & {entry.session for entry in step.entries}
+            if both:
+                raise AssertionError(f"sessions {both} compute on two lanes at once")
+
+    def check_owners(self, life: Life) -> None:
+        """I3: one owner of every session, one holder of every place."""
+        home = life.engine._home
+        seen: dict[int, str] = {}
+        for loop in life.loops:
+            held: dict[Any, Any] = {}
+            for session in loop.pages.members.values():
+                before = seen.setdefault(session.key, loop.lane.name)
+                if before != loop.lane.name:
+                    raise AssertionError(f"{session!r} is at home on {before} and {loop.lane.name}")
+                if home.get(session.key) is not loop:
+                    raise AssertionError(f"{session!r} is a member of {loop.lane.name} only")
+                session.check()
+                for place in session.places:
+                    if held.setdefault(place, session) is not session:
+                        raise AssertionError(
+                            f"{place} has two owners: {held[place]!r}, {session!r}"
+                        )
+            for adoption in loop.pages._adoptions:
+                for place in adoption.places:
+                    if place in held:
+                        raise AssertionError(
+                            f"{place} is adopted into and owned by {held[place]!r}"
+                        )
+            for key in (*loop.running, *loop.waiting):
+                if home.get(key) is not loop:
+                    raise AssertionError(f"session {key} computes on {loop.lane.name}, not at home")
+
+    async def _end(self) -> None:
+        """Nobody asks any more: everything comes back, and everything is on disk."""
+        life = await self.engine()
+        try:
+            async with asyncio.timeout(QUIET_S):
+                while self._busy(life):  # noqa: ASYNC110  there is no event for every fact
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            raise AssertionError(f"does not come to rest: {self._busy(life)}") from None
+        self._check_baseline(life)
+        await self._check_ledger(life)
+        for session in list(life.engine._named.values()):
+            life.engine._tables.forget(session)
+        await asyncio.sleep(3.0)
+        self._check_empty(life)
+        self.stopping = True
+        await life.engine.stop(0.0)
+        if self._wrong:
+            raise AssertionError("; ".join(self._wrong))
+
+    def _waiting(self) -> str:
+        life = self.life
+        if life is None or life.dead:
+            return "no engine is up"
+        engine = life.engine
+        return f"{list(engine._turns.values())} {engine._queues} {[repr(p) for p in life.loops]}"
+
+    def _busy(self, life: Life) -> str:
+        """What is still going on; empty when nothing is."""
+        engine = life.engine
+        if engine._turns or engine._queues or engine._tables.reopening:
+            return f"turns {list(engine._turns.values())}, queues {engine._queues}"
+        if engine.handover._moving:
+            return "moves"
+        for loop in life.loops:
+            if (
+                not loop.lane.alive
+                or loop.pages._arena is None
+                or loop.pages.has_work
+                or loop.pages.is_sealing
+            ):
+                return f"{loop!r} {loop.pages!r}"
+            if loop.pages._flying or loop.pages._pending or loop.pages._adoptions:
+                return f"{loop.pages!r}"
+        return ""
+
+    def _check_baseline(self, life: Life) -> None:
+        for loop in life.loops:
+            seats = loop.expected, loop.assigned, len(loop.running), len(loop.waiting)
+            if seats != (0, 0, 0, 0):
+                raise AssertionError(f"{loop!r}: expected, assigned, running, waiting are {seats}")
+            if loop._arrivals or loop._freezes:
+                raise AssertionError(f"{loop!r}: somebody waits for an arrival or a freeze")
+            pages, arena = loop.pages, loop.pages._arena
+            assert arena is not None
+            arena.check()
+            held = sum(len(session.places) for session in pages.members.values())
+            held += sum(seal.session is None for seal in pages._seals.values())
+            if arena.count(PlaceState.OPEN) != held:
+                raise AssertionError(f"{arena!r}: {held} places are held by sessions")
+        self.check_owners(life)
+        for session in life.engine._named.values():
+            if session.state is not State.IDLE:
+                raise AssertionError(f"{session!r} is not idle")
+        store = life.seam.opened
+        assert store is not None
+        store.check_integrity()
+
+    def _check_empty(self, life: Life) -> None:
+        """All sessions left the memory: no place and no pin is held by anybody."""
+        store = life.seam.opened
+        assert store is not None
+        for loop in life.loops:
+            pages, arena = loop.pages, loop.pages._arena
+            assert arena is not None
+            if arena.count(PlaceState.FREE) != loop.config.places or pages.members:
+                raise AssertionError(f"{arena!r} after the last session: {pages!r}")
+            if pages._old_arenas or pages._held or pages._lenders or pages._orphaned:
+                raise AssertionError(f"{pages!r}: old arenas {pages._old_arenas}, {pages._held}")
+        pinned = [p for p in store._table._pages.values() if p.pins or p.writers]
+        if pinned:
+            raise AssertionError(f"pages are held by nobody: {pinned}")
+        files = set(os.listdir(os.path.join(store.path, "arena"))) - set(store.attic.names)
+        names = {os.path.basename(loop.pages._arena.path) for loop in life.loops}  # type: ignore
+        if files - names - set(store.attic.busy):
+            raise AssertionError(f"arenas of the dead remain: {files - names}")
+
+
+def _client_gone() -> BatchEngineError:
+    return BatchEngineError("BE0000", "cancelled at a point", api_code="cancelled_at_a_point")
+
+
+class _Listener(logging.Handler):
+    """What the product logs about itself that must not be."""
+
+    BAD = ("the ledger refused a record", " ended: ", "differs", "two contents")
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.WARNING)
+        self.world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        self.world.trace("log", record.levelname, record.name)
+        if record.levelno >= logging.CRITICAL or any(bad in text for bad in self.BAD):
+            self.world.wrong(f"logged: {text}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a seed came to. `error` is empty when everything held."""
+
+    seed: int
+    hash: str
+    counts: Counter[str]
+    seconds: float  # of virtual time
+    error: str = ""
+    lines: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """Memory, where there is some: a seed writes a few megabytes and syncs them often."""
+    base = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    folder = tempfile.mkdtemp(prefix="simulation-", dir=base)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def simulate(seed: int, *, world: type[World] = World) -> Outcome:
+    """Run one seed to its end. What went wrong is in the outcome."""
+    logger = logging.getLogger("batchengine")
+    with _folder() as folder, contextlib.ExitStack() as patches:
+        made = world(seed, folder)
+        made.futures = patches.enter_context(store_futures())
+        listener = _Listener(made)
+        before = logger.propagate, logger.level
+        logger.addHandler(listener)
+        logger.propagate = False
+        patches.enter_context(virtual_time(made.loop))
+        error = ""
+        try:
+            made.loop.run_until_complete(made._own(made.run()))
+        except Exception as failure:
+            error = "".join(traceback.format_exception(failure, limit=-4))
+        finally:
+            logger.removeHandler(listener)
+            logger.propagate, logger.level = before
+            _end_loop(made.loop)
+        return Outcome(
+            seed, made.hash, made.counts, made.loop.time() - 1000.0, error, tuple(made.lines)
+        )
+
+
+def _end_loop(loop: VirtualLoop) -> None:
+    """Nothing of a seed lives on."""
+    for task in loop.tasks():
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        task.cancel()
+    with contextlib.suppress(Exception):
+        loop.run_until_complete(asyncio.sleep(0.0))
+    loop.close()
+
+
+__all__ = ["Outcome", "Session", "World", "simulate"]
