@@ -51,6 +51,11 @@ def words(seed: int, n: int, vocab: int = 1800) -> list[int]:
     return [rng.randrange(20, vocab) for _ in range(n)]
 
 
+def is_shutdown(message: dict[str, Any]) -> bool:
+    """Whether a clean stop explains this end of a stream."""
+    return message.get("done") == "shutdown" or message.get("error") == "draining"
+
+
 class HashOracle:
     """What HashLM says after a prompt."""
 
@@ -196,6 +201,7 @@ class Client:
                 break
             if at >= len(turn.expected) or message["token"] != turn.expected[at]:
                 self.findings.tell("wrong", f"{self} token {at} resumed={resumes}: {message}")
+                await self.explain(engine, turn, at, message["token"])
                 self.new_session()
                 return False
             at += 1
@@ -204,6 +210,18 @@ class Client:
             self.rig.told += 1
         return self.ended(message, turn, at, resumes)
 
+    async def explain(self, engine: EngineProcess, turn: Turn, at: int, token: int) -> None:
+        """Everything that may lead to the cause of a wrong token."""
+        line = turn.prompt + turn.expected[:at]
+        others = [(await self.rig.oracle.tokens(line, 1, seed))[0] for seed in range(3)]
+        where = await self.rig.hear(engine.ask("detail", session=self.name), self)
+        self.findings.tell(
+            "wrong",
+            f"expected {turn.expected[at] if at < len(turn.expected) else None}, got {token},"
+            f" seed {turn.seed}, of other seeds {others}; pid {engine.pid}; {where}",
+            0,
+        )
+
     def ended(self, message: dict[str, Any], turn: Turn, at: int, resumes: bool) -> bool:
         """What the last event of a stream means."""
         if message.get("done") == "length":
@@ -211,7 +229,7 @@ class Client:
                 return True
             self.findings.tell("lost", f"{self} ended after {at} of {len(turn.expected)}")
             self.new_session()
-        elif "gone" not in message and message.get("done") != "shutdown":
+        elif "gone" not in message and not is_shutdown(message):
             kind = message.get("error", "")
             missing = kind in ("session_not_found", "nothing_to_resume")
             # The turn row is durable before the first token is told, so resuming must work.
@@ -407,6 +425,7 @@ class Rig:
                 self.count(f"worker {when}", engine.kill_worker(lane))
         when, dice = await self.moment(), rng.random()
         if dice < 0.15:
+            self._up.clear()
             engine.ask("stop")
             await asyncio.sleep(rng.random() * 0.06)
             self.count("engine while stopping", engine.kill())
@@ -415,6 +434,7 @@ class Rig:
             await asyncio.sleep(rng.random() * 0.01)
             self.count("engine after a worker", engine.kill())
         elif dice < 0.38:
+            self._up.clear()
             await engine.stop()
         else:
             self.count(f"engine {when}", engine.kill())

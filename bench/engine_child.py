@@ -36,6 +36,7 @@ from batchengine.engine import start as start_module
 from batchengine.lanes import cpu, lane, worker
 from batchengine.template import ChatTemplate
 from bench import hashlm
+from bench.kill_switch import KillSwitch
 from bench.zygote import Template, Zygote
 
 LINE_BYTES_MAX = 1 << 24
@@ -159,13 +160,15 @@ def kill_child(pid: int, parent: int) -> bool:
 class Child:
     """Commands in, lines out."""
 
-    def __init__(self, answers: int) -> None:
+    def __init__(self, answers: int, switch: KillSwitch) -> None:
         self._answers = answers
+        self.switch = switch
         self._tasks: set[asyncio.Task[None]] = set()
         self.engine: Engine | None = None
 
     def tell(self, name: str, **fields: Any) -> None:
         """One line, unbuffered: whoever reads it may rely on it."""
+        self.switch.point()
         data = json.dumps({"id": name, **fields}).encode() + b"\n"
         while data:
             data = data[os.write(self._answers, data) :]
@@ -192,9 +195,17 @@ class Child:
                     self.tell(name, **await _record(engine, session))
                 case "owners":
                     self.tell(name, double=_owned_twice(engine))
+                case "points":
+                    self.tell(name, points=self.switch.points, fired=self.switch.fired)
+                case "check":
+                    store = engine._store
+                    await asyncio.to_thread(store.check_integrity)
+                    self.tell(name, done=True)
+                case "detail":
+                    self.tell(name, detail=await engine.session_detail(tenant, session))
                 case "stats":
                     self.tell(name, **engine.stats())
-                case "promote" | "park" | "drop" as op:
+                case "promote" | "park" | "drop" | "fork" as op:
                     self.tell(name, done=await _verb(engine, op, command))
                 case op:
                     self.tell(name, error=f"no command {op}")
@@ -245,6 +256,8 @@ async def _verb(engine: Engine, op: str, command: dict[str, Any]) -> Any:
     session = command["session"]
     if op == "park":
         return await engine.park("", session, command.get("call"))
+    if op == "fork":
+        return await engine.fork("", session, command["to"])
     if op == "drop":
         return await engine.drop("", session)
     return await engine.promote(session, command.get("to"), "")
@@ -298,6 +311,7 @@ def _config(settings: dict[str, Any]) -> Config:
 async def _live(child: Child, settings: dict[str, Any], commands: int) -> int:
     engine = child.engine = Engine(_config(settings), worker_command=("worker",))
     await engine.start(lambda _: None)
+    child.switch.watch(engine)
     reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
     pipe = os.fdopen(commands, "rb", 0)
     await asyncio.get_running_loop().connect_read_pipe(
@@ -314,8 +328,15 @@ async def _live(child: Child, settings: dict[str, Any], commands: int) -> int:
 
 
 def main(settings: dict[str, Any], commands: int, answers: int) -> int:
-    """An engine's life. `settings`: model, folder, cache_dir, compute, lanes, overrides, quiet."""
-    child = Child(answers)
+    """An engine's life.
+
+    `settings`: model, folder, cache_dir, compute, lanes; and what a bench wants to be different:
+    overrides (of the configuration), quiet, no_quarantine, die_at and target (see KillSwitch).
+    """
+    switch = KillSwitch(settings.get("die_at", 0), settings.get("target", "engine"))
+    if switch.number:
+        switch.install()
+    child = Child(answers, switch)
     starting = [0]
 
     def on_spawn(pid: int, incarnation: int) -> None:
@@ -327,5 +348,8 @@ def main(settings: dict[str, Any], commands: int, answers: int) -> int:
         reopen_module.STRIKES_MAX = 1 << 30
     if settings.get("quiet", True):
         logging.disable(logging.CRITICAL)
+    else:
+        form = "%(process)d %(relativeCreated)d %(name)s %(message)s"
+        logging.basicConfig(level=logging.INFO, format=form)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_live(child, settings, commands))

@@ -1,0 +1,332 @@
+"""A death at every file call, SQL statement, frame, hand-over phase and told line of a script.
+
+One script is played against a real engine with HashLM workers: prompts, a shared prefix, a
+hand-over amid a stream and back, a worker's death and the adoption after it, a parked session, an
+edited history, a fork, a drop, evictions, a clean stop; and a reopening amid a turn. It is played
+once for every point n: at the n-th point the engine is killed (or its workers are), the next life
+plays on from what the client was told, and every token, every ledger and every owner is checked.
+
+    python -m bench.kill_points [--every N] [--first N] [--target engine|worker] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchengine.session import common_prefix
+from bench import report
+from bench.crash import LANES, POCKET, is_shutdown, scratch, words
+from bench.engine_child import EngineProcess
+from bench.hashlm import LAYOUT, hashlm_tokens
+from bench.postmortem import double_places
+from bench.zygote import Zygote
+
+STUCK_S = 60.0
+LIVES_MAX = 12  # of one play: it ends in two or three
+SHARED = words(90, 256)
+
+
+class Gone(Exception):
+    """The engine died; the script goes on with the next."""
+
+
+class Failure(AssertionError):
+    """What must never happen, with the point at which it did."""
+
+
+@dataclass
+class Session:
+    """What the client remembers of one session."""
+
+    name: str
+    history: list[int] = field(default_factory=list[int])
+    prompt: list[int] = field(default_factory=list[int])  # of the turn that has not ended
+    expected: list[int] = field(default_factory=list[int])
+    told: int = 0
+
+
+class Play:
+    """The script, step by step; a step that was cut off is begun again."""
+
+    def __init__(self, folder: Path, level: str) -> None:
+        self.folder, self.level = folder, level
+        self.sessions = {name: Session(name) for name in ("s", "t", "u", "v", "w")}
+        self.engine: EngineProcess | None = None
+        self.step = 0
+        self.acts: set[str] = set()  # things done once, amid a stream
+        self.points = 0
+        self.fired = False
+        self.killed_it = False  # the script itself has just killed the engine
+
+    # --------------------------------------------------------------------------- the script
+
+    def steps(self) -> list[Callable[[], Awaitable[None]]]:
+        """In order; each may be played again after a death."""
+        s, t, u, v, w = self.sessions.values()
+        return [
+            lambda: self.turn(s, [*SHARED, *words(1, 30)], 12),
+            lambda: self.turn(t, [*SHARED, *words(2, 90)], 6),
+            lambda: self.turn(s, None, 70, self.move_about),
+            lambda: self.verb("promote", t, to="b"),
+            lambda: self.turn(t, None, 5),
+            lambda: self.verb("park", s, call="call-s"),
+            lambda: self.turn(s, None, 8),
+            lambda: self.turn(s, s.history[:200] + words(3, 20), 6),
+            lambda: self.fork(s, u),
+            lambda: self.turn(u, None, 6),
+            lambda: self.verb("drop", t),
+            lambda: self.turn(v, words(4, 1500), 5),
+            lambda: self.turn(w, words(5, 1500), 5),
+            lambda: self.turn(s, None, 5),
+            self.stop,
+            lambda: self.turn(s, None, 6),
+            lambda: self.turn(v, None, 30, self.kill_engine),
+            lambda: self.turn(u, None, 6),
+            self.finish,
+        ]  # fmt: skip
+
+    async def play(self, zygote: Zygote, settings: dict[str, Any], number: int) -> None:
+        """All steps, over as many lives as it takes. `number`: the point of the death, over all
+        lives; 0 = none."""
+        steps = self.steps()
+        for _ in range(LIVES_MAX):
+            left = number - self.points if number > self.points and not self.fired else 0
+            before = self.points
+            engine = self.engine = EngineProcess(zygote, settings | {"die_at": left})
+            try:
+                await self.is_up(engine)
+                while self.step < len(steps):
+                    await steps[self.step]()
+                    self.step += 1
+                    if left and self.engine is not None:
+                        await self.count(before)
+                    if self.engine is None:
+                        break
+                else:
+                    return
+            except Gone:
+                await engine.over()
+                if left and engine.status == -9 and not self.killed_it:
+                    self.points, self.fired = number, True
+                self.killed_it = False
+            finally:
+                engine.kill()
+                await engine.over()
+            doubles = double_places(self.folder / "kv" / "arena", LANES)
+            if doubles:
+                raise Failure(f"two owners: {doubles}")
+        raise Failure("the script does not end")
+
+    async def is_up(self, engine: EngineProcess) -> None:
+        if not await engine.is_ready():
+            raise Gone
+        for session in self.sessions.values():
+            await self.check(session)
+
+    async def count(self, before: int) -> None:
+        found = await self.ask("points")
+        self.points = before + found["points"]
+        self.fired = self.fired or found["fired"]
+
+    # ------------------------------------------------------------------------------- a turn
+
+    async def turn(
+        self,
+        session: Session,
+        prompt: list[int] | None,
+        n: int,
+        amid: Callable[[Session], Awaitable[None]] | None = None,
+    ) -> None:
+        """One request to its end. `prompt` None: the history and some more."""
+        if not session.expected:
+            session.prompt = prompt or [*session.history, *words(len(session.history), 9)]
+            session.expected = hashlm_tokens(session.prompt, n)
+            session.told = 0
+        at = session.told
+        if at:
+            stream = self.engine_now.ask("resume", session=session.name, from_token=at)
+        else:
+            stream = self.engine_now.ask("submit", session=session.name, prompt=session.prompt, n=n)
+        while True:
+            message = await self.hear(stream)
+            if "token" not in message:
+                break
+            if message["token"] != session.expected[at]:
+                raise Failure(f"{session.name}: token {at} of {len(session.prompt)}+{n} is wrong")
+            at += 1
+            session.told = at
+            if amid is not None:
+                await amid(session)
+        if message.get("done") != "length" or at != n:
+            raise Failure(f"{session.name}: ended after {at} of {n}: {message}")
+        session.history, session.expected = session.prompt + session.expected, []
+
+    async def move_about(self, session: Session) -> None:
+        """To the other lane, its worker dies, and back."""
+        if session.told >= 10 and self.once("there"):
+            self.engine_now.ask("promote", session=session.name, to="b")
+        if session.told >= 30 and self.once("death"):
+            self.engine_now.kill_worker(0)
+            self.engine_now.kill_worker(1)
+        if session.told >= 45 and self.once("back"):
+            self.engine_now.ask("promote", session=session.name, to="a")
+
+    async def kill_engine(self, session: Session) -> None:
+        """Everything dies amid a turn: what follows is a reopening."""
+        if session.told >= 10 and self.once("everything"):
+            self.killed_it = True
+            self.engine_now.kill()
+
+    def once(self, act: str) -> bool:
+        is_first = act not in self.acts
+        self.acts.add(act)
+        return is_first
+
+    # ---------------------------------------------------------------------------- other steps
+
+    async def verb(self, op: str, session: Session, **fields: Any) -> None:
+        """Errors are answers: a session may not be in memory after a death."""
+        answer = await self.ask(op, session=session.name, **fields)
+        if answer.get("error") == "exception":
+            raise Failure(f"{op} {session.name}: {answer['why']}")
+        if op == "drop":
+            session.history = []
+
+    async def fork(self, session: Session, new: Session) -> None:
+        answer = await self.ask("fork", session=session.name, to=new.name)
+        if "error" in answer and answer["error"] not in ("session_exists",):
+            raise Failure(f"fork: {answer}")
+        new.history = list(session.history)
+
+    async def stop(self) -> None:
+        """A clean end; the next step is played by the next life."""
+        engine, self.engine = self.engine_now, None
+        engine.ask("stop")
+        await asyncio.wait_for(engine.over(), STUCK_S)
+        if engine.status:
+            self.engine = engine
+            raise Gone
+
+    async def finish(self) -> None:
+        """Nothing is owned twice, and the store agrees with itself."""
+        answer = await self.ask("owners")
+        if answer["double"]:
+            raise Failure("two lanes hold pages of one session")
+        answer = await self.ask("check")
+        if "error" in answer:
+            raise Failure(f"the store is damaged: {answer}")
+
+    async def check(self, session: Session) -> None:
+        """After a death: the ledger has what was told, and nothing else."""
+        found = await self.ask("record", session=session.name)
+        tokens: list[int] = found.get("tokens") or []
+        whole = session.prompt + session.expected if session.expected else session.history
+        least = len(session.history)
+        lines = [whole]
+        if session.expected and session.told:
+            least = len(session.prompt) + (session.told if self.level == "power" else 0)
+        elif session.expected:
+            lines.append(session.history)
+            least = common_prefix(session.prompt, session.history)
+        elif not session.history:  # a fork or a drop that was not acknowledged
+            return
+        if not any(tokens == line[: len(tokens)] for line in lines) and not self.is_dropped(
+            session
+        ):
+            raise Failure(f"{session.name}: the ledger has another timeline")
+        if len(tokens) < least and not self.is_dropped(session):
+            raise Failure(f"{session.name}: the ledger lacks {least - len(tokens)} tokens")
+
+    def is_dropped(self, session: Session) -> bool:
+        """Its drop was sent and may have been done."""
+        return session.name == "t" and self.step >= 10
+
+    @property
+    def engine_now(self) -> EngineProcess:
+        if self.engine is None:
+            raise Gone
+        return self.engine
+
+    async def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        return await self.hear(self.engine_now.ask(op, **fields))
+
+    async def hear(self, stream: asyncio.Queue[dict[str, Any]]) -> dict[str, Any]:
+        message = await asyncio.wait_for(stream.get(), STUCK_S)
+        if "gone" in message or is_shutdown(message):
+            raise Gone
+        return message
+
+
+def sweep(
+    zygote: Zygote, first: int, every: int, target: str, seconds: float = 1e9
+) -> Iterator[tuple[int, bool]]:
+    """Plays with a death at points first, first + every, ... until the script ends without one.
+
+    Yields (point, whether somebody died there). Raises Failure, naming the point.
+    """
+    number, until = first, time.monotonic() + seconds
+    while time.monotonic() < until:
+        with scratch() as folder:
+            level = ("turn", "power")[number // every % 2]
+            play = Play(folder, level)
+            settings = _settings(folder, level, target)
+            try:
+                asyncio.run(play.play(zygote, settings, number))
+            except (Failure, TimeoutError) as error:
+                raise Failure(
+                    f"{target} at point {number}, level {level}, step {play.step}: {error!r}"
+                ) from error
+        yield number, play.fired
+        if not play.fired:
+            return
+        number += every
+
+
+def _settings(folder: Path, level: str, target: str) -> dict[str, Any]:
+    lane = {"threads": 1, "entries_max": 4, "tokens_per_step": 260, "places": 8}
+    return {
+        "model": str(POCKET),
+        "folder": str(folder),
+        "cache_dir": str(folder),
+        "compute": "hash",
+        "lanes": [lane | {"name": name, "chunk_tokens_max": 256} for name in LANES],
+        "no_quarantine": True,
+        "target": target,
+        "overrides": {
+            "store.budget_bytes": 10 * LAYOUT.page_bytes,
+            "store.durability": level,
+            "router.promote_auto": False,
+            "router.dwell_s": 0.0,
+        },
+    }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench.kill_points", description=__doc__)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--target", choices=("engine", "worker"), default="engine")
+    parser.add_argument("--json", help="write figures to this file")
+    args = parser.parse_args(argv)
+    zygote, killed, last, began = Zygote(), 0, 0, time.perf_counter()
+    try:
+        for last, died in sweep(zygote, args.first, args.every, args.target):
+            killed += died
+            if killed % 50 == 0:
+                print(f"  {last} points, {time.perf_counter() - began:.0f} s", flush=True)
+    finally:
+        zygote.close()
+    result = {f"{args.target}_points": last, f"{args.target}_kills": killed, "failures": 0}
+    report.finish(result, details=vars(args), json_path=args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
