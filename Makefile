@@ -11,7 +11,7 @@ LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "
 CMAKE := .venv/bin/cmake -S kernels -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DCMAKE_BUILD_TYPE=Release
 NATIVE := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 
-.PHONY: env native free-order sanitize demo test check bench clean
+.PHONY: env native free-order sanitize demo test check bench soak clean
 
 env: .venv/.env-stamp
 .venv/.env-stamp: pyproject.toml
@@ -67,11 +67,23 @@ check: native
 	$(PY) -m pyright
 	.venv/bin/lint-imports
 
+# Hours of kills, outside `make test`. One command at a time: --kills, --seconds and --every make them
+# shorter. The last line of each is its RESULT; anything lost, wrong or owned twice ends it with an error.
+soak: native
+	$(PY) -m bench crash --kills 10000 --jobs 4
+	$(PY) -m bench crash --model pocket --kills 200
+	$(PY) -m bench.kill_points --target engine
+	$(PY) -m bench.kill_points --target worker
+
 bench: native
 	$(PY) -m bench engine
 	$(PY) -m bench kernels
 	$(PY) -m bench invariance
 	$(PY) -m bench canonical
+	$(PY) -m bench router
+	$(PY) -m bench promote
+	$(PY) -m bench restart
+	$(PY) -m bench crash
 
 clean:
 	rm -rf build .venv kernels/_native*.so
