@@ -661,6 +661,7 @@ def simulate(seed: int, *, world: type[World] = World) -> Outcome:
             made.loop.run_until_complete(made._own(made.run()))
         except Exception as failure:
             error = "".join(traceback.format_exception(failure, limit=-4))
+            error = "\n".join([error, *made._wrong])
         finally:
             logger.removeHandler(listener)
             logger.propagate, logger.level = before
