@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from batchengine.core import BatchEngineError
-from batchengine.engine import Engine, Generation
+from batchengine.engine import Engine, Generation, handover
 from batchengine.engine.loop import LaneLoop
 from batchengine.session import Session
 from kv_store.arena import PlaceState
@@ -293,28 +293,57 @@ def flip_record(loop: LaneLoop, session: Session) -> None:
 
 
 def test_turns_leave_a_lane_that_does_not_come_back(
-    pocket_path: Path,
-    tmp_path: Path,
-    cache_dir: Path,
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
 ) -> None:
     """Its worker cannot start: their open rows are adopted from the dead arena elsewhere."""
     prompts = [words(80 + i, 200 + 30 * i) for i in range(4)]
 
     async def work() -> None:
         async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            started = [await start(engine, f"s{i}", p, 300) for i, p in enumerate(prompts)]
+            started = [await start(engine, f"s{i}", p, 1000) for i, p in enumerate(prompts)]
             source, target = engine._loops
             n_there = len(source.running)
             assert n_there
-            monkeypatch.setattr(source.lane, "backoff_s", lambda: 3.0)
+            may_start, revive = asyncio.Event(), engine._starter.revive
+
+            async def later(loop: LaneLoop) -> None:
+                await may_start.wait()
+                await revive(loop)
+
+            source.lane.backoff_s = lambda: 1.0  # type: ignore[method-assign]
+            engine._starter.revive = later  # type: ignore[method-assign]
             await kill(source)
-            await until(lambda: len(target.running) == len(prompts))
-            assert not source.lane.alive
             answers = await asyncio.gather(*(reader for _, reader in started))
-            assert [a.tokens for a in answers] == [reference.tokens(p, 300) for p in prompts]
+            assert [a.tokens for a in answers] == [reference.tokens(p, 1000) for p in prompts]
             assert engine.stats()["tokens_recomputed"] <= n_there
+            assert all(home is target for home in engine._home.values())
+            may_start.set()
             await all_up(engine)
+
+    run(work())
+
+
+def test_a_lane_that_hangs_is_no_place_to_move_to(
+    pocket_path: Path,
+    tmp_path: Path,
+    cache_dir: Path,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stopped worker looks alive; the stream goes on meanwhile, and later it can move there."""
+    monkeypatch.setattr(handover, "ANSWER_S", 0.3)
+    prompt = words(90, 300)
+
+    async def work() -> None:
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            generation, reader = await start(engine, "s", prompt, 900)
+            _, target = lanes_of(engine, "s")
+            os.kill(target.lane.pid, signal.SIGSTOP)
+            before = generation.completion_tokens
+            assert "does not answer" in await try_to_move(engine, "s")
+            assert generation.completion_tokens > before + 20
+            os.kill(target.lane.pid, signal.SIGCONT)
+            assert await try_to_move(engine, "s") == "moved"
+            assert (await reader).tokens == reference.tokens(prompt, 900)
 
     run(work())

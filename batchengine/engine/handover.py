@@ -40,8 +40,8 @@ from kv_store.errors import StoreError
 
 log = logging.getLogger("batchengine.handover")
 
-TOUCH_S = 2.0  # then the pages are faulted in by the step that reads them
-ADOPT_S = 30.0  # the destination's steps are far shorter
+ANSWER_S = 5.0  # a lane whose steps take longer is no place to move to;
+ADOPT_S = 10.0  # one that stops answering then holds up a frozen session
 FIRST_COMMIT_S = 5.0  # how long a report waits for the destination's first token
 RECOMPUTE_MAX = 16  # unproven rows that are not worth staying for
 
@@ -256,9 +256,10 @@ class Handover:
         sealed = session.codes[: len(session.pinned)]
         to.pages.touch(sealed, lambda: None if touched.done() else touched.set_result(None))
         to.wake()
-        await asyncio.wait([touched], timeout=TOUCH_S)
+        await asyncio.wait([touched], timeout=ANSWER_S)
         if not touched.done():
             touched.cancel()
+            raise Abort(f"lane {to.lane.name} does not answer")
 
     async def _freeze(self, move: Move) -> None:
         """P2: the last token on the source is committed and was given to its reader."""

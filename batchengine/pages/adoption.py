@@ -67,13 +67,13 @@ class Leaving(NamedTuple):
 
 
 class Touch:
-    """Sealed pages to fault in; `on_done` when the lane has, or died."""
+    """Sealed pages to fault in; `on_done` when the lane has, or died. Without pages: an answer."""
 
     __slots__ = ("codes", "left", "on_done")
 
     def __init__(self, codes: Sequence[int], on_done: Callable[[], None]) -> None:
         self.codes = deque(codes)
-        self.left = len(codes)
+        self.left = max(1, len(codes))
         self.on_done = on_done
 
 
@@ -229,10 +229,7 @@ class AdoptingPages(SealLine):
         ]
 
     def touch(self, codes: Sequence[int], on_done: Callable[[], None]) -> None:
-        """Fault sealed pages in before a session arrives."""
-        if not codes or self._arena is None:
-            on_done()
-            return
+        """Fault sealed pages in before a session arrives; at least, have the lane answer."""
         self._touches.append(Touch(codes, on_done))
         self._wake()
 
@@ -310,9 +307,8 @@ class AdoptingPages(SealLine):
                 self._count_lender(session)
             self._on_change(session)
 
-        running = session.state is State.RUNNING
-        orphans = session.orphans
-        made = self.prepare(session, session.epoch, len(orphans), done, borrow=running)
+        orphans, wanted = session.orphans, session.state is not State.IDLE
+        made = self.prepare(session, session.epoch, len(orphans), done, borrow=wanted)
         if made is None:  # no room for them: what is sealed must do
             self.truncate(session, len(session.codes))
             session.loss = LOST_WITH_WORKER
@@ -386,7 +382,8 @@ class AdoptingPages(SealLine):
         room = max(1, TOUCH_BYTES // self._store.layout.page_bytes)
         while self._touches and len(codes) < room:
             touch = self._touches[0]
-            codes.append(touch.codes.popleft())
+            if touch.codes:
+                codes.append(touch.codes.popleft())
             owners.append(touch)
             if not touch.codes:
                 self._touches.popleft()

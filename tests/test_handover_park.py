@@ -1,0 +1,131 @@
+"""Rows that wait in the store: parked tails, and copies of a page's beginning after an edit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchengine.engine import Engine, background
+from batchengine.session import Session
+from kv_store.pages import PageRef
+from tests.fakes import Reference, read, request, run, running_engine, until, words
+from tests.test_handover import other, two_lanes
+
+
+@pytest.fixture(scope="module")
+def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
+    made = Reference(pocket_path, cache_dir)
+    yield made
+    made.close()
+
+
+async def parked(engine: Engine, name: str) -> Session:
+    """Park an idle session's tail and wait until it is in the store."""
+    session = engine._named["", name]
+    pages = engine._home[session.key].pages
+    assert pages.park(session)
+    assert not pages._may_park(session) or pages.is_parking
+    await until(lambda: session.parked is not None)
+    return session
+
+
+def test_a_parked_session_loses_its_place_and_no_row(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """Others need the arena: the parked tail goes first, and is adopted when its session runs."""
+    prompt = words(1, 700)
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, lane__places=8, lane__entries_max=2
+        ) as engine:
+            first = await read(engine.submit(request(prompt, 30, session="s")))
+            session = await parked(engine, "s")
+            assert session.parked is not None
+            assert (session.parked.page, session.parked.rows) == (2, 729 - 512)
+            await asyncio.gather(
+                *(read(engine.submit(request(words(2 + i, 1200), 3))) for i in range(3))
+            )
+            assert [type(o.source) for o in session.orphans] == [PageRef]
+            longer = [*prompt, *first.tokens, 5, 6]
+            again = await read(engine.submit(request(longer, 30, session="s")))
+            assert again.tokens == reference.tokens(longer, 30)
+            assert again.done is not None
+            assert again.done.usage.cached_tokens == 729
+            assert again.done.usage.reuse_reason == ""
+            assert engine.stats()["tokens_recomputed"] == 0
+
+    run(work())
+
+
+def test_a_parked_session_moves_by_reference(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    prompt = words(10, 700)
+
+    async def work() -> None:
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            first = await read(engine.submit(request(prompt, 30, session="s")))
+            await parked(engine, "s")
+            report = await engine.demote("s", to=other(engine, "s"))
+            assert (report["pages_copied"], report["rows_copied"]) == (0, 0)
+            assert report["pages_shared"] == 3
+            longer = [*prompt, *first.tokens, 5, 6]
+            again = await read(engine.submit(request(longer, 30, session="s")))
+            assert again.tokens == reference.tokens(longer, 30)
+            assert engine.stats()["tokens_recomputed"] == 0
+
+    run(work())
+
+
+def test_sessions_that_rest_are_parked(
+    pocket_path: Path,
+    tmp_path: Path,
+    cache_dir: Path,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And one that goes on at that very moment is not disturbed."""
+    monkeypatch.setattr(background, "HOUSEKEEPING_S", 0.02)
+    prompt = words(20, 100)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            history = list(prompt)
+            for turn in range(12):
+                answer = await read(engine.submit(request(history, 20, session="s")))
+                assert answer.tokens == reference.tokens(history, 20)
+                session = engine._named["", "s"]
+                if turn % 3 == 0:
+                    await until(lambda s=session: s.parked is not None)
+                elif turn % 3 == 1:
+                    await asyncio.sleep(0.06 + turn / 1000)
+                history += [*answer.tokens, 40 + turn]
+            assert engine._loops[0].pages.tails_parked >= 4
+            assert engine.stats()["tokens_recomputed"] == 0
+
+    run(work())
+
+
+def test_an_edit_inside_a_sealed_page_keeps_the_rows_before_it(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    prompt = words(30, 900)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            await read(engine.submit(request(prompt, 5, session="s")))
+            await until(lambda: len(engine._named["", "s"].pinned) == 3)
+            edited = [*prompt[:300], *words(31, 100)]
+            answer = await read(engine.submit(request(edited, 30, session="s")))
+            assert answer.tokens == reference.tokens(edited, 30)
+            assert answer.done is not None
+            assert answer.done.usage.cached_tokens == 300
+            assert engine.stats()["tokens_recomputed"] == 0
+            back = await read(engine.submit(request(prompt, 5, session="s")))
+            assert back.tokens == reference.tokens(prompt, 5)
+
+    run(work())
