@@ -89,6 +89,9 @@ class Care:
         While it computes, this happens at the end of its turn.
         """
         session = self._tables.named.get((tenant, session_id))
+        while session is not None and self._is_held(session):  # a move ends soon, either way
+            await asyncio.sleep(0.002)
+            session = self._tables.named.get((tenant, session_id))
         if session is None:
             found = await self._record(tenant, session_id)
             meta, epoch = session_meta(found.info.meta), found.info.epoch
@@ -273,6 +276,12 @@ class Care:
 
     def _is_busy(self, session: Session) -> bool:
         return session.key in self._tables.queues
+
+    def _is_held(self, session: Session) -> bool:
+        """It computes nothing, and requests for it wait: it is on its way to another lane."""
+        queue = self._tables.queues.get(session.key)
+        turns = self._tables.turns.values()
+        return queue is not None and not queue and all(t.session is not session for t in turns)
 
     def turn_over(self, turn: Turn) -> None:
         """The session is idle: it leaves the lane if it waits for a tool."""

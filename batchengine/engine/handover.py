@@ -426,8 +426,9 @@ class Handover:
             loop = self._lane(to)
         else:
             loop = self._dispatch.lane_for(session, tier)
-            if loop is None and home is not None:
-                loop = self.refuge(home)
+            if loop is None and home is not None:  # asked twice is not asked to go back
+                settled = home.config.tier == tier and home.lane.alive and home.pages.is_attached
+                loop = home if settled else self.refuge(home)
         if loop is None:
             raise refusals.no_other_lane(name)
         cause = "promotion" if tier == FAST else "demotion"

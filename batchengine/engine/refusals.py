@@ -247,7 +247,7 @@ def not_moved(lane: str, why: str) -> BatchEngineError:
     """A hand-over that was given up; nothing changed."""
     return BatchEngineError(
         "BE3005",
-        f"the session stays on lane {lane}",
+        f"the session stays on lane {lane}" if lane else "the session is on no lane yet",
         why=why,
         fix="nothing is lost: ask again later, or name another lane",
         http_status=409,

@@ -1,0 +1,76 @@
+"""What an operator or a client met that was wrong, told from outside: each defect once, by name."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from batchengine.config import LaneConfig
+from batchengine.core import BatchEngineError
+from batchengine.engine import refusals
+from tests.fakes import read, request, run, running_engine, words
+
+TIERS = (
+    LaneConfig(name="fast", tier="fast", threads=1),
+    LaneConfig(name="bulk", tier="bulk", threads=1),
+)
+
+
+def test_promoting_twice_does_not_demote(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """Without a lane named, a session on the only fast lane was sent to "another": the slow one."""
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, lanes=TIERS, router__promote_auto=False
+        ) as engine:
+            await read(engine.submit(request(words(1, 40), 3, session="s")))
+            for verb, lane in ((engine.promote, "fast"), (engine.demote, "bulk")):
+                await verb("s", to=lane)
+                again = await verb("s")
+                assert (again["target"], again["result"]) == (lane, "already there")
+
+    run(work())
+
+
+def test_parking_during_a_move_parks(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
+    """An idle session that was being moved was promised to park "at the end of its turn": never."""
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, lanes=TIERS, router__promote_auto=False
+        ) as engine:
+            await read(engine.submit(request(words(2, 300), 3, session="s")))
+            begun, go_on = asyncio.Event(), asyncio.Event()
+
+            async def hold(point: str) -> None:
+                if point == "P3":
+                    begun.set()
+                    await go_on.wait()
+
+            engine.handover.on_point = hold
+            lane = {row["session_id"]: row["lane"] for row in engine.sessions()}["s"]
+            to = "bulk" if lane == "fast" else "fast"
+            move = asyncio.ensure_future(engine.promote("s", to=to))
+            await begun.wait()
+            park = asyncio.ensure_future(engine.park("", "s"))
+            await asyncio.sleep(0.02)
+            go_on.set()
+            assert (await move)["result"] == "moved"
+            assert (await park)["state"] == "parked"
+            session = engine._named["", "s"]
+            assert not session.places
+            assert not session.codes
+
+    run(work())
+
+
+@pytest.mark.parametrize(("lane", "words_of"), [("", "no lane yet"), ("bulk", "lane bulk")])
+def test_a_session_that_stays_is_somewhere(lane: str, words_of: str) -> None:
+    """A session without a lane stayed "on lane : it is being read"."""
+    error: BatchEngineError = refusals.not_moved(lane, "it is being read from the ledger")
+    assert words_of in str(error)
+    assert "lane :" not in str(error)
