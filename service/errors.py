@@ -380,6 +380,20 @@ def unknown_session(given: str, *, operator: bool = False) -> BatchEngineError:
     )
 
 
+def unknown_key(given: str, keys: list[str]) -> BatchEngineError:
+    """The operator named an API key that is not configured, and that left no session behind."""
+    return BatchEngineError(
+        "BE1731",
+        f"there is no API key called {given[:80]!r}",
+        why="the configuration has none of that name, and no session of such a key is stored",
+        fix=f"name one of: {', '.join(keys)}" if keys else "leave --key-name out: none is set",
+        http_status=404,
+        error_type="not_found_error",
+        api_code="session_not_found",
+        param="tenant",
+    )
+
+
 def ambiguous_session(given: str, found: list[tuple[str, str]]) -> BatchEngineError:
     """More than one session goes by this name."""
     shown = [f"{name} (key {tenant})" if tenant else name for tenant, name in found[:8]]

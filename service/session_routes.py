@@ -106,7 +106,7 @@ async def _body(request: web.Request, kind: type[Body]) -> Body:
             None,
             "the body has a wrong value",
             why=why[:1].lower() + why[1:],
-            fix="send one of: " + (", ".join(kind.__struct_fields__) or "nothing"),
+            fix="the body may hold " + (", ".join(kind.__struct_fields__) or "nothing"),
         ) from None
 
 

@@ -104,6 +104,9 @@ async def _asleep(service: Service, given: str, tenants: list[str]) -> tuple[str
                 raise
         else:
             return name, session_id
+    keys = [key.name for key in service.config.auth]
+    for strange in (name for name in tenants if name and name not in keys):
+        raise errors.unknown_key(printable(strange), keys)
     raise errors.unknown_session(printable(given), operator=True)
 
 

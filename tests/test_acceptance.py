@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
-from batchengine.engine import refusals
-from tests.fakes import read, request, run, running_engine, words
+from batchengine.engine import Engine, refusals
+from tests.fakes import read, request, run, running_engine, until, words
+from tests.test_cli_sessions import with_daemon
 
 TIERS = (
     LaneConfig(name="fast", tier="fast", threads=1),
@@ -74,3 +76,42 @@ def test_a_session_that_stays_is_somewhere(lane: str, words_of: str) -> None:
     error: BatchEngineError = refusals.not_moved(lane, "it is being read from the ledger")
     assert words_of in str(error)
     assert "lane :" not in str(error)
+
+
+def test_readers_of_a_dropped_session_hear_that_it_was_dropped(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """In the middle of their stream they heard that the session "was never used here"."""
+
+    async def work(engine: Engine) -> None:
+        first = engine.submit(request(words(3, 40), 900, session="s"))
+        second = engine.submit(request(words(4, 40), 5, session="s"))
+        reader = asyncio.ensure_future(read(first))
+        await until(lambda: first.completion_tokens > 3)
+        await engine.drop("", "s")
+        for answer in (await reader, await read(second)):
+            assert answer.error is not None
+            assert "dropped while" in str(answer.error)
+
+    async def around() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            await work(engine)
+
+    run(around())
+
+
+def test_a_key_name_that_is_not_configured_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a misspelt --key-name the operator was told that the session was never used."""
+
+    async def scenario(ask: Any, engine: Any) -> None:
+        code, _, err = await ask("promote", "tale", "--key-name", "alfa")
+        assert code == 1
+        assert "alfa" in err
+        assert "alpha" in err
+        code, _, err = await ask("promote", "nothing", "--key-name", "alpha")
+        assert code == 1
+        assert "no session nothing" in err
+
+    with_daemon(tmp_path, capsys, scenario)

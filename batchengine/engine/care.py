@@ -317,10 +317,10 @@ class Care:
     async def _end_turns(self, session: Session) -> None:
         """Everybody who reads or waits hears that the session is gone."""
         for generation in list(self._tables.queues.get(session.key, ())):
-            generation.fail(refusals.unknown_session(session.session_id))
+            generation.fail(refusals.session_dropped(session.session_id))
         turns = [t for t in self._tables.turns.values() if t.session is session]
         for turn in turns:
-            turn.generation.abort(refusals.unknown_session(session.session_id))
+            turn.generation.abort(refusals.session_dropped(session.session_id))
         async with asyncio.timeout(DROP_WAIT_S):
             while self._is_busy(session):  # noqa: ASYNC110  no event for a session's end
                 await asyncio.sleep(0.002)

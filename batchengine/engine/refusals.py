@@ -292,6 +292,19 @@ def unknown_session(session_id: str) -> BatchEngineError:
     )
 
 
+def session_dropped(session_id: str) -> BatchEngineError:
+    """Of those who were reading or waiting when somebody dropped it."""
+    return BatchEngineError(
+        "BE2414",
+        f"session {session_id} was dropped while it computed",
+        why="its client or the operator asked for that; its history is gone",
+        fix="send the whole conversation again if the answer is still wanted",
+        http_status=404,
+        error_type="invalid_request_error",
+        api_code="session_not_found",
+    )
+
+
 def nothing_to_resume(session_id: str) -> BatchEngineError:
     """The session has no turn, or another request began one meanwhile."""
     return BatchEngineError(
