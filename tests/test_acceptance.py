@@ -63,9 +63,7 @@ def test_parking_during_a_move_parks(pocket_path: Path, tmp_path: Path, cache_di
             go_on.set()
             assert (await move)["result"] == "moved"
             assert (await park)["state"] == "parked"
-            session = engine._named["", "s"]
-            assert not session.places
-            assert not session.codes
+            assert (await engine.session_detail("", "s"))["pages"] == 0
 
     run(work())
 
