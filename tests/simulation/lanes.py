@@ -12,10 +12,11 @@ import signal
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from batchengine import wire
 from batchengine.lanes.lane import Lane
-from bench.hashlm import POINTS, Faults, HashCompute, HashWorker
+from bench.hashlm import PAGE_TOKENS, POINTS, Faults, HashCompute, HashWorker, _offsets
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -39,18 +40,30 @@ class Plan(NamedTuple):
     by: int = signal.SIGKILL
     hang: bool = False
     nan: bool = False
+    flip: bool = False  # one bit of the first row comes out differently
 
 
 class SimCompute(HashCompute):
     """HashLM that dies by exception."""
 
-    def __init__(self) -> None:
-        super().__init__(Faults())
+    def __init__(self, model: str) -> None:
+        super().__init__(Faults(model=model))
         self.by: int = signal.SIGKILL
+        self.flip = False
 
     def at(self, point: str) -> None:
         if self.dies_at(point):
             raise Died(self.by)
+
+    def _append(self, pages: Any, start: int, tokens: list[int]) -> list[bytes]:
+        rows = super()._append(pages, start, tokens)
+        if self.flip:
+            self.flip = False
+            page, row = divmod(start, PAGE_TOKENS)
+            where = _offsets()[row]
+            rows[0] = bytes([rows[0][0] ^ 1]) + rows[0][1:]
+            pages[page][where] = np.frombuffer(rows[0], np.uint8)
+        return rows
 
 
 class SimHashWorker(HashWorker):
@@ -76,7 +89,7 @@ class SimProcess:
         self.status: int | None = None
         self.hung = False
         self._clock = asyncio.get_running_loop()
-        self._compute = SimCompute()
+        self._compute = SimCompute(world.model)
         self._worker = SimHashWorker(self, self._compute, lane.incarnation)  # type: ignore[arg-type]
         self._decoder = wire.Decoder()
         self._answer = b""
@@ -154,6 +167,7 @@ class SimProcess:
         compute, worker = self._compute, self._worker
         at = compute.steps + 1
         compute.faults = Faults(die=plan.die, at=at, nan_at=at if plan.nan else 0)
+        compute.flip = plan.flip
         compute.by, worker.duration_s, self._answer = plan.by, plan.duration_s, b""
         died: Died | None = None
         try:

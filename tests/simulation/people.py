@@ -87,6 +87,8 @@ class Record:
                         f"{where}: {promised} tokens were acknowledged, {len(rest)} are on disk"
                     )
                 return
+            if begun and rest[: attempt.n] == attempt.answer:
+                continue  # it was told from a longer answer to the same question
             if attempt.state == "done" or attempt.told:
                 found = "nothing" if tokens is None else f"{len(tokens)} tokens"
                 raise AssertionError(

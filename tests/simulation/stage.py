@@ -1,0 +1,206 @@
+"""Scripted scenes in the simulated world: what happens is written down, not drawn.
+
+`play(script)` boots an engine of two lanes without faults, runs the script, lets everything come
+to rest and checks the same things as a seed does. Every scene may be played with a mechanism of
+an incident built in: then it must fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from batchengine import wire
+from batchengine.config import Config, LaneConfig, load
+from batchengine.core import (
+    DoneEvent,
+    ErrorEvent,
+    GenerationRequest,
+    Sampling,
+    Sla,
+    SlaClass,
+    TokenEvent,
+)
+from batchengine.engine import Engine, Generation
+from batchengine.engine.loop import LaneLoop
+from bench.hashlm import hashlm_tokens
+from tests.fakes import words
+from tests.simulation.lanes import Plan, SimLane
+from tests.simulation.world import MODEL, PAGE_BYTES, Life, Outcome, World, simulate
+
+Script = Callable[["Stage"], Awaitable[None]]
+
+
+@dataclasses.dataclass(slots=True)
+class Told:
+    """What one reader was told."""
+
+    tokens: list[int]
+    done: DoneEvent | None = None
+    error: str = ""
+
+
+class Stage(World):
+    """A world that does what its script says."""
+
+    script: Script
+    settings: dict[str, Any]
+    places = 16
+
+    def __init__(self, seed: int, folder: str) -> None:
+        self.plans: list[Callable[[SimLane, wire.Step], Plan | None]] = []
+        self.asked = 0
+        super().__init__(seed, folder)
+
+    def _choose_faults(self) -> dict[str, float]:
+        return {}
+
+    def _choose_config(self) -> Config:
+        lanes = tuple(
+            LaneConfig(
+                name=name, threads=1, tier="any", entries_max=8, places=self.places,
+                tokens_per_step=320,
+            )
+            for name in ("left", "right")
+        )  # fmt: skip
+        config = load(
+            None,
+            {
+                "model.path": str(MODEL),
+                "store.dir": f"{self.folder}/kv",
+                "store.allow_volatile": True,
+                "store.budget_bytes": 300 * PAGE_BYTES,
+                "router.promote_auto": False,
+                "server.admin_socket": f"{self.folder}/admin.sock",
+                **self.settings,
+            },
+        )
+        return dataclasses.replace(config, cache_dir=self.folder, lanes=lanes)
+
+    def plan_step(self, lane: SimLane, frame: wire.Frame) -> Plan:
+        assert isinstance(frame.message, wire.Step)
+        for plan in self.plans:
+            found = plan(lane, frame.message)
+            if found is not None:
+                return found
+        return Plan(0.004)
+
+    async def run(self) -> None:
+        await self.boot()
+        async with asyncio.timeout(600):
+            await type(self).script(self)
+        await self._end()
+
+    # --------------------------------------------------------------------- words of a script
+
+    @property
+    def now(self) -> Life:
+        assert self.life is not None
+        return self.life
+
+    @property
+    def up(self) -> Engine:
+        return self.now.engine
+
+    def lane(self, name: str) -> LaneLoop:
+        return next(loop for loop in self.now.loops if loop.lane.name == name)
+
+    def process(self, name: str) -> Any:
+        lane = self.lane(name).lane
+        assert isinstance(lane, SimLane)
+        return lane.process
+
+    def ask(
+        self, prompt: Sequence[int], n: int, session: str | None = None, seed: int = 0, **how: Any
+    ) -> Generation:
+        self.asked += 1
+        return self.up.submit(
+            GenerationRequest(
+                request_id=f"ask-{self.asked}",
+                prompt=tuple(prompt),
+                tokens_max=n,
+                sampling=Sampling(temperature=1.0, seed=seed),
+                ignore_eos=True,
+                sla=Sla(SlaClass.STANDARD),
+                session_id=session,
+                **how,
+            )
+        )
+
+    def start(self, generation: Generation) -> asyncio.Task[Told]:
+        """Read it to its end, aside."""
+        task = self.loop.create_task(self.read(generation))
+        self.tasks.add(task)  # type: ignore[arg-type]
+        return task
+
+    async def read(self, generation: Generation) -> Told:
+        """Every event; each token is the one it must be."""
+        request, told = generation.request, Told([])
+        answer = hashlm_tokens(
+            request.prompt, request.tokens_max, seed=request.sampling.seed, model=self.model
+        )
+        skip = generation.resumes or 0
+        with contextlib.suppress(asyncio.CancelledError):
+            async for event in generation:
+                match event:
+                    case TokenEvent():
+                        at = skip + len(told.tokens)
+                        if event.token != answer[at]:
+                            raise AssertionError(
+                                f"{request.request_id}: wrong token {at}: {event.token},"
+                                f" not {answer[at]}"
+                            )
+                        told.tokens.append(event.token)
+                    case DoneEvent():
+                        told.done = event
+                    case ErrorEvent():
+                        told.error = event.error.api_code
+                    case _:
+                        pass
+        return told
+
+    async def answer(
+        self, prompt: Sequence[int], n: int, session: str | None = None, **how: Any
+    ) -> Told:
+        """Ask, and have the whole answer."""
+        told = await self.read(self.ask(prompt, n, session, **how))
+        if told.error or len(told.tokens) != n:
+            raise AssertionError(f"{len(told.tokens)} tokens of {n}, then {told.error or 'an end'}")
+        return told
+
+    async def until(self, fact: Callable[[], bool], seconds: float = 120.0) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                while not fact():  # noqa: ASYNC110  there is no event for every fact
+                    await asyncio.sleep(0.001)
+        except TimeoutError:
+            raise AssertionError("what the script waits for does not happen") from None
+
+    def home(self, session: str) -> str:
+        """The lane of a named session."""
+        found = self.up._named["", session]
+        return self.up._home[found.key].lane.name
+
+    def other(self, session: str) -> str:
+        return "right" if self.home(session) == "left" else "left"
+
+    async def computed(self, generation: Generation, tokens: int) -> None:
+        await self.until(lambda: generation.completion_tokens >= tokens)
+
+
+def play(script: Script, seed: int = 0, places: int = 16, **settings: Any) -> Outcome:
+    """Play a scene; AssertionError for whatever went wrong in it. Settings: a__b for "a.b"."""
+    dotted = {name.replace("__", "."): value for name, value in settings.items()}
+    scene = type(
+        "Scene", (Stage,), {"script": staticmethod(script), "settings": dotted, "places": places}
+    )
+    outcome = simulate(seed, world=scene)
+    if outcome.error:
+        raise AssertionError(outcome.error)
+    return outcome
+
+
+__all__ = ["Plan", "Stage", "Told", "play", "words"]
