@@ -70,7 +70,9 @@ class Template:
         if os.fork() == 0:
             die_with_parent()
             close_files((theirs.fileno(),))
-            _serve_workers(theirs, compute)
+            with contextlib.suppress(OSError):  # the engine was killed
+                _serve_workers(theirs, compute)
+            os._exit(0)
         theirs.close()
         self._sock = ours
         self._on_spawn = on_spawn
