@@ -74,6 +74,7 @@ soak: native
 	$(PY) -m bench crash --model pocket --kills 200
 	$(PY) -m bench.kill_points --target engine
 	$(PY) -m bench.kill_points --target worker
+	$(PY) -m tests.simulation --seeds 5000 --start 1000
 
 bench: native
 	$(PY) -m bench engine

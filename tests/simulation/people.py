@@ -148,6 +148,8 @@ class Person:
         return words(rng.randrange(3), rng.choice(FRESH))
 
     async def _ask(self, life: Life) -> None:
+        if life.dead:
+            raise Broken
         rng = self.rng
         prompt, n = self._prompt(), rng.choice(TOKENS)
         sampling = Sampling(temperature=1.0, seed=rng.randrange(3))
@@ -196,7 +198,7 @@ class Person:
             return True
         except BatchEngineError as error:
             self.world.count(f"not resumed: {error.api_code}")
-            if attempt.told or error.http_status != 404:
+            if attempt.told or error.api_code not in ("session_not_found", "nothing_to_resume"):
                 self._refused(error)
             return False
         asked, sampling = generation.request, attempt.sampling

@@ -8,7 +8,6 @@ an incident built in: then it must fail.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -143,23 +142,22 @@ class Stage(World):
             request.prompt, request.tokens_max, seed=request.sampling.seed, model=self.model
         )
         skip = generation.resumes or 0
-        with contextlib.suppress(asyncio.CancelledError):
-            async for event in generation:
-                match event:
-                    case TokenEvent():
-                        at = skip + len(told.tokens)
-                        if event.token != answer[at]:
-                            raise AssertionError(
-                                f"{request.request_id}: wrong token {at}: {event.token},"
-                                f" not {answer[at]}"
-                            )
-                        told.tokens.append(event.token)
-                    case DoneEvent():
-                        told.done = event
-                    case ErrorEvent():
-                        told.error = event.error.api_code
-                    case _:
-                        pass
+        async for event in generation:
+            match event:
+                case TokenEvent():
+                    at = skip + len(told.tokens)
+                    if event.token != answer[at]:
+                        raise AssertionError(
+                            f"{request.request_id}: wrong token {at}: {event.token},"
+                            f" not {answer[at]}"
+                        )
+                    told.tokens.append(event.token)
+                case DoneEvent():
+                    told.done = event
+                case ErrorEvent():
+                    told.error = event.error.api_code
+                case _:
+                    pass
         return told
 
     async def answer(

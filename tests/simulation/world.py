@@ -678,7 +678,7 @@ def _end_loop(loop: VirtualLoop) -> None:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         task.cancel()
     with contextlib.suppress(Exception):
-        loop.run_until_complete(asyncio.sleep(0.0))
+        loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()
 
 
