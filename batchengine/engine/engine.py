@@ -440,7 +440,8 @@ class Engine(Desk):
             self._reopen_soon(session, generation)
             return
         more = generation.continuation
-        if more is not None and self._retell(session, generation, more):
+        is_told = generation.resumed_tokens > 0  # it had to wait for a hand-over since
+        if more is not None and not is_told and self._retell(session, generation, more):
             return
         loop = self._dispatch.place(session, generation)
         if self._home.get(session.key, loop) is loop:
@@ -473,7 +474,7 @@ class Engine(Desk):
             await asyncio.wait([move])
         finally:
             self._tables.reopening -= 1
-        if generation.cancelled:
+        if generation.cancelled or generation.finished:
             self._next_in_queue(session)
         else:
             self._begin(session, generation)
