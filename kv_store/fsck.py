@@ -38,7 +38,7 @@ _EXTENT_QUERY = (
     " WHERE kind = 'page' ORDER BY extent_index"
 )
 _TURN_QUERY = "SELECT session, id, prompt_start, prompt_end, seed, status FROM turn"
-_OURS = {"LOCK", "BALLAST", "meta.db", "meta.db-wal", "ext", "arena"}
+_OURS = {"LOCK", "BALLAST", "CRASH", "meta.db", "meta.db-wal", "ext", "arena"}
 SCRATCH = "fsck-"  # folders of this program inside the store
 U32_MAX = 0xFFFFFFFF
 

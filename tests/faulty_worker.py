@@ -15,7 +15,7 @@ from batchengine.lanes.steps import StepBatch, StepOutput, U64Array
 from batchengine.lanes.worker import main
 
 # Ordinary words of the pocket vocabulary that tests otherwise avoid.
-SEGV, NAN, HANG, RAISE, KILL_ENGINE = 2001, 2002, 2003, 2004, 2005
+SEGV, NAN, HANG, RAISE, CRASH_ENGINE, KILL_ENGINE = 2001, 2002, 2003, 2004, 2005, 2006
 
 
 class FaultyCompute(CpuCompute):
@@ -26,8 +26,9 @@ class FaultyCompute(CpuCompute):
         tokens = set(batch.tokens.tolist())
         if SEGV in tokens:
             os.kill(os.getpid(), signal.SIGSEGV)
-        if KILL_ENGINE in tokens:
-            os.kill(os.getppid(), signal.SIGKILL)
+        if tokens & {CRASH_ENGINE, KILL_ENGINE}:
+            its_own = CRASH_ENGINE in tokens
+            os.kill(os.getppid(), signal.SIGSEGV if its_own else signal.SIGKILL)
             time.sleep(3600)  # the death of its parent ends it
         if HANG in tokens:
             time.sleep(3600)

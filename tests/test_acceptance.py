@@ -11,8 +11,11 @@ import pytest
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.engine import Engine, refusals
+from tests.engine_process import engine_process
 from tests.fakes import read, request, run, running_engine, until, words
+from tests.faulty_worker import KILL_ENGINE
 from tests.test_cli_sessions import with_daemon
+from tests.test_engine_faults import FAULTY
 
 TIERS = (
     LaneConfig(name="fast", tier="fast", threads=1),
@@ -113,3 +116,22 @@ def test_a_key_name_that_is_not_configured_is_named(
         assert "no session nothing" in err
 
     with_daemon(tmp_path, capsys, scenario)
+
+
+def test_kills_of_the_engine_condemn_nobody(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """A session that computed alone when the engine was killed, twice, was refused for ever."""
+    prompt = [*words(5, 30), KILL_ENGINE, *words(6, 5)]
+
+    async def work() -> None:
+        for life in range(4):
+            async with engine_process(
+                pocket_path, tmp_path, cache_dir, FAULTY, store__durability="power"
+            ) as engine:
+                told, last = await engine.tokens(
+                    engine.ask("submit", prompt=prompt, n=5, session="s")
+                )
+                assert (told, last) == ([], {"gone": True}), life
+
+    run(work())

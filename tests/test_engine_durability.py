@@ -15,7 +15,7 @@ from bench.hashlm import LAYOUT, WORKER_COMMAND, hashlm_tokens
 from kv_store.errors import StoreFull
 from tests.engine_process import engine_process
 from tests.fakes import Reference, read, request, run, running_engine, until, words
-from tests.faulty_worker import KILL_ENGINE
+from tests.faulty_worker import CRASH_ENGINE
 from tests.test_engine_faults import FAULTY
 
 
@@ -251,11 +251,11 @@ def test_a_full_disk_ends_running_turns_as_configured(
     run(work())
 
 
-def test_a_session_that_kills_the_engine_is_quarantined(
+def test_a_session_that_crashes_the_engine_is_quarantined(
     pocket_path: Path, tmp_path: Path, cache_dir: Path
 ) -> None:
     """Its first death looks like an accident; then it computes alone, marked, and dies twice."""
-    good, bad = words(10, 30), [*words(11, 30), KILL_ENGINE, *words(12, 5)]
+    good, bad = words(10, 30), [*words(11, 30), CRASH_ENGINE, *words(12, 5)]
 
     async def work() -> None:
         lives = 0

@@ -174,7 +174,7 @@ class Engine(Desk):
         self._info, self._text = self._starter.info, self._starter.text
         self._tables.store, self._journal = self._starter.store, self._starter.journal
         self._reopener = Reopener(self._tables, self._starter.store, self._starter.journal)
-        await self._reopener.start()
+        await self._reopener.start(self._starter.last_words)
         self._care = Care(
             self._tables,
             self._starter.store,

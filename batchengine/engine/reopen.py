@@ -23,6 +23,7 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.engine import record, refusals
 from batchengine.engine.generation import Continuation, Generation
 from batchengine.engine.journal import DONE, INCARNATIONS, RUNNING, Journal
+from batchengine.engine.last_words import LastWords
 from batchengine.engine.record import CALLS_FIELD, Facts, SessionMeta, session_meta, turn_record
 from batchengine.engine.tables import Tables
 from batchengine.engine.turn import Turn
@@ -43,7 +44,7 @@ from batchengine.wire import FromArena
 from kv_store import differing_fields, keys
 from kv_store.attic import ATTIC_S
 from kv_store.errors import StoreError
-from kv_store.sessions import SessionInfo, SessionRecord, TurnInfo
+from kv_store.sessions import SessionInfo, SessionRecord, SuspectInfo, TurnInfo
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.reopen")
@@ -56,6 +57,7 @@ LOSS_KINDS = {  # what a session's page table says of KV it lost -> label of the
     LOST_TO_EVICTION: "evicted",
     LOST_TO_CHECKSUM: "checksum",
 }
+JUDGED = 0  # instead of the incarnation: whether that life crashed is known
 STRIKES_MAX = 2  # deaths of a lane or of the engine with one session alone in the step
 
 
@@ -75,14 +77,16 @@ class Reopener:
         facts = self._tables.facts.get(session.key)
         return SessionMeta() if facts is None else facts.meta
 
-    async def start(self) -> None:
+    async def start(self, last_words: LastWords | None = None) -> None:
         """What the last life left: broken turns, suspects, parked tool calls. No tokens."""
         ledger = self._store.ledger
         infos, suspects = await asyncio.gather(
             asyncio.wrap_future(ledger.list_sessions()),
             asyncio.wrap_future(ledger.suspects()),
         )
-        self._strikes = {row.session: row.strikes for row in suspects if row.alone}
+        await self._judge(suspects, crashed=last_words is not None and bool(last_words.text))
+        if last_words is not None:
+            last_words.listen()
         self._store.attic.retain(info.id.encode() for info in infos[:CALLS_MAX])
         self.interrupted = {_identity(i.id): i for i in infos if i.state == RUNNING}
         recent = [info for info in infos[:CALLS_MAX] if CALLS_FIELD in info.meta]
@@ -306,6 +310,23 @@ class Reopener:
             facts.meta = SessionMeta(facts.meta.repr_id, met, edit, facts.meta.calls)
 
     # ------------------------------------------------------------------------------ suspects
+
+    async def _judge(self, suspects: Sequence[SuspectInfo], *, crashed: bool) -> None:
+        """A life that somebody killed says nothing about the session that computed then: kills at
+        random would condemn the innocent. One that crashed does."""
+        waits: list[asyncio.Future[int]] = []
+        for row in suspects:
+            strikes = row.strikes
+            if row.incarnation != JUDGED:
+                strikes -= not crashed
+                mark = self._store.ledger.set_suspect(row.session, JUDGED, strikes, row.alone)
+                waits.append(asyncio.wrap_future(mark))
+            if row.alone and strikes > 0:
+                self._strikes[row.session] = strikes
+        self._store.ledger.commit()
+        for error in await asyncio.gather(*waits, return_exceptions=True):
+            if isinstance(error, BaseException):
+                log.error("suspects of the last life are judged again in the next: %s", error)
 
     async def touching(self, session: Session) -> None:
         """Before a suspect computes alone: whoever dies of it, the next life will know."""

@@ -23,6 +23,7 @@ from batchengine import cost, wire
 from batchengine.config import Config, LaneConfig
 from batchengine.core import BatchEngineError, ModelInfo, Stage
 from batchengine.engine.journal import INCARNATIONS, Journal
+from batchengine.engine.last_words import LastWords
 from batchengine.engine.loop import LaneLoop, Owner
 from batchengine.gguf import GgufFile
 from batchengine.lanes.lane import WORKER, Lane, LaneDied
@@ -61,6 +62,7 @@ class Starter:
         self._info: ModelInfo | None = None
         self._text: TextFrontend | None = None
         self._store: Store | None = None
+        self.last_words: LastWords | None = None
         self._journal: Journal | None = None
         self._identity: tuple[str, dict[str, str | int | float]] | None = None
         self._layout: PageLayout | None = None
@@ -110,6 +112,7 @@ class Starter:
         on_stage(Stage(3, STAGES, "tokenizer", detail, time.monotonic() - started))
         started = time.monotonic()
         store = self._store = await asyncio.to_thread(self._open_store)
+        self.last_words = LastWords(store.path)
         for warning in store.warnings:
             log.warning("store: %s", warning)
         self._journal = Journal(
@@ -287,6 +290,8 @@ class Starter:
         """Workers first (they map the store), then the store, then the text."""
         self._closing = True
         await asyncio.gather(*(lane.close() for lane in self.lanes))
+        if self.last_words is not None:
+            self.last_words.close()
         if self._store is not None:
             await asyncio.to_thread(self._store.close)
         for loop in self.loops:
