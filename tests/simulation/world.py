@@ -158,7 +158,8 @@ class World:
         self.folder = folder
         self.tape = Tape(seed)
         self.loop = VirtualLoop(lambda: self.tape("blocking").uniform(0.0, 0.02))
-        self.faulty = False
+        self.faulty = False  # not while an engine starts
+        self.calm = False  # no fault any more
         self.stopping = False
         self.counts: Counter[str] = Counter()
         self.records: dict[str, Record] = {}
@@ -221,7 +222,7 @@ class World:
     def decides(self, kind: str) -> bool:
         """Whether a fault of this kind strikes now."""
         chance = self._chances.get(kind, 0.0)
-        struck = self.faulty and self.tape(f"fault {kind}").random() < chance
+        struck = self.faulty and not self.calm and self.tape(f"fault {kind}").random() < chance
         if struck:
             self.count(f"fault {kind}")
             self.trace("fault", kind)
@@ -351,7 +352,7 @@ class World:
         power = self.config.store.durability == "power"
         store = life.seam.opened
         assert store is not None
-        for name, record in self.records.items():
+        for name, record in list(self.records.items()):
             try:
                 found = await asyncio.wrap_future(store.ledger.load_session(f"\x1f{name}"))
             except Exception as error:
@@ -403,11 +404,11 @@ class World:
                 self._kill_worker()
             if rng.random() < 0.06 and self.decides_in(rng, "crash"):
                 await self.crash()
-        self.faulty = False
+        self.calm = True
         self.trace("no more faults")
 
     def decides_in(self, rng: Any, kind: str) -> bool:
-        return self.faulty and rng.random() < self._chances.get(kind, 0.0)
+        return self.faulty and not self.calm and rng.random() < self._chances.get(kind, 0.0)
 
     def _kill_worker(self) -> None:
         life = self.life
