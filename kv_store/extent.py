@@ -98,11 +98,11 @@ class Extents:
         self._files.write_all(self._fds[info.index], data, offset)
 
     def drop(self, info: ExtentInfo) -> None:
-        """Close and delete one extent; a file already gone is fine."""
+        """Close and delete one extent; a file already gone is fine, and what is no file stays."""
         fd = self._fds.pop(info.index, None)
         if fd is not None:
             os.close(fd)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(info.path)
 
     def strays(self, known: set[int]) -> list[str]:

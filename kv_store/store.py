@@ -441,7 +441,13 @@ def _open_ledger(
 ) -> Ledger:
     """Open the ledger; a damaged file is set aside and a new one started, and we say so."""
     try:
-        return _start_epoch(path, descriptor, boot, connect)
+        ledger = _start_epoch(path, descriptor, boot, connect)
+        if not ledger.replay.epoch and os.listdir(os.path.join(path, "ext")):
+            warnings.append(
+                f"{path} holds pages, but its ledger is gone or empty: the store starts empty, and"
+                " no earlier session is known. Restore meta.db and meta.db-wal together, if you can"
+            )
+        return ledger
     except StoreCorrupt as error:
         aside = set_aside(os.path.join(path, "meta.db"))
         warnings.append(f"{error}; it was kept as {aside} and the store starts empty")

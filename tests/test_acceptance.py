@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.engine import Engine, refusals
+from kv_store.store import Store
 from tests.engine_process import engine_process
 from tests.fakes import read, request, run, running_engine, until, words
 from tests.faulty_worker import KILL_ENGINE
+from tests.kv_workload import descriptor, settings
 from tests.test_cli_sessions import with_daemon
 from tests.test_engine_faults import FAULTY
 
@@ -135,3 +138,31 @@ def test_kills_of_the_engine_condemn_nobody(
                 assert (told, last) == ([], {"gone": True}), life
 
     run(work())
+
+
+def opened(path: Path) -> closing[Store]:
+    """A store with one extent."""
+    return closing(Store.open(path, descriptor(), settings()))
+
+
+def test_a_ledger_that_vanished_is_told(tmp_path: Path) -> None:
+    """Pages without a ledger: the store started empty without a word."""
+    with opened(tmp_path / "kv"):
+        pass
+    for name in (tmp_path / "kv").glob("meta.db*"):
+        name.unlink()
+    with opened(tmp_path / "kv") as store:
+        assert any("its ledger is gone" in warning for warning in store.warnings)
+    with opened(tmp_path / "kv") as store:
+        assert not store.warnings
+
+
+def test_a_folder_where_an_extent_was_does_not_stop_the_daemon(tmp_path: Path) -> None:
+    """It could not start: "the KV store cannot be opened: Is a directory"."""
+    with opened(tmp_path / "kv"):
+        pass
+    (extent,) = (tmp_path / "kv" / "ext").iterdir()
+    extent.unlink()
+    extent.mkdir()
+    with opened(tmp_path / "kv") as store:
+        assert any("is in the way" in warning for warning in store.warnings)
