@@ -89,6 +89,16 @@ class Metrics:
             "numeric_faults_total", "Sessions stopped because a row was not finite"
         )
         self.kv_pages_total = counter("kv_pages_total", "KV pages by what happened", "event")
+        self.kv_scrubbed_pages_total = counter(
+            "kv_scrubbed_pages_total", "Stored pages read again while idle", "result"
+        )
+        self.kv_pages_recomputed_total = counter(
+            "kv_pages_recomputed_total", "Pages computed again because of a doubt", "result"
+        )
+        self.kv_page_places = gauge("kv_page_places", "Page places of the store", "state")
+        self.kv_tier_ok = gauge("kv_tier_ok", "1 = pages can be cached")
+        self.ledger_ok = gauge("ledger_ok", "1 = the token ledger can be written")
+        self.lane_up = gauge("lane_up", "1 = the lane computes", "lane")
         self._add_routing(counter, histogram)
         self._fields: set[str] = set()
 

@@ -126,6 +126,20 @@ class PagePool(SealingPool):
         with self._lock:
             return self._table.get(ref).state
 
+    def is_resident(self, ref: PageRef) -> bool:
+        """Whether the page may be read: not once it was condemned, though a pin keeps its place."""
+        with self._lock:
+            try:
+                return self._table.get(ref).state in RESIDENT
+            except StaleRef:
+                return False
+
+    def find(self, key: bytes) -> PageRef | None:
+        """The page of a content key, if it is there; not pinned."""
+        with self._lock:
+            page = self._table.resident(key)
+            return None if page is None else page.ref
+
     def place_code(self, ref: PageRef) -> int:
         """Where a lane finds the page: (extent index << 32) | place."""
         with self._lock:

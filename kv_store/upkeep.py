@@ -23,13 +23,15 @@ SESSIONS_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ScrubResult:
-    """One page read again. `good` False: it is condemned; `key` and `parent` say what it held."""
+    """One page read again. `good` False: it is condemned; `key` and `parent` say what it held,
+    `digest` is that of its payload when it was sealed."""
 
     ref: PageRef
     good: bool
     key: bytes
     parent: bytes
     n_tokens: int
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class UpkeepPool(PagePool):
                 result.set_result(None)
                 return result
             ref, key, parent, n = page.ref, page.key, page.parent, page.n_tokens
+            digest = page.digest
             checked = self._check(ref)
 
         def done(future: Future[bool]) -> None:
@@ -94,7 +97,7 @@ class UpkeepPool(PagePool):
                 result.set_exception(error)
                 return
             self.counters["pages_scrubbed"] += 1
-            result.set_result(ScrubResult(ref, future.result(), key, parent, n))
+            result.set_result(ScrubResult(ref, future.result(), key, parent, n, digest))
 
         checked.add_done_callback(done)
         return result

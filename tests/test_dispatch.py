@@ -75,6 +75,10 @@ class FakeLoop:
     def __hash__(self) -> int:
         return id(self)
 
+    @property
+    def up(self) -> bool:
+        return self.lane.alive
+
     def hurry(self, turn: object, *given: object) -> None:
         self.hurried.append((turn, *given))
 

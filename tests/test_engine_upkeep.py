@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from batchengine.config import LaneConfig
-from batchengine.engine import Engine
+from batchengine.core import BatchEngineError
+from batchengine.engine import Engine, trial, upkeep
+from kv_store.pages import PageRef
 from tests.fakes import Reference, read, request, run, running_engine, until, words
+from tests.wrong_worker import WRONG, WRONG_AGAIN
 
 PAGE = 256
 
@@ -68,3 +73,312 @@ def test_a_fleet_with_one_prefix_is_not_held_back_by_it(
 async def page_bytes_of(model: Path, folder: Path, cache_dir: Path) -> int:
     async with running_engine(model, folder, cache_dir) as engine:
         return number(engine, "page_bytes")
+
+
+# ------------------------------------------------------------------------------ scrub, doubt
+
+FAULTY = (sys.executable, "-m", "tests.wrong_worker")
+
+
+@pytest.fixture
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle at once, and pages are scrubbed as fast as they can be read."""
+    monkeypatch.setattr(upkeep, "IDLE_S", 0.05)
+    monkeypatch.setattr(upkeep, "REST_S", 0.05)
+    monkeypatch.setattr(upkeep, "SCRUB_S_MIN", 0.002)
+    monkeypatch.setattr(upkeep, "SCRUB_SHARE", 1e9)
+
+
+def metric(engine: Engine, name: str, **labels: str) -> float:
+    return engine.metrics.registry.get_sample_value(f"batchengine_{name}", labels) or 0.0
+
+
+def damage(engine: Engine, tokens: list[int], page: int) -> None:
+    """Flip one bit of the stored copy of a page."""
+    store = engine._tables.store
+    assert store is not None
+    code = store.place_code(store.match_prefix(tokens, b"")[page])
+    info = store.extents()[(code >> 32) - 1]
+    assert info.index == code >> 32
+    with open(info.path, "r+b") as file:
+        at = (code & 0xFFFFFFFF) * info.page_bytes + 12345
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+def overwrite(path: Path, at: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def test_a_flipped_bit_is_found_while_idle_and_the_page_is_computed_again(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, hurry: None
+) -> None:
+    """F52: the middle page of a session that rests; all of its KV is there again afterwards."""
+    prompt = words(21, 3 * PAGE + 40)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(request(prompt, 8, session="s")))
+            await sealed(engine, 3)
+            damage(engine, prompt, 1)
+            recomputed = "kv_pages_recomputed_total"
+            await until(lambda: metric(engine, recomputed, result="equal") == 1)
+            assert metric(engine, "kv_scrubbed_pages_total", result="bad") == 1
+            longer = [*prompt, *one.tokens, 77]
+            two = await read(engine.submit(request(longer, 8, session="s")))
+            assert two.done is not None
+            assert two.done.usage.cached_tokens >= 3 * PAGE
+            assert two.tokens == reference.tokens(longer, 8)
+            assert engine.stats()["troubles"] == []
+
+    run(work())
+
+
+def test_a_bad_page_of_a_session_on_disk_is_computed_again(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, hurry: None
+) -> None:
+    """Nobody has it in memory: the ledger knows its tokens."""
+    prompt = words(22, 2 * PAGE + 9)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            await read(engine.submit(request(prompt, 8, session="s")))
+            await sealed(engine, 2)
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            damage(engine, prompt, 0)
+            recomputed = "kv_pages_recomputed_total"
+            await until(lambda: metric(engine, recomputed, result="equal") == 1)
+            again = await read(engine.submit(request([*prompt, 50, 51], 4)))
+            assert again.done is not None
+            assert again.done.usage.cached_tokens == 2 * PAGE
+
+    run(work())
+
+
+@pytest.mark.parametrize("first", ["good", "bad"])
+def test_of_two_lanes_that_differ_the_wrong_one_is_drained(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, first: str
+) -> None:
+    """F46, whichever of them sealed the page first."""
+    prompt = [*words(23, 100), WRONG, *words(24, 250)]
+    other = words(25, 30)
+    lanes = (lane("good", tier="fast"), lane("bad", tier="bulk"))
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, FAULTY, lanes=lanes, router__tolerance=10.0
+        ) as engine:
+            loops = {loop.lane.name: loop for loop in engine._loops}
+            late = loops["bad" if first == "good" else "good"]
+            late.pages.muted = "held back by the test"
+            right = engine.submit(request(prompt, 300, sla="interactive"))
+            wrong = engine.submit(request(prompt, 300, sla="batch"))
+            tasks = [asyncio.ensure_future(read(g)) for g in (right, wrong)]
+            await until(lambda: loops[first].pages.sealed > 0)
+            late.pages.muted = ""
+            late.wake()
+            await until(lambda: bool(loops["bad"].drained))
+            assert not loops["good"].drained
+            answers = await asyncio.gather(*tasks)
+            assert answers[0].tokens == reference.tokens(prompt, 300)
+            assert answers[1].error is None
+            row = next(row for row in engine.lanes() if row["name"] == "bad")
+            assert row["state"] == "drained"
+            assert "fresh worker" in row["why"]
+            assert engine.state == "degraded"
+            assert any("lane bad drained" in line for line in engine.stats()["troubles"])
+            after = await read(engine.submit(request(other, 8, sla="batch")))
+            assert after.tokens == reference.tokens(other, 8)
+            again = await read(engine.submit(request(prompt, 40, sla="batch")))
+            assert again.tokens == reference.tokens(prompt, 40), "no wrong page is left"
+
+    run(work())
+
+
+def test_a_lane_that_is_alone_and_wrong_gets_a_new_worker(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, hurry: None
+) -> None:
+    """Its page was right once; computed again it is not; a fresh worker says which."""
+    prompt = [*words(26, 100), WRONG_AGAIN, *words(27, 250)]
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, FAULTY) as engine:
+            one = await read(engine.submit(request(prompt, 8, session="s")))
+            await sealed(engine, 1)
+            damage(engine, prompt, 0)
+            recomputed = "kv_pages_recomputed_total"
+            await until(lambda: metric(engine, recomputed, result="different") == 1)
+            await until(lambda: engine.lanes()[0]["incarnation"] == 2)
+            await until(lambda: engine.lanes()[0]["state"] == "ready")
+            longer = [*prompt, *one.tokens, 77]
+            two = await read(engine.submit(request(longer, 8, session="s")))
+            assert two.tokens == reference.tokens(longer, 8)
+
+    run(work())
+
+
+def test_a_page_on_trial_gives_way_to_whoever_comes(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """A trial that can wait fails when a turn is there; an urgent one runs beside it."""
+    prompt = words(28, 2 * PAGE + 5)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            loop = engine._loops[0]
+            await read(engine.submit(request(prompt, 2)))
+            await sealed(engine, 2)
+            codes = [loop.pages._store.place_code(ref) for ref in pinned(engine, prompt, 1)]
+            generation = engine.submit(request(words(29, 20), 400))
+            task = asyncio.ensure_future(read(generation))
+            await until(lambda: generation.completion_tokens > 2)
+            lazy = trial.Trial(prompt[: 2 * PAGE], codes, urgent=False)
+            loop.ask_trial(lazy)
+            with pytest.raises(trial.TrialFailed, match="other work"):
+                await lazy.digest
+            keen = trial.Trial(prompt[: 2 * PAGE], codes, urgent=True)
+            loop.ask_trial(keen)
+            digest = await keen.digest
+            assert not generation.finished
+            loop.trials.close(keen)
+            store = engine._tables.store
+            assert store is not None
+            assert digest == store.digest(store.match_prefix(prompt, b"")[1])
+            generation.cancel()
+            await task
+
+    run(work())
+
+
+def pinned(engine: Engine, tokens: list[int], pages: int) -> list[PageRef]:
+    store = engine._tables.store
+    assert store is not None
+    return store.match_prefix(tokens, b"", tokens_max=pages * PAGE, pin=True)
+
+
+# ------------------------------------------------------------------------- the model's files
+
+
+def test_a_replaced_model_file_ends_admission_not_running_turns(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """F11: another file under the name it was loaded from."""
+    model, prompt = tmp_path / "model.gguf", words(31, 40)
+    shutil.copyfile(pocket_path, model)
+    monkeypatch.setattr(upkeep, "WATCH_S", 0.05)
+
+    async def work() -> None:
+        async with running_engine(model, tmp_path, cache_dir) as engine:
+            generation = engine.submit(request(prompt, 300))
+            task = asyncio.ensure_future(read(generation))
+            await until(lambda: generation.completion_tokens > 2)
+            shutil.copyfile(pocket_path, tmp_path / "new")
+            (tmp_path / "new").rename(model)
+            await until(lambda: engine.state == "degraded")
+            assert not generation.finished
+            with pytest.raises(BatchEngineError) as caught:
+                engine.submit(request(prompt, 5))
+            assert caught.value.api_code == "model_changed"
+            assert caught.value.http_status == 503
+            assert "restart" in caught.value.fix
+            assert (await task).tokens == reference.tokens(prompt, 300)
+
+    run(work())
+
+
+def test_a_session_that_reopens_asks_for_the_model_at_once(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """Not only once a minute."""
+    model = tmp_path / "model.gguf"
+    shutil.copyfile(pocket_path, model)
+
+    async def work() -> None:
+        async with running_engine(model, tmp_path, cache_dir) as engine:
+            overwrite(model, 0, b"GGUF")
+            answer = await read(engine.submit(request(words(32, 20), 5, session="s")))
+            assert answer.error is not None
+            assert answer.error.api_code == "model_changed"
+
+    run(work())
+
+
+def test_weights_overwritten_in_place_end_everything_touched_ones_nothing(
+    pocket_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lanes compute with the very bytes of the packed file: what is written there is seen."""
+    monkeypatch.setattr(upkeep, "WATCH_S", 0.05)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, tmp_path / "cache") as engine:
+            (packed,) = (tmp_path / "cache").glob("*.weights")
+            packed.touch()
+            await asyncio.sleep(0.5)
+            assert engine.state == "ready"
+            generation = engine.submit(request(words(33, 20), 2000))
+            task = asyncio.ensure_future(read(generation))
+            await until(lambda: generation.completion_tokens > 2)
+            overwrite(packed, 4096, bytes(64))
+            answer = await task
+            assert answer.error is not None
+            assert answer.error.api_code == "model_changed"
+            assert engine.lanes()[0]["state"] == "drained"
+
+    run(work())
+
+
+# ----------------------------------------------------------------------------------- garbage
+
+
+def test_garbage_collection_keeps_who_is_in_memory(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten sessions, room for two: the older ones go, but not while somebody may come back."""
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            for i in range(6):
+                await read(engine.submit(request(words(40 + i, 9), 2, session=f"old{i}")))
+        monkeypatch.setattr(upkeep, "GC_S", 0.05)
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            for i in range(4):
+                await read(engine.submit(request(words(50 + i, 9), 2, session=f"new{i}")))
+            store = engine._tables.store
+            assert store is not None
+            await asyncio.sleep(0.3)
+            assert number(engine, "sessions") == 10
+            store.sessions_max = 2
+            await until(lambda: number(engine, "sessions") == 4)
+            rows = await engine.stored_sessions(100)
+            assert {row["session_id"] for row in rows} == {f"new{i}" for i in range(4)}
+            assert (await engine.store_op("gc"))["sessions"] == 0
+
+    run(work())
+
+
+# ------------------------------------------------------------------------------------ health
+
+
+def test_health_says_what_is_wrong(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            stats = engine.stats()
+            assert (stats["kv_tier"], stats["ledger"], stats["troubles"]) == ("ok", "ok", [])
+            assert stats["durability"] == "turn"
+            assert engine.lanes()[0]["state"] == "ready"
+            engine._loops[0].lane.kill("the test says so")
+            await until(lambda: engine.lanes()[0]["state"] == "restarting")
+            assert engine.state == "degraded"
+            await until(lambda: engine.state == "ready")
+        async with running_engine(
+            pocket_path, tmp_path / "tiny", cache_dir, store__budget_bytes=1 << 16
+        ) as engine:
+            assert engine.stats()["kv_tier"].startswith("off")
+            assert engine.state == "degraded"
+
+    run(work())

@@ -17,6 +17,7 @@ from batchengine.engine import refusals
 from batchengine.engine.tables import Tables, queue_etas
 from batchengine.engine.turn import Turn
 from batchengine.session import State
+from kv_store.pages import PageState
 
 HOUSEKEEPING_S = 1.0
 MAINTAIN_S = 10.0  # store audit and ages, when idle
@@ -95,6 +96,7 @@ class Background:
         """Counters kept as plain numbers by the step loops, brought up to date."""
         metrics = self._tables.metrics
         for loop in self._tables.loops:
+            metrics.lane_up.labels(loop.lane.name).set(loop.up)
             name, told = loop.lane.name, self._told.setdefault(loop.lane.name, {})
             for counter, labels, value in (
                 (metrics.steps_total, (name,), loop.steps),
@@ -111,6 +113,10 @@ class Background:
             stat = self._tables.store.stat()
             used, budget = float(stat["used_bytes"]), float(stat["budget_bytes"])
             metrics.kv_usage_ratio.labels("disk").set(used / max(budget, 1.0))
+            metrics.kv_tier_ok.set(stat["page_tier"] == "ok")
+            metrics.ledger_ok.set(not stat["ledger_failed"])
+            for state in PageState:
+                metrics.kv_page_places.labels(state.value).set(float(stat[f"pages_{state.value}"]))
 
     async def _audit(self) -> None:
         """Invariants of every idle session, then of the store, which also does its own duties."""

@@ -11,9 +11,11 @@ import dataclasses
 from typing import Any
 
 from batchengine.core import BatchEngineError
-from batchengine.engine import refusals
+from batchengine.engine import refusals, reports
 from batchengine.engine.dispatch import Dispatcher
+from batchengine.engine.reopen import Reopener
 from batchengine.engine.tables import Tables
+from batchengine.engine.upkeep import Upkeep
 from kv_store.errors import StoreError
 
 STORE_OPS = ("stat", "verify", "gc")
@@ -24,6 +26,26 @@ class Desk:
 
     _tables: Tables
     _dispatch: Dispatcher
+    _reopener: Reopener | None
+    _upkeep: Upkeep | None
+
+    def lanes(self) -> list[dict[str, Any]]:
+        """One row per lane."""
+        return reports.lane_rows(self._tables)
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """Named sessions in memory, anonymous ones that compute now, and interrupted ones."""
+        rows = reports.session_rows(self._tables)
+        return rows if self._reopener is None else [*rows, *self._reopener.interrupted_rows()]
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Requests that were admitted and have neither ended nor been cancelled."""
+        return reports.request_rows(self._tables)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for /health and the status command."""
+        waiting = 0 if self._reopener is None else len(self._reopener.interrupted)
+        return {**reports.numbers(self._tables), "sessions_interrupted": waiting}
 
     def explain(self, given: str) -> dict[str, Any]:
         """What was decided about a request or session, why, and what came of it.
@@ -67,10 +89,12 @@ class Desk:
             return store.stat()
         try:
             if op == "verify":
-                return dataclasses.asdict(await asyncio.wrap_future(store.verify_all()))
-            if op == "gc":
-                keep = [session.name.decode() for session in self._tables.named.values()]
-                return dataclasses.asdict(await asyncio.wrap_future(store.gc(keep)))
+                report = await asyncio.wrap_future(store.verify_all())
+                for loop in self._tables.loops if report.bad else ():
+                    loop.recheck()
+                return dataclasses.asdict(report)
+            if op == "gc" and self._upkeep is not None:
+                return dataclasses.asdict(await self._upkeep.collect())
         except StoreError as error:
             raise BatchEngineError(
                 "BE1605", error.what, why=error.why, fix=error.fix, api_code="store_failed"

@@ -100,7 +100,7 @@ class Dispatcher:
     def _lane(self, loop: LaneLoop, now_ms: float) -> router.LaneState:
         """Counted again when something happened; a long queue only every REFRESH_MS."""
         rows = len(loop.running) + len(loop.waiting)
-        mark = (loop.steps, loop.assigned, rows, loop.lane.alive)
+        mark = (loop.steps, loop.assigned, rows, loop.up)
         seen = self._seen.get(loop)
         if seen is not None:
             few = rows <= FEW_ROWS or not seen.state.alive
@@ -122,7 +122,7 @@ class Dispatcher:
         return router.LaneState(
             loop.lane.name,
             load,
-            loop.lane.alive,
+            loop.up,
             config.tier or router.ANY,
             config.pool,
             loop.context_max,
@@ -255,7 +255,7 @@ class Dispatcher:
         """Why a session that should move does not; "" = it does."""
         if self.mover is None:
             return "lanes cannot hand sessions over"
-        if not self._tables.config.router.promote_auto and home.lane.alive:
+        if not self._tables.config.router.promote_auto and home.up:
             return "router.promote_auto is off"
         if session.key in self._moving:
             return "a hand-over is on the way"

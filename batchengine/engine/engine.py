@@ -15,6 +15,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from batchengine import cost, router, scheduler
@@ -33,6 +34,7 @@ from batchengine.engine.background import Background, count_turn
 from batchengine.engine.care import Care
 from batchengine.engine.desk import Desk
 from batchengine.engine.dispatch import Dispatcher
+from batchengine.engine.doubt import Jury
 from batchengine.engine.generation import Continuation, Generation
 from batchengine.engine.handover import Handover
 from batchengine.engine.journal import DONE, Journal
@@ -41,6 +43,7 @@ from batchengine.engine.reopen import Reopener
 from batchengine.engine.start import Starter
 from batchengine.engine.tables import Tables
 from batchengine.engine.turn import Turn
+from batchengine.engine.upkeep import Upkeep, identity_of
 from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session, State
 from batchengine.tokenizer import TextFrontend
 from kv_store.store import Store
@@ -68,6 +71,7 @@ class Engine(Desk):
         self._journal: Journal | None = None
         self._reopener: Reopener | None = None
         self._care: Care | None = None
+        self._upkeep: Upkeep | None = None
         self._dispatch = Dispatcher(self._tables, self._spawn)
         self._handover: Handover | None = None
         self._tasks: dict[asyncio.Task[None], str] = {}
@@ -87,7 +91,7 @@ class Engine(Desk):
     @property
     def state(self) -> str:
         """loading, ready, degraded, draining or stopped."""
-        if self._state == "ready" and not any(loop.lane.alive for loop in self._loops):
+        if self._state == "ready" and reports.troubles(self._tables):
             return "degraded"
         return self._state
 
@@ -136,24 +140,6 @@ class Engine(Desk):
             raise refusals.loading(self._progress)
         return self._handover
 
-    def lanes(self) -> list[dict[str, Any]]:
-        """One row per lane."""
-        return reports.lane_rows(self._tables)
-
-    def sessions(self) -> list[dict[str, Any]]:
-        """Named sessions in memory, anonymous ones that compute now, and interrupted ones."""
-        rows = reports.session_rows(self._tables)
-        return rows if self._reopener is None else [*rows, *self._reopener.interrupted_rows()]
-
-    def requests(self) -> list[dict[str, Any]]:
-        """Requests that were admitted and have neither ended nor been cancelled."""
-        return reports.request_rows(self._tables)
-
-    def stats(self) -> dict[str, Any]:
-        """Numbers for /health and the status command."""
-        waiting = 0 if self._reopener is None else len(self._reopener.interrupted)
-        return {**reports.numbers(self._tables), "sessions_interrupted": waiting}
-
     @property
     def _store(self) -> Store | None:
         return self._tables.store
@@ -165,6 +151,8 @@ class Engine(Desk):
 
     async def start(self, on_stage: Callable[[Stage], None]) -> None:
         """Load the model on every lane and open the store; requests may come afterwards."""
+        model = Path(self.config.model.path)
+        self._tables.model_identity = await asyncio.to_thread(identity_of, model)
         try:
             await self._starter.start(on_stage, self._set_progress)
         except BaseException:
@@ -193,6 +181,9 @@ class Engine(Desk):
             self._spawn(loop.run(), f"lane {loop.lane.name}")
         self._spawn(self._journal.run(), "journal")
         self._spawn(self._reopener.tidy(), "tidy")
+        jury = Jury(self._tables, self._starter.store, self._starter.referee, self._spawn)
+        self._upkeep = Upkeep(self._tables, self._starter.store, self._reopener, jury)
+        self._upkeep.start(self._spawn)
         self._spawn(Background(self._tables, self._tick).run(), "housekeeping")
         self._progress, self._state = 1.0, "ready"
 
@@ -391,6 +382,8 @@ class Engine(Desk):
             raise refusals.draining()
         if self._fatal is not None:
             raise refusals.internal(self._fatal)
+        if self._tables.model_changed:
+            raise refusals.model_changed(self._tables.model_changed)
         info = self.info
         refusals.check_request(request, info.context_tokens, info.vocab_size)
         if self._tables.waiting >= self.config.limits.queue_max:
@@ -411,6 +404,8 @@ class Engine(Desk):
         if self._journal is None:
             raise RuntimeError("submit before start")
         try:
+            if self._upkeep is not None:
+                await self._upkeep.check_model()
             await self.reopener.look(session, generation)
         except Exception as error:
             log.error("session %s cannot be reopened: %s", session.session_id, error)

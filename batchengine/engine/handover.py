@@ -219,8 +219,8 @@ class Handover:
         """Reasons to stay that may come up at any time before P5."""
         if self._stopping or to.stopping:
             raise Abort("the daemon is shutting down")
-        if not to.lane.alive or not to.pages.is_attached:
-            raise Abort(f"lane {to.lane.name} is down")
+        if not to.up or not to.pages.is_attached:
+            raise Abort(f"lane {to.lane.name} is {'drained' if to.drained else 'down'}")
         if session.suspect:
             raise Abort("it was in a step that killed a worker, and proves itself where it is")
         if session.state is State.CLOSED:
@@ -383,10 +383,7 @@ class Handover:
         able = [
             loop
             for loop in self._tables.loops
-            if loop is not away_from
-            and loop.lane.alive
-            and loop.pages.is_attached
-            and not loop.stopping
+            if loop is not away_from and loop.up and loop.pages.is_attached and not loop.stopping
         ]
         best = max(able, key=lambda loop: loop.seats_free, default=None)
         return best if best is not None and best.seats_free > 0 else None
@@ -399,18 +396,20 @@ class Handover:
         try:
             for session in self.evacuees(loop):
                 to = self.refuge(loop)
-                if loop.pages.is_attached or to is None:
+                if (loop.pages.is_attached and not loop.drained) or to is None:
                     return
                 await self._dispatch.move(session, to, "evacuation")
         finally:
             self._evacuating.discard(loop)
 
     def evacuees(self, loop: LaneLoop) -> list[Session]:
-        """Sessions with turns on a lane that is down, but for those that may have felled it."""
-        if loop.pages.is_attached or loop.stopping or self._stopping:
+        """Sessions with turns on a lane that is down, but for those that may have felled it; or
+        on a drained one, once they have given up what it computed."""
+        if (loop.pages.is_attached and not loop.drained) or loop.stopping or self._stopping:
             return []
         turns = [*loop.running.values(), *loop.waiting.values()]
-        return [turn.session for turn in turns if not turn.session.suspect]
+        sessions = [turn.session for turn in turns if not turn.session.suspect]
+        return [s for s in sessions if not (loop.drained and (s.places or s.orphans))]
 
     # ------------------------------------------------------------------------- asked by people
 

@@ -13,7 +13,6 @@ import logging
 import time
 from array import array
 from collections.abc import Callable
-from typing import Protocol
 
 from batchengine import scheduler, wire
 from batchengine.config import LaneConfig
@@ -21,10 +20,11 @@ from batchengine.core import PAGE_TOKENS, BatchEngineError, TokenLogprob
 from batchengine.cost import CostModel, StepCost, work_of
 from batchengine.engine import refusals
 from batchengine.engine.flight import Emission, Flight, Frozen, Part, check_answer
+from batchengine.engine.owner import Owner
 from batchengine.engine.shared import SharedPages
+from batchengine.engine.trial import Trial, Trials
 from batchengine.engine.turn import Turn
 from batchengine.lanes.lane import Lane, LaneDied
-from batchengine.metrics import Metrics
 from batchengine.pages import LanePages
 from batchengine.session import Event, Session, State
 from kv_store.arena import ArenaPlace
@@ -40,22 +40,7 @@ OVERHEAD_GAIN = 0.05
 ALONE_DEATHS_MAX = 2  # a session that kills a worker alone twice is the cause
 STALL_S = 0.25  # turns that could compute but find no place: one of them gives way,
 STALL_ALONE_S = 5.0  # or ends, if it has nobody to wait for
-
-
-class Owner(Protocol):
-    """What the loop asks of the engine."""
-
-    metrics: Metrics
-
-    def is_end(self, token: int) -> bool: ...
-    def piece(self, token: int) -> bytes: ...
-    def turn_admitted(self, turn: Turn) -> None: ...
-    def turn_ended(self, turn: Turn, reason: str) -> None: ...
-    def trusted(self, session: Session) -> None: ...
-    async def touching(self, session: Session) -> None: ...
-    def turn_failed(self, turn: Turn, error: BatchEngineError) -> None: ...
-    def tokens_committed(self) -> None: ...
-    async def revive(self, loop: LaneLoop) -> None: ...
+NO_PLAN = scheduler.StepPlan(())
 
 
 class LaneLoop:
@@ -80,6 +65,10 @@ class LaneLoop:
         self.stopping = False
         self.expected = 0  # seats kept for sessions that are on their way here
         self.assigned = 0  # turns that were given to this lane and have not ended
+        self.trials = Trials(pages, config)
+        self.drained = ""  # why nothing is computed here any more,
+        self.down = ""  # or why no worker can be started
+        self.is_rechecking = False
         self.step_ms = 0.0
         self.overhead_ms = 0.0  # of a step, on average: what passes outside the worker
         self._owner = owner
@@ -109,6 +98,11 @@ class LaneLoop:
 
     def now_ms(self) -> float:
         return self._clock() * 1000.0
+
+    @property
+    def up(self) -> bool:
+        """Whether it computes."""
+        return self.lane.alive and not self.drained
 
     @property
     def context_max(self) -> int:
@@ -160,6 +154,21 @@ class LaneLoop:
         for turn in [*self.running.values(), *self.waiting.values()]:
             self._leave(turn)
             self._owner.turn_failed(turn, error)
+
+    def drain(self, why: str) -> None:
+        """It computes no more: its turns wait for another lane, with their sealed pages only."""
+        self.drained = self.pages.muted = why
+        self.recheck()
+
+    def recheck(self) -> None:
+        """Pages were condemned: sessions fall back to those before them."""
+        self.is_rechecking = True
+        self.wake()
+
+    def ask_trial(self, trial: Trial) -> None:
+        """Compute one page for its digest; await `trial.digest`, then close it."""
+        self.trials.ask(trial)
+        self.wake()
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -272,7 +281,10 @@ class LaneLoop:
         self._drain()
         if not self.lane.alive:
             raise await self.lane.died()
-        flight = self._prepare(scheduler.plan(self._view(), self.now_ms()))
+        if self.trials and self.trials.is_due(idle=not (self.running or self.waiting)):
+            await self._try_page()
+        plan = NO_PLAN if self.drained else scheduler.plan(self._view(), self.now_ms())
+        flight = self._prepare(plan)
         if flight is None or not flight.parts:
             self._check_stall()
         else:
@@ -295,6 +307,12 @@ class LaneLoop:
         if flight.parts:
             lost_ms = self.now_ms() - began_ms - done.elapsed_us / 1000
             self.overhead_ms += OVERHEAD_GAIN * (max(0.0, lost_ms) - self.overhead_ms)
+
+    async def _try_page(self) -> None:
+        frame = self.trials.frame(self.cost.cost)
+        if frame is not None:
+            self.trials.answered(await self.lane.run(*frame, deadline_s=STEP_DEADLINE_MIN_S))
+        self.wake()
 
     async def _sleep(self) -> None:
         """Wait for news; not for long while somebody could compute but the plan said not yet."""
@@ -341,8 +359,18 @@ class LaneLoop:
             if self._holds(turn):
                 self._leave(turn)
                 self._owner.turn_ended(turn, "cancelled")
+        if self.is_rechecking:
+            self._recheck()
         self.pages.poll()
         self.pages.start_seals()
+
+    def _recheck(self) -> None:
+        self.is_rechecking = False
+        for key in list(self.running) if self.drained else ():
+            self._preempt(key)
+        for session in list(self.sessions.values()):
+            if self.pages.fall_back(session, only_sealed=bool(self.drained)):
+                self.session_cut(session)
 
     def _holds(self, turn: Turn) -> bool:
         key = turn.session.key
@@ -634,6 +662,7 @@ class LaneLoop:
         """
         flight, self._flight = self._flight, None
         self._emit()
+        self.trials.died()
         self.pages.lane_died(None if flight is None else flight.chores)
         if flight is not None:
             self.pages.unverified(flight.verify)

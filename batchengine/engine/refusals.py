@@ -181,6 +181,32 @@ def numeric_fault(turn: Turn) -> BatchEngineError:
     )
 
 
+def pages_differ(turn: Turn) -> BatchEngineError:
+    """Its pages were computed twice with different bytes, again and again."""
+    return BatchEngineError(
+        "BE2304",
+        "pages of this generation were computed with different results",
+        why="two computations of the same tokens gave other bytes, more than once",
+        fix="see /health and the daemon's log; check the machine's memory",
+        http_status=500,
+        api_code="numeric_fault",
+        details={"request_id": turn.generation.request_id},
+    )
+
+
+def model_changed(why: str) -> BatchEngineError:
+    """What is on disk is not what was loaded (F11)."""
+    return BatchEngineError(
+        "BE1212",
+        "the model changed under the running daemon",
+        why=why,
+        fix="restart the daemon",
+        http_status=503,
+        api_code="model_changed",
+        retry_after_ms=30_000,
+    )
+
+
 def quarantined(turn: Turn) -> BatchEngineError:
     """It killed the worker twice, alone."""
     return BatchEngineError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from batchengine.core import SlaClass
 from batchengine.engine.generation import Generation
+from batchengine.engine.loop import LaneLoop
 from batchengine.engine.tables import Tables
 from batchengine.session import Session
 
@@ -20,7 +21,8 @@ def lane_rows(tables: Tables) -> list[dict[str, Any]]:
             "name": loop.lane.name,
             "kind": loop.config.kind,
             "tier": loop.config.tier,
-            "state": "ready" if loop.lane.alive else "restarting",
+            "state": _lane_state(loop),
+            "why": _lane_why(loop),
             "pid": loop.lane.pid,
             "incarnation": loop.lane.incarnation,
             "threads": loop.config.threads,
@@ -33,6 +35,45 @@ def lane_rows(tables: Tables) -> list[dict[str, Any]]:
         }
         for loop in tables.loops
     ]
+
+
+def _lane_state(loop: LaneLoop) -> str:
+    """ready, restarting, drained or down."""
+    if loop.drained:
+        return "drained"
+    if loop.lane.alive and loop.pages.is_attached:
+        return "ready"
+    return "down" if loop.down else "restarting"
+
+
+def _lane_why(loop: LaneLoop) -> str:
+    """Why it is not ready, or not all of it."""
+    if loop.drained or (loop.down and not loop.lane.alive):
+        return loop.drained or loop.down
+    return f"its pages are not published: {loop.pages.muted}" if loop.pages.muted else ""
+
+
+def ledger_state(tables: Tables) -> str:
+    """ "ok", or why the ledger cannot be written."""
+    store = tables.store
+    if store is None:
+        return "off: not open yet"
+    failure = store.ledger.failure
+    return "ok" if failure is None else f"failing: {failure}"
+
+
+def troubles(tables: Tables) -> list[str]:
+    """Everything that is not as it should be, a sentence each; empty = all is well."""
+    found = list(tables.troubles.values())
+    for loop in tables.loops:
+        state, why = _lane_state(loop), _lane_why(loop)
+        if state != "ready" or why:
+            found.append(f"lane {loop.lane.name} {state}" + (f": {why}" if why else ""))
+    if tables.store is not None and tables.store.tier != "ok":
+        found.append(f"KV cache {tables.store.tier}")
+    if ledger_state(tables) not in ("ok", "off: not open yet"):
+        found.append(f"ledger {ledger_state(tables)}")
+    return found
 
 
 def session_rows(tables: Tables) -> list[dict[str, Any]]:
@@ -124,6 +165,10 @@ def numbers(tables: Tables) -> dict[str, Any]:
         "rows_adopted": sum(loop.pages.rows_adopted for loop in loops),
         "pages_sealed": sum(loop.pages.sealed for loop in loops),
         "seal_failures": sum(loop.pages.seal_failures for loop in loops),
+        "durability": tables.config.store.durability,
+        "ledger": ledger_state(tables),
+        "kv_tier": "off: not open yet" if tables.store is None else tables.store.tier,
+        "troubles": troubles(tables),
     }
     if tables.store is not None:
         found["store"] = tables.store.stat()

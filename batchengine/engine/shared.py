@@ -33,9 +33,10 @@ class SharedPages:
         if last != self._last:
             self._last = last
             self._pinned = set[PageRef]().union(*[session.pinned for session in sessions])
-        self.changed = running.keys() != self._seated
+        seated = frozenset(running)
+        self.changed = seated != self._seated
         if self.changed:
-            self._seated = frozenset(running)
+            self._seated = seated
             for turn in waiting.values():
                 if turn.session.pinned:
                     turn.cached_row = None

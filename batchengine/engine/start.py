@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import logging
 import math
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -42,6 +43,7 @@ STAGES = 4
 SPIN_US = 60  # long enough to meet the next kernel call, short enough to leave cores to others
 ARENA_SHARE = 8  # open pages may take an eighth of the KV budget
 PLACES_MIN = 8
+REFEREE, REFEREE_PLACES = "referee", 10  # enough for one page and what may be missing before it
 FAILED_STARTS_MAX = 3  # then waiting readers hear why instead of waiting on;
 DOWN_MAX_S = 30.0  # a worker that was killed may come back: they wait so long at least
 
@@ -280,11 +282,33 @@ class Starter:
                 await lane.died()
                 is_stuck = not isinstance(error, LaneDied) or started - down_since > DOWN_MAX_S
                 if failures >= FAILED_STARTS_MAX and is_stuck:  # now, and at every later failure
+                    loop.down = str(error)
                     loop.fail_turns(_cannot_start(lane.name, error))
             else:
+                loop.down = ""
                 seconds = time.monotonic() - started
                 log.warning("%r is back after %.2f s", lane, seconds)
                 return
+
+    @contextlib.asynccontextmanager
+    async def referee(self) -> AsyncGenerator[LaneLoop]:
+        """A lane of a fresh worker that serves nobody: a third opinion on one page."""
+        config = dataclasses.replace(self._config.lanes[0], name=REFEREE, places=REFEREE_PLACES)
+        lane = Lane(REFEREE, command=self._command)
+        try:
+            await self._load_lane(lane, config, None, None)
+            loop = self._make_loop(lane, config)
+            await self._attach(loop)
+            running = asyncio.create_task(loop.run())
+            try:
+                yield loop
+            finally:
+                loop.stopping = True
+                loop.wake()
+                await asyncio.wait([running])
+                loop.pages.close()
+        finally:
+            await lane.close()
 
     async def close(self) -> None:
         """Workers first (they map the store), then the store, then the text."""

@@ -15,6 +15,7 @@ from batchengine.engine.generation import Generation
 from batchengine.engine.loop import LaneLoop
 from batchengine.engine.record import Facts
 from batchengine.engine.turn import Turn
+from batchengine.gguf import Identity
 from batchengine.metrics import Metrics
 from batchengine.session import Session
 from kv_store.store import Store
@@ -38,6 +39,9 @@ class Tables:
         self.facts: dict[int, Facts] = {}  # session key -> what else is known of a named one
         self.started = time.monotonic()
         self.finished = 0
+        self.model_identity: Identity | None = None  # of the model's file when it was read,
+        self.model_changed = ""  # and why that is not what is on disk now
+        self.troubles: dict[str, str] = {}  # what is wrong, by subject: see `reports.troubles`
         self.reopening = 0  # named sessions that are being read from the ledger
 
     def now_ms(self) -> float:

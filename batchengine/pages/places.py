@@ -34,7 +34,7 @@ class Seal:
 
     __slots__ = (
         "arena", "digest", "index", "parent", "place", "priority", "ref", "salt", "session",
-        "ticket", "tokens", "written",
+        "ticket", "timeline", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +48,7 @@ class Seal:
         self.arena = arena
         self.digest = digest
         self.parent = parent
+        self.timeline = session.tokens  # which may grow, or be replaced, but never shrinks
         self.tokens = session.tokens[start : start + rows]
         self.salt = session.salt
         self.priority = session.priority

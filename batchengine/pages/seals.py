@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from batchengine import wire
 from batchengine.core import PAGE_TOKENS
 from batchengine.pages.places import Places, Seal
-from batchengine.session import Parked, Session, State
+from batchengine.session import LOST_TO_CHECKSUM, Parked, Session, State
 from kv_store import keys
 from kv_store.arena import Arena, ArenaPlace
 from kv_store.errors import NumericsFault, StaleRef, StoreCorrupt, StoreError
@@ -27,6 +27,7 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.pages")
 
 REST_TICKS = 3  # seconds a session rests before its tail is parked
+WROTE_MAX = 1 << 16  # pages whose lane is remembered
 
 
 class SealLine(Places):
@@ -51,6 +52,9 @@ class SealLine(Places):
         self.sealed = 0
         self.seal_failures = 0
         self.tails_parked = 0
+        self.muted = ""  # why this lane's pages are not to be published
+        self.wrote: dict[PageRef, None] = {}  # pages of the store that were computed here
+        self.on_doubt: Callable[[Seal], None] | None = None  # the store has other bytes for it
 
     # ----------------------------------------------------------------------------- digests
 
@@ -73,7 +77,7 @@ class SealLine(Places):
         if not rows or not 0 <= at < len(session.places) or session.parked is not None:
             return False
         place = session.places[at]
-        if place in self._seals or not self._may_park(session):
+        if self.muted or place in self._seals or not self._may_park(session):
             return False
         self._due[place] = (session, index, rows)
         self._wake()
@@ -162,6 +166,8 @@ class SealLine(Places):
         The first refusal ends the round, since each costs a look at every page, and sends its
         session to the end of the line: a later one may find its page in the store already.
         """
+        if self.muted:
+            return
         for seal in list(self._pending):
             session = seal.session
             if session is None or self._seals.get(seal.place) is not seal:
@@ -203,18 +209,57 @@ class SealLine(Places):
             error = future.exception()
             if error is not None or seal.ticket is None:
                 self._seal_failed(seal, error or StoreError("the seal lost its ticket"))
+            elif self.muted:
+                self._give_up(seal, future.result())
             elif not seal.written:
                 seal.written = True
                 self._follow(seal, self._store.publish(seal.ticket))
                 self._commit()
             else:
                 seal.ref = future.result()  # may name an older, equal page
+                self._note_written(seal, seal.ref)
                 if seal.is_tail:
                     self._tail_parked(seal, seal.ref)
                 elif seal.arena is self._arena:
                     self._verify.append(seal)
                 else:
                     self.unverified([seal])
+
+    def _note_written(self, seal: Seal, ref: PageRef) -> None:
+        own = None if seal.ticket is None else seal.ticket.page
+        if own is not None and own.ref == ref:
+            self.wrote[ref] = None
+            while len(self.wrote) > WROTE_MAX:
+                del self.wrote[next(iter(self.wrote))]
+
+    def _give_up(self, seal: Seal, ref: PageRef) -> None:
+        """It was on its way when this lane's pages fell into doubt: it may try again later."""
+        if seal.written:  # it was published a moment ago, or an equal one long before
+            own = None if seal.ticket is None else seal.ticket.page
+            if own is not None and own.ref == ref:
+                self._store.condemn(ref)
+            self._store.unpin(ref)
+        self._seal_failed(seal, StoreError(self.muted))
+
+    def fall_back(self, session: Session, *, only_sealed: bool) -> bool:
+        """Keep the sealed pages before the first that was condemned; True if any KV went.
+
+        `only_sealed`: open pages go in any case. Not while somebody moves the session.
+        """
+        if session.state is State.FROZEN:
+            return False
+        good = len(session.pinned)
+        for index, ref in enumerate(session.pinned):
+            if not self._store.is_resident(ref):
+                good = index
+                break
+        everything = only_sealed and (session.places or session.orphans)
+        if good == len(session.pinned) and not everything:
+            return False
+        if good < len(session.pinned):
+            session.loss = LOST_TO_CHECKSUM
+        self.truncate(session, good)
+        return True
 
     def _tail_parked(self, seal: Seal, ref: PageRef) -> None:
         """The tail is in the store: its session may lose its place without losing rows."""
@@ -277,6 +322,8 @@ class SealLine(Places):
             self.seal_failures += 1
         level = logging.ERROR if isinstance(error, NumericsFault) else logging.WARNING
         log.log(logging.DEBUG if ran_on else level, "page %d was not sealed: %s", seal.index, error)
+        if isinstance(error, NumericsFault) and self.on_doubt is not None:
+            self.on_doubt(seal)
         if seal.ticket is not None and seal.ref is None:
             try:
                 self._store.abort(seal.ticket)
@@ -365,7 +412,10 @@ class SealLine(Places):
 
         def release() -> None:
             if held:
-                self._held[held.pop()] -= 1
+                arena = held.pop()
+                self._held[arena] -= 1
+                if not self._held[arena]:
+                    del self._held[arena]
                 self.close_old_arenas()
 
         return release

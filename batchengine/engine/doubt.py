@@ -1,0 +1,266 @@
+"""When two computations of one page differ: who is wrong, and what becomes of its work.
+
+Owns the verdict. A third computation decides: on a lane that has made neither claim, or on a
+fresh worker that serves nobody. The loser is drained and every page it wrote is given up; a lane
+that is alone gets a new worker instead, and after a second verdict publishes no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from array import array
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any, NamedTuple
+
+from batchengine.core import PAGE_TOKENS
+from batchengine.engine import refusals
+from batchengine.engine.loop import LaneLoop
+from batchengine.engine.tables import Tables
+from batchengine.engine.trial import PAGES_MAX, Trial, TrialFailed
+from batchengine.engine.turn import Turn
+from batchengine.pages import Seal
+from kv_store import keys
+from kv_store.errors import StaleRef, StoreError
+from kv_store.pages import PageRef
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.engine")
+
+VERDICTS_MAX = 2  # against the only lane: then it publishes no more
+DOUBTS_MAX = 2  # of one turn: then it fails
+TRIAL_S = 120.0  # a page is computed in seconds on the slowest machine
+
+
+class PageOf(NamedTuple):
+    """A page by its content: the tokens of its chain up to its end, and whose they are."""
+
+    tokens: array[int]
+    salt: bytes
+    priority: int
+
+    @property
+    def page(self) -> int:
+        return (len(self.tokens) - 1) // PAGE_TOKENS
+
+    def key(self, repr_id: bytes) -> bytes:
+        """Its content key."""
+        return self.link(repr_id)[1]
+
+    def link(self, repr_id: bytes) -> tuple[bytes, bytes]:
+        """The content keys of the page before it and of itself."""
+        start = self.page * PAGE_TOKENS
+        before = keys.chain_keys(self.tokens[:start], repr_id, self.salt) if start else []
+        parent = before[-1] if before else keys.ROOT_KEY
+        return parent, keys.content_key(parent, self.tokens[start:], repr_id, self.salt)
+
+
+class Verdict(NamedTuple):
+    """`wrong` None: nobody who is here now. `stored_is_right`: about the page in the store."""
+
+    wrong: LaneLoop | None
+    stored_is_right: bool
+    why: str
+
+
+class Jury:
+    """Recomputes pages on lanes, and judges lanes by them."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        store: Store,
+        referee: Callable[[], AbstractAsyncContextManager[LaneLoop]],
+        spawn: Callable[[Coroutine[Any, Any, None], str], None],
+    ) -> None:
+        self._tables = tables
+        self._store = store
+        self._referee = referee
+        self._spawn = spawn
+        self._verdicts: dict[str, int] = {}
+        self._doubts: dict[Turn, int] = {}
+        self._one = asyncio.Lock()  # one page on trial at a time
+        for loop in tables.loops:
+            loop.pages.on_doubt = lambda seal, loop=loop: self.doubt(loop, seal)
+
+    def __repr__(self) -> str:
+        return f"<Jury verdicts={self._verdicts}>"
+
+    # ----------------------------------------------------------------------------- computing
+
+    @contextlib.asynccontextmanager
+    async def computed(
+        self, loop: LaneLoop, page: PageOf, *, urgent: bool
+    ) -> AsyncGenerator[tuple[Trial, bytes]]:
+        """The page as this lane computes it, in a place of its arena, and its payload digest.
+
+        Raises TrialFailed.
+        """
+        refs = await self._prefix(page)
+        trial = Trial(page.tokens, [self._store.place_code(ref) for ref in refs], urgent=urgent)
+        try:
+            if trial.n_pages - trial.first > PAGES_MAX:
+                raise TrialFailed("the pages before it are gone")
+            loop.ask_trial(trial)
+            async with asyncio.timeout(TRIAL_S):
+                yield trial, await asyncio.shield(trial.digest)
+        except TimeoutError as error:
+            raise TrialFailed("it took too long") from error
+        finally:
+            loop.trials.close(trial)
+            for ref in refs:
+                self._store.unpin(ref)
+            loop.wake()
+
+    async def digest(self, loop: LaneLoop, page: PageOf, *, urgent: bool) -> bytes:
+        """The page's payload digest as this lane computes it. Raises TrialFailed."""
+        async with self.computed(loop, page, urgent=urgent) as (_, digest):
+            return digest
+
+    async def _prefix(self, page: PageOf) -> list[PageRef]:
+        """Verified pages from the start up to the one in question, each pinned once."""
+        refs = self._store.match_prefix(
+            page.tokens, page.salt, tokens_max=page.page * PAGE_TOKENS, pin=True
+        )
+        count = 0
+        try:
+            good = await asyncio.wrap_future(self._store.load(refs))
+            count = good.index(False) if False in good else len(good)
+        finally:
+            for ref in refs[count:]:
+                self._store.unpin(ref)
+        return refs[:count]
+
+    # --------------------------------------------------------------------------------- doubt
+
+    def doubt(self, lane: LaneLoop, seal: Seal) -> None:
+        """The store has other bytes for a page this lane filled (F46). Called by its loop.
+
+        Its session waits for the verdict, and meanwhile nothing of this lane is published.
+        """
+        self._tables.metrics.numeric_faults_total.inc()
+        end = seal.index * PAGE_TOKENS + len(seal.tokens)
+        page = PageOf(array("i", seal.timeline[:end]), seal.salt, seal.priority)
+        session = seal.session
+        turns = () if session is None else (lane.running, lane.waiting)
+        turn = next((t[session.key] for t in turns if session and session.key in t), None)
+        if turn is not None:
+            turn.paused, turn.cached_row = True, None
+        lane.pages.muted = lane.pages.muted or "another computation of one of its pages differs"
+        self._spawn(self._resolve(lane, page, seal.digest, turn), "verdict")
+
+    async def _resolve(
+        self, lane: LaneLoop, page: PageOf, digest: bytes, turn: Turn | None
+    ) -> None:
+        try:
+            await self.judge(lane, page, digest, None)
+        finally:
+            if not lane.drained and self._verdicts.get(lane.lane.name, 0) < VERDICTS_MAX:
+                lane.pages.muted = ""
+            lane.wake()
+            if turn is not None:
+                self._release(lane, turn)
+
+    def _release(self, lane: LaneLoop, turn: Turn) -> None:
+        """The turn goes on; not for ever, if its pages are in doubt again and again."""
+        for old in [old for old in self._doubts if old.generation.finished]:
+            del self._doubts[old]
+        self._doubts[turn] = self._doubts.get(turn, 0) + 1
+        if self._doubts[turn] > DOUBTS_MAX and not turn.generation.finished:
+            turn.generation.abort(refusals.pages_differ(turn))
+        self._tables.home.get(turn.session.key, lane).resume(turn)
+
+    async def judge(
+        self, lane: LaneLoop, page: PageOf, digest: bytes, stored: bytes | None
+    ) -> None:
+        """`lane` says `digest`, the store says otherwise (`stored`; None = look). Acts on it."""
+        async with self._one:
+            ref = self._store.find(page.key(self._store.repr_id))
+            writer = None if ref is None else self._writer(ref)
+            if ref is not None and stored is None:
+                with contextlib.suppress(StaleRef):
+                    stored = self._store.digest(ref)
+            if stored is None or stored == digest:
+                return  # the other page is gone: there is nothing to compare
+            verdict = await self._vote(lane, page, digest, stored, writer)
+            log.critical(
+                "numerics fault: page %d of %d tokens has two contents; %s",
+                page.page,
+                len(page.tokens),
+                verdict.why,
+            )
+            if ref is not None and not verdict.stored_is_right:
+                with contextlib.suppress(StoreError):
+                    self._store.condemn(ref)
+            if verdict.wrong is not None:
+                await self._punish(verdict.wrong, verdict.why)
+            for loop in self._tables.loops:
+                loop.recheck()
+
+    def _writer(self, ref: PageRef) -> LaneLoop | None:
+        """The lane that computed a page of the store in this life."""
+        return next((loop for loop in self._tables.loops if ref in loop.pages.wrote), None)
+
+    async def _vote(
+        self,
+        lane: LaneLoop,
+        page: PageOf,
+        digest: bytes,
+        stored: bytes,
+        writer: LaneLoop | None,
+    ) -> Verdict:
+        claimants = (lane, writer)
+        others = [one for one in self._tables.loops if one.up and one not in claimants]
+        for one in others:
+            with contextlib.suppress(TrialFailed):
+                third = await self.digest(one, page, urgent=True)
+                if third in (digest, stored):
+                    return _verdict(lane, writer, third == stored, f"lane {one.lane.name}")
+        try:
+            async with self._referee() as one:
+                third = await self.digest(one, page, urgent=True)
+            if third in (digest, stored):
+                return _verdict(lane, writer, third == stored, "a fresh worker")
+        except Exception as error:  # no memory for it, say: one witness less
+            log.error("no fresh worker could compute the page: %r", error)
+        if writer is not None and writer is not lane and writer.up:
+            with contextlib.suppress(TrialFailed):
+                third = await self.digest(writer, page, urgent=True)
+                if third in (digest, stored):
+                    return _verdict(lane, writer, third == stored, f"lane {writer.lane.name}")
+        return Verdict(None, False, "nobody can say which is right, and both are given up")
+
+    async def _punish(self, loop: LaneLoop, why: str) -> None:
+        """Nothing this lane has computed is used any more, as far as it is known."""
+        name = loop.lane.name
+        self._verdicts[name] = self._verdicts.get(name, 0) + 1
+        wrote, loop.pages.wrote = loop.pages.wrote, {}
+        for ref in wrote:
+            with contextlib.suppress(StoreError):
+                self._store.condemn(ref)
+        loop.drain(why)
+        for one in self._tables.loops:
+            one.recheck()
+        if any(one.up for one in self._tables.loops):
+            return
+        while loop.is_rechecking and loop.lane.alive:  # noqa: ASYNC110  between two steps
+            await asyncio.sleep(0.005)
+        loop.lane.kill("computes other numbers than it did")
+        loop.drained = ""
+        if self._verdicts[name] >= VERDICTS_MAX:
+            loop.pages.muted = f"{self._verdicts[name]} of its pages differed: none is published"
+            log.critical("lane %s: %s", name, loop.pages.muted)
+        else:
+            loop.pages.muted = ""
+
+
+def _verdict(
+    lane: LaneLoop, writer: LaneLoop | None, stored_is_right: bool, witness: str
+) -> Verdict:
+    """Two of three agree."""
+    wrong = lane if stored_is_right else writer
+    name = "nobody who is here" if wrong is None else f"lane {wrong.lane.name}"
+    said = "what the store has" if stored_is_right else f"what lane {lane.lane.name} has"
+    return Verdict(wrong, stored_is_right, f"{witness} computes {said}: {name} was wrong")

@@ -1,0 +1,29 @@
+"""What the step loops ask of the engine that owns them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from batchengine.core import BatchEngineError
+from batchengine.engine.turn import Turn
+from batchengine.metrics import Metrics
+from batchengine.session import Session
+
+if TYPE_CHECKING:
+    from batchengine.engine.loop import LaneLoop
+
+
+class Owner(Protocol):
+    """The engine, as a lane's loop sees it."""
+
+    metrics: Metrics
+
+    def is_end(self, token: int) -> bool: ...
+    def piece(self, token: int) -> bytes: ...
+    def turn_admitted(self, turn: Turn) -> None: ...
+    def turn_ended(self, turn: Turn, reason: str) -> None: ...
+    def trusted(self, session: Session) -> None: ...
+    async def touching(self, session: Session) -> None: ...
+    def turn_failed(self, turn: Turn, error: BatchEngineError) -> None: ...
+    def tokens_committed(self) -> None: ...
+    async def revive(self, loop: LaneLoop) -> None: ...
