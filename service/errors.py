@@ -445,6 +445,19 @@ def one_lane(lanes: list[str]) -> BatchEngineError:
     )
 
 
+def session_at_rest(session_id: str) -> BatchEngineError:
+    """Nothing to move: it is on disk, and no lane has anything of it."""
+    return BatchEngineError(
+        "BE1732",
+        f"session {session_id} is on no lane",
+        why="it rests in the ledger since the daemon started, or was idle for long",
+        fix="nothing is lost: its next request chooses a lane, a fast one for class interactive",
+        http_status=409,
+        error_type=INVALID,
+        api_code="not_moved",
+    )
+
+
 def session_exists(given: str) -> BatchEngineError:
     return BatchEngineError(
         "BE1730",

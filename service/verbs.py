@@ -140,7 +140,8 @@ def _among(rows: list[tuple[str, str]], given: str, tenants: list[str]) -> list[
 async def move(
     service: Service, verb: str, tenant: str, session_id: str, to: str | None
 ) -> dict[str, Any]:
-    """Promote or demote; raises 400 for a lane that is not there."""
+    """Promote or demote; raises 400 for a lane that is not there, 409 where there is nothing to
+    move: the session is in the ledger only."""
     engine = service.engine
     lanes = [str(lane["name"]) for lane in engine.lanes()]
     if to is not None and to not in lanes:
@@ -148,7 +149,13 @@ async def move(
     if len(lanes) < 2:
         raise errors.one_lane(lanes)
     call = engine.promote if verb == "promote" else engine.demote
-    return dict(await call(session_id, to, tenant))
+    try:
+        return dict(await call(session_id, to, tenant))
+    except BatchEngineError as error:
+        if error.http_status != NOT_FOUND:
+            raise
+    await engine.session_detail(tenant, session_id)  # 404 if there is none at all
+    raise errors.session_at_rest(session_id)
 
 
 async def fork(

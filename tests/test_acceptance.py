@@ -14,11 +14,13 @@ from batchengine.core import BatchEngineError
 from batchengine.engine import Engine, refusals
 from kv_store.store import Store
 from tests.engine_process import engine_process
+from tests.fake_engine import FakeEngine, chat, post, serving
 from tests.fakes import read, request, run, running_engine, until, words
 from tests.faulty_worker import KILL_ENGINE
 from tests.kv_workload import descriptor, settings
 from tests.test_cli_sessions import with_daemon
 from tests.test_engine_faults import FAULTY
+from tests.test_http_sessions import call
 
 TIERS = (
     LaneConfig(name="fast", tier="fast", threads=1),
@@ -166,3 +168,22 @@ def test_a_folder_where_an_extent_was_does_not_stop_the_daemon(tmp_path: Path) -
     extent.mkdir()
     with opened(tmp_path / "kv") as store:
         assert any("is in the way" in warning for warning in store.warnings)
+
+
+def test_a_session_on_disk_is_not_called_unknown() -> None:
+    """After a restart, promoting over HTTP said that it was never used here."""
+
+    class Rested(FakeEngine):
+        async def promote(self, session_id: str, to: Any = None, tenant: Any = None) -> Any:
+            raise refusals.no_such_session(session_id, [])
+
+    async def scenario() -> None:
+        engine = Rested()
+        engine.lane_names = ["fast", "bulk"]
+        async with serving(engine) as served:
+            await post(served, "/v1/chat/completions", chat(session_id="mine"))
+            for name, told in (("mine", (409, "not_moved")), ("no", (404, "session_not_found"))):
+                status, body = await call(served, "POST", f"/v1/sessions/{name}/promote")
+                assert (status, body["error"]["code"]) == told
+
+    run(scenario())
