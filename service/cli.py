@@ -295,7 +295,14 @@ def ps(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False)
         f"  pid {status['pid']}  batchengine {status['version']}"
     )
     for lane in status["lanes"]:
-        print("lane  " + "  ".join(f"{name}={value}" for name, value in lane.items()))
+        shown = {name: value for name, value in lane.items() if value != ""}
+        print("lane  " + "  ".join(f"{name}={value}" for name, value in shown.items()))
+    stats = status["stats"]
+    if "kv_tier" in stats:
+        told = (stats["kv_tier"], stats["ledger"], stats["durability"])
+        print("store  kv={}  ledger={}  durability={}".format(*told))
+    for trouble in stats.get("troubles", ()):
+        print(f"warning  {trouble}")
     print_table([_request_row(row) for row in requests], "nothing is running")
     return 0
 
