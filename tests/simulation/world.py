@@ -620,7 +620,9 @@ class _Listener(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         self.world.trace("log", record.levelname, record.name)
-        if record.levelno >= logging.CRITICAL or any(bad in text for bad in self.BAD):
+        full = "disk is full" in text and "ledger" in self.world._chances
+        bad = record.levelno >= logging.CRITICAL or any(bad in text for bad in self.BAD)
+        if bad and not full:
             self.world.wrong(f"logged: {text}")
 
 
