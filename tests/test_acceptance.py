@@ -12,6 +12,7 @@ import pytest
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.engine import Engine, refusals
+from kv_store.errors import StoreFull
 from kv_store.store import Store
 from tests.engine_process import engine_process
 from tests.fake_engine import FakeEngine, chat, post, serving
@@ -187,3 +188,28 @@ def test_a_session_on_disk_is_not_called_unknown() -> None:
                 assert (status, body["error"]["code"]) == told
 
     run(scenario())
+
+
+def test_a_full_disk_does_not_flood_the_log(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every tick of every turn wrote the same line."""
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, store__full_disk="finish"
+        ) as engine:
+            generation = engine.submit(request(words(7, 30), 900, session="s"))
+            reader = asyncio.ensure_future(read(generation))
+            await until(lambda: generation.completion_tokens > 20)
+
+            def refuse(_: Any) -> Any:
+                raise StoreFull("the disk is full")
+
+            ledger = engine._store.ledger
+            real, ledger._transact = ledger._transact, refuse
+            assert (await reader).done is not None
+            ledger._transact = real
+
+    run(work())
+    assert sum("the ledger refused" in line for line in caplog.messages) == 1

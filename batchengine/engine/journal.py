@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -27,6 +28,7 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.journal")
 
 TICK_S = 0.02  # level `turn`: one group commit for everything that happened in it
+REFUSED_S = 10.0  # between two lines about a full disk: every tick of every turn meets it
 INCARNATIONS = 10_000  # of workers in one life of the store: keeps arena names unique
 IDLE, PARKED = "idle", "parked"  # state of a session in the ledger;
 RUNNING = "running"  # of it and of its turn: not ended, or its engine died
@@ -54,6 +56,7 @@ class Journal:
         self._kick = asyncio.Event()
         self._turns: dict[Turn, None] = {}  # named turns with tokens the ledger lacks
         self._dirty = False
+        self._refused, self._told_s = 0, float("-inf")  # records, since this moment
         self.commits = 0
         self.meta_of: Callable[[Session], SessionMeta] = lambda _: SessionMeta()
 
@@ -299,6 +302,10 @@ class Journal:
         if isinstance(error, LedgerError):
             self._on_fatal(error)
         elif isinstance(error, StoreError):
-            log.error("the ledger refused a record: %s", error)
+            self._refused += 1
+            if time.monotonic() - self._told_s >= REFUSED_S:
+                since = "the ledger refused a record (%d since the last such line): %s"
+                log.error(since, self._refused, error)
+                self._refused, self._told_s = 0, time.monotonic()
         else:
             log.error("the ledger failed: %r", error)
