@@ -144,7 +144,7 @@ class Generation:
         return len(self._events) + len(self._held) >= EVENTS_MAX
 
     def push(self, event: TokenEvent | QueuedEvent) -> None:
-        """Give the reader an event; tokens wait until `release` covers them. None follows the end."""
+        """An event for the reader; tokens wait until `release` covers them. None follows the end."""
         if self.finished:
             return
         if isinstance(event, TokenEvent):
