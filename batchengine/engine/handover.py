@@ -21,7 +21,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from batchengine.core import PAGE_TOKENS
@@ -86,6 +86,7 @@ class Move:
         self.frozen: Frozen | None = None
         self.expects = False  # the destination keeps a seat
         self.tails: list[Orphan] = []  # parked rows: they go by reference too
+        self.arrival: asyncio.Future[float] | None = None  # the target's first commit, to come
         self.is_owned = False  # P5 is durable, or was asked for and never answered
 
     def on_adopted(self, complete: bool) -> None:
@@ -173,8 +174,9 @@ class Handover:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._moving[session.key] = ended
         held = self._hold(session)
+        move: Move | None = None
         try:
-            report = await self._move(session, source, to, MoveReport(*where, cause))
+            report, move = await self._move(session, source, to, MoveReport(*where, cause))
         except Abort as error:
             log.info("%r stays on %s: %s", session, where[1], error)
             report = MoveReport(*where, cause, len(session.tokens), result=f"aborted: {error}")
@@ -183,7 +185,9 @@ class Handover:
             ended.set_result(None)
             if held:
                 self._next_in_queue(session)
-        return _timed(report, self._tables.now_ms() - started_ms)
+        gap_ms = 0.0 if move is None else await self._gap_ms(move)
+        total_ms = round(self._tables.now_ms() - started_ms, 3)
+        return replace(report, gap_ms=gap_ms, total_ms=total_ms)
 
     def _hold(self, session: Session) -> bool:
         """Have requests for an idle session wait for the end of the move."""
@@ -196,13 +200,13 @@ class Handover:
 
     async def _move(
         self, session: Session, source: LaneLoop | None, to: LaneLoop, report: MoveReport
-    ) -> MoveReport:
+    ) -> tuple[MoveReport, Move | None]:
         await self._at("P0")
         self._check(session, to)
         if source is None:  # it never computed: there is nothing to hand over
             self._tables.home[session.key] = to
             to.pages.enter(session)
-            return report
+            return report, None
         move = Move(session, source, to)
         try:
             await self._prepare(move)
@@ -213,7 +217,7 @@ class Handover:
             if not move.is_owned:
                 move.undo()
             raise
-        return await self._finish(move, report)
+        return await self._finish(move, report), move
 
     def _check(self, session: Session, to: LaneLoop) -> None:
         """Reasons to stay that may come up at any time before P5."""
@@ -337,15 +341,7 @@ class Handover:
             source.assigned -= 1
             to.assigned += 1
         move.release_seats()
-        arrival = to.first_commit(session)
-        to.thaw(session, frozen)
-        await self._at("P6")
-        source.pages.release(left)
-        source.wake()
-        await self._at("P7")
-        await self._at("P8")
-        gap_ms = await self._gap_ms(move, arrival)
-        return MoveReport(
+        report = MoveReport(
             report.session_id,
             report.source,
             report.target,
@@ -355,17 +351,26 @@ class Handover:
             pages_copied=len(adoption.orphans),
             rows_copied=to.pages.rows_adopted - rows_copied,
             rows_recomputed=max(0, before - session.frontier) if not session.orphans else 0,
-            gap_ms=gap_ms,
         )
+        if frozen.turn is not None and frozen.seated:
+            move.arrival = to.first_commit(session)
+        to.thaw(session, frozen)
+        await self._at("P6")
+        source.pages.release(left)
+        source.wake()
+        await self._at("P7")
+        await self._at("P8")
+        return report
 
-    async def _gap_ms(self, move: Move, arrival: asyncio.Future[float]) -> float:
-        frozen = move.frozen
-        if frozen is not None and frozen.turn is not None and frozen.seated:
-            await asyncio.wait([arrival], timeout=FIRST_COMMIT_S)
-        move.to.forget_arrival(move.session)
-        if frozen is None or not arrival.done():
+    async def _gap_ms(self, move: Move) -> float:
+        """Last commit on the source to the first on the target, once that is known."""
+        arrival, frozen = move.arrival, move.frozen
+        if arrival is None or frozen is None:
             return 0.0
-        return max(0.0, arrival.result() - frozen.last_ms)
+        await asyncio.wait([arrival], timeout=FIRST_COMMIT_S)
+        if not arrival.done():
+            move.to.forget_arrival(move.session)
+        return 0.0 if arrival.cancelled() else max(0.0, arrival.result() - frozen.last_ms)
 
     def _has_turn(self, session: Session) -> bool:
         """A turn whose pages are being loaded: it has a lane, but no place in its loop yet."""
@@ -458,12 +463,6 @@ class Handover:
             if loop.lane.name == name:
                 return loop
         raise refusals.no_such_lane(name, [loop.lane.name for loop in self._tables.loops])
-
-
-def _timed(report: MoveReport, total_ms: float) -> MoveReport:
-    fields = asdict(report)
-    fields["total_ms"] = round(total_ms, 3)
-    return MoveReport(**fields)
 
 
 def _pass(point: str) -> None:

@@ -238,12 +238,17 @@ class LaneLoop:
         self.wake()
 
     def first_commit(self, session: Session) -> asyncio.Future[float]:
-        """When the first step here that computes the session is committed, in ms."""
+        """When the first step here that computes the session is committed, in ms.
+
+        Cancelled if there will be none: its turn ended, or it left again.
+        """
         return self._arrivals.setdefault(session.key, asyncio.get_running_loop().create_future())
 
     def forget_arrival(self, session: Session) -> None:
-        """Nobody waits for `first_commit` any more."""
-        self._arrivals.pop(session.key, None)
+        """There is no `first_commit` to wait for any more."""
+        arrival = self._arrivals.pop(session.key, None)
+        if arrival is not None:
+            arrival.cancel()
 
     def _freeze(self, session: Session) -> Frozen | None:
         self._emit()  # what it has computed goes out before anybody computes more
@@ -257,6 +262,7 @@ class LaneLoop:
         elif session.state is not State.IDLE:
             return None
         session.on(Event.FREEZE)
+        self.forget_arrival(session)
         self.pages.recall(session)
         last_ms = self.now_ms() if turn is None else turn.served_ms
         return Frozen(turn, seated, last_ms)
@@ -383,6 +389,8 @@ class LaneLoop:
             self._waiting_rows = None
         self.running.pop(key, None)
         turn.session.on(Event.FINISH)
+        if self._arrivals:
+            self.forget_arrival(turn.session)
         turn.session.suspect = False
         self.pages.lend(turn.session)
 
