@@ -246,8 +246,7 @@ class LaneLoop:
 
     def forget_arrival(self, session: Session) -> None:
         """There is no `first_commit` to wait for any more."""
-        arrival = self._arrivals.pop(session.key, None)
-        if arrival is not None:
+        if (arrival := self._arrivals.pop(session.key, None)) is not None:
             arrival.cancel()
 
     def _freeze(self, session: Session) -> Frozen | None:
@@ -389,8 +388,7 @@ class LaneLoop:
             self._waiting_rows = None
         self.running.pop(key, None)
         turn.session.on(Event.FINISH)
-        if self._arrivals:
-            self.forget_arrival(turn.session)
+        self.forget_arrival(turn.session)
         turn.session.suspect = False
         self.pages.lend(turn.session)
 
