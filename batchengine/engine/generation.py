@@ -144,7 +144,7 @@ class Generation:
         return len(self._events) + len(self._held) >= EVENTS_MAX
 
     def push(self, event: TokenEvent | QueuedEvent) -> None:
-        """An event for the reader; tokens wait until `release` covers them. None follows the end."""
+        """An event for the reader; tokens wait until `release` covers them. None after the end."""
         if self.finished:
             return
         if isinstance(event, TokenEvent):
