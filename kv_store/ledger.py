@@ -100,6 +100,7 @@ class LedgerStats:
     intents_failed: int = 0
     checkpoints: int = 0
     sessions: int = 0
+    is_full: bool = False  # the last commit found no room; the next may
     commit_us: deque[float] = field(default_factory=lambda: deque(maxlen=COMMIT_TIMES_KEPT))
 
 
@@ -421,11 +422,14 @@ class Ledger:
             if attempt:
                 self._checkpoint("PASSIVE")
             try:
-                return self._transact_once(intents)
+                done = self._transact_once(intents)
+                self.stats.is_full = False
+                return done
             except sqlite3.DatabaseError as error:
                 self._roll_back()
                 if not _is_full(error):
                     raise self._latch(error) from error
+        self.stats.is_full = True
         raise StoreFull(
             "the disk is full: nothing more can be made durable",
             fix="free disk space; new turns are refused until then",

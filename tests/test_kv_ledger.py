@@ -511,9 +511,11 @@ def test_a_full_disk_spends_the_ballast_then_refuses_without_latching(
         ledger.commit().result(20)
     with pytest.raises(StoreFull):
         refused.result(20)
+    assert ledger.stats.is_full
     room[0] = True
     ledger.append_tokens("s", 1, 1, [2])
     ledger.commit().result(20)
+    assert not ledger.stats.is_full
     assert tokens(ledger) == [1, 2]
     ledger.close()
 

@@ -59,6 +59,8 @@ def ledger_state(tables: Tables) -> str:
     if store is None:
         return "off: not open yet"
     failure = store.ledger.failure
+    if failure is None and store.ledger.stats.is_full:
+        return "full: turns with a session id are refused until there is disk space"
     return "ok" if failure is None else f"failing: {failure}"
 
 
