@@ -17,6 +17,7 @@ import pytest
 
 from batchengine.core import Sampling
 from batchengine.engine import Engine
+from batchengine.engine.loop import LaneLoop
 from tests.fakes import Reference, read, request, run, running_engine, until, words
 
 CLASSES = ["interactive", "standard", "background", "batch"]
@@ -98,9 +99,10 @@ def test_chaos(
             async with asyncio.timeout(100):
                 await asyncio.gather(*(chaos.user(s, 5) for s in names), chaos.killer(3))
                 await until(lambda: not engine._turns and engine.state == "ready")
-                await until(lambda: all(loop.pages.places_free for loop in engine._loops))
-            for loop in engine._loops:
-                assert loop.pages.places_free + _sealing(loop.pages) == loop.config.places
+                # rows of idle sessions may still be on their way into the last worker's arena
+                await until(
+                    lambda: all(_lent(loop) == loop.config.places for loop in engine._loops)
+                )
             engine._store.check_integrity()
             return chaos
 
@@ -110,5 +112,6 @@ def test_chaos(
         assert tokens == reference.tokens(prompt, n, sampling), (len(prompt), n, sampling)
 
 
-def _sealing(pages: object) -> int:
-    return len(pages._seals)  # type: ignore[attr-defined]
+def _lent(loop: LaneLoop) -> int:
+    """Places nobody holds on to: free, lent by idle sessions, or freed when their seal ends."""
+    return loop.pages.places_free + len(loop.pages._seals)
