@@ -190,7 +190,10 @@ def test_promote_moves_a_stream_without_changing_it(pocket_path: Path, tmp_path:
     assert all(value > 0 for value in result.values()), result
     moves = json.loads((tmp_path / "r.json").read_text())["details"]["rows"][0]["reports"]
     assert [move["result"] for move in moves] == ["moved"] * 3
-    assert all(move["pages_shared"] >= 3 and move["rows_recomputed"] == 0 for move in moves)
+    # full pages that are not sealed yet are copied, the others go by reference
+    assert all(move["pages_shared"] + move["pages_copied"] >= 4 for move in moves), moves
+    assert moves[-1]["pages_shared"] >= 3, moves
+    assert all(move["rows_recomputed"] == 0 for move in moves), moves
 
 
 @pytest.mark.timeout(180)

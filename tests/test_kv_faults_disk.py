@@ -300,11 +300,15 @@ def test_without_descriptors_caching_stops_and_comes_back(tmp_path: Path) -> Non
     store = Store.open(tmp_path / "s", descriptor(), settings(32, 2))
     lane = Lane(store)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd"))
     wait_for_growth(store)
-    before = len(store.extents())
+    before, taken = len(store.extents()), list[int]()
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(used - 1, soft), hard))
+        # Every number below the limit is taken: what others close meanwhile must not help.
+        highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(highest + 1, soft), hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         for name in range(before * 2):
             lane.add_chain(tokens_of(name, 1))  # places that exist are used, and used again
             wait_for_growth(store)
@@ -314,6 +318,8 @@ def test_without_descriptors_caching_stops_and_comes_back(tmp_path: Path) -> Non
             store.create_arena("cpu", 2, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
     store.maintain()
     wait_for_growth(store)
     assert len(store.extents()) > before

@@ -245,7 +245,7 @@ class Handover:
                     " by sessions as urgent"
                 )
         n_pages = max(len(session.places), len(session.orphans)) + (turn is not None)
-        move.adoption = to.pages.prepare(session, move.epoch, n_pages, move.on_adopted)
+        move.adoption = to.pages.prepare(session, move.epoch, n_pages, move.on_adopted, warm=True)
         if move.adoption is None:
             raise Abort(
                 f"no room: {n_pages} open pages are needed on lane {to.lane.name}, and it has"

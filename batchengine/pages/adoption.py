@@ -120,14 +120,20 @@ class AdoptingPages(SealLine):
         on_done: Callable[[bool], None],
         *,
         borrow: bool = True,
+        warm: bool = False,
     ) -> Adoption | None:
-        """Places for `n_pages` open pages of a session; None if the arena has not so many."""
+        """Places for `n_pages` open pages of a session; None if the arena has not so many.
+
+        `warm`: the next frame writes to them, so that rows that come later meet no page faults.
+        """
         if self._arena is None:
             return None
         adoption = Adoption(session, epoch, self._arena, on_done)
         if not self._widen(adoption, n_pages, borrow):
             return None
         self._adoptions[adoption] = None
+        if warm:
+            self._poison.update((place.place, None) for place in adoption.places)
         return adoption
 
     def adopt(self, adoption: Adoption, orphans: Sequence[Orphan], *, borrow: bool = True) -> bool:
