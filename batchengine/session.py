@@ -151,7 +151,6 @@ class Session:
         "suspect",
         "tenant",
         "tokens",
-        "used_seq",
     )
 
     def __init__(self, key: int, session_id: str, tenant: str) -> None:
@@ -176,7 +175,6 @@ class Session:
         self.logged = NOT_LOGGED  # tokens of the timeline that the ledger was given
         self.logged_epoch = 0  # the epoch it was given: `epoch` follows when a turn begins
         self.loss = ""  # why KV is gone that the next turn may expect
-        self.used_seq = 0
         self.suspect = False
         self.alone_deaths = 0
 

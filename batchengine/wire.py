@@ -321,7 +321,7 @@ _MESSAGES: tuple[type[Message], ...] = (
 )  # fmt: skip
 KINDS: dict[type[Message], int] = {}
 for _cls in _MESSAGES:
-    KINDS[_cls] = int(_cls.__struct_config__.tag)  # type: ignore[arg-type]
+    KINDS[_cls] = int(_cls.__struct_config__.tag)  # type: ignore[arg-type]  # may be text elsewhere
 _KNOWN = frozenset(KINDS.values())
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(AnyMessage).decode

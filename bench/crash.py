@@ -451,7 +451,7 @@ class Rig:
         if dice < 0.8:
             enough = self.told + rng.expovariate(1 / TOKENS_BETWEEN)
             until = time.monotonic() + TOKENS_S_MAX
-            while self.told < enough and time.monotonic() < until:  # noqa: ASYNC110
+            while self.told < enough and time.monotonic() < until:  # noqa: ASYNC110  clients count
                 await asyncio.sleep(0.002)
             await asyncio.sleep(rng.random() * 0.004)
             return "after some tokens"

@@ -84,7 +84,7 @@ class Template:
         send(self._sock, list(args)[-4:], pass_fds)
         pid, _fds = receive(self._sock)
         self._on_spawn(pid, int(args[-1]))
-        return _Process(pid)  # type: ignore[return-value]
+        return _Process(pid)  # type: ignore[return-value]  # the part that a lane uses
 
 
 class _Process:

@@ -307,7 +307,7 @@ class Care:
         if loop.pages.park(session):
             # A frame digests it, a thread writes it, a commit names it: none of them tells us.
             async with _at_most(PARK_WAIT_S):
-                while _is_parking(session):  # noqa: ASYNC110
+                while _is_parking(session):  # noqa: ASYNC110  no event for its end
                     await asyncio.sleep(0.002)
         is_still_there = self._tables.home.get(session.key) is loop and not self._is_busy(session)
         if and_leave and is_still_there and session.state is State.IDLE:

@@ -26,7 +26,7 @@ class Turn:
 
     __slots__ = (
         "admitted_ms", "cached_row", "deadline_ms", "generation", "horizon_ms", "needs_match",
-        "pages_max", "paused", "penalty_tokens", "prefilled", "priority", "rank", "reported",
+        "pages_max", "paused", "penalty_tokens", "priority", "rank", "reported",
         "salt", "served_ms", "session", "shared", "spec", "stop_early", "suspect_until",
         "timeline", "tpot_ms", "turn_id",
     )  # fmt: skip
@@ -54,7 +54,6 @@ class Turn:
         self.stop_early = bool(request.stop)  # text decides the end: it cannot wait for the emitter
         self.suspect_until = 0
         self.cached_row: Row | None = None  # valid while it waits
-        self.prefilled = False
         self.reported = False  # its reader knows how much KV was reused
         self.timeline = 0  # tokens of the session when the turn began,
         self.shared = 0  # and how many of them begin this turn's own timeline
