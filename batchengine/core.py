@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 PAGE_TOKENS = 256  # tokens per KV page; part of the format (NUMERICS CA-1 rule 7)
 SUPERPAGE_PAGES = 4  # pages folded together before super-pages fold
+FORM_CHAT, FORM_TEXT = "chat", "text"  # of a request, and of the events that answer it
 
 
 class BatchEngineError(Exception):
@@ -110,7 +111,8 @@ class GenerationRequest:
     the session that was parked for one of them. `park`: the session will wait for a tool, so its
     KV leaves the lane at the end of the turn. `idempotency_key`: the same key in one session is
     computed once. `promote`: this turn wants the fast lane. `expected_output_tokens`: the
-    client's estimate, for the router only.
+    client's estimate, for the router only. `form`: of the answer's events, for a later stream
+    of the same turn; the engine keeps it and gives it back.
     """
 
     request_id: str
@@ -127,6 +129,7 @@ class GenerationRequest:
     idempotency_key: str = ""
     promote: bool = False
     expected_output_tokens: int | None = None
+    form: str = FORM_CHAT
 
 
 @dataclass(frozen=True, slots=True)

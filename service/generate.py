@@ -88,7 +88,9 @@ async def answer_whole(shape: Shape, generations: list[Generation]) -> web.Respo
                 match event:
                     case TokenEvent():
                         answers[index].texts.append(event.text)
-                        if event.logprob is not None:
+                        if event.logprob is None:
+                            answers[index].bare += 1
+                        else:
                             answers[index].events.append(event)
                     case DoneEvent():
                         _finish(answers[index], event)
@@ -168,6 +170,7 @@ async def _relay(
             match event:
                 case TokenEvent():
                     queued = None
+                    answers[index].bare += event.logprob is None
                     told = 0 if marks is None else marks.count()
                     if (chunk := shape.token(index, event)) is not None:
                         chunks.append(chunk)

@@ -15,10 +15,11 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from batchengine.core import BatchEngineError
+from batchengine.core import FORM_TEXT, BatchEngineError
 from service import errors, generate, strict_json, verbs, work
 from service.auth import check_content
 from service.chat import ChatShape
+from service.completions import CompletionShape
 from service.state import CALLER, HEADERS, SERVICE, Live, Service
 
 BODY_BYTES_MAX = 16 << 10
@@ -195,6 +196,8 @@ async def _stream(request: web.Request) -> web.StreamResponse:
             raise errors.unknown_session(strict_json.printable(given)) from None
         raise
     job = _job(service, request, generation.request)
+    is_text = generation.request.form == FORM_TEXT  # as the request was that began the turn
+    shape = CompletionShape(job) if is_text else ChatShape(job)
     headers = request[HEADERS]
     headers["x-batchengine-route"] = job.route
     headers["x-batchengine-session-id"] = generation.session_id or session_id
@@ -207,7 +210,7 @@ async def _stream(request: web.Request) -> web.StreamResponse:
 
     try:
         return await generate.answer_stream(
-            request, ChatShape(job), [generation], headers, service.config.server, on_end,
+            request, shape, [generation], headers, service.config.server, on_end,
             first_id=from_token,
         )  # fmt: skip
     finally:

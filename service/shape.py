@@ -17,12 +17,16 @@ LOGPROB_MIN = -9999.0  # JSON has no minus infinity; OpenAI's servers send this 
 
 @dataclass(slots=True)
 class Answer:
-    """One choice as it grows. `events` is filled only when log-probabilities are wanted."""
+    """One choice as it grows. `events` is filled only when log-probabilities are wanted.
+
+    `bare` counts tokens without one: an earlier stream computed them, and told theirs.
+    """
 
     texts: list[str] = field(default_factory=list[str])
     events: list[TokenEvent] = field(default_factory=list[TokenEvent])
     finish_reason: str = ""
     usage: Usage = field(default_factory=Usage)
+    bare: int = 0
 
     @property
     def text(self) -> str:
@@ -160,6 +164,9 @@ def serving_object(job: Job, answers: list[Answer]) -> dict[str, object]:
     }
     if usage.resumed_tokens:
         found["resumed_tokens"] = usage.resumed_tokens
+    bare = sum(answer.bare for answer in answers)
+    if bare and any(asked.sampling.logprobs >= 0 for asked in job.requests):
+        found["tokens_without_logprobs"] = bare
     if not usage.durable:
         found["durable"] = False
     return found

@@ -16,7 +16,14 @@ from typing import Any
 from multidict import CIMultiDictProxy
 
 from batchengine.config import Config
-from batchengine.core import BatchEngineError, GenerationRequest, Sampling, Sla
+from batchengine.core import (
+    FORM_CHAT,
+    FORM_TEXT,
+    BatchEngineError,
+    GenerationRequest,
+    Sampling,
+    Sla,
+)
 from service import errors, sessions, sla
 from service.auth import Caller
 from service.door import Engine, Generation
@@ -285,6 +292,7 @@ def fill(
                     idempotency_key=_key_of_choice(wishes.idempotency_key, index),
                     promote=wishes.promote,
                     expected_output_tokens=wishes.expected_output_tokens,
+                    form=FORM_CHAT if isinstance(body, ChatRequest) else FORM_TEXT,
                 )
             )
 

@@ -319,8 +319,7 @@ class FakeEngine:
             await asyncio.sleep(0)
         return generation.cancelled.is_set()
 
-    @staticmethod
-    def _token(index: int, text: str, logprobs: int) -> TokenEvent:
+    def _token(self, index: int, text: str, logprobs: int) -> TokenEvent:
         if logprobs < 0:
             return TokenEvent(index, text)
         chosen = TokenLogprob(index, text.encode(), -0.25)

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from batchengine.core import BatchEngineError, GenerationRequest, Sampling, TokenEvent
+from batchengine.core import (
+    FORM_CHAT,
+    FORM_TEXT,
+    BatchEngineError,
+    GenerationRequest,
+    Sampling,
+    TokenEvent,
+)
 from batchengine.engine import Engine
+from batchengine.engine.record import TurnRecord, encode, turn_record
 from bench.hashlm import WORKER_COMMAND, hashlm_tokens
 from tests.fakes import Answer, Reference, read, request, run, running_engine, until, words
 
@@ -115,6 +123,27 @@ def test_a_running_turn_is_taken_over_by_the_newest_reader(
             assert answer.tokens == reference.tokens(prompt, 300, WARM)
 
     run(work())
+
+
+def test_a_resumed_turn_knows_the_form_of_its_request(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    asked = dataclasses.replace(request(words(5, 20), 8, session="s"), form=FORM_TEXT)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            await read(engine.submit(asked))
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            again = await engine.resume("", "s")
+            assert again.request.form == FORM_TEXT
+            assert len((await read(again)).tokens) == 8
+
+    run(work())
+    older = encode(TurnRecord.of(asked)).replace(f',"form":"{FORM_TEXT}"', "")
+    known = turn_record(older)
+    assert known is not None
+    assert "form" not in older
+    assert known.form == FORM_CHAT
 
 
 def test_what_cannot_be_resumed_says_why(

@@ -219,6 +219,48 @@ def test_a_stream_can_be_resumed_from_the_last_event_id() -> None:
     run(scenario())
 
 
+def test_a_resumed_stream_has_the_form_of_its_request() -> None:
+    async def scenario() -> None:
+        async with serving(FakeEngine(["a", "b", "c"])) as served:
+            asked = {"model": MODEL_ID, "prompt": "x", "stream": True, "session_id": "s"}
+            whole = await blocks_of(served, "/v1/completions", asked)
+            again = await blocks_of(served, "/v1/stream?session_id=s&from=1&include_usage=0")
+            assert again[-1] == whole[-1] == "data: [DONE]"
+            chunks = [[json.loads(b.split("data: ")[1]) for b in s[:-1]] for s in (whole, again)]
+            for chunk in [*chunks[0], *chunks[1]]:
+                assert chunk["object"] == "text_completion"
+                assert chunk["id"] == chunks[0][0]["id"]
+            texts = ["".join(c["choices"][0]["text"] for c in part) for part in chunks]
+            assert texts == ["abc", "bc"]
+            await blocks_of(served, CHAT, chat(session_id="s", stream=True))  # a turn of its own
+            assert told(await blocks_of(served, "/v1/stream?session_id=s"))
+
+    run(scenario())
+
+
+class Forgetful(FakeEngine):
+    """Tells its first two tokens again, without what a lane computed beside them."""
+
+    def _token(self, index: int, text: str, logprobs: int) -> TokenEvent:
+        return super()._token(index, text, -1 if index < 2 else logprobs)
+
+
+def test_an_answer_says_how_many_log_probabilities_it_lacks() -> None:
+    async def scenario() -> None:
+        async with serving(Forgetful(["a", "b", "c"])) as served:
+            asked = chat(session_id="s", stream=True, logprobs=True)
+            for path, body, bare in ((CHAT, asked, 2), ("/v1/stream?session_id=s&from=1", None, 1)):
+                blocks = await blocks_of(served, path, body)
+                last = json.loads(blocks[-2].split("data: ")[1])
+                assert last["batchengine"]["tokens_without_logprobs"] == bare
+            for bare, wanted in ((2, True), (None, False)):
+                asked = chat(session_id="t", logprobs=wanted)
+                _, whole = await call(served, "POST", CHAT, asked)
+                assert whole["batchengine"].get("tokens_without_logprobs") == bare
+
+    run(scenario())
+
+
 def test_only_streams_that_can_be_resumed_have_ids() -> None:
     async def scenario() -> None:
         async with serving() as served:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from batchengine.core import GenerationRequest, Sampling, Sla
+from batchengine.core import FORM_CHAT, GenerationRequest, Sampling, Sla
 
 CALLS_MAX = 64  # tool calls one session is remembered by: those of its last turns
 CALLS_FIELD = '"calls":'  # in the text of a session that waits, or waited, for one
@@ -21,7 +21,10 @@ SAMPLE_TOKENS = 16  # of each side of a difference: enough to recognise the text
 
 
 class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a turn was asked for: with the timeline and the seed it defines every later token."""
+    """How a turn was asked for: with the timeline and the seed it defines every later token.
+
+    Fields may be added with a default, so that older programs and older records are read.
+    """
 
     sampling: Sampling
     tokens_max: int
@@ -29,6 +32,7 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     sla: Sla = Sla()
     park: bool = False
+    form: str = FORM_CHAT
 
     @classmethod
     def of(cls, request: GenerationRequest) -> TurnRecord:
@@ -40,6 +44,7 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
             request.ignore_eos,
             request.sla,
             request.park,
+            request.form,
         )
 
     def request(
@@ -57,6 +62,7 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
             session_id=session_id,
             tenant=tenant,
             park=self.park,
+            form=self.form,
         )
 
     def says_the_same(self, sampling: Sampling) -> bool:
