@@ -34,6 +34,15 @@ FILL_MAX_PERCENT = 90
 EVICT_TO_PERCENT = 85
 RATE_WEIGHT = 0.2  # of the newest page: five pages after a change most of it shows
 GROW_BELOW_PLACES = 8  # a prefill seals a few pages per second; allocating takes less than that
+FREE_FLOOR_PERCENT = 5
+FREE_FLOOR_BYTES = 2 << 30  # what logs and other programs need, whatever the disk's size;
+FREE_FLOOR_SHARE = 4  # yet never more than this part of a disk too small to spare so much
+
+
+def derived_floor_bytes(total_bytes: int) -> int:
+    """What extents leave free of a file system: max(5 %, min(2 GiB, a quarter of it))."""
+    least = min(FREE_FLOOR_BYTES, total_bytes // FREE_FLOOR_SHARE)
+    return max(total_bytes * FREE_FLOOR_PERCENT // 100, least)
 
 
 @dataclass(slots=True)
@@ -213,7 +222,8 @@ class PlacePool:
             raise StoreFull(
                 f"the disk has {free >> 20} MiB free",
                 why=f"{self._budget.free_floor_bytes >> 20} MiB stay free for others",
-                fix="free disk space; serving goes on with what is cached",
+                fix="free disk space or lower the store's free_floor_bytes; serving goes on with"
+                " what is cached",
             )
 
     def _drop_oldest_foreign(self) -> int:

@@ -27,12 +27,10 @@ from kv_store.extent import EXTENT_BYTES, ExtentInfo, Extents, extent_path
 from kv_store.layout import PAGE_ALIGN_BYTES, PAGE_TOKENS, Descriptor, differing_fields
 from kv_store.ledger import Ledger, Opener, PageRow, Replay, connect, is_damage
 from kv_store.pages import PageEvent, PageState
-from kv_store.places import Budget, Parts
+from kv_store.places import Budget, Parts, derived_floor_bytes
 from kv_store.upkeep import SESSIONS_MAX, UpkeepPool
 
 BALLAST_BYTES = 64 << 20  # enough for a ledger to finish every running turn and say why it stops
-FREE_FLOOR_BYTES = 2 << 30
-FREE_FLOOR_PERCENT = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +52,8 @@ class Recovery:
 class StoreSettings:
     """Everything about a store that is not its content. None = the default in the text.
 
-    ballast_bytes: 64 MiB, or a sixteenth of a budget below 1 GiB. free_floor_bytes: 5 % of the
-    file system, at least 2 GiB. allow_any_fs turns a refused file system into a warning.
+    ballast_bytes: 64 MiB, or a sixteenth of a budget below 1 GiB. free_floor_bytes: by the size
+    of the file system. allow_any_fs turns a refused file system into a warning.
     keep_arenas leaves arenas of this boot for adoption. sessions_max is what `gc` leaves.
     """
 
@@ -504,4 +502,4 @@ def set_aside(name: str) -> str:
 def _floor(files: osio.Files, path: str, settings: StoreSettings) -> int:
     if settings.free_floor_bytes is not None:
         return settings.free_floor_bytes
-    return max(FREE_FLOOR_BYTES, files.free_bytes(path)[1] * FREE_FLOOR_PERCENT // 100)
+    return derived_floor_bytes(files.free_bytes(path)[1])

@@ -231,7 +231,7 @@ def check(*, config: ConfigFile = None, json: Json = False, debug: Debug = False
 
     loaded = _load(config, {}, needs_model=config is not None)
     auth.check_bind(loaded)
-    found = configuration.warnings(loaded)
+    found = configuration.warnings(loaded) + configuration.disk_warnings(loaded)
     if json:
         print_json({"ok": True, "warnings": found, "model": loaded.model.path})
         return 0

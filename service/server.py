@@ -236,7 +236,8 @@ def banner(config: Config) -> list[str]:
         f"  kv      {config.store.dir}  budget {config.store.budget_bytes / GIB:,.1f} GiB{free}",
         f"  admin   {config.server.admin_socket}",
     ]
-    lines += [f"  warning {text}" for text in configuration.warnings(config)]
+    found = configuration.warnings(config) + configuration.disk_warnings(config)
+    lines += [f"  warning {text}" for text in found]
     return lines
 
 

@@ -6,8 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from batchengine.config import Config, Machine, disk_free_bytes, is_loopback, load, warnings
+from batchengine.config import (
+    Config,
+    Machine,
+    StoreConfig,
+    disk_free_bytes,
+    disk_warnings,
+    is_loopback,
+    load,
+    warnings,
+)
 from batchengine.core import BatchEngineError, SlaClass
+from kv_store.upkeep import SESSIONS_MAX
 
 KEY = "0123456789abcdef"
 
@@ -95,6 +105,8 @@ cores = [4, 6]
 entries_max = 16
 [store]
 durability = "power"
+free_floor_bytes = 1_000_000
+sessions_max = 50
 [sla]
 default_class = "interactive"
 [sla.batch]
@@ -113,6 +125,8 @@ ttft_ms = 600000
         ("cpu", 2, (0, 2)),
         ("cpu1", 2, (4, 6)),
     ]
+    assert (config.store.free_floor_bytes, config.store.sessions_max) == (1_000_000, 50)
+    assert StoreConfig().sessions_max == SESSIONS_MAX, "one default, told twice"
     assert config.sla.default_class is SlaClass.INTERACTIVE
     assert config.sla.of(SlaClass.BATCH).ttft_ms == 600_000
     assert config.sla.of(SlaClass.BATCH).tpot_ms == 2000
@@ -129,6 +143,15 @@ def test_a_user_without_a_home_must_say_where(tmp_path: Path) -> None:
     for name in ("STATE_DIRECTORY", "CACHE_DIRECTORY"):
         homeless.env[name] = str(tmp_path / name.lower())  # type: ignore[index]
     assert load(None, {}, homeless).server.admin_socket == f"{tmp_path}/state_directory/admin.sock"
+
+
+def test_what_the_disk_forbids_is_told(tmp_path: Path) -> None:
+    where = {"store.dir": str(tmp_path), "server.admin_socket": "a"}
+    assert disk_warnings(load(None, where | {"store.free_floor_bytes": 1})) == []
+    (told,) = disk_warnings(load(None, where | {"store.free_floor_bytes": 1 << 50}))
+    assert f"the disk of {tmp_path} has" in told
+    assert "1,073,741,824 MiB must stay free" in told
+    assert "set store.free_floor_bytes" in told
 
 
 def test_free_space_is_found_from_whatever_can_be_seen(tmp_path: Path) -> None:
@@ -240,6 +263,8 @@ def test_a_tier_without_lanes_is_told(tmp_path: Path, machine: Machine) -> None:
         ("[server]\nallowed_hosts = 'x'", "BE1103", "must be a list"),
         ("[server]\nallowed_hosts = [1]", "BE1103", "must be text"),
         ("[store]\ndurability = 'powr'", "BE1105", "did you mean power?"),
+        ("[store]\nfree_floor_bytes = -1", "BE1104", "store.free_floor_bytes|line 2"),
+        ("[store]\nsessions_max = 0", "BE1104", "store.sessions_max|line 2"),
         ("[[lane]]\nkind = 'gpu'", "BE1105", "lane.kind"),
         ("[lane]\nkind = 'cpu'", "BE1103", "[[lane]]"),
         ("[[lane]]\n[[lane]]\nthreads = -2", "BE1104", "lane.threads|line 3"),

@@ -3,7 +3,13 @@
 Use `load`; everything else here is what it returns, asks or explains.
 """
 
-from batchengine.config.loading import check_model_file, is_loopback, load, warnings
+from batchengine.config.loading import (
+    check_model_file,
+    disk_warnings,
+    is_loopback,
+    load,
+    warnings,
+)
 from batchengine.config.machine import Machine, disk_free_bytes
 from batchengine.config.settings import (
     ApiKey,
@@ -32,6 +38,7 @@ __all__ = [
     "StoreConfig",
     "check_model_file",
     "disk_free_bytes",
+    "disk_warnings",
     "is_loopback",
     "load",
     "warnings",

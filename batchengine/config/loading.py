@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from batchengine.config.machine import Machine, budget_bytes, directory
+from batchengine.config.machine import MIB, Machine, budget_bytes, directory, disk_bytes
 from batchengine.config.settings import (
     ApiKey,
     Config,
@@ -68,6 +68,24 @@ def warnings(config: Config) -> list[str]:
         )
     found += _lane_warnings(config.lanes)
     return found
+
+
+def disk_warnings(config: Config) -> list[str]:
+    """What the store's disk forbids as it is now, which `warnings` does not look at."""
+    from kv_store.places import derived_floor_bytes  # its numbers are not needed to read a file
+
+    found = disk_bytes(config.store.dir)
+    if found is None:
+        return []
+    free_bytes, total_bytes = found
+    floor_bytes = config.store.free_floor_bytes or derived_floor_bytes(total_bytes)
+    if free_bytes > floor_bytes:
+        return []
+    return [
+        f"the disk of {config.store.dir} has {free_bytes / MIB:,.0f} MiB free and"
+        f" {floor_bytes / MIB:,.0f} MiB must stay free: KV is cached only where the store has room"
+        " already; free disk space or set store.free_floor_bytes"
+    ]
 
 
 def _lane_warnings(lanes: tuple[LaneConfig, ...]) -> list[str]:

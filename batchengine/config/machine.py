@@ -86,14 +86,21 @@ def budget_bytes(store_dir: str, machine: Machine) -> int:
 
 
 def disk_free_bytes(path: str) -> int | None:
-    """Free bytes of the disk where `path` lies or would be made; None when nothing of it is seen.
+    """The first of `disk_bytes`."""
+    found = disk_bytes(path)
+    return None if found is None else found[0]
+
+
+def disk_bytes(path: str) -> tuple[int, int] | None:
+    """Free and total bytes of the disk where `path` lies or would be made; None: none is seen.
 
     Whether the path can be used is found out by whoever opens it, with a better error.
     """
     probe = Path(path).absolute()
     while True:
         try:
-            return int(psutil.disk_usage(str(probe)).free)
+            usage = psutil.disk_usage(str(probe))
+            return int(usage.free), int(usage.total)
         except OSError:  # not there yet, not ours to see, too long a name
             if probe == probe.parent:
                 return None

@@ -84,6 +84,9 @@ class StoreConfig:
     durability: what is synced before it is told. turn = the turn before its first token and all
     of it before its end; power = every token. full_disk: a turn whose tokens the ledger cannot
     take any more ends with an error (fail), or as it would have, marked `durable: false` (finish).
+    free_floor_bytes: pages leave so much of the disk to others; 0 = by its size
+    (`kv_store.places.derived_floor_bytes`). sessions_max: garbage collection forgets the longest
+    unused sessions beyond it.
     """
 
     dir: str = field(default="", metadata=PATH)
@@ -91,6 +94,8 @@ class StoreConfig:
     allow_volatile: bool = False
     durability: str = field(default="turn", metadata=_one_of("turn", "power"))
     full_disk: str = field(default="fail", metadata=_one_of("fail", "finish"))
+    free_floor_bytes: int = field(default=0, metadata=_within(0, 1 << 50))
+    sessions_max: int = field(default=10_000, metadata=_within(1, 10_000_000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +133,16 @@ class SlaConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """[limits]: how much is accepted. `context_tokens` 0 = the model's own, capped by memory."""
+    """[limits]: how much is accepted. `context_tokens` 0 = the model's own, capped by memory.
+
+    `canary_s`: how often a lane that rests proves that it computes as the others do; 0 = never.
+    """
 
     context_tokens: int = field(default=0, metadata=_within(0, 16 << 20))
     tokens_max_default: int = field(default=1024, metadata=_within(1, 1 << 20))
     queue_max: int = field(default=1024, metadata=_within(1, 100_000))
     streams_max: int = field(default=2048, metadata=_within(1, 100_000))
+    canary_s: float = field(default=600.0, metadata=_within(0, 86_400))
 
 
 @dataclass(frozen=True, slots=True)

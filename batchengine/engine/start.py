@@ -191,7 +191,9 @@ class Starter:
             budget_bytes=config.budget_bytes,
             extent_bytes=max(layout.page_bytes, min(EXTENT_BYTES, config.budget_bytes // 8)),
             allow_any_fs=config.allow_volatile,
+            free_floor_bytes=config.free_floor_bytes or None,
             keep_arenas=True,  # sessions of the last life adopt what they left open
+            sessions_max=config.sessions_max,
         )
         try:
             return Store.open(config.dir, descriptor, settings)
