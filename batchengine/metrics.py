@@ -95,6 +95,9 @@ class Metrics:
         self.kv_pages_recomputed_total = counter(
             "kv_pages_recomputed_total", "Pages computed again because of a doubt", "result"
         )
+        self.canaries_total = counter(
+            "canaries_total", "Times a lane computed the canary page", "lane", "result"
+        )
         self.kv_page_places = gauge("kv_page_places", "Page places of the store", "state")
         self.kv_tier_ok = gauge("kv_tier_ok", "1 = pages can be cached")
         self.ledger_ok = gauge("ledger_ok", "1 = the token ledger can be written")

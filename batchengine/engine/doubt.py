@@ -19,7 +19,7 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.engine import refusals
 from batchengine.engine.loop import LaneLoop
 from batchengine.engine.tables import Tables
-from batchengine.engine.trial import PAGES_MAX, Trial, TrialFailed
+from batchengine.engine.trial import PAGES_MAX, PIECES, Trial, TrialFailed
 from batchengine.engine.turn import Turn
 from batchengine.pages import Seal
 from kv_store import keys
@@ -63,6 +63,7 @@ class Verdict(NamedTuple):
     wrong: LaneLoop | None
     stored_is_right: bool
     why: str
+    is_known: bool = True  # False: all witnesses contradict one another, or there are none
 
 
 class Jury:
@@ -92,14 +93,15 @@ class Jury:
 
     @contextlib.asynccontextmanager
     async def computed(
-        self, loop: LaneLoop, page: PageOf, *, urgent: bool
+        self, loop: LaneLoop, page: PageOf, *, urgent: bool, piece_max: int = PIECES[0]
     ) -> AsyncGenerator[tuple[Trial, bytes]]:
         """The page as this lane computes it, in a place of its arena, and its payload digest.
 
         Raises TrialFailed.
         """
         refs = await self._prefix(page)
-        trial = Trial(page.tokens, [self._store.place_code(ref) for ref in refs], urgent=urgent)
+        codes = [self._store.place_code(ref) for ref in refs]
+        trial = Trial(page.tokens, codes, urgent=urgent, piece_max=piece_max)
         try:
             if trial.n_pages - trial.first > PAGES_MAX:
                 raise TrialFailed("the pages before it are gone")
@@ -114,9 +116,11 @@ class Jury:
                 self._store.unpin(ref)
             loop.wake()
 
-    async def digest(self, loop: LaneLoop, page: PageOf, *, urgent: bool) -> bytes:
+    async def digest(
+        self, loop: LaneLoop, page: PageOf, *, urgent: bool, piece_max: int = PIECES[0]
+    ) -> bytes:
         """The page's payload digest as this lane computes it. Raises TrialFailed."""
-        async with self.computed(loop, page, urgent=urgent) as (_, digest):
+        async with self.computed(loop, page, urgent=urgent, piece_max=piece_max) as (_, digest):
             return digest
 
     async def _prefix(self, page: PageOf) -> list[PageRef]:
@@ -173,17 +177,25 @@ class Jury:
         self._tables.home.get(turn.session.key, lane).resume(turn)
 
     async def judge(
-        self, lane: LaneLoop, page: PageOf, digest: bytes, stored: bytes | None
-    ) -> None:
-        """`lane` says `digest`, the store says otherwise (`stored`; None = look). Acts on it."""
+        self,
+        lane: LaneLoop,
+        page: PageOf,
+        digest: bytes,
+        stored: bytes | None,
+        writer: LaneLoop | None = None,
+    ) -> Verdict | None:
+        """`lane` says `digest`, the store says otherwise (`stored`; None = look). Acts on it.
+
+        `writer` said so of a page that is not in the store. None: there is nothing to compare.
+        """
         async with self._one:
             ref = self._store.find(page.key(self._store.repr_id))
-            writer = None if ref is None else self._writer(ref)
+            writer = writer if ref is None else self._writer(ref)
             if ref is not None and stored is None:
                 with contextlib.suppress(StaleRef):
                     stored = self._store.digest(ref)
             if stored is None or stored == digest:
-                return  # the other page is gone: there is nothing to compare
+                return None  # the other page is gone
             verdict = await self._vote(lane, page, digest, stored, writer)
             log.critical(
                 "numerics fault: page %d of %d tokens has two contents; %s",
@@ -198,6 +210,7 @@ class Jury:
                 await self._punish(verdict.wrong, verdict.why)
             for loop in self._tables.loops:
                 loop.recheck()
+            return verdict
 
     def _writer(self, ref: PageRef) -> LaneLoop | None:
         """The lane that computed a page of the store in this life."""
@@ -230,7 +243,8 @@ class Jury:
                 third = await self.digest(writer, page, urgent=True)
                 if third in (digest, stored):
                     return _verdict(lane, writer, third == stored, f"lane {writer.lane.name}")
-        return Verdict(None, False, "nobody can say which is right, and both are given up")
+        why = "nobody can say which is right, and both are given up"
+        return Verdict(None, False, why, is_known=False)
 
     async def _punish(self, loop: LaneLoop, why: str) -> None:
         """Nothing this lane has computed is used any more, as far as it is known."""

@@ -182,7 +182,8 @@ class Engine(Desk):
         self._spawn(self._journal.run(), "journal")
         self._spawn(self._reopener.tidy(), "tidy")
         jury = Jury(self._tables, self._starter.store, self._starter.referee, self._spawn)
-        self._upkeep = Upkeep(self._tables, self._starter.store, self._reopener, jury)
+        n_vocab = self._text.tokenizer.vocab_size
+        self._upkeep = Upkeep(self._tables, self._starter.store, self._reopener, jury, n_vocab)
         self._upkeep.start(self._spawn)
         self._spawn(Background(self._tables, self._tick).run(), "housekeeping")
         self._progress, self._state = 1.0, "ready"

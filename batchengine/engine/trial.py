@@ -30,15 +30,27 @@ class TrialFailed(Exception):
     """There is no digest, and why. Says nothing about the page."""
 
 
+class NotFinite(TrialFailed):
+    """It was computed, and what came out is no number."""
+
+
 class Trial:
     """The last page of `tokens`, computed after the sealed pages `codes` of its prefix."""
 
-    def __init__(self, tokens: Sequence[int], codes: Sequence[int], *, urgent: bool) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        codes: Sequence[int],
+        *,
+        urgent: bool,
+        piece_max: int = PIECES[0],
+    ) -> None:
         self.tokens = array("i", tokens)
         self.codes = array("Q", codes)
         self.first = len(codes)
         self.frontier = self.first * PAGE_TOKENS
         self.urgent = urgent
+        self.piece_max = piece_max  # tokens of one frame
         self.adoption: Adoption | None = None  # its places
         self.digest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -49,10 +61,10 @@ class Trial:
     def n_pages(self) -> int:
         return -(-len(self.tokens) // PAGE_TOKENS)
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str, kind: type[TrialFailed] = TrialFailed) -> None:
         """It will not be computed."""
         if not self.digest.done():
-            self.digest.set_exception(TrialFailed(why))
+            self.digest.set_exception(kind(why))
 
 
 class Trials:
@@ -62,7 +74,8 @@ class Trials:
         self._pages = pages
         self._tokens_max = min(config.tokens_per_step, config.chunk_tokens_max)
         self._due: deque[Trial] = deque()
-        self._sent = 0  # tokens of the last piece
+        self._asked: Trial | None = None  # whose frame is under way
+        self._sent = 0  # its tokens
 
     def __bool__(self) -> bool:
         return bool(self._due)
@@ -76,6 +89,7 @@ class Trials:
         if trial in self._due:
             self._due.remove(trial)
         trial.fail("it was given up")
+        trial.digest.exception()  # nobody may have waited for it
         if trial.adoption is not None:
             self._pages.abandon(trial.adoption)
 
@@ -106,16 +120,17 @@ class Trials:
             rows = end - (n_pages - 1) * PAGE_TOKENS
             digest = (wire.Digest(trial.adoption.places[-1].place, rows),)
         entry = wire.Entry(KEY, EPOCH, trial.frontier, n, n_pages, None)
+        self._asked = trial
         payload = trial.codes[:n_pages].tobytes() + trial.tokens[trial.frontier : end].tobytes()
         return wire.Step((entry,), reserve=reserve, digest=digest), payload
 
     def answered(self, done: wire.StepDone) -> None:
         """The frame was executed."""
-        trial = self._due[0]
-        if trial.digest.done():
+        trial, self._asked = self._asked, None
+        if trial is None or trial.digest.done():
             return  # closed meanwhile
         if done.poisoned:
-            trial.fail("its numbers are not finite")
+            trial.fail("its numbers are not finite", NotFinite)
         elif done.digests:
             trial.digest.set_result(done.digests[0])
         else:
@@ -143,7 +158,7 @@ class Trials:
         )
 
     def _piece(self, trial: Trial, cost: StepCost) -> int:
-        left = min(len(trial.tokens) - trial.frontier, self._tokens_max)
+        left = min(len(trial.tokens) - trial.frontier, self._tokens_max, trial.piece_max)
         fits = (n for n in PIECES if cost.predict_ms(work_of([(trial.frontier, n)])) <= PIECE_MS)
         self._sent = min(left, next(fits, PIECES[-1]))
         return self._sent

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine import refusals
+from batchengine.engine.canary import Canary
 from batchengine.engine.doubt import Jury, PageOf
 from batchengine.engine.loop import LaneLoop
 from batchengine.engine.reopen import Reopener
@@ -55,17 +56,23 @@ class Timeline(NamedTuple):
 class Upkeep:
     """Background work of one engine on its store. Use: `start` once."""
 
-    def __init__(self, tables: Tables, store: Store, reopener: Reopener, jury: Jury) -> None:
+    def __init__(
+        self, tables: Tables, store: Store, reopener: Reopener, jury: Jury, n_vocab: int
+    ) -> None:
         self._tables = tables
         self._store = store
         self._reopener = reopener
         self._jury = jury
         self._idle_since = time.monotonic()
         self._files = ModelFiles(tables)
+        self._canary = Canary(tables, jury, n_vocab)
 
     def start(self, spawn: Callable[[Coroutine[Any, Any, None], str], None]) -> None:
         """Begin; `spawn` keeps the tasks."""
-        for work, name in ((self._scrub, "scrub"), (self._collect, "gc"), (self._watch, "watch")):
+        works = [(self._scrub, "scrub"), (self._collect, "gc"), (self._watch, "watch")]
+        if self._tables.config.limits.canary_s > 0:
+            works.append((self._canary.look, "canary"))
+        for work, name in works:
             spawn(_for_ever(work, name), name)
 
     # --------------------------------------------------------------------------------- scrub

@@ -164,6 +164,7 @@ class World:
         self.counts: Counter[str] = Counter()
         self.records: dict[str, Record] = {}
         self.futures = FutureSeam()
+        self.patches = contextlib.ExitStack()
         self.life: Life | None = None
         self.lives = 0
         self._up = asyncio.Event()
@@ -211,6 +212,7 @@ class World:
                 "store.budget_bytes": rng.choice([16, 40, 300]) * PAGE_BYTES,
                 "store.durability": rng.choice(["turn", "power"]),
                 "store.full_disk": rng.choice(["fail", "finish"]),
+                "limits.canary_s": self.tape("canary").choice([0.0, 0.3, 600.0]),
                 "router.promote_auto": rng.random() < 0.7,
                 "router.dwell_s": rng.choice([0.0, 0.1, 0.5]),
                 "router.demote_idle_s": rng.choice([0.5, 5.0]),
@@ -308,9 +310,9 @@ class World:
         life = Life(self, self.lives)
         self.trace("boot", self.lives)
         self.futures.threads = life.threads
-        lanes = starter_uses(life.seam, lambda name, command: SimLane(self, name))
-        with lanes:
-            await life.engine.start(lambda _: None)
+        uses = starter_uses(life.seam, lambda name, command: SimLane(self, name))
+        self.patches.enter_context(uses)  # to the end: a referee may be called at any time
+        await life.engine.start(lambda _: None)
         life.engine.handover.on_point = self._on_point
         store = life.seam.opened
         assert store is not None
@@ -530,6 +532,8 @@ class World:
         for session in list(life.engine._named.values()):
             life.engine._tables.forget(session)
         await asyncio.sleep(3.0)
+        while any(loop.pages._adoptions for loop in life.loops):  # noqa: ASYNC110  a canary's
+            await asyncio.sleep(0.01)
         self._check_empty(life)
         self.stopping = True
         await life.engine.stop(0.0)
@@ -655,6 +659,7 @@ def simulate(seed: int, *, world: type[World] = World) -> Outcome:
     with _folder() as folder, contextlib.ExitStack() as patches:
         made = world(seed, folder)
         made.futures = patches.enter_context(store_futures())
+        made.patches = patches
         listener = _Listener(made)
         before = logger.propagate, logger.level
         logger.addHandler(listener)

@@ -1,0 +1,205 @@
+"""The canary (F46): a page that every lane computes when it rests, and that must come out alike.
+
+In the simulated world: a lane is wrong by one bit of one row, or by NaN, when its script says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from batchengine.core import BatchEngineError
+from batchengine.engine.canary import canary_tokens
+from batchengine.engine.trial import KEY
+from tests.simulation.stage import Plan, Stage, play, words
+
+EVERY_S = 60.0
+
+
+def canaries(stage: Stage, lane: str, result: str) -> float:
+    """How often a lane's canary came out so."""
+    return stage.up.metrics.canaries_total.labels(lane, result)._value.get()
+
+
+def is_canary(step: Any) -> bool:
+    return any(entry.session == KEY for entry in step.entries)
+
+
+def wrong(stage: Stage, lane: str, is_wrong: Callable[[Any], bool], **how: bool) -> list[str]:
+    """The lane is wrong in the frames that `is_wrong` names; they are noted."""
+    struck: list[str] = []
+
+    def plan(of: Any, step: Any) -> Plan | None:
+        if of.name == lane and step.entries and is_wrong(step):
+            struck.append(of.name)
+            return Plan(0.004, **(how or {"flip": True}))  # type: ignore[arg-type]
+        return None
+
+    stage.plans.append(plan)
+    return struck
+
+
+def told_aloud(stage: Stage, text: str) -> None:
+    """It was logged as critical, which a seed takes for a failure."""
+    assert any(text in line for line in stage._wrong), stage._wrong
+    stage._wrong.clear()
+
+
+def test_tokens_are_in_the_vocabulary() -> None:
+    for n_vocab in (1, 40, 2048, 151_936):
+        tokens = canary_tokens(n_vocab)
+        assert len(tokens) == 256
+        assert 0 <= min(tokens) <= max(tokens) < n_vocab
+
+
+def test_lanes_that_rest_compute_the_same_again_and_again() -> None:
+    """They keep nothing of it: no page in the store, no place in the arena, no session."""
+
+    async def scene(stage: Stage) -> None:
+        await asyncio.sleep(2.5 * EVERY_S)
+        for name in ("left", "right"):
+            assert canaries(stage, name, "equal") == 3
+            assert stage.lane(name).pages.places_free == stage.places
+        store = stage.now.seam.opened
+        assert store is not None
+        assert store.stat()["pages_published"] == 0
+        assert stage.up.stats()["troubles"] == []
+
+    play(scene, limits__canary_s=EVERY_S)
+
+
+def test_zero_is_off() -> None:
+    async def scene(stage: Stage) -> None:
+        frames = wrong(stage, "left", is_canary)
+        await asyncio.sleep(100)
+        assert not frames
+
+    play(scene, limits__canary_s=0)
+
+
+def test_a_lane_that_serves_computes_none_and_one_that_begins_gives_it_up() -> None:
+    """The first frame after a request came is its own, but for the piece that was on its way."""
+
+    async def scene(stage: Stage) -> None:
+        frames: list[tuple[str, int, bool]] = []
+
+        def plan(lane: Any, step: Any) -> Plan | None:
+            frames.extend((lane.name, e.n_tokens, e.session == KEY) for e in step.entries)
+            return Plan(0.5) if is_canary(step) else None
+
+        stage.plans.append(plan)
+        await stage.until(lambda: any(canary for _, _, canary in frames))
+        name = frames[0][0]
+        assert frames[0][1] == 16, "in pieces"
+        loops = [loop for loop in stage.now.loops if loop.lane.name != name]
+        for loop in loops:
+            loop.assigned += 9  # nobody goes there
+        asked = stage.ask(words(1, 40), 200, "s")
+        reader = stage.start(asked)
+        await stage.until(lambda: canaries(stage, name, "given_up") == 1)
+        await reader
+        for loop in loops:
+            loop.assigned -= 9
+        assert asked.lane == name
+        mine = [canary for lane, _, canary in frames if lane == name]
+        assert mine == sorted(mine, reverse=True), "canary frames, then those of the turn"
+        await stage.until(lambda: canaries(stage, name, "equal") == 1)
+
+    play(scene)
+
+
+def test_it_takes_no_place_from_a_session_that_rests() -> None:
+    """An arena full of lent places: there is no room for a canary, and nobody loses a row."""
+
+    async def scene(stage: Stage) -> None:
+        prompts = [words(10 + i, 100) for i in range(2 * stage.places)]
+        for i, prompt in enumerate(prompts):
+            await stage.answer(prompt, 2, f"s{i}")
+        before = {s.session_id: (s.frontier, list(s.places)) for s in stage.up._named.values()}
+        await asyncio.sleep(60)
+        assert before == {
+            s.session_id: (s.frontier, list(s.places)) for s in stage.up._named.values()
+        }
+        given_up = sum(canaries(stage, name, "given_up") for name in ("left", "right"))
+        assert given_up >= 1
+
+    play(scene, places=4)
+
+
+@pytest.mark.parametrize("bad", ["left", "right"])
+@pytest.mark.parametrize("how", ["flip", "nan"])
+def test_the_lane_that_differs_is_drained_whichever_spoke_first(bad: str, how: str) -> None:
+    """A fresh worker says who is wrong; health and metrics tell; the other lane serves on."""
+
+    async def scene(stage: Stage) -> None:
+        wrong(stage, bad, is_canary, **{how: True})
+        good = "right" if bad == "left" else "left"
+        await stage.until(lambda: bool(stage.lane(bad).drained))
+        assert not stage.lane(good).drained
+        assert stage.up.state == "degraded"
+        row = next(row for row in stage.up.lanes() if row["name"] == bad)
+        assert row["state"] == "drained"
+        assert "fresh worker" in row["why"]
+        await asyncio.sleep(3 * EVERY_S)
+        assert stage.up.stats()["troubles"] == [f"lane {bad} drained: {row['why']}"]
+        assert canaries(stage, good, "equal") >= 2
+        assert stage.up.metrics.registry.get_sample_value("batchengine_numeric_faults_total") >= 1
+        asked = stage.ask(words(2, 300), 20)
+        await stage.read(asked)
+        assert asked.lane == good
+        told_aloud(stage, "two contents")
+        stage.plans.clear()
+
+    play(scene, limits__canary_s=EVERY_S)
+
+
+def test_a_lane_that_is_alone_differs_from_itself() -> None:
+    """It gets a new worker, which is looked at as soon as it rests; then health is well again."""
+
+    async def scene(stage: Stage) -> None:
+        alone(stage)
+        await stage.until(lambda: canaries(stage, "left", "equal") == 1)
+        struck = wrong(stage, "left", lambda step: is_canary(step) and not struck)
+        await stage.until(lambda: stage.lane("left").lane.incarnation == 2)
+        assert canaries(stage, "left", "different") == 1
+        assert any("canary of lane left differs" in line for line in stage.up.stats()["troubles"])
+        await stage.until(lambda: canaries(stage, "left", "equal") == 2)
+        assert not any("canary" in line for line in stage.up.stats()["troubles"])
+        told_aloud(stage, "lane left was wrong")
+        assert len((await stage.answer(words(3, 300), 20)).tokens) == 20
+
+    play(scene, limits__canary_s=EVERY_S)
+
+
+def alone(stage: Stage) -> None:
+    """The other lane is out of order for another reason."""
+    stage.lane("right").drain("the scene has one lane")
+
+
+def test_when_nobody_can_say_both_are_forgotten_and_health_tells() -> None:
+    """No worker can be started: nobody is drained on the word of one against another."""
+
+    async def scene(stage: Stage) -> None:
+        def refuse() -> Any:
+            raise BatchEngineError("BE0000", "no memory")
+
+        jury = stage.up._upkeep._canary._jury  # type: ignore[union-attr]
+        jury._referee = refuse
+        struck = wrong(stage, "right", lambda step: is_canary(step) and not struck)
+        # The first lane does not answer when it is asked again.
+        await stage.until(lambda: canaries(stage, "left", "equal") == 1)
+        left = stage.lane("left")
+        left.drained = "it is busy"
+        await stage.until(lambda: canaries(stage, "right", "different") == 1)
+        left.drained = ""
+        await asyncio.sleep(1.0)
+        assert not stage.lane("right").drained
+        assert any("canary of lane right" in line for line in stage.up.stats()["troubles"])
+        told_aloud(stage, "nobody can say which is right")
+        await stage.until(lambda: canaries(stage, "right", "equal") == 1)
+        assert stage.up.stats()["troubles"] == []
+
+    play(scene, limits__canary_s=EVERY_S)
