@@ -33,6 +33,7 @@ Index: the caller's thread, no file I/O.
     verify_all(progress) -> Future[VerifyReport]  # read them all; bad ones are condemned
     note_recomputed(ref, payload_digest) -> bool  # False: a numerics fault, the page is condemned
     gc(keep=session_ids) -> Future[GcReport]      # down to the target; sessions beyond the cap
+    drop_tails(tokens, tenant, salt) -> Future[int]   # of a dropped session, unless a fork has them
     rates.read_bytes_per_s, .seal_bytes_per_s     # None until measured
     maintain(), check_integrity(), stat(), close()
 

@@ -5,7 +5,9 @@ A damaged row is a `StoreCorrupt` for its session alone: values of a damaged fil
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from kv_store.errors import StoreCorrupt
 from kv_store.pages import PageRef
 
 PRUNED_AT_ONCE_MAX = 1000  # sessions: bounds the transaction that everybody's commit waits for
+SHARED_READ_TOKENS_MAX = 2 << 20  # so does a read
 _TURN_COLUMNS = (
     "id, idempotency_key, prompt_start, prompt_end, sampling, seed, status, finish_reason, seq"
 )
@@ -109,6 +112,25 @@ def unfinished_turns(db: sqlite3.Connection) -> list[tuple[str, TurnInfo]]:
 def suspects(db: sqlite3.Connection) -> list[SuspectInfo]:
     rows = db.execute("SELECT session, incarnation, strikes, alone FROM suspect ORDER BY session")
     return [SuspectInfo(name, inc, strikes, bool(alone)) for name, inc, strikes, alone in rows]
+
+
+def longest_shared(db: sqlite3.Connection, tenant: str, ids: bytes, lengths: Sequence[int]) -> int:
+    """The longest of `lengths` (tokens, rising) up to which some session of `tenant` has `ids`.
+
+    The last of them where finding that out would read more than SHARED_READ_TOKENS_MAX tokens.
+    """
+    others = db.execute(
+        "SELECT id, ledger_len FROM session WHERE tenant = ? AND ledger_len >= ?",
+        (tenant, lengths[0]),
+    ).fetchall()
+    if sum(length for _, length in others) > SHARED_READ_TOKENS_MAX:
+        return lengths[-1]
+    found = 0
+    for name, _ in others:
+        with contextlib.suppress(StoreCorrupt):  # what cannot be read refers to nothing
+            theirs = records.read_tokens(db, name)
+            found = max([found, *(n for n in lengths if theirs.startswith(ids[: n * 4]))])
+    return found
 
 
 def prunable(

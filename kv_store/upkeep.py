@@ -7,16 +7,17 @@ for more than one page of it. Refuses to recompute: who asked decides what a bad
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from kv_store import keys, osio
+from kv_store import keys, osio, sessions
 from kv_store.errors import StaleRef, StoreCorrupt
+from kv_store.layout import PAGE_TOKENS
 from kv_store.pages import EVICTABLE, SUPERSEDED, PageRef, PageState
 from kv_store.places import EVICT_TO_PERCENT, Parts
 from kv_store.pool import PagePool
-from kv_store.threads import new_future
+from kv_store.threads import new_future, settle
 
 SESSIONS_MAX = 10_000
 
@@ -265,6 +266,57 @@ class UpkeepPool(PagePool):
 
         self._pages_io.submit(self._drop_crowding_reprs).add_done_callback(pages_done)
         return result
+
+    def drop_tails(self, tokens: keys.Tokens | bytes, tenant: str, salt: bytes) -> Future[int]:
+        """Free the parked tails of a timeline whose session was dropped; gives how many.
+
+        Not those in use, and none up to which another session of `tenant` has the same tokens: a
+        fork resumes from it. Never fails; what stays is evicted in time as any page is.
+        """
+        ids = keys.token_bytes(tokens)
+        parents = [keys.ROOT_KEY, *keys.chain_keys(ids, self.repr_id, salt)]
+        with self._lock:
+            tails = self._tails_of(ids, parents, salt)
+        result: Future[int] = new_future()
+        if not tails:
+            result.set_result(0)
+            return result
+        ends = [end for end, _ in tails]
+
+        def free(done: Future[int]) -> int:
+            shared = ends[-1] if done.exception() is not None else done.result()
+            freed = 0
+            with self._lock:
+                for end, ref in tails:
+                    if end > shared and self._is_idle(ref):
+                        self._release(self._table.get(ref))
+                        freed += 1
+                self.counters["tails_dropped"] += freed
+            self.ledger.commit()
+            return freed
+
+        asked = self.ledger.read(lambda db: sessions.longest_shared(db, tenant, ids, ends))
+        asked.add_done_callback(lambda done: settle(result, lambda: free(done)))
+        return result
+
+    def _is_idle(self, ref: PageRef) -> bool:
+        """The page is there, and nobody reads it."""
+        page = self._table.find(ref.page_id)
+        return page is not None and page.ref == ref and page.state in EVICTABLE and not page.pins
+
+    def _tails_of(
+        self, ids: bytes, parents: Sequence[bytes], salt: bytes
+    ) -> list[tuple[int, PageRef]]:
+        """(tokens before its end, tail) of every resident tail of a timeline, in that order."""
+        found: list[tuple[int, PageRef]] = []
+        for index, parent in enumerate(parents):
+            rest = ids[index * PAGE_TOKENS * 4 : (index + 1) * PAGE_TOKENS * 4]
+            for n in reversed(self._table.tail_lengths(parent, len(rest) // 4)):
+                part = rest[: n * 4]
+                page = self._table.resident(keys.content_key(parent, part, self.repr_id, salt))
+                if page is not None and page.tokens == part:
+                    found.append((index * PAGE_TOKENS + n, page.ref))
+        return found
 
     def _drop_crowding_reprs(self) -> tuple[int, int]:
         """Extents and places of other representations dropped (page thread)."""

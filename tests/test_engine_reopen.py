@@ -303,6 +303,31 @@ def test_a_dropped_session_is_gone_and_its_name_is_free(
     run(work())
 
 
+def test_a_dropped_session_takes_its_tail_along_unless_a_fork_has_it(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    prompt = words(15, 90)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(request(prompt, 20, session="s")))
+            await engine.park("", "s", None)
+            await engine.fork("", "s", "twin")
+            await engine.drop("", "s")
+            assert engine.stats()["store"]["tails"] == 1
+            longer = [*prompt, *one.tokens, 7]
+            two = await read(engine.submit(request(longer, 4, session="twin")))
+            assert two.tokens == reference.tokens(longer, 4)
+            assert two.done is not None
+            assert two.done.usage.cached_tokens > 100
+            await engine.park("", "twin", None)
+            await engine.drop("", "twin")
+            assert engine.stats()["store"]["tails"] == 0
+            assert engine.stats()["store"]["tails_dropped_total"] == 2
+
+    run(work())
+
+
 def test_why_names_the_first_token_that_differs(
     pocket_path: Path, tmp_path: Path, cache_dir: Path
 ) -> None:

@@ -166,6 +166,8 @@ class Care:
             self._tables.forget(session)
         self._reopener.forget(tenant, session_id)
         await self._wait(self._store.ledger.drop_session(durable_name(tenant, session_id)))
+        tokens = found.tokens if session is None else session.tokens  # its last turn's, too
+        await asyncio.wrap_future(self._store.drop_tails(tokens, tenant, tenant.encode()))
         return {"session_id": session_id, "tokens": len(found.tokens), "state": "dropped"}
 
     async def why(self, tenant: str, session_id: str) -> dict[str, Any]:
