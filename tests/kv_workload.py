@@ -220,6 +220,7 @@ TIMELINE = tokens_of(1, 3)
 TURNS = (40, 256, 300, 172)  # tokens per append: page borders fall inside and between them
 assert sum(TURNS) == len(TIMELINE)
 FORKED, CUT = 300, 7
+GONE = tokens_of(2, 1)[:80]  # of a session that is dropped, with its parked tail
 ACK = struct.Struct("<HH")  # tokens durable, pages published
 
 
@@ -269,7 +270,7 @@ def crash_workload(path: str, ack: int, number: int) -> int:
 
 
 def second_life(store: Store) -> None:
-    """Restore, park, fork, cut, scrub, collect garbage: what a restarted engine does."""
+    """Restore, park, fork, cut, scrub, collect garbage, drop: what a restarted engine does."""
     refs = store.match_prefix(TIMELINE, SALT, pin=True)
     store.load(refs).result(20)
     for ref in refs:
@@ -283,6 +284,13 @@ def second_life(store: Store) -> None:
     store.ledger.commit().result(20)
     store.scrub_next().result(20)
     store.gc(keep=["s", "fork"]).result(20)
+    store.ledger.open_session("gone", "t")
+    store.ledger.append_tokens("gone", 1, 0, GONE)
+    wait_for_growth(store)
+    store.unpin(lane.add(ROOT_KEY, GONE)[0])
+    store.ledger.drop_session("gone")
+    store.ledger.commit().result(20)
+    assert store.drop_tails(GONE, "t", SALT).result(20) == 1
     store.ledger.commit().result(20)
     lane.close()
 
@@ -305,10 +313,11 @@ def crash_check(path: str, acks: bytes) -> None:
             cut = fork.info.epoch == 2
             assert fork.tokens == TIMELINE[: CUT if cut else FORKED].tolist(), "half a fork, or cut"
             assert len(kept) == len(TIMELINE)
-        tail = store.find_tail(ROOT_KEY, TIMELINE, SALT)
-        if tail is not None and store.load([tail]).result(20) == [True]:
-            key = store.key_of(ROOT_KEY, TIMELINE[: store.page_tokens(tail)], SALT)
-            assert read_page(store, tail) == payload_of(key).tobytes(), "wrong KV in a tail"
+        for ids in (TIMELINE, GONE):
+            tail = store.find_tail(ROOT_KEY, ids, SALT)
+            if tail is not None and store.load([tail]).result(20) == [True]:
+                key = store.key_of(ROOT_KEY, ids[: store.page_tokens(tail)], SALT)
+                assert read_page(store, tail) == payload_of(key).tobytes(), "wrong KV in a tail"
         found = store.match_prefix(TIMELINE, SALT, pin=True)
         assert len(found) >= min(pages, 2), f"{pages} pages were published, {len(found)} are left"
         good = store.load(found).result(20)
