@@ -221,9 +221,8 @@ class LaneLoop:
         session.on(Event.THAW)
         self.pages.enter(session)
         turn, key = frozen.turn, session.key
-        if turn is None:
-            self.pages.lend(session)
-        else:
+        self.pages.lend(session)
+        if turn is not None:
             session.on(Event.START)
             self.waiting[key] = turn
             self._forget_row(turn)
@@ -231,10 +230,10 @@ class LaneLoop:
                 turn.generation.lane = self.lane.name
             if frozen.seated and (turn.paused or self.seats_free > 0):
                 self._seat(key)
-            else:
-                self.pages.lend(session)
             if turn.generation.cancelled or turn.generation.finished:
                 self.cancel(turn)
+        if self.pages.fall_back(session, only_sealed=bool(self.drained)):  # not while it moved
+            self.session_cut(session)
         self.wake()
 
     def first_commit(self, session: Session) -> asyncio.Future[float]:
@@ -284,10 +283,10 @@ class LaneLoop:
     async def _step(self) -> None:
         began_ms = self.now_ms()
         self._drain()
+        if self.trials and self.lane.alive:
+            await self._try_page()
         if not self.lane.alive:
             raise await self.lane.died()
-        if self.trials and self.trials.is_due(idle=not (self.running or self.waiting)):
-            await self._try_page()
         plan = NO_PLAN if self.drained else scheduler.plan(self._view(), self.now_ms())
         flight = self._prepare(plan)
         if flight is None or not flight.parts:
@@ -314,9 +313,12 @@ class LaneLoop:
             self.overhead_ms += OVERHEAD_GAIN * (max(0.0, lost_ms) - self.overhead_ms)
 
     async def _try_page(self) -> None:
+        if not self.trials.is_due(idle=not (self.running or self.waiting)):
+            return
         frame = self.trials.frame(self.cost.cost)
         if frame is not None:
             self.trials.answered(await self.lane.run(*frame, deadline_s=STEP_DEADLINE_MIN_S))
+        self._drain()  # a verdict may have come meanwhile
         self.wake()
 
     async def _sleep(self) -> None:
@@ -340,9 +342,8 @@ class LaneLoop:
             self._stalled_ms = None
             return
         now_ms = self.now_ms()
-        if self._stalled_ms is None:
-            self._stalled_ms = now_ms
-        stalled_s = (now_ms - self._stalled_ms) / 1000
+        since_ms = self._stalled_ms = now_ms if self._stalled_ms is None else self._stalled_ms
+        stalled_s = (now_ms - since_ms) / 1000
         if len(self.running) > 1 and stalled_s > STALL_S:
             paused = [turn for turn in self.running.values() if turn.paused]
             last = max(paused or able, key=lambda turn: (turn.rank, turn.deadline_ms))
@@ -617,10 +618,10 @@ class LaneLoop:
             generation.paused_since_ms = now_ms
 
     def _poison(self, turn: Turn) -> None:
-        """NaN or Inf in a row: the turn fails, what it wrote last is never published."""
+        """NaN or Inf in a row: the turn fails, and no page that it computed is published (F45)."""
         self._owner.metrics.numeric_faults_total.inc()
         session = turn.session
-        self.pages.truncate(session, session.frontier // PAGE_TOKENS)
+        self.pages.withdraw(session, turn.generation.cached_tokens)
         if self._holds(turn):
             self._leave(turn)
         self._owner.turn_failed(turn, refusals.numeric_fault(turn))

@@ -19,7 +19,6 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.pages.seals import SealLine
 from batchengine.session import LOST_WITH_WORKER, Orphan, Session, State
 from kv_store.arena import Arena, ArenaPlace
-from kv_store.errors import StaleRef
 from kv_store.pages import PageRef
 from kv_store.store import Store
 
@@ -377,10 +376,9 @@ class AdoptingPages(SealLine):
 
     def _page_source(self, ref: PageRef, ids: list[int]) -> tuple[wire.FromPage, list[int]]:
         """A sealed page proves its bytes, not its tokens: those were compared before."""
-        try:
-            proof = self._store.proof(ref)
-        except StaleRef:  # it failed a scrub, say: nothing to take
+        if not self._store.is_resident(ref):  # condemned, though our pin keeps its bytes
             return wire.FromPage(0, 0, bytes(16)), []
+        proof = self._store.proof(ref)
         return wire.FromPage(proof.place_code, proof.seed, proof.checksum), ids
 
     def _take_touches(self) -> tuple[list[int], list[Touch]]:

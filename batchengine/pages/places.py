@@ -7,6 +7,7 @@ parked tail in the store, the arena of a dead worker.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -24,6 +25,8 @@ from kv_store.arena import Arena, ArenaPlace, PlaceState
 from kv_store.pages import PageRef
 from kv_store.pool import Ticket
 from kv_store.store import Store
+
+log = logging.getLogger("batchengine.pages")
 
 
 class Seal:
@@ -107,6 +110,10 @@ class Places:
 
     def ensure(self, session: Session, until: int) -> bool:
         """Give the session places for positions below `until`; False = the arena is full."""
+        if session.frontier > len(session.codes) * PAGE_TOKENS:  # never; but zeros are not KV
+            log.error("%r has fewer pages than its frontier says: it is computed again", session)
+            self.truncate(session, len(session.codes))
+            return False
         while len(session.codes) * PAGE_TOKENS < until:
             place = self._take_place()
             if place is None:
@@ -396,7 +403,12 @@ class Places:
         return refs[:first]
 
     def loaded(self, session: Session, good: list[bool]) -> None:
-        """Pages verified or not: the frontier moves to the first that did not."""
+        """Pages verified or not: the frontier moves to the first that did not.
+
+        The table may have lost pages, and a page its good name, since they were asked for.
+        """
+        pinned = zip(session.pinned, good, strict=False)
+        good = [ok and self._store.is_resident(ref) for ref, ok in pinned]
         count = good.index(False) if False in good else len(good)
         session.frontier = count * PAGE_TOKENS
         if count < len(good):

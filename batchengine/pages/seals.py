@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from batchengine import wire
@@ -248,6 +248,8 @@ class SealLine(Places):
         """
         if session.state is State.FROZEN:
             return False
+        if session.parked is not None and not self._store.is_resident(session.parked.ref):
+            self.unpark(session)
         good = len(session.pinned)
         for index, ref in enumerate(session.pinned):
             if not self._store.is_resident(ref):

@@ -1,0 +1,215 @@
+"""What an await leaves behind: the table, the lane or a page's good name changed meanwhile.
+
+Each of these computed with KV that was not there, or was known to be wrong, before it was mended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchengine.engine import Engine
+from batchengine.engine.trial import Trial, TrialFailed
+from batchengine.session import Session
+from kv_store.pages import PageRef
+from kv_store.threads import new_future
+from tests.fakes import Reference, read, request, run, running_engine, until, words
+from tests.test_handover import other, two_lanes
+from tests.test_handover_faults import lanes_of, plant, start
+
+PAGES = 3
+PROMPT = words(1, PAGES * 256 + 20)
+
+
+@pytest.fixture(scope="module")
+def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
+    made = Reference(pocket_path, cache_dir)
+    yield made
+    made.close()
+
+
+class SlowDisk:
+    """Answers of `store.load` wait until they are let through."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._store: Any = engine._store
+        self._real: Callable[[Sequence[PageRef]], Future[list[bool]]] = self._store.load
+        self._held: list[tuple[Future[list[bool]], Future[list[bool]]]] = []
+        self._store.load = self._load
+
+    def _load(self, refs: Sequence[PageRef]) -> Future[list[bool]]:
+        late: Future[list[bool]] = new_future()
+        self._held.append((late, self._real(refs)))
+        return late
+
+    @property
+    def is_asked(self) -> bool:
+        return bool(self._held)
+
+    async def answer(self) -> None:
+        self._store.load = self._real
+        for late, real in self._held:
+            late.set_result(await asyncio.wrap_future(real))
+
+
+async def evicted(engine: Engine, session: Session) -> None:
+    """What a full store does to the oldest lender."""
+    assert engine._home[session.key].pages._unpin_oldest(Session(0, "", ""))
+
+
+async def condemned(engine: Engine, session: Session) -> None:
+    loop = engine._home[session.key]
+    engine._store.condemn(session.pinned[1])
+    loop.recheck()
+    await until(lambda: not loop.is_rechecking)
+
+
+@pytest.mark.parametrize("fault", [evicted, condemned])
+def test_pages_that_go_while_they_are_read(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference,
+    caplog: pytest.LogCaptureFixture, fault: Any,
+) -> None:  # fmt: skip
+    async def work() -> None:
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            await read(engine.submit(request(PROMPT, 4, session="s")))
+            session = engine._named["", "s"]
+            await until(lambda: len(session.pinned) == PAGES)
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            disk = SlowDisk(engine)
+            longer = [*PROMPT, 5]
+            reader = asyncio.ensure_future(read(engine.submit(request(longer, 30, session="s"))))
+            await until(lambda: disk.is_asked)
+            session = engine._named["", "s"]
+            await engine.promote("s", to=other(engine, "s"))
+            await fault(engine, session)
+            assert len(session.pinned) < PAGES
+            await disk.answer()
+            answer = await reader
+            assert answer.tokens == reference.tokens(longer, 30)
+            assert answer.done is not None
+            if fault is condemned:
+                assert answer.done.usage.cached_tokens <= 256
+
+    with caplog.at_level(logging.ERROR, "batchengine.pages"):
+        run(work())
+    assert not caplog.records
+
+
+def test_a_page_condemned_while_its_session_moves(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    async def work() -> None:
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            generation, reader = await start(engine, "s", PROMPT, 300)
+            session = engine._named["", "s"]
+            await until(lambda: len(session.pinned) == PAGES)
+            _, there = lanes_of(engine, "s")
+            bad = session.pinned[0]
+
+            async def condemn() -> None:
+                engine._store.condemn(bad)
+                for loop in engine._loops:
+                    loop.recheck()
+                await until(lambda: not any(loop.is_rechecking for loop in engine._loops))
+
+            plant(engine, "P2", condemn)
+            await engine.promote("s", to=there.lane.name)
+            before = generation.completion_tokens
+            await until(lambda: generation.completion_tokens > before + 2)
+            assert bad not in session.pinned
+            assert (await reader).tokens == reference.tokens(PROMPT, 300)
+
+    run(work())
+
+
+@pytest.mark.parametrize("where", ["store", "arena"])
+def test_a_condemned_tail_is_not_taken(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, where: str
+) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = await read(engine.submit(request(PROMPT, 20, session="s")))
+            session = engine._named["", "s"]
+            loop = engine._home[session.key]
+            loop.pages.park(session)
+            loop.wake()
+            await until(lambda: session.parked is not None)
+            assert session.parked is not None
+            tail = session.parked.ref
+            if where == "store":
+                loop.pages.send_away(session)
+            engine._store.condemn(tail)
+            loop.recheck()
+            await until(lambda: not loop.is_rechecking)
+            assert session.parked is None
+            again = await read(
+                engine.submit(request([*PROMPT, *first.tokens, 5, 6], 4, session="s"))
+            )
+            assert again.done is not None
+            cached = again.done.usage.cached_tokens
+            assert (cached <= PAGES * 256) is (where == "store")
+
+    run(work())
+
+
+def test_a_trial_given_up_in_flight(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            loop = engine._loops[0]
+            late, next_one = (Trial(words(n, 512), [], urgent=True) for n in (1, 2))
+            real, asked = loop.lane.run, asyncio.Event()
+
+            async def slow(*given: Any, **how: Any) -> Any:
+                asked.set()
+                done = await real(*given, **how)
+                await asyncio.sleep(0.05)
+                return done
+
+            loop.lane.run = slow  # type: ignore[method-assign]
+            loop.ask_trial(late)
+            loop.ask_trial(next_one)
+            await asked.wait()
+            loop.trials.close(late)
+            with pytest.raises(TrialFailed):
+                await late.digest
+            digest = await next_one.digest
+            loop.trials.close(next_one)
+            loop.lane.run = real  # type: ignore[method-assign]
+            again = Trial(words(2, 512), [], urgent=True)
+            loop.ask_trial(again)
+            assert await again.digest == digest, "it was given the answer to another's frame"
+            loop.trials.close(again)
+            assert engine.fatal is None
+
+    run(work())
+
+
+def test_a_frontier_without_pages_is_computed_again(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """No path leads there that we know of; attention over empty places must not be the answer."""
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            generation, reader = await start(engine, "s", PROMPT, 200)
+            session = engine._named["", "s"]
+            loop = engine._home[session.key]
+            frozen = await loop.freeze(session)
+            assert frozen is not None
+            frontier = session.frontier
+            loop.pages.truncate(session, 1)
+            session.frontier = frontier
+            loop.thaw(session, frozen)
+            await until(lambda: generation.finished)
+            assert (await reader).tokens == reference.tokens(PROMPT, 200)
+
+    with caplog.at_level(logging.ERROR, "batchengine.pages"):
+        run(work())
+    assert "fewer pages than its frontier" in caplog.text
