@@ -26,7 +26,14 @@ from kv_store.arena import ARENA_NAME, ArenaFile, delete_arena
 from kv_store.errors import StoreCorrupt, StoreError, StoreUnsupported
 from kv_store.extent import EXTENT_NAME, ExtentInfo, extent_path
 from kv_store.layout import PAGE_TOKENS, PageLayout
-from kv_store.ledger import PAGE_QUERY, PageRow, check_version, connect, page_row
+from kv_store.ledger import (
+    PAGE_QUERY,
+    PageRow,
+    check_version,
+    connect,
+    page_row,
+    why_refused,
+)
 from kv_store.store import set_aside, take_lock
 
 Severity = Literal["error", "warning", "info"]
@@ -77,6 +84,8 @@ def fsck(
     it, StoreVersion when a newer program wrote it, StoreUnsupported when it is no store."""
     path = os.path.abspath(os.fspath(path))
     ledger = os.path.join(path, "meta.db")
+    if not os.path.lexists(ledger) and os.path.exists(f"{ledger}.damaged-1"):
+        return _no_ledger(path, repair)
     if not os.path.isfile(ledger):
         raise StoreUnsupported(f"{path} holds no store", fs="", why="there is no meta.db in it")
     lock_fd = take_lock(path)
@@ -85,6 +94,14 @@ def fsck(
         return _Fsck(path, repair, progress or (lambda done, total: None)).run()
     finally:
         os.close(lock_fd)
+
+
+def _no_ledger(path: str, repair: bool) -> FsckReport:
+    """A store whose ledger was set aside and that nobody has opened since."""
+    report = FsckReport(path, repair)
+    what, why = "there is no ledger", "it was set aside: meta.db.damaged-1"
+    report.findings.append(Finding("info", what, why, "nothing: the next opening makes a new one"))
+    return report
 
 
 class _Fsck:
@@ -105,22 +122,32 @@ class _Fsck:
         self._check_folders()
         try:
             with self._opened() as db:
-                for section in (
-                    self._check_ledger, self._check_store_row, self._check_reprs,
-                    self._check_extents, self._check_sessions, self._check_turns,
-                    self._check_orphans,
-                ):  # fmt: skip
-                    self._try(section, db)
-                if self.repair and self.fixes:
-                    self._apply(db)
+                self._check_database(db)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # its words may be damaged too
-            self._unreadable(error)
+            self._set_aside(str(error))
         self._check_arenas()
         if self.repair:
             for remove in self.removals:
                 with contextlib.suppress(OSError):
                     remove()
         return self.report
+
+    def _check_database(self, db: sqlite3.Connection) -> None:
+        """Every section, unless a store would not even open what they would read."""
+        why = why_refused(db, thorough=False)
+        if not why:
+            for section in (
+                self._check_ledger, self._check_store_row, self._check_reprs,
+                self._check_extents, self._check_sessions, self._check_turns,
+                self._check_orphans,
+            ):  # fmt: skip
+                self._try(section, db)
+            if self.repair and self.fixes:
+                self._apply(db)
+            if self.repair or not self.fixes:
+                why = why_refused(db, thorough=True)
+        if why:
+            self._set_aside(why)
 
     def _find(
         self, severity: Severity, what: str, why: str, repair: str, fix: Fix | None = None
@@ -190,12 +217,12 @@ class _Fsck:
             (lambda db: db.execute("REINDEX")) if only_indexes else None,
         )
 
-    def _unreadable(self, error: Exception) -> None:
+    def _set_aside(self, why: str) -> None:
         name = os.path.join(self.path, "meta.db")
         self._find(
             "error",
             "the ledger is not a readable database",
-            str(error),
+            why,
             "it is set aside; the store starts empty at its next opening",
         )
         self.fixes.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import queue
 import sqlite3
+import stat
 import struct
 import threading
 import time
@@ -531,16 +532,23 @@ class Ledger:
 
 def check_version(path: str) -> None:
     """Refuse a newer file before SQLite can touch it; create a missing one, private to us."""
+    head, why = b"", ""
     try:
         fd = osio.open_private(path, os.O_RDWR | os.O_CREAT)
+        with os.fdopen(fd, "rb", buffering=0) as file:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                head = file.read(_SQLITE_HEADER.size)
+            else:
+                why = "it is no plain file"
     except OSError as error:
+        why = os.strerror(error.errno or 0)
+    if why:
         raise LedgerError(
-            f"the ledger {path} cannot be opened", why=os.strerror(error.errno or 0)
-        ) from error
-    try:
-        head = os.pread(fd, _SQLITE_HEADER.size, 0)
-    finally:
-        os.close(fd)
+            f"the ledger {path} cannot be opened",
+            why=why,
+            fix="it must be a plain file that this user may write: move away what stands there, or"
+            " fix its permissions",
+        )
     if len(head) < _SQLITE_HEADER.size:
         return  # a crash before the first checkpoint: the log, if any, has the rest
     version, application = _SQLITE_HEADER.unpack(head)
@@ -589,13 +597,27 @@ def _is_full(error: BaseException) -> bool:
     return getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
 
 
-def _replay(db: sqlite3.Connection) -> Replay:
+def why_refused(db: sqlite3.Connection, *, thorough: bool) -> str:
+    """Why the file would be set aside if a store opened it; "" = it would not be. `thorough`: as
+    SQLite judges its pages, too, which only counts after a crash."""
+    try:
+        if not db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+            return "it has no table: it was emptied, or its owner was killed before its first write"
+        _replay(db, thorough=thorough)
+    except StoreCorrupt as error:
+        return error.why or error.what
+    except (sqlite3.DatabaseError, TypeError, ValueError, OverflowError) as error:
+        return str(error)
+    return ""
+
+
+def _replay(db: sqlite3.Connection, *, thorough: bool = True) -> Replay:
     head = db.execute(
         "SELECT store_uuid, epoch, clean, boot_id, next_page_id, next_extent FROM store"
     ).fetchone()
     if head is None:
         raise StoreCorrupt("the ledger has no store row")
-    if not head[2]:  # the last process did not close it
+    if thorough and not head[2]:  # the last process did not close it
         verdict = db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":
             raise StoreCorrupt("the ledger is damaged", why=verdict)

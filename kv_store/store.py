@@ -372,7 +372,12 @@ def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
                 os.mkdir(folder, 0o700)
             mode = os.lstat(folder).st_mode
             if not stat.S_ISDIR(mode):
-                raise StoreUnsupported(f"{folder} is not a directory", fs=fs.name)
+                raise StoreUnsupported(
+                    f"{folder} is not a directory",
+                    fs=fs.name,
+                    why="a store keeps its files in folders of its own",
+                    fix="move away what stands there, or choose another store directory",
+                )
             if mode & 0o077:  # KV equals the prompt: nobody else reads it
                 os.chmod(folder, 0o700)
     except OSError as error:
@@ -401,13 +406,22 @@ def _judge_file_system(fs: osio.FileSystem, path: str, allow_any_fs: bool) -> li
 
 
 def take_lock(path: str) -> int:
-    name = os.path.join(path, "LOCK")
+    name, why = os.path.join(path, "LOCK"), "it is no plain file"
     try:
         fd = osio.open_private(name, os.O_RDWR | os.O_CREAT)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            fd = -1
     except OSError as error:
+        fd, why = -1, os.strerror(error.errno or 0)
+    if fd < 0:
         raise StoreUnsupported(
-            f"the store {path} cannot be locked", fs="", why=os.strerror(error.errno or 0)
-        ) from error
+            f"the store {path} cannot be locked",
+            fs="",
+            why=f"{name}: {why}",
+            fix="LOCK must be a plain file of this user: move away what stands there (no data is in"
+            " it), or fix its permissions",
+        )
     if osio.lock_exclusive(fd):
         return fd
     pid = 0

@@ -19,7 +19,7 @@ from service.client import admin
 from service.terminal import Debug, Json, Socket, admin_path, print_json
 
 if TYPE_CHECKING:
-    from kv_store.fsck import FsckReport
+    from kv_store.fsck import Finding, FsckReport
 
 CHORE_S = 24 * 3600.0  # a terabyte takes its time
 
@@ -112,9 +112,17 @@ def fsck(
         _print_report(found)
         if repair and not found.ok:
             print("repaired, and sound now" if left.ok else "errors are left after the repair")
-        elif not found.ok:
+        elif any(_helps(finding) for finding in found.findings):
             print(f"Fix: batchengine store fsck {path} --repair")
+        elif not found.ok:
+            print(
+                f"Fix: restore {path} from a copy, or move it away: the next start makes a new one"
+            )
     return 0 if left.ok else 1
+
+
+def _helps(finding: Finding) -> bool:
+    return finding.severity == "error" and not finding.repair.startswith("nothing")
 
 
 def _check(path: Path, repair: bool, *, quiet: bool) -> FsckReport:
@@ -136,6 +144,8 @@ def _check(path: Path, repair: bool, *, quiet: bool) -> FsckReport:
         what = error.what if isinstance(error, StoreError) else f"cannot check {path}"
         why = error.why if isinstance(error, StoreError) else error.strerror or str(error)
         fix = error.fix if isinstance(error, StoreError) else ""
+        if isinstance(error, StoreLocked):
+            fix = "stop that daemon first, or have it check itself: `batchengine store verify`"
         raise BatchEngineError(
             "BE1606",
             what,

@@ -19,6 +19,7 @@ from kv_store import (
     PlaceOwner,
     Store,
     StoreCorrupt,
+    StoreError,
     StoreLocked,
     StoreUnsupported,
     StoreVersion,
@@ -26,6 +27,7 @@ from kv_store import (
     records,
 )
 from kv_store.fsck import FsckReport, fsck
+from service.commands_store import fsck as check_command
 from tests.kv_workload import (
     LAYOUT,
     SALT,
@@ -373,6 +375,78 @@ def test_a_ledger_that_is_no_database_is_set_aside(path: Path) -> None:
     store = Store.open(path, descriptor(), settings())
     assert store.ledger.list_sessions().result(20) == []
     store.close()
+
+
+def empty_ledger(path: Path) -> None:
+    (path / "meta.db").write_bytes(b"")
+
+
+def foreign_ledger(path: Path) -> None:
+    (path / "meta.db").unlink()
+    run_sql(path, "CREATE TABLE session (id)", "PRAGMA user_version=1")
+
+
+def nameless_ledger(path: Path) -> None:
+    run_sql(path, "DELETE FROM store")
+
+
+def damaged_ledger(path: Path) -> None:
+    """After a crash, and not only in an index: the next opening would refuse it."""
+    run_sql(path, "UPDATE store SET clean = 0")
+    run_sql(path, "PRAGMA writable_schema=ON", "UPDATE sqlite_schema SET rootpage = 3")
+
+
+LEDGERS = [empty_ledger, foreign_ledger, nameless_ledger, damaged_ledger]
+
+
+@pytest.mark.parametrize("damage", LEDGERS, ids=lambda damage: damage.__name__)
+def test_a_ledger_that_no_store_would_open_is_set_aside_as_advised(
+    path: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(path)
+    assert check_command(path, debug=True) == 1
+    told = capsys.readouterr().out
+    assert "is set aside; the store starts empty" in told
+    assert f"Fix: batchengine store fsck {path} --repair" in told
+    assert check_command(path, repair=True, debug=True) == 0, "the advice is true"
+    assert "repaired, and sound now" in capsys.readouterr().out
+    assert (path / "meta.db.damaged-1").exists()
+    assert fsck(path).ok
+    store = Store.open(path, descriptor(), settings())
+    assert store.ledger.list_sessions().result(20) == []
+    store.close()
+    assert fsck(path).ok
+
+
+def test_no_repair_is_advised_that_does_nothing(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_store.fsck._TURN_QUERY", "SELECT what_a_bad_page_held FROM turn")
+    assert check_command(path, debug=True) == 1
+    told = capsys.readouterr().out
+    assert "--repair" not in told
+    assert f"Fix: restore {path} from a copy" in told
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+@pytest.mark.parametrize("name", ["LOCK", "meta.db"])
+def test_what_stands_in_the_place_of_a_file_is_told_with_its_fix(
+    path: Path, name: str, kind: str
+) -> None:
+    (path / name).unlink()
+    if kind == "folder":
+        (path / name).mkdir()
+    elif kind == "link":
+        (path / name).symlink_to(path / "elsewhere")
+    else:
+        os.mkfifo(path / name)
+    with pytest.raises(StoreError) as error:
+        Store.open(path, descriptor(), settings())
+    assert error.value.why
+    assert "must be a plain file" in error.value.fix
+    assert str(path / name) in str(error.value)
+    with pytest.raises(StoreError):
+        fsck(path)
 
 
 def test_a_broken_index_is_rebuilt(path: Path) -> None:
