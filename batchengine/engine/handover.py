@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -251,19 +251,24 @@ class Handover:
                 f"no room: {n_pages} open pages are needed on lane {to.lane.name}, and it has"
                 f" {to.pages.places_free} places to give"
             )
-        await self._touch(session, to)
+        await self._touch(to, session.codes[: len(session.pinned)])
+        if move.source.pages.is_retitling(session):
+            # The client cut its history just now: rows prove themselves once they are recorded
+            # under the epoch of what is left. Nobody cuts again before the move has ended.
+            await self._touch(move.source, ())
         await self._at("P1")
         self._check(session, to)
 
-    async def _touch(self, session: Session, to: LaneLoop) -> None:
+    async def _touch(self, loop: LaneLoop, sealed: Sequence[int]) -> None:
+        """Returns once the lane has answered a frame that was yet to be sent, and has faulted
+        these pages in; or once its worker died, which is noticed later."""
         touched: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        sealed = session.codes[: len(session.pinned)]
-        to.pages.touch(sealed, lambda: None if touched.done() else touched.set_result(None))
-        to.wake()
+        loop.pages.touch(sealed, lambda: None if touched.done() else touched.set_result(None))
+        loop.wake()
         await asyncio.wait([touched], timeout=ANSWER_S)
         if not touched.done():
             touched.cancel()
-            raise Abort(f"lane {to.lane.name} does not answer")
+            raise Abort(f"lane {loop.lane.name} does not answer")
 
     async def _freeze(self, move: Move) -> None:
         """P2: the last token on the source is committed and was given to its reader."""

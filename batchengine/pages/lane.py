@@ -13,7 +13,7 @@ from batchengine import wire
 from batchengine.pages.adoption import AdoptingPages, Chores
 from batchengine.pages.places import Seal
 from batchengine.session import Session
-from kv_store.arena import Arena
+from kv_store.arena import Arena, ArenaPlace
 from kv_store.errors import StoreError
 
 log = logging.getLogger("batchengine.pages")
@@ -22,6 +22,8 @@ log = logging.getLogger("batchengine.pages")
 class LanePages(AdoptingPages):
     """Page tables of the sessions of one lane. `on_change` hears of sessions whose KV changed."""
 
+    _retitling: frozenset[ArenaPlace] = frozenset()  # by the frame in flight
+
     def __repr__(self) -> str:
         return (
             f"<LanePages {self._arena!r} lenders={len(self._lenders)} seals={len(self._seals)}"
@@ -29,6 +31,11 @@ class LanePages(AdoptingPages):
         )
 
     # ------------------------------------------------------------------------------ the step
+
+    def is_retitling(self, session: Session) -> bool:
+        """Whether headers of its places are yet to follow a cut of its timeline."""
+        under_way = self._retitles.keys() | self._retitling
+        return not under_way.isdisjoint(session.places)
 
     def chores(self) -> tuple[Chores, list[Seal]]:
         """What the next frame carries besides entries, and the seals it verifies. Taken once.
@@ -40,6 +47,7 @@ class LanePages(AdoptingPages):
         digests = self._take_digests()
         poison, self._poison = tuple(self._poison), {}
         fresh, self._fresh = tuple(self._fresh.values()), {}
+        self._retitling = frozenset(self._retitles)
         retitles, self._retitles = tuple(self._retitles.values()), {}
         chores = Chores(
             poison,
@@ -59,6 +67,7 @@ class LanePages(AdoptingPages):
         self, chores: Chores, digests: tuple[bytes, ...], adopted: tuple[int, ...]
     ) -> None:
         """The frame with these chores was executed."""
+        self._retitling = frozenset()
         for (session, index, rows, place), digest in zip(chores.digests, digests, strict=True):
             self.digested(session, index, rows, place, digest)
         self._arrived(chores, adopted)
@@ -119,6 +128,7 @@ class LanePages(AdoptingPages):
         if chores is not None:
             self._touched(chores.touches)
         self._poison, self._fresh, self._retitles, self._titles = {}, {}, {}, {}
+        self._retitling = frozenset()
         self._due = {}
         # Places are gone, but sessions that do not run still give their pins.
         self._lenders = {session: 0 for session in self._lenders if session.pinned}
