@@ -18,6 +18,7 @@ from batchengine.core import BatchEngineError
 
 Json = dict[str, Any]
 CONNECT_SECONDS = 10.0
+ADMIN_LINE_BYTES_MAX = 16 * 1024  # of one command and its arguments
 SILENCE_SECONDS = 600.0  # keep-alive comments come every ten seconds
 
 
@@ -204,6 +205,7 @@ def admin(
     Arguments that are None are left out. `patience_s` is for the answer.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
+    _check_arguments(given)
     line = json.dumps({"command": command, **given}).encode() + b"\n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(CONNECT_SECONDS)
@@ -224,3 +226,20 @@ def admin(
     if not body.get("ok"):
         _check(400, body)
     return body
+
+
+def _check_arguments(given: Json) -> None:
+    """What cannot go over the wire at all is refused here, where it can be named."""
+    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    for name, text in texts.items():
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            why, fix = f"its {name.replace('_', ' ')} is no valid UTF-8", "write it in UTF-8"
+            raise _unsendable(why, fix)
+    if len(json.dumps(texts)) > ADMIN_LINE_BYTES_MAX // 2:
+        longest = max(texts, key=lambda name: len(texts[name]))
+        why = f"its {longest.replace('_', ' ')} has {len(texts[longest]):,} characters"
+        raise _unsendable(why, "ids have at most 4,096: copy it from `batchengine sessions`")
+
+
+def _unsendable(why: str, fix: str) -> BatchEngineError:
+    return BatchEngineError("BE1137", "the command cannot be sent", why=why, fix=fix)

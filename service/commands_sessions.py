@@ -5,6 +5,7 @@ Each asks the daemon over its admin socket, where every session of every key can
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any, cast
 
 import cyclopts
@@ -27,6 +28,7 @@ from service.terminal import (
 MOVE_S = 120.0  # a hand-over takes milliseconds, unless the lane is busy with a long step
 CHORE_S = 60.0
 LISTS = ("tool_calls",)
+UNSHOWN = ("turns", "why", "parked_since", "tool_call_id")  # told below, or in other words
 LISTED = ("state", "class", "lane", "tokens", "reused", "reason")
 
 sessions = cyclopts.App(name="sessions", help="Sessions: list them; show, why, park, fork, rm.")
@@ -126,13 +128,16 @@ def list_sessions(
 
 
 def _listed(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of the table; the key's name only where there are keys."""
+    """One row of the table; the key's name only where there are keys, and so on."""
     shown = {"session": row["session_id"]}
     if any(other.get("tenant") for other in rows):
         shown["key"] = row.get("tenant")
     prompt = row.get("tokens_prompt")
     reused = f"{row['tokens_reused']}/{prompt}" if prompt else None
-    return shown | {name: row.get(name) for name in LISTED} | {"reused": reused}
+    shown |= {name: row.get(name) for name in LISTED} | {"reused": reused}
+    if any(other.get("state") == "parked" for other in rows):
+        shown["parked"] = told.parked(row, time.time())
+    return shown
 
 
 @sessions.command
@@ -150,7 +155,9 @@ def show(
     if json:
         print_json(found)
         return 0
-    plain = {name: value for name, value in found.items() if name not in ("turns", "why")}
+    plain = {name: value for name, value in found.items() if name not in UNSHOWN}
+    if (waits := told.parked(found, time.time())) is not None:
+        plain["parked"] = waits
     for name, value in plain.items():
         shown = ", ".join(map(str, cast("list[object]", value))) if name in LISTS else value
         print(f"{name:<18} {'-' if shown in ('', None) else shown}")

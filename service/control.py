@@ -22,13 +22,24 @@ import msgspec
 import batchengine
 from batchengine.core import BatchEngineError
 from service import errors, verbs, work
+from service.client import ADMIN_LINE_BYTES_MAX
 from service.state import Service
 from service.strict_json import printable
 
 log = logging.getLogger("batchengine.service")
 
-LINE_BYTES_MAX = 16 * 1024
-Text = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+TEXT_CHARS_MAX = 4096
+
+LABELS = {  # of a field -> what people call it, and where to find one
+    "session": ("session", "see `batchengine sessions` for their ids"),
+    "id": ("request or session", "see `batchengine ps` and `batchengine sessions` for ids"),
+    "request_id": ("request", "see `batchengine ps` for their ids"),
+    "to": ("lane", "leave --to out for the best one, or name one that `batchengine ps` shows"),
+    "new_id": ("id for the copy", "leave --as out, and one is made"),
+    "tool_call_id": ("tool call", "leave --tool-call out, or give the id of the call"),
+    "tenant": ("key name", "leave --key-name out, or name an API key of the configuration"),
+}
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=TEXT_CHARS_MAX)]
 
 
 class Nothing(msgspec.Struct, forbid_unknown_fields=True):
@@ -96,7 +107,7 @@ class Control:
         self._service = service
         self._drain = drain
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._guests: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._commands: dict[str, tuple[type[msgspec.Struct], Method]] = {
             "status": (Nothing, self._tell_status),
             "sessions": (Listing, self._tell_sessions),
@@ -128,7 +139,9 @@ class Control:
                 os.umask(old_mask)
         except OSError as error:
             raise _socket_error(path, error.strerror or str(error)) from None
-        self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=LINE_BYTES_MAX)
+        self._server = await asyncio.start_unix_server(
+            self._welcome, sock=sock, limit=ADMIN_LINE_BYTES_MAX
+        )
 
     def _clear_stale(self) -> None:
         """Removes a socket nobody answers on; anything else in the way is an error."""
@@ -147,10 +160,18 @@ class Control:
                 return
         raise _socket_error(self._path, "another daemon answers there")
 
+    def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Known from its first moment on: `close` finds those that have not begun to run, too."""
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._guests[task] = writer
+        task.add_done_callback(self._farewell)
+
+    def _farewell(self, task: asyncio.Task[None]) -> None:
+        self._guests.pop(task).close()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("an admin connection failed", exc_info=error)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
         try:
             if _peer_uid(writer) not in (0, os.getuid()):
                 return
@@ -159,10 +180,6 @@ class Control:
                 await writer.drain()
         except (ConnectionError, ValueError):  # ValueError: a line beyond the limit
             pass
-        finally:
-            if task is not None:
-                self._tasks.discard(task)
-            writer.close()
 
     async def _answer(self, line: bytes) -> dict[str, object]:
         try:
@@ -189,13 +206,7 @@ class Control:
         try:
             asked = msgspec.convert(fields, kind, strict=True)
         except msgspec.ValidationError as error:
-            why = printable(str(error).replace("`", ""))
-            raise errors.invalid_field(
-                command,
-                f"the command {command} was given something else",
-                why=why,
-                fix="fields: " + (", ".join(kind.__struct_fields__) or "none"),
-            ) from None
+            raise _wrong_field(str(command), kind, fields, str(error)) from None
         return await method(asked)
 
     # ---- one method per command ----
@@ -263,7 +274,7 @@ class Control:
 
     async def _park(self, asked: Park) -> dict[str, object]:
         tenant, session_id = await self._find(asked)
-        parked = await self._service.engine.park(tenant, session_id, asked.tool_call_id)
+        parked = await verbs.park(self._service, tenant, session_id, asked.tool_call_id)
         return {"parked": dict(parked)}
 
     async def _explain(self, asked: Explain) -> dict[str, object]:
@@ -308,9 +319,11 @@ class Control:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-            for task in tuple(self._tasks):
+            guests = dict(self._guests)
+            for task, writer in guests.items():
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+                writer.transport.abort()  # what is not read by now never will be
+            await asyncio.gather(*guests, return_exceptions=True)
             self.unlink()
 
     def unlink(self) -> None:
@@ -318,6 +331,29 @@ class Control:
         if self._server is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
+
+
+def _wrong_field(
+    command: str, kind: type[msgspec.Struct], fields: dict[str, Any], why: str
+) -> BatchEngineError:
+    """What is wrong with an argument, in the words of the command line where it has any."""
+    for name, (label, fix) in LABELS.items():
+        value = fields.get(name)
+        if name not in kind.__struct_fields__ or not isinstance(value, str):
+            continue
+        if not value:
+            what = f"{command} was given an empty name instead of a {label}"
+            return errors.invalid_field(name, what, fix=fix)
+        if len(value) > TEXT_CHARS_MAX:
+            what = f"{command} was given something too long to be a {label}"
+            why = f"it has {len(value):,} characters, the longest may have {TEXT_CHARS_MAX:,}"
+            return errors.invalid_field(name, what, why=why, fix=fix)
+    return errors.invalid_field(
+        command,
+        f"the command {command} was given something else",
+        why=printable(why.replace("`", "")),
+        fix="fields: " + (", ".join(kind.__struct_fields__) or "none"),
+    )
 
 
 def _peer_uid(writer: asyncio.StreamWriter) -> int:

@@ -371,7 +371,8 @@ def unknown_session(given: str, *, operator: bool = False) -> BatchEngineError:
         why="it was never used here or was dropped"
         if operator
         else "it was never used here, was dropped, or belongs to another key",
-        fix="see `batchengine sessions --all`; write the client's own id, or the beginning of ours"
+        fix="see `batchengine sessions --all`; write the client's own id, or 4 or more letters of"
+        " ours"
         if operator
         else "use the x-batchengine-session-id of an answer, or the session id you sent",
         http_status=404,

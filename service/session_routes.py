@@ -156,7 +156,7 @@ async def _move(request: web.Request, verb: str) -> web.Response:
 async def _park(request: web.Request) -> web.Response:
     body = await _body(request, ParkBody)
     service, tenant, session_id, given = _named(request)
-    call = service.engine.park(tenant, session_id, body.tool_call_id)
+    call = verbs.park(service, tenant, session_id, body.tool_call_id)
     return _json(await verbs.own_call(given, call))
 
 

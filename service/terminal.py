@@ -72,4 +72,5 @@ def cell(value: object) -> str:
     """One value of a table; "-" where there is none."""
     if value is None or value == "":
         return "-"
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+    text = f"{value:.1f}" if isinstance(value, float) else str(value)
+    return text if text.isprintable() else ascii(text)  # it must not break the table

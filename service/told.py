@@ -8,6 +8,7 @@ from typing import Any
 Facts = Mapping[str, Any]
 BYTES_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 TEXT_CHARS = 100
+AGE_UNITS = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def move_line(move: Facts) -> str:
@@ -176,6 +177,24 @@ def _restore(plan: Facts) -> str:
     if plan.get("actual_ms") is not None:
         line += f"; it took {ms(plan['actual_ms'])}"
     return line
+
+
+def parked(row: Facts, now_s: float) -> str | None:
+    """Since when a parked session waits, and for what; None = it is not parked."""
+    if row.get("state") != "parked":
+        return None
+    since, call = row.get("parked_since"), row.get("tool_call_id")
+    parts = [age(now_s - since)] if since else []
+    parts += [f"for {call}"] if call else []
+    return ", ".join(parts) or "-"
+
+
+def age(seconds: float) -> str:
+    """How long ago, in the largest unit that fits."""
+    for unit, length_s in AGE_UNITS:
+        if seconds >= length_s:
+            return f"{seconds // length_s:,.0f} {unit}"
+    return "now"
 
 
 def ms(value: float | None) -> str:

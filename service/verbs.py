@@ -14,6 +14,7 @@ from typing import Any
 
 from batchengine.core import BatchEngineError
 from service import errors, sessions
+from service.chat import CALL_CHARS_MAX
 from service.state import Service
 from service.strict_json import printable
 
@@ -156,6 +157,21 @@ async def move(
             raise
     await engine.session_detail(tenant, session_id)  # 404 if there is none at all
     raise errors.session_at_rest(session_id)
+
+
+async def park(
+    service: Service, tenant: str, session_id: str, tool_call_id: str | None
+) -> dict[str, Any]:
+    """Park for a tool call; raises 400 for an id that no conversation could lead back with."""
+    call = tool_call_id or ""
+    if len(call) > CALL_CHARS_MAX or not call.isprintable():
+        raise errors.invalid_field(
+            "tool_call_id",
+            "this is not a usable tool call id",
+            why=f"it must be printable and at most {CALL_CHARS_MAX} characters",
+            fix="copy the id of the call from the assistant's message",
+        )
+    return dict(await service.engine.park(tenant, session_id, tool_call_id))
 
 
 async def fork(

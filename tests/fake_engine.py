@@ -102,6 +102,7 @@ class FakeEngine:
         self.refuse: BatchEngineError | None = None
         self.lane_names = ["cpu"]
         self.known: dict[tuple[str, str], GenerationRequest] = {}  # named sessions: the last turn
+        self.parked: dict[str, tuple[float, str]] = {}  # session -> since when, for which call
         self.asleep: list[tuple[str, str]] = []  # of them, on disk only
         self.verbs: list[tuple[Any, ...]] = []  # what was done to whom
         self.generations: list[FakeGeneration] = []
@@ -189,7 +190,14 @@ class FakeEngine:
         return {
             "session_id": session_id, "tenant": tenant, "tokens": len(request.prompt),
             "state": "idle", "turns": [], "tool_calls": [],
+            **self._parked_row(session_id),
         }  # fmt: skip
+
+    def _parked_row(self, session_id: str) -> dict[str, Any]:
+        if session_id not in self.parked:
+            return {}
+        since, call = self.parked[session_id]
+        return {"state": "parked", "parked_since": since, "tool_call_id": call}
 
     async def why(self, tenant: str, session_id: str) -> Mapping[str, Any]:
         self._last(tenant, session_id)
@@ -255,7 +263,13 @@ class FakeEngine:
     async def stored_sessions(self, count_max: int) -> Sequence[Mapping[str, Any]]:
         rows = [(tenant, name) for tenant, name in self.known]
         return [
-            {"session_id": name, "tenant": tenant, "state": "on disk", "tokens": 3}
+            {
+                "session_id": name,
+                "tenant": tenant,
+                "state": "on disk",
+                "tokens": 3,
+                **self._parked_row(name),
+            }
             for tenant, name in rows[:count_max]
         ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from service.sessions import session_key
 from tests.fake_engine import FakeEngine, fake_config, serving
 
 TALE = session_key("", "tale")
+SESSION_VERBS = ("show", "why", "park", "fork", "rm")
 OTHER = "be_" + "a" * 32
 TWIN = "be_" + "a" * 31 + "b"
 
@@ -108,6 +110,15 @@ def test_sessions_are_listed_shown_parked_forked_and_forgotten(
         assert len(json.loads(out)["sessions"]) == 4
         _, out, _ = await ask("sessions", "show", "tale")
         assert "state              idle" in out
+        assert "parked" not in out
+        engine.parked[OTHER] = (time.time() - 150, "call_7")
+        _, out, _ = await ask("sessions", "--all")
+        assert out.splitlines()[0].split()[-1] == "parked"
+        (row,) = [line for line in out.splitlines() if line.startswith(OTHER)]
+        assert "  parked  " in row
+        assert row.endswith("2 min, for call_7")
+        _, out, _ = await ask("sessions", "show", OTHER)
+        assert "parked             2 min, for call_7" in out
         _, out, _ = await ask("sessions", "why", "tale")
         assert out.startswith("cache broke at token 5,812, text: '11:00'\n")
         assert "it was      'Current time: 10:00'" in out
@@ -171,7 +182,14 @@ def test_commands_are_checked_field_by_field(
         bad: list[tuple[str, dict[str, object], str]] = [
             ("promote", {}, "session"),
             ("promote", {"session": 7}, "int"),
-            ("promote", {"session": ""}, "length"),
+            ("promote", {"session": ""}, "empty name instead of a session"),
+            ("explain", {"id": "x" * 4097}, "4,097 characters, the longest may have 4,096"),
+            ("fork", {"session": "tale", "new_id": ""}, "leave --as out"),
+            ("promote", {"session": "tale", "to": ""}, "leave --to out"),
+            ("park", {"session": "tale", "tool_call_id": "a\nb"}, "printable"),
+            ("park", {"session": "tale", "tool_call_id": "c" * 257}, "at most 256"),
+            ("promote", {"session": "x" * 20_000}, "its session has 20,000 characters"),
+            ("sessions", {"session": "\udcff"}, "its session is no valid UTF-8"),
             ("promote", {"session": "tale", "lane": "fast"}, "lane"),
             ("why", {"session": "tale", "to": "fast"}, "to"),
             ("store", {"op": "format"}, "format"),
@@ -180,6 +198,23 @@ def test_commands_are_checked_field_by_field(
         for command, fields, word in bad:
             with pytest.raises(BatchEngineError, match=word):
                 await asyncio.to_thread(admin, str(ask.path), command, **fields)
+        assert engine.verbs == []
+
+    with_daemon(tmp_path, capsys, scenario)
+
+
+def test_arguments_that_are_nothing_are_answered_plainly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(ask: Asked, engine: FakeEngine) -> None:
+        verbs = (["promote"], ["demote"], ["explain"], *(["sessions", v] for v in SESSION_VERBS))
+        for verb in verbs:
+            for name in ("", "x" * 5000, "x" * 50_000, "\udcff", "nobody", "größe-日本", "be_a"):
+                code, out, err = await ask(*verb, name)
+                assert (code, out) == (1, ""), verb
+                assert err.startswith("batchengine: BE1"), err
+                assert "Fix: " in err, err
+                assert not any(word in err for word in ("$.", "str of", "Expected", "JSON")), err
         assert engine.verbs == []
 
     with_daemon(tmp_path, capsys, scenario)

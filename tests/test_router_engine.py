@@ -12,7 +12,8 @@ import pytest
 
 from batchengine.config import LaneConfig, SlaConfig
 from batchengine.core import BatchEngineError, GenerationRequest, QueuedEvent, TokenEvent
-from batchengine.engine import Engine, Generation
+from batchengine.cost import StepCost
+from batchengine.engine import Engine, Generation, dispatch
 from tests.fakes import Reference, read, request, run, running_engine, until, words
 
 LANES = (
@@ -103,12 +104,16 @@ def test_predictions_learn_from_steps(pocket_path: Path, tmp_path: Path, cache_d
 
 
 def test_a_wait_beyond_patience_is_refused_with_the_time_to_come_back(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(dispatch, "REFRESH_MS", -1.0)  # a long queue is looked at every time
+
     async def work() -> None:
         async with running_engine(
             pocket_path, tmp_path, cache_dir, lane__entries_max=1, sla__standard__patience_s=5
         ) as engine:
+            # what the machine took for its first steps must not decide how many are accepted
+            engine._loops[0].cost.cost = StepCost(fixed_ms=1.0, prefill_token_ms=0.5)
             accepted, refused = submit_until_refused(engine, "standard", 400)
             assert len(accepted) > 1
             assert (refused.http_status, refused.code) == (429, "BE1208")

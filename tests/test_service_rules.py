@@ -331,6 +331,29 @@ def test_admin_socket(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_whoever_just_came_to_the_admin_socket_is_let_go_at_its_end(tmp_path: Path) -> None:
+    """Also a connection whose task has not begun to run: its transport would stay open for good."""
+    path = tmp_path / "admin.sock"
+
+    async def scenario() -> None:
+        async with serving() as served:
+            control = Control(path, served.service, lambda: None)
+            await control.open()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as guest:
+                guest.setblocking(False)
+                guest.connect(str(path))
+                while not control._guests:  # noqa: ASYNC110  nobody tells of an arrival
+                    await asyncio.sleep(0)
+                (transport,) = [writer.transport for writer in control._guests.values()]
+                await control.close()
+                await asyncio.sleep(0)
+                assert transport.is_closing()
+                assert guest.recv(1) == b""
+            assert control._guests == {}
+
+    asyncio.run(scenario())
+
+
 def test_a_stale_admin_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
