@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
@@ -85,6 +86,7 @@ class Jury:
         self._one = asyncio.Lock()  # one page on trial at a time
         for loop in tables.loops:
             loop.pages.on_doubt = lambda seal, loop=loop: self.doubt(loop, seal)
+            loop.pages.on_withdrawn = functools.partial(self.withdrawn, loop)
 
     def __repr__(self) -> str:
         return f"<Jury verdicts={self._verdicts}>"
@@ -175,6 +177,57 @@ class Jury:
         if self._doubts[turn] > DOUBTS_MAX and not turn.generation.finished:
             turn.generation.abort(refusals.pages_differ(turn))
         self._tables.home.get(turn.session.key, lane).resume(turn)
+
+    # ----------------------------------------------------------------------------- withdrawn
+
+    def withdrawn(
+        self,
+        lane: LaneLoop,
+        tokens: Sequence[int],
+        salt: bytes,
+        priority: int,
+        wrote: Sequence[tuple[int, PageRef]],
+    ) -> None:
+        """A turn met NaN (F45): what it had published here goes, unless somebody else holds it.
+
+        `wrote` are (index, page) that its session has just let go of. A page that others hold is
+        computed again, on another lane if there is one, and goes if it does not come out alike.
+        """
+        held: list[tuple[PageOf, PageRef]] = []
+        for index, ref in wrote:
+            if any(ref in s.pinned for one in self._tables.loops for s in one.sessions.values()):
+                chain = array("i", tokens[: (index + 1) * PAGE_TOKENS])
+                held.append((PageOf(chain, salt, priority), ref))
+            else:
+                self._condemn(lane, ref)
+        if held:
+            self._spawn(self._prove(lane, held), "proof")
+
+    async def _prove(self, lane: LaneLoop, held: Sequence[tuple[PageOf, PageRef]]) -> None:
+        for page, ref in held:
+            able = sorted((one for one in self._tables.loops if one.up), key=lambda o: o is lane)
+            got, by = b"", lane
+            for by in able:
+                with contextlib.suppress(TrialFailed):
+                    got = await self.digest(by, page, urgent=True)
+                    break
+            if not self._store.is_resident(ref):
+                continue
+            stored = self._store.digest(ref)
+            if not got:
+                log.warning("page %d of a turn that met NaN cannot be proven", page.page)
+                self._condemn(lane, ref)
+                for one in self._tables.loops:
+                    one.recheck()
+            elif got != stored:
+                await self.judge(by, page, got, stored)
+
+    def _condemn(self, lane: LaneLoop, ref: PageRef) -> None:
+        lane.pages.wrote.pop(ref, None)
+        with contextlib.suppress(StoreError):
+            self._store.condemn(ref)
+
+    # ------------------------------------------------------------------------------- verdict
 
     async def judge(
         self,

@@ -37,7 +37,7 @@ class Seal:
 
     __slots__ = (
         "arena", "digest", "index", "parent", "place", "priority", "ref", "salt", "session",
-        "ticket", "timeline", "tokens", "written",
+        "spoilt", "ticket", "timeline", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +58,7 @@ class Seal:
         self.ticket: Ticket | None = None
         self.written = False  # the page thread is done; the manifest row is next
         self.ref: PageRef | None = None
+        self.spoilt = ""  # why it must not be published after all
 
     @property
     def is_tail(self) -> bool:

@@ -28,6 +28,8 @@ log = logging.getLogger("batchengine.pages")
 
 REST_TICKS = 3  # seconds a session rests before its tail is parked
 WROTE_MAX = 1 << 16  # pages whose lane is remembered
+# Tokens, salt and priority of a timeline, and (index, page) of pages of it that may be wrong.
+Withdrawn = Callable[[Sequence[int], bytes, int, list[tuple[int, PageRef]]], None]
 
 
 class SealLine(Places):
@@ -55,6 +57,7 @@ class SealLine(Places):
         self.muted = ""  # why this lane's pages are not to be published
         self.wrote: dict[PageRef, None] = {}  # pages of the store that were computed here
         self.on_doubt: Callable[[Seal], None] | None = None  # the store has other bytes for it
+        self.on_withdrawn: Withdrawn | None = None  # of these, some are in the store
 
     # ----------------------------------------------------------------------------- digests
 
@@ -209,7 +212,7 @@ class SealLine(Places):
             error = future.exception()
             if error is not None or seal.ticket is None:
                 self._seal_failed(seal, error or StoreError("the seal lost its ticket"))
-            elif self.muted:
+            elif self.muted or seal.spoilt:
                 self._give_up(seal, future.result())
             elif not seal.written:
                 seal.written = True
@@ -236,10 +239,13 @@ class SealLine(Places):
         """It was on its way when this lane's pages fell into doubt: it may try again later."""
         if seal.written:  # it was published a moment ago, or an equal one long before
             own = None if seal.ticket is None else seal.ticket.page
-            if own is not None and own.ref == ref:
-                self._store.condemn(ref)
             self._store.unpin(ref)
-        self._seal_failed(seal, StoreError(self.muted))
+            if own is not None and own.ref == ref:
+                if seal.spoilt and self.on_withdrawn is not None:  # somebody may hold it already
+                    self.on_withdrawn(seal.timeline, seal.salt, seal.priority, [(seal.index, ref)])
+                else:
+                    self._store.condemn(ref)
+        self._seal_failed(seal, StoreError(seal.spoilt or self.muted))
 
     def fall_back(self, session: Session, *, only_sealed: bool) -> bool:
         """Keep the sealed pages before the first that was condemned; True if any KV went.
@@ -262,6 +268,25 @@ class SealLine(Places):
             session.loss = LOST_TO_CHECKSUM
         self.truncate(session, good)
         return True
+
+    def withdraw(self, session: Session, tokens: int) -> None:
+        """The session's pages that were computed here after `tokens` tokens may be wrong (F45).
+
+        Those on their way are not published, and it falls back to the pages before them; what is
+        in the store already is for `on_withdrawn` to judge.
+        """
+        first = min(tokens, session.frontier) // PAGE_TOKENS
+        flying = [s for s in self._flying if s.session is session and s.index >= first]
+        mine = [(i, ref) for i, ref in enumerate(session.pinned) if i >= first]
+        self.truncate(session, first)
+        for seal in flying:
+            seal.spoilt = "a row of its turn was not finite"
+            if seal in self._verify and seal.ref is not None:  # published a moment ago
+                self._verify.remove(seal)
+                self._give_up(seal, seal.ref)
+        if self.on_withdrawn is not None:
+            wrote = [(i, ref) for i, ref in mine if ref in self.wrote]
+            self.on_withdrawn(session.tokens, session.salt, session.priority, wrote)
 
     def _tail_parked(self, seal: Seal, ref: PageRef) -> None:
         """The tail is in the store: its session may lose its place without losing rows."""

@@ -1,0 +1,320 @@
+"""Who is wrong when two computations of a page differ (F46), and what NaN takes along (F45).
+
+In the simulated world: one bit of one row comes out differently where the script says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from batchengine.core import BatchEngineError, ErrorEvent
+from batchengine.engine import Generation
+from batchengine.engine.trial import KEY
+from kv_store.store import Store
+from tests.simulation.stage import Plan, Stage, play, words
+
+LANES = ("left", "right")
+
+
+def store_of(stage: Stage) -> Store:
+    store = stage.now.seam.opened
+    assert store is not None
+    return store
+
+
+def pages_of(stage: Stage, tokens: Sequence[int]) -> int:
+    """How many pages of these tokens the store would serve."""
+    return len(store_of(stage).match_prefix(tokens, b""))
+
+
+@contextlib.contextmanager
+def no_prefix() -> Iterator[None]:
+    """Nobody finds a page of the store: everything is computed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "match_prefix", lambda *a, **k: [])
+        yield
+
+
+def strike(
+    stage: Stage, lane: str, is_struck: Callable[[Any], bool], times: int = 1, **how: bool
+) -> list[int]:
+    """The lane is wrong in the first `times` frames of turns that `is_struck` picks."""
+    struck: list[int] = []
+
+    def plan(of: Any, step: Any) -> Plan | None:
+        mine = [e for e in step.entries if e.session != KEY]
+        if of.name != lane or not mine or len(struck) >= times or not is_struck(mine[0]):
+            return None
+        struck.append(mine[0].start)
+        return Plan(0.004, **(how or {"flip": True}))  # type: ignore[arg-type]
+
+    stage.plans.append(plan)
+    return struck
+
+
+@contextlib.contextmanager
+def only(stage: Stage, lane: str) -> Iterator[None]:
+    """Requests go to this lane."""
+    others = [loop for loop in stage.now.loops if loop.lane.name != lane and not loop.drained]
+    for loop in others:
+        loop.drained = "for a moment"
+    try:
+        yield
+    finally:
+        for loop in others:
+            loop.drained = ""
+            loop.wake()
+
+
+async def ask(stage: Stage, lane: str, prompt: Sequence[int], n: int, session: str) -> Generation:
+    """A request that computes on this lane."""
+    with only(stage, lane):
+        asked = stage.ask(prompt, n, session)
+        await stage.until(lambda: bool(asked.lane) or asked.finished)
+    assert asked.lane == lane
+    return asked
+
+
+async def read_wrong(generation: Generation) -> tuple[int, str]:
+    """How many tokens, whichever, and the error at the end."""
+    tokens, error = 0, ""
+    async for event in generation:
+        if isinstance(event, ErrorEvent):
+            error = event.error.api_code
+        tokens += type(event).__name__ == "TokenEvent"
+    return tokens, error
+
+
+async def publish(stage: Stage, lane: str, prompt: Sequence[int]) -> None:
+    """The pages of a prompt are in the store, computed by this lane."""
+    await stage.read(await ask(stage, lane, prompt, 1, f"first {prompt[0]} {len(prompt)}"))
+    await stage.until(lambda: pages_of(stage, prompt) == len(prompt) // 256)
+    await stage.until(lambda: not any(loop.pages._flying for loop in stage.now.loops))
+
+
+def told_aloud(stage: Stage, *texts: str) -> None:
+    """They were logged as critical, which a seed takes for a failure."""
+    for text in texts:
+        assert any(text in line for line in stage._wrong), stage._wrong
+    stage._wrong.clear()
+
+
+def refuse() -> Any:
+    """There is no fresh worker."""
+    raise BatchEngineError("BE0000", "no memory for another worker")
+
+
+def no_referee(stage: Stage) -> None:
+    assert stage.up._upkeep is not None
+    stage.up._upkeep._jury._referee = refuse
+
+
+# ------------------------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize("bad", LANES)
+def test_f46_a_lane_that_differs_in_one_bit_is_drained(bad: str) -> None:
+    """Its page is not published, and its session goes on elsewhere, from good rows only."""
+
+    async def scene(stage: Stage) -> None:
+        good, prompt = LANES[bad == "left"], words(80, 300)
+        await publish(stage, good, prompt)
+        store = store_of(stage)
+        published = store.digest(store.match_prefix(prompt, b"")[0])
+        struck = strike(stage, bad, lambda e: e.start == 0)
+        with no_prefix():
+            asked = await ask(stage, bad, prompt, 1, "bad")
+            await stage.until(lambda: bool(stage.lane(bad).drained))
+        assert struck == [0]
+        assert not stage.lane(good).drained
+        assert store.counters["numerics_faults"] == 1
+        assert store.digest(store.match_prefix(prompt, b"")[0]) == published
+        told_aloud(stage, "a fresh worker computes what the store has")
+        await read_wrong(asked)
+        await stage.answer([*prompt, 81], 20, "bad")
+        assert stage.home("bad") == good
+
+    play(scene, limits__canary_s=0)
+
+
+def test_f46_without_a_fresh_worker_the_writer_is_asked_again() -> None:
+    async def scene(stage: Stage) -> None:
+        prompt = words(81, 300)
+        no_referee(stage)
+        await publish(stage, "left", prompt)
+        strike(stage, "right", lambda e: e.start == 0)
+        with no_prefix():
+            asked = await ask(stage, "right", prompt, 1, "bad")
+            await stage.until(lambda: bool(stage.lane("right").drained))
+        assert "lane left computes what the store has" in stage.lane("right").drained
+        told_aloud(stage, "lane right was wrong")
+        await read_wrong(asked)
+        await stage.answer([*prompt, 82], 20, "bad")
+
+    play(scene, limits__canary_s=0)
+
+
+def test_f46_when_nobody_can_say_neither_page_is_believed() -> None:
+    """No witness at all: the stored page goes, no lane is blamed, the turn computes it again."""
+
+    async def scene(stage: Stage) -> None:
+        prompt = words(82, 300)
+        await publish(stage, "left", prompt)
+        stage.lane("left").drain("it is out of order")
+        no_referee(stage)
+        store = store_of(stage)
+        (old,) = store.match_prefix(prompt, b"")
+        strike(stage, "right", lambda e: e.start == 0)
+        with no_prefix():
+            asked = stage.ask(prompt, 30, "bad")
+            await stage.until(lambda: not store.is_resident(old))
+        await read_wrong(asked)
+        told_aloud(stage, "nobody can say which is right")
+        assert not stage.lane("right").drained
+        assert not stage.lane("right").pages.muted
+        await stage.until(lambda: pages_of(stage, prompt) == 1)
+        await stage.answer([*prompt, 83], 20, "good")  # the page that was computed again is right
+
+    play(scene, limits__canary_s=0)
+
+
+def test_f46_the_only_lane_is_muted_after_two_verdicts() -> None:
+    """It serves on with a third worker, but nothing that it computes is published any more."""
+
+    async def scene(stage: Stage) -> None:
+        first, second = words(83, 300), words(84, 300)
+        for prompt in (first, second):
+            await publish(stage, "right", prompt)  # the verdicts on left leave them
+        stage.lane("right").drain("it is out of order")
+        left = stage.lane("left")
+        for incarnation, prompt in ((2, first), (3, second)):
+            assert not left.pages.muted
+            strike(stage, "left", lambda e: e.start == 0)
+            with no_prefix():
+                asked = stage.ask(prompt, 1, f"bad {incarnation}")
+                await stage.until(lambda n=incarnation: left.lane.incarnation == n and left.up)
+                await read_wrong(asked)
+        told_aloud(stage, "a fresh worker computes what the store has", "none is published")
+        assert not left.drained
+        row = next(row for row in stage.up.lanes() if row["name"] == "left")
+        assert "2 of its pages differed: none is published" in row["why"]
+        assert stage.up.state == "degraded"
+        third = words(85, 300)
+        await stage.answer(third, 20, "third")
+        await asyncio.sleep(5.0)
+        assert pages_of(stage, third) == 0
+        left.pages.muted = ""  # what waits for that would wait for ever
+        left.wake()
+
+    play(scene, limits__canary_s=0)
+
+
+def test_f46_a_turn_whose_pages_are_in_doubt_again_and_again_fails() -> None:
+    """An older life left wrong pages: two are given up for the turn, then it ends."""
+
+    async def scene(stage: Stage) -> None:
+        prompt = words(86, 1600)
+        starts = strike(stage, "left", lambda e: True, times=5)
+        await read_wrong(await ask(stage, "left", prompt, 1, "old"))
+        await stage.until(lambda: pages_of(stage, prompt) == 6)
+        assert [start // 256 for start in starts] == [0, 1, 2, 3, 5]
+        await stage.crash()
+        stage.plans.clear()
+        store = store_of(stage)
+        loaded = store.load(store.match_prefix(prompt, b""))
+        assert await asyncio.wrap_future(loaded) == [True] * 6, "sound copies of wrong rows"
+        with no_prefix():
+            told = await stage.read(stage.ask(prompt, 400, "new"))
+        assert told.error == "numeric_fault"
+        assert len(told.tokens) < 400
+        assert [loop.drained for loop in stage.now.loops] == ["", ""]
+        await stage.answer(words(87, 600), 20, "new")
+        told_aloud(stage, "nobody who is here was wrong")
+
+    play(scene, limits__canary_s=0)
+
+
+# ------------------------------------------------------------------------------------- NaN
+
+
+@pytest.mark.parametrize("lag_s", [0.0005, 0.05, 3.0])
+def test_f45_no_page_of_a_poisoned_turn_stays_published(lag_s: float) -> None:
+    """Sealed before, on their way, or not begun: none is found afterwards."""
+
+    async def scene(stage: Stage) -> None:
+        stage.now.threads.delay = lambda name: lag_s if name == "kv-pages" else 0.0005
+        prompt = words(45, 700)
+        strike(stage, stage.lane("left").lane.name, lambda e: e.start >= 710, nan=True)
+        strike(stage, stage.lane("right").lane.name, lambda e: e.start >= 710, nan=True)
+        told = await stage.read(stage.ask(prompt, 60, "s"))
+        assert told.error == "numeric_fault"
+        assert 5 < len(told.tokens) < 20
+        if lag_s < 0.001:
+            assert store_of(stage).counters["pages_published"] == 2
+            assert pages_of(stage, prompt) == 0
+        stage.plans.clear()
+        await asyncio.sleep(20.0)
+        assert pages_of(stage, prompt) == 0
+        again = await stage.answer([*prompt, *told.tokens], 20, "s")
+        assert again.done is not None
+        assert again.done.usage.cached_tokens == 0
+
+    play(scene, limits__canary_s=0)
+
+
+def test_f45_pages_from_before_the_turn_stay() -> None:
+    """Somebody else's work, found in the store, is none of its own."""
+
+    async def scene(stage: Stage) -> None:
+        shared = words(46, 520)
+        await publish(stage, "left", shared)
+        strike(stage, "left", lambda e: e.start >= 900, nan=True)
+        prompt = [*shared, *words(47, 360)]
+        told = await stage.read(await ask(stage, "left", prompt, 60, "s"))
+        assert told.error == "numeric_fault"
+        assert pages_of(stage, prompt) == 2
+        await stage.answer([*prompt, *told.tokens], 20, "s")
+
+    play(scene, limits__canary_s=0)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_f45_a_page_that_others_hold_is_computed_again(is_wrong: bool) -> None:
+    """It stays if it comes out alike on the other lane; else it goes, and its lane is judged."""
+
+    async def scene(stage: Stage) -> None:
+        prompt = words(48, 600)
+        if is_wrong:
+            strike(stage, "left", lambda e: e.start == 0)
+        strike(stage, "left", lambda e: e.start >= 660, nan=True)
+        proofs: list[str] = []
+
+        def watch(lane: Any, step: Any) -> None:
+            proofs.extend(lane.name for e in step.entries if e.session == KEY)
+
+        stage.plans.insert(0, watch)
+        bad = await ask(stage, "left", prompt, 100, "bad")
+        await stage.until(lambda: pages_of(stage, prompt) == 2)
+        other = await ask(stage, "left", [*prompt, 7], 100, "other")
+        reading = asyncio.ensure_future(read_wrong(other))
+        stage.tasks.add(reading)  # type: ignore[arg-type]
+        assert (await read_wrong(bad))[1] == "numeric_fault"
+        assert other.cached_tokens == 512
+        await reading
+        await asyncio.sleep(1.0)
+        assert proofs
+        assert proofs[0] == "right"
+        if is_wrong:
+            told_aloud(stage, "lane left was wrong")
+            assert stage.lane("left").drained
+        else:
+            assert pages_of(stage, prompt) == 2
+            assert set(proofs) == {"right"}
+        await stage.answer([*prompt, 9], 20, "third")
+
+    play(scene, limits__canary_s=0)
