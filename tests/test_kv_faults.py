@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from kv_store import (
     StoreError,
     StoreFull,
 )
+from tests import kv_scene
 from tests.kv_workload import (
     LAYOUT,
     SALT,
@@ -43,11 +43,7 @@ from tests.kv_workload import (
 ROOT = Path(__file__).resolve().parent.parent
 IDS = tokens_of(1, 4)
 SIZE = LAYOUT.page_bytes
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    yield from scratch()
+tmp_path = kv_scene.tmp_path
 
 
 @pytest.fixture
@@ -447,19 +443,8 @@ def test_a_failing_background_task_ends_no_thread(
 
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
-    folder = tempfile.mkdtemp(prefix="kv-small-")
-    mounted = os.geteuid() == 0 and (
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True
-        ).returncode
-        == 0
-    )
-    if not mounted:
-        os.rmdir(folder)
-        pytest.skip("mounting a small tmpfs needs root")
-    yield Path(folder)
-    subprocess.run(["umount", "-l", folder], check=True)
-    os.rmdir(folder)
+    with kv_scene.small_disk("size=3m") as folder:
+        yield folder
 
 
 def test_a_full_file_system_is_survived(small_disk: Path) -> None:

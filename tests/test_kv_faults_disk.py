@@ -8,7 +8,6 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from kv_store import (
     keys,
 )
 from kv_store.fsck import fsck
+from tests import kv_scene
 from tests.kv_workload import (
     LAYOUT,
     SALT,
@@ -37,7 +37,6 @@ from tests.kv_workload import (
     descriptor,
     payload_of,
     read_page,
-    scratch,
     settings,
     tokens_of,
     wait_for_growth,
@@ -46,11 +45,7 @@ from tests.kv_workload import (
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = LAYOUT.page_bytes
 IDS = tokens_of(1, 4)
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    yield from scratch()
+tmp_path = kv_scene.tmp_path
 
 
 def quiet(_name: str, _number: int) -> None:
@@ -330,14 +325,8 @@ def test_without_descriptors_caching_stops_and_comes_back(tmp_path: Path) -> Non
 
 @pytest.fixture
 def few_inodes() -> Iterator[Path]:
-    folder = tempfile.mkdtemp(prefix="kv-inodes-")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16m,nr_inodes=10", "tmpfs", folder]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        os.rmdir(folder)
-        pytest.skip("mounting a small tmpfs needs root")
-    yield Path(folder)
-    subprocess.run(["umount", "-l", folder], check=True)
-    os.rmdir(folder)
+    with kv_scene.small_disk("size=16m,nr_inodes=10") as folder:
+        yield folder
 
 
 def test_without_inodes_caching_stops_and_the_ledger_goes_on(few_inodes: Path) -> None:
@@ -453,13 +442,6 @@ def test_the_ballast_comes_back_when_there_is_room(tmp_path: Path) -> None:
 
 def test_an_engine_killed_on_a_full_disk_loses_nothing_acknowledged(tmp_path: Path) -> None:
     """F16: what was acknowledged is there after the ballast is gone and the process is killed."""
-    if os.geteuid():
-        pytest.skip("mounting a small tmpfs needs root")
-    folder = tempfile.mkdtemp(prefix="kv-full-")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder]
-    if subprocess.run(mount, capture_output=True).returncode:
-        os.rmdir(folder)
-        pytest.skip("mounting a small tmpfs needs root")
     script = """if True:
         import os, signal, sys
         from tests.test_kv_faults_disk import *
@@ -471,7 +453,7 @@ def test_an_engine_killed_on_a_full_disk_loses_nothing_acknowledged(tmp_path: Pa
             store.ledger.append_tokens("s", 1, done, range(done, done + 20_000))
             done += 20_000
         os.kill(os.getpid(), signal.SIGKILL)"""
-    try:
+    with kv_scene.small_disk("size=3m") as folder:
         path = os.path.join(folder, "s")
         ran = subprocess.run(
             [sys.executable, "-c", script, path], cwd=ROOT, capture_output=True, text=True
@@ -484,6 +466,3 @@ def test_an_engine_killed_on_a_full_disk_loses_nothing_acknowledged(tmp_path: Pa
         assert record is not None
         assert record.tokens == list(range(acknowledged))
         store.close()
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-        os.rmdir(folder)

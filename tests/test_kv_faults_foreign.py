@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +26,7 @@ from kv_store import (
     records,
 )
 from kv_store.fsck import fsck
+from tests import kv_scene
 from tests.kv_workload import (
     LAYOUT,
     SALT,
@@ -36,7 +34,6 @@ from tests.kv_workload import (
     descriptor,
     payload_of,
     read_page,
-    scratch,
     settings,
     tokens_of,
 )
@@ -45,11 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 IDS = tokens_of(1, 4)
 SIZE = LAYOUT.page_bytes
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    yield from scratch()
+tmp_path = kv_scene.tmp_path
 
 
 @pytest.fixture
@@ -181,23 +174,13 @@ def test_a_ledger_in_use_by_another_program_is_refused(path: Path) -> None:
 
 
 def test_a_read_only_mount_is_refused_with_a_reason(path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    folder = tempfile.mkdtemp(prefix="kv-ro-")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder]
-    if subprocess.run(mount, capture_output=True).returncode:
-        os.rmdir(folder)
-        pytest.skip("mounting a small tmpfs needs root")
-    try:
-        shutil.copytree(path, Path(folder) / "store")
+    with kv_scene.small_disk("size=8m") as folder:
+        shutil.copytree(path, folder / "store")
         subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
         with pytest.raises(StoreUnsupported, match="cannot be"):
-            Store.open(Path(folder) / "store", descriptor(), settings(40))
+            Store.open(folder / "store", descriptor(), settings(40))
         with pytest.raises(StoreUnsupported, match="Read-only"):
-            Store.open(Path(folder) / "new", descriptor(), settings(40))
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-        os.rmdir(folder)
+            Store.open(folder / "new", descriptor(), settings(40))
 
 
 # -- F21: clocks ------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from kv_store import (
 )
 from kv_store.fsck import FsckReport, fsck
 from service.commands_store import fsck as check_command
+from tests import kv_scene
 from tests.kv_workload import (
     LAYOUT,
     SALT,
@@ -35,7 +36,6 @@ from tests.kv_workload import (
     descriptor,
     payload_of,
     read_page,
-    scratch,
     settings,
     tokens_of,
 )
@@ -43,11 +43,7 @@ from tests.kv_workload import (
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = LAYOUT.page_bytes
 IDS = tokens_of(1, 4)
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    yield from scratch()
+tmp_path = kv_scene.tmp_path
 
 
 @pytest.fixture

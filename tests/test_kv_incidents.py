@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from kv_store.places import PlacePool
 from kv_store.sealing import SealingPool, Ticket
 from kv_store.threads import IntentThread, new_future
 from kv_store.upkeep import UpkeepPool
+from tests import kv_scene
 from tests.kv_workload import (
     LAYOUT,
     SALT,
@@ -46,7 +47,6 @@ from tests.kv_workload import (
     descriptor,
     payload_of,
     read_page,
-    scratch,
     settings,
     tokens_of,
     wait_for_growth,
@@ -57,11 +57,7 @@ IDS = tokens_of(1, 4)
 ONE, TWO = tokens_of(11, 1), tokens_of(12, 1)
 Checker = Callable[[Path], None]
 Mechanism = Callable[[pytest.MonkeyPatch], None]
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    yield from scratch()
+tmp_path = kv_scene.tmp_path
 
 
 def opened(folder: Path, files: osio.Files | None = None, **changes: Any) -> Store:

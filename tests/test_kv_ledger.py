@@ -24,6 +24,7 @@ from kv_store import (
     records,
 )
 from kv_store import ledger as ledger_module
+from tests import kv_scene
 from tests.kv_workload import CountedDb, counted_connect, scratch, sqlite_error
 
 UUID = b"u" * 16
@@ -34,9 +35,7 @@ def opened(folder: Path, **changes: Any) -> Ledger:
     return Ledger(str(folder / "meta.db"), REPR, store_uuid=UUID, **changes)
 
 
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    yield from scratch()
+tmp_path = kv_scene.tmp_path
 
 
 @pytest.fixture

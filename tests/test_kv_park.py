@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,39 +20,20 @@ from kv_store import (
     sealed_checksum,
     sessions,
 )
+from tests import kv_scene
 from tests.kv_workload import (
     SALT,
     Lane,
     descriptor,
     payload_of,
     read_page,
-    scratch,
     settings,
     tokens_of,
 )
 
 IDS = tokens_of(1, 2)
 FIRST, SECOND = IDS[:PAGE_TOKENS], IDS[PAGE_TOKENS:]
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    yield from scratch()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(tmp_path / "store", descriptor(), settings())
-    yield opened
-    opened.check_integrity()
-    opened.close()
-
-
-@pytest.fixture
-def lane(store: Store) -> Iterator[Lane]:
-    made = Lane(store)
-    yield made
-    made.close()
+tmp_path, store, lane = kv_scene.tmp_path, kv_scene.store, kv_scene.lane
 
 
 def parked(lane: Lane, parent: bytes, ids: np.ndarray, priority: int = 0) -> bytes:

@@ -18,12 +18,12 @@ from kv_store import (
     StoreError,
     VerifyReport,
 )
+from tests import kv_scene
 from tests.kv_workload import (
     LAYOUT,
     SALT,
     Lane,
     descriptor,
-    scratch,
     settings,
     tokens_of,
     wait_for_growth,
@@ -31,11 +31,7 @@ from tests.kv_workload import (
 
 SIZE = LAYOUT.page_bytes
 IDS = tokens_of(1, 4)
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    yield from scratch()
+tmp_path = kv_scene.tmp_path
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import mmap
 import os
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from kv_store import Store, StoreFull, keys
 from kv_store.places import derived_floor_bytes
 from kv_store.store import StoreSettings
+from tests import kv_scene
 from tests.fakes import Reference, read, request, run, running_engine, until, words
 from tests.kv_workload import (
     LAYOUT,
@@ -35,22 +34,9 @@ MakeDisk = Callable[[int], Path]
 
 @pytest.fixture
 def make_disk() -> Iterator[MakeDisk]:
-    """A tmpfs of so many MiB: really full when it is full."""
-    made: list[str] = []
-
-    def make(size_mib: int) -> Path:
-        folder = tempfile.mkdtemp(prefix="kv-small-")
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", folder]
-        if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-            os.rmdir(folder)
-            pytest.skip("mounting a small tmpfs needs root")
-        made.append(folder)
-        return Path(folder)
-
-    yield make
-    for folder in made:
-        subprocess.run(["umount", "-l", folder], check=True)
-        os.rmdir(folder)
+    """A file system of so many MiB."""
+    with contextlib.ExitStack() as disks:
+        yield lambda size_mib: disks.enter_context(kv_scene.small_disk(f"size={size_mib}m"))
 
 
 def fill(disk: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +30,7 @@ from kv_store import (
     payload_digest,
     sealed_checksum,
 )
+from tests import kv_scene
 from tests.kv_workload import (
     LAYOUT,
     SALT,
@@ -38,33 +38,13 @@ from tests.kv_workload import (
     descriptor,
     payload_of,
     read_page,
-    scratch,
     settings,
     tokens_of,
     wait_for_growth,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    yield from scratch()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(tmp_path / "store", descriptor(), settings())
-    yield opened
-    opened.check_integrity()
-    opened.close()
-
-
-@pytest.fixture
-def lane(store: Store) -> Iterator[Lane]:
-    made = Lane(store)
-    yield made
-    made.close()
+tmp_path, store, lane = kv_scene.tmp_path, kv_scene.store, kv_scene.lane
 
 
 def reopen(store: Store, **changes: int) -> Store:
