@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -490,5 +493,79 @@ def test_of_many_that_resume_at_once_the_newest_reads(
             for answer in answers[:-1]:
                 assert answer.error is not None
                 assert answer.error.api_code == "resumed_elsewhere"
+
+    run(work())
+
+
+def test_a_parked_session_says_so_until_it_goes_on(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """In memory, on disk, in the next life; and when it parks at the end of its turn."""
+    prompt = words(90, 30)
+    now_s = time.time()
+
+    def seen(engine: Engine) -> tuple[object, object]:
+        (row,) = [row for row in engine.sessions() if row["session_id"] == "s"]
+        assert row["state"] != "parked" or abs(row["parked_since"] - now_s) < 600
+        return row["state"], row.get("tool_call_id")
+
+    async def stored(engine: Engine) -> tuple[object, object]:
+        (row,) = await engine.stored_sessions(10)
+        return row["state"], row.get("tool_call_id")
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(request(prompt, 4, session="s")))
+            assert seen(engine) == ("idle", None)
+            await engine.park("", "s", "call_1")
+            assert seen(engine) == await stored(engine) == ("parked", "call_1")
+            assert (await engine.session_detail("", "s"))["state"] == "parked"
+            assert engine.explain("s")["state"] == "parked"
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            assert await stored(engine) == ("parked", "call_1")
+            assert (await engine.session_detail("", "s"))["tool_call_id"] == "call_1"
+            longer = [*prompt, *one.tokens, 5]
+            generation = engine.submit(request(longer, 400, session="s"))
+            await until(lambda: generation.completion_tokens > 3)
+            assert seen(engine) == ("running", None)
+            told = await engine.park("", "s", "call_2")
+            assert told["state"] == "parks at the end of its turn"
+            two = await read(generation)
+            await until(lambda: seen(engine) == ("parked", "call_2"))
+            assert await stored(engine) == ("parked", "call_2")
+            longer += [*two.tokens, 6]
+            asked = dataclasses.replace(request(longer, 4, session="s"), park=True)
+            three = await read(engine.submit(asked))
+            await until(lambda: seen(engine) == ("parked", None))
+            assert await stored(engine) == ("parked", None)
+            await read(engine.submit(request([*longer, *three.tokens, 7], 4, session="s")))
+            await until(lambda: seen(engine) == ("idle", None))
+            assert (await stored(engine))[0] == "on disk"
+
+    run(work())
+
+
+def test_turns_of_one_commit_keep_their_order(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """The later one edited history at an earlier place: it is still the one that is resumed."""
+    prompt = words(91, 30)
+    other = [*prompt[:5], *words(92, 25)]
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(request(prompt, 4, session="s")))
+            await read(engine.submit(request([*prompt, *one.tokens, 5], 4, session="s")))
+            last = request(other, 6, session="s")
+            told = await read(engine.submit(last))
+        with contextlib.closing(sqlite3.connect(tmp_path / "kv" / "meta.db")) as db, db:
+            db.execute("UPDATE turn SET seq = (SELECT max(seq) FROM turn)")
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            again = await engine.resume("", "s")
+            assert again.request_id == last.request_id
+            assert (await read(again)).tokens == told.tokens
+            shown = (await engine.session_detail("", "s"))["turns"]
+            assert [turn["prompt_tokens"] for turn in shown] == [30, 35, 30]
+            assert shown[-1]["turn"] == last.request_id
 
     run(work())

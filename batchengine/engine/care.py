@@ -11,15 +11,27 @@ import contextlib
 import dataclasses
 import hashlib
 import re
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
+
+import msgspec
 
 from batchengine.core import PAGE_TOKENS, GenerationRequest
 from batchengine.engine import refusals
 from batchengine.engine.journal import IDLE, PARKED, RUNNING, Journal
-from batchengine.engine.record import CALLS_MAX, Rebase, SessionMeta, encode, session_meta
+from batchengine.engine.record import (
+    CALLS_MAX,
+    Parked,
+    Rebase,
+    SessionMeta,
+    encode,
+    parked_row,
+    session_meta,
+)
 from batchengine.engine.record import turn_record as read_turn
 from batchengine.engine.reopen import Reopener, durable_name
+from batchengine.engine.reports import parked_facts
 from batchengine.engine.tables import Tables
 from batchengine.engine.turn import Turn
 from batchengine.session import Session, State
@@ -92,6 +104,7 @@ class Care:
         while session is not None and self._is_held(session):  # a move ends soon, either way
             await asyncio.sleep(0.002)
             session = self._tables.named.get((tenant, session_id))
+        facts = None
         if session is None:
             found = await self._record(tenant, session_id)
             meta, epoch = session_meta(found.info.meta), found.info.epoch
@@ -105,19 +118,22 @@ class Care:
             self._reopener.remember_call(tenant, tool_call_id, session_id)
             calls = (*(c for c in meta.calls if c != tool_call_id), tool_call_id)[-CALLS_MAX:]
             meta = _with_calls(meta, calls)
-        if session is not None and (facts := self._tables.facts.get(session.key)) is not None:
-            facts.meta = meta
         is_busy = session is not None and self._is_busy(session)
-        state = RUNNING if is_busy else PARKED
+        state, parked = RUNNING if is_busy else PARKED, Parked(time.time(), tool_call_id or "")
+        if not is_busy:
+            meta = msgspec.structs.replace(meta, parked=parked)
+        if facts is not None:
+            facts.meta = meta
+            facts.parks = parked.tool_call_id if is_busy else None
         await self._wait(
             self._store.ledger.set_meta(
                 durable_name(tenant, session_id), epoch, state, encode(meta)
             )
         )
         state = "parked"
-        if session is not None and self._is_busy(session):
+        if session is not None and facts is not None and self._is_busy(session):
             state = "parks at the end of its turn"
-            self._tables.facts[session.key].parks = True
+            facts.parks = parked.tool_call_id
         elif session is not None:
             await self._park_pages(session, and_leave=True)
         return {
@@ -214,6 +230,11 @@ class Care:
             ],
             "tool_calls": list(session_meta(info.meta).calls),
         }
+        detail |= (
+            parked_row(session_meta(info.meta))
+            if session is None
+            else parked_facts(self._tables, session)
+        )
         if (tenant, session_id) in self._reopener.interrupted:
             detail["state"] = "interrupted"
         if session is not None:
@@ -288,9 +309,9 @@ class Care:
     def turn_over(self, turn: Turn) -> None:
         """The session is idle: it leaves the lane if it waits for a tool."""
         facts = self._tables.facts.get(turn.session.key)
-        if turn.generation.request.park or (facts is not None and facts.parks):
+        if turn.generation.request.park or (facts is not None and facts.parks is not None):
             if facts is not None:
-                facts.parks = False
+                facts.parks = None
             self._spawn(self._park_pages(turn.session, and_leave=True), "park")
 
     async def park_everything(self) -> None:

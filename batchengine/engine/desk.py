@@ -13,6 +13,8 @@ from typing import Any
 from batchengine.core import BatchEngineError
 from batchengine.engine import refusals, reports
 from batchengine.engine.dispatch import Dispatcher
+from batchengine.engine.journal import PARKED
+from batchengine.engine.record import parked_row, session_meta
 from batchengine.engine.reopen import Reopener
 from batchengine.engine.tables import Tables
 from batchengine.engine.upkeep import Upkeep
@@ -68,6 +70,7 @@ class Desk:
         infos = await asyncio.wrap_future(store.ledger.list_sessions())
         rows: list[dict[str, Any]] = []
         for info in infos[:count_max]:
+            parked = info.state == PARKED
             rows.append(
                 {
                     "session_id": info.id.partition("\x1f")[2],  # see reopen.durable_name
@@ -76,6 +79,7 @@ class Desk:
                     "tokens": info.ledger_len,
                     "epoch": info.epoch,
                     "lane": info.owner_lane,
+                    **({"state": PARKED, **parked_row(session_meta(info.meta))} if parked else {}),
                 }
             )
         return rows

@@ -17,7 +17,7 @@ from batchengine import cost, router, scheduler
 from batchengine.config import RouterConfig
 from batchengine.core import PAGE_TOKENS, GenerationRequest, SlaClass
 from batchengine.cost import LoadRow
-from batchengine.engine import refusals
+from batchengine.engine import refusals, reports
 from batchengine.engine.decisions import (
     DecisionLog,
     Moved,
@@ -515,6 +515,7 @@ class Dispatcher:
         return {
             "lane": "" if home is None else home.lane.name,
             "state": session.state.value,
+            **reports.parked_facts(self._tables, session),
             "tokens": len(session.tokens),
             "moving": session.key in self._moving,
             "moved_ago_s": ago(note.moved_ms),

@@ -57,7 +57,9 @@ class Journal:
         self._turns: dict[Turn, None] = {}  # named turns with tokens the ledger lacks
         self._dirty = False
         self._refused, self._told_s = 0, float("-inf")  # records, since this moment
+        self._begun_turns = 0
         self.commits = 0
+        self.ending: Callable[[Turn], None] = lambda _: None  # before its end is recorded
         self.meta_of: Callable[[Session], SessionMeta] = lambda _: SessionMeta()
 
     # ---------------------------------------------------------------------------- asked for
@@ -78,6 +80,7 @@ class Journal:
             ops.append(records.AppendTokens(name, session.epoch, start, ids))
         session.logged = len(tokens)
         turn.turn_id = request.request_id
+        self._begun_turns += 1
         ops.append(
             records.AppendTurn(
                 name,
@@ -85,7 +88,7 @@ class Journal:
                 turn.turn_id,
                 start,
                 len(request.prompt),
-                encode(TurnRecord.of(request)),
+                encode(TurnRecord.of(request, self._begun_turns)),
                 request.sampling.seed & keys.MASK64,
                 request.idempotency_key or None,
             )
@@ -111,6 +114,7 @@ class Journal:
     def end(self, turn: Turn, event: DoneEvent | ErrorEvent, status: str) -> None:
         """The turn is over: its last tokens and its end become durable, then the event goes out."""
         session = turn.session
+        self.ending(turn)
         mine = self._append(turn)
         self._turns.pop(turn, None)
         reason = event.finish_reason if isinstance(event, DoneEvent) else event.error.api_code
@@ -209,7 +213,7 @@ class Journal:
         name, epoch, meta = session.name.decode(), session.logged_epoch, self.meta_of(session)
         return self._ledger.append(
             records.FinishTurn(name, epoch, turn_id, status, reason),
-            records.SetMeta(name, epoch, IDLE, encode(meta)),
+            records.SetMeta(name, epoch, PARKED if meta.parked else IDLE, encode(meta)),
         )
 
     def _append(self, turn: Turn) -> list[Future[int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,8 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a turn was asked for: with the timeline and the seed it defines every later token.
 
     Fields may be added with a default, so that older programs and older records are read.
+    `number` counts the turns one life of the engine began: those that one commit of the ledger
+    holds are ordered by it.
     """
 
     sampling: Sampling
@@ -33,9 +36,10 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     sla: Sla = Sla()
     park: bool = False
     form: str = FORM_CHAT
+    number: int = 0
 
     @classmethod
-    def of(cls, request: GenerationRequest) -> TurnRecord:
+    def of(cls, request: GenerationRequest, number: int = 0) -> TurnRecord:
         """The durable part of a request."""
         return cls(
             request.sampling,
@@ -45,6 +49,7 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
             request.sla,
             request.park,
             request.form,
+            number,
         )
 
     def request(
@@ -92,14 +97,22 @@ class Rebase(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.shared < min(self.timeline, self.prompt)
 
 
+class Parked(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A session waits, since this Unix time, for a tool call ("" = no known one)."""
+
+    since_s: float
+    tool_call_id: str = ""
+
+
 class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     """What else is durable about a session. `repr_id` is hex: whose KV it last had. `rebase` is
-    of the last turn, `edit` of the last one that changed history."""
+    of the last turn, `edit` of the last one that changed history. `parked` until the next turn."""
 
     repr_id: str = ""
     rebase: Rebase | None = None
     edit: Rebase | None = None
     calls: tuple[str, ...] = ()
+    parked: Parked | None = None
 
 
 @dataclass(slots=True)
@@ -113,7 +126,7 @@ class Facts:
     strikes: int = 0  # times it ended a lane, or the engine, while alone in a step
     is_marked: bool = False  # the ledger holds a mark against it
     was_cut_off: bool = False  # its engine died amid a turn
-    parks: bool = False  # at the end of its turn it leaves the lane
+    parks: str | None = None  # at the end of its turn, for this tool call ("" = none it knows of)
     restored: bool = False  # it came from the ledger, and has not computed since
 
 
@@ -144,6 +157,14 @@ def session_meta(text: str) -> SessionMeta:
         return msgspec.json.decode(text, type=SessionMeta)
     except (msgspec.ValidationError, msgspec.DecodeError, ValueError):
         return SessionMeta()
+
+
+def parked_row(meta: SessionMeta) -> dict[str, Any]:
+    """What a listing says of a parked session, over what it would say; {} for any other."""
+    if meta.parked is None:
+        return {}
+    since, call = round(meta.parked.since_s), meta.parked.tool_call_id
+    return {"state": "parked", "parked_since": since, "tool_call_id": call or None}
 
 
 def _essence(sampling: Sampling) -> Sampling:

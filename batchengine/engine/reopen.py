@@ -13,7 +13,9 @@ the client's prompt wins, and the timeline is cut where the two differ.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +26,14 @@ from batchengine.engine import record, refusals
 from batchengine.engine.generation import Continuation, Generation
 from batchengine.engine.journal import DONE, INCARNATIONS, RUNNING, Journal
 from batchengine.engine.last_words import LastWords
-from batchengine.engine.record import CALLS_FIELD, Facts, SessionMeta, session_meta, turn_record
+from batchengine.engine.record import (
+    CALLS_FIELD,
+    Facts,
+    Parked,
+    SessionMeta,
+    session_meta,
+    turn_record,
+)
 from batchengine.engine.tables import Tables
 from batchengine.engine.turn import Turn
 from batchengine.lanes.lane import Lane
@@ -70,12 +79,19 @@ class Reopener:
         self._journal = journal
         self._calls: dict[tuple[str, str], str] = {}  # (tenant, tool call) -> session id
         self._strikes: dict[str, int] = {}  # sessions that died alone in an earlier life
-        journal.meta_of = self._meta_of
+        journal.meta_of, journal.ending = self._meta_of, self._ending
         self.interrupted: dict[tuple[str, str], SessionInfo] = {}  # amid a turn when it ended
 
     def _meta_of(self, session: Session) -> SessionMeta:
         facts = self._tables.facts.get(session.key)
         return SessionMeta() if facts is None else facts.meta
+
+    def _ending(self, turn: Turn) -> None:
+        """A turn is over: whether the session waits for a tool now is part of the record."""
+        facts = self._tables.facts.get(turn.session.key)
+        if facts is not None and (facts.parks is not None or turn.generation.request.park):
+            parked = Parked(time.time(), facts.parks or "")
+            facts.meta = msgspec.structs.replace(facts.meta, parked=parked)
 
     async def start(self, last_words: LastWords | None = None) -> None:
         """What the last life left: broken turns, suspects, parked tool calls. No tokens."""
@@ -360,9 +376,10 @@ class Reopener:
 
     async def _load(self, name: str) -> SessionRecord | None:
         try:
-            return await asyncio.wrap_future(self._store.ledger.load_session(name))
+            found = await asyncio.wrap_future(self._store.ledger.load_session(name))
         except StoreError as error:
             raise refusals.damaged(error) from error
+        return None if found is None else dataclasses.replace(found, turns=_in_order(found.turns))
 
     def _adopt(self, session: Session, found: SessionRecord) -> Facts:
         """The record becomes the session, or what the session was refused is known again."""
@@ -467,6 +484,15 @@ def _continuation(session: Session, turn: TurnInfo, end: int | None = None) -> C
         is_last=end is None,
         is_done=turn.status == DONE,
     )
+
+
+def _in_order(turns: list[TurnInfo]) -> list[TurnInfo]:
+    """As they began. Of one commit the ledger does not know it, and the last turn decides much."""
+    if len({turn.seq for turn in turns}) == len(turns):
+        return turns
+    asked = ((turn, turn_record(turn.sampling)) for turn in turns)
+    numbers = {turn.id: 0 if known is None else known.number for turn, known in asked}
+    return sorted(turns, key=lambda turn: (turn.seq, numbers[turn.id]))
 
 
 def durable_name(tenant: str, session_id: str) -> str:

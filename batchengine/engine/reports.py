@@ -8,8 +8,9 @@ from typing import Any
 from batchengine.core import SlaClass
 from batchengine.engine.generation import Generation
 from batchengine.engine.loop import LaneLoop
+from batchengine.engine.record import parked_row
 from batchengine.engine.tables import Tables
-from batchengine.session import Session
+from batchengine.session import Session, State
 
 CLASSES = tuple(c.value for c in SlaClass)  # a session's priority counts them from the other end
 
@@ -95,9 +96,18 @@ def session_rows(tables: Tables) -> list[dict[str, Any]]:
             "epoch": session.epoch,
             **_reuse(tables, session),
             "lane": tables.home[session.key].lane.name if session.key in tables.home else "",
+            **parked_facts(tables, session),
         }
         for session in found.values()
     ]
+
+
+def parked_facts(tables: Tables, session: Session) -> dict[str, Any]:
+    """Of a session that waits for a tool and for nothing else: see `record.parked_row`."""
+    facts = tables.facts.get(session.key)
+    if facts is None or session.state is not State.IDLE or session.key in tables.queues:
+        return {}
+    return parked_row(facts.meta)
 
 
 def _reuse(tables: Tables, session: Session) -> dict[str, Any]:
