@@ -17,6 +17,7 @@ from batchengine.engine import Generation
 from batchengine.engine.trial import KEY
 from kv_store.store import Store
 from tests.simulation.stage import Plan, Stage, play, words
+from tests.simulation.wrong import wrong_lane
 
 LANES = ("left", "right")
 
@@ -318,3 +319,11 @@ def test_f45_a_page_that_others_hold_is_computed_again(is_wrong: bool) -> None:
         await stage.answer([*prompt, 9], 20, "third")
 
     play(scene, limits__canary_s=0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_f46_a_lane_that_is_wrong_for_a_while_is_found_out(seed: int) -> None:
+    """More of them: `python -m tests.simulation --wrong`."""
+    outcome = wrong_lane(seed)
+    assert outcome.counts["wrong steps"] > 0
+    assert outcome.counts["right answers"] == 1

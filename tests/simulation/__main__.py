@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.simulation.world import Outcome, World, simulate
+from tests.simulation.wrong import wrong_lane
 
 FAILURES_MAX = 5
 
@@ -91,12 +92,15 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--once", action="store_true", help="do not compare with a second run")
+    parser.add_argument("--wrong", action="store_true", help="one lane computes wrong bits (F46)")
     parser.add_argument("--trace", type=int, metavar="SEED", help="one seed, with its trace")
     parser.add_argument("--lines", type=int, default=200)
     given = parser.parse_args()
     if given.trace is not None:
         return show(given.trace, given.lines)
     seeds = range(given.start, given.start + given.seeds)
+    if given.wrong:
+        return many(seeds, given.jobs, wrong_lane)
     return many(seeds, given.jobs, simulate if given.once else twice)
 
 
