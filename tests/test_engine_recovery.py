@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import kv_store.store
 from batchengine import wire
 from batchengine.engine import Engine
 from batchengine.engine import loop as engine_loop
@@ -248,14 +247,18 @@ def test_a_store_without_room_serves_what_fits_the_arena(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No extent can be made: pages stay open, turns take turns, and what cannot fit hears why."""
-    monkeypatch.setattr(kv_store.store, "FREE_FLOOR_BYTES", 1 << 60)
     monkeypatch.setattr(engine_loop, "STALL_S", 0.05)
     monkeypatch.setattr(engine_loop, "STALL_ALONE_S", 0.3)
     prompts = [words(60 + i, 500 + 10 * i) for i in range(5)]
 
     async def work() -> None:
         async with running_engine(
-            pocket_path, tmp_path, cache_dir, lane__places=5, lane__entries_max=4
+            pocket_path,
+            tmp_path,
+            cache_dir,
+            lane__places=5,
+            lane__entries_max=4,
+            store__free_floor_bytes=1 << 50,
         ) as engine:
             assert engine.stats()["store"]["pages_total"] == 0
             names = [None, "a", None, "b", "c"]
