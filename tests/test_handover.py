@@ -12,6 +12,7 @@ import pytest
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError, Sampling
 from batchengine.engine import Engine
+from batchengine.pages import adoption
 from batchengine.session import State
 from tests.fakes import Reference, read, request, run, running_engine, until, words
 
@@ -310,5 +311,38 @@ def test_a_request_that_comes_during_a_move_waits_for_it(
             for i, answer in enumerate(await asyncio.gather(*answers)):
                 assert answer.tokens == reference.tokens([*longer, i + 30], 20)  # type: ignore[attr-defined]
             assert len(answers) == 5
+
+    run(work())
+
+
+def test_a_resting_lane_computes_for_its_guest_first(
+    pocket_path: Path,
+    tmp_path: Path,
+    cache_dir: Path,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once the rows are there no frame is under way that the first step would have to wait for:
+    not even where pages are so large that a frame carries only one of them."""
+    monkeypatch.setattr(adoption, "ADOPT_BYTES", 1)
+    prompt = words(80, 60)  # one open page
+
+    async def work() -> None:
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            generation = engine.submit(request(prompt, 200, session="s"))
+            reader = asyncio.ensure_future(read(generation))
+            await until(lambda: generation.completion_tokens > 3)
+            target = next(x for x in engine._loops if x.lane.name == other(engine, "s"))
+            free: dict[str, bool] = {}
+
+            def at(point: str) -> None:
+                free[point] = target._flight is None
+
+            engine.handover.on_point = at
+            report = await engine.promote("s", to=target.lane.name)
+            assert (report["result"], report["pages_copied"]) == ("moved", 1)
+            assert free["P4"]
+            assert free["P5"]
+            assert (await reader).tokens == reference.tokens(prompt, 200)
 
     run(work())

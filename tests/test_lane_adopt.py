@@ -307,6 +307,18 @@ def test_a_file_that_shrinks_while_it_is_read_yields_no_row(bank: Bank) -> None:
     bank.expect(0)
 
 
+def test_a_free_place_that_is_poisoned_is_made_ready_for_rows(bank: Bank) -> None:
+    """Whoever moves here pays for no page fault; nobody else pays for the memory."""
+    bank.memory.reserve(TO)
+    bank.memory.poison(TO.place)
+    assert bank.memory._proof._own is None
+    bank.memory.poison(TO.place)
+    assert bank.memory._proof._own is not None
+    bank.leave(40)
+    assert bank.adopt(40) == 40
+    bank.expect(40)
+
+
 def test_several_pages_in_one_step_and_no_descriptor_left(bank: Bank) -> None:
     bank.leave(256, at=0, owner=PlaceOwner(b"s", 3, 0, 0))
     bank.leave(40, at=1, owner=PlaceOwner(b"s", 3, 2, 1))

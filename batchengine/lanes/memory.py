@@ -93,7 +93,8 @@ class ProofPage:
     @property
     def page(self) -> memoryview:
         if self._own is None:
-            self._own = memoryview(mmap.mmap(-1, self._layout.page_bytes))
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+            self._own = memoryview(mmap.mmap(-1, self._layout.page_bytes, flags))
         return self._own
 
     def digests(self, page: memoryview, seeds: U64Array) -> U64Array:
@@ -174,6 +175,8 @@ class PageMemory:
     def poison(self, place: int) -> None:
         """The place is free: its bytes must not look like numbers, its records not like rows."""
         self._arena.poison(self._checked(place))
+        if not self._owned[place]:  # it was free: it is made ready for rows that are adopted soon
+            _ = self._proof.page
         self._owned[place] = False
 
     def retitle(self, to: wire.Retitle) -> None:

@@ -362,6 +362,8 @@ class AdoptingPages(SealLine):
             messages.append(message)
             tokens.extend(ids)
             owners.append(adoption)
+            if adoption.sent == len(adoption.orphans):
+                self._queue.popleft()  # else an empty frame would go out for its sake
         return messages, tokens.tobytes(), owners
 
     def _adopt_message(self, adoption: Adoption, at: int) -> tuple[wire.Adopt, list[int]]:
