@@ -3,9 +3,10 @@
 A real engine with two CPU lanes of one thread each decodes a stream; the session is moved to the
 other lane and back several times. Measured: the longest pause the reader sees around each move,
 in medians of the undisturbed time per token; milliseconds of the whole hand-over as the engine
-reports it, which includes the wait for the end of the step and for the first token after it; the
-prefill of the same tokens on a lane that shares no KV with them (another tenant), which is also
-the undisturbed run whose tokens must be the same.
+reports it, which includes the wait for the end of the step and for the first token after it; where
+the pause went, by the rows that had to be copied (one more move finds its open page nearly full);
+the prefill of the same tokens on a lane that shares no KV with them (another tenant), which is
+also the undisturbed run whose tokens must be the same.
 
 The rival is what one does with llama.cpp: save the sequence to a file, restore it in another
 context. The file lies in memory where there is room, the other context exists already and the
@@ -23,7 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ import uvloop
 import kernels
 from batchengine.config import Config, LaneConfig, LimitsConfig, ModelConfig, StoreConfig
 from batchengine.config.settings import RouterConfig
-from batchengine.core import DoneEvent, ErrorEvent, GenerationRequest, TokenEvent
+from batchengine.core import PAGE_TOKENS, DoneEvent, ErrorEvent, GenerationRequest, TokenEvent
 from batchengine.engine import Engine
 from bench import report
 from bench.engine import DISK, synthetic_model
@@ -41,6 +42,7 @@ from bench.llama import LlamaContext, LlamaModel
 
 LANES = ("a", "b")
 BETWEEN = 12  # tokens between two moves, undisturbed
+BRIM = 240  # rows of an open page that is nearly full
 BASE = 512  # tokens the rival prefills; its longer KV repeats them
 RIVAL_SETTINGS: tuple[dict[str, Any], ...] = (
     {"flash": True, "kv_type": "f16"},
@@ -63,8 +65,20 @@ class Stream:
 
 
 @dataclass
+class Pause:
+    """One move: rows copied, and ms from the last token on one lane to the first on the other."""
+
+    open_rows: int
+    rows_ms: float  # the session stands still, its rows are copied and proven
+    owner_ms: float  # the ledger is told whose it is
+    rest_ms: float  # the first step there, and the end of the last one here
+    gap_ms: float
+
+
+@dataclass
 class Length:
-    """Everything measured at one number of tokens. Lists have one entry per move."""
+    """Everything measured at one number of tokens. Lists have one entry per move, the last for
+    that of the nearly full page, which no median counts."""
 
     tokens: int
     tpot_ms: float = 0.0
@@ -72,11 +86,12 @@ class Length:
     total_ms: list[float] = field(default_factory=list[float])
     prefill_ms: float = 0.0
     reports: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    pauses: list[Pause] = field(default_factory=list[Pause])
     same_tokens: bool = False
 
     @property
     def promote_ms(self) -> float:
-        return statistics.median(self.total_ms)
+        return statistics.median(self.total_ms[:-1])
 
 
 class Moves:
@@ -84,6 +99,11 @@ class Moves:
 
     def __init__(self, engine: Engine, moves: int) -> None:
         self.engine, self.moves = engine, moves
+        self.points: dict[str, float] = {}  # ms, of the last move
+        engine.handover.on_point = self._at
+
+    def _at(self, point: str) -> None:
+        self.points[point] = time.perf_counter() * 1000
 
     async def read(self, stream: Stream, request: GenerationRequest) -> None:
         """The whole answer into `stream`."""
@@ -101,16 +121,18 @@ class Moves:
         """A session of `length` tokens decodes, moves, and is compared with itself undisturbed."""
         rng = np.random.default_rng(length)
         prompt = tuple(rng.integers(3, self.engine.info.vocab_size, length).tolist())
-        count = BETWEEN * (self.moves + 2)
+        at = [BETWEEN * move for move in range(1, self.moves + 1)]
+        at.append(at[-1] + BETWEEN + (BRIM - length - at[-1] - BETWEEN) % PAGE_TOKENS)
+        count = at[-1] + 2 * BETWEEN
         asked = GenerationRequest(
             f"moved-{length}", prompt, count, ignore_eos=True, session_id=f"s{length}"
         )
         result, stream, spans = Length(length), Stream(), list[tuple[float, float]]()
         reading = asyncio.ensure_future(self.read(stream, asked))
         try:
-            for move in range(1, self.moves + 1):
+            for tokens in at:
                 await asyncio.wait(
-                    [reading, asyncio.ensure_future(stream.until(BETWEEN * move))],
+                    [reading, asyncio.ensure_future(stream.until(tokens))],
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if reading.done():
@@ -138,6 +160,13 @@ class Moves:
         told = await self.engine.promote(session, to, "")
         result.total_ms.append(told["total_ms"])
         result.reports.append(told)
+        rows_ms, owner_ms = (
+            self.points[end] - self.points[start] for start, end in (("P2", "P4"), ("P4", "P5"))
+        )
+        gap_ms = float(told["gap_ms"])
+        rest_ms = gap_ms - rows_ms - owner_ms
+        pause = rows_ms, owner_ms, rest_ms, gap_ms
+        result.pauses.append(Pause(told["rows_copied"], *(round(ms, 2) for ms in pause)))
         return began, time.perf_counter()
 
 
@@ -232,6 +261,11 @@ def _print(row: Length) -> None:
         f" in tokens {gaps}; tokens {'the same' if row.same_tokens else 'DIFFER'}",
         flush=True,
     )
+    for pause in sorted(row.pauses, key=lambda pause: pause.open_rows):
+        print(
+            f"         {pause.open_rows:>4} open rows: {pause.gap_ms:7.1f} ms without a token ="
+            f" rows {pause.rows_ms:.1f} + owner {pause.owner_ms:.1f} + rest {pause.rest_ms:.1f}"
+        )
 
 
 def main(argv: list[str]) -> int:
@@ -259,8 +293,9 @@ def main(argv: list[str]) -> int:
     for row in rows:
         name, rival_ms = f"{row.tokens // 1024}k", min(theirs[row.tokens].values())
         result |= {
-            f"gap_tpot_{name}": round(statistics.median(row.gap_tpot), 2),
-            f"gap_tpot_{name}_max": round(max(row.gap_tpot), 2),
+            f"gap_tpot_{name}": round(statistics.median(row.gap_tpot[:-1]), 2),
+            f"gap_tpot_{name}_max": round(max(row.gap_tpot[:-1]), 2),
+            f"brim_gap_tpot_{name}": round(row.gap_tpot[-1], 2),
             f"promote_ms_{name}": round(row.promote_ms, 2),
             f"prefill_ms_{name}": round(row.prefill_ms, 1),
             f"promote_vs_prefill_{name}": round(row.prefill_ms / row.promote_ms, 1),
@@ -272,7 +307,7 @@ def main(argv: list[str]) -> int:
     details = {
         "gguf": path.name,
         "isa": kernels.isa(),
-        "rows": [vars(row) for row in rows],
+        "rows": [asdict(row) for row in rows],
         "rival_ms": theirs,
         "bench_s": round(time.perf_counter() - began, 1),
     }

@@ -188,8 +188,13 @@ def test_promote_moves_a_stream_without_changing_it(pocket_path: Path, tmp_path:
     )
     assert result.pop("same_tokens") is True
     assert all(value > 0 for value in result.values()), result
-    moves = json.loads((tmp_path / "r.json").read_text())["details"]["rows"][0]["reports"]
-    assert [move["result"] for move in moves] == ["moved"] * 3
+    row = json.loads((tmp_path / "r.json").read_text())["details"]["rows"][0]
+    moves, pauses = row["reports"], row["pauses"]
+    assert [move["result"] for move in moves] == ["moved"] * 4
+    assert [pause["open_rows"] for pause in pauses] == [move["rows_copied"] for move in moves]
+    for pause in pauses:
+        parts = pause["rows_ms"] + pause["owner_ms"] + pause["rest_ms"]
+        assert parts == pytest.approx(pause["gap_ms"], abs=0.1)
     # full pages that are not sealed yet are copied, the others go by reference
     assert all(move["pages_shared"] + move["pages_copied"] >= 4 for move in moves), moves
     assert moves[-1]["pages_shared"] >= 3, moves
