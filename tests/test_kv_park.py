@@ -280,12 +280,16 @@ def test_a_tail_in_use_stays(store: Store, lane: Lane) -> None:
     assert store.drop_tails(FIRST[:100], TENANT, SALT).result(20) == 1
 
 
+@pytest.mark.parametrize("limit", ["SHARED_READ_TOKENS_MAX", "SHARED_SESSIONS_MAX"])
 def test_tails_stay_where_asking_would_cost_too_much(
-    store: Store, lane: Lane, monkeypatch: pytest.MonkeyPatch
+    store: Store, lane: Lane, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(sessions, "SHARED_READ_TOKENS_MAX", 100)
     keep_session(store, "s", FIRST[:100])
-    keep_session(store, "other", SECOND[:101])
+    keep_session(store, "other", np.concatenate([FIRST[:60], SECOND[:60]]))
+    parked(lane, ROOT_KEY, FIRST[:50])
     parked(lane, ROOT_KEY, FIRST[:99])
-    assert drop(store, FIRST[:100]) == 0
-    assert store.stat()["tails"] == 1
+    with monkeypatch.context() as few:
+        few.setattr(sessions, limit, 0)
+        assert drop(store, FIRST[:100]) == 0
+    assert store.drop_tails(FIRST[:100], TENANT, SALT).result(20) == 1
+    assert store.stat()["tails"] == 1, "the shorter one belongs to the other, too"
