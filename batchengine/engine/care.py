@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -119,7 +118,7 @@ class Care:
             calls = (*(c for c in meta.calls if c != tool_call_id), tool_call_id)[-CALLS_MAX:]
             meta = _with_calls(meta, calls)
         is_busy = session is not None and self._is_busy(session)
-        state, parked = RUNNING if is_busy else PARKED, Parked(time.time(), tool_call_id or "")
+        state, parked = RUNNING if is_busy else PARKED, Parked.now(tool_call_id or "")
         if not is_busy:
             meta = msgspec.structs.replace(meta, parked=parked)
         if facts is not None:

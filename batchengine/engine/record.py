@@ -8,6 +8,7 @@ the ledger is a file, and a file may say anything.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,11 @@ class Parked(msgspec.Struct, frozen=True, omit_defaults=True):
 
     since_s: float
     tool_call_id: str = ""
+
+    @classmethod
+    def now(cls, tool_call_id: str) -> Parked:
+        """By the calendar: another life, and people, are told of it. Nothing waits by it."""
+        return cls(datetime.datetime.now(datetime.UTC).timestamp(), tool_call_id)
 
 
 class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,7 +89,7 @@ class Reopener:
         """A turn is over: whether the session waits for a tool now is part of the record."""
         facts = self._tables.facts.get(turn.session.key)
         if facts is not None and (facts.parks is not None or turn.generation.request.park):
-            parked = Parked(time.time(), facts.parks or "")
+            parked = Parked.now(facts.parks or "")
             facts.meta = msgspec.structs.replace(facts.meta, parked=parked)
 
     async def start(self, last_words: LastWords | None = None) -> None:
