@@ -569,3 +569,47 @@ def test_turns_of_one_commit_keep_their_order(
             assert shown[-1]["turn"] == last.request_id
 
     run(work())
+
+
+def test_pages_that_vanished_are_not_called_evicted(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """The extent was lost between two lives: nobody evicted anything, and nobody says so."""
+    start = words(93, 600)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            one = await read(engine.submit(request(start, 20, session="s")))
+        for extent in (tmp_path / "kv" / "ext").iterdir():
+            extent.unlink()
+        longer = [*start, *one.tokens, 9]
+        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            two = await read(engine.submit(request(longer, 20, session="s")))
+            assert two.tokens == hashlm_tokens(longer, 20)
+            assert two.done is not None
+            assert two.done.usage.cached_tokens == 0
+            assert two.done.usage.reuse_reason == "pages are no longer in the store"
+
+    run(work())
+
+
+def test_a_damaged_history_is_refused_with_one_way_out(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The row is for the log; the client hears what to do, once, and that it works."""
+    start = words(94, 30)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            await read(engine.submit(request(start, 4, session="s")))
+        with contextlib.closing(sqlite3.connect(tmp_path / "kv" / "meta.db")) as db, db:
+            db.execute("UPDATE token_blob SET checksum = zeroblob(4)")
+        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            refused = (await read(engine.submit(request(start, 4, session="s")))).error
+            assert refused is not None
+            assert (refused.code, refused.why) == ("BE2401", "the ledger file was damaged")
+            assert "resend" not in str(refused)
+            assert (await read(engine.submit(request(start, 4, session="other")))).error is None
+        assert any("fail their checksum" in record.getMessage() for record in caplog.records)
+
+    run(work())

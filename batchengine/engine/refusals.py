@@ -295,11 +295,14 @@ def _invalid(param: str, what: str, fix: str) -> BatchEngineError:
 
 
 def damaged(error: StoreError) -> BatchEngineError:
-    """The ledger cannot tell this session's history."""
+    """The ledger cannot tell this session's history.
+
+    What the store says names rows and the store's own names of sessions: that is for the log.
+    """
     return BatchEngineError(
         "BE2401",
         "this session's history is damaged",
-        why=str(error),
+        why=error.why or "the ledger cannot read it",
         fix="use another session id; other sessions are not affected",
         api_code="session_damaged",
     )

@@ -65,6 +65,8 @@ LOSS_KINDS = {  # what a session's page table says of KV it lost -> label of the
     LOST_TO_EVICTION: "evicted",
     LOST_TO_CHECKSUM: "checksum",
 }
+# Nobody here saw them go: evicted in an earlier life, in a damaged extent, or never sealed.
+PAGES_GONE = "pages are no longer in the store"
 JUDGED = 0  # instead of the incarnation: whether that life crashed is known
 STRIKES_MAX = 2  # deaths of a lane or of the engine with one session alone in the step
 
@@ -377,6 +379,7 @@ class Reopener:
         try:
             found = await asyncio.wrap_future(self._store.ledger.load_session(name))
         except StoreError as error:
+            log.error("session %r: %s", name, error)
             raise refusals.damaged(error) from error
         return None if found is None else dataclasses.replace(found, turns=_in_order(found.turns))
 
@@ -428,7 +431,7 @@ def _shortfall(turn: Turn, facts: Facts | None) -> tuple[str, str]:
         reasons.append(f"history edited at token {turn.shared}")
     if found >= expected:
         return "; ".join(reasons), "edited" if reasons else ""
-    lost, kind = expected - found, "evicted"
+    lost, kind = expected - found, "gone"
     if facts is not None and facts.changed:
         fields = ", ".join(facts.changed)
         reasons.append(f"model or numerics changed: {fields}")
@@ -440,7 +443,7 @@ def _shortfall(turn: Turn, facts: Facts | None) -> tuple[str, str]:
         reasons.append("the open page was not kept")
         kind = "tail"
     else:
-        reasons.append("pages evicted")
+        reasons.append(PAGES_GONE)
     return "; ".join(reasons), kind
 
 
