@@ -199,7 +199,7 @@ class Jury:
                 chain = array("i", tokens[: (index + 1) * PAGE_TOKENS])
                 held.append((PageOf(chain, salt, priority), ref))
             else:
-                self._condemn(lane, ref)
+                self._give_up(lane, [ref])
         if held:
             self._spawn(self._prove(lane, held), "proof")
 
@@ -216,16 +216,38 @@ class Jury:
             stored = self._store.digest(ref)
             if not got:
                 log.warning("page %d of a turn that met NaN cannot be proven", page.page)
-                self._condemn(lane, ref)
-                for one in self._tables.loops:
-                    one.recheck()
+                self._give_up(lane, [ref])
             elif got != stored:
                 await self.judge(by, page, got, stored)
 
-    def _condemn(self, lane: LaneLoop, ref: PageRef) -> None:
-        lane.pages.wrote.pop(ref, None)
-        with contextlib.suppress(StoreError):
-            self._store.condemn(ref)
+    def _give_up(self, lane: LaneLoop, refs: Sequence[PageRef]) -> None:
+        """These pages of a lane are served no more."""
+        wrong: set[bytes] = set()
+        for ref in refs:
+            wrote = lane.pages.wrote.pop(ref, None)
+            wrong.update(() if wrote is None else wrote[:1])
+            with contextlib.suppress(StoreError):
+                self._store.condemn(ref)
+        self._give_up_after(wrong)
+
+    def _give_up_after(self, wrong: set[bytes]) -> None:
+        """Pages of any lane that were computed from pages with these keys are as wrong as they.
+
+        They would be found again once the pages before them are.
+        """
+        more = True
+        while more:
+            more = False
+            for loop in self._tables.loops:
+                for ref, (key, parent) in list(loop.pages.wrote.items()):
+                    if parent in wrong:
+                        more = True
+                        wrong.add(key)
+                        del loop.pages.wrote[ref]
+                        with contextlib.suppress(StoreError):
+                            self._store.condemn(ref)
+        for loop in self._tables.loops:
+            loop.recheck()
 
     # ------------------------------------------------------------------------------- verdict
 
@@ -259,6 +281,7 @@ class Jury:
             if ref is not None and not verdict.stored_is_right:
                 with contextlib.suppress(StoreError):
                     self._store.condemn(ref)
+                self._give_up_after({page.key(self._store.repr_id)})
             if verdict.wrong is not None:
                 await self._punish(verdict.wrong, verdict.why)
             for loop in self._tables.loops:
@@ -303,13 +326,8 @@ class Jury:
         """Nothing this lane has computed is used any more, as far as it is known."""
         name = loop.lane.name
         self._verdicts[name] = self._verdicts.get(name, 0) + 1
-        wrote, loop.pages.wrote = loop.pages.wrote, {}
-        for ref in wrote:
-            with contextlib.suppress(StoreError):
-                self._store.condemn(ref)
+        self._give_up(loop, list(loop.pages.wrote))
         loop.drain(why)
-        for one in self._tables.loops:
-            one.recheck()
         if any(one.up for one in self._tables.loops):
             return
         while loop.is_rechecking and loop.lane.alive:  # noqa: ASYNC110  between two steps

@@ -169,7 +169,7 @@ class Upkeep:
             raise
         finally:
             release()
-        loop.pages.wrote[ref] = None
+        loop.pages.wrote[ref] = key, parent
         store.unpin(ref)
 
     async def _page_of(self, found: ScrubResult) -> PageOf | None:

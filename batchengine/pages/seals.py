@@ -55,7 +55,8 @@ class SealLine(Places):
         self.seal_failures = 0
         self.tails_parked = 0
         self.muted = ""  # why this lane's pages are not to be published
-        self.wrote: dict[PageRef, None] = {}  # pages of the store that were computed here
+        # Pages of the store that were computed here: their content key, and that of the one before.
+        self.wrote: dict[PageRef, tuple[bytes, bytes]] = {}
         self.on_doubt: Callable[[Seal], None] | None = None  # the store has other bytes for it
         self.on_withdrawn: Withdrawn | None = None  # of these, some are in the store
 
@@ -229,9 +230,9 @@ class SealLine(Places):
                     self.unverified([seal])
 
     def _note_written(self, seal: Seal, ref: PageRef) -> None:
-        own = None if seal.ticket is None else seal.ticket.page
-        if own is not None and own.ref == ref:
-            self.wrote[ref] = None
+        ticket = seal.ticket
+        if ticket is not None and ticket.page is not None and ticket.page.ref == ref:
+            self.wrote[ref] = ticket.key, ticket.parent
             while len(self.wrote) > WROTE_MAX:
                 del self.wrote[next(iter(self.wrote))]
 

@@ -40,7 +40,8 @@ class Plan(NamedTuple):
     by: int = signal.SIGKILL
     hang: bool = False
     nan: bool = False
-    flip: bool = False  # one bit of the first row comes out differently
+    flip: bool = False  # one bit of the first row comes out differently,
+    spread: bool = False  # and so does every row after it
 
 
 class SimCompute(HashCompute):
@@ -49,7 +50,7 @@ class SimCompute(HashCompute):
     def __init__(self, model: str) -> None:
         super().__init__(Faults(model=model))
         self.by: int = signal.SIGKILL
-        self.flip = False
+        self.flip = self.spread = False
 
     def at(self, point: str) -> None:
         if self.dies_at(point):
@@ -63,6 +64,8 @@ class SimCompute(HashCompute):
             where = _offsets()[row]
             rows[0] = bytes([rows[0][0] ^ 1]) + rows[0][1:]
             pages[page][where] = np.frombuffer(rows[0], np.uint8)
+            if self.spread and len(tokens) > 1:
+                rows[1:] = super()._append(pages, start + 1, tokens[1:])
         return rows
 
 
@@ -167,7 +170,7 @@ class SimProcess:
         compute, worker = self._compute, self._worker
         at = compute.steps + 1
         compute.faults = Faults(die=plan.die, at=at, nan_at=at if plan.nan else 0)
-        compute.flip = plan.flip
+        compute.flip, compute.spread = plan.flip, plan.spread
         compute.by, worker.duration_s, self._answer = plan.by, plan.duration_s, b""
         died: Died | None = None
         try:

@@ -29,6 +29,7 @@ from batchengine.config import Config, LaneConfig, load
 from batchengine.core import BatchEngineError
 from batchengine.engine import Engine
 from batchengine.engine.loop import LaneLoop
+from batchengine.engine.trial import KEY as TRIAL
 from batchengine.session import Session, State
 from kv_store.arena import PlaceState
 from tests.simulation.clock import VirtualLoop
@@ -259,7 +260,9 @@ class World:
         if die == "inside_row" and not tokens:
             die = "after_chores"
         by = rng.choice([signal.SIGKILL, signal.SIGSEGV])
-        return Plan(duration_s, die, by, self.decides("hang"), self.decides("nan"))
+        is_trial = any(entry.session == TRIAL for entry in step.entries)  # NaN there is F46
+        nan = not is_trial and self.decides("nan")
+        return Plan(duration_s, die, by, self.decides("hang"), nan)
 
     def next_pid(self) -> int:
         self._pids += 1

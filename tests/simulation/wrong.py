@@ -23,6 +23,7 @@ async def wrong_for_a_while(stage: Stage) -> None:
     """The script."""
     rng = stage.tape("wrong")
     bad, share = rng.choice(("left", "right")), rng.choice([0.2, 0.6, 1.0])
+    spread = rng.random() < 0.5
     begin = stage.loop.time() + rng.choice([0.0, 0.0, 0.05, 3.0])
 
     def plan(lane: Any, step: Any) -> Plan | None:
@@ -30,7 +31,7 @@ async def wrong_for_a_while(stage: Stage) -> None:
         if not wrong or rng.random() >= share:
             return None
         stage.count("wrong steps")
-        return Plan(0.004, flip=True)
+        return Plan(0.004, flip=True, spread=spread)
 
     stage.plans.append(plan)
     loop = stage.lane(bad)
