@@ -18,13 +18,14 @@ import pytest
 
 import batchengine.lanes.memory as memory_module
 import kv_store.layout as layout_module
-from batchengine.core import BatchEngineError
+from batchengine.core import PAGE_TOKENS, BatchEngineError
 from batchengine.engine import loop as loop_module
 from batchengine.engine.engine import Engine
 from batchengine.engine.loop import LaneLoop
 from batchengine.lanes.steps import StepBatch, StepOutput
 from batchengine.pages import LanePages
 from batchengine.pages.places import Places
+from batchengine.session import Session
 from kv_store.arena import ArenaShape
 from tests.simulation.lanes import SimCompute
 from tests.simulation.stage import Plan, Script, Stage, play, words
@@ -194,8 +195,10 @@ def flip_byte(path: str, at: int) -> None:
 
 
 def keep_what_was_rejected(patch: pytest.MonkeyPatch) -> None:
-    real = Places.loaded
-    patch.setattr(Places, "loaded", lambda self, s, good: real(self, s, [True] * len(good)))
+    def loaded(self: Places, session: Session, good: list[bool]) -> None:
+        session.frontier = len(good) * PAGE_TOKENS
+
+    patch.setattr(Places, "loaded", loaded)
 
 
 def test_incident_h_a_rejected_restore_leaves_nothing() -> None:
