@@ -1,8 +1,9 @@
 """When two computations of one page differ: who is wrong, and what becomes of its work.
 
 Owns the verdict. A third computation decides: on a lane that has made neither claim, or on a
-fresh worker that serves nobody. The loser is drained and every page it wrote is given up; a lane
-that is alone gets a new worker instead, and after a second verdict publishes no more.
+fresh worker that serves nobody. The loser is drained and every page it wrote is given up, with
+what others computed from them; a lane that is alone gets a new worker instead, and after a second
+verdict publishes no more. Pages of a turn that met NaN are given up, or proven, here as well.
 """
 
 from __future__ import annotations

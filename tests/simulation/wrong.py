@@ -15,7 +15,7 @@ from tests.simulation.stage import Plan, Stage, play, words
 from tests.simulation.world import Outcome
 
 LENGTHS = [60, 255, 257, 300, 520, 700]
-SAID = ("two contents", "differs from the first of this life")  # of a lane that is found out
+SAID = ("two contents", "differs")  # of a lane that is found out
 TOPICS = 3  # few prompts that share pages
 
 
