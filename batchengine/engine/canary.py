@@ -72,6 +72,8 @@ class Canary:
     async def _compute(self, loop: LaneLoop) -> None:
         name, every_s = loop.lane.name, self._every_s
         self._due[name] = (loop.lane.incarnation, time.monotonic() + every_s)
+        if self._first is not None and self._first[1].drained:
+            self._first = None  # who said so was wrong elsewhere: its word is worth nothing
         try:
             got = await self._jury.digest(loop, self._page, urgent=False, piece_max=PIECE_MAX)
         except NotFinite:
