@@ -5,7 +5,8 @@
     lanes     worker processes as objects: real worker code, deaths and delays by decision
     people    clients who ask, edit, cancel, move, park and fork, and know every answer
     wrong     a scene for any seed: one lane computes wrong bits until it is found out
-    world     one seed: configuration, faults, lives of the engine, what must hold
+    faults    what may go wrong, and how often
+    world     one seed: configuration, lives of the engine, what must hold
 
 `python -m tests.simulation --seeds 1000 --start 0` runs many; a seed that fails prints how to run
 it alone. Nothing here reads a clock or draws a number that the seed does not decide.

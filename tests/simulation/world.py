@@ -32,6 +32,7 @@ from batchengine.engine.loop import LaneLoop
 from batchengine.engine.trial import KEY as TRIAL
 from batchengine.session import Session, State
 from kv_store.arena import PlaceState
+from tests.simulation import faults
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.lanes import POINTS, Plan, SimLane
 from tests.simulation.people import Broken, Person, Record
@@ -52,35 +53,6 @@ MODEL = ROOT / "pocket" / "pocket-q4_0.gguf"
 PAGE_BYTES = 65_536  # of HashLM
 LIVENESS_S = 900.0  # everybody has ended so long after the last fault
 QUIET_S = 60.0  # and everything has come back
-
-# What may go wrong: chance per occasion, where the seed has this kind of fault at all.
-FAULTS = {
-    "die": 0.02,  # per step of a worker, at one of POINTS
-    "hang": 0.002,
-    "nan": 0.004,
-    "twice": 0.02,  # an answer arrives twice
-    "slow": 0.02,  # a step takes a hundred times as long
-    "full": 0.03,  # per write of a page
-    "io": 0.02,  # per read or write of a page
-    "stuck": 0.02,  # a store thread does nothing for a while
-    "ledger": 0.01,  # per commit: no room
-    "kill": 0.25,  # per second: a worker, from outside
-    "crash": 0.08,  # per second: the engine
-    "point": 0.10,  # per point of a hand-over: one of the above, or a delay
-}
-# Errors that somebody may be told, and the faults that explain them.
-EXPLAINED: dict[str, tuple[str, ...]] = {
-    "numeric_fault": ("nan",),
-    "session_quarantined": ("die", "hang", "point"),
-    "durability_unavailable": ("ledger", "full"),
-    "client_too_slow": ("slow",),
-    "rate_limit_exceeded": (),
-    "lane_down": ("die", "hang", "kill", "point", "full", "io"),
-    "cancelled_at_a_point": ("point",),
-    "context_length_exceeded": (),
-    "kv_too_small": (),
-    "kv_full": (),
-}
 
 
 class Life:
@@ -175,19 +147,10 @@ class World:
         self._pids = 1000
         self._people: list[Person] = []
         self.tasks: set[asyncio.Task[None]] = set()
-        self._chances = self._choose_faults()
+        self._is_cold, self._chances = faults.choose(self.tape)
         self.config = self._choose_config()
 
     # ------------------------------------------------------------------------------- choices
-
-    def _choose_faults(self) -> dict[str, float]:
-        """Half of the kinds, each at its own strength: few at once are found more easily."""
-        rng = self.tape("faults")
-        return {
-            kind: chance * rng.choice([0.3, 1.0, 3.0])
-            for kind, chance in FAULTS.items()
-            if rng.random() < 0.5
-        }
 
     def _choose_config(self) -> Config:
         rng = self.tape("config")
@@ -236,6 +199,8 @@ class World:
         rng = self.tape(thread)
         if self.decides("stuck"):
             return rng.uniform(0.1, 3.0)
+        if "page" in thread and self.decides("disk"):
+            return rng.uniform(0.01, 1.0)
         return rng.choice([0.0, 0.0002, 0.002]) + rng.random() * 0.001
 
     def disk_fault(self, call: str) -> str:
@@ -288,7 +253,7 @@ class World:
         """Somebody was told an error: a fault of this seed must explain it."""
         code = error.api_code
         self.count(f"error {code}")
-        kinds = EXPLAINED.get(code)
+        kinds = faults.EXPLAINED.get(code)
         if kinds is None or (kinds and not any(k in self._chances for k in kinds)):
             raise AssertionError(f"nothing explains the error {code}: {error} {error.why}")
 
@@ -409,6 +374,10 @@ class World:
                 self._kill_worker()
             if rng.random() < 0.06 and self.decides_in(rng, "crash"):
                 await self.crash()
+            if rng.random() < 0.06 and self.decides_in(rng, "bad"):
+                self._condemn()
+            if rng.random() < 0.06 and self.decides_in(rng, "evict"):
+                self._evict()
         self.calm = True
         self.trace("no more faults")
 
@@ -426,11 +395,37 @@ class World:
             self.trace("kill", loop.lane.name)
             loop.lane.process.end(-signal.SIGKILL)
 
+    def _condemn(self) -> None:
+        """A page that a session has, or is about to have, fails a check."""
+        life = self.life
+        if life is None or life.dead or life.engine._store is None:
+            return
+        sessions = [*life.engine._named.values()]
+        sessions += [turn.session for turn in life.engine._turns.values()]
+        held = sorted(
+            {ref for s in sessions for ref in (*s.pinned, *([s.parked.ref] if s.parked else ()))}
+        )
+        if held:
+            self.count("condemned")
+            ref = self.tape("condemn").choice(held)
+            self.trace("condemn", *ref)
+            life.engine._store.condemn(ref)
+            for loop in life.loops:
+                loop.recheck()
+
+    def _evict(self) -> None:
+        """What a lane does when the store is full: who rests gives up its pages."""
+        if self.life is not None and not self.life.dead:
+            self.count("evicted")
+            for loop in self.life.loops:
+                loop.pages._unpin_oldest(Session(0, "", ""))
+
     async def _move(self) -> None:
         """People at the control socket: sessions are sent to and fro, as long as anybody asks."""
         rng = self.tape("moves")
+        pauses_s = [0.01, 0.03] if self._is_cold else [0.01, 0.1, 1.0]
         while True:
-            await asyncio.sleep(rng.choice([0.01, 0.1, 1.0]) * rng.random())
+            await asyncio.sleep(rng.choice(pauses_s) * rng.random())
             life = await self.engine()
             live = sorted(
                 {s.session_id for s in life.engine._named.values()}

@@ -1,0 +1,55 @@
+"""What may go wrong in a simulated world, how often, and which errors that explains."""
+
+from __future__ import annotations
+
+from tests.simulation.seams import Tape
+
+# What may go wrong: chance per occasion, where the seed has this kind of fault at all.
+FAULTS = {
+    "die": 0.02,  # per step of a worker, at one of POINTS
+    "hang": 0.002,
+    "nan": 0.004,
+    "twice": 0.02,  # an answer arrives twice
+    "slow": 0.02,  # a step takes a hundred times as long
+    "full": 0.03,  # per write of a page
+    "io": 0.02,  # per read or write of a page
+    "stuck": 0.02,  # a store thread does nothing for a while
+    "disk": 0.3,  # per read or write of a page: it takes its time
+    "bad": 0.5,  # per second: a page of the store is found bad, whoever reads it
+    "evict": 2.0,  # per second: a store that is full asks who rests for pages
+    "ledger": 0.01,  # per commit: no room
+    "kill": 0.25,  # per second: a worker, from outside
+    "crash": 0.08,  # per second: the engine
+    "point": 0.10,  # per point of a hand-over: one of the above, or a delay
+}
+# In a part of the seeds engines die often and the disk is slow: sessions are moved, cut and robbed
+# of pages while these are being read.
+COLD = {"crash": 1.0, "disk": 0.7, "evict": 6.0, "bad": 1.0}
+# Errors that somebody may be told, and the faults that explain them.
+EXPLAINED: dict[str, tuple[str, ...]] = {
+    "numeric_fault": ("nan",),
+    "session_quarantined": ("die", "hang", "point"),
+    "durability_unavailable": ("ledger", "full"),
+    "client_too_slow": ("slow",),
+    "rate_limit_exceeded": (),
+    "lane_down": ("die", "hang", "kill", "point", "full", "io"),
+    "cancelled_at_a_point": ("point",),
+    "context_length_exceeded": (),
+    "kv_too_small": (),
+    "kv_full": (),
+}
+
+
+def choose(tape: Tape) -> tuple[bool, dict[str, float]]:
+    """Whether the seed is a cold one, and the chance of each kind of fault that it has.
+
+    Half of the kinds, each at its own strength: few at once are found more easily.
+    """
+    rng = tape("faults")
+    chosen = {
+        kind: chance * rng.choice([0.3, 1.0, 3.0])
+        for kind, chance in FAULTS.items()
+        if rng.random() < 0.5
+    }
+    is_cold = tape("cold").random() < 0.25
+    return is_cold, chosen | COLD if is_cold else chosen
