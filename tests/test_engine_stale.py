@@ -213,3 +213,78 @@ def test_a_frontier_without_pages_is_computed_again(
     with caplog.at_level(logging.ERROR, "batchengine.pages"):
         run(work())
     assert "fewer pages than its frontier" in caplog.text
+
+
+class SlowLedger:
+    """Sessions are read from the ledger, but nobody is told before `answer`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._ledger: Any = engine._store.ledger
+        self._real = self._ledger.load_session
+        self.held: list[tuple[Future[Any], Future[Any]]] = []
+        self._ledger.load_session = self._load
+
+    def _load(self, name: str) -> Future[Any]:
+        late: Future[Any] = new_future()
+        self.held.append((late, self._real(name)))
+        return late
+
+    async def answer(self) -> None:
+        """To who asked last."""
+        self._ledger.load_session = self._real
+        late, real = self.held.pop()
+        late.set_result(await asyncio.wrap_future(real))
+
+
+def test_a_move_while_the_ledger_is_asked(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """The record names the owner of before; written back it would have every later turn refused."""
+
+    async def work() -> None:
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            first = await read(engine.submit(request(PROMPT, 20, session="s")))
+            session = engine._named["", "s"]
+            ledger = SlowLedger(engine)
+            again = engine.submit(request(PROMPT, 20, session="s"))  # a prefix: asks the ledger
+            reader = asyncio.ensure_future(read(again))
+            await until(lambda: bool(ledger.held))
+            await engine.promote("s", to=other(engine, "s"))
+            await ledger.answer()
+            answer = await reader
+            assert answer.error is None, answer.error
+            assert answer.tokens == first.tokens
+            assert session.logged_epoch == session.epoch
+            longer = [*PROMPT, *answer.tokens, 7]
+            more = await read(engine.submit(request(longer, 9, session="s")))
+            assert more.error is None, more.error
+            assert more.tokens == reference.tokens(longer, 9)
+
+    run(work())
+
+
+def test_a_session_dropped_while_its_request_begins(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    async def work() -> None:
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            await read(engine.submit(request(PROMPT, 20, session="s")))
+            epoch = engine._named["", "s"].epoch
+            ledger = SlowLedger(engine)
+            reader = asyncio.ensure_future(read(engine.submit(request(PROMPT, 20, session="s"))))
+            await until(lambda: bool(ledger.held))
+            dropping = asyncio.ensure_future(engine.drop("", "s"))
+            await until(lambda: len(ledger.held) == 2)
+            await ledger.answer()
+            answer = await reader
+            await ledger.answer()
+            async with asyncio.timeout(10):
+                await dropping
+            assert answer.error is not None
+            assert answer.error.code == "BE2414"
+            assert not answer.tokens
+            assert await asyncio.wrap_future(engine._store.ledger.load_session("\x1fs")) is None
+            await read(engine.submit(request(PROMPT, 2, session="s")))
+            assert engine._named["", "s"].epoch > epoch, "its old rows would pass for its own"
+
+    run(work())

@@ -152,13 +152,14 @@ class Care:
         found = await self._record(tenant, session_id)
         if (tenant, new_id) in self._tables.named:
             raise refusals.session_exists(new_id)
-        name = durable_name(tenant, new_id)
+        name, old = durable_name(tenant, new_id), durable_name(tenant, session_id)
+        epoch = self._tables.first_epoch
         meta = _with_calls(session_meta(found.info.meta), ())
         try:
             await self._wait(
                 self._store.ledger.append(
-                    records.CopySession(durable_name(tenant, session_id), name, tenant, 1, None),
-                    records.SetMeta(name, 1, IDLE, encode(meta)),
+                    records.CopySession(old, name, tenant, epoch, None),
+                    records.SetMeta(name, epoch, IDLE, encode(meta)),
                 )
             )
         except LedgerRefused as error:
@@ -183,11 +184,11 @@ class Care:
         await self._wait(self._store.ledger.drop_session(durable_name(tenant, session_id)))
         tokens = found.tokens if session is None else session.tokens  # its last turn's, too
         await asyncio.wrap_future(self._store.drop_tails(tokens, tenant, tenant.encode()))
+        session = self._tables.named.get((tenant, session_id))
         return {"session_id": session_id, "tokens": len(found.tokens), "state": "dropped"}
 
     async def why(self, tenant: str, session_id: str) -> dict[str, Any]:
         """Where the last prompt left the history it was expected to continue, and what it cost."""
-        session = self._tables.named.get((tenant, session_id))
         facts = None if session is None else self._tables.facts.get(session.key)
         if session is None or facts is None:
             found = await self._record(tenant, session_id)
@@ -338,14 +339,21 @@ class Care:
 
     async def _end_turns(self, session: Session) -> None:
         """Everybody who reads or waits hears that the session is gone."""
-        for generation in list(self._tables.queues.get(session.key, ())):
-            generation.fail(refusals.session_dropped(session.session_id))
-        turns = [t for t in self._tables.turns.values() if t.session is session]
-        for turn in turns:
-            turn.generation.abort(refusals.session_dropped(session.session_id))
-        async with asyncio.timeout(DROP_WAIT_S):
-            while self._is_busy(session):  # noqa: ASYNC110  no event for a session's end
-                await asyncio.sleep(0.002)
+        error, tables = refusals.session_dropped(session.session_id), self._tables
+        try:
+            async with asyncio.timeout(DROP_WAIT_S):
+                while self._is_busy(session):
+                    for generation in tables.queues[session.key]:
+                        generation.fail(error)
+                    for generation, beginning in tables.beginning.items():
+                        if beginning is session:
+                            generation.fail(error)
+                    for generation, turn in list(tables.turns.items()):
+                        if turn.session is session and not generation.finished:
+                            generation.abort(error)
+                    await asyncio.sleep(0.002)
+        except TimeoutError as late:
+            raise refusals.not_dropped(session.session_id, DROP_WAIT_S) from late
 
 
 def _is_parking(session: Session) -> bool:

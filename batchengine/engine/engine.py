@@ -307,6 +307,7 @@ class Engine(Desk):
         fresh = session is None
         if session is None:
             session = Session(next(self._keys), session_id, tenant)
+            session.epoch = self._tables.first_epoch
         self._named[tenant, session_id] = session
         return session, fresh
 
@@ -397,7 +398,7 @@ class Engine(Desk):
         self._dispatch.admit(request)
 
     def _reopen_soon(self, session: Session, generation: Generation) -> None:
-        self._tables.reopening += 1
+        self._tables.beginning[generation] = session
         self._spawn(self._reopen(session, generation), "reopen")
 
     async def _reopen(self, session: Session, generation: Generation) -> None:
@@ -422,7 +423,7 @@ class Engine(Desk):
             self._finish(generation, "shutdown")
             raise
         finally:
-            self._tables.reopening -= 1
+            del self._tables.beginning[generation]
         self._begin(session, generation)
 
     def _begin(self, session: Session, generation: Generation) -> None:
@@ -443,7 +444,7 @@ class Engine(Desk):
         if self._home.get(session.key, loop) is loop:
             self._begin_on(loop, session, generation)
             return
-        self._tables.reopening += 1
+        self._tables.beginning[generation] = session
         self._spawn(self._begin_elsewhere(loop, session, generation), "move")
 
     async def _begin_elsewhere(
@@ -456,8 +457,8 @@ class Engine(Desk):
             self._finish(generation, "shutdown")
             raise
         finally:
-            self._tables.reopening -= 1
-        if generation.cancelled:
+            del self._tables.beginning[generation]
+        if generation.cancelled or generation.finished:
             self._next_in_queue(session)
         else:
             self._begin_on(self._home.get(session.key, to), session, generation)
@@ -469,7 +470,7 @@ class Engine(Desk):
         try:
             await asyncio.wait([move])
         finally:
-            self._tables.reopening -= 1
+            del self._tables.beginning[generation]
         if generation.cancelled or generation.finished:
             self._next_in_queue(session)
         else:
@@ -479,7 +480,7 @@ class Engine(Desk):
         """Put the prompt on the session, find KV that exists, and queue the turn."""
         move = self.handover.moving(session)
         if move is not None:
-            self._tables.reopening += 1
+            self._tables.beginning[generation] = session
             self._spawn(self._begin_after(move, session, generation), "move")
             return
         request, now_ms = generation.request, self._now_ms()

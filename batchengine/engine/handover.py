@@ -144,7 +144,7 @@ class Handover:
         self._journal = journal
         self._dispatch = dispatch
         self._next_in_queue = next_in_queue
-        self._moving: dict[int, asyncio.Future[None]] = {}
+        self._moving = tables.moving
         self._evacuating: set[LaneLoop] = set()
         self._stopping = False
         self.on_point: Callable[[str], Awaitable[None] | None] = _pass  # tests plant faults here

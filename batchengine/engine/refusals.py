@@ -336,6 +336,19 @@ def session_dropped(session_id: str) -> BatchEngineError:
 
 def nothing_to_resume(session_id: str) -> BatchEngineError:
     """The session has no turn, or another request began one meanwhile."""
+def not_dropped(session_id: str, waited_s: float) -> BatchEngineError:
+    """Its turns were ended, but what computes or moves it did not let go."""
+    return BatchEngineError(
+        "BE2416",
+        f"session {session_id} is not dropped yet",
+        why=f"its turns were ended, but its lane has not let go of it in {waited_s:.0f} s",
+        fix="ask again; `batchengine ps` shows what its lane does",
+        http_status=409,
+        error_type="invalid_request_error",
+        api_code="session_busy",
+    )
+
+
     return BatchEngineError(
         "BE2404",
         f"session {session_id} has no turn to resume",

@@ -185,7 +185,7 @@ class Reopener:
         Raises BatchEngineError: a damaged history, a session that must not run, nothing to resume.
         """
         generation.looked = True
-        found = await self._load(session.name.decode())
+        found = await self._load_settled(session)
         if found is None:
             session.logged = NOT_LOGGED
             if generation.resumes is not None:
@@ -382,6 +382,17 @@ class Reopener:
             log.error("session %r: %s", name, error)
             raise refusals.damaged(error) from error
         return None if found is None else dataclasses.replace(found, turns=_in_order(found.turns))
+
+    async def _load_settled(self, session: Session) -> SessionRecord | None:
+        """As `_load`, of a session that no hand-over gives another owner meanwhile."""
+        while True:
+            epoch, moves = session.epoch, self._tables.moving
+            found = await self._load(session.name.decode())
+            move = moves.get(session.key)
+            if move is not None:
+                await asyncio.wait([move])
+            elif session.epoch == epoch:
+                return found
 
     def _adopt(self, session: Session, found: SessionRecord) -> Facts:
         """The record becomes the session, or what the session was refused is known again."""

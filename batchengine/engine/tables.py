@@ -6,6 +6,7 @@ Owns the tables and the few moves that keep them consistent. Decides nothing: ad
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 
@@ -42,7 +43,9 @@ class Tables:
         self.model_identity: Identity | None = None  # of the model's file when it was read,
         self.model_changed = ""  # and why that is not what is on disk now
         self.troubles: dict[str, str] = {}  # what is wrong, by subject: see `reports.troubles`
-        self.reopening = 0  # named sessions that are being read from the ledger
+        self.moving: dict[int, asyncio.Future[None]] = {}  # session key -> end of its hand-over
+        self.beginning: dict[Generation, Session] = {}  # wait for the ledger, or for a hand-over
+        self._epochs_used = 0  # highest of a session that this life has forgotten
 
     def now_ms(self) -> float:
         """The engine's clock."""
@@ -53,12 +56,18 @@ class Tables:
         """Requests that were admitted and have no seat."""
         queued = sum(len(queue) for queue in self.queues.values())
         running = sum(len(loop.running) for loop in self.loops)
-        return queued + self.reopening + max(0, len(self.turns) - running)
+        return queued + len(self.beginning) + max(0, len(self.turns) - running)
+
+    @property
+    def first_epoch(self) -> int:
+        """For a session that begins: what one of its name left in an arena is not its own."""
+        return self._epochs_used + 1
 
     def forget(self, session: Session) -> None:
         """An idle named session leaves the memory; the ledger remembers it."""
         self.named.pop((session.tenant, session.session_id), None)
         self.facts.pop(session.key, None)
+        self._epochs_used = max(self._epochs_used, session.epoch)
         loop = self.home.pop(session.key, None)
         if loop is not None:
             loop.close_session(session)

@@ -94,9 +94,8 @@ class LanePages(AdoptingPages):
     def is_sealing(self) -> bool:
         """Places may come back without anybody's doing: seals are in flight, or room is made."""
         in_flight = len(self._flying) - len(self._verify)
-        return bool(
-            in_flight or self._done or self.has_chores or "being allocated" in self._store.refusal
-        )
+        room_is_made = self._pending and "being allocated" in self._store.refusal
+        return bool(in_flight or self._done or self.has_chores or room_is_made)
 
     def close(self) -> None:
         """The worker is gone for good: its arena goes too."""

@@ -548,7 +548,7 @@ class World:
     def _busy(self, life: Life) -> str:
         """What is still going on; empty when nothing is."""
         engine = life.engine
-        if engine._turns or engine._queues or engine._tables.reopening:
+        if engine._turns or engine._queues or engine._tables.beginning:
             return f"turns {list(engine._turns.values())}, queues {engine._queues}"
         if engine.handover._moving:
             return "moves"
