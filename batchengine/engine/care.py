@@ -175,8 +175,8 @@ class Care:
 
     async def drop(self, tenant: str, session_id: str) -> dict[str, Any]:
         """The session and its history end; a running turn hears it."""
-        session = self._tables.named.get((tenant, session_id))
         found = await self._record(tenant, session_id)
+        session = self._tables.named.get((tenant, session_id))
         if session is not None:
             await self._end_turns(session)
             self._tables.forget(session)
@@ -184,11 +184,11 @@ class Care:
         await self._wait(self._store.ledger.drop_session(durable_name(tenant, session_id)))
         tokens = found.tokens if session is None else session.tokens  # its last turn's, too
         await asyncio.wrap_future(self._store.drop_tails(tokens, tenant, tenant.encode()))
-        session = self._tables.named.get((tenant, session_id))
         return {"session_id": session_id, "tokens": len(found.tokens), "state": "dropped"}
 
     async def why(self, tenant: str, session_id: str) -> dict[str, Any]:
         """Where the last prompt left the history it was expected to continue, and what it cost."""
+        session = self._tables.named.get((tenant, session_id))
         facts = None if session is None else self._tables.facts.get(session.key)
         if session is None or facts is None:
             found = await self._record(tenant, session_id)
