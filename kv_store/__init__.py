@@ -59,7 +59,8 @@ Future fails if any intent of it failed. Readers return Futures too.
 
 Arena (engine side: Arena; worker side: ArenaMapping, the only writer of its bytes).
 
-    arena = store.create_arena(lane, incarnation, places)
+    arena = store.create_arena(lane, incarnation, places)   # StoreGone: the folder was moved
+    store.is_in_place() -> bool
     arena.reserve() -> ArenaPlace | None  # .place .gen .code (u64 with bit 63); worker zero-fills
     arena.release(place)                  # QUARANTINE until the worker poisoned it
     arena.freed(place)                    # the worker's ack: FREE, next generation
@@ -82,7 +83,7 @@ Offline, without the model's file: `from kv_store.fsck import fsck`; fsck(path, 
 FsckReport (.ok .counts .findings with .severity .what .why .repair).
 
 Ready errors for people: StoreLocked(.pid), StoreUnsupported(.fs), StoreVersion, StoreFull,
-StoreCorrupt, LedgerError (stop acknowledging, exit), all with .what .why .fix.
+StoreGone, StoreCorrupt, LedgerError (stop acknowledging, exit), all with .what .why .fix.
 """
 
 from kv_store.arena import (
@@ -105,6 +106,7 @@ from kv_store.errors import (
     StoreCorrupt,
     StoreError,
     StoreFull,
+    StoreGone,
     StoreLocked,
     StoreUnsupported,
     StoreVersion,
@@ -165,6 +167,7 @@ __all__ = [
     "StoreCorrupt",
     "StoreError",
     "StoreFull",
+    "StoreGone",
     "StoreLocked",
     "StoreSettings",
     "StoreUnsupported",

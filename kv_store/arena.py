@@ -220,9 +220,14 @@ class Arena:
 
     def close(self, *, delete: bool) -> None:
         """Close; delete only once the writer is reaped (its process can still write until then)."""
-        os.close(self.fd)
-        if delete:
-            os.unlink(self.path)
+        try:
+            if delete:
+                # Its folder may be gone, or hold the same name in another store by now.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(self.fd), os.stat(self.path)):
+                        os.unlink(self.path)
+        finally:
+            os.close(self.fd)
 
     def _expect(self, at: ArenaPlace, state: PlaceState) -> None:
         if self._gens[at.place] != at.gen or self._states[at.place] is not state:

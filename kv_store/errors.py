@@ -43,6 +43,10 @@ class StoreFull(StoreError):
     """No space: the file system is full, or below its free-space floor."""
 
 
+class StoreGone(StoreError):
+    """Another folder, or none, stands where the store's was: it was moved or removed."""
+
+
 class StoreCorrupt(StoreError):
     """Bytes are not what their record says. The page is recomputed; it is never served."""
 

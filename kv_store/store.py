@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from kv_store import osio, records
 from kv_store.arena import ARENA_NAME, LANE_NAME, Arena, delete_arena
 from kv_store.attic import Attic
-from kv_store.errors import StoreCorrupt, StoreLocked, StoreUnsupported
+from kv_store.errors import StoreCorrupt, StoreGone, StoreLocked, StoreUnsupported
 from kv_store.extent import EXTENT_BYTES, ExtentInfo, Extents, extent_path
 from kv_store.layout import PAGE_ALIGN_BYTES, PAGE_TOKENS, Descriptor, differing_fields
 from kv_store.ledger import Ledger, Opener, PageRow, Replay, connect, is_damage
@@ -75,6 +75,7 @@ class Store(UpkeepPool):
     recovery: Recovery
     attic: Attic  # arenas of earlier lives, if StoreSettings.keep_arenas; else empty
     _lock_fd: int
+    _folder: os.stat_result  # of `path` when it was opened
     _stopped: bool = False
     _settings: StoreSettings
 
@@ -140,6 +141,7 @@ class Store(UpkeepPool):
             raise
         self.path, self.warnings, self._lock_fd = path, warnings, lock_fd
         self._settings, self.attic = settings, Attic()
+        self._folder = os.stat(path)
         self.sessions_max = settings.sessions_max
         try:
             self._recover(replay, boot)
@@ -161,12 +163,28 @@ class Store(UpkeepPool):
         return self
 
     def create_arena(self, lane: str, incarnation: int, places: int) -> Arena:
-        """The arena file of one worker incarnation; the worker opens it as `ArenaMapping`."""
+        """The arena file of one worker incarnation; the worker opens it as `ArenaMapping`.
+
+        Raises StoreFull, StoreGone, OSError.
+        """
         if not LANE_NAME.fullmatch(lane):
             raise ValueError(f"a lane's name is [a-z0-9_-], up to 32 characters, got {lane!r}")
+        if not self.is_in_place():
+            raise StoreGone(
+                f"the folder of the KV store {self.path} is gone",
+                why="it was moved, removed or replaced while the daemon was running",
+                fix="move it back, or restart the daemon with the folder it shall use",
+            )
         name = f"{lane}.{incarnation}"
         path = os.path.join(self.path, "arena", name)
         return Arena.create(path, self.layout, places, incarnation, self._files, self.repr_id)
+
+    def is_in_place(self) -> bool:
+        """Whether the folder that stands at `path` is the one that was opened; may block."""
+        try:
+            return os.path.samestat(os.stat(self.path), self._folder)
+        except OSError:
+            return False
 
     def maintain(self) -> None:
         """Call every few seconds when idle: audit, write ages, retry what a full disk stopped."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import shutil
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ import pytest
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.engine import Engine, trial, upkeep
+from batchengine.engine.upkeep import identity_of
+from batchengine.weights import read_fingerprint
 from kv_store.pages import PageRef
 from tests.fakes import Reference, read, request, run, running_engine, until, words
 from tests.wrong_worker import WRONG, WRONG_AGAIN
@@ -300,10 +305,150 @@ def test_a_session_that_reopens_asks_for_the_model_at_once(
 
     async def work() -> None:
         async with running_engine(model, tmp_path, cache_dir) as engine:
-            overwrite(model, 0, b"GGUF")
+            overwrite(model, model.stat().st_size, b"more")
             answer = await read(engine.submit(request(words(32, 20), 5, session="s")))
             assert answer.error is not None
             assert answer.error.api_code == "model_changed"
+
+    run(work())
+
+
+def hard_link(model: Path) -> None:
+    os.link(model, model.with_name("link"))
+
+
+def make_private(model: Path) -> None:
+    model.chmod(0o400)
+
+
+def write_the_same(model: Path) -> None:
+    overwrite(model, 0, b"GGUF")
+
+
+@pytest.mark.parametrize("touch", [hard_link, Path.touch, make_private, write_the_same])
+def test_a_model_file_that_was_only_touched_changes_nothing(
+    pocket_path: Path, tmp_path: Path, reference: Reference, touch: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Its times differ, its bytes do not: requests go on, also on a worker that starts again."""
+    model, prompt = tmp_path / "model.gguf", words(34, 20)
+    shutil.copyfile(pocket_path, model)
+    monkeypatch.setattr(upkeep, "WATCH_S", 0.05)
+    caplog.set_level(logging.INFO, "batchengine.engine")
+
+    async def work() -> None:
+        async with running_engine(model, tmp_path, tmp_path / "cache") as engine:
+            before = identity_of(model)
+            touch(model)
+            assert identity_of(model) != before
+            answer = await read(engine.submit(request(prompt, 5, session="s")))
+            assert answer.tokens == reference.tokens(prompt, 5)
+            assert engine._upkeep is not None
+            files = engine._upkeep._files
+            await until(lambda: files._identity == identity_of(model))
+            assert engine.state == "ready"
+            assert caplog.text.count("still the model that was loaded") == 1
+            os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+            await until(lambda: engine.lanes()[0]["incarnation"] == 2)
+            await until(lambda: "made again from the same model" in caplog.text)
+            await until(lambda: engine.state == "ready")
+            answer = await read(engine.submit(request(prompt, 5, session="t")))
+            assert answer.tokens == reference.tokens(prompt, 5)
+
+    run(work())
+
+
+@pytest.mark.parametrize("at", [8, -1000])
+def test_a_model_file_overwritten_in_place_ends_admission_once_it_was_read(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, at: int, reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of the same size, in its header or its last tensor. Nobody computes from it meanwhile."""
+    model, prompt = tmp_path / "model.gguf", words(35, 20)
+    shutil.copyfile(pocket_path, model)
+    monkeypatch.setattr(upkeep, "WATCH_S", 0.05)
+
+    async def work() -> None:
+        async with running_engine(model, tmp_path, cache_dir) as engine:
+            generation = engine.submit(request(prompt, 300))
+            where = at % model.stat().st_size
+            byte = model.read_bytes()[where]
+            overwrite(model, where, bytes([byte ^ 1]))
+            await until(lambda: engine.state == "degraded")
+            with pytest.raises(BatchEngineError) as caught:
+                engine.submit(request(prompt, 5))
+            assert caught.value.api_code == "model_changed"
+            assert "overwritten" in caught.value.why
+            assert (await read(generation)).tokens == reference.tokens(prompt, 300)
+
+    run(work())
+
+
+def test_a_model_file_that_cannot_be_read_is_told_and_forgiven(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root user opens what it likes, so the rights are taken away by hand."""
+    model = tmp_path / "model.gguf"
+    shutil.copyfile(pocket_path, model)
+    monkeypatch.setattr(upkeep, "WATCH_S", 0.05)
+    refused = [True]
+
+    def read_again(path: Path, is_cancelled: Callable[[], bool]) -> object:
+        if refused:
+            raise BatchEngineError("BE1301", "cannot open the model")
+        return read_fingerprint(path, is_cancelled)
+
+    monkeypatch.setattr(upkeep, "read_fingerprint", read_again)
+
+    async def work() -> None:
+        async with running_engine(model, tmp_path, cache_dir) as engine:
+            model.touch()
+            await until(lambda: "cannot be read" in str(engine.stats()["troubles"]))
+            assert (await read(engine.submit(request(words(36, 20), 5)))).done is not None
+            refused.clear()
+            await until(lambda: engine.state == "ready")
+
+    run(work())
+
+
+def test_reading_a_model_again_ends_when_it_is_asked_to(pocket_path: Path) -> None:
+    assert read_fingerprint(pocket_path, lambda: True) is None
+    assert read_fingerprint(pocket_path, lambda: False) is not None
+
+
+# ------------------------------------------------------------------------ the store's folder
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["gone", "another store's"])
+def test_a_store_folder_that_was_moved_is_told_and_taken_back(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, other: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its worker goes on; the next one cannot start, which is no end of the engine."""
+    kv, moved, prompt = tmp_path / "kv", tmp_path / "moved", words(37, 20)
+    monkeypatch.setattr(upkeep, "WATCH_S", 0.05)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            (arena,) = (kv / "arena").iterdir()
+            kv.rename(moved)
+            if other:
+                (kv / "arena").mkdir(parents=True)
+                (kv / "arena" / arena.name).write_bytes(b"of another daemon")
+            await until(lambda: "moved, removed or replaced" in str(engine.stats()["troubles"]))
+            answer = await read(engine.submit(request(prompt, 5)))
+            assert answer.tokens == reference.tokens(prompt, 5)
+            os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+            await until(lambda: engine.lanes()[0]["state"] == "down")
+            assert "folder of the KV store" in str(engine.lanes()[0]["why"])
+            assert engine.fatal is None
+            if other:
+                assert [f.name for f in (kv / "arena").iterdir()] == [arena.name]
+                shutil.rmtree(kv)
+            moved.rename(kv)
+            await until(lambda: engine.state == "ready")
+            answer = await read(engine.submit(request(prompt, 5)))
+            assert answer.tokens == reference.tokens(prompt, 5)
 
     run(work())
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 
 import kernels
 from batchengine import wire
@@ -225,6 +228,46 @@ def test_a_deadline_ends_a_worker_that_does_not_answer(pocket_path: Path, cache_
         with pytest.raises(LaneDied, match="deadline") as caught:
             await lane.run(*frame_of([]), deadline_s=0.2)
         assert caught.value.blames_step
+
+    run(work())
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_an_engine_that_was_stopped_itself_takes_the_answer_that_waits(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], pocket_path: Path, cache_dir: Path
+) -> None:
+    """When it wakes, its timer is due and the answer lies unread: who did not look was late."""
+
+    async def work() -> None:
+        lane = Lane("cpu")
+        await lane.start(load_message(pocket_path, cache_dir))
+        reply = lane._send(wire.Ping(), b"", 0.2, 0)
+        time.sleep(1.0)  # noqa: ASYNC251  as SIGSTOP does it; the worker answers meanwhile
+        assert isinstance(await lane._receive(reply), wire.Pong)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(lane.died(), 0.5)
+        assert lane.incarnation == 1
+        await lane.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(work())
+
+
+def test_an_engine_that_was_stopped_grants_the_time_once(
+    pocket_path: Path, cache_dir: Path
+) -> None:
+    """Up to a whole deadline: then a worker that hangs is killed all the same."""
+
+    async def work() -> None:
+        lane = Lane("cpu")
+        await lane.start(load_message(pocket_path, cache_dir))
+        os.kill(lane.pid, signal.SIGSTOP)
+        reply = lane._send(wire.Ping(), b"", 0.4, 0)
+        time.sleep(1.5)  # noqa: ASYNC251  the engine's own stop
+        began = time.monotonic()
+        with pytest.raises(LaneDied, match="deadline"):
+            await lane._receive(reply)
+        assert 0.35 < time.monotonic() - began < 5.0
 
     run(work())
 

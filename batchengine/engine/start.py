@@ -33,7 +33,7 @@ from batchengine.template import ChatTemplate
 from batchengine.tokenizer import TextFrontend
 from batchengine.weights import read_spec
 from kv_store import Descriptor, PageLayout, Store, StoreError, StoreLocked, StoreSettings
-from kv_store.errors import StoreFull
+from kv_store.errors import StoreFull, StoreGone
 from kv_store.extent import EXTENT_BYTES
 
 log = logging.getLogger("batchengine.engine")
@@ -248,6 +248,8 @@ class Starter:
                 loop.pages.forsake_dead_arenas()
                 await asyncio.to_thread(self.store.attic.sweep, everything=True)
                 arena = await asyncio.to_thread(create)
+        except StoreGone as error:
+            raise _store_error("BE1607", error, "store_gone") from error
         except StoreError as error:
             raise _store_error("BE1604", error, "store_full") from error
         try:

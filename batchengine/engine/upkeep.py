@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import time
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchengine.core import PAGE_TOKENS
+from batchengine.core import PAGE_TOKENS, BatchEngineError
 from batchengine.engine import refusals
 from batchengine.engine.canary import Canary
 from batchengine.engine.doubt import Jury, PageOf
@@ -27,6 +28,7 @@ from batchengine.engine.reopen import Reopener
 from batchengine.engine.tables import Tables
 from batchengine.engine.trial import Trial, TrialFailed
 from batchengine.gguf import Identity, file_identity
+from batchengine.weights import read_fingerprint
 from batchengine.weights.cache import CacheMismatch, cache_path, open_cache
 from kv_store import keys
 from kv_store.errors import StoreError
@@ -42,6 +44,7 @@ REST_S = 3600.0  # after every page was read once
 FAILED_S = 60.0  # after a round that failed
 GC_S = 300.0
 WATCH_S = 60.0
+UNREADABLE = "BE1301"  # of gguf: the file cannot be opened
 LEDGER_LOOK_MAX = 64  # sessions on disk whose tokens are compared with a bad page
 
 
@@ -64,12 +67,13 @@ class Upkeep:
         self._reopener = reopener
         self._jury = jury
         self._idle_since = time.monotonic()
-        self._files = ModelFiles(tables)
+        self._files = ModelFiles(tables, store.descriptor.model_hash)
         self._canary = Canary(tables, jury, n_vocab)
 
     def start(self, spawn: Callable[[Coroutine[Any, Any, None], str], None]) -> None:
         """Begin; `spawn` keeps the tasks."""
         works = [(self._scrub, "scrub"), (self._collect, "gc"), (self._watch, "watch")]
+        works.append((self._files.decide, "model"))
         if self._tables.config.limits.canary_s > 0:
             works.append((self._canary.look, "canary"))
         for work, name in works:
@@ -240,6 +244,11 @@ class Upkeep:
     async def _watch(self) -> None:
         await asyncio.sleep(WATCH_S)
         await self._files.look()
+        if await asyncio.to_thread(self._store.is_in_place):
+            self._tables.troubles.pop("store", None)
+        else:
+            why = f"the folder of the KV store {self._store.path} was moved, removed or replaced"
+            self._tables.troubles["store"] = f"{why}: no worker can start again"
 
     async def check_model(self) -> None:
         """Is the model still what was loaded (F11)? Raises BatchEngineError 503 if it is not."""
@@ -253,10 +262,16 @@ class ModelFiles:
 
     Lanes map the packed form only. If it is replaced, they keep what they mapped; if it is written
     in place, they compute with the new bytes at once, so its checksums decide.
+    Nobody computes from the model's file itself, and a worker that starts proves its fingerprint:
+    so when only its times differ (a link, chmod, touch, or a write in place), requests go on while
+    the file is read again in a thread, and its fingerprint decides.
     """
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables, model_hash: str) -> None:
         self._tables = tables
+        self._model_hash = model_hash
+        self._touched = asyncio.Event()
+        self._foreign: Identity | None = None  # packed form that is not of the loaded model
         config = tables.config
         self._model = Path(config.model.path)
         self._packed = cache_path(Path(config.cache_dir or ".").absolute(), self._model.absolute())
@@ -273,14 +288,16 @@ class ModelFiles:
         )
         if model is None:
             tables.troubles["model"] = f"{self._model.name} is gone: no worker can start again"
-        elif model != self._identity:
+        elif self._identity is None or model[:3] != self._identity[:3]:
             self._change(f"{self._model.name} was written or replaced since it was loaded")
+        elif model != self._identity:
+            self._touched.set()
         else:
             tables.troubles.pop("model", None)
         if packed == self._mapped or self._mapped is None:
             return
         if packed is None or packed[:2] != self._mapped[:2]:
-            tables.troubles["weights"] = "the packed weights were replaced: lanes keep the old ones"
+            await self._replaced(packed)
             return
         try:
             await asyncio.to_thread(_verify, self._packed)
@@ -293,6 +310,45 @@ class ModelFiles:
                 generation.abort(refusals.model_changed(why))
         else:
             self._mapped = packed  # touched, not changed
+
+    async def _replaced(self, packed: Identity | None) -> None:
+        """A worker that starts after the model was touched packs it again: then all is well."""
+        if packed is not None and packed != self._foreign:
+            with contextlib.suppress(CacheMismatch):
+                if await asyncio.to_thread(_verify, self._packed) == self._model_hash:
+                    log.info("the packed weights were made again from the same model")
+                    self._mapped = packed
+                    self._tables.troubles.pop("weights", None)
+                    return
+            self._foreign = packed
+        text = "the packed weights were replaced: lanes keep the old ones"
+        self._tables.troubles["weights"] = text
+
+    async def decide(self) -> None:
+        """Wait for a model file whose times alone differ; read whether it is still the model."""
+        await self._touched.wait()
+        self._touched.clear()
+        cancelled, name = threading.Event(), self._model.name
+        try:
+            found = await asyncio.to_thread(read_fingerprint, self._model, cancelled.is_set)
+        except BatchEngineError as error:
+            if error.code == UNREADABLE:  # as when its rights were taken away
+                why = f"{name} cannot be read again: no worker can start"
+                self._tables.troubles["model"] = why
+                return
+            self._change(f"{name} was overwritten since it was loaded: {error.what}")
+            return
+        finally:
+            cancelled.set()  # a daemon that stops does not wait for a whole model to be read
+        if found is None:
+            return  # it changes right now: the next look asks again
+        identity, fingerprint = found
+        if fingerprint.hex() == self._model_hash:
+            log.info("%s was touched; it is still the model that was loaded: serving on", name)
+            self._identity = identity
+            self._tables.troubles.pop("model", None)
+        else:
+            self._change(f"{name} was overwritten since it was loaded")
 
     def _change(self, why: str) -> None:
         self._tables.model_changed = why
@@ -308,8 +364,9 @@ def identity_of(path: Path) -> Identity | None:
         return None
 
 
-def _verify(path: Path) -> None:
-    open_cache(path, lambda _: None, lambda _: None)
+def _verify(path: Path) -> str:
+    """Fingerprint (hex) of the model a sound packed file was made of; else CacheMismatch."""
+    return open_cache(path, lambda _: None, lambda _: None).table.fingerprint.hex()
 
 
 async def _for_ever(work: Callable[[], Awaitable[None]], name: str) -> None:

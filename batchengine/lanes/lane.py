@@ -26,6 +26,7 @@ log = logging.getLogger("batchengine.lane")
 
 WORKER = (sys.executable, "-m", "batchengine.lanes.worker")
 BACKOFF_S = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # first restart at once: a stream is waiting
+LATE_S = 0.1  # an event loop that is later than this was stopped or blocked itself
 LINGER_S = 1.0  # between the end of the socket and the end of the process
 OUTSIDE_DEATHS_MAX = 4  # SIGKILL from outside: no crash loop, so at most a second of waiting
 HEALTHY_S = 60.0  # a life this long forgives earlier deaths,
@@ -190,14 +191,33 @@ class Lane:
             reply.set_exception(self._died.result())
             return reply
         if deadline_s is not None:
-            self._timer = loop.call_later(
-                deadline_s, self.kill, f"missed a deadline of {deadline_s:.0f} s"
-            )
+            due_s = time.monotonic() + deadline_s
+            self._timer = loop.call_later(deadline_s, self._overdue, deadline_s, due_s, False)
         frame = wire.encode(
             message, payload, step=self._step, incarnation=self.incarnation, attempt=attempt
         )
         self._protocol.send(frame)
         return reply
+
+    def _overdue(self, deadline_s: float, due_s: float, is_last: bool) -> None:
+        """The deadline of the frame in flight passed: the worker hangs, or nobody looked.
+
+        An engine that was stopped (SIGSTOP, a frozen machine) runs its timers before it reads what
+        came meanwhile, and the worker may have been stopped with it: the time that nobody watched
+        is granted again, once, up to a whole deadline.
+        """
+        if self._reply is None or self._reply.done():  # its reader has not had its turn yet
+            return
+        late_s = time.monotonic() - due_s
+        if is_last or late_s <= LATE_S:
+            self.kill(f"missed a deadline of {deadline_s:.0f} s")
+            return
+        log.warning(
+            "lane %s: the engine looked %.1f s late: its worker gets more time", self.name, late_s
+        )
+        more_s = min(late_s, deadline_s)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(more_s, self._overdue, deadline_s, due_s, True)
 
     async def _receive(self, reply: asyncio.Future[wire.AnyMessage]) -> wire.AnyMessage:
         try:

@@ -7,7 +7,13 @@ kernels get), cache (the file they share).
 from __future__ import annotations
 
 from batchengine.weights.cache import default_cache_dir
-from batchengine.weights.packed import LayerWeights, Weights, model_fingerprint, open_weights
+from batchengine.weights.packed import (
+    LayerWeights,
+    Weights,
+    model_fingerprint,
+    open_weights,
+    read_fingerprint,
+)
 from batchengine.weights.spec import ARCHITECTURES, ModelSpec, read_spec
 from batchengine.weights.tensors import TensorPlan, plan_tensors
 
@@ -21,5 +27,6 @@ __all__ = [
     "model_fingerprint",
     "open_weights",
     "plan_tensors",
+    "read_fingerprint",
     "read_spec",
 ]

@@ -23,7 +23,7 @@ import numpy as np
 
 import kernels
 from batchengine.core import BatchEngineError
-from batchengine.gguf import GgufFile, file_identity, gguf_error
+from batchengine.gguf import GgufFile, Identity, file_identity, gguf_error
 from batchengine.weights import cache
 from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import (
@@ -37,6 +37,7 @@ from batchengine.weights.tensors import (
 
 logger = logging.getLogger(__name__)
 
+READ_BYTES = 1 << 22
 FINGERPRINT_DOMAIN = b"batchengine model fingerprint 1\0"
 _VECTOR_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
@@ -127,6 +128,34 @@ def model_fingerprint(header_digest: bytes, tensor_digests: Sequence[tuple[str, 
         raw = name.encode()
         total.update(len(raw).to_bytes(4, "little") + raw + digest)
     return total.digest()
+
+
+def read_fingerprint(path: Path, is_cancelled: Callable[[], bool]) -> tuple[Identity, bytes] | None:
+    """What the file is now: identity and fingerprint; None = cancelled, or it changed meanwhile.
+
+    Reads the whole file. Tensors are read, not mapped: a file that is cut short under a mapping
+    would end the process. Raises OSError, and BatchEngineError if it is no GGUF file any more.
+    """
+    with GgufFile(path) as gguf:
+        identity, tensors = gguf.identity, list(gguf.tensors.values())
+        header_digest = hashlib.sha256(gguf.header()).digest()
+    digests: list[tuple[str, bytes]] = []
+    with open(path, "rb", buffering=0) as file:
+        if file_identity(os.fstat(file.fileno())) != identity:
+            return None
+        for tensor in tensors:
+            digest, left = hashlib.sha256(), tensor.n_bytes
+            file.seek(tensor.offset)
+            while left > 0 and not is_cancelled():
+                data = file.read(min(left, READ_BYTES))
+                if not data:
+                    return None
+                digest.update(data)
+                left -= len(data)
+            digests.append((tensor.name, digest.digest()))
+        if is_cancelled() or file_identity(os.fstat(file.fileno())) != identity:
+            return None
+    return identity, model_fingerprint(header_digest, digests)
 
 
 def _ignore_progress(_: float) -> None:
