@@ -207,7 +207,13 @@ class Control:
             asked = msgspec.convert(fields, kind, strict=True)
         except msgspec.ValidationError as error:
             raise _wrong_field(str(command), kind, fields, str(error)) from None
-        return await method(asked)
+        try:
+            return await method(asked)
+        except BatchEngineError as error:
+            if error.code != "BE2403":  # for clients; it was dropped since it was looked up
+                raise
+            given = str(fields.get("session") or fields.get("id", ""))
+            raise errors.unknown_session(printable(given), operator=True) from None
 
     # ---- one method per command ----
 

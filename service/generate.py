@@ -125,10 +125,11 @@ async def answer_stream(
     """Streams until every choice is done. `on_end` hears how it ended, once.
 
     The stream ends with [DONE] only when every choice finished; after an error event it just ends.
-    With `first_id` events carry ids: tokens of the only choice told so far, counted from there.
+    With `first_id` events carry ids: the turn of the only choice, and its tokens told so far,
+    counted from there.
     """
     stream = sse.EventStream(request, headers, server.reader_stall_s)
-    marks = None if first_id is None else sse.Marks(first_id)
+    marks = None if first_id is None else sse.Marks(first_id, lambda: generations[0].turn_id)
     fan = FanIn(generations)
     outcome = "disconnected"
     try:
@@ -205,7 +206,8 @@ def _encode(chunks: list[dict[str, object]], marks: sse.Marks | None, ids: list[
     if marks is None or marks.told == marks.first:
         return b"".join(map(sse.data, chunks))
     ids = ids + [marks.told] * (len(chunks) - len(ids))
-    return b"".join(sse.data(chunk, told) for chunk, told in zip(chunks, ids, strict=True))
+    pairs = zip(chunks, ids, strict=True)
+    return b"".join(sse.data(chunk, marks.event_id(told)) for chunk, told in pairs)
 
 
 def _waiting_text(queued: QueuedEvent | None) -> str:

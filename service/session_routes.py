@@ -25,6 +25,7 @@ from service.state import CALLER, HEADERS, SERVICE, Live, Service
 BODY_BYTES_MAX = 16 << 10
 BODY_SECONDS_MAX = 10.0
 LAST_EVENT = "Last-Event-ID"
+TURN_CHARS_MAX = 128
 TOKENS_MAX = 1 << 24
 
 Label = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -176,7 +177,10 @@ async def _explain(request: web.Request) -> web.Response:
 
 
 async def _stream(request: web.Request) -> web.StreamResponse:
-    """The last turn of a session again, from token `from` of its answer on, and onwards."""
+    """The last turn of a session again, from token `from` of its answer on, and onwards.
+
+    Whoever has tokens already says of which turn: another's are never told as their rest.
+    """
     service, caller = _ready(request), request[CALLER]
     if not service.accepting:
         raise errors.draining()
@@ -187,10 +191,10 @@ async def _stream(request: web.Request) -> web.StreamResponse:
         raise errors.invalid_field(
             "session_id", "session_id is required", fix="GET /v1/stream?session_id=…&from=0"
         )
-    from_token = _from_token(request)
+    turn_id, from_token = _place(request)
     session_id = verbs.own_session(service, caller.tenant, given)
     try:
-        generation = await service.engine.resume(caller.tenant, session_id, from_token)
+        generation = await service.engine.resume(caller.tenant, session_id, from_token, turn_id)
     except BatchEngineError as error:
         if error.http_status == verbs.NOT_FOUND:
             raise errors.unknown_session(strict_json.printable(given)) from None
@@ -217,19 +221,42 @@ async def _stream(request: web.Request) -> web.StreamResponse:
         service.leave(live, f"resumed from {from_token}, {outcome}")
 
 
-def _from_token(request: web.Request) -> int:
-    """Tokens the reader has: what it last saw wins over what it once asked for."""
+def _place(request: web.Request) -> tuple[str, int]:
+    """(turn, tokens of it that the reader has): what it last saw wins over what it once asked for.
+
+    The turn is "" = the last one, whichever that is, only for a reader that has nothing yet.
+    """
     param, text = LAST_EVENT, request.headers.get(LAST_EVENT)
+    turn_id = request.query.get("turn", "")
     if text is None:
         param, text = "from", request.query.get("from", "0")
+    else:
+        named, _, text = text.rpartition(":")
+        turn_id = named or turn_id
     if not (text.isascii() and text.isdecimal() and len(text) <= 8) or int(text) > TOKENS_MAX:
         raise errors.invalid_field(
             param,
             f"{param} has a wrong value",
-            why="it counts the tokens of the answer that were received",
-            fix="send the number of the last id: line, or 0",
+            why="it says how many tokens of the answer were received",
+            fix="send all of the last id: line, or from=0",
         )
-    return int(text)
+    if len(turn_id) > TURN_CHARS_MAX or not (turn_id.isascii() and turn_id.isprintable()):
+        raise errors.invalid_field(
+            "turn",
+            "there is no such turn",
+            why=f"its name is printable ASCII, {TURN_CHARS_MAX} characters at most",
+            fix="send the part of the last id: line before the colon",
+        )
+    if int(text) and not turn_id:
+        raise errors.invalid_field(
+            "turn",
+            f"tokens after {text} can only be told of a turn that is named",
+            why="the session may have had another turn since, and its tokens would be taken for"
+            " the rest of the first one's",
+            fix=f"send all of the last id: line as {LAST_EVENT} (TURN:{text}), or turn=TURN beside"
+            " the number; from=0 tells the last turn from its beginning",
+        )
+    return turn_id, int(text)
 
 
 def _job(service: Service, request: web.Request, asked: work.GenerationRequest) -> work.Job:

@@ -7,6 +7,7 @@ buffers more than the transport's high-water mark: a full socket pauses whoever 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import web
@@ -73,24 +74,31 @@ class EventStream:
 
 
 class Marks:
-    """Ids of the events of a stream that can be resumed: tokens of its answer told so far.
+    """Ids of the events of a stream that can be resumed: its turn, and tokens of it told so far.
 
-    Tokens that show no text count too, so an id is exactly what `from=` takes.
+    Tokens that show no text count too, so the number is exactly what `from=` takes. The turn is
+    part of it: the session may have another by the time that somebody asks for the rest.
     """
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, turn_of: Callable[[], str]) -> None:
+        """`turn_of` is asked once a token was told: an earlier request may have begun the turn."""
         self.first = first
         self.told = first
+        self._turn_of = turn_of
 
     def count(self) -> int:
-        """One more token was told; returns its event's id."""
+        """One more token was told; returns how many that makes."""
         self.told += 1
         return self.told
 
+    def event_id(self, told: int) -> str:
+        """What `Last-Event-ID` brings back."""
+        return f"{self._turn_of()}:{told}"
 
-def data(value: dict[str, object], event_id: int | None = None) -> bytes:
+
+def data(value: dict[str, object], event_id: str = "") -> bytes:
     """One data event."""
-    head = b"" if event_id is None else b"id: %d\n" % event_id
+    head = b"id: " + event_id.encode() + b"\n" if event_id else b""
     return head + b"data: " + _encoder.encode(value) + b"\n\n"
 
 

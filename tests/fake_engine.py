@@ -70,6 +70,7 @@ class FakeGeneration:
         self.skip = skip  # tokens the reader has from an earlier stream
         self.request_id = request.request_id
         self.session_id = request.session_id or f"be_{request.request_id}"
+        self.turn_id = request.request_id
         self.cancelled = asyncio.Event()
         self.finished = False
         self._events = engine.script(self)
@@ -160,8 +161,14 @@ class FakeEngine:
                 return request
         raise BatchEngineError("BE2403", f"there is no session {session_id}", http_status=404)
 
-    async def resume(self, tenant: str, session_id: str, from_token: int = 0) -> FakeGeneration:
+    async def resume(
+        self, tenant: str, session_id: str, from_token: int = 0, turn_id: str = ""
+    ) -> FakeGeneration:
         request = self._last(tenant, session_id)
+        if turn_id not in ("", request.request_id):
+            raise BatchEngineError(
+                "BE2417", "it was followed", http_status=409, api_code="turn_followed"
+            )
         generation = FakeGeneration(self, request, from_token)
         self.generations.append(generation)
         return generation

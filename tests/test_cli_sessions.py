@@ -13,7 +13,7 @@ import pytest
 
 from batchengine.config import ApiKey
 from batchengine.core import BatchEngineError, GenerationRequest
-from service import cli, told
+from service import cli, told, verbs
 from service.control import Control
 from service.sessions import session_key
 from tests.fake_engine import FakeEngine, fake_config, serving
@@ -89,6 +89,28 @@ def test_sessions_go_by_three_names(tmp_path: Path, capsys: pytest.CaptureFixtur
         for name in ("tale", TALE[:12]):
             assert (await ask("promote", name))[0] == 0
 
+    with_daemon(tmp_path, capsys, scenario)
+
+
+def test_a_session_dropped_since_it_was_looked_up_is_told_to_the_operator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = verbs.find
+
+    async def found_and_dropped(service: Any, given: str, tenant: str | None = None) -> Any:
+        found = await real(service, given, tenant)
+        await service.engine.drop(*found)
+        return found
+
+    async def scenario(ask: Asked, engine: FakeEngine) -> None:
+        request = engine.known["", TALE]
+        for command in (*(("sessions", verb) for verb in SESSION_VERBS), ("explain",)):
+            engine.known["", TALE] = request
+            code, _, err = await ask(*command, "tale")
+            assert (code, "BE1725" in err, "no session tale" in err) == (1, True, True), err
+            assert "another key" not in err
+
+    monkeypatch.setattr(verbs, "find", found_and_dropped)
     with_daemon(tmp_path, capsys, scenario)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from batchengine.core import Sampling
 from batchengine.engine import loop as engine_loop
+from batchengine.engine import start
 from tests.fakes import Reference, read, request, run, running_engine, until, words
 from tests.faulty_worker import HANG, NAN, RAISE, SEGV
 
@@ -182,3 +183,16 @@ def test_a_slow_reader_pauses_and_is_ended_at_last(
             assert ended.error.api_code == "client_too_slow"
 
     run(work())
+
+
+def test_a_worker_that_loaded_another_model_says_so_once() -> None:
+    """Of the error inside only what happened is told: one way out, not two."""
+    inner = start._disagrees("fast", is_file=True)
+    told = str(start._cannot_start("fast", inner))
+    assert told.count("Fix: ") == 1
+    assert "BE1210" not in told
+    assert "the model file was written or replaced" in told
+    assert told.endswith(inner.fix)
+    other = start._cannot_start("fast", start._disagrees("fast", is_file=False))
+    assert "model file" not in str(other)
+    assert start._cannot_start("fast", OSError("no room")).why == "no room"

@@ -9,6 +9,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,8 +50,8 @@ async def some(engine: Engine, asked: GenerationRequest, tokens: int) -> list[in
     return seen
 
 
-async def resumed(engine: Engine, session: str, from_token: int = 0) -> Answer:
-    return await read(await engine.resume("", session, from_token))
+async def resumed(engine: Engine, session: str, from_token: int = 0, turn_id: str = "") -> Answer:
+    return await read(await engine.resume("", session, from_token, turn_id))
 
 
 def test_a_stream_that_its_reader_left_is_resumed_where_it_was(
@@ -83,6 +84,96 @@ def test_a_stream_that_its_reader_left_is_resumed_where_it_was(
         async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
             assert (await resumed(engine, "s", 3)).tokens == whole[3:]
             assert (await resumed(engine, "s", 60)).tokens == []
+
+    run(work())
+
+
+def test_no_turn_is_told_as_the_rest_of_another(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """A reader left, somebody else went on with the session; in this life and the next."""
+    prompt = words(6, 60)
+    whole = reference.tokens(prompt, 40)
+    other = [*prompt, *whole, *words(7, 9)]
+
+    async def refused(engine: Engine, turn_id: str, why: str) -> None:
+        with pytest.raises(BatchEngineError) as caught:
+            await engine.resume("", "s", 10, turn_id)
+        assert (caught.value.api_code, caught.value.http_status) == ("turn_followed", 409)
+        assert why in caught.value.why
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            asked = request(prompt, 40, session="s")
+            assert await some(engine, asked, 10) == whole[:10]
+            first = asked.request_id
+            again = engine.submit(request(prompt, 40, session="s"))  # goes on with the same turn
+            assert (await read(again)).tokens == whole
+            assert again.request_id != again.turn_id == first
+            assert (await resumed(engine, "s", 10, first)).tokens == whole[10:]
+            running = engine.submit(request(other, 200, session="s"))
+            reader = asyncio.ensure_future(read(running))
+            await until(lambda: running.completion_tokens > 5)
+            await refused(engine, first, "followed it")
+            answer = await reader
+            assert answer.tokens == reference.tokens(other, 200)
+            assert running.turn_id == running.request_id
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            await refused(engine, first, "followed it")
+            await refused(engine, "req_lost", "no such turn")
+            rest = await resumed(engine, "s", 10, running.turn_id)
+            assert rest.tokens == answer.tokens[10:]
+
+    run(work())
+
+
+def test_a_turn_that_begins_while_another_is_resumed_goes_on(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """Its row is not durable yet: the reader is let in, and must neither end nor tell it."""
+    prompt = words(8, 60)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = engine.submit(request(prompt, 10, session="s"))
+            told = (await read(one)).tokens
+            other = [*prompt, *told, 5]
+            found = await engine.reopener.record("\x1fs", "s")
+            running = engine.submit(request(other, 60, session="s"))
+            reader = asyncio.ensure_future(read(running))
+            await until(lambda: running.completion_tokens > 5)
+            real = engine.reopener.record
+
+            async def before(*_: str) -> Any:
+                engine.reopener.record = real  # type: ignore[method-assign]
+                return found
+
+            engine.reopener.record = before  # type: ignore[method-assign]
+            late = await resumed(engine, "s", 5, one.turn_id)
+            assert late.error is not None
+            assert (late.error.api_code, late.tokens) == ("turn_followed", [])
+            assert (await reader).tokens == reference.tokens(other, 60)
+
+    run(work())
+
+
+@pytest.mark.parametrize(("at", "why"), [(300, "sealed page"), (590, "open page was not kept")])
+def test_an_edit_after_a_restart_says_what_could_not_be_reused(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, at: int, why: str
+) -> None:
+    start = words(14, 600)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(request(start, 10, session="s")))
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            edited = [*start[:at], 77, *start[at + 1 :], *one.tokens, 55]
+            two = await read(engine.submit(request(edited, 10, session="s")))
+            assert two.done is not None
+            reason = two.done.usage.reuse_reason
+            assert reason.startswith(f"history edited at token {at}")
+            assert why in reason
+            assert two.done.usage.cached_tokens == at // 256 * 256
 
     run(work())
 

@@ -54,13 +54,13 @@ async def blocks_of(served: Served, path: str, body: Any = None, **headers: str)
 
 
 def told(blocks: list[str]) -> list[tuple[int | None, str]]:
-    """(id, text) of every chunk with text."""
+    """(number of the id, text) of every chunk with text."""
     found: list[tuple[int | None, str]] = []
     for block in blocks:
         number: int | None = None
         for line in block.split("\n"):
             if line.startswith("id: "):
-                number = int(line[4:])
+                number = int(line.rpartition(":")[2])
             elif line.startswith("data: {"):
                 choices = json.loads(line[6:])["choices"]
                 text = choices[0]["delta"].get("content") if choices else ""
@@ -195,14 +195,23 @@ def test_a_stream_can_be_resumed_from_the_last_event_id() -> None:
             assert not whole[0].startswith("id:")  # before the first token there is nothing to skip
             shown = told(whole)
             assert shown == [(1, "a"), (3, "b"), (4, "c"), (5, "d")]
+            turn = engine.generations[0].request_id
+            assert f"\nid: {turn}:5\n" in "\n" + "\n".join(whole)
             for number, _ in shown:
                 path = "/v1/stream?session_id=s&from=0"  # what EventSource keeps sending
-                again = await blocks_of(served, path, Last_Event_ID=str(number))
+                again = await blocks_of(served, path, Last_Event_ID=f"{turn}:{number}")
                 assert again[-1] == "data: [DONE]"
+                assert told(again) == [pair for pair in shown if pair[0] > number]
+                path += f"&turn={turn}"  # for those who count themselves
+                again = await blocks_of(served, path, Last_Event_ID=str(number))
                 assert told(again) == [pair for pair in shown if pair[0] > number]
             assert told(await blocks_of(served, "/v1/stream?session_id=s")) == shown
             assert (
-                told(await blocks_of(served, "/v1/stream?from=3", x_batchengine_session_id="s"))
+                told(
+                    await blocks_of(
+                        served, f"/v1/stream?from=3&turn={turn}", x_batchengine_session_id="s"
+                    )
+                )
                 == shown[2:]
             )
             last = json.loads(
@@ -210,10 +219,21 @@ def test_a_stream_can_be_resumed_from_the_last_event_id() -> None:
             )
             assert last["usage"]["completion_tokens"] == 5
             for path in ("?session_id=s&from=-1", "?session_id=s&from=x", "?from=1",
-                         "?session_id=s&from=99999999999"):  # fmt: skip
+                         "?session_id=s&from=99999999999", "?session_id=s&turn=%0a",
+                         "?session_id=s&from=3"):  # fmt: skip
                 status, body = await call(served, "GET", "/v1/stream" + path)
                 assert status == 400, body
                 assert body["error"]["fix"]
+            for number in ("3", ":3", "req_x:"):  # a number alone may be of any turn
+                status, body = await call(
+                    served, "GET", "/v1/stream?session_id=s", Last_Event_ID=number
+                )
+                assert status == 400, body
+                assert "last id: line" in body["error"]["fix"]
+            status, body = await call(
+                served, "GET", f"/v1/stream?session_id=s&turn={turn}", Last_Event_ID="req_other:3"
+            )
+            assert (status, body["error"]["code"]) == (409, "turn_followed")
             assert served.service.live == {}
 
     run(scenario())
@@ -224,7 +244,9 @@ def test_a_resumed_stream_has_the_form_of_its_request() -> None:
         async with serving(FakeEngine(["a", "b", "c"])) as served:
             asked = {"model": MODEL_ID, "prompt": "x", "stream": True, "session_id": "s"}
             whole = await blocks_of(served, "/v1/completions", asked)
-            again = await blocks_of(served, "/v1/stream?session_id=s&from=1&include_usage=0")
+            turn = served.engine.generations[-1].request_id
+            path = f"/v1/stream?session_id=s&from=1&turn={turn}&include_usage=0"
+            again = await blocks_of(served, path)
             assert again[-1] == whole[-1] == "data: [DONE]"
             chunks = [[json.loads(b.split("data: ")[1]) for b in s[:-1]] for s in (whole, again)]
             for chunk in [*chunks[0], *chunks[1]]:
@@ -250,6 +272,8 @@ def test_an_answer_says_how_many_log_probabilities_it_lacks() -> None:
         async with serving(Forgetful(["a", "b", "c"])) as served:
             asked = chat(session_id="s", stream=True, logprobs=True)
             for path, body, bare in ((CHAT, asked, 2), ("/v1/stream?session_id=s&from=1", None, 1)):
+                if body is None:
+                    path += f"&turn={served.engine.generations[-1].request_id}"
                 blocks = await blocks_of(served, path, body)
                 last = json.loads(blocks[-2].split("data: ")[1])
                 assert last["batchengine"]["tokens_without_logprobs"] == bare
@@ -292,7 +316,7 @@ def test_comments_after_ids_do_not_break_the_sdk() -> None:
             return [text for text in texts if text]
 
     assert run(scenario()) == ["Hel", "lo", " wörld"]
-    marks = sse.Marks(0)
+    marks = sse.Marks(0, lambda: "req_1")
     assert sse.comment("x", marks) == b": x\n\n"
     marks.count()
     assert sse.comment("x", marks) == b": x\n"

@@ -63,11 +63,12 @@ class Reader:
         self.reply = self.connection.getresponse()
         assert self.reply.status == 200, self.reply.read()
         self.text, self.last_id, self.is_done = "", 0, False
+        self.event_id = ""
         self.serving: dict[str, Any] = {}
 
     def read(self, tokens: int = 1 << 30) -> None:
         """Until `tokens` were told, the end, or the death of the other side."""
-        pending = 0
+        pending, named = 0, ""
         while self.last_id < tokens:
             try:
                 line = self.reply.readline().decode()
@@ -76,7 +77,8 @@ class Reader:
             if not line:
                 return
             if line.startswith("id: "):
-                pending = int(line[4:])
+                named = line[4:-1]
+                pending = int(named.rpartition(":")[2])
             elif line == "data: [DONE]\n":
                 self.is_done = True
             elif line.startswith("data: {") and line.endswith("}\n"):
@@ -85,6 +87,7 @@ class Reader:
                 for choice in chunk["choices"]:
                     self.text += choice["delta"].get("content") or ""
                 self.last_id = max(self.last_id, pending)
+                self.event_id = named
 
     def close(self) -> None:
         self.reply.close()
@@ -128,7 +131,7 @@ def test_promoted_killed_and_resumed_it_is_the_same_story(
         states = {r["session_id"]: r["state"] for r in admin(socket, "sessions")["sessions"]}
         assert states == {first_id(socket): "interrupted"}
         second = Reader(
-            port, "GET", "/v1/stream?session_id=tale", None, **{"Last-Event-ID": str(first.last_id)}
+            port, "GET", "/v1/stream?session_id=tale", None, **{"Last-Event-ID": first.event_id}
         )
         second.read()
         second.close()
@@ -140,6 +143,19 @@ def test_promoted_killed_and_resumed_it_is_the_same_story(
         again.read()
         again.close()
         assert again.text == whole.text
+        again = Reader(
+            port, "POST", "/v1/chat/completions", {**asked, "max_tokens": 700, "seed": 4}
+        )
+        again.read()
+        again.close()
+        for named in (first.event_id, "req_lost:500"):  # never the other turn from there on
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            path = "/v1/stream?session_id=tale"
+            connection.request("GET", path, headers={"Last-Event-ID": named})
+            reply = connection.getresponse()
+            error = json.loads(reply.read())["error"]
+            assert (reply.status, error["code"]) == (409, "turn_followed")
+            connection.close()
         assert admin(socket, "store", op="verify")["store"]["bad"] == 0
         assert admin(socket, "drop", session="tale")["dropped"]["state"] == "dropped"
         with pytest.raises(BatchEngineError, match="no session tale"):

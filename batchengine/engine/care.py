@@ -80,10 +80,18 @@ class Care:
             found = f"idem_{digest.hexdigest()[:32]}"
         return request if found is None else dataclasses.replace(request, session_id=found)
 
-    async def resumable(self, tenant: str, session_id: str, from_token: int) -> GenerationRequest:
-        """The request of the session's last turn, as its client had sent it. 404, 409, 400."""
+    async def resumable(
+        self, tenant: str, session_id: str, from_token: int, turn_id: str = ""
+    ) -> GenerationRequest:
+        """The request of the session's last turn, as its client had sent it. 404, 409, 400.
+
+        With `turn_id` only if that is the last turn: tokens of another are no answer's rest.
+        """
         found = await self._record(tenant, session_id)
         turn = found.turns[-1] if found.turns else None
+        if turn is not None and turn_id not in ("", turn.id):
+            is_known = any(other.id == turn_id for other in found.turns)
+            raise refusals.turn_followed(session_id, turn_id, is_known=is_known)
         asked = None if turn is None else read_turn(turn.sampling)
         if turn is None or asked is None:
             raise refusals.nothing_to_resume(session_id)

@@ -311,14 +311,17 @@ class Engine(Desk):
         self._named[tenant, session_id] = session
         return session, fresh
 
-    async def resume(self, tenant: str, session_id: str, from_token: int = 0) -> Generation:
+    async def resume(
+        self, tenant: str, session_id: str, from_token: int = 0, turn_id: str = ""
+    ) -> Generation:
         """The session's last turn again, from token `from_token` of its answer on.
 
         Tokens that exist are told as the first stream told them; a turn that broke off goes on
         under its own parameters and seed, one that is finished ends as it did. If it still runs,
-        the new reader takes it over. Raises BatchEngineError (404, 409, 400).
+        the new reader takes it over. `turn_id` says whose tokens the reader has: 409 if that is
+        not the last turn. Raises BatchEngineError (404, 409, 400).
         """
-        request = await self.care.resumable(tenant, session_id, from_token)
+        request = await self.care.resumable(tenant, session_id, from_token, turn_id)
         self._admit(request)
         text, now_ms = self.text.detokeniser(), self._now_ms()
         generation = Generation(request, session_id, text, now_ms, self._cancel, self._has_room)
@@ -334,7 +337,7 @@ class Engine(Desk):
                 older.fail(refusals.resumed_elsewhere())
         queue.appendleft(generation)
         for running, turn in list(self._turns.items()):
-            if turn.session is session:
+            if turn.session is session and turn.turn_id == request.request_id:
                 running.abort(refusals.resumed_elsewhere())
         return generation
 

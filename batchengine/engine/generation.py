@@ -191,6 +191,12 @@ class Generation:
         self.push(TokenEvent(token, text, logprob, top))
         return stopped
 
+    @property
+    def turn_id(self) -> str:
+        """The ledger's turn that its tokens belong to; known before the first of them."""
+        more = self.continuation
+        return (more.turn_id if more is not None else "") or self.request.request_id
+
     def resume_at(self, from_token: int) -> None:
         """The reader has the tokens before this one, whether they are computed again or not."""
         self.resumes, self._known = from_token, from_token

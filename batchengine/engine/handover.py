@@ -44,6 +44,9 @@ ANSWER_S = 5.0  # a lane whose steps take longer is no place to move to;
 ADOPT_S = 10.0  # one that stops answering then holds up a frozen session
 FIRST_COMMIT_S = 5.0  # how long a report waits for the destination's first token
 RECOMPUTE_MAX = 16  # unproven rows that are not worth staying for
+CLOSED = "it was dropped, or its request ended"  # reasons to stay that may mean that it is gone
+ENDED = "it ended meanwhile"
+CANCELLED = "its request was cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +231,7 @@ class Handover:
         if session.suspect:
             raise Abort("it was in a step that killed a worker, and proves itself where it is")
         if session.state is State.CLOSED:
-            raise Abort("it was closed")
+            raise Abort(CLOSED)
         named = self._tables.named.get((session.tenant, session.session_id)) is session
         if named and session.logged == NOT_LOGGED:  # its epoch is not known yet
             raise Abort("it is being read from the ledger")
@@ -275,7 +278,7 @@ class Handover:
         session, source = move.session, move.source
         move.frozen = await source.freeze(session)
         if move.frozen is None:
-            raise Abort("it ended meanwhile")
+            raise Abort(ENDED)
         source.pages.pause_adopting(session)
         if session.parked is not None:
             source.pages.send_away(session)
@@ -301,13 +304,13 @@ class Handover:
         if adoption.fallen is not None or (adoption.over and rows):
             raise Abort(f"lane {to.lane.name} died")
         if session.state is not State.FROZEN:
-            raise Abort("it was closed")
+            raise Abort(CLOSED)
         missing = session.frontier - move.reach()
         if missing > RECOMPUTE_MAX and source.lane.alive:
             raise Abort(f"{missing} of its rows could not be proven; they are good where they are")
         turn = None if move.frozen is None else move.frozen.turn
         if turn is not None and (turn.generation.cancelled or turn.generation.finished):
-            raise Abort("its request was cancelled")
+            raise Abort(CANCELLED)
 
     async def _commit(self, move: Move) -> None:
         """P5: from here on the session is the destination's, whatever happens."""
@@ -333,7 +336,7 @@ class Handover:
             raise RuntimeError("finish before freeze")
         if session.state is not State.FROZEN:  # dropped meanwhile: there is nothing to bring
             move.undo()
-            raise Abort("it was closed")
+            raise Abort(CLOSED)
         before = session.frontier
         left = source.pages.detach(session)
         tails = [o for o in session.orphans if not isinstance(o.source, FromArena)]
@@ -447,7 +450,8 @@ class Handover:
         if not isinstance(moved, MoveReport):
             raise refusals.not_moved(name, "the log has the details")
         if moved.result.startswith("aborted"):
-            raise refusals.not_moved(name, moved.result.partition(": ")[2])
+            why = moved.result.partition(": ")[2]
+            raise refusals.not_moved(name, why, may_be_gone=why in (CLOSED, ENDED, CANCELLED))
         return moved.as_dict()
 
     def _find(self, given: str, tenant: str | None) -> Session:

@@ -269,13 +269,15 @@ def no_other_lane(lane: str) -> BatchEngineError:
     )
 
 
-def not_moved(lane: str, why: str) -> BatchEngineError:
-    """A hand-over that was given up; nothing changed."""
+def not_moved(lane: str, why: str, *, may_be_gone: bool = False) -> BatchEngineError:
+    """A hand-over that was given up; nothing changed, unless somebody dropped the session."""
     return BatchEngineError(
         "BE3005",
         f"the session stays on lane {lane}" if lane else "the session is on no lane yet",
         why=why,
-        fix="nothing is lost: ask again later, or name another lane",
+        fix="ask again if `batchengine sessions` still lists it"
+        if may_be_gone
+        else "nothing is lost: ask again later, or name another lane",
         http_status=409,
         error_type="invalid_request_error",
         api_code="not_moved",
@@ -334,8 +336,6 @@ def session_dropped(session_id: str) -> BatchEngineError:
     )
 
 
-def nothing_to_resume(session_id: str) -> BatchEngineError:
-    """The session has no turn, or another request began one meanwhile."""
 def not_dropped(session_id: str, waited_s: float) -> BatchEngineError:
     """Its turns were ended, but what computes or moves it did not let go."""
     return BatchEngineError(
@@ -349,6 +349,8 @@ def not_dropped(session_id: str, waited_s: float) -> BatchEngineError:
     )
 
 
+def nothing_to_resume(session_id: str) -> BatchEngineError:
+    """The session has no turn, or another request began one meanwhile."""
     return BatchEngineError(
         "BE2404",
         f"session {session_id} has no turn to resume",
@@ -358,6 +360,23 @@ def not_dropped(session_id: str, waited_s: float) -> BatchEngineError:
         http_status=409,
         error_type="invalid_request_error",
         api_code="nothing_to_resume",
+    )
+
+
+def turn_followed(session_id: str, turn_id: str, *, is_known: bool) -> BatchEngineError:
+    """The rest of another turn would be spliced onto what the reader has."""
+    return BatchEngineError(
+        "BE2417",
+        f"turn {turn_id} cannot be resumed",
+        why=f"another turn of session {session_id} followed it"
+        if is_known
+        else f"session {session_id} has no such turn: its history was edited, or restored from a"
+        " time before it",
+        fix="GET /v1/sessions/ID lists the session's turns; send the request itself to have its"
+        " answer, with its Idempotency-Key if it had one",
+        http_status=409,
+        error_type="invalid_request_error",
+        api_code="turn_followed",
     )
 
 

@@ -450,6 +450,10 @@ def _shortfall(turn: Turn, facts: Facts | None) -> tuple[str, str]:
     elif turn.session.loss:
         reasons.append(turn.session.loss)
         kind = LOSS_KINDS.get(turn.session.loss, "other")
+    elif lost < PAGE_TOKENS and found + PAGE_TOKENS < turn.timeline:  # that page was full
+        where = "that is" if reasons else "the prompt ends"
+        reasons.append(f"{where} inside a sealed page, and those are reused whole")
+        kind = "edited"
     elif lost < PAGE_TOKENS:
         reasons.append("the open page was not kept")
         kind = "tail"
@@ -465,8 +469,11 @@ def _find(
     request, turns = generation.request, history.turns
     last = turns[-1] if turns else None
     if generation.resumes is not None:
-        if last is None or last.id != request.request_id:
+        if last is None:
             raise refusals.nothing_to_resume(session.session_id)
+        if last.id != request.request_id:  # it began since this reader was let in
+            is_known = any(turn.id == request.request_id for turn in turns)
+            raise refusals.turn_followed(session.session_id, request.request_id, is_known=is_known)
         return _continuation(session, last)
     if request.idempotency_key:
         for index, turn in enumerate(turns):

@@ -153,12 +153,8 @@ class Starter:
             self._layout = PageLayout(ready.n_layer, ready.n_kv_head, ready.head_dim)
         elif identity != self._identity:
             lane.kill("computes other numbers")
-            raise BatchEngineError(
-                "BE1210",
-                f"lane {lane.name} does not agree with this daemon about the model's numbers",
-                why="its self-test or its model file differs from what the KV was computed with",
-                fix="restart the daemon; if it repeats, check the model file and the processor",
-            )
+            is_file = ready.identity.get("model_hash") != self._identity[1].get("model_hash")
+            raise _disagrees(lane.name, is_file=is_file)
         return ready
 
     def _load_message(self, config: LaneConfig) -> wire.Load:
@@ -386,12 +382,36 @@ def _store_error(code: str, error: StoreError, api_code: str) -> BatchEngineErro
     )
 
 
+def _disagrees(lane: str, *, is_file: bool) -> BatchEngineError:
+    """A worker whose KV would not be this daemon's."""
+    if is_file:
+        return BatchEngineError(
+            "BE1210",
+            f"lane {lane} loaded another model than this daemon serves",
+            why="the model file was written or replaced since the daemon started",
+            fix="restart the daemon to serve what is in the file now, or put the old file back",
+        )
+    return BatchEngineError(
+        "BE1210",
+        f"lane {lane} does not agree with this daemon about the model's numbers",
+        why="its self-test differs from what the KV was computed with",
+        fix="restart the daemon; if it repeats, check the processor",
+    )
+
+
+def _plainly(error: BaseException) -> str:
+    """What happened and why, without the code and the fix of an error inside another."""
+    if not isinstance(error, BatchEngineError):
+        return str(error)
+    return f"{error.what}: {error.why}" if error.why else error.what
+
+
 def _cannot_start(lane: str, error: BaseException) -> BatchEngineError:
     return BatchEngineError(
         "BE1211",
         f"the worker of lane {lane} cannot be started again",
-        why=str(error),
-        fix="look into the daemon's log",
+        why=_plainly(error),
+        fix=(isinstance(error, BatchEngineError) and error.fix) or "look into the daemon's log",
         http_status=503,
         api_code="lane_down",
     )
