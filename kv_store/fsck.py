@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from kv_store import keys, osio, records
+from kv_store import keys, losses, osio, records
 from kv_store.arena import ARENA_NAME, ArenaFile, delete_arena
 from kv_store.errors import StoreCorrupt, StoreError, StoreUnsupported
 from kv_store.extent import EXTENT_NAME, ExtentInfo, extent_path
@@ -62,7 +62,7 @@ class Finding:
 
 @dataclass(slots=True)
 class FsckReport:
-    """What a check found. `ok` = no error; warnings cost space or time, never an answer."""
+    """What a check found. `ok` = no error; warnings never cost a wrong answer."""
 
     path: str
     repaired: bool
@@ -91,7 +91,13 @@ def fsck(
     lock_fd = take_lock(path)
     try:
         check_version(ledger)
-        return _Fsck(path, repair, progress or (lambda done, total: None)).run()
+        check = _Fsck(path, repair, progress or (lambda done, total: None))
+        check.found = losses.gather(path, lock_fd)
+        report = check.run()
+        if repair:  # the log went with the repair; the next opening still tells what was lost
+            with contextlib.suppress(OSError):
+                losses.mark_closed(osio.Files(), lock_fd, check.lost)
+        return report
     finally:
         os.close(lock_fd)
 
@@ -117,6 +123,8 @@ class _Fsck:
         self.removals: list[Callable[[], object]] = []  # of files, afterwards
         self.layouts: dict[bytes, PageLayout] = {}
         self.buffer = memoryview(b"")
+        self.found = losses.Evidence(losses.Life(), 0, "")
+        self.lost = ""
 
     def run(self) -> FsckReport:
         self._check_folders()
@@ -258,6 +266,14 @@ class _Fsck:
         self.report.clean = bool(row[2])
         if not self.report.clean:
             self._find("info", "the store was not closed", "its last owner was killed", "nothing")
+        self.lost = self.found.lost(self.report.epoch, self.report.clean)
+        if self.lost:
+            self._find(
+                "warning",
+                "the ledger lost what was written last",
+                f"{self.lost}; sessions may be older than clients remember, or unknown",
+                "nothing: restore meta.db and meta.db-wal together, if there is a copy",
+            )
         page, extent = db.execute(
             "SELECT max(first_page_id + places), max(extent_index) + 1 FROM extent"
         ).fetchone()

@@ -7,6 +7,7 @@ SQLite by the ledger thread only. Knows nothing of what is copied into a place o
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, deque
 from concurrent.futures import Future
@@ -29,6 +30,8 @@ from kv_store.pages import (
 )
 from kv_store.threads import IntentThread
 
+log = logging.getLogger("batchengine.store")
+
 # Evicting in batches keeps the choice cheap; the last tenth is for pages that are pinned.
 FILL_MAX_PERCENT = 90
 EVICT_TO_PERCENT = 85
@@ -43,6 +46,10 @@ def derived_floor_bytes(total_bytes: int) -> int:
     """What extents leave free of a file system: max(5 %, min(2 GiB, a quarter of it))."""
     least = min(FREE_FLOOR_BYTES, total_bytes // FREE_FLOOR_SHARE)
     return max(total_bytes * FREE_FLOOR_PERCENT // 100, least)
+
+
+class BudgetSpent(StoreFull):
+    """All extents that may exist do: nothing is wrong."""
 
 
 @dataclass(slots=True)
@@ -110,6 +117,8 @@ class PlacePool:
         self._next_extent = 1
         self._growing: Future[None] | None = None
         self._growth_blocked = ""
+        self._not_growing = ""  # what the disk refused when a place was wanted last
+        self._is_below_floor = False
         self._write_failure = ""  # of the last page written: shown as the tier's state
         self.rates = Rates()
         self._poison_queue: deque[PageRef] = deque()
@@ -195,15 +204,18 @@ class PlacePool:
                 self._growing = None
                 return
             info = ExtentInfo(index, first, places, page_bytes, self.repr_id, path)
-        blocked = ""
+        blocked, disk = "", ""
         try:
             self._make_room(info.file_bytes)
             self._extents.create(info)
-        except (StoreError, OSError) as error:
+        except BudgetSpent as error:
             blocked = str(error)
+        except (StoreError, OSError) as error:
+            blocked = disk = str(error)
         with self._lock:
             self._growing = None
             self._growth_blocked = blocked
+            self._note_growth(disk)
             if blocked:
                 self.counters["growth_blocked"] += 1
                 return
@@ -216,9 +228,31 @@ class PlacePool:
         while self._foreign and self._extent_bytes() + wanted > self._budget.budget_bytes:
             self._drop_oldest_foreign()
         if self._extent_bytes() + wanted > self._budget.budget_bytes:
-            raise StoreFull("the budget has no room for another extent")
+            raise BudgetSpent("the budget has no room for another extent")
+        self._check_floor(wanted)
+
+    def _look_again(self) -> None:
+        """The disk refused an extent; is there room for one by now? (page thread)"""
+        if not self._not_growing or not self._is_below_floor:
+            return  # of other refusals only the next try tells
+        try:
+            self._check_floor(min(self._budget.extent_bytes, self._budget.budget_bytes))
+        except (StoreError, OSError):
+            return
+        self._note_growth("")
+
+    def _note_growth(self, refusal: str) -> None:
+        """One log line when the disk begins to refuse extents, one when it ends."""
+        was, self._not_growing = self._not_growing, refusal
+        if refusal and not was:
+            log.warning("store: no pages are added: %s", refusal)
+        elif was and not refusal:
+            log.warning("store: there is disk space again, pages are added as needed")
+
+    def _check_floor(self, wanted: int) -> None:
         free = self._files.free_bytes(self._extents.folder)[0]
-        if free - wanted < self._budget.free_floor_bytes:
+        self._is_below_floor = free - wanted < self._budget.free_floor_bytes
+        if self._is_below_floor:
             raise StoreFull(
                 f"the disk has {free >> 20} MiB free",
                 why=f"{self._budget.free_floor_bytes >> 20} MiB stay free for others",

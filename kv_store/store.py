@@ -1,6 +1,6 @@
 """The store directory: who owns it, what is found in it at opening, and closing it.
 
-    LOCK               lock for life; pid and identity inside are information only
+    LOCK               lock for life; inside, who holds it, and how the last life ended (`losses`)
     BALLAST            spare bytes, deleted when the ledger meets a full disk
     meta.db, -wal      ledger and manifest (SQLite)
     ext/000001.kv      sealed pages
@@ -18,19 +18,19 @@ import os
 import secrets
 import stat
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from kv_store import osio, records
+from kv_store import losses, osio, records
 from kv_store.arena import ARENA_NAME, LANE_NAME, Arena, delete_arena
 from kv_store.attic import Attic
+from kv_store.ballast import Ballast
 from kv_store.errors import StoreCorrupt, StoreGone, StoreLocked, StoreUnsupported
 from kv_store.extent import EXTENT_BYTES, ExtentInfo, Extents, extent_path
-from kv_store.layout import PAGE_ALIGN_BYTES, PAGE_TOKENS, Descriptor, differing_fields
+from kv_store.layout import PAGE_TOKENS, Descriptor, differing_fields
 from kv_store.ledger import Ledger, Opener, PageRow, Replay, connect, is_damage
 from kv_store.pages import PageEvent, PageState
 from kv_store.places import Budget, Parts, derived_floor_bytes
 from kv_store.upkeep import SESSIONS_MAX, UpkeepPool
-
-BALLAST_BYTES = 64 << 20  # enough for a ledger to finish every running turn and say why it stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,12 @@ class Store(UpkeepPool):
 
     path: str
     warnings: list[str]
+    losses: list[str]  # what this opening found to be lost for good: sentences for health
     recovery: Recovery
     attic: Attic  # arenas of earlier lives, if StoreSettings.keep_arenas; else empty
     _lock_fd: int
     _folder: os.stat_result  # of `path` when it was opened
+    _ballast: Ballast
     _stopped: bool = False
     _settings: StoreSettings
 
@@ -94,9 +96,16 @@ class Store(UpkeepPool):
         path, files = os.path.abspath(os.fspath(path)), files or osio.Files()
         warnings = _prepare_directory(path, settings.allow_any_fs)
         lock_fd = take_lock(path)
+        found = losses.gather(path, lock_fd)
         try:
-            return cls._open_locked(path, descriptor, settings, files, connect, lock_fd, warnings)
+            return cls._open_locked(
+                path, descriptor, settings, files, connect, lock_fd, warnings, found
+            )
         except BaseException:
+            life = losses.read_life(lock_fd)
+            if not found.log or life != found.life:  # else it would hide what was found
+                with contextlib.suppress(OSError):  # the ledger's log went with its closing
+                    losses.mark_closed(files, lock_fd, life.lost)
             os.close(lock_fd)
             raise
 
@@ -110,14 +119,18 @@ class Store(UpkeepPool):
         connect: Opener,
         lock_fd: int,
         warnings: list[str],
+        found: losses.Evidence,
     ) -> Store:
         boot = osio.boot_id()
-        ledger = _open_ledger(path, descriptor, boot, connect, warnings)
+        ballast = Ballast(path, files, settings.ballast_bytes, settings.budget_bytes)
+        opener = _Opener(path, descriptor, boot, connect, ballast)
+        ledger, epoch, lost, told = _open_ledger(opener, found)
+        warnings += told
         try:
             replay = ledger.replay
-            epoch = replay.epoch + 1
             try:
-                _write_lock(files, lock_fd, replay.store_uuid, boot, epoch)
+                life = losses.Life(epoch, False, lost)
+                losses.write_life(files, lock_fd, replay.store_uuid.hex(), boot, life)
             except OSError as error:  # it only informs; the lock itself is in the kernel
                 warnings.append(f"the LOCK file does not say who we are: {error}")
             extents = Extents(os.path.join(path, "ext"), files)
@@ -141,11 +154,12 @@ class Store(UpkeepPool):
             raise
         self.path, self.warnings, self._lock_fd = path, warnings, lock_fd
         self._settings, self.attic = settings, Attic()
+        self.losses, self._ballast = told, ballast
         self._folder = os.stat(path)
         self.sessions_max = settings.sessions_max
         try:
             self._recover(replay, boot)
-            self._make_ballast()
+            ballast.make()
             if settings.budget_bytes < descriptor.layout.page_bytes:
                 warnings.append("the store budget is smaller than one page: nothing is cached")
             elif not self._infos:
@@ -193,9 +207,23 @@ class Store(UpkeepPool):
             self._growth_blocked = ""
             self._write_ages()
             self._grow_ahead()
-        self._pages_io.submit(self._make_ballast)
+        self._pages_io.submit(self._look_again)
+        self._pages_io.submit(self._ballast.make)
         if self.ledger.failure is None:
             self.ledger.commit()
+
+    @property
+    def troubles(self) -> list[str]:
+        """What is wrong beside the ledger and the page tier: sentences for health."""
+        spent = self._ballast.trouble
+        return [*self.losses, *([spent] if spent else [])]
+
+    def stat(self) -> dict[str, int | float | str]:
+        """`UpkeepPool.stat`, and what is wrong with the folder."""
+        return super().stat() | {
+            "ledger_lost": "; ".join(self.losses),
+            "ballast": self._ballast.trouble or "ok",
+        }
 
     def close(self) -> None:
         """Write what is pending, mark the store clean, release the lock."""
@@ -349,20 +377,6 @@ class Store(UpkeepPool):
         if rows:
             self.ledger.append(records.AgePages(tuple(rows)))
 
-    def _make_ballast(self) -> None:
-        """Keep spare bytes for the ledger; without them it merely stops earlier on a full disk."""
-        settings, path = self._settings, os.path.join(self.path, "BALLAST")
-        size = settings.ballast_bytes
-        if size is None:
-            size = min(BALLAST_BYTES, settings.budget_bytes // 16)
-        size = size // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
-        if not size or os.path.exists(path):
-            return
-        if self._files.free_bytes(self.path)[0] < 2 * size:
-            return
-        with contextlib.suppress(OSError):
-            os.close(osio.create_allocated(self._files, path, size))
-
     def _stop(self, *, clean: bool) -> None:
         if self._stopped:  # closing a descriptor twice may close somebody else's
             return
@@ -376,6 +390,8 @@ class Store(UpkeepPool):
         self._extents.close()
         self.attic.close()
         if self._lock_fd >= 0:
+            with contextlib.suppress(OSError):
+                losses.mark_closed(self._files, self._lock_fd)
             os.close(self._lock_fd)
 
 
@@ -449,61 +465,56 @@ def take_lock(path: str) -> int:
     raise StoreLocked(path, pid)
 
 
-def _write_lock(files: osio.Files, fd: int, uuid: bytes, boot: str, epoch: int) -> None:
-    """Information for people and for the loser of a race; the lock itself is in the kernel."""
-    with open("/proc/self/stat") as f:
-        start_ticks = int(f.read().rsplit(")", 1)[1].split()[19])
-    info = {
-        "pid": os.getpid(),
-        "start_ticks": start_ticks,
-        "store_uuid": uuid.hex(),
-        "boot_id": boot,
-        "epoch": epoch,
-    }
-    text = json.dumps(info).encode()
-    os.ftruncate(fd, 0)
-    files.write_all(fd, memoryview(text), 0)
-    files.fsync(fd)
+class _Opener(NamedTuple):
+    """What it takes to open the ledger of `path`."""
+
+    path: str
+    descriptor: Descriptor
+    boot: str
+    connect: Opener
+    ballast: Ballast
 
 
-def _open_ledger(
-    path: str, descriptor: Descriptor, boot: str, connect: Opener, warnings: list[str]
-) -> Ledger:
-    """Open the ledger; a damaged file is set aside and a new one started, and we say so."""
+def _open_ledger(opener: _Opener, found: losses.Evidence) -> tuple[Ledger, int, str, list[str]]:
+    """Open the ledger; a damaged file is set aside and a new one started, and we say so.
+
+    Gives it, our epoch, why it is not the newest there was ("" = it is), and what was lost.
+    """
+    path = opener.path
     try:
-        ledger = _start_epoch(path, descriptor, boot, connect)
-        if not ledger.replay.epoch and os.listdir(os.path.join(path, "ext")):
-            warnings.append(
-                f"{path} holds pages, but its ledger is gone or empty: the store starts empty, and"
-                " no earlier session is known. Restore meta.db and meta.db-wal together, if you can"
-            )
-        return ledger
+        ledger, epoch = _start_epoch(opener, found.epoch)
     except StoreCorrupt as error:
         aside = set_aside(os.path.join(path, "meta.db"))
-        warnings.append(f"{error}; it was kept as {aside} and the store starts empty")
-    return _start_epoch(path, descriptor, boot, connect)
+        ledger, epoch = _start_epoch(opener, found.epoch)
+        return ledger, epoch, "", [f"{error}; it was kept as {aside} and the store starts empty"]
+    before = ledger.replay
+    if not before.epoch and (found.epoch or os.listdir(os.path.join(path, "ext"))):
+        gone = (
+            f"{path} was in use, but its ledger is gone or empty: the store starts empty, and"
+            " no earlier session is known. Restore meta.db and meta.db-wal together, if you can"
+        )
+        return ledger, epoch, "", [gone]
+    lost = found.lost(before.epoch, before.clean) if before.epoch else ""
+    return ledger, epoch, lost, [losses.describe(lost)] if lost else []
 
 
-def _start_epoch(path: str, descriptor: Descriptor, boot: str, connect: Opener) -> Ledger:
-    """Open the ledger and commit a new epoch: from here on every older process's work is void."""
+def _start_epoch(opener: _Opener, known: int) -> tuple[Ledger, int]:
+    """Open the ledger and commit a new epoch: from here on every older process's work is void.
 
-    def free_ballast() -> bool:
-        try:
-            os.unlink(os.path.join(path, "BALLAST"))
-        except OSError:
-            return False
-        return True
-
+    It is above `known`, too: open rows of a life that the ledger forgot must not pass for ours.
+    """
+    descriptor = opener.descriptor
     ledger = Ledger(
-        os.path.join(path, "meta.db"),
+        os.path.join(opener.path, "meta.db"),
         descriptor.repr_id,
         store_uuid=secrets.token_bytes(16),
-        on_full=free_ballast,
-        connect=connect,
+        on_full=opener.ballast.spend,
+        connect=opener.connect,
     )
+    epoch = max(ledger.replay.epoch, known) + 1
     row = records.StartEpoch(
-        ledger.replay.epoch + 1,
-        boot,
+        epoch,
+        opener.boot,
         descriptor.repr_id,
         descriptor.to_json(),
         descriptor.layout.page_bytes,
@@ -516,7 +527,7 @@ def _start_epoch(path: str, descriptor: Descriptor, boot: str, connect: Opener) 
         if is_damage(error.__cause__):
             raise StoreCorrupt("the ledger is damaged", why=str(error.__cause__)) from error
         raise
-    return ledger
+    return ledger, epoch
 
 
 def set_aside(name: str) -> str:

@@ -224,7 +224,9 @@ class UpkeepPool(PagePool):
             return "off: the page thread has ended"
         if not len(self._table):
             return f"off: {self._growth_blocked or 'there is no extent yet'}"
-        return f"failing: {self._write_failure}" if self._write_failure else "ok"
+        if self._write_failure:
+            return f"failing: {self._write_failure}"
+        return f"not growing: {self._not_growing}" if self._not_growing else "ok"
 
     # -- garbage ------------------------------------------------------------------------------
 

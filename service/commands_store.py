@@ -169,7 +169,8 @@ def _print_report(report: FsckReport) -> None:
     for finding in report.findings:
         print(f"  {finding.severity:<8} {finding.what}: {finding.why}")
         print(f"           {'done' if report.repaired else 'repair'}: {finding.repair}")
-    print("  sound" if report.ok else f"  {report.counts['errors']:,} errors")
+    warned = f", with {n:,} warnings" if (n := report.counts["warnings"]) else ""
+    print(f"  sound{warned}" if report.ok else f"  {report.counts['errors']:,} errors")
 
 
 def _plain(report: FsckReport) -> dict[str, Any]:

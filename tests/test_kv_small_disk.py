@@ -101,7 +101,7 @@ def test_a_small_disk_is_cached_on_down_to_its_floor_and_then_evicts(make_disk: 
     assert len(done) > 10, "places that exist go on being used"
     assert int(store.stat()["pages_evicted_total"]) > evicted
     assert all(mapped(store, again) for again in done[-10:])
-    assert store.stat()["page_tier"] == "ok"
+    assert str(store.stat()["page_tier"]).startswith("not growing: the disk has")
     assert "free_floor_bytes" in str(store.stat()["growth_blocked"]), "what to do about it"
     lane.close()
     with contextlib.suppress(StoreFull):

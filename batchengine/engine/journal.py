@@ -23,13 +23,13 @@ from batchengine.engine.turn import Turn
 from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session
 from kv_store import keys, records
 from kv_store.errors import LedgerError, StoreError
+from kv_store.losses import INCARNATIONS as INCARNATIONS
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.journal")
 
 TICK_S = 0.02  # level `turn`: one group commit for everything that happened in it
 REFUSED_S = 10.0  # between two lines about a full disk: every tick of every turn meets it
-INCARNATIONS = 10_000  # of workers in one life of the store: keeps arena names unique
 IDLE, PARKED = "idle", "parked"  # state of a session in the ledger;
 RUNNING = "running"  # of it and of its turn: not ended, or its engine died
 DONE = "done"  # of a turn that ended by itself; one with any other status can be gone on with

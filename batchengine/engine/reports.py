@@ -74,6 +74,8 @@ def troubles(tables: Tables) -> list[str]:
             found.append(f"lane {loop.lane.name} {state}" + (f": {why}" if why else ""))
     if tables.store is not None and tables.store.tier != "ok":
         found.append(f"KV cache {tables.store.tier}")
+    if tables.store is not None:
+        found += tables.store.troubles
     if ledger_state(tables) not in ("ok", "off: not open yet"):
         found.append(f"ledger {ledger_state(tables)}")
     return found
