@@ -6,6 +6,7 @@ Each of these computed with KV that was not there, or was known to be wrong, bef
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -14,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from batchengine.core import GenerationRequest
 from batchengine.engine import Engine
 from batchengine.engine.trial import Trial, TrialFailed
-from batchengine.session import Session
+from batchengine.session import LOG_UNKNOWN, Session
 from kv_store.pages import PageRef
 from kv_store.threads import new_future
 from tests.fakes import Reference, read, request, run, running_engine, until, words
@@ -286,5 +288,55 @@ def test_a_session_dropped_while_its_request_begins(
             assert await asyncio.wrap_future(engine._store.ledger.load_session("\x1fs")) is None
             await read(engine.submit(request(PROMPT, 2, session="s")))
             assert engine._named["", "s"].epoch > epoch, "its old rows would pass for its own"
+
+    run(work())
+
+
+def test_a_cut_by_the_ledger_takes_the_table_along(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """A retold turn computes nothing, so nobody else would fit the table to what is left."""
+
+    def asked(prompt: list[int], n: int) -> GenerationRequest:
+        return dataclasses.replace(request(prompt, n, session="s"), idempotency_key="k")
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = await read(engine.submit(asked(PROMPT[:100], 3)))
+            longer = [*PROMPT[:100], *first.tokens, *PROMPT[100:400]]
+            await read(engine.submit(request(longer, 60, session="s")))
+            session, pages = engine._named["", "s"], engine._loops[0].pages
+            pages.park(session)
+            engine._loops[0].wake()
+            await until(lambda: session.parked is not None)
+            pages.send_away(session)
+            ledger = engine._store.ledger  # it has less than the session, as after a full disk
+            cut = ledger.truncate_tokens("\x1fs", session.logged_epoch, 150)
+            ledger.commit()
+            await asyncio.wrap_future(cut)
+            session.logged = LOG_UNKNOWN
+            again = await read(engine.submit(asked(PROMPT[:100], 3)))
+            assert again.tokens == first.tokens
+            engine._loops[0].wake()
+            more = await read(engine.submit(request(longer, 9, session="s")))
+            assert engine.fatal is None
+            assert more.tokens == reference.tokens(longer, 9)
+
+    run(work())
+
+
+def test_who_comes_after_a_forgotten_session_stays(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            await read(engine.submit(request(PROMPT[:50], 2, session="s")))
+            old = engine._named["", "s"]
+            engine._tables.forget(old)
+            await read(engine.submit(request(PROMPT[:60], 2, session="s")))
+            new = engine._named["", "s"]
+            assert new is not old
+            engine._tables.forget(old)
+            assert engine._named["", "s"] is new
 
     run(work())

@@ -268,7 +268,8 @@ class Engine(Desk):
         """The engine cannot go on: every reader hears it, and new requests are refused."""
         self._fatal = self._fatal or error
         self._state = "degraded"
-        for generation in list(self._turns):
+        waiting = [generation for queue in self._queues.values() for generation in queue]
+        for generation in (*self._turns, *self._tables.beginning, *waiting):
             generation.fail(refusals.internal(error))
         self._turns.clear()
 
@@ -472,6 +473,9 @@ class Engine(Desk):
         """The session is between two lanes: begin where it ends up."""
         try:
             await asyncio.wait([move])
+        except asyncio.CancelledError:
+            self._finish(generation, "shutdown")
+            raise
         finally:
             del self._tables.beginning[generation]
         if generation.cancelled or generation.finished:

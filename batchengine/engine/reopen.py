@@ -200,6 +200,8 @@ class Reopener:
         ):
             # Tokens that the ledger refused were told to nobody who could rely on them.
             session.rebase(session.tokens[: max(1, session.logged)])
+            if (home := self._tables.home.get(session.key)) is not None:
+                home.pages.fit(session)
         generation.continuation = _find(found, session, generation, bool(facts.changed))
 
     # -------------------------------------------------------------------------------- begin

@@ -65,7 +65,9 @@ class Tables:
 
     def forget(self, session: Session) -> None:
         """An idle named session leaves the memory; the ledger remembers it."""
-        self.named.pop((session.tenant, session.session_id), None)
+        name = session.tenant, session.session_id
+        if self.named.get(name) is session:  # not one that came after it
+            del self.named[name]
         self.facts.pop(session.key, None)
         self._epochs_used = max(self._epochs_used, session.epoch)
         loop = self.home.pop(session.key, None)

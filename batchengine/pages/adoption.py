@@ -289,6 +289,8 @@ class AdoptingPages(SealLine):
         """Rows of a dead arena are fetched at once, a parked tail when its session runs."""
         if session in self._local or session.state in (State.FROZEN, State.CLOSED):
             return False
+        if not session.orphans:  # its timeline was cut, and its table not yet
+            return False
         return session.state is State.RUNNING or isinstance(
             session.orphans[0].source, wire.FromArena
         )
