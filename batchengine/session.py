@@ -131,6 +131,7 @@ class Session:
         "alone_deaths",
         "codes",
         "computed",
+        "distrusted",
         "epoch",
         "epoch_tried",
         "frontier",
@@ -174,6 +175,7 @@ class Session:
         self.keys: list[bytes] = []
         self.logged = NOT_LOGGED  # tokens of the timeline that the ledger was given
         self.logged_epoch = 0  # the epoch it was given: `epoch` follows when a turn begins
+        self.distrusted = False  # its open rows may be wrong: they go at the next look
         self.loss = ""  # why KV is gone that the next turn may expect
         self.suspect = False
         self.alone_deaths = 0

@@ -290,7 +290,7 @@ class Handover:
         if adoption is None:
             raise RuntimeError("copy before prepare")
         self._check(session, to)
-        orphans = source.pages.sources(session)
+        orphans = [] if session.distrusted else source.pages.sources(session)
         rows = [orphan for orphan in orphans if isinstance(orphan.source, FromArena)]
         if not to.pages.adopt(adoption, rows):
             raise Abort(f"no room: lane {to.lane.name} has no place for {len(rows)} open pages")
@@ -306,7 +306,7 @@ class Handover:
         if session.state is not State.FROZEN:
             raise Abort(CLOSED)
         missing = session.frontier - move.reach()
-        if missing > RECOMPUTE_MAX and source.lane.alive:
+        if missing > RECOMPUTE_MAX and source.lane.alive and not session.distrusted:
             raise Abort(f"{missing} of its rows could not be proven; they are good where they are")
         turn = None if move.frozen is None else move.frozen.turn
         if turn is not None and (turn.generation.cancelled or turn.generation.finished):
@@ -344,6 +344,8 @@ class Handover:
         rows_copied = to.pages.rows_adopted
         to.pages.install(adoption)
         to.pages.bring(session, tails)
+        if session.distrusted:  # since it was frozen
+            to.pages.truncate(session, len(session.pinned))
         self._tables.home[session.key] = to
         if frozen.turn is not None or self._has_turn(session):
             source.assigned -= 1

@@ -158,6 +158,8 @@ class LaneLoop:
     def drain(self, why: str) -> None:
         """It computes no more: its turns wait for another lane, with their sealed pages only."""
         self.drained = self.pages.muted = why
+        for session in self.sessions.values():
+            session.distrusted = True  # one that moves just now as well
         self.recheck()
 
     def recheck(self) -> None:
@@ -176,8 +178,7 @@ class LaneLoop:
 
     def session_cut(self, session: Session) -> None:
         """The session lost KV, or got it back: look again what the store has for its turn."""
-        turn = self.running.get(session.key) or self.waiting.get(session.key)
-        if turn is not None:
+        if (turn := self.running.get(session.key) or self.waiting.get(session.key)) is not None:
             turn.needs_match = True
             self._forget_row(turn)
 
@@ -232,8 +233,7 @@ class LaneLoop:
                 self._seat(key)
             if turn.generation.cancelled or turn.generation.finished:
                 self.cancel(turn)
-        if self.pages.fall_back(session, only_sealed=bool(self.drained)):  # not while it moved
-            self.session_cut(session)
+        self._look_at(session)  # nobody did while it moved
         self.wake()
 
     def first_commit(self, session: Session) -> asyncio.Future[float]:
@@ -250,6 +250,7 @@ class LaneLoop:
 
     def _freeze(self, session: Session) -> Frozen | None:
         self._emit()  # what it has computed goes out before anybody computes more
+        self._look_at(session)
         key, turn, seated = session.key, None, False
         if session.state is State.RUNNING:
             turn, seated = self.running.pop(key), True
@@ -375,12 +376,15 @@ class LaneLoop:
         for key in list(self.running) if self.drained else ():
             self._preempt(key)
         for session in list(self.sessions.values()):
-            if self.pages.fall_back(session, only_sealed=bool(self.drained)):
-                self.session_cut(session)
+            self._look_at(session)
+
+    def _look_at(self, session: Session) -> None:
+        """Its pages that were condemned go, and its open rows if they may be wrong."""
+        if self.pages.fall_back(session, only_sealed=bool(self.drained)):
+            self.session_cut(session)
 
     def _holds(self, turn: Turn) -> bool:
-        key = turn.session.key
-        return self.running.get(key) is turn or self.waiting.get(key) is turn
+        return turn in (self.running.get(turn.session.key), self.waiting.get(turn.session.key))
 
     def _leave(self, turn: Turn) -> None:
         """The turn is over: its session is idle and lends its places."""
@@ -400,9 +404,7 @@ class LaneLoop:
     def _view(self) -> scheduler.LaneView:
         running = tuple([turn.row(running=True) for turn in self.running.values()])
         held = self._shared.count(self.running, self.waiting)
-        if self._shared.changed:
-            self._waiting_rows = None
-        if self._waiting_rows is None:
+        if self._shared.changed or self._waiting_rows is None:
             loose = self._shared.loose
             self._waiting_rows = tuple(
                 t.row(running=False, loose=loose(t.session)) for t in self.waiting.values()
@@ -598,13 +600,11 @@ class LaneLoop:
         if generation.first_token_ms is None:
             generation.first_token_ms = now_ms
         generation.last_token_ms = now_ms
-        finish = ""
+        finish, row_seen = "", row
         if not generation.request.ignore_eos and self._owner.is_end(row.token):
             finish, row_seen = "stop", None
-        else:
-            row_seen = row
-            if generation.completion_tokens >= generation.request.tokens_max:
-                finish = "length"
+        elif generation.completion_tokens >= generation.request.tokens_max:
+            finish = "length"
         if turn.stop_early and row_seen is not None:
             if self._emit_token(turn, row_seen):
                 finish = "stop"

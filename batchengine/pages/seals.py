@@ -7,6 +7,7 @@ again. A tail's seal is a courtesy: when it fails, or its session runs on, nothi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections import deque
@@ -59,6 +60,8 @@ class SealLine(Places):
         self.wrote: dict[PageRef, tuple[bytes, bytes]] = {}
         self.on_doubt: Callable[[Seal], None] | None = None  # the store has other bytes for it
         self.on_withdrawn: Withdrawn | None = None  # of these, some are in the store
+        self.on_condemned: Callable[[], None] = lambda: None  # a page that anybody may hold
+        self._proofs: set[asyncio.Future[bool]] = set()  # pages the store reads for us
 
     # ----------------------------------------------------------------------------- digests
 
@@ -103,6 +106,17 @@ class SealLine(Places):
         """Tails are on their way to the store."""
         tails = any(rows < PAGE_TOKENS for _, _, rows in self._due.values())
         return tails or any(seal.is_tail for seal in (*self._flying, *self._pending))
+
+    def give_up_tails(self, timeline: Sequence[int]) -> bool:
+        """The session of a timeline is dropped: no tail of it that is on its way is published.
+
+        False while the manifest is about to name one: that is not called back, so ask again.
+        """
+        tails = [seal for seal in self._flying if seal.is_tail and seal.timeline is timeline]
+        for seal in tails:
+            if not seal.written:
+                seal.spoilt = "its session was dropped"
+        return not any(seal.written for seal in tails)
 
     def _may_park(self, session: Session) -> bool:
         return self.owns(session) and session.state in (State.IDLE, State.WAITING)
@@ -245,16 +259,24 @@ class SealLine(Places):
                 if seal.spoilt and self.on_withdrawn is not None:  # somebody may hold it already
                     self.on_withdrawn(seal.timeline, seal.salt, seal.priority, [(seal.index, ref)])
                 else:
-                    self._store.condemn(ref)
+                    self._condemn(ref)
         self._seal_failed(seal, StoreError(seal.spoilt or self.muted))
+
+    def _condemn(self, ref: PageRef) -> None:
+        """Serve the page no more; whoever holds it, on any lane, falls back."""
+        with contextlib.suppress(StaleRef):  # evicted meanwhile: then nobody holds it
+            self._store.condemn(ref)
+        self.on_condemned()
 
     def fall_back(self, session: Session, *, only_sealed: bool) -> bool:
         """Keep the sealed pages before the first that was condemned; True if any KV went.
 
-        `only_sealed`: open pages go in any case. Not while somebody moves the session.
+        `only_sealed`, or a session that is distrusted: open pages go in any case. Not while
+        somebody moves the session.
         """
         if session.state is State.FROZEN:
             return False
+        only_sealed, session.distrusted = only_sealed or session.distrusted, False
         if session.parked is not None and not self._store.is_resident(session.parked.ref):
             self.unpark(session)
         good = len(session.pinned)
@@ -321,7 +343,7 @@ class SealLine(Places):
         if ref is None:
             raise RuntimeError("verified before publish")
         if not good:
-            self._store.condemn(ref)
+            self._condemn(ref)  # others may hold it: it was published, or is an older, equal page
             self._store.unpin(ref)
             self._seal_failed(seal, StoreError(f"page {ref!r} does not read back as written"))
             return
@@ -428,8 +450,15 @@ class SealLine(Places):
             self._end(seal)
             if seal.ref is not None:
                 with contextlib.suppress(StaleRef):  # given up meanwhile
-                    self._store.verify(seal.ref)
+                    proof = asyncio.wrap_future(self._store.verify(seal.ref))
+                    self._proofs.add(proof)
+                    proof.add_done_callback(self._proven)
                 self._store.unpin(seal.ref)
+
+    def _proven(self, proof: asyncio.Future[bool]) -> None:
+        self._proofs.discard(proof)
+        if proof.cancelled() or proof.exception() is not None or not proof.result():
+            self.on_condemned()  # somebody may have found it since it was published
 
     # -------------------------------------------------------------------------- old arenas
 
