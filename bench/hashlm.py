@@ -1,9 +1,10 @@
 """HashLM: a fake model whose next token depends on every KV byte. A wrong token is a plumbing bug.
 
-Row p of a timeline is a pseudo-random function of (model, row p-1 as it lies in its page, token,
-position); the next token is a hash of all bytes of rows 0..p as read through the page table. One
-wrong, stale, foreign or reordered byte changes it, and every later one. `hashlm_tokens` computes
-the same without an engine, pages or processes.
+Row p of a timeline is a pseudo-random function of (model, row p-1 as it lies in its page, all bytes
+of the full pages before, token, position); the next token is a hash of all bytes of rows 0..p. All
+are read through the page table, so one wrong, stale, foreign or reordered byte changes what comes
+after it, even if only a chunk of a prefill saw it. `hashlm_tokens` computes the same without an
+engine, pages or processes.
 
 Runs as a worker: `python -m bench.hashlm SOCKET_FD PARENT_PID REPORT_FD INCARNATION`. The
 environment variable HASHLM_FAULTS (JSON, see Faults) plants deaths, delays and NaN.
@@ -76,12 +77,20 @@ class Faults(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def _model_key(model: str) -> bytes:
-    return hashlib.sha256(b"hashlm v1 " + model.encode()).digest()
+    return hashlib.sha256(b"hashlm v2 " + model.encode()).digest()
 
 
-def _row(key: bytes, before: bytes, position: int, token: int) -> bytes:
-    """The bytes of a row; `before` are those of the row before it, empty for the first."""
-    return hashlib.shake_128(key + _POSITION.pack(position, token) + before).digest(ROW_BYTES)
+def _row(key: bytes, before: bytes, past: bytes, position: int, token: int) -> bytes:
+    """The bytes of a row; `before` are those of the row before it, empty for the first, and `past`
+    stands for the full pages before its own."""
+    return hashlib.shake_128(key + _POSITION.pack(position, token) + past + before).digest(
+        ROW_BYTES
+    )
+
+
+def _past(pages: Sequence[bytes]) -> bytes:
+    """The digests of whole pages as one."""
+    return xxhash.xxh3_128_digest(b"".join(pages))
 
 
 def _next_token(pages: Sequence[bytes], tail: bytes, seed: int, vocab: int) -> int:
@@ -106,6 +115,7 @@ class HashTimeline:
         self._key = _model_key(model)
         self._vocab = vocab
         self._pages: list[bytes] = []
+        self._past = _past(())
         self._tail: list[bytes] = []
         self._last = b""
         self._length = 0
@@ -113,7 +123,7 @@ class HashTimeline:
     def add(self, tokens: Sequence[int]) -> None:
         """Append tokens to the timeline."""
         for token in tokens:
-            self._last = _row(self._key, self._last, self._length, token)
+            self._last = _row(self._key, self._last, self._past, self._length, token)
             self._tail.append(self._last)
             self._length += 1
             if len(self._tail) == PAGE_TOKENS:
@@ -122,6 +132,7 @@ class HashTimeline:
                     PAGE_TOKENS, ROW_BYTES
                 )
                 self._pages.append(xxhash.xxh3_128_digest(page.data))
+                self._past = _past(self._pages)
                 self._tail.clear()
 
     def next_token(self, seed: int = 0) -> int:
@@ -158,7 +169,7 @@ class HashCompute:
         report("map weights", "none", 0.9, 0.0)
         report("cpu kernels", "hashes", 0.95, 0.0)
         return ModelFacts(
-            arith_id=hashlib.sha256(b"hashlm arithmetic v1").hexdigest(),
+            arith_id=hashlib.sha256(b"hashlm arithmetic v2").hexdigest(),
             isa="hash",
             threads=1,
             n_layer=LAYOUT.n_layer,
@@ -227,18 +238,19 @@ class HashCompute:
             page, row = divmod(start - 1, PAGE_TOKENS)
             before = pages[page][offsets[row]].tobytes()
         rows: list[bytes] = []
-        for position, token in enumerate(tokens, start):
-            before = _row(self._key, before, position, token)
-            rows.append(before)
-        if self.dies_at("inside_row"):
-            page, row = divmod(start, PAGE_TOKENS)
-            half = ROW_BYTES // 2
-            pages[page][offsets[row][:half]] = np.frombuffer(rows[0], np.uint8, half)
-            self.at("inside_row")
+        digests = [xxhash.xxh3_128_digest(page.data) for page in pages[: start // PAGE_TOKENS]]
         for page, first, last in _spans(start, len(tokens)):
-            at = page * PAGE_TOKENS + first - start
-            data = np.frombuffer(b"".join(rows[at : at + last - first]), np.uint8)
+            at, past = len(rows), _past(digests)
+            for position in range(start + at, start + at + last - first):
+                before = _row(self._key, before, past, position, tokens[position - start])
+                rows.append(before)
+            if self.dies_at("inside_row"):
+                half = ROW_BYTES // 2
+                pages[page][offsets[first][:half]] = np.frombuffer(rows[0], np.uint8, half)
+                self.at("inside_row")
+            data = np.frombuffer(b"".join(rows[at:]), np.uint8)
             pages[page][offsets[first:last]] = data.reshape(-1, ROW_BYTES)
+            digests.append(xxhash.xxh3_128_digest(pages[page].data))  # of use if it is full now
         return rows
 
     def _read(self, pages: list[NDArray[np.uint8]], length: int, seed: int) -> int:

@@ -327,7 +327,7 @@ def test_damaged_rows_of_a_dead_engine_are_computed_again(
     layout = LAYOUT
 
     async def work() -> None:
-        told = await killed(pocket_path, tmp_path, cache_dir, prompts, 50)
+        told = await killed(pocket_path, tmp_path, cache_dir, prompts, 150)  # pages are sealed
         (path,) = (tmp_path / "kv" / "arena").iterdir()
         size = path.stat().st_size
         places = (size - 65536) // (layout.page_bytes + 8192)
