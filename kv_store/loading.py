@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from kv_store import keys
 from kv_store.errors import StaleRef, StoreCorrupt
-from kv_store.pages import Page, PageEvent, PageRef, PageState
+from kv_store.pages import RESIDENT, Page, PageEvent, PageRef, PageState
 from kv_store.places import Parts, PlacePool
 from kv_store.threads import new_future
 
@@ -84,11 +84,13 @@ class LoadingPool(PlacePool):
         return self._pages_io.submit(intent)
 
     def condemn(self, ref: PageRef) -> None:
-        """Never serve this page again; its place is retired at the second failure."""
+        """Never serve this page again, not in a later life either; its place is retired at the
+        second failure. Commits."""
         with self._lock:
             page = self._table.get(ref)
-            if page.state in (PageState.PUBLISHED, PageState.LISTED):
+            if page.state in RESIDENT:
                 self._reject(page)
+                self.ledger.commit()
 
     # -- caller's thread, under the lock ------------------------------------------------------
 

@@ -307,7 +307,24 @@ class PlacePool:
         page.fails += 1
         self.counters["pages_rejected"] += 1
         if page.state in RESIDENT:
+            self._unlist(page)
             self._release(page)
+
+    def _unlist(self, page: Page) -> None:
+        """Free the manifest row of a page that is given up, at once: who pins the place may live
+        longer than we do, and no later life may find these bytes again."""
+        if not page.listed:
+            return
+        page.listed, gen = False, page.gen
+
+        def written(done: Future[int]) -> None:
+            if done.exception() is not None:
+                with self._lock:  # no room in the ledger: `_settle` tries again
+                    if page.gen == gen and page.state is PageState.QUARANTINE:
+                        page.listed = True
+
+        row = records.FreePage(PageRef(page.page_id, gen + 1), self.repr_id, False)
+        self.ledger.append(row).add_done_callback(written)
 
     def _poison_one(self) -> bool:
         """Idle work: overwrite one freed place, unless it has a new use. True = more to do."""

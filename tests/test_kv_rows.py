@@ -1,0 +1,171 @@
+"""Manifest rows follow what memory decided: a condemned page is gone for every later life, and no
+page is published in an extent without a row. Whoever pins a place, and however full the disk is."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kv_store import ROOT_KEY, PageRef, PageState, Store, records
+from kv_store.fsck import fsck
+from tests import kv_scene
+from tests.kv_workload import (
+    SALT,
+    CountedDb,
+    Lane,
+    counted_connect,
+    descriptor,
+    settings,
+    sqlite_error,
+    tokens_of,
+)
+
+tmp_path = kv_scene.tmp_path
+IDS = tokens_of(1, 1)
+
+
+@pytest.fixture
+def room() -> Iterator[list[bool]]:
+    """Whether a commit of the stores here finds room."""
+    found = [True]
+
+    def commit(sql: str) -> None:
+        if sql == "COMMIT" and not found[0]:
+            raise sqlite_error("SQLITE_FULL")
+
+    CountedDb.on_statement = staticmethod(commit)
+    yield found
+    CountedDb.on_statement = staticmethod(lambda sql: None)
+
+
+@pytest.fixture
+def store(tmp_path: Path, room: list[bool]) -> Iterator[Store]:
+    changes = settings(32, 4, ballast_bytes=0)
+    opened = Store.open(tmp_path / "s", descriptor(), changes, connect=counted_connect)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def lane(store: Store) -> Iterator[Lane]:
+    made = Lane(store)
+    yield made
+    made.close()
+
+
+def left_behind(store: Store, folder: Path) -> Path:
+    """What a power cut leaves now: everything that is durable, and nothing else."""
+    store.ledger.read(lambda _: None).result(20)
+    return Path(shutil.copytree(store.path, folder))
+
+
+def rows(store: Store, sql: str) -> list[tuple[int, ...]]:
+    return store.ledger.read(lambda db: db.execute(sql).fetchall()).result(20)
+
+
+def next_life(path: Path) -> closing[Store]:
+    return closing(Store.open(path, descriptor(), settings(32, 4, ballast_bytes=0)))
+
+
+def check_gone(path: Path, ref: PageRef) -> None:
+    """A next life neither finds the page nor gives its place a generation it had before."""
+    report = fsck(path)
+    assert report.ok, report.findings
+    with next_life(path) as store:
+        assert store.match_prefix(IDS, SALT) == []
+        assert store.recovery.pages_dropped == {}
+        lane = Lane(store, incarnation=9)
+        (again,) = lane.add_chain(IDS)
+        lane.close()
+        assert again.page_id == ref.page_id
+        assert again.gen > ref.gen
+
+
+# -- condemned --------------------------------------------------------------------------------
+
+
+def test_a_pinned_page_that_is_condemned_stays_gone(
+    store: Store, lane: Lane, tmp_path: Path
+) -> None:
+    ref, _ = lane.add(ROOT_KEY, IDS)  # pinned
+    assert not store.note_recomputed(ref, bytes(16))
+    assert store.state(ref) is PageState.QUARANTINE
+    check_gone(left_behind(store, tmp_path / "crashed"), ref)
+    # nobody gets the place before its pin has gone, and then a generation it never had
+    other = lane.add_chain(tokens_of(2, 2))
+    assert ref.page_id not in [page.page_id for page in other]
+    store.unpin(ref)
+    store.drain().result(20)
+    (again,) = lane.add_chain(IDS)
+    assert again == PageRef(ref.page_id, ref.gen + 1)
+    store.check_integrity()
+
+
+def test_a_condemned_page_is_freed_once(
+    store: Store, lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed, append = list[tuple[PageRef, bool]](), store.ledger.append
+
+    def noted(*ops: records.Op) -> object:
+        freed.extend((op.ref, op.bad) for op in ops if isinstance(op, records.FreePage))
+        return append(*ops)
+
+    monkeypatch.setattr(store.ledger, "append", noted)
+    ref, _ = lane.add(ROOT_KEY, IDS)
+    store.condemn(ref)
+    store.condemn(ref)
+    store.unpin(ref)
+    assert freed == [(PageRef(ref.page_id, ref.gen + 1), False)]
+    (again,) = lane.add_chain(IDS)
+    store.condemn(again)  # the second failure of this place
+    assert freed[-1] == (again, True)
+    store.ledger.commit().result(20)
+    bad = rows(store, f"SELECT page_id FROM page WHERE state = 'bad' AND page_id = {ref.page_id}")
+    assert bad == [(ref.page_id,)]
+
+
+def test_a_pinned_page_that_is_condemned_stays_gone_after_closing(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with next_life(path) as store:
+        lane = Lane(store)
+        ref, _ = lane.add(ROOT_KEY, IDS)
+        store.condemn(ref)
+        lane.close()
+    check_gone(path, ref)
+
+
+def test_a_page_condemned_on_a_full_disk_is_freed_when_its_pin_goes(
+    store: Store, lane: Lane, room: list[bool], tmp_path: Path
+) -> None:
+    ref, _ = lane.add(ROOT_KEY, IDS)
+    room[0] = False
+    store.condemn(ref)
+    store.ledger.read(lambda _: None).result(20)
+    room[0] = True
+    store.unpin(ref)
+    store.ledger.commit().result(20)
+    check_gone(left_behind(store, tmp_path / "crashed"), ref)
+
+
+def test_a_page_condemned_while_it_is_read_is_not_served(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with next_life(path) as store:
+        lane = Lane(store)
+        (ref,) = lane.add_chain(IDS)
+        lane.close()
+    with next_life(path) as store:
+        gate = threading.Event()
+        store._pages_io.submit(gate.wait)  # a busy page thread
+        loaded = store.load([ref])
+        assert store.state(ref) is PageState.LOADING
+        store.condemn(ref)
+        gate.set()
+        assert loaded.result(20) == [False]
+        assert store.match_prefix(IDS, SALT) == []
+        store.check_integrity()
+    check_gone(path, ref)
