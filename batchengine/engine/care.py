@@ -188,9 +188,13 @@ class Care:
         if session is not None:
             await self._end_turns(session)
             self._tables.forget(session)
+            self._give_up_tails(session.tokens)
         self._reopener.forget(tenant, session_id)
         await self._wait(self._store.ledger.drop_session(durable_name(tenant, session_id)))
         tokens = found.tokens if session is None else session.tokens  # its last turn's, too
+        async with _at_most(PARK_WAIT_S):
+            while not self._give_up_tails(tokens):  # noqa: ASYNC110  no event for its end
+                await asyncio.sleep(0.002)
         await asyncio.wrap_future(self._store.drop_tails(tokens, tenant, tenant.encode()))
         return {"session_id": session_id, "tokens": len(found.tokens), "state": "dropped"}
 
@@ -344,6 +348,11 @@ class Care:
         if and_leave and is_still_there and session.state is State.IDLE:
             loop.pages.truncate(session, 0)
             loop.wake()
+
+    def _give_up_tails(self, tokens: Sequence[int]) -> bool:
+        """Of all lanes, for a seal stays with the lane that its session left."""
+        gone = [loop.pages.give_up_tails(tokens) for loop in self._tables.loops]
+        return all(gone)
 
     async def _end_turns(self, session: Session) -> None:
         """Everybody who reads or waits hears that the session is gone."""

@@ -12,7 +12,7 @@ import logging
 from batchengine import wire
 from batchengine.pages.adoption import AdoptingPages, Chores
 from batchengine.pages.places import Seal
-from batchengine.session import Session
+from batchengine.session import Session, State
 from kv_store.arena import Arena, ArenaPlace
 from kv_store.errors import StoreError
 
@@ -150,8 +150,11 @@ class LanePages(AdoptingPages):
     async def recheck(self, sessions: list[Session]) -> None:
         """Read the sealed pages of sessions again: one of them may have ended the worker.
 
-        A page that fails is never served again; its session falls back to the pages before it.
+        A page that fails is never served again: whoever else holds it hears of it at once, and
+        its session falls back to the pages before it, unless it moves or has moved meanwhile.
         """
+        if self._proofs:
+            await asyncio.wait(list(self._proofs))
         for session in sessions:
             refs = list(session.pinned)
             good = len(refs)
@@ -162,7 +165,9 @@ class LanePages(AdoptingPages):
                     sound = False
                 if not sound:
                     good = index
+                    self.on_condemned()
                     break
-            if good < len(refs) and session.pinned[: good + 1] == refs[: good + 1]:
+            is_ours = self.owns(session) and session.state is not State.FROZEN
+            if good < len(refs) and is_ours and session.pinned[: good + 1] == refs[: good + 1]:
                 log.warning("%r: page %d does not verify, it is computed again", session, good)
                 self.truncate(session, good)
