@@ -137,6 +137,7 @@ class Session:
         "frontier",
         "key",
         "keys",
+        "lanes",
         "logged",
         "logged_epoch",
         "loss",
@@ -175,6 +176,7 @@ class Session:
         self.keys: list[bytes] = []
         self.logged = NOT_LOGGED  # tokens of the timeline that the ledger was given
         self.logged_epoch = 0  # the epoch it was given: `epoch` follows when a turn begins
+        self.lanes: frozenset[str] = frozenset()  # that computed KV it has: at least those
         self.distrusted = False  # its open rows may be wrong: they go at the next look
         self.loss = ""  # why KV is gone that the next turn may expect
         self.suspect = False
@@ -198,6 +200,14 @@ class Session:
         """A number no owner or timeline of this session ever had."""
         self.epoch_tried = max(self.epoch, self.epoch_tried) + 1
         return self.epoch_tried
+
+    def advance(self, n_tokens: int, lane: str) -> None:
+        """This lane computed so many more tokens."""
+        if not self.frontier:
+            self.lanes = frozenset((lane,))
+        elif lane not in self.lanes:
+            self.lanes |= {lane}
+        self.frontier += n_tokens
 
     @property
     def to_compute(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.stage import Plan, Stage, play, words
-from tests.test_doubt import ask, pages_of, publish, read_wrong, strike
+from tests.test_doubt import ask, only, pages_of, publish, read_wrong, strike
 
 POINTS = ("P0", "P1", "P2", "P3", "P4", "P5")
 PROMPT = words(90, 300)
@@ -17,7 +17,7 @@ PROMPT = words(90, 300)
 
 async def wrong_tail(stage: Stage) -> None:
     """An idle session on the left lane: its page is right, and the first row after it is not."""
-    await publish(stage, "right", PROMPT)
+    await publish(stage, "right", PROMPT[:256])
     struck = strike(stage, "left", lambda e: e.start == 256)
     asked = await ask(stage, "left", PROMPT, 1, "s")
     await read_wrong(asked)
@@ -66,5 +66,112 @@ def test_f46_a_request_takes_no_open_rows_away_from_a_lane_that_is_yet_to_look()
         stage.plans.clear()
         await read_wrong(slow)
         assert pages_of(stage, PROMPT) == 1
+
+    play(scene, limits__canary_s=0)
+
+
+# --------------------------------------------------------------------- before the verdict
+
+
+async def verdict(stage: Stage, lane: str) -> None:
+    assert stage.up._upkeep is not None
+    await stage.up._upkeep._jury._punish(stage.lane(lane), "it computes other numbers")
+    assert stage.lane(lane).drained
+
+
+async def moved(stage: Stage) -> None:
+    """The wrong tail is on the right lane."""
+    await wrong_tail(stage)
+    report = await stage.up.promote("s", to="right")
+    assert report["rows_copied"] == 44
+
+
+async def assert_right(stage: Stage) -> None:
+    """The session and a stranger with the same prompt: only the first page is of any use."""
+    for session in ("s", None):
+        told = await stage.answer([*PROMPT, 91], 20, session)
+        assert told.done is not None
+        assert told.done.usage.cached_tokens <= 256
+
+
+def test_f46_open_rows_that_moved_before_the_verdict_are_given_up() -> None:
+    async def scene(stage: Stage) -> None:
+        await moved(stage)
+        await verdict(stage, "left")
+        await assert_right(stage)
+        assert stage.up._named["", "s"].pinned, "the page of the other lane stays"
+
+    play(scene, limits__canary_s=0)
+
+
+@pytest.mark.parametrize("lag_s", [0.0005, 0.3])
+def test_f46_a_page_begun_by_the_wrong_lane_and_filled_by_another_is_given_up(lag_s: float) -> None:
+    """Published at the verdict, or on its way to the store."""
+
+    async def scene(stage: Stage) -> None:
+        await moved(stage)
+        stage.now.threads.delay = lambda name: lag_s if name == "kv-pages" else 0.0005
+        longer = [*PROMPT, *words(93, 300)]
+        await read_wrong(stage.ask(longer, 1, "s"))
+        assert stage.home("s") == "right"
+        await stage.until(lambda: pages_of(stage, longer) == (2 if lag_s < 0.1 else 1))
+        await verdict(stage, "left")
+        await stage.until(lambda: not stage.lane("right").pages._flying)
+        assert pages_of(stage, longer) == 1
+        await assert_right(stage)
+        for session in ("s", None):
+            await stage.answer([*longer, 94], 20, session)
+
+    play(scene, limits__canary_s=0)
+
+
+def test_f46_a_frame_under_way_at_the_verdict_publishes_nothing() -> None:
+    """It fills a page from rows of the wrong lane, and is committed after the verdict."""
+
+    async def scene(stage: Stage) -> None:
+        await moved(stage)
+        longer = [*PROMPT, *words(93, 300)]
+        slow = stage.plans
+        slow.insert(0, lambda of, step: Plan(2.0) if of.name == "right" and step.entries else None)
+        asked = stage.ask(longer, 1, "s")
+        await stage.until(lambda: stage.lane("right")._flight is not None)
+        await verdict(stage, "left")
+        assert stage.lane("right")._flight is not None
+        await read_wrong(asked)
+        slow.clear()
+        await stage.until(lambda: not stage.lane("right").pages._flying)
+        await assert_right(stage)
+        for session in ("s", None):
+            await stage.answer([*longer, 94], 20, session)
+
+    play(scene, limits__canary_s=0)
+
+
+def test_f46_a_parked_tail_that_somebody_took_before_the_verdict_is_given_up() -> None:
+    async def scene(stage: Stage) -> None:
+        await wrong_tail(stage)
+        session = stage.up._named["", "s"]
+        await stage.until(lambda: session.parked is not None)
+        with only(stage, "right"):
+            twin = stage.ask([*PROMPT, 95], 1, "twin")
+            await read_wrong(twin)
+        assert twin.cached_tokens == 300
+        await verdict(stage, "left")
+        told = await stage.answer([*PROMPT, 95, 96], 20, "twin")
+        assert told.done is not None
+        assert told.done.usage.cached_tokens == 256
+
+    play(scene, limits__canary_s=0)
+
+
+def test_f46_who_has_nothing_of_the_wrong_lane_keeps_its_rows() -> None:
+    async def scene(stage: Stage) -> None:
+        await wrong_tail(stage)
+        own = words(97, 300)
+        await stage.read(await ask(stage, "right", own, 1, "own"))
+        await verdict(stage, "left")
+        told = await stage.answer([*own, 98], 20, "own")
+        assert told.done is not None
+        assert told.done.usage.cached_tokens == 300
 
     play(scene, limits__canary_s=0)

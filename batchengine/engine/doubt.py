@@ -87,6 +87,7 @@ class Jury:
         self._one = asyncio.Lock()  # one page on trial at a time
         for loop in tables.loops:
             loop.pages.on_doubt = lambda seal, loop=loop: self.doubt(loop, seal)
+            loop.pages.writers = self.writers
             loop.pages.on_withdrawn = functools.partial(self.withdrawn, loop)
 
     def __repr__(self) -> str:
@@ -226,7 +227,7 @@ class Jury:
         wrong: set[bytes] = set()
         for ref in refs:
             wrote = lane.pages.wrote.pop(ref, None)
-            wrong.update(() if wrote is None else wrote[:1])
+            wrong.update(() if wrote is None else (wrote.key,))
             with contextlib.suppress(StoreError):
                 self._store.condemn(ref)
         self._give_up_after(wrong)
@@ -240,10 +241,11 @@ class Jury:
         while more:
             more = False
             for loop in self._tables.loops:
-                for ref, (key, parent) in list(loop.pages.wrote.items()):
-                    if parent in wrong:
+                more = loop.pages.spoil_after(wrong, "a page before it was given up") or more
+                for ref, wrote in list(loop.pages.wrote.items()):
+                    if wrote.parent in wrong:
                         more = True
-                        wrong.add(key)
+                        wrong.add(wrote.key)
                         del loop.pages.wrote[ref]
                         with contextlib.suppress(StoreError):
                             self._store.condemn(ref)
@@ -289,6 +291,11 @@ class Jury:
                 loop.recheck()
             return verdict
 
+    def writers(self, ref: PageRef) -> frozenset[str]:
+        """The lanes that computed a page of the store and what it was computed from, if known."""
+        lane = self._writer(ref)
+        return frozenset() if lane is None else lane.pages.wrote[ref].lanes | {lane.lane.name}
+
     def _writer(self, ref: PageRef) -> LaneLoop | None:
         """The lane that computed a page of the store in this life."""
         return next((loop for loop in self._tables.loops if ref in loop.pages.wrote), None)
@@ -324,10 +331,12 @@ class Jury:
         return Verdict(None, False, why, is_known=False)
 
     async def _punish(self, loop: LaneLoop, why: str) -> None:
-        """Nothing this lane has computed is used any more, as far as it is known."""
+        """Nothing this lane has computed is used any more, nor what was computed from that."""
         name = loop.lane.name
         self._verdicts[name] = self._verdicts.get(name, 0) + 1
         self._give_up(loop, list(loop.pages.wrote))
+        for one in self._tables.loops:
+            self._give_up(one, one.pages.distrust(name, why))
         loop.drain(why)
         if any(one.up for one in self._tables.loops):
             return

@@ -565,7 +565,7 @@ class LaneLoop:
             computed.append((session.frontier, n))
             if turn in poisoned:
                 continue
-            session.frontier += n
+            session.advance(n, self.lane.name)
             turn.served_ms = now_ms
             if session.key in self._arrivals:
                 self._arrivals.pop(session.key).set_result(now_ms)

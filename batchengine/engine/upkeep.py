@@ -28,6 +28,7 @@ from batchengine.engine.reopen import Reopener
 from batchengine.engine.tables import Tables
 from batchengine.engine.trial import Trial, TrialFailed
 from batchengine.gguf import Identity, file_identity
+from batchengine.pages.seals import Wrote
 from batchengine.weights import read_fingerprint
 from batchengine.weights.cache import CacheMismatch, cache_path, open_cache
 from kv_store import keys
@@ -173,7 +174,7 @@ class Upkeep:
             raise
         finally:
             release()
-        loop.pages.wrote[ref] = key, parent
+        loop.pages.wrote[ref] = Wrote(key, parent, frozenset((loop.lane.name,)))
         store.unpin(ref)
 
     async def _page_of(self, found: ScrubResult) -> PageOf | None:

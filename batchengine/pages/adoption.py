@@ -375,6 +375,7 @@ class AdoptingPages(SealLine):
         title = self._title(place, session, adoption.epoch, orphan.page)
         source = orphan.source
         if not isinstance(source, wire.FromArena):
+            session.lanes |= self.writers(source)
             source, ids = self._page_source(source, ids)
         return wire.Adopt(title, len(ids), source), ids
 

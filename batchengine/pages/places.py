@@ -36,8 +36,8 @@ class Seal:
     """
 
     __slots__ = (
-        "arena", "digest", "index", "parent", "place", "priority", "ref", "salt", "session",
-        "spoilt", "ticket", "timeline", "tokens", "written",
+        "arena", "digest", "index", "lanes", "parent", "place", "priority", "ref", "salt",
+        "session", "spoilt", "ticket", "timeline", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +51,7 @@ class Seal:
         self.arena = arena
         self.digest = digest
         self.parent = parent
+        self.lanes = session.lanes
         self.timeline = session.tokens  # which may grow, or be replaced, but never shrinks
         self.tokens = session.tokens[start : start + rows]
         self.salt = session.salt

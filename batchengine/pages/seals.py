@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from batchengine import wire
 from batchengine.core import PAGE_TOKENS
@@ -31,6 +32,15 @@ REST_TICKS = 3  # seconds a session rests before its tail is parked
 WROTE_MAX = 1 << 16  # pages whose lane is remembered
 # Tokens, salt and priority of a timeline, and (index, page) of pages of it that may be wrong.
 Withdrawn = Callable[[Sequence[int], bytes, int, list[tuple[int, PageRef]]], None]
+
+
+class Wrote(NamedTuple):
+    """A page of the store that was computed here: its content key, that of the page before it, and
+    the lanes that computed its timeline up to there."""
+
+    key: bytes
+    parent: bytes
+    lanes: frozenset[str]
 
 
 class SealLine(Places):
@@ -56,8 +66,8 @@ class SealLine(Places):
         self.seal_failures = 0
         self.tails_parked = 0
         self.muted = ""  # why this lane's pages are not to be published
-        # Pages of the store that were computed here: their content key, and that of the one before.
-        self.wrote: dict[PageRef, tuple[bytes, bytes]] = {}
+        self.wrote: dict[PageRef, Wrote] = {}
+        self.writers: Callable[[PageRef], frozenset[str]] = lambda ref: frozenset()  # of any lane
         self.on_doubt: Callable[[Seal], None] | None = None  # the store has other bytes for it
         self.on_withdrawn: Withdrawn | None = None  # of these, some are in the store
         self.on_condemned: Callable[[], None] = lambda: None  # a page that anybody may hold
@@ -246,7 +256,7 @@ class SealLine(Places):
     def _note_written(self, seal: Seal, ref: PageRef) -> None:
         ticket = seal.ticket
         if ticket is not None and ticket.page is not None and ticket.page.ref == ref:
-            self.wrote[ref] = ticket.key, ticket.parent
+            self.wrote[ref] = Wrote(ticket.key, ticket.parent, seal.lanes)
             while len(self.wrote) > WROTE_MAX:
                 del self.wrote[next(iter(self.wrote))]
 
@@ -289,8 +299,34 @@ class SealLine(Places):
             return False
         if good < len(session.pinned):
             session.loss = LOST_TO_CHECKSUM
+        self._spoil(
+            [s for s in self._flying if s.session is session], "rows before it are in doubt"
+        )
         self.truncate(session, good)
         return True
+
+    def distrust(self, lane: str, why: str) -> list[PageRef]:
+        """A lane was found wrong: open rows that it may have computed go at the next look, wherever
+        they are now, and no page that is under way is published. Returns the pages that were."""
+        for session in self.members.values():
+            session.distrusted = session.distrusted or lane in session.lanes
+        seals = (*self._flying, *self._pending, *self._stalled)
+        self._spoil([seal for seal in seals if lane in seal.lanes], why)
+        return [ref for ref, wrote in self.wrote.items() if lane in wrote.lanes]
+
+    def spoil_after(self, wrong: set[bytes], why: str) -> bool:
+        """Pages under way that follow pages with these keys are not published.
+
+        True if there are any; their keys are added.
+        """
+        found = [s for s in self._flying if s.parent in wrong and s.ticket and not s.spoilt]
+        self._spoil(found, why)
+        wrong.update(seal.ticket.key for seal in found if seal.ticket is not None)
+        return bool(found)
+
+    def _spoil(self, seals: Sequence[Seal], why: str) -> None:
+        for seal in seals:
+            seal.spoilt = seal.spoilt or why
 
     def withdraw(self, session: Session, tokens: int) -> None:
         """The session's pages that were computed here after `tokens` tokens may be wrong (F45).
