@@ -318,10 +318,13 @@ class Ledger:
             if self._failure is not None or self._closed:
                 future.set_exception(self._failure or StoreError("the ledger is closed"))
                 return future
-            group = _Group(self._pending, future)
-            self._pending = []
-            self._queue.put(group)
+            self._hand_over(future)
         return future
+
+    def _hand_over(self, future: Future[int]) -> None:
+        """Give what is pending to the thread; the lock is held."""
+        self._queue.put(_Group(self._pending, future))
+        self._pending = []
 
     def read(self, query: Callable[[sqlite3.Connection], T]) -> Future[T]:
         """Run a read-only query on the ledger thread, after every commit() made before it."""
@@ -345,9 +348,10 @@ class Ledger:
         return self._failure
 
     def close(self) -> None:
-        """Commit what is pending, checkpoint, close."""
-        self.commit()
-        with self._lock:
+        """Commit what is pending, checkpoint, close. Every future given before resolves."""
+        with self._lock:  # once: what is appended between a commit and the end would wait for ever
+            if not self._closed:
+                self._hand_over(new_future())
             self._closed = True
             self._queue.put(None)
         self._thread.join()
@@ -422,6 +426,9 @@ class Ledger:
                 break
             if attempt:
                 self._checkpoint("PASSIVE")
+                if self._failure is not None:  # of the disk: a commit that succeeds now may lie
+                    self._roll_back()
+                    raise self._failure
             try:
                 done = self._transact_once(intents)
                 self.stats.is_full = False

@@ -531,14 +531,16 @@ def _start_epoch(opener: _Opener, known: int) -> tuple[Ledger, int]:
 
 
 def set_aside(name: str) -> str:
-    number = 1
-    while os.path.exists(f"{name}.damaged-{number}"):
+    """Rename a ledger to the first free name; gives that. Its log goes first: a new file that met
+    the old log would be given its records."""
+    number, suffixes = 1, ("-wal", "-shm", "")
+    while any(os.path.lexists(f"{name}.damaged-{number}{suffix}") for suffix in suffixes):
         number += 1
     aside = f"{name}.damaged-{number}"
-    os.rename(name, aside)
-    for suffix in ("-wal", "-shm"):
+    for suffix in suffixes[:-1]:
         with contextlib.suppress(FileNotFoundError):
             os.rename(name + suffix, aside + suffix)
+    os.rename(name, aside)
     return os.path.basename(aside)
 
 

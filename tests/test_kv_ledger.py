@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from kv_store import (
     LedgerRefused,
     PageRef,
     StoreCorrupt,
+    StoreError,
     StoreFull,
     records,
 )
@@ -600,3 +601,81 @@ def test_safety_settings_are_on(ledger: Ledger) -> None:
     ):
         other.execute("SELECT * FROM store")
     other.close()
+
+
+def test_a_disk_that_fails_while_room_is_made_acknowledges_nothing(
+    tmp_path: Path, on_statement: type[CountedDb]
+) -> None:
+    """The commit finds no room, the checkpoint that makes some fails: a later commit may lie."""
+    ledger = opened(tmp_path, connect=counted_connect)
+    commits = list[str]()
+
+    def fail(sql: str) -> None:
+        if sql == "COMMIT":
+            commits.append(sql)
+            if len(commits) == 1:
+                raise sqlite_error("SQLITE_FULL")
+        if sql.startswith("PRAGMA wal_checkpoint"):
+            raise sqlite_error("SQLITE_IOERR_FSYNC")
+
+    on_statement.on_statement = staticmethod(fail)
+    intent, commit = ledger.open_session("s", "t"), ledger.commit()
+    for future in (intent, commit):
+        with pytest.raises(LedgerError, match="durability"):
+            future.result(20)
+    assert len(commits) == 1
+    on_statement.on_statement = staticmethod(lambda sql: None)
+    ledger.close()
+
+
+class Crowded:
+    """A lock; whenever it is given back, somebody else comes in before its owner goes on."""
+
+    def __init__(self, lock: threading.Lock, somebody: Callable[[], object]) -> None:
+        self._lock, self._somebody, self._is_in = lock, somebody, False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if not self._is_in:
+            self._is_in = True
+            self._somebody()
+            self._is_in = False
+
+
+def test_whatever_is_given_to_a_ledger_that_closes_resolves(tmp_path: Path) -> None:
+    """An intent before the end is written, one after it is refused: none is in between."""
+    ledger, late = opened(tmp_path), list[Future[int]]()
+    first = ledger.open_session("first", "t")
+    ledger._lock = Crowded(  # type: ignore[assignment]
+        ledger._lock, lambda: late.append(ledger.open_session(f"late{len(late)}", "t"))
+    )
+    ledger.close()
+    ledger.close()
+    assert first.result(20) > 0
+    assert late
+    for future in late:
+        with pytest.raises(StoreError, match="closed"):
+            future.result(20)
+
+
+def test_what_was_pending_when_the_disk_failed_resolves_at_the_end(
+    tmp_path: Path, on_statement: type[CountedDb]
+) -> None:
+    ledger = opened(tmp_path, connect=counted_connect)
+    late = list[Future[int]]()
+
+    def fail(sql: str) -> None:
+        if sql == "COMMIT":
+            late.append(ledger.open_session("late", "t"))
+            raise sqlite_error("SQLITE_IOERR_FSYNC")
+
+    on_statement.on_statement = staticmethod(fail)
+    ledger.open_session("s", "t")
+    assert ledger.commit().exception(20) is not None
+    on_statement.on_statement = staticmethod(lambda sql: None)
+    ledger.close()
+    with pytest.raises(LedgerError):
+        late[0].result(20)

@@ -16,7 +16,7 @@ import pytest
 
 from kv_store import Store, StoreError, losses
 from kv_store.fsck import fsck
-from kv_store.store import take_lock
+from kv_store.store import set_aside, take_lock
 from tests import kv_scene
 from tests.fakes import run, running_engine
 from tests.kv_workload import descriptor, settings
@@ -230,6 +230,34 @@ def test_a_ledger_set_aside_is_a_trouble_of_this_life(tmp_path: Path) -> None:
         assert [("kept as meta.db.damaged-1" in text) for text in store.troubles] == [True]
     with opened(path) as store:
         assert (store.epoch, store.troubles) == (3, [])
+
+
+def test_a_ledger_never_meets_the_log_of_one_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after any rename: no log stands where a new ledger would read it, none is lost."""
+    db, log = tmp_path / "meta.db", tmp_path / "meta.db-wal"
+    rename = os.rename
+
+    def killed_after_one(source: str, target: str) -> None:
+        rename(source, target)
+        raise KeyboardInterrupt
+
+    db.write_bytes(b"old")
+    log.write_bytes(b"log")
+    monkeypatch.setattr(os, "rename", killed_after_one)
+    with pytest.raises(KeyboardInterrupt):
+        set_aside(str(db))
+    monkeypatch.undo()
+    assert db.exists() > log.exists()
+    log.write_bytes(b"new log")
+    assert set_aside(str(db)) == "meta.db.damaged-2"
+    left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert left == {
+        "meta.db.damaged-1-wal": b"log",
+        "meta.db.damaged-2": b"old",
+        "meta.db.damaged-2-wal": b"new log",
+    }
 
 
 def test_a_full_disk_is_told_until_there_is_room(caplog: pytest.LogCaptureFixture) -> None:
