@@ -6,6 +6,8 @@ verdict, the next answer is right.
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tests.simulation.stage import Plan, Stage, play, words
@@ -173,5 +175,30 @@ def test_f46_who_has_nothing_of_the_wrong_lane_keeps_its_rows() -> None:
         told = await stage.answer([*own, 98], 20, "own")
         assert told.done is not None
         assert told.done.usage.cached_tokens == 300
+
+    play(scene, limits__canary_s=0)
+
+
+# ------------------------------------------------------------------------ on a drained lane
+
+
+@pytest.mark.parametrize("kept", [300, 200])
+def test_a_turn_that_waits_on_a_drained_lane_leaves_when_another_comes_back(kept: int) -> None:
+    """What the store has of its open page, parked or sealed, holds it nowhere."""
+
+    async def scene(stage: Stage) -> None:
+        await publish(stage, "left", PROMPT[:256])
+        await stage.read(await ask(stage, "left", PROMPT, 1, "s"))
+        await stage.until(lambda: stage.up._named["", "s"].parked is not None)
+        stage.lane("left").drain("it is out of order")
+        await stage.until(lambda: not stage.lane("left").is_rechecking)
+        with only(stage, "left"):  # the other one is down for a moment
+            asked = stage.ask([*PROMPT[:kept], 99], 20, "s")
+            await asyncio.sleep(5.0)
+            assert not asked.lane
+            assert stage.home("s") == "left"
+        told = await asyncio.wait_for(stage.read(asked), 10.0)
+        assert len(told.tokens) == 20
+        assert stage.home("s") == "right"
 
     play(scene, limits__canary_s=0)

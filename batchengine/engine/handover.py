@@ -420,11 +420,11 @@ class Handover:
     def evacuees(self, loop: LaneLoop) -> list[Session]:
         """Sessions with turns on a lane that is down, but for those that may have felled it; or
         on a drained one, once they have given up what it computed."""
-        if (loop.pages.is_attached and not loop.drained) or loop.stopping or self._stopping:
+        settled = not loop.is_rechecking if loop.drained else not loop.pages.is_attached
+        if not settled or loop.stopping or self._stopping:
             return []
         turns = [*loop.running.values(), *loop.waiting.values()]
-        sessions = [turn.session for turn in turns if not turn.session.suspect]
-        return [s for s in sessions if not (loop.drained and (s.places or s.orphans))]
+        return [turn.session for turn in turns if not turn.session.suspect]
 
     # ------------------------------------------------------------------------- asked by people
 

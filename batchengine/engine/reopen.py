@@ -251,6 +251,9 @@ class Reopener:
         """
         session = turn.session
         first = len(session.codes)
+        home = self._tables.home.get(session.key)
+        if home is not None and home.drained:
+            return  # nobody is seated there to take them
         if session.orphans or session.places or session.frontier != first * PAGE_TOKENS:
             return
         ids = session.tokens[first * PAGE_TOKENS :]
