@@ -113,6 +113,7 @@ class PlacePool:
         self._table = PageTable()
         self._infos: list[ExtentInfo] = []  # of this representation, by first page id
         self._foreign: list[ExtentInfo] = []  # of other representations: first to go
+        self._unrecorded: dict[int, records.AddExtent] = {}  # rows that are not durable yet
         self._next_page_id = 0
         self._next_extent = 1
         self._growing: Future[None] | None = None
@@ -220,8 +221,26 @@ class PlacePool:
                 self.counters["growth_blocked"] += 1
                 return
             self._next_extent, self._next_page_id = index + 1, first + places
-            self.ledger.append(records.AddExtent(index, first, places, page_bytes, self.repr_id))
+            row = records.AddExtent(index, first, places, page_bytes, self.repr_id)
+            self._unrecorded[index] = row
+            self._record_extent(row)
             self._add_places(info, {})
+
+    def _record_extent(self, row: records.AddExtent) -> None:
+        """Write the row of an extent; `maintain` tries again if a full disk refuses it."""
+
+        def written(done: Future[int]) -> None:
+            if done.exception() is None:
+                with self._lock:
+                    self._unrecorded.pop(row.index, None)
+
+        self.ledger.append(row).add_done_callback(written)
+
+    def _extent_row(self, page_id: int) -> tuple[records.AddExtent, ...]:
+        """What the first rows of a new extent's pages are written with: at once or not at all, as
+        the extent's own row may have been lost meanwhile."""
+        row = self._unrecorded.get(self._info(page_id).index)
+        return () if row is None else (row,)
 
     def _make_room(self, wanted: int) -> None:
         """Drop other representations' extents that the budget has no room for; check the floor."""
@@ -297,7 +316,8 @@ class PlacePool:
         self._table.apply(page, PageEvent.RETIRE if bad else PageEvent.FREE)
         page.listed = False
         if listed or bad:
-            self.ledger.append(records.FreePage(page.ref, self.repr_id, bad))
+            row = records.FreePage(page.ref, self.repr_id, bad)
+            self.ledger.append(*self._extent_row(page.page_id), row)
         if not bad:
             self._poison_queue.append(page.ref)
             self._pages_io.wake()

@@ -156,7 +156,8 @@ class SealingPool(LoadingPool):
             0,
         )
         self._publishing[ticket.key] = (page, [future])
-        self.ledger.append(row).add_done_callback(lambda done: self._published(ticket, page, done))
+        written = self.ledger.append(*self._extent_row(page.page_id), row)
+        written.add_done_callback(lambda done: self._published(ticket, page, done))
 
     def _publish_twin(self, twin: Page, future: Future[PageRef]) -> None:
         """An older page has the key, and the ticket's pin on it passes to the caller; if it was

@@ -205,6 +205,8 @@ class Store(UpkeepPool):
         self.check_integrity()
         with self._lock:
             self._growth_blocked = ""
+            for row in list(self._unrecorded.values()):
+                self._record_extent(row)
             self._write_ages()
             self._grow_ahead()
         self._pages_io.submit(self._look_again)

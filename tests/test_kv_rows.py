@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from kv_store import ROOT_KEY, PageRef, PageState, Store, records
+from kv_store import (
+    ROOT_KEY,
+    LedgerRefused,
+    PageRef,
+    PageState,
+    Store,
+    StoreFull,
+    records,
+)
 from kv_store.fsck import fsck
 from tests import kv_scene
 from tests.kv_workload import (
@@ -169,3 +177,83 @@ def test_a_page_condemned_while_it_is_read_is_not_served(tmp_path: Path) -> None
         assert store.match_prefix(IDS, SALT) == []
         store.check_integrity()
     check_gone(path, ref)
+
+
+# -- extents whose row was refused ------------------------------------------------------------
+
+
+def publish(store: Store, lane: Lane, name: int) -> BaseException | None:
+    """Why a page of this timeline is not published, if it is not."""
+    future = store.publish(lane.seal(ROOT_KEY, tokens_of(name, 1)))
+    store.ledger.commit()
+    error = future.exception(20)
+    if error is None:
+        store.unpin(future.result())
+    return error
+
+
+def grown_without_room(store: Store, lane: Lane, room: list[bool]) -> None:
+    """Another extent is there, and the ledger had no room to say so."""
+    room[0] = False
+    assert isinstance(publish(store, lane, 100), StoreFull)  # and an extent is added ahead
+    store.drain().result(20)
+    with pytest.raises(StoreFull):
+        store.ledger.commit().result(20)
+    room[0] = True
+    assert len(store.extents()) == 2
+    assert rows(store, "SELECT extent_index FROM extent") == [(1,)]
+
+
+def fill(store: Store, lane: Lane, count: int) -> list[int]:
+    for name in range(count):
+        store.drain().result(20)
+        assert publish(store, lane, name) is None
+    return list(range(count))
+
+
+def check_whole(path: Path, names: list[int]) -> None:
+    """Every page is there in a next life, and fsck has nothing to say."""
+    report = fsck(path)
+    assert report.ok, report.findings
+    with next_life(path) as store:
+        assert store.recovery.pages_dropped == {}
+        for name in names:
+            (ref,) = store.match_prefix(tokens_of(name, 1), SALT)
+            assert store.load([ref]).result(20) == [True]
+
+
+def test_pages_bring_the_row_of_their_extent_along(
+    store: Store, lane: Lane, room: list[bool], tmp_path: Path
+) -> None:
+    grown_without_room(store, lane, room)
+    names = fill(store, lane, 7)  # the second extent's first pages
+    extents = rows(store, "SELECT extent_index, first_page_id FROM extent")
+    assert extents == [(info.index, info.first_page_id) for info in store.extents()][: len(extents)]
+    assert len(extents) > 1
+    store.ledger.commit().result(20)
+    check_whole(left_behind(store, tmp_path / "crashed"), names)
+
+
+def test_maintenance_writes_the_row_that_a_full_disk_refused(
+    store: Store, lane: Lane, room: list[bool], tmp_path: Path
+) -> None:
+    grown_without_room(store, lane, room)
+    store.maintain()
+    store.ledger.commit().result(20)
+    assert (2, 4) in rows(store, "SELECT extent_index, first_page_id FROM extent")
+    assert 2 not in store._unrecorded
+    names = fill(store, lane, 7)
+    check_whole(left_behind(store, tmp_path / "crashed"), names)
+
+
+def test_an_extent_recorded_late_takes_no_number_back(tmp_path: Path, store: Store) -> None:
+    """Its row comes after that of a younger one, and twice; another with its number is refused."""
+    late = records.AddExtent(7, 70, 4, 4096, bytes(32))
+    for row in (records.AddExtent(8, 74, 4, 4096, bytes(32)), late, late):
+        store.ledger.append(row)
+    store.ledger.commit().result(20)
+    assert rows(store, "SELECT next_extent, next_page_id FROM store") == [(9, 78)]
+    refused = store.ledger.append(records.AddExtent(7, 71, 4, 4096, bytes(32)))
+    store.ledger.commit()
+    with pytest.raises(LedgerRefused, match="another"):
+        refused.result(20)
