@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from batchengine.core import BatchEngineError, ErrorEvent
 from batchengine.engine import Generation
+from batchengine.engine.doubt import TRIAL_S, PageOf
 from batchengine.engine.trial import KEY
 from kv_store.store import Store
 from tests.simulation.stage import Plan, Stage, play, words
@@ -327,3 +329,82 @@ def test_f46_a_lane_that_is_wrong_for_a_while_is_found_out(seed: int) -> None:
     outcome = wrong_lane(seed)
     assert outcome.counts["wrong steps"] > 0
     assert outcome.counts["right answers"] == 1
+
+
+# ------------------------------------------------------------------- several reasons at once
+
+
+def test_f46_a_verdict_is_one_of_as_many_as_there_are_doubts() -> None:
+    """Until the last of them the lane publishes nothing; and a turn in doubt computes nothing,
+    however fast its reader is."""
+
+    async def scene(stage: Stage) -> None:
+        prompts = [words(seed, 300) for seed in (60, 61)]
+        for prompt in prompts:
+            await publish(stage, "right", prompt)
+        assert stage.up._upkeep is not None
+        jury: Any = stage.up._upkeep._jury
+        verdicts: list[asyncio.Event] = []
+
+        async def judge(*_: Any) -> None:
+            verdicts.append(asyncio.Event())
+            if len(verdicts) <= len(prompts):
+                await verdicts[-1].wait()
+
+        jury.judge = judge
+        strike(stage, "left", lambda e: e.start == 0, times=2)
+        left, asked = stage.lane("left"), list[Generation]()
+        stage.now.threads.delay = lambda name: 0.5 if name == "kv-pages" else 0.0005
+        with no_prefix():
+            for prompt in prompts:
+                asked.append(await ask(stage, "left", prompt, 400, f"bad {prompt[0]}"))
+                await stage.until(lambda: len(left.pages._flying) == len(asked))
+            seals = list(left.pages._flying)
+            await stage.until(lambda: len(verdicts) == 1)
+        (other,) = [seal for seal in seals if seal.session is stage.up._turns[asked[1]].session]
+        jury.doubt(left, other)  # it was with the store, too
+        await stage.until(lambda: len(verdicts) == 2)
+        turns = [stage.up._turns[generation] for generation in asked]
+        for turn in turns:
+            turn.generation.paused_since_ms = 1.0  # and its reader is slow
+            stage.up._has_room(turn.generation)
+        assert [turn.paused for turn in turns] == [True, True]
+        verdicts[0].set()
+        await stage.until(lambda: not turns[0].paused)
+        assert turns[1].paused
+        assert left.pages.muted
+        turns[1].generation.paused_since_ms = left.now_ms()
+        verdicts[1].set()
+        await asyncio.sleep(1.0)
+        assert not left.pages.muted
+        assert turns[1].paused, "its reader is still slow"
+        stage.up._has_room(turns[1].generation)
+        assert not turns[1].paused
+        for generation in asked:
+            await read_wrong(generation)
+        stage._wrong.clear()
+
+    play(scene, limits__canary_s=0)
+
+
+def test_a_page_that_is_computed_again_has_time_to_be_written() -> None:
+    """The limit is one of computing: the disk may take longer, and the page has its writer."""
+
+    async def scene(stage: Stage) -> None:
+        prompt = words(62, 256)
+        await publish(stage, "left", prompt)
+        store, upkeep = store_of(stage), stage.up._upkeep
+        assert upkeep is not None
+        (ref,) = store.match_prefix(prompt, b"")
+        digest = store.digest(ref)
+        store.condemn(ref)
+        for loop in stage.now.loops:
+            loop.recheck()
+        stage.now.threads.delay = lambda name: TRIAL_S if name == "kv-pages" else 0.0005
+        await upkeep.recompute(PageOf(array("i", prompt), b"", 0), digest)
+        stage.now.threads.delay = lambda name: 0.0005
+        (again,) = store.match_prefix(prompt, b"")
+        assert again != ref
+        assert any(again in loop.pages.wrote for loop in stage.now.loops)
+
+    play(scene, limits__canary_s=0)

@@ -9,6 +9,7 @@ verdict publishes no more. Pages of a turn that met NaN are given up, or proven,
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
 import logging
@@ -84,6 +85,7 @@ class Jury:
         self._spawn = spawn
         self._verdicts: dict[str, int] = {}
         self._doubts: dict[Turn, int] = {}
+        self._open: collections.Counter[LaneLoop] = collections.Counter()  # doubts of its pages
         self._one = asyncio.Lock()  # one page on trial at a time
         for loop in tables.loops:
             loop.pages.on_doubt = lambda seal, loop=loop: self.doubt(loop, seal)
@@ -110,10 +112,12 @@ class Jury:
             if trial.n_pages - trial.first > PAGES_MAX:
                 raise TrialFailed("the pages before it are gone")
             loop.ask_trial(trial)
-            async with asyncio.timeout(TRIAL_S):
-                yield trial, await asyncio.shield(trial.digest)
-        except TimeoutError as error:
-            raise TrialFailed("it took too long") from error
+            try:
+                async with asyncio.timeout(TRIAL_S):
+                    digest = await asyncio.shield(trial.digest)
+            except TimeoutError as error:
+                raise TrialFailed("it took too long") from error
+            yield trial, digest  # what is done with it takes its time
         finally:
             loop.trials.close(trial)
             for ref in refs:
@@ -156,6 +160,8 @@ class Jury:
         turn = next((t[session.key] for t in turns if session and session.key in t), None)
         if turn is not None:
             turn.paused, turn.cached_row = True, None
+            turn.doubts += 1
+        self._open[lane] += 1
         lane.pages.muted = lane.pages.muted or "another computation of one of its pages differs"
         self._spawn(self._resolve(lane, page, seal.digest, turn), "verdict")
 
@@ -165,16 +171,23 @@ class Jury:
         try:
             await self.judge(lane, page, digest, None)
         finally:
-            if not lane.drained and self._verdicts.get(lane.lane.name, 0) < VERDICTS_MAX:
-                lane.pages.muted = ""
+            self._open[lane] -= 1
+            self._unmute(lane)
             lane.wake()
             if turn is not None:
                 self._release(lane, turn)
+
+    def _unmute(self, lane: LaneLoop) -> None:
+        """Its pages are published again, if nothing speaks against it."""
+        is_trusted = self._verdicts.get(lane.lane.name, 0) < VERDICTS_MAX
+        if is_trusted and not (lane.drained or self._open[lane]):
+            lane.pages.muted = ""
 
     def _release(self, lane: LaneLoop, turn: Turn) -> None:
         """The turn goes on; not for ever, if its pages are in doubt again and again."""
         for old in [old for old in self._doubts if old.generation.finished]:
             del self._doubts[old]
+        turn.doubts -= 1
         self._doubts[turn] = self._doubts.get(turn, 0) + 1
         if self._doubts[turn] > DOUBTS_MAX and not turn.generation.finished:
             turn.generation.abort(refusals.pages_differ(turn))
@@ -348,7 +361,7 @@ class Jury:
             loop.pages.muted = f"{self._verdicts[name]} of its pages differed: none is published"
             log.critical("lane %s: %s", name, loop.pages.muted)
         else:
-            loop.pages.muted = ""
+            self._unmute(loop)
 
 
 def _verdict(

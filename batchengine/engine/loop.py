@@ -126,8 +126,8 @@ class LaneLoop:
         self.wake()
 
     def resume(self, turn: Turn) -> None:
-        """A slow reader caught up."""
-        turn.paused = False
+        """Its reader caught up, or a doubt is over: it goes on if it waits for neither."""
+        turn.paused = turn.doubts > 0 or turn.generation.paused_since_ms is not None
         self._forget_row(turn)
         self.wake()
 

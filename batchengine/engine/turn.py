@@ -25,8 +25,8 @@ class Turn:
     """One generation on one session. Times are milliseconds of the engine's clock."""
 
     __slots__ = (
-        "admitted_ms", "cached_row", "deadline_ms", "generation", "horizon_ms", "needs_match",
-        "pages_max", "paused", "penalty_tokens", "priority", "rank", "reported",
+        "admitted_ms", "cached_row", "deadline_ms", "doubts", "generation", "horizon_ms",
+        "needs_match", "pages_max", "paused", "penalty_tokens", "priority", "rank", "reported",
         "salt", "served_ms", "session", "shared", "spec", "stop_early", "suspect_until",
         "timeline", "tpot_ms", "turn_id",
     )  # fmt: skip
@@ -49,7 +49,8 @@ class Turn:
         self.pages_max = -(-(len(request.prompt) + request.tokens_max) // PAGE_TOKENS)
         self.spec = spec_of(request.sampling)
         self.penalty_tokens = penalty_window(request.sampling)
-        self.paused = False
+        self.paused = False  # it computes nothing: its reader is slow,
+        self.doubts = 0  # or so many of its pages wait for a verdict
         self.needs_match = False  # it lost KV: look once more what the store still has
         self.stop_early = bool(request.stop)  # text decides the end: it cannot wait for the emitter
         self.suspect_until = 0
