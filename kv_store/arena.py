@@ -48,6 +48,7 @@ ARENA_PLACE_BIT = 1 << 63  # of a place code: the low 32 bits are a place of the
 # magic, version, places, page_bytes, arena id, layout_id, repr_id, boot id, incarnation, XXH3-64
 FILE_HEADER = struct.Struct("<8sIIQ16s32s32s36sIQ")
 assert FILE_HEADER.size == 152
+INCARNATION_MAX = 0xFFFFFFFF  # u32 in the header
 FILE_VERSION = 2  # 1 did not say which model its rows are of
 FILE_HEADER_BYTES = 64 * 1024  # keeps the first place aligned
 # SHA-256 of the session id, epoch, place generation, page index, XXH3-64 of the rest
@@ -164,6 +165,12 @@ class Arena:
         StoreFull when it does not fit."""
         if places < 1:
             raise ValueError("an arena needs at least one place")
+        if not 0 <= incarnation <= INCARNATION_MAX:
+            raise StoreError(
+                f"an arena cannot have the number {incarnation}",
+                why=f"numbers go up to {INCARNATION_MAX}: something named a life that never was",
+                fix="stop the daemon, move the store's folder away and start with a new one",
+            )
         files, shape = files or osio.Files(), ArenaShape(layout, places)
         arena_id = secrets.token_bytes(16)
         head = _file_header(shape, arena_id, incarnation, repr_id)
@@ -279,6 +286,13 @@ class ArenaFile:
             raise StoreCorrupt("the arena file does not have the size its header says")
         name = boot.rstrip(b"\0").decode("ascii", "replace")
         return cls(fd, shape, arena_id, incarnation, name, repr_id)
+
+    def check_allocated(self) -> None:
+        """Raises StoreCorrupt for a file with holes: its creator allocated every byte, and a size
+        that costs nobody any disk space must not cost a reader its memory."""
+        held = os.fstat(self.fd).st_blocks * 512
+        if held < self.shape.file_bytes:
+            raise StoreCorrupt(f"the arena file has holes: {held} of {self.shape.file_bytes} bytes")
 
     @classmethod
     def open(cls, path: str, layout: PageLayout) -> ArenaFile:

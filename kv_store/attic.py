@@ -29,6 +29,7 @@ from kv_store.errors import StoreCorrupt
 from kv_store.layout import PAGE_TOKENS, ROW_RECORD_DTYPE, ROW_RECORDS_BYTES, PageLayout
 
 ATTIC_S = 600.0  # an owner should have swept everything by then: what was reopened is adopted
+_SLICE_PLACES = 512  # sidecars read at once: 4 MiB
 _HEADER_SPAN = 48  # of a place header: what its checksum covers
 
 
@@ -179,6 +180,9 @@ class Attic:
             self.warnings.append(f"arena {name} is of no use: {error}")
             self._delete(name, fd)
             return
+        except BaseException:
+            os.close(fd)
+            raise
         held = self._held[name] = _Held(fd, os.fstat(fd).st_size, len(places))
         for session, epoch, place in places:
             found = self._index.setdefault(session, _Found())
@@ -194,21 +198,17 @@ class Attic:
             raise StoreCorrupt("its rows are of another model or arithmetic")
         if not arena.boot or arena.boot != osio.boot_id():
             raise StoreCorrupt("it was written before this boot")
+        arena.check_allocated()
         shape = arena.shape
-        sidecars = bytearray(shape.places * SIDECAR_BYTES)
-        self._files.read_all(fd, memoryview(sidecars), shape.rows_offset(0))
         places: list[tuple[bytes, int, AtticPlace]] = []
-        for place in range(shape.places):
-            start = place * SIDECAR_BYTES
-            at = start + ROW_RECORDS_BYTES
-            session, epoch, gen, page, check = PLACE_HEADER.unpack_from(sidecars, at)
-            if check != xxhash.xxh3_64_intdigest(bytes(sidecars[at : at + _HEADER_SPAN])):
-                continue  # never used, poisoned, or torn
-            records = np.frombuffer(sidecars, ROW_RECORD_DTYPE, PAGE_TOKENS, start)
-            valid = records["valid"] == 1
-            rows = PAGE_TOKENS if valid.all() else int(np.argmin(valid))
-            if rows:
-                places.append((session, epoch, AtticPlace(name, place, gen, page, rows)))
+        sidecars = memoryview(bytearray(_SLICE_PLACES * SIDECAR_BYTES))
+        for first in range(0, shape.places, _SLICE_PLACES):
+            count = min(_SLICE_PLACES, shape.places - first)
+            self._files.read_all(fd, sidecars[: count * SIDECAR_BYTES], shape.rows_offset(first))
+            for index in range(count):
+                found = _headed(sidecars[index * SIDECAR_BYTES :], name, first + index)
+                if found is not None:
+                    places.append(found)
         return places
 
     def _forget(self, session: bytes) -> None:
@@ -225,3 +225,14 @@ class Attic:
             os.unlink(os.path.join(self._folder, name))
             self.deleted += 1
         os.close(fd)
+
+
+def _headed(sidecar: memoryview, name: str, place: int) -> tuple[bytes, int, AtticPlace] | None:
+    """(session name, epoch, place) of a sidecar with a whole header and a written row."""
+    header = sidecar[ROW_RECORDS_BYTES:]
+    session, epoch, gen, page, check = PLACE_HEADER.unpack_from(header)
+    if check != xxhash.xxh3_64_intdigest(bytes(header[:_HEADER_SPAN])):
+        return None  # never used, poisoned, or torn
+    valid = np.frombuffer(sidecar, ROW_RECORD_DTYPE, PAGE_TOKENS)["valid"] == 1
+    rows = PAGE_TOKENS if valid.all() else int(np.argmin(valid))
+    return (session, epoch, AtticPlace(name, place, gen, page, rows)) if rows else None

@@ -559,6 +559,8 @@ class _Fsck:
 
     def _check_arenas(self) -> None:
         folder = os.path.join(self.path, "arena")
+        for text in losses.unbelieved(self.path):
+            self._find("warning", text, "no store is opened so often", "nothing is numbered by it")
         for name in sorted(os.listdir(folder)):
             path = os.path.join(folder, name)
             if not ARENA_NAME.fullmatch(name) or not stat.S_ISREG(os.lstat(path).st_mode):
@@ -592,6 +594,10 @@ class _Fsck:
                     continue
                 if arena.repr_id != repr_id:
                     continue
+                try:
+                    arena.check_allocated()
+                except StoreCorrupt as error:
+                    return str(error)
                 same = arena.boot and arena.boot == osio.boot_id()
                 return "" if same else "it was written before this boot"
             return why

@@ -19,7 +19,8 @@ from kv_store import osio
 from kv_store.arena import ARENA_NAME
 
 INCARNATIONS = 10_000  # of workers in one life of the store: keeps arena names unique
-EPOCHS_BELIEVED = 500_000  # a name or LOCK with more is nobody's: half of the numbers stay ours
+EPOCHS_BELIEVED = 200_000  # a name or LOCK with more is nobody's: half of the numbers, which are
+# u32 in an arena's header, stay ours
 LOST_MAX_CHARS = 1000
 _LOCK_BYTES_MAX = 8192
 _LOG_HEADER = struct.Struct(">8I")  # magic, format, page bytes, checkpoints, 2 salts, 2 checksums
@@ -137,14 +138,33 @@ def describe(why: str) -> str:
     )
 
 
+def unbelieved(path: str) -> list[str]:
+    """Sentences about arenas of the store at `path` that name an opening which never was."""
+    lives = sorted(_arena_lives(os.path.join(path, "arena")).items())
+    return [
+        f"arena/{name} names opening {life} of the store, which never was: it is not believed"
+        for name, life in lives
+        if life > EPOCHS_BELIEVED
+    ]
+
+
 def _arenas_epoch(folder: str) -> int:
     """The highest life that an arena's name tells of; 0 = none."""
+    lives = _arena_lives(folder).values()
+    return max((life for life in lives if life <= EPOCHS_BELIEVED), default=0)
+
+
+def _arena_lives(folder: str) -> dict[str, int]:
+    """The life that each arena's name tells of."""
     try:
         names = os.listdir(folder)
     except OSError:
-        return 0
-    lives = [int(n.rsplit(".", 1)[1]) // INCARNATIONS for n in names if ARENA_NAME.fullmatch(n)]
-    return max((life for life in lives if life <= EPOCHS_BELIEVED), default=0)
+        return {}
+    return {
+        name: int(name.rsplit(".", 1)[1]) // INCARNATIONS
+        for name in names
+        if ARENA_NAME.fullmatch(name)
+    }
 
 
 def judge_log(name: str) -> str:

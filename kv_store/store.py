@@ -97,6 +97,7 @@ class Store(UpkeepPool):
         warnings = _prepare_directory(path, settings.allow_any_fs)
         lock_fd = take_lock(path)
         found = losses.gather(path, lock_fd)
+        warnings += losses.unbelieved(path)
         try:
             return cls._open_locked(
                 path, descriptor, settings, files, connect, lock_fd, warnings, found
@@ -179,7 +180,7 @@ class Store(UpkeepPool):
     def create_arena(self, lane: str, incarnation: int, places: int) -> Arena:
         """The arena file of one worker incarnation; the worker opens it as `ArenaMapping`.
 
-        Raises StoreFull, StoreGone, OSError.
+        Raises StoreFull, StoreGone, StoreError for a number that no arena can have, OSError.
         """
         if not LANE_NAME.fullmatch(lane):
             raise ValueError(f"a lane's name is [a-z0-9_-], up to 32 characters, got {lane!r}")

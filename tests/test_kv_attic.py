@@ -24,7 +24,8 @@ from kv_store import (
     Store,
     osio,
 )
-from kv_store.arena import PLACE_HEADER
+from kv_store import attic as attic_module
+from kv_store.arena import PLACE_HEADER, ArenaFile, ArenaShape, _file_header
 from tests.kv_workload import LAYOUT, descriptor, failing_files, settings
 from tests.test_lane_adopt import DAMAGE, header
 
@@ -204,6 +205,66 @@ def test_a_flipped_place_header_hides_that_place_alone(tmp_path: Path) -> None:
             attic.close()
             file.seek(at + offset)
             file.write(bytes([byte]))
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_of_holes_costs_neither_memory_nor_a_descriptor(tmp_path: Path) -> None:
+    """Its header asks for 128 GiB of sidecars; the file takes one block of the disk."""
+    shape, before = ArenaShape(LAYOUT, 1 << 24), open_files()
+    leave(tmp_path, "cpu.1", (0, PlaceOwner(b"a", 1, 0, 0), 9))
+    with open(tmp_path / "cpu.2", "wb") as file:
+        file.write(_file_header(shape, bytes(16), 2, REPR))
+        file.truncate(shape.file_bytes)
+    attic = open_attic(tmp_path)
+    assert attic.names == ("cpu.1",), "one that its creator allocated is whole"
+    assert attic.damaged == attic.deleted == 1
+    assert "holes" in attic.warnings[0]
+    attic.close()
+    assert open_files() == before
+
+
+def test_an_arena_made_on_a_real_disk_has_no_holes(tmp_path: Path) -> None:
+    for folder in (tmp_path, Path("/dev/shm")):
+        path = str(folder / f"cpu.{os.getpid()}")
+        arena = Arena.create(path, LAYOUT, PLACES, 1)
+        try:
+            ArenaFile.read(arena.fd, LAYOUT).check_allocated()
+        finally:
+            arena.close(delete=True)
+
+
+def test_places_are_found_whatever_slice_of_sidecars_they_are_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uses = [(place, PlaceOwner(b"a", 1, 0, place), place + 1) for place in range(PLACES)]
+    leave(tmp_path, "cpu.1", *uses)
+    for places in (1, 3, PLACES, PLACES + 1):
+        monkeypatch.setattr(attic_module, "_SLICE_PLACES", places)
+        attic = open_attic(tmp_path)
+        found = attic.find(b"a", 1)
+        assert [(at.place, at.page_index, at.rows) for at in found] == [
+            (place, place, place + 1) for place in range(PLACES)
+        ]
+        attic.close()
+
+
+def test_an_error_that_nobody_expects_leaks_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(tmp_path, "cpu.1", (0, PlaceOwner(b"a", 1, 0, 0), 9))
+    before = open_files()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Attic, "_read", fail)
+    with pytest.raises(MemoryError):
+        open_attic(tmp_path)
+    assert open_files() == before
+    assert os.listdir(tmp_path) == ["cpu.1"]
 
 
 def test_a_file_that_cannot_be_read_is_deleted(tmp_path: Path) -> None:

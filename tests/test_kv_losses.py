@@ -191,6 +191,33 @@ def test_numbers_that_nobody_can_believe_move_no_epoch(killed: Path) -> None:
         assert (store.epoch, store.losses) == (3, [])
 
 
+@pytest.mark.parametrize("number", [1_999_999_999, 2_000_009_999, 4_299_999_999, 9_999_999_999])
+def test_no_name_of_an_arena_ends_the_making_of_arenas(killed: Path, number: int) -> None:
+    """A believed epoch leaves as many; one that is not is told, and moves nothing."""
+    name = f"cpu.{number}"
+    (killed / "arena" / name).write_bytes(b"")
+    believed = number // losses.INCARNATIONS <= losses.EPOCHS_BELIEVED
+    told = [finding.what for finding in fsck(killed).findings if "not believed" in finding.what]
+    assert [name in text for text in told] == ([] if believed else [True])
+    for _ in range(3):
+        with opened(killed) as store:
+            assert (store.epoch > 1000) == believed
+            if not believed:
+                assert any(name in text and "believed" in text for text in store.warnings)
+            number = store.epoch * losses.INCARNATIONS + losses.INCARNATIONS - 1
+            store.create_arena("cpu", number, 1).close(delete=True)
+        (killed / "arena" / name).write_bytes(b"")
+
+
+def test_an_arena_has_a_number_that_fits_its_header(tmp_path: Path) -> None:
+    with opened(tmp_path / "s") as store:
+        store.create_arena("cpu", 0xFFFFFFFF, 1).close(delete=True)
+        for number in (1 << 32, -1):
+            with pytest.raises(StoreError, match="number"):
+                store.create_arena("cpu", number, 1)
+        assert os.listdir(tmp_path / "s" / "arena") == []
+
+
 def test_a_log_is_judged_as_sqlite_judges_it(killed: Path) -> None:
     """Every frame of a whole log follows; one of older salts behind the end means nothing."""
     log = killed / "meta.db-wal"
