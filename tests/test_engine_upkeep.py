@@ -122,7 +122,8 @@ def overwrite(path: Path, at: int, data: bytes) -> None:
 def test_a_flipped_bit_is_found_while_idle_and_the_page_is_computed_again(
     pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, hurry: None
 ) -> None:
-    """F52: the middle page of a session that rests; all of its KV is there again afterwards."""
+    """F52: the middle page of a session that rests. It is there again afterwards; the page after it
+    was computed in this life, perhaps from the flipped bit, and is not."""
     prompt = words(21, 3 * PAGE + 40)
 
     async def work() -> None:
@@ -136,7 +137,7 @@ def test_a_flipped_bit_is_found_while_idle_and_the_page_is_computed_again(
             longer = [*prompt, *one.tokens, 77]
             two = await read(engine.submit(request(longer, 8, session="s")))
             assert two.done is not None
-            assert two.done.usage.cached_tokens >= 3 * PAGE
+            assert two.done.usage.cached_tokens == 2 * PAGE
             assert two.tokens == reference.tokens(longer, 8)
             assert engine.stats()["troubles"] == []
 

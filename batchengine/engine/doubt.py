@@ -90,6 +90,7 @@ class Jury:
         for loop in tables.loops:
             loop.pages.on_doubt = lambda seal, loop=loop: self.doubt(loop, seal)
             loop.pages.writers = self.writers
+            loop.pages.on_condemned = lambda key: self.give_up_after({key})
             loop.pages.on_withdrawn = functools.partial(self.withdrawn, loop)
 
     def __repr__(self) -> str:
@@ -243,9 +244,9 @@ class Jury:
             wrong.update(() if wrote is None else (wrote.key,))
             with contextlib.suppress(StoreError):
                 self._store.condemn(ref)
-        self._give_up_after(wrong)
+        self.give_up_after(wrong)
 
-    def _give_up_after(self, wrong: set[bytes]) -> None:
+    def give_up_after(self, wrong: set[bytes]) -> None:
         """Pages of any lane that were computed from pages with these keys are as wrong as they.
 
         They would be found again once the pages before them are.
@@ -297,7 +298,7 @@ class Jury:
             if ref is not None and not verdict.stored_is_right:
                 with contextlib.suppress(StoreError):
                     self._store.condemn(ref)
-                self._give_up_after({page.key(self._store.repr_id)})
+                self.give_up_after({page.key(self._store.repr_id)})
             if verdict.wrong is not None:
                 await self._punish(verdict.wrong, verdict.why)
             for loop in self._tables.loops:

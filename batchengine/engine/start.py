@@ -222,17 +222,11 @@ class Starter:
             self.journal.note,
             lambda session: made[0].session_cut(session),
         )
-        pages.on_condemned = self._recheck
         loop = LaneLoop(lane, pages, config, self._owner, self.store.places_max)
         prior = cost.prior_cost(self.info.file_bytes, self.info.n_params, config.threads)
         loop.cost = cost.CostModel(prior)
         made.append(loop)
         return loop
-
-    def _recheck(self) -> None:
-        """A page was condemned: whoever holds it, on any lane, falls back before it computes."""
-        for loop in self.loops:
-            loop.recheck()
 
     async def _attach(self, loop: LaneLoop) -> None:
         """A new arena for the worker that is up, mapped by it."""

@@ -7,6 +7,7 @@ the dead arena until the next one has adopted them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 from batchengine import wire
@@ -159,13 +160,13 @@ class LanePages(AdoptingPages):
             refs = list(session.pinned)
             good = len(refs)
             for index, ref in enumerate(refs):
-                try:
+                key, sound = b"", False
+                with contextlib.suppress(StoreError, OSError):
+                    key = self._store.key(ref)
                     sound = await asyncio.wrap_future(self._store.verify(ref))
-                except (StoreError, OSError):
-                    sound = False
                 if not sound:
                     good = index
-                    self.on_condemned()
+                    self.on_condemned(key)
                     break
             is_ours = self.owns(session) and session.state is not State.FROZEN
             if good < len(refs) and is_ours and session.pinned[: good + 1] == refs[: good + 1]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -70,7 +71,7 @@ class SealLine(Places):
         self.writers: Callable[[PageRef], frozenset[str]] = lambda ref: frozenset()  # of any lane
         self.on_doubt: Callable[[Seal], None] | None = None  # the store has other bytes for it
         self.on_withdrawn: Withdrawn | None = None  # of these, some are in the store
-        self.on_condemned: Callable[[], None] = lambda: None  # a page that anybody may hold
+        self.on_condemned: Callable[[bytes], None] = lambda _: None  # a page anybody may hold
         self._proofs: set[asyncio.Future[bool]] = set()  # pages the store reads for us
 
     # ----------------------------------------------------------------------------- digests
@@ -275,8 +276,9 @@ class SealLine(Places):
     def _condemn(self, ref: PageRef) -> None:
         """Serve the page no more; whoever holds it, on any lane, falls back."""
         with contextlib.suppress(StaleRef):  # evicted meanwhile: then nobody holds it
+            key = self._store.key(ref)
             self._store.condemn(ref)
-        self.on_condemned()
+            self.on_condemned(key)
 
     def fall_back(self, session: Session, *, only_sealed: bool) -> bool:
         """Keep the sealed pages before the first that was condemned; True if any KV went.
@@ -486,15 +488,16 @@ class SealLine(Places):
             self._end(seal)
             if seal.ref is not None:
                 with contextlib.suppress(StaleRef):  # given up meanwhile
+                    key = self._store.key(seal.ref)
                     proof = asyncio.wrap_future(self._store.verify(seal.ref))
                     self._proofs.add(proof)
-                    proof.add_done_callback(self._proven)
+                    proof.add_done_callback(functools.partial(self._proven, key))
                 self._store.unpin(seal.ref)
 
-    def _proven(self, proof: asyncio.Future[bool]) -> None:
+    def _proven(self, key: bytes, proof: asyncio.Future[bool]) -> None:
         self._proofs.discard(proof)
         if proof.cancelled() or proof.exception() is not None or not proof.result():
-            self.on_condemned()  # somebody may have found it since it was published
+            self.on_condemned(key)  # somebody may have found it since it was published
 
     # -------------------------------------------------------------------------- old arenas
 
