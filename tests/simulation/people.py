@@ -202,9 +202,9 @@ class Person:
                 self._refused(error)
             return False
         asked, sampling = generation.request, attempt.sampling
-        same = list(asked.prompt) == attempt.prompt and asked.tokens_max == attempt.n
-        if not same or asked.sampling.seed != sampling.seed:
-            if attempt.told:
+        same = list(asked.prompt) == attempt.prompt and asked.sampling.seed == sampling.seed
+        if not same or asked.tokens_max != attempt.n:
+            if attempt.told and not same:  # else it was told from a longer answer that existed
                 raise AssertionError(f"{attempt.request_id} was told, but is not in the ledger")
             generation.cancel()  # ours never began
             return False
