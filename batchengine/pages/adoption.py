@@ -254,6 +254,8 @@ class AdoptingPages(SealLine):
             if seal is not None and seal.ticket is not None:
                 seal.session = None
                 left.places.remove(place)
+            elif seal is not None:
+                self._unqueue(seal)
         session.places.clear()
         del session.codes[len(session.pinned) :]
         self._lenders.pop(session, None)

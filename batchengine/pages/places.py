@@ -300,9 +300,13 @@ class Places:
             seal.session = None
             return
         if seal is not None:
-            (self._pending if seal in self._pending else self._stalled).remove(seal)
-            del self._seals[place]
+            self._unqueue(seal)
         self._free(place)
+
+    def _unqueue(self, seal: Seal) -> None:
+        """It has no ticket yet, and will not ask for one."""
+        (self._pending if seal in self._pending else self._stalled).remove(seal)
+        del self._seals[seal.place]
 
     def _free(self, place: ArenaPlace) -> None:
         if self._arena is None:
