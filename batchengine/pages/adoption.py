@@ -313,7 +313,8 @@ class AdoptingPages(SealLine):
             del self._local[session]
             if complete:
                 self.install(adoption)
-                self._count_lender(session)
+                if session.state in (State.IDLE, State.WAITING):
+                    self.lend(session)  # who had nothing left at the death was no lender any more
             self._on_change(session)
 
         orphans, wanted = session.orphans, session.state is not State.IDLE
