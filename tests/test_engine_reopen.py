@@ -1,4 +1,4 @@
-"""Sessions that come back: resumed, repeated, forked, edited, dropped; in one life and the next."""
+"""Sessions that come back: forked, edited, parked, dropped; in one life and the next."""
 
 from __future__ import annotations
 
@@ -9,24 +9,13 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from batchengine.core import (
-    FORM_CHAT,
-    FORM_TEXT,
-    BatchEngineError,
-    GenerationRequest,
-    Sampling,
-    TokenEvent,
-)
+from batchengine.core import BatchEngineError, GenerationRequest
 from batchengine.engine import Engine
-from batchengine.engine.record import TurnRecord, encode, turn_record
 from bench.hashlm import WORKER_COMMAND, hashlm_tokens
-from tests.fakes import Answer, Reference, read, request, run, running_engine, until, words
-
-WARM = Sampling(temperature=0.8, seed=11)
+from tests.fakes import Reference, read, request, run, running_engine, until, words
 
 
 @pytest.fixture(scope="module")
@@ -34,127 +23,6 @@ def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
     made = Reference(pocket_path, cache_dir)
     yield made
     made.close()
-
-
-async def some(engine: Engine, asked: GenerationRequest, tokens: int) -> list[int]:
-    """Read so many tokens, then go away."""
-    generation = engine.submit(asked)
-    seen: list[int] = []
-    async for event in generation:
-        if isinstance(event, TokenEvent):
-            seen.append(event.token)
-        if len(seen) == tokens:
-            break
-    generation.cancel()
-    await until(lambda: not engine._queues)
-    return seen
-
-
-async def resumed(engine: Engine, session: str, from_token: int = 0, turn_id: str = "") -> Answer:
-    return await read(await engine.resume("", session, from_token, turn_id))
-
-
-def test_a_stream_that_its_reader_left_is_resumed_where_it_was(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """Same life and next life; the text from the resumed token on is the original's."""
-    prompt = words(1, 300)
-    whole = reference.tokens(prompt, 60, WARM)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            other = await read(engine.submit(request(prompt, 60, sampling=WARM)))
-            asked = request(prompt, 60, session="s", sampling=WARM)
-            seen = await some(engine, asked, 10)
-            assert seen == whole[:10]
-            record = await asyncio.wrap_future(engine._store.ledger.load_session("\x1fs"))
-            assert record is not None
-            assert record.turns[-1].status == "cancelled"
-            answer = await resumed(engine, "s", 10)
-            assert answer.tokens == whole[10:]
-            assert answer.reason == "length"
-            texts = [e.text for e in other.events if isinstance(e, TokenEvent)]
-            assert [e.text for e in answer.events if isinstance(e, TokenEvent)] == texts[10:]
-            assert answer.done is not None
-            assert answer.done.usage.completion_tokens == 60
-            again = await resumed(engine, "s", 55)
-            assert again.tokens == whole[55:]
-            assert again.done is not None
-            assert again.done.usage.resumed_tokens == 60
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            assert (await resumed(engine, "s", 3)).tokens == whole[3:]
-            assert (await resumed(engine, "s", 60)).tokens == []
-
-    run(work())
-
-
-def test_no_turn_is_told_as_the_rest_of_another(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """A reader left, somebody else went on with the session; in this life and the next."""
-    prompt = words(6, 60)
-    whole = reference.tokens(prompt, 40)
-    other = [*prompt, *whole, *words(7, 9)]
-
-    async def refused(engine: Engine, turn_id: str, why: str) -> None:
-        with pytest.raises(BatchEngineError) as caught:
-            await engine.resume("", "s", 10, turn_id)
-        assert (caught.value.api_code, caught.value.http_status) == ("turn_followed", 409)
-        assert why in caught.value.why
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            asked = request(prompt, 40, session="s")
-            assert await some(engine, asked, 10) == whole[:10]
-            first = asked.request_id
-            again = engine.submit(request(prompt, 40, session="s"))  # goes on with the same turn
-            assert (await read(again)).tokens == whole
-            assert again.request_id != again.turn_id == first
-            assert (await resumed(engine, "s", 10, first)).tokens == whole[10:]
-            running = engine.submit(request(other, 200, session="s"))
-            reader = asyncio.ensure_future(read(running))
-            await until(lambda: running.completion_tokens > 5)
-            await refused(engine, first, "followed it")
-            answer = await reader
-            assert answer.tokens == reference.tokens(other, 200)
-            assert running.turn_id == running.request_id
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await refused(engine, first, "followed it")
-            await refused(engine, "req_lost", "no such turn")
-            rest = await resumed(engine, "s", 10, running.turn_id)
-            assert rest.tokens == answer.tokens[10:]
-
-    run(work())
-
-
-def test_a_turn_that_begins_while_another_is_resumed_goes_on(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """Its row is not durable yet: the reader is let in, and must neither end nor tell it."""
-    prompt = words(8, 60)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = engine.submit(request(prompt, 10, session="s"))
-            told = (await read(one)).tokens
-            other = [*prompt, *told, 5]
-            found = await engine.reopener.record("\x1fs", "s")
-            running = engine.submit(request(other, 60, session="s"))
-            reader = asyncio.ensure_future(read(running))
-            await until(lambda: running.completion_tokens > 5)
-            real = engine.reopener.record
-
-            async def before(*_: str) -> Any:
-                engine.reopener.record = real  # type: ignore[method-assign]
-                return found
-
-            engine.reopener.record = before  # type: ignore[method-assign]
-            late = await resumed(engine, "s", 5, one.turn_id)
-            assert late.error is not None
-            assert (late.error.api_code, late.tokens) == ("turn_followed", [])
-            assert (await reader).tokens == reference.tokens(other, 60)
-
-    run(work())
 
 
 @pytest.mark.parametrize(("at", "why"), [(300, "sealed page"), (590, "open page was not kept")])
@@ -174,171 +42,6 @@ def test_an_edit_after_a_restart_says_what_could_not_be_reused(
             assert reason.startswith(f"history edited at token {at}")
             assert why in reason
             assert two.done.usage.cached_tokens == at // 256 * 256
-
-    run(work())
-
-
-def test_a_turn_ended_by_shutdown_goes_on_after_it(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    prompt = words(2, 40)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            generation = engine.submit(request(prompt, 400, session="s"))
-            await until(lambda: generation.completion_tokens > 20)
-            await engine.stop(0.0)
-            cut = await read(generation)
-            assert cut.reason == "shutdown"
-            assert 20 < len(cut.tokens) < 400
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            rest = await resumed(engine, "s", len(cut.tokens))
-            assert cut.tokens + rest.tokens == reference.tokens(prompt, 400)
-            assert rest.reason == "length"
-
-    run(work())
-
-
-def test_a_running_turn_is_taken_over_by_the_newest_reader(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    prompt = words(3, 40)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            first = engine.submit(request(prompt, 300, session="s", sampling=WARM))
-            reader = asyncio.ensure_future(read(first))
-            await until(lambda: first.completion_tokens > 30)
-            second = await engine.resume("", "s", 0)
-            answer = await read(second)
-            lost = await reader
-            assert lost.error is not None
-            assert lost.error.api_code == "resumed_elsewhere"
-            assert answer.tokens == reference.tokens(prompt, 300, WARM)
-
-    run(work())
-
-
-def test_a_resumed_turn_knows_the_form_of_its_request(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    asked = dataclasses.replace(request(words(5, 20), 8, session="s"), form=FORM_TEXT)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(asked))
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            again = await engine.resume("", "s")
-            assert again.request.form == FORM_TEXT
-            assert len((await read(again)).tokens) == 8
-
-    run(work())
-    older = encode(TurnRecord.of(asked)).replace(f',"form":"{FORM_TEXT}"', "")
-    known = turn_record(older)
-    assert known is not None
-    assert "form" not in older
-    assert known.form == FORM_CHAT
-
-
-def test_what_cannot_be_resumed_says_why(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(request(words(4, 9), 5, session="s", tenant="a")))
-            for tenant, session, at, code in [
-                ("", "s", 0, "session_not_found"),
-                ("a", "t", 0, "session_not_found"),
-                ("a", "s", 6, "invalid_value"),
-                ("a", "s", -1, "invalid_value"),
-            ]:
-                with pytest.raises(BatchEngineError) as error:
-                    await engine.resume(tenant, session, at)
-                assert error.value.api_code == code
-            assert (await read(await engine.resume("a", "s"))).reason == "length"
-
-    run(work())
-
-
-def test_the_same_request_again_is_told_again_and_not_computed(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """Same session, prompt and sampling: in this life and the next; a longer limit goes on."""
-    prompt = words(5, 60)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            first = await read(engine.submit(request(prompt, 20, session="s", sampling=WARM)))
-            steps = engine.lanes()[0]["steps"]
-            again = await read(engine.submit(request(prompt, 20, session="s", sampling=WARM)))
-            assert again.tokens == first.tokens == reference.tokens(prompt, 20, WARM)
-            assert again.text == first.text
-            assert engine.lanes()[0]["steps"] == steps
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            longer = await read(engine.submit(request(prompt, 40, session="s", sampling=WARM)))
-            assert longer.tokens == reference.tokens(prompt, 40, WARM)
-            assert longer.done is not None
-            assert longer.done.usage.resumed_tokens == 20
-            short = await read(engine.submit(request(prompt, 7, session="s", sampling=WARM)))
-            assert short.tokens == first.tokens[:7]
-            other = Sampling(temperature=0.8, seed=12)
-            fresh = await read(engine.submit(request(prompt, 20, session="s", sampling=other)))
-            assert fresh.tokens == reference.tokens(prompt, 20, other)
-            assert fresh.done is not None
-            assert fresh.done.usage.resumed_tokens == 0
-
-    run(work())
-
-
-def test_one_idempotency_key_is_one_execution(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """A storm of retries with a random seed each: every one hears the first one's answer."""
-    prompt = words(6, 50)
-
-    def keyed(seed: int, key: str = "k", text: list[int] = prompt) -> GenerationRequest:
-        made = request(text, 30, sampling=Sampling(temperature=0.9, seed=seed))
-        return dataclasses.replace(made, idempotency_key=key)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            storm = [engine.submit(keyed(seed)) for seed in range(8)]
-            answers = await asyncio.gather(*(read(g) for g in storm))
-            expected = reference.tokens(prompt, 30, Sampling(temperature=0.9, seed=0))
-            assert [a.tokens for a in answers] == [expected] * 8
-            assert sum(loop.generated for loop in engine._loops) == 30
-            conflict = await read(engine.submit(keyed(0, text=words(7, 50))))
-            assert conflict.error is not None
-            assert conflict.error.api_code == "idempotency_conflict"
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            late = await read(engine.submit(keyed(99)))
-            assert late.tokens == expected
-            assert sum(loop.generated for loop in engine._loops) == 0
-
-    run(work())
-
-
-def test_an_older_idempotency_key_answers_while_its_tokens_exist(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    start = words(8, 40)
-
-    def keyed(prompt: list[int], key: str) -> GenerationRequest:
-        return dataclasses.replace(request(prompt, 10, session="s"), idempotency_key=key)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(keyed(start, "one")))
-            longer = [*start, *one.tokens, *words(9, 12)]
-            two = await read(engine.submit(keyed(longer, "two")))
-            again = await read(engine.submit(keyed(start, "one")))
-            assert again.tokens == one.tokens
-            assert (await read(engine.submit(keyed(longer, "two")))).tokens == two.tokens
-            edited = [*start[:20], *words(10, 9)]
-            await read(engine.submit(keyed(edited, "three")))
-            gone = await read(engine.submit(keyed(start, "one")))
-            assert gone.error is not None
-            assert gone.error.api_code == "idempotency_conflict"
 
     run(work())
 
@@ -568,26 +271,6 @@ def test_another_model_keeps_the_tokens_and_says_so(
     run(work())
 
 
-def test_of_many_that_resume_at_once_the_newest_reads(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """A client that lost its connection several times: no reader waits for another's stream."""
-    prompt = words(22, 40)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await some(engine, request(prompt, 300, session="s"), 5)
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            readers = await asyncio.gather(*(engine.resume("", "s", at) for at in (1, 2, 3, 5)))
-            answers = await asyncio.gather(*(read(reader) for reader in readers))
-            assert answers[-1].tokens == reference.tokens(prompt, 300)[5:]
-            for answer in answers[:-1]:
-                assert answer.error is not None
-                assert answer.error.api_code == "resumed_elsewhere"
-
-    run(work())
-
-
 def test_a_parked_session_says_so_until_it_goes_on(
     pocket_path: Path, tmp_path: Path, cache_dir: Path
 ) -> None:
@@ -632,32 +315,6 @@ def test_a_parked_session_says_so_until_it_goes_on(
             await read(engine.submit(request([*longer, *three.tokens, 7], 4, session="s")))
             await until(lambda: seen(engine) == ("idle", None))
             assert (await stored(engine))[0] == "on disk"
-
-    run(work())
-
-
-def test_turns_of_one_commit_keep_their_order(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    """The later one edited history at an earlier place: it is still the one that is resumed."""
-    prompt = words(91, 30)
-    other = [*prompt[:5], *words(92, 25)]
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(prompt, 4, session="s")))
-            await read(engine.submit(request([*prompt, *one.tokens, 5], 4, session="s")))
-            last = request(other, 6, session="s")
-            told = await read(engine.submit(last))
-        with contextlib.closing(sqlite3.connect(tmp_path / "kv" / "meta.db")) as db, db:
-            db.execute("UPDATE turn SET seq = (SELECT max(seq) FROM turn)")
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            again = await engine.resume("", "s")
-            assert again.request_id == last.request_id
-            assert (await read(again)).tokens == told.tokens
-            shown = (await engine.session_detail("", "s"))["turns"]
-            assert [turn["prompt_tokens"] for turn in shown] == [30, 35, 30]
-            assert shown[-1]["turn"] == last.request_id
 
     run(work())
 
