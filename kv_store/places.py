@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -93,6 +94,10 @@ def _mixed(before: float | None, now: float) -> float:
     return now if before is None else before + RATE_WEIGHT * (now - before)
 
 
+def _ignore(key: bytes) -> None:
+    """Nobody asked to be told of rejected pages."""
+
+
 class PlacePool:
     """Every page place of one open store. Methods without a Future do no I/O."""
 
@@ -104,6 +109,7 @@ class PlacePool:
         self.epoch = parts.epoch
         self.ledger = parts.ledger
         self.refusal = ""  # why the last reserve() gave None
+        self.on_rejected: Callable[[bytes], None] = _ignore  # a key; on any thread, locked
         self.counters: Counter[str] = Counter()
         self._extents = parts.extents
         self._files = parts.files
@@ -329,6 +335,7 @@ class PlacePool:
         if page.state in RESIDENT:
             self._unlist(page)
             self._release(page)
+            self.on_rejected(page.key)
 
     def _unlist(self, page: Page) -> None:
         """Free the manifest row of a page that is given up, at once: who pins the place may live

@@ -156,11 +156,6 @@ class PagePool(SealingPool):
                 self._info(ref.page_id).place_code(ref.page_id), self._seed(page), page.checksum
             )
 
-    def key(self, ref: PageRef) -> bytes:
-        """The content key of a page."""
-        with self._lock:
-            return self._table.get(ref).key
-
     def digest(self, ref: PageRef) -> bytes:
         """The unseeded payload digest: what a recomputation must equal."""
         with self._lock:

@@ -144,6 +144,28 @@ def test_a_flipped_bit_is_found_while_idle_and_the_page_is_computed_again(
     run(work())
 
 
+def test_pages_after_one_that_verify_found_bad_are_not_found_again(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """They were computed in this life, perhaps from the flipped bit; the page is told anew."""
+    prompt = words(23, 3 * PAGE + 40)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            await read(engine.submit(request(prompt, 8, session="s")))
+            await sealed(engine, 3)
+            damage(engine, prompt, 1)
+            assert (await engine.store_op("verify"))["bad"] == 1
+            await read(engine.submit(request(prompt[: 2 * PAGE + 40], 2)))
+            await sealed(engine, 4)
+            again = await read(engine.submit(request(prompt, 8)))
+            assert again.done is not None
+            assert again.done.usage.cached_tokens == 2 * PAGE
+            assert again.tokens == reference.tokens(prompt, 8)
+
+    run(work())
+
+
 def test_a_bad_page_of_a_session_on_disk_is_computed_again(
     pocket_path: Path, tmp_path: Path, cache_dir: Path, hurry: None
 ) -> None:

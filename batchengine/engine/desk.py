@@ -93,10 +93,7 @@ class Desk:
             return store.stat()
         try:
             if op == "verify":
-                report = await asyncio.wrap_future(store.verify_all())
-                for loop in self._tables.loops if report.bad else ():
-                    loop.recheck()
-                return dataclasses.asdict(report)
+                return dataclasses.asdict(await asyncio.wrap_future(store.verify_all()))
             if op == "gc" and self._upkeep is not None:
                 return dataclasses.asdict(await self._upkeep.collect())
         except StoreError as error:

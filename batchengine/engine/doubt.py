@@ -9,11 +9,11 @@ verdict publishes no more. Pages of a turn that met NaN are given up, or proven,
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import functools
 import logging
 from array import array
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
@@ -85,12 +85,20 @@ class Jury:
         self._spawn = spawn
         self._verdicts: dict[str, int] = {}
         self._doubts: dict[Turn, int] = {}
-        self._open: collections.Counter[LaneLoop] = collections.Counter()  # doubts of its pages
+        self._open: Counter[LaneLoop] = Counter()  # doubts of its pages
         self._one = asyncio.Lock()  # one page on trial at a time
+        self._rejected: deque[bytes] = deque()  # keys of pages that the store serves no more
+        event_loop = asyncio.get_running_loop()
+
+        def rejected(key: bytes) -> None:  # on any thread
+            self._rejected.append(key)
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                event_loop.call_soon_threadsafe(self._follow_rejected)
+
+        store.on_rejected = rejected
         for loop in tables.loops:
             loop.pages.on_doubt = lambda seal, loop=loop: self.doubt(loop, seal)
             loop.pages.writers = self.writers
-            loop.pages.on_condemned = lambda key: self.give_up_after({key})
             loop.pages.on_withdrawn = functools.partial(self.withdrawn, loop)
 
     def __repr__(self) -> str:
@@ -244,9 +252,17 @@ class Jury:
             wrong.update(() if wrote is None else (wrote.key,))
             with contextlib.suppress(StoreError):
                 self._store.condemn(ref)
-        self.give_up_after(wrong)
+        self._give_up_after(wrong)
 
-    def give_up_after(self, wrong: set[bytes]) -> None:
+    def _follow_rejected(self) -> None:
+        """Whoever holds a rejected page falls back; what this life computed from it goes too."""
+        wrong: set[bytes] = set()
+        while self._rejected:  # many at once cost one look
+            wrong.add(self._rejected.popleft())
+        if wrong:
+            self._give_up_after(wrong)
+
+    def _give_up_after(self, wrong: set[bytes]) -> None:
         """Pages of any lane that were computed from pages with these keys are as wrong as they.
 
         They would be found again once the pages before them are.
@@ -298,11 +314,9 @@ class Jury:
             if ref is not None and not verdict.stored_is_right:
                 with contextlib.suppress(StoreError):
                     self._store.condemn(ref)
-                self.give_up_after({page.key(self._store.repr_id)})
+                self._give_up_after({page.key(self._store.repr_id)})
             if verdict.wrong is not None:
                 await self._punish(verdict.wrong, verdict.why)
-            for loop in self._tables.loops:
-                loop.recheck()
             return verdict
 
     def writers(self, ref: PageRef) -> frozenset[str]:

@@ -116,7 +116,6 @@ class Upkeep:
         if found.good:
             return
         log.error("scrub: page %r of %d tokens does not verify", found.ref, found.n_tokens)
-        self._jury.give_up_after({found.key})
         page = await self._page_of(found)
         if page is None:
             log.warning("no session known here has the tokens of page %r", found.ref)

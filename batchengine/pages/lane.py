@@ -160,13 +160,11 @@ class LanePages(AdoptingPages):
             refs = list(session.pinned)
             good = len(refs)
             for index, ref in enumerate(refs):
-                key, sound = b"", False
+                sound = False
                 with contextlib.suppress(StoreError, OSError):
-                    key = self._store.key(ref)
                     sound = await asyncio.wrap_future(self._store.verify(ref))
                 if not sound:
                     good = index
-                    self.on_condemned(key)
                     break
             is_ours = self.owns(session) and session.state is not State.FROZEN
             if good < len(refs) and is_ours and session.pinned[: good + 1] == refs[: good + 1]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -71,7 +70,6 @@ class SealLine(Places):
         self.writers: Callable[[PageRef], frozenset[str]] = lambda ref: frozenset()  # of any lane
         self.on_doubt: Callable[[Seal], None] | None = None  # the store has other bytes for it
         self.on_withdrawn: Withdrawn | None = None  # of these, some are in the store
-        self.on_condemned: Callable[[bytes], None] = lambda _: None  # a page anybody may hold
         self._proofs: set[asyncio.Future[bool]] = set()  # pages the store reads for us
 
     # ----------------------------------------------------------------------------- digests
@@ -274,11 +272,8 @@ class SealLine(Places):
         self._seal_failed(seal, StoreError(seal.spoilt or self.muted))
 
     def _condemn(self, ref: PageRef) -> None:
-        """Serve the page no more; whoever holds it, on any lane, falls back."""
         with contextlib.suppress(StaleRef):  # evicted meanwhile: then nobody holds it
-            key = self._store.key(ref)
             self._store.condemn(ref)
-            self.on_condemned(key)
 
     def fall_back(self, session: Session, *, only_sealed: bool) -> bool:
         """Keep the sealed pages before the first that was condemned; True if any KV went.
@@ -488,16 +483,15 @@ class SealLine(Places):
             self._end(seal)
             if seal.ref is not None:
                 with contextlib.suppress(StaleRef):  # given up meanwhile
-                    key = self._store.key(seal.ref)
                     proof = asyncio.wrap_future(self._store.verify(seal.ref))
                     self._proofs.add(proof)
-                    proof.add_done_callback(functools.partial(self._proven, key))
+                    proof.add_done_callback(self._proven)
                 self._store.unpin(seal.ref)
 
-    def _proven(self, key: bytes, proof: asyncio.Future[bool]) -> None:
+    def _proven(self, proof: asyncio.Future[bool]) -> None:
         self._proofs.discard(proof)
-        if proof.cancelled() or proof.exception() is not None or not proof.result():
-            self.on_condemned(key)  # somebody may have found it since it was published
+        if not proof.cancelled() and (error := proof.exception()) is not None:
+            log.warning("a page could not be read back: %s", error)
 
     # -------------------------------------------------------------------------- old arenas
 
