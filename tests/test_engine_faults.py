@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batchengine.core import Sampling
+from batchengine.core import PAGE_TOKENS, Sampling
 from batchengine.engine import loop as engine_loop
 from batchengine.engine import start
 from tests.fakes import Reference, read, request, run, running_engine, until, words
@@ -117,6 +117,46 @@ def test_a_stopped_worker_that_wakes_late_changes_nothing(
             os.kill(int(engine.lanes()[0]["pid"]), signal.SIGSTOP)
             assert (await task).tokens == reference.tokens(prompt, 150)
             assert engine.lanes()[0]["incarnation"] == 2
+
+    run(work())
+
+
+@pytest.mark.parametrize("broken", ["place", "pages", "pages on disk"])
+def test_a_fault_of_ours_before_a_turn_ends_its_request_not_its_session(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, broken: str
+) -> None:
+    """The next request of the session, which waited behind it, is served as ever."""
+    prompt = words(70, PAGE_TOKENS + 30)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = await read(engine.submit(request(prompt, 8, session="s")))
+            longer = [*prompt, *first.tokens, 5]
+            await until(lambda: engine.stats()["pages_sealed"] >= 1)
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            owner, name = {
+                "place": (engine._dispatch, "place"),
+                "pages": (engine._loops[0].pages, "extend"),
+                "pages on disk": (engine._loops[0].pages, "loaded"),
+            }[broken]
+            real, broke = getattr(owner, name), []
+
+            def once(*given: object) -> object:
+                if not broke:
+                    broke.append(given)
+                    raise RuntimeError("a defect of ours")
+                return real(*given)
+
+            setattr(owner, name, once)
+            running = [engine.submit(request(longer, 8, session="s")) for _ in range(2)]
+            ended, served = await asyncio.gather(*map(read, running))
+            assert broke
+            assert ended.error is not None
+            assert ended.error.code == "BE1299"
+            assert served.tokens == reference.tokens(longer, 8)
+            assert engine.stats()["requests_running"] == 0
+            assert engine._loops[0].assigned == 0
+            assert engine.stats()["troubles"] == []
 
     run(work())
 

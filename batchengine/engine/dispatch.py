@@ -210,6 +210,16 @@ class Dispatcher:
         loops = self._tables.loops if loop is None else [loop]
         return min(cost.wait_ms(self._lane(one, now_ms).load, rank) for one in loops)
 
+    def pace(self, loop: LaneLoop, request: GenerationRequest) -> tuple[float, float]:
+        """What the request may expect of the lane: ms until its answer ends, ms per token."""
+        chosen = self._tables.config.sla.of(request.sla.sla_class)
+        targets = scheduler.ClassTargets(chosen.ttft_ms, chosen.tpot_ms)
+        now, n_prompt = loop.cost.cost, len(request.prompt)
+        step_ms = now.predict_ms(cost.work_of([(n_prompt, 1)]))
+        alone_ms = now.predict_ms(cost.work_of([(0, n_prompt)])) + request.tokens_max * step_ms
+        horizon_ms = scheduler.horizon_ms(request.sla, targets, alone_ms)
+        return horizon_ms, scheduler.tpot_ms(request.sla, targets)
+
     # ------------------------------------------------------------------------------- decisions
 
     def place(self, session: Session, generation: Generation) -> LaneLoop:

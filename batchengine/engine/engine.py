@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from pathlib import Path
 from typing import Any
 
-from batchengine import cost, router, scheduler
+from batchengine import router, scheduler
 from batchengine.config import Config
 from batchengine.core import (
     BatchEngineError,
@@ -279,11 +280,9 @@ class Engine(Desk):
         """Admit one generation, or raise BatchEngineError with the HTTP status to answer."""
         request = self.care.named(request)
         self._admit(request)
-        now_ms = self._now_ms()
+        text, now_ms = self.text.detokeniser(), self._now_ms()
         session_id = request.session_id or f"be_{request.request_id}"
-        generation = Generation(
-            request, session_id, self.text.detokeniser(), now_ms, self._cancel, self._has_room
-        )
+        generation = Generation(request, session_id, text, now_ms, self._cancel, self._has_room)
         if request.session_id is None:
             generation.release()  # nobody can resume it: nothing to make durable
             self._begin(Session(next(self._keys), session_id, request.tenant), generation)
@@ -430,8 +429,30 @@ class Engine(Desk):
             del self._tables.beginning[generation]
         self._begin(session, generation)
 
+    @contextlib.contextmanager
+    def _beginning(self, session: Session, generation: Generation) -> Generator[None]:
+        """A fault of ours on the way to a turn ends its request, not its session."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("a request of session %s cannot begin", session.session_id)
+            known = error if isinstance(error, BatchEngineError) else refusals.internal(error)
+            turn = self._turns.get(generation)
+            if turn is None:
+                generation.fail(known)
+                self._next_in_queue(session)
+            elif session.state is State.IDLE:
+                self._home[session.key].pages.truncate(session, 0)  # it may be half done
+                self.turn_failed(turn, known)
+            else:
+                self.fail_everything(error)  # half of a lane's tables have the turn
+
     def _begin(self, session: Session, generation: Generation) -> None:
         """Choose the lane, and bring the session there if it is elsewhere."""
+        with self._beginning(session, generation):
+            self._choose(session, generation)
+
+    def _choose(self, session: Session, generation: Generation) -> None:
         if generation.is_superseded(self._queues.get(session.key)):
             generation.fail(refusals.resumed_elsewhere())
         if generation.cancelled or generation.finished:
@@ -448,61 +469,53 @@ class Engine(Desk):
         if self._home.get(session.key, loop) is loop:
             self._begin_on(loop, session, generation)
             return
-        self._tables.beginning[generation] = session
-        self._spawn(self._begin_elsewhere(loop, session, generation), "move")
 
-    async def _begin_elsewhere(
-        self, to: LaneLoop, session: Session, generation: Generation
-    ) -> None:
-        """The router wants another lane: hand over first, then begin wherever that leaves it."""
-        try:
-            await self._dispatch.move(session, to, "router")
-        except asyncio.CancelledError:
-            self._finish(generation, "shutdown")
-            raise
-        finally:
-            del self._tables.beginning[generation]
-        if generation.cancelled or generation.finished:
-            self._next_in_queue(session)
-        else:
-            self._begin_on(self._home.get(session.key, to), session, generation)
+        def begin_there() -> None:
+            self._begin_on(self._home.get(session.key, loop), session, generation)
+
+        move = functools.partial(self._dispatch.move, session, loop, "router")
+        self._tables.beginning[generation] = session
+        self._spawn(self._begin_after(move, session, generation, begin_there), "move")
 
     async def _begin_after(
-        self, move: asyncio.Future[None], session: Session, generation: Generation
+        self,
+        move: Callable[[], Awaitable[object]],
+        session: Session,
+        generation: Generation,
+        then: Callable[[], None],
     ) -> None:
-        """The session is between two lanes: begin where it ends up."""
-        try:
-            await asyncio.wait([move])
-        except asyncio.CancelledError:
-            self._finish(generation, "shutdown")
-            raise
-        finally:
-            del self._tables.beginning[generation]
-        if generation.cancelled or generation.finished:
-            self._next_in_queue(session)
-        else:
-            self._begin(session, generation)
+        """A hand-over first; then begin wherever that leaves the session."""
+        with self._beginning(session, generation):
+            try:
+                await move()
+            except asyncio.CancelledError:
+                self._finish(generation, "shutdown")
+                raise
+            finally:
+                del self._tables.beginning[generation]
+            if generation.cancelled or generation.finished:
+                self._next_in_queue(session)
+            else:
+                then()
 
     def _begin_on(self, loop: LaneLoop, session: Session, generation: Generation) -> None:
         """Put the prompt on the session, find KV that exists, and queue the turn."""
         move = self.handover.moving(session)
         if move is not None:
+            wait, again = (lambda: asyncio.wait([move])), (lambda: self._begin(session, generation))
             self._tables.beginning[generation] = session
-            self._spawn(self._begin_after(move, session, generation), "move")
+            self._spawn(self._begin_after(wait, session, generation, again), "move")
             return
-        request, now_ms = generation.request, self._now_ms()
-        sla = request.sla
-        targets = self._targets(request)
-        expected_ms = self._expected_ms(loop, request)
-        horizon = scheduler.horizon_ms(sla, targets, expected_ms)
+        request = generation.request
+        horizon_ms, tpot_ms = self._dispatch.pace(loop, request)
         turn = Turn(
             session,
             generation,
-            rank=scheduler.RANK[sla.sla_class],
-            deadline_ms=generation.arrived_ms + horizon,
-            horizon_ms=horizon,
-            tpot_ms=scheduler.tpot_ms(sla, targets),
-            now_ms=now_ms,
+            rank=scheduler.RANK[request.sla.sla_class],
+            deadline_ms=generation.arrived_ms + horizon_ms,
+            horizon_ms=horizon_ms,
+            tpot_ms=tpot_ms,
+            now_ms=self._now_ms(),
         )
         self._turns[generation] = turn
         self._home[session.key] = loop
@@ -549,12 +562,13 @@ class Engine(Desk):
         except Exception as error:
             log.error("pages of %s cannot be read, it is computed again: %s", turn, error)
             good = [False]
-        self._dispatch.restored(turn, self._now_ms() - asked_ms)
-        while (move := self.handover.moving(turn.session)) is not None:
-            await asyncio.wait([move])
-        loop = self._home.get(turn.session.key, loop)
-        loop.pages.loaded(turn.session, good)
-        self._join(turn, loop)
+        with self._beginning(turn.session, turn.generation):
+            self._dispatch.restored(turn, self._now_ms() - asked_ms)
+            while (move := self.handover.moving(turn.session)) is not None:
+                await asyncio.wait([move])
+            loop = self._home.get(turn.session.key, loop)
+            loop.pages.loaded(turn.session, good)
+            self._join(turn, loop)
 
     def _join(self, turn: Turn, loop: LaneLoop) -> None:
         if turn.generation.cancelled or turn.generation.finished:
@@ -566,17 +580,6 @@ class Engine(Desk):
         loop.join(turn)
         if ahead or len(loop.running) >= loop.config.entries_max:
             turn.generation.push(QueuedEvent(ahead + 1, wait_ms))
-
-    def _targets(self, request: GenerationRequest) -> scheduler.ClassTargets:
-        chosen = self.config.sla.of(request.sla.sla_class)
-        return scheduler.ClassTargets(chosen.ttft_ms, chosen.tpot_ms)
-
-    def _expected_ms(self, loop: LaneLoop, request: GenerationRequest) -> float:
-        """Compute time of the whole request, alone on the lane."""
-        work = cost.work_of([(0, len(request.prompt))])
-        step = cost.work_of([(len(request.prompt), 1)])
-        now = loop.cost.cost
-        return now.predict_ms(work) + request.tokens_max * now.predict_ms(step)
 
     def _cancel(self, generation: Generation) -> None:
         """From Generation.cancel: the reader is gone."""
