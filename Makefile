@@ -67,8 +67,9 @@ check: native
 	$(PY) -m pyright
 	.venv/bin/lint-imports
 
-# Hours of kills, outside `make test`. One command at a time: --kills, --seconds and --every make them
-# shorter. The last line of each is its RESULT; anything lost, wrong or owned twice ends it with an error.
+# Hours of kills, outside `make test`. One command at a time: --kills, --seconds, --every and --seeds make
+# them shorter. The benches end with a RESULT line, the simulation with the number of failed seeds;
+# anything lost, wrong or owned twice ends each with an error.
 soak: native
 	$(PY) -m bench crash --kills 10000 --jobs 4
 	$(PY) -m bench crash --model pocket --kills 200
