@@ -12,6 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -32,7 +33,7 @@ from service import (
 from service.auth import check_content
 from service.door import Engine
 from service.shape import Shape
-from service.state import CALLER, HEADERS, REQUEST_ID, SERVICE, Live, Service
+from service.state import CALLER, HEADERS, REQUEST_ID, SERVICE, Live, Place, Service
 
 log = logging.getLogger("batchengine.service")
 
@@ -41,6 +42,7 @@ UNKNOWN_COUNTED_MAX = 64  # more names in one body are noise, not a client's hab
 _TARGET = re.compile(r"[!-~]{1,4096}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Prepare = Callable[[work.Job, Any, Engine, int], Awaitable[Shape]]  # Any: the body of its route
 
 NOT_BUILT = (
     "responses",
@@ -69,17 +71,19 @@ def build(service: Service) -> web.Application:
     app.on_response_prepare.append(_name_server)
     app.router.add_post("/v1/chat/completions", _chat, expect_handler=_expect)
     app.router.add_post("/v1/completions", _completions, expect_handler=_expect)
-    app.router.add_get("/v1/models", _models)
-    app.router.add_get("/v1/models/{model:.+}", _model)
-    app.router.add_get("/models", _models)
-    app.router.add_get("/health", _health)
-    app.router.add_get("/metrics", _metrics)
-    app.router.add_get("/props", _props)
-    session_routes.add(app)
+    app.router.add_get("/v1/models", _models, expect_handler=_expect)
+    app.router.add_get("/v1/models/{model:.+}", _model, expect_handler=_expect)
+    app.router.add_get("/models", _models, expect_handler=_expect)
+    app.router.add_get("/health", _health, expect_handler=_expect)
+    app.router.add_get("/metrics", _metrics, expect_handler=_expect)
+    app.router.add_get("/props", _props, expect_handler=_expect)
+    session_routes.add(app, _expect)
     for path in NOT_BUILT:
-        app.router.add_route("*", f"/v1/{path}", _not_built)
+        app.router.add_route("*", f"/v1/{path}", _not_built, expect_handler=_expect)
         if "{" not in path:
-            app.router.add_route("*", f"/v1/{path}/{{rest:.*}}", _not_built)
+            app.router.add_route("*", f"/v1/{path}/{{rest:.*}}", _not_built, expect_handler=_expect)
+    # aiohttp's own 404 and 405 would answer Expect in front of `_guard`
+    app.router.add_route("*", "/{rest:.*}", _nowhere, expect_handler=_expect)
     return app
 
 
@@ -114,19 +118,28 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
     request[HEADERS] = headers
     try:
         response = await handler(request)
-    except BatchEngineError as error:
-        response = _error_response(error)
-    except web.HTTPException as error:
-        response = _error_response(_http_error(request, error))
     except ConnectionResetError:
         raise  # nobody is left to answer
-    except Exception:
-        log.exception("request %s failed", request_id)
-        response = _error_response(errors.internal(request_id))
+    except Exception as error:
+        if request.writer.output_size > 0:  # a second answer would be read as part of the first
+            log.error("request %s failed in the middle of its answer", request_id)
+            if request.transport is not None:
+                request.transport.abort()
+            raise
+        response = _error_response(_error_of(request, error))
     if not response.prepared:
         for name, value in headers.items():
             response.headers.setdefault(name, value)
     return response
+
+
+def _error_of(request: web.Request, error: Exception) -> BatchEngineError:
+    if isinstance(error, BatchEngineError):
+        return error
+    if isinstance(error, web.HTTPException):
+        return _http_error(request, error)
+    log.error("request %s failed", request[REQUEST_ID], exc_info=error)
+    return errors.internal(request[REQUEST_ID])
 
 
 def _error_response(error: BatchEngineError) -> web.Response:
@@ -136,17 +149,15 @@ def _error_response(error: BatchEngineError) -> web.Response:
         content_type="application/json",
         headers=errors.error_headers(error),
     )
-    if error.http_status in (408, 413, 417):  # the rest of the body is not worth reading
-        response.force_close()
+    if error.http_status in (408, 413, 417) or error.api_code == "too_many_bodies":
+        response.force_close()  # the rest of the body is not worth reading
     return response
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> BatchEngineError:
     """aiohttp's own refusals in our words."""
     if isinstance(error, web.HTTPMethodNotAllowed):
-        return errors.wrong_method(request.method, sorted(error.allowed_methods - {"HEAD"}))
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return errors.body_too_large(request.client_max_size)
+        return errors.wrong_method(request.method, sorted(error.allowed_methods))
     if error.status == 404:
         path = request.path if _TARGET.fullmatch(request.path) else "there"
         return errors.unknown_route(request.method, path)
@@ -162,8 +173,8 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     return await handler(request)
 
 
-async def _read_body(request: web.Request) -> bytes:
-    """The bytes of a POST; raises 400, 408, 413 or 415."""
+async def _read_body(request: web.Request, place: Place) -> bytearray:
+    """The bytes of a POST, never more than allowed; raises 400, 408, 413, 415 or 503."""
     check_content(request.headers, request.content_type, request.charset)
     service = request.app[SERVICE]
     bytes_max = service.config.server.body_bytes_max
@@ -171,13 +182,16 @@ async def _read_body(request: web.Request) -> bytes:
         bytes_max = min(bytes_max, work.body_bytes_max(service.engine.info.context_tokens))
     if (request.content_length or 0) > bytes_max:
         raise errors.body_too_large(bytes_max)
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS_MAX):
-            body = await request.read()
+            while part := await request.content.readany():  # a chunked one has told no length
+                place.hold(len(part))
+                body += part
+                if len(body) > bytes_max:
+                    raise errors.body_too_large(bytes_max)
     except TimeoutError:
         raise errors.body_too_slow(BODY_SECONDS_MAX) from None
-    if len(body) > bytes_max:
-        raise errors.body_too_large(bytes_max)
     return body
 
 
@@ -189,31 +203,38 @@ async def _completions(request: web.Request) -> web.StreamResponse:
     return await _generate(request, schema.CompletionRequest, completions.prepare)
 
 
+async def _admit(
+    request: web.Request, kind: type[schema.Body], prepare: Prepare
+) -> tuple[Shape, Live]:
+    """From the body to running generations; the body is forgotten on return."""
+    service = request.app[SERVICE]
+    engine, config = service.engine, service.config
+    with service.place() as place:
+        data = await _read_body(request, place)
+        if not service.accepting:
+            raise errors.draining()
+        work.check_serving(engine)
+        body, unknown = await strict_json.off_loop(len(data), schema.decode_request, kind, data)
+        strict = config.server.strict_fields or request.query.get("strict") == "1"
+        if unknown and strict:
+            raise errors.unknown_fields(unknown)
+        for name in unknown[:UNKNOWN_COUNTED_MAX]:
+            engine.metrics.count_ignored_field(name)
+        caller, request_id = request[CALLER], request[REQUEST_ID]
+        job = work.open_job(body, request.headers, caller, engine, config, request_id)
+        job.body_bytes = len(data)
+        shape = await prepare(job, body, engine, config.limits.tokens_max_default)
+        generations = work.submit_all(engine, job)
+        return shape, service.enter(Live(job, generations, time.monotonic()))
+
+
 async def _generate(
-    request: web.Request,
-    kind: type[schema.Body],
-    prepare: Callable[[work.Job, schema.Body, Engine, int], Awaitable[Shape]],
+    request: web.Request, kind: type[schema.Body], prepare: Prepare
 ) -> web.StreamResponse:
     """One generation request: check, admit, answer."""
     service = request.app[SERVICE]
-    engine, config = service.engine, service.config
-    data = await _read_body(request)
-    if not service.accepting:
-        raise errors.draining()
-    work.check_serving(engine)
-    if len(service.live) >= config.limits.streams_max:
-        raise errors.shed(len(service.live), config.limits.streams_max)
-    body, unknown = await strict_json.off_loop(len(data), schema.decode_request, kind, data)
-    strict = config.server.strict_fields or request.query.get("strict") == "1"
-    if unknown and strict:
-        raise errors.unknown_fields(unknown)
-    for name in unknown[:UNKNOWN_COUNTED_MAX]:
-        engine.metrics.count_ignored_field(name)
-    job = work.open_job(body, request.headers, request[CALLER], engine, config, request[REQUEST_ID])
-    job.body_bytes = len(data)
-    shape = await prepare(job, body, engine, config.limits.tokens_max_default)
-    generations = work.submit_all(engine, job)
-    live = service.enter(Live(job, generations, time.monotonic()))
+    shape, live = await _admit(request, kind, prepare)
+    job, generations = live.job, live.generations
     headers = request[HEADERS]
     headers["x-batchengine-route"] = job.route
     session_id = generations[0].session_id or (job.session.session_id if job.session else None)
@@ -232,7 +253,7 @@ async def _generate(
 
         can_resume = len(generations) == 1 and generations[0].request.session_id is not None
         return await generate.answer_stream(
-            request, shape, generations, headers, config.server, on_end,
+            request, shape, generations, headers, service.config.server, on_end,
             first_id=0 if can_resume else None,
         )  # fmt: skip
     except asyncio.CancelledError:
@@ -351,3 +372,13 @@ async def _not_built(request: web.Request) -> web.Response:
         f"{request.path[:80]} is not implemented in this version",
         "use POST /v1/chat/completions or /v1/completions",
     )
+
+
+async def _nowhere(request: web.Request) -> web.Response:
+    """405 where another method would find something, 404 where none would."""
+    allowed: set[str] = set()
+    for resource in request.app.router.resources():
+        allowed |= (await resource.resolve(request))[1]
+    if allowed := allowed - {"*"}:  # what leads here
+        raise web.HTTPMethodNotAllowed(request.method, allowed)
+    raise web.HTTPNotFound

@@ -25,9 +25,9 @@ async def prepare(
 ) -> ChatShape:
     """Tokens of the conversation into `job.requests`; raises 400."""
     context = engine.info.context_tokens
-    messages, text_bytes = await off_loop(job.body_bytes, _messages, body.messages)
+    messages, text_bytes, calls = await off_loop(job.body_bytes, _messages, body.messages)
     work.check_text_size(text_bytes, context, "messages")
-    job.wishes.tool_call_ids = _tool_calls(messages)
+    job.wishes.tool_call_ids = calls
     tools = None if body.tool_choice == "none" else _tools(body.tools)
     prompt = await engine.text.encode_chat(messages, tools, _kwargs(body))
     work.check_prompt(prompt, context, "messages")
@@ -38,10 +38,12 @@ async def prepare(
     return ChatShape(job)
 
 
-def _messages(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """Messages as templates know them, and the bytes of their text."""
+def _messages(
+    messages: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], int, tuple[str, ...]]:
+    """Messages as templates know them, the bytes of their text, and the tool calls in them."""
     clean = [_message(message, index) for index, message in enumerate(messages)]
-    return clean, sum(map(_text_bytes, clean))
+    return clean, sum(map(_text_bytes, clean)), _tool_calls(clean)
 
 
 def _tool_calls(messages: list[dict[str, Any]]) -> tuple[str, ...]:

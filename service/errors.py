@@ -47,6 +47,8 @@ def error_headers(error: BatchEngineError) -> dict[str, str]:
         headers["x-should-retry"] = "true"
     elif error.http_status >= 400:
         headers["x-should-retry"] = "false"
+    if error.http_status == 405 and "allowed" in error.details:
+        headers["Allow"] = str(error.details["allowed"])
     if error.http_status == 401:
         headers["WWW-Authenticate"] = 'Bearer realm="batchengine"'
     return headers
@@ -243,10 +245,11 @@ def wrong_method(method: str, allowed: list[str]) -> BatchEngineError:
     return BatchEngineError(
         "BE1712",
         f"{method} is not possible on this route",
-        fix="use " + " or ".join(allowed),
+        fix="use " + " or ".join(name for name in allowed if name != "HEAD"),
         http_status=405,
         error_type=INVALID,
         api_code="method_not_allowed",
+        details={"allowed": ", ".join(allowed)},  # the Allow header too
     )
 
 
@@ -328,6 +331,18 @@ def internal(request_id: str) -> BatchEngineError:
     )
 
 
+def too_many_bodies(bytes_max: int) -> BatchEngineError:
+    return BatchEngineError(
+        "BE1733",
+        f"request bodies of more than {bytes_max:,} bytes are on their way at once",
+        why="they are held in memory until they are read and tokenised",
+        fix="retry after the time given, or send smaller bodies",
+        http_status=503,
+        api_code="too_many_bodies",
+        retry_after_ms=2000,
+    )
+
+
 def malformed_http(status: int) -> BatchEngineError:
     return BatchEngineError(
         "BE1720",
@@ -354,7 +369,7 @@ def cancelled() -> BatchEngineError:
 def shed(running: int, limit: int) -> BatchEngineError:
     return BatchEngineError(
         "BE1723",
-        f"{running:,} generations are open, the limit is {limit:,}",
+        f"{running:,} requests are open, the limit is {limit:,}",
         fix="retry after the time given",
         http_status=429,
         error_type="rate_limit_error",

@@ -143,6 +143,9 @@ async def answer_stream(
         stream.abort()
     except ConnectionResetError:
         pass  # the client is gone; `finally` calls the work off
+    except Exception:
+        outcome = "failed"
+        raise
     finally:
         fan.close()
         on_end(outcome)

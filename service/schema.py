@@ -129,18 +129,21 @@ class CompletionRequest(Common, kw_only=True):
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
 
+# Of the `batchengine` object: known by name, and nothing reads them yet.
+EXTENSION_UNREAD = ("max_context_tokens", "parent_session_id")
+
 _PATH = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 
 
-def decode_request(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
-    """The bytes of a body as a `kind`, and the names of unknown fields; raises 400."""
+def decode_request(kind: type[Body], data: bytes | bytearray) -> tuple[Body, list[str]]:
+    """The bytes of a body as a `kind`, and the names of ignored fields; raises 400."""
     return read_request(kind, parse_object(data))
 
 
 def read_request(kind: type[Body], values: dict[str, object]) -> tuple[Body, list[str]]:
-    """`values` as a `kind`, and the names of fields it does not know.
+    """`values` as a `kind`, and the names of fields that change nothing: unknown or unread.
 
     Raises BatchEngineError 400 whose `param` is the path of the first wrong field.
     """
@@ -150,6 +153,9 @@ def read_request(kind: type[Body], values: dict[str, object]) -> tuple[Body, lis
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from None
     unknown = [printable(name) for name in values if name not in known]
+    for name in EXTENSION_UNREAD:
+        if getattr(body.batchengine, name, None) is not None:
+            unknown.append(f"batchengine.{name}")
     return body, unknown
 
 

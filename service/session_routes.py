@@ -51,21 +51,23 @@ class ForkBody(msgspec.Struct, forbid_unknown_fields=True):
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Expect = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
 
 
-def add(app: web.Application) -> None:
-    """Every route of this module."""
+def add(app: web.Application, expect: Expect) -> None:
+    """Every route of this module; `expect` answers the Expect header."""
     one = "/v1/sessions/{session}"
-    app.router.add_get("/v1/sessions", _list)
-    app.router.add_get(one, _show)
-    app.router.add_delete(one, _drop)
-    app.router.add_get(one + "/why", _why)
+    app.router.add_get("/v1/sessions", _list, expect_handler=expect)
+    app.router.add_get(one, _show, expect_handler=expect)
+    app.router.add_delete(one, _drop, expect_handler=expect)
+    app.router.add_get(one + "/why", _why, expect_handler=expect)
     for verb, handler in (
         ("promote", _promote), ("demote", _demote), ("park", _park), ("fork", _fork),
     ):  # fmt: skip
-        app.router.add_post(f"{one}/{verb}", handler)
-    app.router.add_get("/v1/explain/{id}", _explain)
-    app.router.add_get("/v1/stream", _stream)
+        app.router.add_post(f"{one}/{verb}", handler, expect_handler=expect)
+    app.router.add_get("/v1/explain/{id}", _explain, expect_handler=expect)
+    # no HEAD: it would take the turn over from its reader, and has no body to tell it in
+    app.router.add_get("/v1/stream", _stream, allow_head=False, expect_handler=expect)
 
 
 def _ready(request: web.Request) -> Service:
@@ -184,8 +186,6 @@ async def _stream(request: web.Request) -> web.StreamResponse:
     service, caller = _ready(request), request[CALLER]
     if not service.accepting:
         raise errors.draining()
-    if len(service.live) >= service.config.limits.streams_max:
-        raise errors.shed(len(service.live), service.config.limits.streams_max)
     given = request.query.get("session_id") or request.headers.get("x-batchengine-session-id", "")
     if not given:
         raise errors.invalid_field(
@@ -193,19 +193,20 @@ async def _stream(request: web.Request) -> web.StreamResponse:
         )
     turn_id, from_token = _place(request)
     session_id = verbs.own_session(service, caller.tenant, given)
-    try:
-        generation = await service.engine.resume(caller.tenant, session_id, from_token, turn_id)
-    except BatchEngineError as error:
-        if error.http_status == verbs.NOT_FOUND:
-            raise errors.unknown_session(strict_json.printable(given)) from None
-        raise
-    job = _job(service, request, generation.request)
-    is_text = generation.request.form == FORM_TEXT  # as the request was that began the turn
-    shape = CompletionShape(job) if is_text else ChatShape(job)
-    headers = request[HEADERS]
-    headers["x-batchengine-route"] = job.route
-    headers["x-batchengine-session-id"] = generation.session_id or session_id
-    live = service.enter(Live(job, [generation], time.monotonic()))
+    with service.place():
+        try:
+            generation = await service.engine.resume(caller.tenant, session_id, from_token, turn_id)
+        except BatchEngineError as error:
+            if error.http_status == verbs.NOT_FOUND:
+                raise errors.unknown_session(strict_json.printable(given)) from None
+            raise
+        job = _job(service, request, generation.request)
+        is_text = generation.request.form == FORM_TEXT  # as the request was that began the turn
+        shape = CompletionShape(job) if is_text else ChatShape(job)
+        headers = request[HEADERS]
+        headers["x-batchengine-route"] = job.route
+        headers["x-batchengine-session-id"] = generation.session_id or session_id
+        live = service.enter(Live(job, [generation], time.monotonic()))
     outcome = "failed"
 
     def on_end(how: str) -> None:

@@ -29,7 +29,7 @@ async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.k
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
-def parse_object(body: bytes) -> dict[str, object]:
+def parse_object(body: bytes | bytearray) -> dict[str, object]:
     """The JSON object in `body`; raises BatchEngineError 400."""
     try:
         text = body.decode("utf-8")

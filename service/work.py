@@ -19,7 +19,6 @@ from batchengine.config import Config
 from batchengine.core import (
     FORM_CHAT,
     FORM_TEXT,
-    BatchEngineError,
     GenerationRequest,
     Sampling,
     Sla,
@@ -303,12 +302,12 @@ def _key_of_choice(key: str, index: int) -> str:
 
 
 def submit_all(engine: Engine, job: Job) -> list[Generation]:
-    """All generations of a job, or none: a refusal half-way calls off the others."""
+    """All generations of a job, or none: whatever goes wrong half-way calls off the others."""
     made: list[Generation] = []
     try:
         for request in job.requests:
             made.append(engine.submit(request))
-    except BatchEngineError:
+    except BaseException:
         for generation in made:
             generation.cancel()
         raise
