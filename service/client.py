@@ -93,12 +93,19 @@ class Client:
             headers["Authorization"] = f"Bearer {self.api_key}"
         try:
             connection.connect()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise no_daemon(self.url, error) from None
+        try:
             connection.sock.settimeout(SILENCE_SECONDS)
             connection.request(
                 method, path, None if body is None else json.dumps(body).encode(), headers
             )
             return _Reply(connection, connection.getresponse())
-        except (OSError, http.client.HTTPException) as error:
+        except OSError as error:  # a closed connection too, which is an HTTPException besides
+            connection.close()
+            raise _lost(str(error) or "no answer came") from None
+        except http.client.HTTPException as error:  # whoever listens there, it is no daemon
             connection.close()
             raise no_daemon(self.url, error) from None
 
@@ -187,22 +194,38 @@ def _lost(why: str) -> BatchEngineError:
 
 def no_daemon(where: str, error: Exception) -> BatchEngineError:
     """Nobody answers at a URL or socket."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return BatchEngineError(
         "BE1132",
         f"no daemon answers at {where}",
-        why=reason.lower(),
+        why=_reason(error),
         fix="start one with `batchengine serve MODEL.gguf`, or name the right address",
         api_code="no_daemon",
     )
 
 
+def _not_yours(where: str, error: Exception) -> BatchEngineError:
+    """A daemon may well be there; this user may not talk to it."""
+    return BatchEngineError(
+        "BE1138",
+        f"no access to the admin socket {where}",
+        why=f"{_reason(error)}: it is the socket of another user's daemon",
+        fix="run the command as that user or as root, or name another --admin-socket",
+        api_code="admin_forbidden",
+    )
+
+
+def _reason(error: Exception) -> str:
+    strerror = error.strerror if isinstance(error, OSError) else None
+    return (strerror or str(error)).lower()
+
+
 def admin(
     socket_path: str, command: str, *, patience_s: float = CONNECT_SECONDS, **arguments: object
 ) -> Json:
-    """One command to the admin socket of a daemon; raises BE1132 when nobody answers.
+    """One command to the admin socket of a daemon; `patience_s` is for the answer.
 
-    Arguments that are None are left out. `patience_s` is for the answer.
+    Arguments that are None are left out. Raises BE1132 when nobody listens, BE1138 when another
+    user's daemon does, BE1131 when no answer comes.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     _check_arguments(given)
@@ -211,17 +234,21 @@ def admin(
         sock.settimeout(CONNECT_SECONDS)
         try:
             sock.connect(socket_path)
-            sock.sendall(line)
+        except PermissionError as error:
+            raise _not_yours(socket_path, error) from None
         except OSError as error:
             raise no_daemon(socket_path, error) from None
-        sock.settimeout(patience_s)
         try:
+            sock.sendall(line)
+            sock.settimeout(patience_s)
             with sock.makefile("rb") as answers:
                 answer = answers.readline()
         except TimeoutError:
             raise _lost(f"no answer to {command} within {patience_s:g} s") from None
         except OSError as error:
             raise _lost(str(error)) from None
+    if not answer:
+        raise _lost("it closed the connection without an answer")
     body = _object(answer)
     if not body.get("ok"):
         _check(400, body)

@@ -253,11 +253,13 @@ def rm(
 ) -> int:
     """Forget sessions and their history; what they compute now ends with an error."""
     gone: list[Any] = []
-    for name in (session, *more):
-        found = _ask(admin_socket, "drop", session=name, tenant=key_name, patience_s=CHORE_S)
-        gone.append(found["dropped"])
-        if not json:
-            print(f"{gone[-1]['session_id']}  dropped, {gone[-1]['tokens']:,} tokens")
-    if json:
-        print_json({"dropped": gone})
+    try:
+        for name in (session, *more):
+            found = _ask(admin_socket, "drop", session=name, tenant=key_name, patience_s=CHORE_S)
+            gone.append(found["dropped"])
+            if not json:
+                print(f"{gone[-1]['session_id']}  dropped, {gone[-1]['tokens']:,} tokens")
+    finally:  # what is gone is told even when the next name is refused
+        if json and gone:
+            print_json({"dropped": gone})
     return 0

@@ -104,7 +104,8 @@ class Daemon:
         self._notifier = Notifier()
         self._stop = asyncio.Event()
         self._stop_reason = ""
-        self._stop_at = 0.0  # loop time of the first signal
+        self._signal = ""  # the first one
+        self._signal_at = 0.0  # loop time
 
     async def serve(self, sock: socket.socket) -> int:
         """The whole life of the daemon on the running loop."""
@@ -199,8 +200,12 @@ class Daemon:
         return EXIT_OK
 
     def _drain_by_command(self) -> None:
-        self._stop_reason = "drain command"
-        self._stop.set()
+        self._drain("drain command")
+
+    def _drain(self, reason: str) -> None:
+        if not self._stop.is_set():
+            self._stop_reason = reason
+            self._stop.set()
 
     def _listen_for_signals(self, control: Control) -> None:
         loop = asyncio.get_running_loop()
@@ -208,16 +213,20 @@ class Daemon:
             loop.add_signal_handler(number, self._on_signal, number.name, control)
 
     def _on_signal(self, name: str, control: Control) -> None:
-        """The first signal drains. The second leaves at once: what was sent is durable already."""
+        """The first signal drains. The second leaves at once: what was sent is durable already.
+
+        After the `drain` command the first one changes nothing: service managers send it anyway.
+        """
         now = asyncio.get_running_loop().time()
-        if self._stop.is_set():
-            if name == self._stop_reason and now - self._stop_at < SIGNAL_TWINS_S:
-                return
-            say(f"  forced  {name} again: leaving at once")
-            control.unlink()
-            os._exit(EXIT_FORCED)
-        self._stop_reason, self._stop_at = name, now
-        self._stop.set()
+        if not self._signal:
+            self._signal, self._signal_at = name, now
+            self._drain(name)
+            return
+        if name == self._signal and now - self._signal_at < SIGNAL_TWINS_S:
+            return
+        say(f"  forced  {name} again: leaving at once")
+        control.unlink()
+        os._exit(EXIT_FORCED)
 
 
 def banner(config: Config) -> list[str]:

@@ -277,6 +277,30 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         assert not Path(running.admin).exists()
 
 
+def test_the_first_signal_after_a_drain_command_cuts_nothing(tmp_path: Path) -> None:
+    from service.client import admin
+
+    with daemon(tmp_path, 40, 0.05) as running:
+        answers: list[Any] = []
+        stream = threading.Thread(target=lambda: answers.append(ask(running.url)))
+        stream.start()
+        wait_for(lambda: len(requests_of(running)) == 1)
+        admin(running.admin, "drain")
+        wait_for(lambda: "drain command" in running.output())
+        running.process.send_signal(signal.SIGTERM)  # as `systemctl stop` does
+        stream.join(20)
+        assert answers[0]["choices"][0]["finish_reason"] == "stop"
+        assert running.process.wait(20) == 0
+    with daemon(tmp_path, 2000, 0.05) as running:
+        threading.Thread(target=lambda: swallow(ask, running.url), daemon=True).start()
+        wait_for(lambda: len(requests_of(running)) == 1)
+        admin(running.admin, "drain")
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)  # two signals, in this order
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(5) == 130
+
+
 def swallow(function: Any, *arguments: Any) -> None:
     with suppress(OSError):
         function(*arguments)

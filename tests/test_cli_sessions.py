@@ -159,6 +159,19 @@ def test_sessions_are_listed_shown_parked_forked_and_forgotten(
     with_daemon(tmp_path, capsys, scenario)
 
 
+def test_what_is_gone_is_told_when_the_next_name_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(ask: Asked, engine: FakeEngine) -> None:
+        code, out, err = await ask("sessions", "rm", "tale", "nobody", OTHER, "--json")
+        assert (code, "BE1725" in err) == (1, True)
+        assert [row["session_id"] for row in json.loads(out)["dropped"]] == [TALE]
+        assert ("", OTHER) in engine.known  # nothing after the first refusal
+        assert (await ask("sessions", "rm", "nobody", "--json"))[1] == ""
+
+    with_daemon(tmp_path, capsys, scenario)
+
+
 def test_explain_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def scenario(ask: Asked, engine: FakeEngine) -> None:
         request = GenerationRequest("req_1234", (1, 2), 3, session_id=TALE)

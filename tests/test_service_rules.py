@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
 import stat
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from batchengine.config import ApiKey, Config, ServerConfig
 from batchengine.core import BatchEngineError, SlaClass
-from service import auth, client, listen, schema, sessions, sla
+from service import auth, cli, client, listen, schema, sessions, sla
 from service.auth import Caller
 from service.control import Control
 from service.notify import Notifier
@@ -397,6 +399,45 @@ def test_nobody_answers(tmp_path: Path) -> None:
     for bad in ("ftp://x", "127.0.0.1:7717", "http://"):
         with pytest.raises(BatchEngineError, match="not the address"):
             client.Client(bad)
+
+
+def test_somebody_else_s_daemon_is_not_called_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(sock: socket.socket, address: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "connect", refused)
+        with pytest.raises(BatchEngineError, match="another user's daemon") as caught:
+            client.admin("/run/a.sock", "status")
+    assert "root" in caught.value.fix
+    assert cli.exit_code(caught.value) == 1
+
+
+def test_a_connection_lost_is_not_called_nobody(tmp_path: Path) -> None:
+    for family, address in (
+        (socket.AF_UNIX, str(tmp_path / "a.sock")),
+        (socket.AF_INET, ("127.0.0.1", 0)),
+    ):
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind(address)
+            listener.listen()
+
+            def hang_up(listener: socket.socket = listener) -> None:
+                peer, _ = listener.accept()
+                peer.recv(65536)
+                peer.close()
+
+            thread = threading.Thread(target=hang_up)
+            thread.start()
+            is_unix = family == socket.AF_UNIX
+            url = "" if is_unix else f"http://127.0.0.1:{listener.getsockname()[1]}"
+            with pytest.raises(BatchEngineError) as caught:
+                _ = client.admin(str(address), "status") if is_unix else client.Client(url).models()
+            thread.join(5)
+        assert caught.value.api_code == "connection_lost"
+        assert caught.value.why
 
 
 def test_the_small_client_streams_and_reports_errors() -> None:
