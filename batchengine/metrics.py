@@ -88,6 +88,9 @@ class Metrics:
         self.numeric_faults_total = counter(
             "numeric_faults_total", "Sessions stopped because a row was not finite"
         )
+        self.sessions_forgotten_total = counter(
+            "sessions_forgotten_total", "Idle sessions whose KV table was inconsistent"
+        )
         self.kv_pages_total = counter("kv_pages_total", "KV pages by what happened", "event")
         self.kv_scrubbed_pages_total = counter(
             "kv_scrubbed_pages_total", "Stored pages read again while idle", "result"

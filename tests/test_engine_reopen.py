@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from batchengine.core import BatchEngineError, GenerationRequest
-from batchengine.engine import Engine
+from batchengine.engine import Engine, reopen
 from bench.hashlm import WORKER_COMMAND, hashlm_tokens
 from tests.fakes import Reference, read, request, run, running_engine, until, words
 
@@ -221,6 +221,32 @@ def test_a_parked_session_leaves_its_lane_and_comes_back_by_its_tool_call(
             with pytest.raises(BatchEngineError) as error:
                 await engine.park("", "nobody")
             assert error.value.http_status == 404
+
+    run(work())
+
+
+def test_the_calls_of_one_tenant_do_not_evict_those_of_another(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reopen, "CALLS_MAX", 4)
+    monkeypatch.setattr(reopen, "CALLS_ALL", 6)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+            links = engine.reopener
+            links.remember_call("small", "mine", "s")
+            for number in range(20):
+                links.remember_call("large", f"call-{number}", "x")
+            assert links.session_of("small", ["mine"]) == "s"
+            found = [links.session_of("large", [f"call-{number}"]) for number in range(20)]
+            assert found == [None] * 16 + ["x"] * 4
+            for tenant in ("third", "fourth"):
+                links.remember_call(tenant, "call", "y")
+            assert links.session_of("small", ["mine"]) == "s"
+            assert links.session_of("large", ["call-16"]) is None
+            assert links.session_of("large", ["call-17"]) == "x"
+            links.forget("large", "x")
+            assert links.session_of("large", ["call-19"]) is None
 
     run(work())
 

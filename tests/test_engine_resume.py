@@ -21,6 +21,7 @@ from batchengine.core import (
     TokenEvent,
 )
 from batchengine.engine import Engine
+from batchengine.engine import start as engine_start
 from batchengine.engine.record import TurnRecord, encode, turn_record
 from tests.fakes import Answer, Reference, read, request, run, running_engine, until, words
 
@@ -295,6 +296,61 @@ def test_one_idempotency_key_is_one_execution(
     run(work())
 
 
+def test_one_idempotency_key_is_one_request(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """Limits and sampling belong to it, the seed does not: who sends none gets a new one."""
+    prompt = words(26, 50)
+
+    def keyed(n: int, seed: int, **other: Any) -> GenerationRequest:
+        sampling = dataclasses.replace(WARM, seed=seed, **other)
+        made = request(prompt, n, session="s", sampling=sampling)
+        return dataclasses.replace(made, idempotency_key="k")
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(keyed(10, 1)))
+            for asked in (
+                keyed(40, 1),
+                keyed(5, 1),
+                keyed(10, 1, temperature=0.5),
+                dataclasses.replace(keyed(10, 1), stop=("x",)),
+                dataclasses.replace(keyed(10, 1), ignore_eos=False),
+            ):
+                other = await read(engine.submit(asked))
+                assert other.error is not None
+                assert (other.error.http_status, other.tokens) == (409, [])
+                assert other.error.api_code == "idempotency_conflict"
+            again = await read(engine.submit(keyed(10, 2, logprobs=0)))
+            assert again.tokens == one.tokens
+            assert sum(loop.generated for loop in engine._loops) == 10
+
+    run(work())
+
+
+def test_a_turn_of_a_key_goes_on_with_the_seed_it_began_with(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """The record has that one: what another seed computed would be resumed with the first."""
+    prompt = words(27, 50)
+    whole = reference.tokens(prompt, 40, WARM)
+
+    def keyed(seed: int) -> GenerationRequest:
+        sampling = dataclasses.replace(WARM, seed=seed)
+        made = request(prompt, 40, session="s", sampling=sampling)
+        return dataclasses.replace(made, idempotency_key="k")
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            assert await some(engine, keyed(WARM.seed), 5) == whole[:5]
+            assert await some(engine, keyed(99), 15) == whole[:15]
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            assert (await read(engine.submit(keyed(100)))).tokens == whole
+            assert (await resumed(engine, "s", 3)).tokens == whole[3:]
+
+    run(work())
+
+
 def test_an_older_idempotency_key_answers_while_its_tokens_exist(
     pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
 ) -> None:
@@ -316,6 +372,32 @@ def test_an_older_idempotency_key_answers_while_its_tokens_exist(
             gone = await read(engine.submit(keyed(start, "one")))
             assert gone.error is not None
             assert gone.error.api_code == "idempotency_conflict"
+
+    run(work())
+
+
+def test_a_resume_under_another_tokenizer_is_refused_and_costs_nothing(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids mean nothing there, but they do once the model is put back."""
+    prompt = words(28, 50)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            one = await read(engine.submit(request(prompt, 10, session="s")))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_start, "tokenizer_hash", lambda _: "f" * 64)
+            async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+                late = await resumed(engine, "s", 4)
+                assert late.error is not None
+                assert (late.error.http_status, late.tokens) == (409, [])
+                assert late.error.api_code == "nothing_to_resume"
+                assert ("", "s") not in engine._named
+                found = await asyncio.wrap_future(engine._store.ledger.load_session("\x1fs"))
+                assert found is not None
+                assert found.tokens == prompt + one.tokens
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            assert (await resumed(engine, "s", 4)).tokens == one.tokens[4:]
 
     run(work())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from batchengine.core import GenerationRequest
-from batchengine.engine import Engine
+from batchengine.engine import Engine, background
 from batchengine.engine.trial import Trial, TrialFailed
 from batchengine.session import LOG_UNKNOWN, Session
 from kv_store.pages import PageRef
@@ -323,6 +324,98 @@ def test_a_cut_by_the_ledger_takes_the_table_along(
             assert more.tokens == reference.tokens(longer, 9)
 
     run(work())
+
+
+def test_a_turn_is_told_after_an_edit_that_a_full_disk_refused(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """Memory has the edit, the ledger the turn: what goes on is the turn, from its own prompt."""
+    prompt = PROMPT[:50]
+    whole = reference.tokens(prompt, 30)
+
+    def full(_: object) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorname = "SQLITE_FULL"
+        raise error
+
+    async def refused(engine: Engine, asked: list[int]) -> None:
+        ledger: Any = engine._store.ledger
+        real, ledger._transact_once = ledger._transact_once, full
+        edit = await read(engine.submit(request(asked, 5, session="s")))
+        ledger._transact_once = real
+        assert edit.error is not None
+        assert edit.error.api_code == "durability_unavailable"
+        session = engine._named["", "s"]
+        assert (session.logged, session.tokens[: len(asked)]) == (LOG_UNKNOWN, asked)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = engine.submit(request(prompt, 30, session="s"))
+            assert (await read(first)).tokens == whole
+            await refused(engine, [*prompt[:20], *words(9, 40)])
+            rest = await read(await engine.resume("", "s", 5, first.turn_id))
+            assert rest.tokens == whole[5:]
+            await refused(engine, [*prompt[:20], *words(9, 70)])
+            again = await read(engine.submit(request(prompt, 30, session="s")))
+            assert again.tokens == whole
+            assert sum(loop.generated for loop in engine._loops) < 40, "it was computed again"
+            longer = [*prompt, *whole, 7]
+            more = await read(engine.submit(request(longer, 9, session="s")))
+            assert more.tokens == reference.tokens(longer, 9)
+
+    run(work())
+
+
+def test_a_resume_that_finds_another_prompt_is_refused_and_cuts_nothing(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """No path leads there that we know of; another's tokens must not be the answer."""
+    prompt = PROMPT[:50]
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = engine.submit(request(prompt, 10, session="s"))
+            told = (await read(first)).tokens
+            session = engine._named["", "s"]
+            kept, session.tokens = session.tokens, [*prompt[:20], *words(9, 40)]
+            other_one = list(session.tokens)
+            late = await read(await engine.resume("", "s", 5, first.turn_id))
+            assert late.error is not None
+            assert (late.error.api_code, late.tokens) == ("nothing_to_resume", [])
+            assert session.tokens == other_one
+            session.tokens = kept
+            rest = await read(await engine.resume("", "s", 5, first.turn_id))
+            assert rest.tokens == told[5:]
+
+    run(work())
+
+
+def test_an_idle_session_with_a_broken_table_is_forgotten_alone(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """One wrong number of one session was the end of the daemon, and so of all the others."""
+    monkeypatch.setattr(background, "HOUSEKEEPING_S", 0.02)
+    monkeypatch.setattr(background, "MAINTAIN_S", 0.05)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = await read(engine.submit(request(PROMPT, 9, session="s")))
+            await read(engine.submit(request(PROMPT[:40], 2, session="other")))
+            engine._named["", "s"].frontier = -1
+            forgotten = engine.metrics.sessions_forgotten_total._value
+            await until(lambda: forgotten.get() == 1)
+            assert ("", "s") not in engine._named
+            assert ("", "other") in engine._named
+            assert (await read(await engine.resume("", "s", 2))).tokens == first.tokens[2:]
+            longer = [*PROMPT, *first.tokens, 5]
+            more = await read(engine.submit(request(longer, 9, session="s")))
+            assert more.tokens == reference.tokens(longer, 9)
+            assert (engine.state, forgotten.get()) == ("ready", 1)
+
+    with caplog.at_level(logging.ERROR, "batchengine.background"):
+        run(work())
+    assert "frontier outside the timeline" in caplog.text
 
 
 def test_who_comes_after_a_forgotten_session_stays(

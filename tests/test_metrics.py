@@ -22,6 +22,7 @@ LABELS = {
     "step_seconds": ("lane",),
     "tokens_total": ("kind",),
     "numeric_faults_total": (),
+    "sessions_forgotten_total": (),
     "kv_pages_total": ("event",),
     "route_decisions_total": ("lane", "reason"),
     "ttft_predicted_seconds": ("class", "route"),

@@ -6,6 +6,7 @@ Owns the rhythm and the counters that the step loops keep as plain numbers.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ from batchengine.engine.tables import Tables, queue_etas
 from batchengine.engine.turn import Turn
 from batchengine.session import State
 from kv_store.pages import PageState
+
+log = logging.getLogger("batchengine.background")
 
 HOUSEKEEPING_S = 1.0
 MAINTAIN_S = 10.0  # store audit and ages, when idle
@@ -120,9 +123,18 @@ class Background:
 
     async def _audit(self) -> None:
         """Invariants of every idle session, then of the store, which also does its own duties."""
-        for session in self._tables.named.values():
-            if session.state is State.IDLE and session.key not in self._tables.queues:
+        tables = self._tables
+        for session in list(tables.named.values()):
+            if session.state is not State.IDLE or session.key in tables.queues:
+                continue
+            try:
                 session.check()
+            except AssertionError as error:
+                if session.key in tables.moving:
+                    raise  # two lanes have a part of it
+                log.error("a session is forgotten, its history stays in the ledger: %s", error)
+                tables.metrics.sessions_forgotten_total.inc()
+                tables.forget(session)
         if self._tables.store is not None:
             await asyncio.to_thread(self._tables.store.maintain)
 

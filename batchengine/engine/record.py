@@ -75,6 +75,14 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         """Whether `sampling` picks the same tokens from the same logits."""
         return _essence(self.sampling) == _essence(sampling)
 
+    def asks_the_same(self, request: GenerationRequest) -> bool:
+        """Whether `request` may be this one sent again. Not by the seed: who sends none gets
+        another one each time, and the one of the record counts."""
+        sampling = dataclasses.replace(request.sampling, seed=self.sampling.seed)
+        limits = (request.tokens_max, request.stop, request.ignore_eos)
+        same = (self.tokens_max, self.stop, self.ignore_eos) == limits
+        return same and self.says_the_same(sampling)
+
 
 class Rebase(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a new prompt met the timeline of its session, and what became of the KV.

@@ -354,8 +354,8 @@ def nothing_to_resume(session_id: str) -> BatchEngineError:
     return BatchEngineError(
         "BE2404",
         f"session {session_id} has no turn to resume",
-        why="it has computed nothing yet, its last turn was written by an older program, or"
-        " another request came first",
+        why="it has computed nothing yet, its last turn was written by an older program or for"
+        " another tokenizer, or another request came first",
         fix="send the request itself",
         http_status=409,
         error_type="invalid_request_error",
@@ -398,8 +398,8 @@ def other_request_of_key() -> BatchEngineError:
     return BatchEngineError(
         "BE2406",
         "this idempotency key was used for another request",
-        why="the prompt is not the one that was sent with it, or the answer is gone: the"
-        " session's history was edited since",
+        why="the prompt, a limit or the sampling is not what was sent with it, or the answer is"
+        " gone: the session's history was edited since",
         fix="use a new key for a new request",
         http_status=409,
         error_type="invalid_request_error",

@@ -57,7 +57,9 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.reopen")
 
-CALLS_MAX = 4096  # tool calls remembered at once, over all sessions
+CALLS_MAX = 4096  # tool calls of one tenant that are remembered at once,
+CALLS_ALL = 16 * CALLS_MAX  # and of all of them
+ATTIC_SESSIONS = 4096  # whose rows in arenas of earlier lives are kept for them
 TIDY_S = 5.0  # between looks at the arenas of earlier lives
 LOSS_KINDS = {  # what a session's page table says of KV it lost -> label of the metric
     LOST_WITH_WORKER: "worker",
@@ -78,7 +80,7 @@ class Reopener:
         self._tables = tables
         self._store = store
         self._journal = journal
-        self._calls: dict[tuple[str, str], str] = {}  # (tenant, tool call) -> session id
+        self._calls: dict[str, dict[str, str]] = {}  # tenant -> tool call -> session id
         self._strikes: dict[str, int] = {}  # sessions that died alone in an earlier life
         journal.meta_of, journal.ending = self._meta_of, self._ending
         self.interrupted: dict[tuple[str, str], SessionInfo] = {}  # amid a turn when it ended
@@ -104,9 +106,9 @@ class Reopener:
         await self._judge(suspects, crashed=last_words is not None and bool(last_words.text))
         if last_words is not None:
             last_words.listen()
-        self._store.attic.retain(info.id.encode() for info in infos[:CALLS_MAX])
+        self._store.attic.retain(info.id.encode() for info in infos[:ATTIC_SESSIONS])
         self.interrupted = {_identity(i.id): i for i in infos if i.state == RUNNING}
-        recent = [info for info in infos[:CALLS_MAX] if CALLS_FIELD in info.meta]
+        recent = [info for info in infos[:CALLS_ALL] if CALLS_FIELD in info.meta]
         for info in reversed(recent):  # the newest is remembered last
             for call in session_meta(info.meta).calls:
                 self.remember_call(info.tenant, call, _identity(info.id)[1])
@@ -142,16 +144,21 @@ class Reopener:
     # ---------------------------------------------------------------------------- tool calls
 
     def remember_call(self, tenant: str, call: str, session_id: str) -> None:
-        """The session waits for this tool call; the oldest of too many are forgotten."""
-        self._calls.pop((tenant, call), None)
-        self._calls[tenant, call] = session_id
-        while len(self._calls) > CALLS_MAX:
-            del self._calls[next(iter(self._calls))]
+        """The session waits for this tool call; of too many, who has most forgets its oldest."""
+        mine = self._calls.setdefault(tenant, {})
+        mine.pop(call, None)
+        mine[call] = session_id
+        if len(mine) <= CALLS_MAX:
+            if sum(map(len, self._calls.values())) <= CALLS_ALL:
+                return
+            mine = max(self._calls.values(), key=len)
+        del mine[next(iter(mine))]
 
     def session_of(self, tenant: str, calls: Sequence[str]) -> str | None:
         """The session that waits for one of these calls; the last call counts most."""
+        mine = self._calls.get(tenant, {})
         for call in reversed(calls):
-            found = self._calls.get((tenant, call))
+            found = mine.get(call)
             if found is not None:
                 return found
         return None
@@ -162,9 +169,9 @@ class Reopener:
         self._strikes.pop(name, None)
         self.interrupted.pop((tenant, session_id), None)
         self._store.attic.forget(name.encode())
-        gone = [k for k, v in self._calls.items() if k[0] == tenant and v == session_id]
-        for key in gone:
-            del self._calls[key]
+        mine = self._calls.pop(tenant, {})
+        if kept := {call: name for call, name in mine.items() if name != session_id}:
+            self._calls[tenant] = kept
 
     # ------------------------------------------------------------------------------- look
 
@@ -191,6 +198,9 @@ class Reopener:
             if generation.resumes is not None:
                 raise refusals.unknown_session(session.session_id)
             return
+        if generation.resumes is not None:
+            self._check_resume(session, generation, found)
+        self._heed(session, generation, found)
         facts = self._adopt(session, found)
         if facts.strikes >= STRIKES_MAX:
             raise refusals.in_quarantine(session.session_id, facts.strikes)
@@ -199,10 +209,42 @@ class Reopener:
             session.tokens
         ):
             # Tokens that the ledger refused were told to nobody who could rely on them.
-            session.rebase(session.tokens[: max(1, session.logged)])
-            if (home := self._tables.home.get(session.key)) is not None:
-                home.pages.fit(session)
+            self._rebase(session, session.tokens[: max(1, session.logged)])
         generation.continuation = _find(found, session, generation, bool(facts.changed))
+
+    def _check_resume(self, session: Session, generation: Generation, found: SessionRecord) -> None:
+        """Before anything changes: a reader that is refused must not cost the session its past.
+
+        Raises BatchEngineError: the turn is not the last one, or its prompt is no longer there.
+        """
+        asked, last = generation.request, found.turns[-1] if found.turns else None
+        if last is None:
+            raise refusals.nothing_to_resume(session.session_id)
+        if last.id != asked.request_id:  # it began since this reader was let in
+            is_known = any(turn.id == asked.request_id for turn in found.turns)
+            raise refusals.turn_followed(session.session_id, asked.request_id, is_known=is_known)
+        prompt, n = list(asked.prompt), last.prompt_end
+        timelines = [found.tokens]
+        if session.tokens and session.logged != LOG_UNKNOWN:
+            timelines.append(session.tokens)  # it is what counts; else the ledger does
+        is_prompt = all(len(t) >= n and t[:n] == prompt for t in timelines)
+        if not is_prompt or "tokenizer_hash" in self._changes(found):
+            raise refusals.nothing_to_resume(session.session_id)
+
+    def _heed(self, session: Session, generation: Generation, found: SessionRecord) -> None:
+        """A record was refused, so memory and ledger may have gone apart: the ledger's timeline
+        wins if the request goes back to it: that one is durable, and the other was refused."""
+        prompt, kept = list(generation.request.prompt), found.tokens
+        if session.logged != LOG_UNKNOWN or not session.tokens or kept[: len(prompt)] != prompt:
+            return
+        if "tokenizer_hash" not in self._changes(found):
+            self._rebase(session, kept)
+
+    def _rebase(self, session: Session, tokens: Sequence[int]) -> None:
+        """As `Session.rebase`, of a session without a turn; its lane's table follows."""
+        session.rebase(tokens)
+        if (home := self._tables.home.get(session.key)) is not None:
+            home.pages.fit(session)
 
     # -------------------------------------------------------------------------------- begin
 
@@ -220,7 +262,7 @@ class Reopener:
             found = record.rebase(old, session.tokens, shared)
         else:
             shared = turn.timeline
-            session.frontier = min(session.frontier, shared - 1)
+            session.frontier = max(0, min(session.frontier, shared - 1))
             found = record.rebase(session.tokens, session.tokens, shared)
         turn.shared = shared
         if request.session_id is None:
@@ -404,7 +446,7 @@ class Reopener:
         info, facts = found.info, self._tables.facts.get(session.key)
         if facts is None:
             facts = self._tables.facts[session.key] = Facts(session_meta(info.meta))
-            facts.changed = self._changes(facts.meta.repr_id or info.repr_id.hex())
+            facts.changed = self._changes(found)
             facts.strikes = self._strikes.get(info.id, 0)
             facts.restored = True
             facts.was_cut_off = any(turn.status == RUNNING for turn in found.turns)
@@ -422,8 +464,9 @@ class Reopener:
             self._journal.cut(session, known)
         return facts
 
-    def _changes(self, repr_id: str) -> tuple[str, ...]:
+    def _changes(self, found: SessionRecord) -> tuple[str, ...]:
         """Fields in which the KV this session had differs from the KV we compute."""
+        repr_id = session_meta(found.info.meta).repr_id or found.info.repr_id.hex()
         if repr_id == self._store.repr_id.hex():
             return ()
         for known, text in self._store.ledger.replay.reprs.items():
@@ -473,19 +516,19 @@ def _find(
     """The turn of the ledger that this request is, if it is one."""
     request, turns = generation.request, history.turns
     last = turns[-1] if turns else None
-    if generation.resumes is not None:
-        if last is None:
-            raise refusals.nothing_to_resume(session.session_id)
-        if last.id != request.request_id:  # it began since this reader was let in
-            is_known = any(turn.id == request.request_id for turn in turns)
-            raise refusals.turn_followed(session.session_id, request.request_id, is_known=is_known)
-        return _continuation(session, last)
+    if generation.resumes is not None and last is not None:
+        return _continuation(session, last)  # `_check_resume` has let it pass
     if request.idempotency_key:
         for index, turn in enumerate(turns):
             if turn.idempotency_key != request.idempotency_key:
                 continue
             if list(request.prompt) != session.tokens[: turn.prompt_end]:
                 raise refusals.other_request_of_key()
+            asked = turn_record(turn.sampling)
+            if asked is None or not asked.asks_the_same(request):
+                raise refusals.other_request_of_key()
+            sampling = dataclasses.replace(request.sampling, seed=asked.sampling.seed)
+            generation.request = dataclasses.replace(request, sampling=sampling)
             end = min((later.prompt_start for later in turns[index + 1 :]), default=None)
             return _continuation(session, turn, end)
     if last is None or is_changed or request.sampling.logprobs >= 0:
