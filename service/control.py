@@ -289,10 +289,10 @@ class Control:
         work.check_serving(engine)
         given = asked.id
         if given.removeprefix("be_").startswith("req_"):
-            return {"explain": dict(engine.explain(given))}
+            return {"explain": dict(engine.explain(given, asked.tenant))}
         tenant, given = await verbs.find(self._service, given, asked.tenant)
         try:
-            return {"explain": dict(engine.explain(given))}
+            return {"explain": dict(engine.explain(given, tenant))}
         except BatchEngineError as error:
             if error.http_status != verbs.NOT_FOUND:
                 raise

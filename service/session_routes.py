@@ -121,7 +121,7 @@ def _json(value: object) -> web.Response:
 async def _list(request: web.Request) -> web.Response:
     """The caller's sessions that are in memory, or were interrupted."""
     service, tenant = _ready(request), request[CALLER].tenant
-    rows = [row for row in service.engine.sessions() if row.get("tenant", "") == tenant]
+    rows = service.engine.sessions(tenant)
     return _json({"object": "list", "data": [verbs.public(row) for row in rows]})
 
 

@@ -26,10 +26,8 @@ NOT_FOUND, CONFLICT = 404, 409
 
 def own_session(service: Service, tenant: str, given: str) -> str:
     """The id in the engine of a caller's own session, which may not exist; raises 400."""
-    if given.startswith("be_req_"):  # without a name: only while it computes, and only exactly
-        for row in service.engine.sessions():
-            if (row["session_id"], row.get("tenant", "")) == (given, tenant):
-                return given
+    if given.startswith("be_req_") and service.engine.has_session(tenant, given):
+        return given  # without a name: only while it computes, and only exactly
     return sessions.session_key(tenant, given, "session_id")
 
 
@@ -62,7 +60,7 @@ async def explain_own(service: Service, tenant: str, given: str) -> dict[str, An
     """Decisions about a caller's own request or session; whole ids only, or prefixes would tell."""
     try:
         wanted = given if given.startswith("req_") else own_session(service, tenant, given)
-        found = service.engine.explain(wanted)
+        found = service.engine.explain(wanted, tenant)
     except BatchEngineError as error:
         if error.http_status == 400:
             raise
@@ -80,8 +78,7 @@ async def find(service: Service, given: str, tenant: str | None = None) -> tuple
     of that is on disk only. `tenant` limits the search to one key name.
     """
     tenants = _tenants(service, tenant)
-    rows = [_identity(row) for row in service.engine.sessions()]
-    rows = [pair for pair in rows if tenant is None or pair[0] == tenant]
+    rows = [_identity(row) for row in service.engine.sessions(tenant)]
     found = _among(rows, given, tenants)
     if not found:
         stored = await service.engine.stored_sessions(STORED_MAX)

@@ -239,9 +239,11 @@ class FakeEngine:
         del self.known[tenant, session_id]
         return {"session_id": session_id, "tokens": 3, "state": "dropped"}
 
-    def explain(self, given: str) -> Mapping[str, Any]:
+    def explain(self, given: str, tenant: str | None = None) -> Mapping[str, Any]:
         for generation in reversed(self.generations):
             request = generation.request
+            if tenant not in (None, request.tenant):
+                continue
             decision = self._decision(generation)
             if request.request_id == given:
                 return {"kind": "request", **decision}
@@ -352,7 +354,10 @@ class FakeEngine:
             {"name": name, "kind": "cpu", "state": "ready", "pid": 4242} for name in self.lane_names
         ]
 
-    def sessions(self) -> Sequence[Mapping[str, Any]]:
+    def has_session(self, tenant: str, session_id: str) -> bool:
+        return any(row["session_id"] == session_id for row in self.sessions(tenant))
+
+    def sessions(self, tenant: str | None = None) -> Sequence[Mapping[str, Any]]:
         computing = [
             (g.request.tenant, g.session_id)
             for g in self.generations
@@ -360,9 +365,10 @@ class FakeEngine:
         ]
         awake = [pair for pair in self.known if pair not in self.asleep]
         return [
-            {"session_id": name, "tenant": tenant, "class": "standard", "state": "idle",
+            {"session_id": name, "tenant": owner, "class": "standard", "state": "idle",
              "tokens": 3, "lane": "cpu", "tokens_reused": 1, "tokens_prompt": 3, "reason": ""}
-            for tenant, name in [*awake, *computing]
+            for owner, name in [*awake, *computing]
+            if tenant in (None, owner)
         ]  # fmt: skip
 
     def requests(self) -> Sequence[Mapping[str, Any]]:

@@ -16,6 +16,7 @@ import pytest
 from batchengine.config import ClassConfig, LaneConfig, RouterConfig, load
 from batchengine.core import BatchEngineError, GenerationRequest, Sla, SlaClass
 from batchengine.cost import CostModel, StepCost
+from batchengine.engine import reports
 from batchengine.engine.decisions import DecisionLog, Record
 from batchengine.engine.dispatch import Dispatcher
 from batchengine.engine.generation import Generation
@@ -470,6 +471,49 @@ def test_ids_are_found_by_unique_prefix(monkeypatch: pytest.MonkeyPatch) -> None
     unknown = h.session("quiet-one", h.bulk)  # in memory, but nothing was decided lately
     told = h.dispatch.explain(unknown.session_id)
     assert (told["lane"], told["decisions"], told["moved_ago_s"]) == ("cpu", [], None)
+
+
+def test_whose_it_is_counts_before_hits_are_counted() -> None:
+    """Ids made of idempotency keys are the same for all; so may ids be that clients choose."""
+    log = DecisionLog(4)
+    for request_id, session, tenant in (
+        ("req-1", "idem_1", "alpha"),
+        ("req-1", "idem_1", "beta"),
+        ("req-2", "be_req-2", "beta"),
+    ):
+        log.add(cast("Any", Record)(request_id, session, tenant, *[None] * 7))
+    alpha, beta = (("session", tenant, "idem_1") for tenant in ("alpha", "beta"))
+    assert log.find("idem_1") == log.find("idem") == [alpha, beta]
+    assert log.find("idem_1", (), "alpha") == log.find("idem", (), "alpha") == [alpha]
+    assert log.find("idem_1", [("gamma", "idem_1")], "gamma") == [("session", "gamma", "idem_1")]
+    assert log.find("req-1", (), "alpha") == [("request", "req-1")]
+    found = log.of_request("req-1", "alpha")
+    assert found is not None
+    assert found.tenant == "alpha"
+    assert log.find("req-2", (), "alpha") == []
+    assert log.find("be_r", (), "beta") == []  # three characters of a request are too few
+    assert log.find("be_req-2", (), "beta") == [("session", "beta", "be_req-2")]
+    assert log.find("be_req-", (), "beta") == [("request", "req-1"), ("request", "req-2")]
+    for _ in range(3):
+        log.add(cast("Any", Record)("other", "s", "", *[None] * 7))
+    assert log.find("idem_1") == []  # the ring has forgotten both
+
+
+def test_rows_of_one_tenant_are_all_that_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    for index, tenant in enumerate(("alpha", "beta", "beta")):
+        session = Session(index + 1, f"s{index}", tenant)
+        h.tables.named[tenant, session.session_id] = session
+    built: list[Session] = []
+
+    def count(_: Tables, session: Session) -> dict[str, Any]:
+        built.append(session)
+        return {}
+
+    monkeypatch.setattr(reports, "parked_facts", count)
+    assert [row["tenant"] for row in reports.session_rows(h.tables, "alpha")] == ["alpha"]
+    assert [session.tenant for session in built] == ["alpha"]
+    assert len(reports.session_rows(h.tables)) == 3
 
 
 def test_notes_of_gone_sessions_go(monkeypatch: pytest.MonkeyPatch) -> None:

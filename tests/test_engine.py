@@ -293,6 +293,28 @@ def test_refusals_name_their_reason(pocket_path: Path, tmp_path: Path, cache_dir
     run(work())
 
 
+def test_a_request_that_never_began_is_to_be_sent_again_after_the_stop(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """It waited for its session: an empty answer would look like a whole one."""
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            running = engine.submit(request(words(1, 20), 4000, session="s"))
+            queued = engine.submit(request(words(2, 20), 50, session="s"))
+            reading = [asyncio.ensure_future(read(g)) for g in (running, queued)]
+            await until(lambda: running.completion_tokens > 0)
+            await engine.stop(0.0)
+            cut, never = await asyncio.gather(*reading)
+            assert cut.reason == "shutdown"
+            assert cut.tokens
+            assert never.error is not None
+            assert (never.error.http_status, never.error.api_code) == (503, "draining")
+            assert never.error.retry_after_ms is not None
+
+    run(work())
+
+
 def test_stop_strings_hide_themselves_and_end_the_stream(
     pocket_path: Path, tmp_path: Path, cache_dir: Path
 ) -> None:

@@ -152,7 +152,7 @@ def test_a_fault_of_ours_before_a_turn_ends_its_request_not_its_session(
             ended, served = await asyncio.gather(*map(read, running))
             assert broke
             assert ended.error is not None
-            assert ended.error.code == "BE1299"
+            assert (ended.error.code, ended.error.http_status) == ("BE1213", 500)
             assert served.tokens == reference.tokens(longer, 8)
             assert engine.stats()["requests_running"] == 0
             assert engine._loops[0].assigned == 0

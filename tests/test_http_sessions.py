@@ -390,6 +390,36 @@ def test_a_session_without_a_name_is_its_callers_while_it_computes() -> None:
     run(scenario())
 
 
+def test_one_name_of_two_keys_is_explained_to_each_and_found_without_a_listing() -> None:
+    """Nothing about one session may cost as much as all sessions of all keys."""
+
+    async def scenario() -> None:
+        engine = FakeEngine()
+        name = "idem_" + "0" * 32
+        async with serving(engine, with_keys()) as served:
+            for key in (ALPHA, BETA):
+                status, _, _ = await post(served, CHAT, chat(session_id=name), headers=key)
+                assert status == 200
+            for key in (ALPHA, BETA):
+                status, body = await call(served, "GET", f"/v1/explain/{name}", **key)
+                assert (status, body.get("session_id")) == (200, name)
+            asked: list[str | None] = []
+            listing = engine.sessions
+
+            def sessions(tenant: str | None = None) -> Any:
+                asked.append(tenant)
+                return listing(tenant)
+
+            engine.sessions = sessions
+            engine.has_session = lambda tenant, session_id: False
+            assert (await call(served, "GET", "/v1/sessions/be_req_1", **ALPHA))[0] == 404
+            assert asked == []
+            _, body = await call(served, "GET", "/v1/sessions", **ALPHA)
+            assert (asked, len(body["data"])) == (["alpha"], 1)
+
+    run(scenario())
+
+
 def test_the_fake_skips_what_the_reader_has() -> None:
     async def scenario() -> None:
         engine = FakeEngine(["a", "b"])

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from batchengine.core import PAGE_TOKENS, GenerationRequest
+from batchengine.core import PAGE_TOKENS, BatchEngineError, GenerationRequest
 from batchengine.engine import refusals
 from batchengine.engine.journal import IDLE, PARKED, RUNNING, Journal
 from batchengine.engine.record import (
@@ -105,24 +105,24 @@ class Care:
     async def park(self, tenant: str, session_id: str, tool_call_id: str | None) -> dict[str, Any]:
         """The session waits for a tool: its KV leaves the lane, the call leads back to it.
 
-        While it computes, this happens at the end of its turn.
+        While it computes, this happens at the end of its turn. Raises BatchEngineError (404, 409,
+        503): the call leads nowhere then.
         """
         session = self._tables.named.get((tenant, session_id))
         while session is not None and self._is_held(session):  # a move ends soon, either way
             await asyncio.sleep(0.002)
             session = self._tables.named.get((tenant, session_id))
-        facts = None
-        if session is None:
+        facts = None if session is None else self._tables.facts.get(session.key)
+        if session is None or facts is None or session.logged < 0:
+            if session is not None and self._is_busy(session):
+                raise refusals.session_in_use(session_id, "parked")  # it is being looked up
             found = await self._record(tenant, session_id)
-            meta, epoch = session_meta(found.info.meta), found.info.epoch
-            tokens = len(found.tokens)
+            epoch, tokens = found.info.epoch, len(found.tokens)
+            meta = session_meta(found.info.meta) if facts is None else facts.meta
         else:
-            facts = self._tables.facts.get(session.key)
-            if facts is None:
-                raise refusals.unknown_session(session_id)
             meta, epoch, tokens = facts.meta, session.logged_epoch, len(session.tokens)
+        before = meta, None if facts is None else facts.parks
         if tool_call_id:
-            self._reopener.remember_call(tenant, tool_call_id, session_id)
             calls = (*(c for c in meta.calls if c != tool_call_id), tool_call_id)[-CALLS_MAX:]
             meta = _with_calls(meta, calls)
         is_busy = session is not None and self._is_busy(session)
@@ -132,11 +132,18 @@ class Care:
         if facts is not None:
             facts.meta = meta
             facts.parks = parked.tool_call_id if is_busy else None
-        await self._wait(
-            self._store.ledger.set_meta(
-                durable_name(tenant, session_id), epoch, state, encode(meta)
-            )
-        )
+        name = durable_name(tenant, session_id)
+        try:
+            await self._wait(self._store.ledger.set_meta(name, epoch, state, encode(meta)))
+        except (BatchEngineError, LedgerRefused) as error:
+            if facts is not None and facts.meta is meta:
+                facts.meta, facts.parks = before
+            if not isinstance(error, LedgerRefused):
+                raise
+            await self._record(tenant, session_id)  # 404 if it is not there, else its owner changed
+            raise refusals.session_in_use(session_id, "parked") from error
+        if tool_call_id:
+            self._reopener.remember_call(tenant, tool_call_id, session_id)
         state = "parked"
         if session is not None and facts is not None and self._is_busy(session):
             state = "parks at the end of its turn"
@@ -171,6 +178,7 @@ class Care:
                 )
             )
         except LedgerRefused as error:
+            await self._record(tenant, session_id)  # 404: it was dropped meanwhile
             raise refusals.session_exists(new_id) from error
         shared = self._store.match_prefix(found.tokens, tenant.encode())
         return {
@@ -191,6 +199,7 @@ class Care:
             self._give_up_tails(session.tokens)
         self._reopener.forget(tenant, session_id)
         await self._wait(self._store.ledger.drop_session(durable_name(tenant, session_id)))
+        self._reopener.forget(tenant, session_id)  # a call that it was parked for meanwhile
         tokens = found.tokens if session is None else session.tokens  # its last turn's, too
         async with _at_most(PARK_WAIT_S):
             while not self._give_up_tails(tokens):  # noqa: ASYNC110  no event for its end

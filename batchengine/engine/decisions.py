@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 from batchengine.cost import LaneLoad, RestorePlan
@@ -234,6 +234,7 @@ class DecisionLog:
         self._ring: deque[Record] = deque()
         self._size = size
         self._by_request: dict[str, Record] = {}
+        self._counts: dict[str, dict[str, int]] = {}  # session -> tenant -> records
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -248,12 +249,24 @@ class DecisionLog:
             oldest = self._ring.popleft()
             if self._by_request.get(oldest.request_id) is oldest:
                 del self._by_request[oldest.request_id]
+            counts = self._counts[oldest.session_id]
+            counts[oldest.tenant] -= 1
+            if not counts[oldest.tenant]:
+                del counts[oldest.tenant]
+            if not counts:
+                del self._counts[oldest.session_id]
         self._ring.append(record)
         self._by_request[record.request_id] = record
+        counts = self._counts.setdefault(record.session_id, {})
+        counts[record.tenant] = counts.get(record.tenant, 0) + 1
 
-    def of_request(self, request_id: str) -> Record | None:
-        """The latest decision about a request."""
-        return self._by_request.get(request_id)
+    def of_request(self, request_id: str, tenant: str | None = None) -> Record | None:
+        """The latest decision about a request, which may have to be `tenant`'s."""
+        found = self._by_request.get(request_id)
+        if found is None or tenant in (None, found.tenant):
+            return found
+        mine = (r for r in self if (r.request_id, r.tenant) == (request_id, tenant))
+        return next(mine, None)  # an id may come twice: clients choose them
 
     def latest(self, session_id: str, tenant: str) -> Record | None:
         """The latest decision about a session."""
@@ -263,23 +276,41 @@ class DecisionLog:
         """Decisions about a session, oldest first."""
         return [r for r in self._ring if (r.session_id, r.tenant) == (session_id, tenant)]
 
-    def find(self, given: str, sessions: Iterable[tuple[str, str]] = ()) -> list[tuple[str, ...]]:
+    def find(
+        self,
+        given: str,
+        sessions: Collection[tuple[str, str]] = (),
+        tenant: str | None = None,
+    ) -> list[tuple[str, ...]]:
         """What `given` may name: ("request", id) or ("session", tenant, id); exact before prefix.
 
-        `sessions` are (tenant, id) of sessions in memory: one may be older than the ring.
+        `sessions` are (tenant, id) of sessions in memory: one may be older than the ring. With
+        `tenant` nobody else's count: ids made of idempotency keys are the same for all.
         """
-        known = dict.fromkeys([*sessions, *((r.tenant, r.session_id) for r in self._ring)])
-        if given in self._by_request:
+        if self.of_request(given, tenant) is not None:
             return [("request", given)]
-        exact = [("session", *pair) for pair in known if pair[1] == given]
+        owners = {owner for owner, name in sessions if name == given}
+        owners |= self._counts.get(given, {}).keys()
+        exact: list[tuple[str, ...]] = [
+            ("session", owner, given) for owner in sorted(owners) if tenant in (None, owner)
+        ]
         if exact or len(given) < PREFIX_CHARS_MIN:
             return exact
+        alike = {pair for pair in sessions if pair[1].startswith(given)}
+        for name, counts in self._counts.items():
+            if name.startswith(given):
+                alike.update((owner, name) for owner in counts)
         found: list[tuple[str, ...]] = [
-            ("session", *pair) for pair in known if pair[1].startswith(given)
-        ]
-        mine = {f"be_{request_id}" for request_id in self._by_request}
-        found = [name for name in found if name[-1] not in mine]  # anonymous: the request says it
+            ("session", owner, name)
+            for owner, name in sorted(alike)
+            if tenant in (None, owner)
+            and not (name.startswith("be_") and name[3:] in self._by_request)
+        ]  # not those without a name: the request says it
         named = given.removeprefix("be_")
         if len(named) >= PREFIX_CHARS_MIN:
-            found += [("request", r) for r in self._by_request if r.startswith(named)]
+            found += [
+                ("request", r.request_id)
+                for r in self._by_request.values()
+                if r.request_id.startswith(named) and tenant in (None, r.tenant)
+            ]
         return found

@@ -35,10 +35,26 @@ class Desk:
         """One row per lane."""
         return reports.lane_rows(self._tables)
 
-    def sessions(self) -> list[dict[str, Any]]:
-        """Named sessions in memory, anonymous ones that compute now, and interrupted ones."""
-        rows = reports.session_rows(self._tables)
-        return rows if self._reopener is None else [*rows, *self._reopener.interrupted_rows()]
+    def sessions(self, tenant: str | None = None) -> list[dict[str, Any]]:
+        """Named sessions in memory, anonymous ones that compute now, and interrupted ones.
+
+        With `tenant` only those of that tenant.
+        """
+        rows = reports.session_rows(self._tables, tenant)
+        if self._reopener is not None and self._reopener.interrupted:
+            waiting = self._reopener.interrupted_rows()
+            rows += [row for row in waiting if tenant in (None, row["tenant"])]
+        return rows
+
+    def has_session(self, tenant: str, session_id: str) -> bool:
+        """Whether `sessions` has this one."""
+        name, tables = (tenant, session_id), self._tables
+        computing = (turn.session for turn in tables.turns.values())
+        return (
+            name in tables.named
+            or (self._reopener is not None and name in self._reopener.interrupted)
+            or any((s.tenant, s.session_id) == name for s in computing)
+        )
 
     def requests(self) -> list[dict[str, Any]]:
         """Requests that were admitted and have neither ended nor been cancelled."""
@@ -49,12 +65,13 @@ class Desk:
         waiting = 0 if self._reopener is None else len(self._reopener.interrupted)
         return {**reports.numbers(self._tables), "sessions_interrupted": waiting}
 
-    def explain(self, given: str) -> dict[str, Any]:
+    def explain(self, given: str, tenant: str | None = None) -> dict[str, Any]:
         """What was decided about a request or session, why, and what came of it.
 
-        `given` is an id or a unique prefix of one. Raises BatchEngineError (404, 409).
+        `given` is an id or a unique prefix of one; with `tenant`, of what is that tenant's.
+        Raises BatchEngineError (404, 409).
         """
-        return self._dispatch.explain(given)
+        return self._dispatch.explain(given, tenant)
 
     def predicted(self, request_id: str) -> dict[str, Any] | None:
         """Lane, ttft_ms, tpot_ms and move_ms as they were predicted; None = nobody knows."""

@@ -490,28 +490,30 @@ class Dispatcher:
 
     # --------------------------------------------------------------------------------- explain
 
-    def explain(self, given: str) -> dict[str, Any]:
-        """Why a request or a session is where it is: plain data; `given` may be a unique prefix."""
+    def explain(self, given: str, tenant: str | None = None) -> dict[str, Any]:
+        """Why a request or a session is where it is: plain data; `given` may be a unique prefix.
+
+        With `tenant` only what is that tenant's can be meant.
+        """
         tables = self._tables
-        live = {(s.tenant, s.session_id) for s in tables.named.values()}
-        live |= {(t.session.tenant, t.session.session_id) for t in tables.turns.values()}
-        names = self.log.find(given, sorted(live))
+        computing = ((t.session.tenant, t.session.session_id) for t in tables.turns.values())
+        names = self.log.find(given, [*tables.named, *computing], tenant)
         if len(names) != 1:
             raise refusals.nothing_to_explain(given, [name[-1] for name in names])
         now_ms = tables.now_ms()
         kind, *rest = names[0]
         if kind == "request":
-            record = self.log.of_request(rest[0])
+            record = self.log.of_request(rest[0], tenant)
             if record is None:
                 raise refusals.nothing_to_explain(given, [])
             return {"kind": "request", **record.as_dict(now_ms)}
-        tenant, session_id = rest
-        records = self.log.of_session(session_id, tenant)
-        session = tables.named.get((tenant, session_id))
+        owner, session_id = rest
+        records = self.log.of_session(session_id, owner)
+        session = tables.named.get((owner, session_id))
         return {
             "kind": "session",
             "session_id": session_id,
-            "tenant": tenant,
+            "tenant": owner,
             **({} if session is None else self._session_facts(session, now_ms)),
             "decisions": [record.as_dict(now_ms) for record in records],
         }

@@ -197,7 +197,10 @@ class Engine(Desk):
         self._progress = max(self._progress, min(0.99, fraction))
 
     async def stop(self, drain_s: float) -> None:
-        """Stop admitting, let turns finish for up to `drain_s`, end the rest with "shutdown"."""
+        """Stop admitting, let turns finish for up to `drain_s`, end the rest with "shutdown".
+
+        Requests that wait for their session by then have not begun: 503, with the time to retry.
+        """
         if self._state == "stopped":
             return
         self._state = "draining"
@@ -218,7 +221,7 @@ class Engine(Desk):
             self._end(generation, turn, "shutdown")
         for queue in self._queues.values():
             for generation in queue:
-                self._finish(generation, "shutdown")
+                generation.fail(refusals.draining())
         self._queues.clear()
         if self._journal is not None:
             self._journal.flush()
@@ -232,7 +235,7 @@ class Engine(Desk):
         """Turns that took too long end at a token, and every tail goes to the store."""
         for queue in self._queues.values():
             while queue:
-                self._finish(queue.popleft(), "shutdown")
+                queue.popleft().fail(refusals.draining())
         for turn in list(self._turns.values()):
             if turn.session.state in (State.RUNNING, State.WAITING):
                 self._home[turn.session.key].cancel(turn)
@@ -414,7 +417,7 @@ class Engine(Desk):
             await self.reopener.look(session, generation)
         except Exception as error:
             log.error("session %s cannot be reopened: %s", session.session_id, error)
-            known = error if isinstance(error, BatchEngineError) else refusals.internal(error)
+            known = refusals.request_failed(error)
             if session.logged == NOT_LOGGED:
                 session.logged = LOG_UNKNOWN
             generation.fail(known)
@@ -423,7 +426,7 @@ class Engine(Desk):
                 self._tables.forget(session)  # nothing is lost: the ledger is asked again
             return
         except asyncio.CancelledError:
-            self._finish(generation, "shutdown")
+            generation.fail(refusals.draining())
             raise
         finally:
             del self._tables.beginning[generation]
@@ -436,7 +439,7 @@ class Engine(Desk):
             yield
         except Exception as error:
             log.exception("a request of session %s cannot begin", session.session_id)
-            known = error if isinstance(error, BatchEngineError) else refusals.internal(error)
+            known = refusals.request_failed(error)
             turn = self._turns.get(generation)
             if turn is None:
                 generation.fail(known)
@@ -489,7 +492,7 @@ class Engine(Desk):
             try:
                 await move()
             except asyncio.CancelledError:
-                self._finish(generation, "shutdown")
+                generation.fail(refusals.draining())
                 raise
             finally:
                 del self._tables.beginning[generation]
@@ -671,10 +674,6 @@ class Engine(Desk):
             self._journal.end(turn, event, DONE if reason in ("stop", "length") else reason)
         else:
             generation.end(event)
-
-    def _finish(self, generation: Generation, reason: str) -> None:
-        """End a generation that never had a turn."""
-        generation.end(DoneEvent(reason, generation.usage(self._now_ms())))
 
     def _after_turn(self, turn: Turn) -> None:
         """Named sessions keep tokens and KV; anonymous ones leave their pages to the store."""

@@ -48,6 +48,20 @@ def internal(error: BaseException) -> BatchEngineError:
     )
 
 
+def request_failed(error: Exception) -> BatchEngineError:
+    """A fault of ours hit one request on its way to a lane, or what refused it said so itself."""
+    if isinstance(error, BatchEngineError):
+        return error
+    return BatchEngineError(
+        "BE1213",
+        "this request could not be begun",
+        why=f"a defect of the daemon met it ({type(error).__name__}); other requests go on",
+        fix="try it once more; if it fails again, report it with the daemon's log",
+        http_status=500,
+        api_code="request_failed",
+    )
+
+
 def overloaded(waiting: int, eta_ms: float) -> BatchEngineError:
     """The queue is full."""
     return BatchEngineError(
@@ -163,7 +177,8 @@ def too_large(turn: Turn, budget: int) -> BatchEngineError:
         "the request can never run here",
         why=f"it needs up to {turn.pages_max} KV pages and the store has {budget} in all",
         fix="shorten the prompt or max_tokens, or raise store.budget_bytes",
-        http_status=503,
+        http_status=400,
+        error_type="invalid_request_error",
         api_code="kv_too_small",
     )
 

@@ -81,10 +81,11 @@ def troubles(tables: Tables) -> list[str]:
     return found
 
 
-def session_rows(tables: Tables) -> list[dict[str, Any]]:
-    """Named sessions in memory, and anonymous ones that compute now."""
-    found = {s.key: s for s in tables.named.values()}
-    found.update({t.session.key: t.session for t in tables.turns.values()})
+def session_rows(tables: Tables, tenant: str | None = None) -> list[dict[str, Any]]:
+    """Named sessions in memory, and anonymous ones that compute now; of all tenants, or of one."""
+    computing = (turn.session for turn in tables.turns.values())
+    known = (*tables.named.values(), *computing)
+    found = {s.key: s for s in known if tenant in (None, s.tenant)}
     return [
         {
             "session_id": session.session_id,

@@ -253,6 +253,9 @@ class Person:
                 case ErrorEvent():
                     attempt.state = "failed"
                     self.world.trace("error", attempt.request_id, event.error.api_code)
+                    if event.error.api_code == "draining" and self.world.stopping:
+                        attempt.state = "cancelled"
+                        return
                     self._refused(event.error)
                 case _:
                     pass
