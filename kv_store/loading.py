@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from kv_store import keys
@@ -83,14 +83,44 @@ class LoadingPool(PlacePool):
 
         return self._pages_io.submit(intent)
 
-    def condemn(self, ref: PageRef) -> None:
-        """Never serve this page again, not in a later life either; its place is retired at the
-        second failure. Commits."""
+    def condemn(self, ref: PageRef, *, place_failed: bool = False) -> None:
+        """Never serve this page again, not in a later life either. Commits.
+
+        `place_failed`: it does not read back as written; the second time retires the place.
+        """
         with self._lock:
             page = self._table.get(ref)
             if page.state in RESIDENT:
-                self._reject(page)
+                self._reject(page, place_failed=place_failed)
                 self.ledger.commit()
+
+    def condemn_with_descendants(
+        self, wrong: Iterable[bytes], *, orphans: bool = False
+    ) -> set[bytes]:
+        """Never serve pages with these keys again, nor what any life computed from them, and gives
+        the keys of all. One commit: no later life finds a page without the one before it.
+
+        `orphans`: nor pages whose parent is gone, since nobody knows what it was computed from.
+        """
+        with self._lock:
+            after: dict[bytes, list[bytes]] = {}
+            for page in self._table:
+                if page.state in RESIDENT:
+                    after.setdefault(page.parent, []).append(page.key)
+            left, found = list(wrong), set[bytes]()
+            if orphans:
+                gone = [p for p in after if p != keys.ROOT_KEY and self._table.resident(p) is None]
+                left += [key for parent in gone for key in after[parent]]
+            while left:
+                key = left.pop()
+                if key not in found:
+                    found.add(key)
+                    left += after.get(key, ())
+            pages = [page for key in found if (page := self._table.resident(key)) is not None]
+            if pages:
+                self._reject(*pages, place_failed=False)
+                self.ledger.commit()
+            return found
 
     # -- caller's thread, under the lock ------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -328,30 +328,39 @@ class PlacePool:
             self._poison_queue.append(page.ref)
             self._pages_io.wake()
 
-    def _reject(self, page: Page) -> None:
-        """A resident page whose bytes or place failed."""
-        page.fails += 1
-        self.counters["pages_rejected"] += 1
-        if page.state in RESIDENT:
-            self._unlist(page)
+    def _reject(self, *pages: Page, place_failed: bool = True) -> None:
+        """Pages whose bytes failed, and with them the place; or, in a sound one, wrong content."""
+        resident = [page for page in pages if page.state in RESIDENT]
+        self.counters["pages_rejected"] += len(pages)
+        for page in pages:
+            page.fails += place_failed
+        self._unlist(resident)
+        for page in resident:
+            key = page.key  # a place that is free has none
             self._release(page)
-            self.on_rejected(page.key)
+            self.on_rejected(key)
 
-    def _unlist(self, page: Page) -> None:
-        """Free the manifest row of a page that is given up, at once: who pins the place may live
-        longer than we do, and no later life may find these bytes again."""
-        if not page.listed:
+    def _unlist(self, pages: Sequence[Page]) -> None:
+        """Free the manifest rows of pages that are given up, all or none, at once: who pins a place
+        may live longer than we do, and no later life may find these bytes again."""
+        listed = [(page, page.gen) for page in pages if page.listed]
+        if not listed:
             return
-        page.listed, gen = False, page.gen
+        for page, _ in listed:
+            page.listed = False
 
         def written(done: Future[int]) -> None:
             if done.exception() is not None:
                 with self._lock:  # no room in the ledger: `_settle` tries again
-                    if page.gen == gen and page.state is PageState.QUARANTINE:
-                        page.listed = True
+                    for page, gen in listed:
+                        if page.gen == gen and page.state is PageState.QUARANTINE:
+                            page.listed = True
 
-        row = records.FreePage(PageRef(page.page_id, gen + 1), self.repr_id, False)
-        self.ledger.append(row).add_done_callback(written)
+        rows = [
+            records.FreePage(PageRef(page.page_id, gen + 1), self.repr_id, False)
+            for page, gen in listed
+        ]
+        self.ledger.append(*rows).add_done_callback(written)
 
     def _poison_one(self) -> bool:
         """Idle work: overwrite one freed place, unless it has a new use. True = more to do."""

@@ -63,9 +63,6 @@ class SealingPool(LoadingPool):
             if twin is not None and twin.tokens != ids:
                 self._reject(twin)  # SHA-256 does not collide: the manifest row is damaged
                 twin = None
-            elif twin is not None and twin.state is PageState.LISTED and not twin.pins:
-                self._release(twin)  # never read since start; the copy we are given is certain
-                twin = None
             if twin is not None:
                 twin.pins += 1
                 return Ticket(key, parent, ids, salt, priority, None, twin)

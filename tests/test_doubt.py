@@ -218,26 +218,55 @@ def test_f46_the_only_lane_is_muted_after_two_verdicts() -> None:
 
 
 def test_f46_a_turn_whose_pages_are_in_doubt_again_and_again_fails() -> None:
-    """An older life left wrong pages: two are given up for the turn, then it ends."""
+    """Its lane is wrong each time, and no trial finds that out: twice it goes on."""
 
     async def scene(stage: Stage) -> None:
-        prompt = words(86, 1600)
-        starts = strike(stage, "left", lambda e: True, times=5)
+        prompt = words(86, 300)
+        await publish(stage, "right", prompt)
+        assert stage.up._upkeep is not None
+        jury: Any = stage.up._upkeep._jury
+
+        async def judge(*_: Any) -> None:
+            """Nobody can compute the page."""
+
+        jury.judge = judge
+        struck = strike(stage, "left", lambda e: e.start == 0, times=9)
+        with no_prefix():
+            asked = await ask(stage, "left", prompt, 400, "new")
+            tokens, error = await read_wrong(asked)
+        assert error == "numeric_fault"
+        assert tokens < 400
+        assert len(struck) == 3
+        assert [loop.drained for loop in stage.now.loops] == ["", ""]
+        stage.plans.clear()
+        await stage.answer(words(87, 600), 20, "new")
+        stage._wrong.clear()
+
+    play(scene, limits__canary_s=0)
+
+
+def test_f46_pages_of_an_older_life_go_with_the_wrong_one_they_were_computed_from() -> None:
+    """Sound copies of wrong rows: they would be found again behind the page computed anew."""
+
+    async def scene(stage: Stage) -> None:
+        prompt = words(88, 800)
+        struck = strike(stage, "left", lambda e: e.start == 0)
         await read_wrong(await ask(stage, "left", prompt, 1, "old"))
-        await stage.until(lambda: pages_of(stage, prompt) == 6)
-        assert [start // 256 for start in starts] == [0, 1, 2, 3, 5]
+        await stage.until(lambda: pages_of(stage, prompt) == 3)
+        assert struck == [0]
         await stage.crash()
         stage.plans.clear()
         store = store_of(stage)
-        loaded = store.load(store.match_prefix(prompt, b""))
-        assert await asyncio.wrap_future(loaded) == [True] * 6, "sound copies of wrong rows"
+        old = store.match_prefix(prompt, b"")
         with no_prefix():
-            told = await stage.read(stage.ask(prompt, 400, "new"))
-        assert told.error == "numeric_fault"
-        assert len(told.tokens) < 400
-        assert [loop.drained for loop in stage.now.loops] == ["", ""]
-        await stage.answer(words(87, 600), 20, "new")
+            told = await stage.read(stage.ask(prompt[:256], 300, "new"))
+        assert not told.error
         told_aloud(stage, "nobody who is here was wrong")
+        assert store.counters["numerics_faults"] == 1
+        assert not any(store.is_resident(ref) for ref in old)
+        await publish(stage, "right", prompt[:300])
+        assert pages_of(stage, prompt) == 1
+        await stage.answer(prompt, 20, "third")
 
     play(scene, limits__canary_s=0)
 

@@ -9,18 +9,23 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kv_store import (
+    PAGE_TOKENS,
     ROOT_KEY,
     LedgerRefused,
+    NumericsFault,
     PageRef,
     PageState,
+    StaleRef,
     Store,
     StoreFull,
     records,
 )
 from kv_store.fsck import fsck
+from kv_store.pages import FAILURES_MAX
 from tests import kv_scene
 from tests.kv_workload import (
     SALT,
@@ -130,7 +135,9 @@ def test_a_condemned_page_is_freed_once(
     store.unpin(ref)
     assert freed == [(PageRef(ref.page_id, ref.gen + 1), False)]
     (again,) = lane.add_chain(IDS)
-    store.condemn(again)  # the second failure of this place
+    store.condemn(again, place_failed=True)
+    (again,) = lane.add_chain(IDS)
+    store.condemn(again, place_failed=True)  # the second failure of this place
     assert freed[-1] == (again, True)
     store.ledger.commit().result(20)
     bad = rows(store, f"SELECT page_id FROM page WHERE state = 'bad' AND page_id = {ref.page_id}")
@@ -177,6 +184,119 @@ def test_a_page_condemned_while_it_is_read_is_not_served(tmp_path: Path) -> None
         assert store.match_prefix(IDS, SALT) == []
         store.check_integrity()
     check_gone(path, ref)
+
+
+def test_wrong_content_retires_no_place_and_its_key_is_told(store: Store, lane: Lane) -> None:
+    """Free places are used again lowest first: whoever may compute nonsense would use them up."""
+    told = list[bytes]()
+    store.on_rejected = told.append
+    for _ in range(FAILURES_MAX + 1):
+        ref, key = lane.add(ROOT_KEY, IDS)
+        store.unpin(ref)
+        store.condemn(ref)
+        assert told.pop() == key
+    assert store.stat()["pages_bad"] == 0
+    for _ in range(FAILURES_MAX):
+        (ref,) = lane.add_chain(IDS)
+        store.condemn(ref, place_failed=True)
+    assert store.stat()["pages_bad"] == 1
+
+
+def test_descendants_of_any_life_go_in_one_commit(tmp_path: Path) -> None:
+    path, ids = tmp_path / "s", tokens_of(7, 3)
+    with next_life(path) as store:
+        lane = Lane(store)
+        lane.add_chain(ids)
+        lane.add_chain(np.concatenate([ids[:PAGE_TOKENS], tokens_of(8, 1)]))
+        lane.add_chain(IDS)
+        lane.close()
+    with next_life(path) as store:
+        lane, told = Lane(store, incarnation=2), list[bytes]()
+        store.on_rejected = told.append
+        commits, refs = store.ledger.stats.commits, store.match_prefix(ids, SALT)
+        store.pin(refs[0])
+        key = store.key_of(ROOT_KEY, ids[:PAGE_TOKENS], SALT)
+        found = store.condemn_with_descendants({key})
+        left = left_behind(store, tmp_path / "crashed")
+        assert store.ledger.stats.commits == commits + 1
+        assert len(found) == 4
+        assert set(told) == found
+        assert not any(store.is_resident(ref) for ref in refs)
+        store.unpin(refs[0])
+        lane.add_chain(ids[:PAGE_TOKENS])
+        assert len(store.match_prefix(ids, SALT)) == 1
+        assert len(store.match_prefix(IDS, SALT)) == 1
+        assert store.stat()["pages_bad"] == 0
+        lane.close()
+        store.check_integrity()
+    with next_life(left) as store:
+        assert store.recovery.pages_listed == 1
+
+
+def test_a_page_without_its_parent_goes_only_if_asked(store: Store, lane: Lane) -> None:
+    ids = tokens_of(9, 3)
+    refs = lane.add_chain(ids)
+    other = lane.add_chain(IDS)
+    store.condemn(refs[1])  # as bit rot would: what comes after it stays
+    key = store.key_of(ROOT_KEY, ids[:PAGE_TOKENS], SALT)
+    assert store.condemn_with_descendants({bytes(31) + b"x"}) == {bytes(31) + b"x"}
+    store.condemn_with_descendants({key})
+    assert [store.is_resident(ref) for ref in refs] == [False, False, True]
+    store.condemn_with_descendants({key}, orphans=True)
+    assert [store.is_resident(ref) for ref in refs] == [False, False, False]
+    assert store.is_resident(other[0])
+
+
+# -- a page of an older life that is computed again -------------------------------------------
+
+
+def again(store: Store, flip: int) -> PageRef:
+    """A lane of this life has the page, too."""
+    lane = Lane(store, incarnation=3)
+    try:
+        published = store.publish(lane.seal(ROOT_KEY, IDS, flip=flip))
+        store.ledger.commit()
+        ref = published.result(20)
+        store.unpin(ref)
+        return ref
+    finally:
+        lane.close()
+
+
+def test_an_older_page_with_other_bytes_is_not_replaced_unseen(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with next_life(path) as store:
+        lane = Lane(store)
+        (ref,) = lane.add_chain(IDS)
+        lane.close()
+    with next_life(path) as store:
+        with pytest.raises(NumericsFault):
+            again(store, flip=1)
+        assert store.counters["numerics_faults"] == 1
+        assert store.state(ref) is PageState.LISTED
+        assert again(store, flip=0) == ref
+        assert store.state(ref) is PageState.PUBLISHED
+        store.check_integrity()
+
+
+def test_an_older_page_that_rotted_is_found_out_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with next_life(path) as store:
+        lane = Lane(store)
+        (ref,) = lane.add_chain(IDS)
+        lane.close()
+        info = store.extents()[0]
+    with open(info.path, "r+b") as file:
+        file.seek(info.place_of(ref.page_id) * info.page_bytes + 100)
+        file.write(b"rot")
+    with next_life(path) as store:
+        with pytest.raises(StaleRef):
+            again(store, flip=0)
+        assert store.match_prefix(IDS, SALT) == []
+        new = again(store, flip=0)
+        assert new != ref
+        assert store.load([new]).result(20) == [True]
+        store.check_integrity()
 
 
 # -- extents whose row was refused ------------------------------------------------------------

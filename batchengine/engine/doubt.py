@@ -218,12 +218,15 @@ class Jury:
         computed again, on another lane if there is one, and goes if it does not come out alike.
         """
         held: list[tuple[PageOf, PageRef]] = []
+        mine: list[PageRef] = []
         for index, ref in wrote:
             if any(ref in s.pinned for one in self._tables.loops for s in one.sessions.values()):
                 chain = array("i", tokens[: (index + 1) * PAGE_TOKENS])
                 held.append((PageOf(chain, salt, priority), ref))
             else:
-                self._give_up(lane, [ref])
+                mine.append(ref)
+        if mine:
+            self._give_up(mine)
         if held:
             self._spawn(self._prove(lane, held), "proof")
 
@@ -240,19 +243,28 @@ class Jury:
             stored = self._store.digest(ref)
             if not got:
                 log.warning("page %d of a turn that met NaN cannot be proven", page.page)
-                self._give_up(lane, [ref])
+                self._give_up([ref])
             elif got != stored:
                 await self.judge(by, page, got, stored)
 
-    def _give_up(self, lane: LaneLoop, refs: Sequence[PageRef]) -> None:
-        """These pages of a lane are served no more."""
+    def _give_up(self, refs: Sequence[PageRef]) -> None:
+        """These pages are served no more, nor what anybody computed from them."""
         wrong: set[bytes] = set()
         for ref in refs:
-            wrote = lane.pages.wrote.pop(ref, None)
-            wrong.update(() if wrote is None else (wrote.key,))
-            with contextlib.suppress(StoreError):
-                self._store.condemn(ref)
-        self._give_up_after(wrong)
+            written = [loop.pages.wrote.pop(ref, None) for loop in self._tables.loops]
+            found = {wrote.key for wrote in written if wrote is not None}
+            # one that was evicted took all after it along; its key may be a good page's by now
+            wrong.update(key for key in found if self._store.find(key) in (ref, None))
+            if not found:
+                with contextlib.suppress(StoreError):
+                    self._store.condemn(ref)
+        self._give_up_content(wrong)
+
+    def _give_up_content(self, wrong: set[bytes], *, orphans: bool = False) -> None:
+        """Pages with these keys were computed wrongly, and so was all that follows, in whatever
+        life: it would be found again once the pages before it are."""
+        after = self._store.condemn_with_descendants(wrong, orphans=orphans)
+        self._give_up_after(wrong | after)
 
     def _follow_rejected(self) -> None:
         """Whoever holds a rejected page falls back; what this life computed from it goes too."""
@@ -263,10 +275,7 @@ class Jury:
             self._give_up_after(wrong)
 
     def _give_up_after(self, wrong: set[bytes]) -> None:
-        """Pages of any lane that were computed from pages with these keys are as wrong as they.
-
-        They would be found again once the pages before them are.
-        """
+        """What lanes of this life computed from pages with these keys is served no more."""
         more = True
         while more:
             more = False
@@ -299,9 +308,8 @@ class Jury:
         async with self._one:
             ref = self._store.find(page.key(self._store.repr_id))
             writer = writer if ref is None else self._writer(ref)
-            if ref is not None and stored is None:
-                with contextlib.suppress(StaleRef):
-                    stored = self._store.digest(ref)
+            if stored is None:
+                stored = self._stored(page.key(self._store.repr_id))
             if stored is None or stored == digest:
                 return None  # the other page is gone
             verdict = await self._vote(lane, page, digest, stored, writer)
@@ -311,13 +319,20 @@ class Jury:
                 len(page.tokens),
                 verdict.why,
             )
-            if ref is not None and not verdict.stored_is_right:
-                with contextlib.suppress(StoreError):
-                    self._store.condemn(ref)
-                self._give_up_after({page.key(self._store.repr_id)})
+            if not verdict.stored_is_right:  # nor is what was stored anew during the trials
+                key = page.key(self._store.repr_id)
+                if self._stored(key) in (None, stored):
+                    self._give_up_content({key}, orphans=writer is None)
             if verdict.wrong is not None:
                 await self._punish(verdict.wrong, verdict.why)
             return verdict
+
+    def _stored(self, key: bytes) -> bytes | None:
+        """Digest of the page that the store has now."""
+        ref = self._store.find(key)
+        with contextlib.suppress(StaleRef):
+            return None if ref is None else self._store.digest(ref)
+        return None
 
     def writers(self, ref: PageRef) -> frozenset[str]:
         """The lanes that computed a page of the store and what it was computed from, if known."""
@@ -362,9 +377,8 @@ class Jury:
         """Nothing this lane has computed is used any more, nor what was computed from that."""
         name = loop.lane.name
         self._verdicts[name] = self._verdicts.get(name, 0) + 1
-        self._give_up(loop, list(loop.pages.wrote))
-        for one in self._tables.loops:
-            self._give_up(one, one.pages.distrust(name, why))
+        distrusted = [one.pages.distrust(name, why) for one in self._tables.loops]
+        self._give_up([*loop.pages.wrote, *(ref for refs in distrusted for ref in refs)])
         loop.drain(why)
         if any(one.up for one in self._tables.loops):
             return

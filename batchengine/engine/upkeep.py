@@ -172,7 +172,8 @@ class Upkeep:
             raise
         finally:
             release()
-        loop.pages.wrote[ref] = Wrote(key, parent, frozenset((loop.lane.name,)))
+        if ticket.page is not None and ticket.page.ref == ref:  # not an older, equal page
+            loop.pages.wrote[ref] = Wrote(key, parent, frozenset((loop.lane.name,)))
         store.unpin(ref)
 
     async def _page_of(self, found: ScrubResult) -> PageOf | None:

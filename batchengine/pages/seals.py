@@ -271,9 +271,9 @@ class SealLine(Places):
                     self._condemn(ref)
         self._seal_failed(seal, StoreError(seal.spoilt or self.muted))
 
-    def _condemn(self, ref: PageRef) -> None:
+    def _condemn(self, ref: PageRef, *, place_failed: bool = False) -> None:
         with contextlib.suppress(StaleRef):  # evicted meanwhile: then nobody holds it
-            self._store.condemn(ref)
+            self._store.condemn(ref, place_failed=place_failed)
 
     def fall_back(self, session: Session, *, only_sealed: bool) -> bool:
         """Keep the sealed pages before the first that was condemned; True if any KV went.
@@ -376,7 +376,8 @@ class SealLine(Places):
         if ref is None:
             raise RuntimeError("verified before publish")
         if not good:
-            self._condemn(ref)  # others may hold it: it was published, or is an older, equal page
+            # others may hold it: it was published, or is an older, equal page
+            self._condemn(ref, place_failed=True)
             self._store.unpin(ref)
             self._seal_failed(seal, StoreError(f"page {ref!r} does not read back as written"))
             return
