@@ -10,8 +10,19 @@ import asyncio
 
 import pytest
 
+from batchengine.engine.trial import TrialFailed
 from tests.simulation.stage import Plan, Stage, play, words
-from tests.test_doubt import ask, only, pages_of, publish, read_wrong, strike
+from tests.test_doubt import (
+    ask,
+    no_prefix,
+    no_referee,
+    only,
+    pages_of,
+    publish,
+    read_wrong,
+    strike,
+    told_aloud,
+)
 
 POINTS = ("P0", "P1", "P2", "P3", "P4", "P5")
 PROMPT = words(90, 300)
@@ -200,5 +211,60 @@ def test_a_turn_that_waits_on_a_drained_lane_leaves_when_another_comes_back(kept
         told = await asyncio.wait_for(stage.read(asked), 10.0)
         assert len(told.tokens) == 20
         assert stage.home("s") == "right"
+
+    play(scene, limits__canary_s=0)
+
+
+# ------------------------------------------------------------------------ doubts on the way
+
+
+@pytest.mark.parametrize("seen", ["P3", "P4", "P5", "moved", "adopted"])
+def test_f46_a_doubt_finds_a_session_that_has_taken_the_rows_elsewhere(seen: str) -> None:
+    """Nothing is told before the verdict; nobody can give one, and neither page is believed."""
+
+    async def scene(stage: Stage) -> None:
+        await publish(stage, "right", PROMPT[:256])
+        assert stage.up._upkeep is not None
+        jury, left = stage.up._upkeep._jury, stage.lane("left")
+        no_referee(stage)
+        decided = asyncio.Event()
+
+        async def digest(*_: object, **__: object) -> bytes:
+            await decided.wait()
+            raise TrialFailed("no witness")
+
+        def in_doubt() -> bool:
+            return bool(jury._open[left])
+
+        jury.digest = digest
+        stage.now.threads.delay = lambda name: 2.0 if name == "kv-pages" else 0.0005
+        strike(stage, "left", lambda e: e.start == 0)
+        with no_prefix():
+            asked = await ask(stage, "left", PROMPT, 400, "s")
+            await stage.computed(asked, 2)
+            if seen == "adopted":
+                stage.process("left").end(-9)
+                await stage.until(lambda: left.lane.incarnation == 2 and left.up)
+                await stage.until(lambda: stage.up._named["", "s"].frontier > 256)
+            else:
+
+                async def at(point: str) -> None:
+                    if point == seen:
+                        await stage.until(in_doubt)
+
+                stage.up.handover.on_point = at
+                moving = asyncio.ensure_future(stage.up.promote("s", to="right"))
+            await stage.until(in_doubt)
+            told = asked.completion_tokens
+            await asyncio.sleep(1.0)
+            assert asked.completion_tokens <= told + 1, "what was under way, if anything"
+            assert stage.up._named["", "s"].frontier == 0
+            decided.set()
+            if seen != "adopted":
+                assert (await moving)["result"] == "moved"
+        await read_wrong(asked)
+        await assert_right(stage)
+        await stage.until(lambda: not any(loop.pages._flying for loop in stage.now.loops))
+        told_aloud(stage, "nobody can say which is right")
 
     play(scene, limits__canary_s=0)

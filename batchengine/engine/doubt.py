@@ -159,17 +159,23 @@ class Jury:
     def doubt(self, lane: LaneLoop, seal: Seal) -> None:
         """The store has other bytes for a page this lane filled (F46). Called by its loop.
 
-        Its session waits for the verdict, and meanwhile nothing of this lane is published.
+        Its session waits for the verdict, and meanwhile nothing of this lane is published. One
+        that has taken the rows elsewhere since, or whose worker died, gives up all open ones.
         """
         self._tables.metrics.numeric_faults_total.inc()
         end = seal.index * PAGE_TOKENS + len(seal.tokens)
         page = PageOf(array("i", seal.timeline[:end]), seal.salt, seal.priority)
-        session = seal.session
-        turns = () if session is None else (lane.running, lane.waiting)
-        turn = next((t[session.key] for t in turns if session and session.key in t), None)
+        session, home, turn = seal.session, lane, None
+        if (left := seal.taken_by) is not None and left.tokens[:end] == page.tokens.tolist():
+            session, home = left, self._tables.home.get(left.key, lane)
+            session.distrusted = True
+            home.recheck()
+        if session is not None:  # one that is frozen has its turn in no lane's tables
+            turn = next((t for t in self._tables.turns.values() if t.session is session), None)
         if turn is not None:
             turn.paused, turn.cached_row = True, None
             turn.doubts += 1
+            home.session_cut(turn.session)  # if it waits, the plan has a row of it
         self._open[lane] += 1
         lane.pages.muted = lane.pages.muted or "another computation of one of its pages differs"
         self._spawn(self._resolve(lane, page, seal.digest, turn), "verdict")

@@ -333,7 +333,7 @@ class LaneLoop:
                     await self._wake_event.wait()
 
     def _check_stall(self) -> None:
-        """Running turns find no place, and no seal in flight will return one: one gives way.
+        """Running turns find no place, and no seal on its first flight returns one: one gives way.
 
         The store may have no room for the full pages in the arena (a full disk, a tiny budget),
         which the plan cannot see. A turn that is alone and still finds none can never go on.

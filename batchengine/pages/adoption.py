@@ -252,7 +252,7 @@ class AdoptingPages(SealLine):
         for place in session.places:
             seal = self._seals.get(place)
             if seal is not None and seal.ticket is not None:
-                seal.session = None
+                seal.session, seal.taken_by = None, session
                 left.places.remove(place)
             elif seal is not None:
                 self._unqueue(seal)

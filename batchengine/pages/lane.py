@@ -75,13 +75,13 @@ class LanePages(AdoptingPages):
 
     @property
     def has_chores(self) -> bool:
+        return self._has_other_chores or bool(self._verifiable())
+
+    @property
+    def _has_other_chores(self) -> bool:
+        """A frame must go out, for more than to read what was published."""
         return bool(
-            self._poison
-            or self._fresh
-            or self._retitles
-            or self._due
-            or self._has_arrivals
-            or self._verifiable()
+            self._poison or self._fresh or self._retitles or self._due or self._has_arrivals
         )
 
     # ------------------------------------------------------------------------ lane life cycle
@@ -93,10 +93,14 @@ class LanePages(AdoptingPages):
 
     @property
     def is_sealing(self) -> bool:
-        """Places may come back without anybody's doing: seals are in flight, or room is made."""
-        in_flight = len(self._flying) - len(self._verify)
+        """Places may come back without anybody's doing: seals are in flight, or room is made.
+
+        A seal that failed before does not count: it may fail again, once a second and for ever.
+        """
+        waiting = set(self._verify) - set(self._verifiable())  # for a page before them
+        in_flight = any(not seal.again for seal in self._flying - waiting)
         room_is_made = self._pending and "being allocated" in self._store.refusal
-        return bool(in_flight or self._done or self.has_chores or room_is_made)
+        return bool(in_flight or self._has_other_chores or room_is_made)
 
     def close(self) -> None:
         """The worker is gone for good: its arena goes too."""
@@ -115,7 +119,7 @@ class LanePages(AdoptingPages):
         """
         arena, self._arena = self._arena, None
         for seal in self._seals.values():
-            seal.session = None
+            seal.session, seal.taken_by = None, seal.session
         # Keys of a dead arena's places may repeat in the new one.
         self._seals, self._pending, self._stalled = {}, [], []
         if arena is not None:

@@ -36,8 +36,8 @@ class Seal:
     """
 
     __slots__ = (
-        "arena", "digest", "index", "lanes", "parent", "place", "priority", "ref", "salt",
-        "session", "spoilt", "ticket", "timeline", "tokens", "written",
+        "again", "arena", "digest", "index", "lanes", "parent", "place", "priority", "ref", "salt",
+        "session", "spoilt", "taken_by", "ticket", "timeline", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +46,7 @@ class Seal:
     ) -> None:  # fmt: skip
         start = index * PAGE_TOKENS
         self.session: Session | None = session
+        self.taken_by: Session | None = None  # its owner, if that has the rows elsewhere now
         self.index = index
         self.place = place
         self.arena = arena
@@ -60,6 +61,7 @@ class Seal:
         self.written = False  # the page thread is done; the manifest row is next
         self.ref: PageRef | None = None
         self.spoilt = ""  # why it must not be published after all
+        self.again = False  # it failed before: it promises nobody a place
 
     @property
     def is_tail(self) -> bool:

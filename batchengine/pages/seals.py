@@ -2,7 +2,8 @@
 
 Owns the seal pipeline of one lane. A seal whose session left goes on, for the sake of prefix
 sharing. A seal that failed for want of room stalls: its arena copy is sound, and `retry` tries
-again. A tail's seal is a courtesy: when it fails, or its session runs on, nothing is lost.
+again. One whose rows are in doubt never tries again: its session computes them anew. A tail's seal
+is a courtesy: when it fails, or its session runs on, nothing is lost.
 """
 
 from __future__ import annotations
@@ -260,7 +261,8 @@ class SealLine(Places):
                 del self.wrote[next(iter(self.wrote))]
 
     def _give_up(self, seal: Seal, ref: PageRef) -> None:
-        """It was on its way when this lane's pages fell into doubt: it may try again later."""
+        """It was on its way when this lane's pages fell into doubt: it may try again later. If it
+        is in doubt itself, its rows go."""
         if seal.written:  # it was published a moment ago, or an equal one long before
             own = None if seal.ticket is None else seal.ticket.page
             self._store.unpin(ref)
@@ -384,6 +386,11 @@ class SealLine(Places):
         if session is not None and seal.index != len(session.pinned):
             self._verify.append(seal)  # the page before it, verified by the same frame, was bad
             return
+        if session is not None and not (seal.spoilt or self._store.is_resident(ref)):
+            seal.spoilt = "its page was given up since it was published"
+        if session is not None and seal.spoilt:
+            self._give_up(seal, ref)
+            return
         self._end(seal)
         self.sealed += 1
         if session is None:
@@ -406,7 +413,8 @@ class SealLine(Places):
             self.seal_failures += 1
         level = logging.ERROR if isinstance(error, NumericsFault) else logging.WARNING
         log.log(logging.DEBUG if ran_on else level, "page %d was not sealed: %s", seal.index, error)
-        if isinstance(error, NumericsFault) and self.on_doubt is not None:
+        is_news = isinstance(error, NumericsFault) and not seal.spoilt
+        if is_news and self.on_doubt is not None:
             self.on_doubt(seal)
         if seal.ticket is not None and seal.ref is None:
             try:
@@ -422,12 +430,14 @@ class SealLine(Places):
         if session is None:
             if seal.arena is self._arena:
                 self._free(place)
-        elif in_table and not isinstance(error, StoreCorrupt | NumericsFault):
+        elif in_table and not (seal.spoilt or isinstance(error, StoreCorrupt | NumericsFault)):
             # No room, or a bad place in the store: what the lane hashed is still in the arena.
-            seal.written, seal.ref = False, None
+            seal.written, seal.ref, seal.again = False, None, True
             self._seals[place] = seal
             self._stalled.append(seal)
             self._count_lender(session)
+        elif session.state is State.FROZEN:
+            session.distrusted = True  # its table is somebody else's: who takes it up drops them
         else:
             # Its bytes are in doubt: recompute from the start of the page.
             self.truncate(session, seal.index)
