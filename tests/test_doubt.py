@@ -15,7 +15,7 @@ import pytest
 
 from batchengine.core import BatchEngineError, ErrorEvent
 from batchengine.engine import Generation
-from batchengine.engine.doubt import TRIAL_S, PageOf
+from batchengine.engine.doubt import TRIAL_S, PageOf, Verdict
 from batchengine.engine.trial import KEY
 from kv_store.store import Store
 from tests.simulation.stage import Plan, Stage, play, words
@@ -266,6 +266,40 @@ def test_f46_pages_of_an_older_life_go_with_the_wrong_one_they_were_computed_fro
         assert not any(store.is_resident(ref) for ref in old)
         await publish(stage, "right", prompt[:300])
         assert pages_of(stage, prompt) == 1
+        await stage.answer(prompt, 20, "third")
+
+    play(scene, limits__canary_s=0)
+
+
+def test_f46_a_wrong_page_that_is_stored_again_during_the_trials_goes_too() -> None:
+    """They take minutes: meanwhile it was evicted, and the wrong lane computed it anew."""
+
+    async def scene(stage: Stage) -> None:
+        prompt = words(89, 300)
+
+        async def wrong(session: str) -> bytes:
+            strike(stage, "left", lambda e: e.start == 0)
+            await read_wrong(await ask(stage, "left", prompt, 1, session))
+            await stage.until(lambda: pages_of(stage, prompt) == 1)
+            store = store_of(stage)
+            return store.digest(store.match_prefix(prompt, b"")[0])
+
+        stored = await wrong("old")
+        await stage.crash()
+        stage.plans.clear()
+        assert stage.up._upkeep is not None
+        jury: Any = stage.up._upkeep._jury
+
+        async def vote(*_: Any) -> Verdict:
+            assert store_of(stage).evict(1) == 1
+            assert await wrong("new") == stored
+            return Verdict(None, False, "nobody who is here was wrong")
+
+        jury._vote = vote
+        page = PageOf(array("i", prompt[:256]), b"", 0)
+        await jury.judge(stage.lane("right"), page, bytes(16), None)
+        assert pages_of(stage, prompt) == 0
+        told_aloud(stage, "nobody who is here was wrong")
         await stage.answer(prompt, 20, "third")
 
     play(scene, limits__canary_s=0)

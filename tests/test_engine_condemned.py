@@ -169,6 +169,9 @@ def test_a_page_that_a_seal_found_bad_goes_from_every_holder(
             answer = await read(engine.submit(request(longer, 4, session="a")))
             assert answer.tokens == reference.tokens(longer, 4)
             await until(lambda: not engine._store.is_resident(bad))
+            place = engine._store._table.find(bad.page_id)
+            assert place is not None
+            assert place.fails == 1, "it does not read back as written"
             if dies:
                 await died.wait()
                 await until(lambda: bool(seen))
