@@ -141,8 +141,9 @@ def test_interrupted_sessions_are_listed_until_they_go_on(
             rows = (await engine.call("sessions"))["sessions"]
             assert [(row["session_id"], row["state"]) for row in rows] == [("cut", "interrupted")]
             await engine.tokens(engine.ask("resume", session="cut"), 1)
-            rows = (await engine.call("sessions"))["sessions"]
-            assert [(row["session_id"], row["state"]) for row in rows] == [("cut", "running")]
+            (row,) = (await engine.call("sessions"))["sessions"]
+            assert row["session_id"] == "cut"
+            assert row["state"] != "interrupted"  # a fast lane may even have finished it
 
     run(work())
 
