@@ -173,6 +173,8 @@ def test_a_turn_ended_by_shutdown_goes_on_after_it(
             rest = await resumed(engine, "s", len(cut.tokens))
             assert cut.tokens + rest.tokens == reference.tokens(prompt, 400)
             assert rest.reason == "length"
+            told, there = (await engine.why("", "s"))["last"], len(prompt) + len(cut.tokens)
+            assert (told["prompt_tokens"], told["tokens_reused"]) == (there, there - 1)
 
     run(work())
 

@@ -353,8 +353,8 @@ class Reopener:
     def admitted(self, turn: Turn) -> None:
         """The turn has a seat: what it reuses is known, and why that is less than it might be."""
         session, generation = turn.session, turn.generation
-        found, prompt = session.frontier, len(generation.request.prompt)
-        generation.cached_tokens = min(found, prompt)
+        found = session.frontier
+        generation.cached_tokens = min(found, len(generation.request.prompt))
         facts = self._tables.facts.get(session.key)
         reason, kind = _shortfall(turn, facts)
         generation.reuse_reason, session.loss = reason, ""
@@ -369,7 +369,7 @@ class Reopener:
             self._store.attic.forget(session.name)
             facts.restored, facts.changed, facts.old_epoch = False, (), 0
         if facts.meta.rebase is not None:
-            met = msgspec.structs.replace(facts.meta.rebase, kept=min(found, prompt), reason=reason)
+            met = msgspec.structs.replace(facts.meta.rebase, kept=found, reason=reason)
             edit = met if met.is_edit else facts.meta.edit
             facts.meta = SessionMeta(facts.meta.repr_id, met, edit, facts.meta.calls)
 
@@ -480,8 +480,11 @@ def _nothing() -> None:
 
 
 def _shortfall(turn: Turn, facts: Facts | None) -> tuple[str, str]:
-    """Why less KV was reused than the prompt is long, for people and as a metric's label."""
-    found, prompt = turn.session.frontier, len(turn.generation.request.prompt)
+    """Why less KV was reused than the prompt is long, for people and as a metric's label.
+
+    The prompt of a turn that goes on is all of it that exists.
+    """
+    found, prompt = turn.session.frontier, len(turn.session.tokens)
     if not turn.timeline:
         return ("first use", "") if found < prompt - 1 else ("", "")
     expected = min(turn.shared, turn.timeline - 1, prompt - 1)  # the last token has no KV yet
