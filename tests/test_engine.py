@@ -258,7 +258,12 @@ def test_urgent_requests_preempt_and_nothing_changes(
 def test_refusals_name_their_reason(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
     async def work() -> None:
         async with running_engine(
-            pocket_path, tmp_path, cache_dir, limits__queue_max=2, lane__entries_max=1
+            pocket_path,
+            tmp_path,
+            cache_dir,
+            limits__queue_max=2,
+            lane__entries_max=1,
+            sla__standard__patience_s=0,
         ) as engine:
             context = engine.info.context_tokens
             with pytest.raises(BatchEngineError) as caught:

@@ -37,7 +37,7 @@ async def two_lanes(
         await until(lambda: not engine._turns)
         for loop in engine._loops:
             assert loop.expected == 0
-            assert not loop.pages._adoptions
+            await until(lambda loop=loop: not loop.pages._adoptions)
             assert not loop._arrivals
             for session in loop.sessions.values():
                 session.check()
