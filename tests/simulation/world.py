@@ -589,11 +589,11 @@ class World:
         store.check_integrity()
 
     def _is_looking_after_itself(self, life: Life) -> bool:
-        """A canary sits in an arena, or the scrub reads a page: either ends."""
+        """A canary sits in an arena, the scrub reads a page, a lane just died: it ends."""
         assert life.seam.opened is not None
-        pages = life.seam.opened._table._pages.values()
-        reads = any(page.pins or page.writers for page in pages)
-        return reads or any(loop.pages._adoptions for loop in life.loops)
+        reads = any(p.pins or p.writers for p in life.seam.opened._table._pages.values())
+        pages = [loop.pages for loop in life.loops]
+        return reads or any(one._adoptions or one._arena is None for one in pages)
 
     def _check_empty(self, life: Life) -> None:
         """All sessions left the memory: no place and no pin is held by anybody."""
