@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from batchengine.core import PAGE_TOKENS
 from batchengine.engine import Engine, background
 from batchengine.session import Session
+from batchengine.wire import FromArena
+from kv_store.errors import StoreError
 from kv_store.pages import PageRef
+from kv_store.sealing import Ticket
 from tests.fakes import Reference, read, request, run, running_engine, until, words
 from tests.test_handover import other, two_lanes
+from tests.test_handover_faults import kill, lanes_of
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +86,47 @@ def test_a_parked_session_moves_by_reference(
             again = await read(engine.submit(request(longer, 30, session="s")))
             assert again.tokens == reference.tokens(longer, 30)
             assert engine.stats()["tokens_recomputed"] == 0
+
+    run(work())
+
+
+def test_a_parked_tail_behind_an_open_page_of_a_dead_worker_stays_behind(
+    pocket_path: Path,
+    tmp_path: Path,
+    cache_dir: Path,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The full page before it found no room in the store: it is copied, the tail computed again."""
+    prompt = words(12, 300)
+
+    async def work() -> None:
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            store = engine._tables.store
+            assert store is not None
+            seal = store.seal
+
+            def only_tails(ticket: Ticket, *rest: Any) -> Future[PageRef]:
+                if len(ticket.tokens) < PAGE_TOKENS * 4:
+                    return seal(ticket, *rest)
+                full: Future[PageRef] = Future()
+                full.set_exception(StoreError("no room"))
+                return full
+
+            monkeypatch.setattr(store, "seal", only_tails)
+            first = await read(engine.submit(request(prompt, 8, session="s")))
+            session = await parked(engine, "s")
+            here, there = lanes_of(engine, "s")
+            await kill(here)
+            kinds = [type(orphan.source) for orphan in session.orphans]
+            assert kinds == [FromArena, PageRef]
+            report = await engine.promote("s", to=there.lane.name)
+            assert (report["result"], report["pages_copied"]) == ("moved", 1)
+            assert (report["rows_copied"], report["pages_shared"]) == (PAGE_TOKENS, 0)
+            session.check()
+            longer = [*prompt, *first.tokens, 5, 6]
+            again = await read(engine.submit(request(longer, 30, session="s")))
+            assert again.tokens == reference.tokens(longer, 30)
 
     run(work())
 

@@ -357,7 +357,7 @@ class Handover:
             report.target,
             report.cause,
             tokens=len(session.tokens),
-            pages_shared=len(session.pinned) + len(tails),
+            pages_shared=len(session.pinned) + sum(o in tails for o in session.orphans),
             pages_copied=len(adoption.orphans),
             rows_copied=to.pages.rows_adopted - rows_copied,
             rows_recomputed=max(0, before - session.frontier) if not session.orphans else 0,

@@ -271,10 +271,15 @@ class AdoptingPages(SealLine):
                 self._drop(place)
 
     def bring(self, session: Session, tails: Sequence[Orphan]) -> None:
-        """Parked rows that came along with a session: wanted if they follow what it has."""
+        """Parked rows that came along with a session: wanted if they follow its sealed pages.
+
+        Behind an open page they cannot wait: who has any has all of its open pages here.
+        """
         if not tails:
             return
         try:
+            if session.places:
+                raise ValueError(f"{session!r} has open pages")
             self.inherit(session, tails)
         except ValueError:
             for orphan in tails:
