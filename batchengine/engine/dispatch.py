@@ -211,7 +211,7 @@ class Dispatcher:
         return min(cost.wait_ms(self._lane(one, now_ms).load, rank) for one in loops)
 
     def pace(self, loop: LaneLoop, request: GenerationRequest) -> tuple[float, float]:
-        """What the request may expect of the lane: ms until its answer ends, ms per token."""
+        """Until when the request is late on the lane, and its target per token; both in ms."""
         chosen = self._tables.config.sla.of(request.sla.sla_class)
         targets = scheduler.ClassTargets(chosen.ttft_ms, chosen.tpot_ms)
         now, n_prompt = loop.cost.cost, len(request.prompt)
