@@ -50,13 +50,13 @@ free-order: build/free-order/.stamp
 
 # The suites that live in native code, with address and undefined-behaviour sanitizers. Leaks are not
 # counted: the interpreter itself keeps memory until it ends.
-SANITIZED := tests/test_kernels_attention.py tests/test_kernels_linear.py tests/test_sampling.py tests/test_model.py
+SANITIZED := tests/kernels/test_attention.py tests/kernels/test_partials.py tests/kernels/test_linear.py tests/kernels/test_sampling.py tests/model/test_model.py
 sanitize: .venv/.env-stamp build/sanitize/.stamp
 	$(SANITIZE_ENV) $(PY) -P tools/check_sanitizer.py
 	$(SANITIZE_ENV) $(PY) -P -m pytest -q --import-mode=append -p no:faulthandler $(SANITIZED)
 
 demo: native
-	$(PY) -m service.demo
+	$(PY) -m service.cli.demo
 
 test: native
 	$(PY) -m pytest -q
@@ -82,6 +82,7 @@ bench: native
 	$(PY) -m bench kernels
 	$(PY) -m bench invariance
 	$(PY) -m bench canonical
+	$(PY) -m bench store
 	$(PY) -m bench router
 	$(PY) -m bench promote
 	$(PY) -m bench restart

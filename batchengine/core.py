@@ -9,43 +9,64 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import msgspec
+
 PAGE_TOKENS = 256  # tokens per KV page; part of the format (NUMERICS CA-1 rule 7)
+ID_PREFIX_CHARS_MIN = 4  # a shorter beginning of an id names nothing
 SUPERPAGE_PAGES = 4  # pages folded together before super-pages fold
 FORM_CHAT, FORM_TEXT = "chat", "text"  # of a request, and of the events that answer it
 
 
-class BatchEngineError(Exception):
-    """An error a person can act on: code, what happened, why, and the fix.
+class Kind(enum.Enum):
+    """What an error asks of its reader; a protocol maps each kind to its own vocabulary."""
 
-    `http_status` and `error_type` are what the HTTP service answers with; `api_code` is the
-    machine-readable OpenAI-style code. `details` are extra fields of the error object
-    (for example n_prompt_tokens and n_ctx).
+    INVALID = enum.auto()  # the request can never be served as it is
+    UNAUTHENTICATED = enum.auto()
+    FORBIDDEN = enum.auto()
+    NOT_FOUND = enum.auto()  # what the request addresses does not exist
+    MISSING = enum.auto()  # what the request depends on does not exist, or exists no more
+    METHOD = enum.auto()
+    TIMEOUT = enum.auto()  # the client sent or read too slowly
+    CONFLICT = enum.auto()  # the request contradicts the state of what it addresses
+    TOO_LARGE = enum.auto()
+    MEDIA_TYPE = enum.auto()
+    BUSY = enum.auto()  # a limit is reached: send it again later
+    INTERNAL = enum.auto()
+    UNSUPPORTED = enum.auto()
+    UNAVAILABLE = enum.auto()  # the daemon cannot serve now: send it again later
+
+
+class BatchEngineError(Exception):
+    """An error that its reader can act on: code, what happened, why, and the fix.
+
+    `code` is BExxxx, `name` the machine-readable word that API clients compare (OpenAI's `code`).
+    `param` is the field of the request that is wrong, `retry_ms` the time after which sending it
+    again makes sense, `details` are extra fields of the error object (for example
+    n_prompt_tokens and n_ctx). Raised by calling a row of `batchengine.errors`.
     """
 
     def __init__(
         self,
         code: str,
+        kind: Kind,
+        name: str,
         what: str,
-        *,
         why: str = "",
         fix: str = "",
-        http_status: int = 500,
-        error_type: str = "server_error",
-        api_code: str = "internal_error",
+        *,
         param: str | None = None,
-        retry_after_ms: int | None = None,
+        retry_ms: int | None = None,
         details: dict[str, int | str] | None = None,
     ) -> None:
         super().__init__(what)
         self.code = code
+        self.kind = kind
+        self.name = name
         self.what = what
         self.why = why
         self.fix = fix
-        self.http_status = http_status
-        self.error_type = error_type
-        self.api_code = api_code
         self.param = param
-        self.retry_after_ms = retry_after_ms
+        self.retry_ms = retry_ms
         self.details = details or {}
 
     def __str__(self) -> str:
@@ -80,12 +101,13 @@ class Sla:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling parameters, already cast to binary32 where they are floats (NUMERICS 2.7).
+class Sampling(msgspec.Struct, frozen=True):
+    """Sampling parameters; floats are binary32 values already (NUMERICS 2.7).
 
-    temperature 0 = greedy. top_k 0 = off, top_p 1 = off, min_p 0 = off,
-    repetition_penalty 1 = off (applied to the last `penalty_tokens` tokens of the timeline).
+    temperature 0 = greedy. top_k 0 = off, top_p 1 = off, min_p 0 = off, repetition_penalty 1 =
+    off; penalties look at the last `penalty_tokens` tokens of the timeline. The request, the
+    ledger's record of a turn and the step frame hold this same struct, by field name: a new
+    field needs a default, so that older records are read.
     """
 
     temperature: float = 0.0
@@ -100,6 +122,26 @@ class Sampling:
     logprobs: int = -1  # -1 = none, 0 = chosen token only, n = also the n best
     logit_bias: tuple[tuple[int, float], ...] = ()
 
+    @property
+    def history_tokens(self) -> int:
+        """How many of the last tokens the sampler reads; 0 = every penalty is off."""
+        is_off = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (
+            1.0,
+            0.0,
+            0.0,
+        )
+        return 0 if is_off else self.penalty_tokens
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the text of an answer must conform to: a JSON Schema, as JSON; "{}" = any JSON value."""
+
+    json_schema: str
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
@@ -112,13 +154,14 @@ class GenerationRequest:
     KV leaves the lane at the end of the turn. `idempotency_key`: the same key in one session is
     computed once. `promote`: this turn wants the fast lane. `expected_output_tokens`: the
     client's estimate, for the router only. `form`: of the answer's events, for a later stream
-    of the same turn; the engine keeps it and gives it back.
+    of the same turn; the engine keeps it and gives it back. `constraint` None = any text; no lane
+    can keep another yet, so the service refuses requests that need one.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     tokens_max: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     sla: Sla = Sla()
@@ -130,13 +173,22 @@ class GenerationRequest:
     promote: bool = False
     expected_output_tokens: int | None = None
     form: str = FORM_CHAT
+    constraint: Constraint | None = None
+
+
+class Presence(enum.Enum):
+    """Where the engine has a session."""
+
+    IN_MEMORY = enum.auto()
+    STORED = enum.auto()  # in the ledger only
+    UNKNOWN = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts and times of a finished generation; times in ms.
 
-    `reuse_reason` says why less than the whole prompt came from KV; "" = all of it did.
+    `reuse_reason`: why less than the whole prompt came from KV; "" = all of it did.
     `resumed_tokens` are tokens of this turn that an earlier stream computed. `durable` is False
     where a full disk kept the last tokens of a named session out of the ledger.
     """
@@ -216,7 +268,7 @@ class Stage:
 
 @dataclass(slots=True)
 class ModelInfo:
-    """What the service tells clients about the model it serves."""
+    """The model as the service reports it to clients."""
 
     model_id: str
     path: str

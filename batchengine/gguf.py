@@ -1,7 +1,7 @@
 """Reads GGUF files: one mapping, every byte of it checked before it is believed.
 
 Owns: the container format (header, key-values, tensor table, bounds of the tensor data).
-Refuses: any file that lies. Each way to lie has one error that names the key or the tensor;
+Refuses: any malformed file. Each defect has one error that names the key or the tensor;
 no count, length or offset from the file is used before it is compared with what is really
 there, so that no file can make the reader crash, hang or allocate more than its own size.
 Does not know what the keys mean (weights.spec does) and never converts tensor data.
@@ -30,6 +30,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from batchengine import errors
 from batchengine.core import BatchEngineError
 
 MAGIC = b"GGUF"
@@ -198,7 +199,7 @@ class GgufFile:
         )
 
     def close(self) -> None:
-        """Unmaps the file once nobody holds a view of it."""
+        """Unmaps the file once no view of it is left."""
         # A view still in use keeps the mapping; it goes with the last view.
         with contextlib.suppress(BufferError):
             self._view.release()
@@ -214,7 +215,7 @@ class GgufFile:
         return self._view[info.offset : info.offset + info.n_bytes]
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """An integer value; BE1321 if missing without a default, BE1322 if of another type."""
+        """An integer value; KEY_MISSING without a default, KEY_VALUE for another type."""
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong(key, value, "an integer")
@@ -252,14 +253,14 @@ class GgufFile:
 
     def _wrong(self, key: str, value: object, wanted: str) -> BatchEngineError:
         if value is None:
-            return gguf_error("BE1321", f"{self.path.name} has no key {key}", f"{wanted} is needed")
-        shown = repr(value)[:80]
-        return gguf_error("BE1322", f"key {key} of {self.path.name} is {shown}", f"not {wanted}")
+            return errors.KEY_MISSING(file=self.path.name, key=key, wanted=wanted)
+        shown, why = repr(value)[:80], f"not {wanted}"
+        return errors.KEY_VALUE(file=self.path.name, key=key, value=shown, why=why)
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What the bytes before the tensor data say."""
+    """The parsed bytes before the tensor data."""
 
     version: int
     alignment: int
@@ -268,31 +269,23 @@ class Parsed:
     tensors: dict[str, TensorInfo]
 
 
-def gguf_error(code: str, what: str, why: str, fix: str = "") -> BatchEngineError:
-    """An error about the model file; a model that cannot be read never starts to be served."""
-    fix = fix or "use an intact GGUF file (download or convert it again)"
-    return BatchEngineError(code, what, why=why, fix=fix)
-
-
 def _map_file(path: Path) -> tuple[mmap.mmap, Identity]:
     try:
         # O_NONBLOCK: opening a FIFO for reading would otherwise wait for a writer for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
-        raise gguf_error(
-            "BE1301", f"cannot open model {path}", str(error), "check the path and its permissions"
-        ) from error
+        raise errors.MODEL_UNREADABLE(path=path, why=error) from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise gguf_error("BE1301", f"{path} is not a model", "it is not a regular file")
+            raise errors.MODEL_UNREADABLE(path=path, why="it is not a regular file")
         if status.st_size < 24:
-            raise gguf_error("BE1304", f"{path} is cut short", f"it has {status.st_size} bytes")
+            raise errors.GGUF_CUT_SHORT(file=path, why=f"it has {status.st_size} bytes")
         identity = file_identity(status)
         try:
             return mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ), identity
         except (OSError, ValueError) as error:
-            raise gguf_error("BE1301", f"cannot map {path}", str(error)) from error
+            raise errors.MODEL_UNREADABLE(path=path, why=error) from error
     finally:
         os.close(fd)
 
@@ -303,7 +296,7 @@ def file_identity(status: os.stat_result) -> Identity:
 
 
 class _Cursor:
-    """A position in the buffer that never leaves it. Every read says what it was reading."""
+    """A position in the buffer that never leaves it. Every read names what it reads, for errors."""
 
     def __init__(self, buffer: memoryview, name: str) -> None:
         self.buffer = buffer
@@ -313,11 +306,8 @@ class _Cursor:
         self.elements_left = ELEMENT_COUNT_MAX
 
     def truncated(self, reading: str) -> BatchEngineError:
-        return gguf_error(
-            "BE1304",
-            f"{self.name} is cut short",
-            f"{reading} at byte {self.position} goes past the end ({self.size} bytes)",
-        )
+        why = f"{reading} at byte {self.position} goes past the end ({self.size} bytes)"
+        return errors.GGUF_CUT_SHORT(file=self.name, why=why)
 
     def take(self, n_bytes: int, reading: str) -> int:
         """Position of the next `n_bytes`, which are consumed."""
@@ -337,9 +327,7 @@ class _Cursor:
         """A count from the file, believed only if so many items can follow it."""
         count = self.u64(reading)
         if count > most:
-            raise gguf_error(
-                "BE1305", f"{self.name} declares {count} for {reading}", f"the limit is {most}"
-            )
+            raise errors.GGUF_COUNT(file=self.name, count=count, reading=reading, most=most)
         if count * item_bytes_min > self.size - self.position:
             raise self.truncated(f"{reading} ({count})")
         return count
@@ -350,8 +338,8 @@ class _Cursor:
         try:
             return str(self.buffer[start : start + length], "utf-8")
         except UnicodeDecodeError as error:
-            raise gguf_error(
-                "BE1308", f"{reading} of {self.name} is not UTF-8", f"at byte {start}: {error}"
+            raise errors.GGUF_NOT_UTF8(
+                file=self.name, reading=reading, start=start, reason=error
             ) from error
 
 
@@ -368,9 +356,8 @@ def parse(buffer: memoryview, name: str) -> Parsed:
     for index in range(n_keys):
         key = cursor.string(f"key {index}", KEY_BYTES_MAX)
         if not key or key in values:
-            raise gguf_error(
-                "BE1306", f"{name} has a bad key {key!r}", "it is there twice" if key else "empty"
-            )
+            why = "it is there twice" if key else "empty"
+            raise errors.GGUF_KEY_NAME(file=name, key=key, why=why)
         values[key] = _read_value(cursor, key)
     alignment = _alignment(values, name)
     infos: list[tuple[str, TensorType, tuple[int, ...], int, int]] = []
@@ -385,12 +372,7 @@ def _read_version(cursor: _Cursor) -> int:
     start = cursor.take(4, "the magic number")
     magic = bytes(cursor.buffer[start : start + 4])
     if magic != MAGIC:
-        raise gguf_error(
-            "BE1302",
-            f"{cursor.name} is not a GGUF file",
-            f"it starts with {magic!r}, not {MAGIC!r}",
-            "convert the model to GGUF, or name another file",
-        )
+        raise errors.GGUF_MAGIC(file=cursor.name, found=magic, wanted=MAGIC)
     version = cursor.u32("the version")
     if version in VERSIONS:
         return version
@@ -398,7 +380,7 @@ def _read_version(cursor: _Cursor) -> int:
         why, fix = "it is big-endian", "convert it to little-endian (gguf-convert-endian)"
     else:
         why, fix = f"its version is {version}, not 2 or 3", "convert the model again"
-    raise gguf_error("BE1303", f"{cursor.name} cannot be read", why, fix)
+    raise errors.GGUF_VERSION(file=cursor.name, why=why, fix=fix)
 
 
 def _read_value(cursor: _Cursor, key: str) -> Value:
@@ -409,7 +391,8 @@ def _read_value(cursor: _Cursor, key: str) -> Value:
         return _read_array(cursor, key)
     code = _SCALARS.get(kind)
     if code is None:
-        raise gguf_error("BE1307", f"key {key} of {cursor.name}", f"unknown value type {kind}")
+        why = f"unknown value type {kind}"
+        raise errors.GGUF_VALUE_TYPE(file=cursor.name, key=key, why=why)
     return _scalar(cursor, key, code)
 
 
@@ -421,12 +404,12 @@ def _scalar(cursor: _Cursor, key: str, code: str) -> Value:
 def _read_array(cursor: _Cursor, key: str) -> Value:
     kind = cursor.u32(f"element type of key {key}")
     if kind == _ARRAY:
-        raise gguf_error(
-            "BE1307", f"key {key} of {cursor.name}", "an array of arrays: no model key is one"
-        )
+        why = "an array of arrays: no model key is one"
+        raise errors.GGUF_VALUE_TYPE(file=cursor.name, key=key, why=why)
     code = _SCALARS.get(kind)
     if code is None and kind != _STRING:
-        raise gguf_error("BE1307", f"key {key} of {cursor.name}", f"unknown element type {kind}")
+        why = f"unknown element type {kind}"
+        raise errors.GGUF_VALUE_TYPE(file=cursor.name, key=key, why=why)
     item_bytes = 8 if code is None else struct.calcsize("<" + code)
     count = cursor.count(f"the elements of key {key}", cursor.elements_left, item_bytes)
     cursor.elements_left -= count
@@ -468,35 +451,28 @@ def _alignment(values: dict[str, Value], name: str) -> int:
         why = f"not a power of two up to {ALIGNMENT_MAX}"
     else:
         return value
-    raise gguf_error("BE1309", f"general.alignment of {name} is {str(value)[:40]}", why)
+    raise errors.GGUF_ALIGNMENT(file=name, value=value, why=why)
 
 
 def _read_tensor(cursor: _Cursor, index: int) -> tuple[str, TensorType, tuple[int, ...], int, int]:
     """name, type, shape, offset from the start of the data, size in bytes."""
     tensor = cursor.string(f"name of tensor {index}", NAME_BYTES_MAX)
     if not tensor:
-        raise gguf_error("BE1310", f"tensor {index} of {cursor.name} has no name", "it is empty")
+        raise errors.TENSOR_NAME(tensor=index, problem="has no name", file=cursor.name)
     n_dims = cursor.u32(f"dimensions of tensor {tensor}")
     if not 1 <= n_dims <= DIMENSIONS_MAX:
-        raise gguf_error("BE1311", f"tensor {tensor} has {n_dims} dimensions", "1 to 4 are legal")
+        why = f"1 to {DIMENSIONS_MAX} are legal"
+        raise errors.TENSOR_SHAPE(tensor=tensor, shape=f"{n_dims} dimensions", why=why)
     shape = tuple(cursor.u64(f"shape of tensor {tensor}") for _ in range(n_dims))
     number = cursor.u32(f"type of tensor {tensor}")
     offset = cursor.u64(f"offset of tensor {tensor}")
     kind = TENSOR_TYPES.get(number)
     if kind is None:
-        raise gguf_error(
-            "BE1312",
-            f"tensor {tensor} has the unknown type {number}",
-            "this version knows no such storage type",
-            "use a Q4_0 model, or update batchengine",
-        )
+        raise errors.TENSOR_TYPE(tensor=tensor, number=number)
     n_items = math.prod(shape)  # Python integers do not overflow
     if n_items == 0 or shape[0] % kind.block_items:
-        raise gguf_error(
-            "BE1311",
-            f"tensor {tensor} has the shape {list(shape)}",
-            f"rows of {kind.name} hold multiples of {kind.block_items} and nothing may be 0",
-        )
+        why = f"rows of {kind.name} hold multiples of {kind.block_items} and nothing may be 0"
+        raise errors.TENSOR_SHAPE(tensor=tensor, shape=f"the shape {list(shape)}", why=why)
     return tensor, kind, shape, offset, n_items // kind.block_items * kind.block_bytes
 
 
@@ -510,23 +486,15 @@ def _place_tensors(
     tensors: dict[str, TensorInfo] = {}
     for tensor, kind, shape, offset, n_bytes in infos:
         if tensor in tensors:
-            raise gguf_error("BE1310", f"tensor {tensor} is there twice", f"in {cursor.name}")
+            raise errors.TENSOR_NAME(tensor=tensor, problem="is there twice", file=cursor.name)
         if offset % alignment:
-            raise gguf_error(
-                "BE1313", f"tensor {tensor} starts at {offset}", f"not a multiple of {alignment}"
-            )
+            raise errors.TENSOR_UNALIGNED(tensor=tensor, offset=offset, alignment=alignment)
         if data_start + offset + n_bytes > cursor.size:
-            raise gguf_error(
-                "BE1314",
-                f"tensor {tensor} lies outside {cursor.name}",
-                f"it ends at byte {data_start + offset + n_bytes}, the file has {cursor.size}",
-                "the download is incomplete: fetch the file again",
-            )
+            end = data_start + offset + n_bytes
+            raise errors.TENSOR_OUTSIDE(tensor=tensor, file=cursor.name, end=end, size=cursor.size)
         tensors[tensor] = TensorInfo(tensor, kind, shape, data_start + offset, n_bytes)
     by_offset = sorted(tensors.values(), key=operator.attrgetter("offset"))
     for before, after in itertools.pairwise(by_offset):
         if before.offset + before.n_bytes > after.offset:
-            raise gguf_error(
-                "BE1315", f"tensors {before.name} and {after.name} overlap", f"in {cursor.name}"
-            )
+            raise errors.TENSORS_OVERLAP(before=before.name, after=after.name, file=cursor.name)
     return tensors

@@ -12,24 +12,25 @@ lives from the page table; neither is a state.
 from __future__ import annotations
 
 import enum
-from array import array
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from batchengine.core import PAGE_TOKENS
-from batchengine.wire import FromArena
-from kv_store.arena import ArenaPlace
-from kv_store.pages import PageRef
+from batchengine.session_kv import Cut, SessionKv
 
-ARENA_BIT = 1 << 63  # of a place code: set = open page in the lane's arena
 NOT_LOGGED = -1  # Session.logged: the ledger has never heard of it;
 LOG_UNKNOWN = -2  # a record of it was refused: ask the ledger what it has
 
-# Session.loss: what became of KV the session had, in words for its reader
-LOST_WITH_WORKER = "tail lost with its worker"
-LOST_TO_OTHERS = "its open page was lent to another session"
-LOST_TO_EVICTION = "pages evicted"
-LOST_TO_CHECKSUM = "page failed its checksum"
+
+class Loss(enum.Enum):
+    """What became of KV that a session had: the label of the metric, and the reason it reports."""
+
+    WORKER = ("worker", "tail lost with its worker")
+    RECLAIMED = ("lent", "its open page was given to another session")
+    EVICTED = ("evicted", "pages evicted")
+    CHECKSUM = ("checksum", "page failed its checksum")
+
+    def __init__(self, label: str, text: str) -> None:
+        self.label = label
+        self.text = text
 
 
 class State(enum.Enum):
@@ -80,26 +81,6 @@ class IllegalTransition(Exception):
     """A bug in the engine: this event cannot happen in this state."""
 
 
-class Orphan(NamedTuple):
-    """Rows of one page that are not in the lane's arena: up to `rows` leading ones at `source`.
-
-    `release` lets go of what keeps the source there, once nobody wants the rows any more.
-    """
-
-    page: int
-    rows: int
-    source: FromArena | PageRef
-    release: Callable[[], None]
-
-
-class Parked(NamedTuple):
-    """A copy of the open tail in the store, held by one pin: leading rows of page `page`."""
-
-    page: int
-    rows: int
-    ref: PageRef
-
-
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the longest common prefix of two token sequences; bisects on slices."""
     low, high = 0, min(len(a), len(b))
@@ -119,33 +100,20 @@ class Session:
 
     `epoch` is the fencing number: an append-only stretch of the timeline under one owner. It
     grows when the owner changes or the timeline is cut; a number that was tried is never reused.
-
-    Page p is sealed for p < len(pinned): `pinned[p]` is the store's reference, held by one pin,
-    and the page outlives the worker. The pages after those are open: `places[p - len(pinned)]` is
-    their arena place. `codes[p]` is what the worker reads for either. `keys` are content keys of
-    leading full pages, as far as they were needed. With `orphans` there are no open pages: their
-    rows are elsewhere, and the session computes once they were adopted or given up.
     """
 
     __slots__ = (
         "alone_deaths",
-        "codes",
         "computed",
-        "distrusted",
         "epoch",
         "epoch_tried",
         "frontier",
         "key",
-        "keys",
-        "lanes",
+        "kv",
         "logged",
         "logged_epoch",
         "loss",
         "name",
-        "orphans",
-        "parked",
-        "pinned",
-        "places",
         "priority",
         "salt",
         "session_id",
@@ -168,24 +136,17 @@ class Session:
         self.tokens: list[int] = []
         self.frontier = 0
         self.computed = 0  # the highest frontier a step was sent for: below it, work is repeated
-        self.codes = array("Q")
-        self.pinned: list[PageRef] = []
-        self.places: list[ArenaPlace] = []
-        self.orphans: list[Orphan] = []
-        self.parked: Parked | None = None
-        self.keys: list[bytes] = []
+        self.kv = SessionKv()
         self.logged = NOT_LOGGED  # tokens of the timeline that the ledger was given
         self.logged_epoch = 0  # the epoch it was given: `epoch` follows when a turn begins
-        self.lanes: frozenset[str] = frozenset()  # that computed KV it has: at least those
-        self.distrusted = False  # its open rows may be wrong: they go at the next look
-        self.loss = ""  # why KV is gone that the next turn may expect
+        self.loss: Loss | None = None  # why KV is gone that the next turn may expect
         self.suspect = False
         self.alone_deaths = 0
 
     def __repr__(self) -> str:
         return (
             f"<Session {self.session_id} {self.state.name} frontier={self.frontier}"
-            f"/{len(self.tokens)} pages={len(self.codes)} sealed={len(self.pinned)}"
+            f"/{len(self.tokens)} pages={len(self.kv.codes)} sealed={len(self.kv.sealed)}"
             f" epoch={self.epoch}>"
         )
 
@@ -203,10 +164,7 @@ class Session:
 
     def advance(self, n_tokens: int, lane: str) -> None:
         """This lane computed so many more tokens."""
-        if not self.frontier:
-            self.lanes = frozenset((lane,))
-        elif lane not in self.lanes:
-            self.lanes |= {lane}
+        self.kv.note_writer(self.frontier, self.frontier + n_tokens, lane)
         self.frontier += n_tokens
 
     @property
@@ -220,15 +178,8 @@ class Session:
 
         A parked tail is only fetched for a session with a seat.
         """
-        orphans = self.orphans
-        return bool(orphans) and (
-            self.state is State.RUNNING or isinstance(orphans[0].source, FromArena)
-        )
-
-    @property
-    def open_until(self) -> int:
-        """Positions below this already have a page."""
-        return len(self.codes) * PAGE_TOKENS
+        kv = self.kv
+        return bool(kv.pending) and (self.state is State.RUNNING or kv.is_waiting_for_arena())
 
     def rebase(self, prompt: Sequence[int]) -> int:
         """Make `prompt` the timeline; the frontier stays inside the common prefix.
@@ -243,37 +194,22 @@ class Session:
         if shared < len(self.tokens):
             self.epoch = self.next_epoch()
         self.tokens = fresh
-        self._trim_orphans(shared)
+        self.kv.cut_timeline(shared)
         self.frontier = min(self.frontier, shared, len(fresh) - 1)
         self.computed = min(self.computed, shared)
-        del self.keys[shared // PAGE_TOKENS :]
         return shared
 
-    def _trim_orphans(self, shared: int) -> None:
-        """Of rows that are elsewhere only those of the first `shared` tokens are still wanted."""
-        kept: list[Orphan] = []
-        for orphan in self.orphans:
-            rows = min(orphan.rows, shared - orphan.page * PAGE_TOKENS)
-            if rows > 0:
-                kept.append(orphan._replace(rows=rows))
-            else:
-                orphan.release()
-        self.orphans = kept
+    def cut(self, tokens: int) -> Cut:
+        """Keep the KV of the first `tokens` tokens; the frontier falls back to what is left.
+
+        Returns what the lane that holds the session gives back.
+        """
+        dropped = self.kv.cut(tokens)
+        self.frontier = min(self.frontier, tokens, self.kv.reach())
+        return dropped
 
     def check(self) -> None:
         """Invariants that hold between steps."""
         if not 0 <= self.frontier <= len(self.tokens):
             raise AssertionError(f"{self!r}: frontier outside the timeline")
-        if len(self.codes) * PAGE_TOKENS < self.frontier:
-            raise AssertionError(f"{self!r}: committed tokens without a page")
-        if len(self.pinned) + len(self.places) != len(self.codes):
-            raise AssertionError(f"{self!r}: {len(self.pinned)} pins, {len(self.places)} places")
-        if self.orphans:
-            first = len(self.codes)
-            if self.places or [o.page for o in self.orphans] != [
-                *range(first, first + len(self.orphans))
-            ]:
-                raise AssertionError(f"{self!r}: orphans do not follow page {first - 1}")
-        for index, code in enumerate(self.codes):
-            if (code < ARENA_BIT) != (index < len(self.pinned)):
-                raise AssertionError(f"{self!r}: page {index} is not where the table says")
+        self.kv.check(self.frontier)

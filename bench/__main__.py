@@ -10,6 +10,7 @@ BENCHES = {
     "kernels": "GB/s and GOPS of every kernel against the machine's measured peaks",
     "invariance": "sequences compared bit for bit across every way of computing them",
     "canonical": "what the fixed order of float sums costs, against a build without it",
+    "store": "what calls on a store of a million pages cost, and how long they hold its lock",
     "router": "microseconds of one routing decision, by number of lanes",
     "promote": "moving a running session between lanes, against prefill and llama.cpp's files",
     "restart": "first token of a long session after a stop or a kill, against prefill",

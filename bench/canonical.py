@@ -1,13 +1,13 @@
 """What canonical arithmetic costs: our kernels against a build of them in which order is free.
 
-The rival is `make free-order`: the same sources and int8 dots with every float sum, rounding and
-division released (kernels/csrc/free_order.h says what that changes), made beside the product and
-found only here. Each build runs in a process of its own, and the product in a second one as
-control; the three take short turns in changing order. `cost` is the median over turns of (canonical
-seconds / free seconds) - 1, `control` the same of the product against itself: a cost within the
-control is noise of the machine (memory placement, neighbours). `cost_of_best` compares the fastest
-turns. Rows `prefill_512` and `decode_*` are whole forward passes of the synthetic model, the others
-single kernels.
+The other build is `make free-order`: the same sources and int8 dots with every float sum, rounding
+and division released (kernels/csrc/common/free_order.h says what that changes), made beside the
+product and found only here. Each build runs in a process of its own, and the product in a second
+one as control; the three take short turns in changing order. `cost` is the median over turns of
+(canonical seconds / free seconds) - 1, `control` the same of the product against itself: a cost
+within the control is noise of the machine (memory placement, neighbours). `cost_of_best` compares
+the fastest turns. Rows `prefill_512` and `decode_*` are whole forward passes of the synthetic
+model, the others single kernels.
 
 Needs AVX-512 VNNI: on lower levels both builds are the same code, and the bench says so.
 """
@@ -35,12 +35,12 @@ FREE = ROOT / "build" / "free-order"
 LEVEL = "avx512-vnni"
 
 
-class Work:
+class BuildRows:
     """The rows, in the process of one build. Each call of a row returns seconds per pass."""
 
     def __init__(self, threads: int, quick: bool) -> None:
-        from batchengine.model.local import LocalRunner
         from bench.engine import synthetic_model
+        from bench.local_runner import LocalRunner
 
         kernels.set_isa(LEVEL)
         self.quick = quick
@@ -67,21 +67,21 @@ class Work:
         return self.rng.integers(3, self.runner.spec.n_vocab, count).tolist()
 
     def _prefill(self, count: int) -> Callable[[], object]:
-        from batchengine.model.local import Sequence
+        from bench.local_runner import LocalSequence
 
         prompt = self._tokens(count)
 
         def run() -> None:
-            sequence = Sequence()
+            sequence = LocalSequence()
             self.runner.prefill(sequence, prompt)
             self.runner.release(sequence)
 
         return run
 
     def _decode(self, batch: int, length: int) -> Callable[[], object]:
-        from batchengine.model.local import Sequence
+        from bench.local_runner import LocalSequence
 
-        first = Sequence()
+        first = LocalSequence()
         self.runner.prefill(first, self._tokens(length))
         sequences = [first] + [self.runner.fork(first) for _ in range(batch - 1)]
 
@@ -203,8 +203,8 @@ def compare(sides: dict[str, Side], row: str, budget_s: float, turns: int) -> di
 
 
 def is_stale() -> bool:
-    """True when the product's module was built from older sources than the rival."""
-    sources = (ROOT / "kernels" / "csrc").iterdir()
+    """True when the product's module was built from older sources than the free-order build."""
+    sources = (ROOT / "kernels" / "csrc").rglob("*.*")
     built = min(p.stat().st_mtime for p in (ROOT / "kernels").glob("_native*.so"))
     return max(p.stat().st_mtime for p in sources) > built
 
@@ -219,7 +219,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.serve:
-        Work(args.serve, args.quick).serve()
+        BuildRows(args.serve, args.quick).serve()
         return 0
     if LEVEL not in kernels.isa_levels():
         print(f"this processor has no {LEVEL}: both builds would run the same code")

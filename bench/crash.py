@@ -1,11 +1,11 @@
-"""Random SIGKILLs against real engines and workers; every told token is remembered and checked.
+"""Random SIGKILLs against real engines and workers; every token that was sent is checked.
 
-Several rigs, each a store with engine lives in sequence: clients with named sessions read streams,
-check every token against what the model says undisturbed, and go on in the next life (resume, or
-the same request again) with what they were told before. Meanwhile sessions move between lanes, are
+Several rigs, each a store with engine runs in sequence: clients with named sessions read streams,
+check every token against what the model says undisturbed, and go on in the next run (resume, or
+the same request again) with what they were sent before. Meanwhile sessions move between lanes, are
 parked, edited and dropped, and pages are evicted for want of room. Killed are workers, the engine,
 both, the engine while it starts and while it stops; half of the kills follow a hand-over, a park
-or a drop within milliseconds. After each death of an engine the ledger must have what was told,
+or a drop within milliseconds. After each death of an engine the ledger must have what was sent,
 and the arenas of its newest workers must not hold one (session, epoch, page) twice.
 
 HashLM's tokens depend on every KV byte, so a wrong byte is a wrong token; the pocket model runs
@@ -28,19 +28,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchengine.model.local import LocalRunner
 from batchengine.session import common_prefix
 from bench import report
 from bench.engine_child import EngineProcess
 from bench.hashlm import LAYOUT, HashTimeline
-from bench.postmortem import double_places
+from bench.local_runner import LocalRunner
+from bench.postmortem import double_slots
 from bench.zygote import ROOT, Zygote
 
 POCKET = ROOT / "pocket" / "pocket-q4_0.gguf"
 LANES = ("a", "b")
 STUCK_S = 60.0  # a client that hears nothing for so long, from a living engine, is a finding
-TOKENS_BETWEEN = 40  # told by one engine between two kills, on average,
-TOKENS_S_MAX = 1.0  # if it tells them within so long
+TOKENS_BETWEEN = 40  # sent by one engine between two kills, on average,
+TOKENS_S_MAX = 1.0  # if it sends them within so long
 EXAMPLES_MAX = 20  # findings described in full
 HISTORY_MAX = 1300  # tokens; then a client starts a new session
 
@@ -101,7 +101,7 @@ class Findings:
     other: int = 0  # errors a client should never see
     examples: list[str] = field(default_factory=list[str])
 
-    def tell(self, kind: str, text: str, count: int = 1) -> None:
+    def report(self, kind: str, text: str, count: int = 1) -> None:
         """One finding: lost, wrong, double or other."""
         setattr(self, kind, getattr(self, kind) + count)
         if len(self.examples) < EXAMPLES_MAX:
@@ -119,12 +119,12 @@ class Findings:
 
 @dataclass
 class Turn:
-    """One request: what is asked, what must come, what was told so far."""
+    """One request: what is asked, what must come, what was sent so far."""
 
     prompt: list[int]
     expected: list[int]
     seed: int
-    told: int = 0
+    sent: int = 0
 
 
 class Client:
@@ -185,10 +185,10 @@ class Client:
 
     async def read(self, engine: EngineProcess, turn: Turn) -> bool:
         """Have the turn computed; True when its last event came."""
-        resumes = turn.told > 0 and self.rng.random() < 0.8
+        resumes = turn.sent > 0 and self.rng.random() < 0.8
         if resumes:
-            stream = engine.ask("resume", session=self.name, from_token=turn.told)
-            at = turn.told
+            stream = engine.ask("resume", session=self.name, from_token=turn.sent)
+            at = turn.sent
         else:
             stream = engine.ask(
                 "submit", session=self.name, prompt=turn.prompt, n=len(turn.expected),
@@ -200,14 +200,14 @@ class Client:
             if "token" not in message:
                 break
             if at >= len(turn.expected) or message["token"] != turn.expected[at]:
-                self.findings.tell("wrong", f"{self} token {at} resumed={resumes}: {message}")
+                self.findings.report("wrong", f"{self} token {at} resumed={resumes}: {message}")
                 await self.explain(engine, turn, at, message["token"])
                 self.new_session()
                 return False
             at += 1
-            turn.told = max(turn.told, at)
+            turn.sent = max(turn.sent, at)
             self.findings.counts["tokens"] += 1
-            self.rig.told += 1
+            self.rig.sent += 1
         return self.ended(message, turn, at, resumes)
 
     async def explain(self, engine: EngineProcess, turn: Turn, at: int, token: int) -> None:
@@ -215,7 +215,7 @@ class Client:
         line = turn.prompt + turn.expected[:at]
         others = [(await self.rig.oracle.tokens(line, 1, seed))[0] for seed in range(3)]
         where = await self.rig.hear(engine.ask("detail", session=self.name), self)
-        self.findings.tell(
+        self.findings.report(
             "wrong",
             f"expected {turn.expected[at] if at < len(turn.expected) else None}, got {token},"
             f" seed {turn.seed}, of other seeds {others}; pid {engine.pid}; {where}",
@@ -227,20 +227,20 @@ class Client:
         if message.get("done") == "length":
             if at == len(turn.expected):
                 return True
-            self.findings.tell("lost", f"{self} ended after {at} of {len(turn.expected)}")
+            self.findings.report("lost", f"{self} ended after {at} of {len(turn.expected)}")
             self.new_session()
         elif "gone" not in message and not is_shutdown(message):
             kind = message.get("error", "")
             missing = kind in ("session_not_found", "nothing_to_resume")
-            # The turn row is durable before the first token is told, so resuming must work.
-            self.findings.tell("lost" if missing and turn.told else "other", f"{self} {message}")
+            # The turn row is durable before the first token is sent, so resuming must work.
+            self.findings.report("lost" if missing and turn.sent else "other", f"{self} {message}")
             self.new_session()
         else:
             self.findings.counts["streams cut off"] += 1
         return False
 
     async def check_ledger(self, engine: EngineProcess) -> bool:
-        """A new life: the ledger must have what was acknowledged. False if it died meanwhile."""
+        """A new run: the ledger must have what was acknowledged. False if it died meanwhile."""
         record = await self.rig.hear(engine.ask("record", session=self.name), self)
         if "gone" in record:
             return False
@@ -249,18 +249,18 @@ class Client:
         possible = [self.history]
         if turn is not None:
             possible = [turn.prompt + turn.expected]
-            if turn.told:
-                least = len(turn.prompt) + (turn.told if self.rig.level == "power" else 0)
+            if turn.sent:
+                least = len(turn.prompt) + (turn.sent if self.rig.level == "power" else 0)
             else:  # the turn may not be durable, and if it is it may have cut the history
                 possible.append(self.history)
                 least = common_prefix(turn.prompt, self.history)
         if not any(tokens == line[: len(tokens)] for line in possible):
-            self.findings.tell("wrong", f"{self} the ledger has another timeline")
+            self.findings.report("wrong", f"{self} the ledger has another timeline")
         elif len(tokens) < least:
             missing = least - len(tokens)
-            self.findings.tell("lost", f"{self} the ledger lacks {missing} tokens", missing)
+            self.findings.report("lost", f"{self} the ledger lacks {missing} tokens", missing)
         if record["epoch"] < self.epoch:
-            self.findings.tell("double", f"{self} epoch {self.epoch} became {record['epoch']}")
+            self.findings.report("double", f"{self} epoch {self.epoch} became {record['epoch']}")
         self.epoch = max(self.epoch, record["epoch"])
         self.findings.counts["ledgers checked"] += 1
         return True
@@ -279,12 +279,12 @@ class Client:
 
     def __str__(self) -> str:
         turn = self.turn
-        where = "idle" if turn is None else f"{len(turn.prompt)}+{turn.told}/{len(turn.expected)}"
-        return f"{self.name} life {self.rig.lives} ({where})"
+        where = "idle" if turn is None else f"{len(turn.prompt)}+{turn.sent}/{len(turn.expected)}"
+        return f"{self.name} life {self.rig.runs} ({where})"
 
 
 class Rig:
-    """One store, its engine lives, its clients and its killer."""
+    """One store, its engine runs, its clients and its killer."""
 
     def __init__(self, bench: Bench, number: int) -> None:
         self.bench, self.name = bench, f"r{number}"
@@ -294,7 +294,7 @@ class Rig:
         self.level = ("turn", "power")[number % 2]
         self.folder = bench.folder / self.name
         self.folder.mkdir()
-        self.lives = self.told = 0
+        self.runs = self.sent = 0
         self.over = False
         self._engine: EngineProcess | None = None
         self._up = asyncio.Event()
@@ -356,7 +356,7 @@ class Rig:
         try:
             return await asyncio.wait_for(stream.get(), STUCK_S)
         except TimeoutError:
-            self.findings.tell("other", f"{who} hears nothing for {STUCK_S:.0f} s")
+            self.findings.report("other", f"{who} hears nothing for {STUCK_S:.0f} s")
             raise
 
     async def verb(self, engine: EngineProcess, op: str, **fields: Any) -> None:
@@ -370,7 +370,7 @@ class Rig:
             if "stays on lane" in answer["why"]:
                 self.findings.counts[answer["why"].partition(": ")[2].partition(".")[0][:60]] += 1
             if answer["error"] == "exception":
-                self.findings.tell("other", f"{op} {fields}: {answer['why']}")
+                self.findings.report("other", f"{op} {fields}: {answer['why']}")
 
     async def move_sessions(self, clients: Sequence[Client]) -> None:
         """Hand-overs at random moments of random sessions."""
@@ -383,23 +383,23 @@ class Rig:
             await self.verb(engine, "promote", session=client.name, to=self.rng.choice(LANES))
             owners = await self.hear(engine.ask("owners"), "owners")
             if owners.get("double"):
-                self.findings.tell("double", f"{client}: two lanes hold pages of one session")
+                self.findings.report("double", f"{client}: two lanes hold pages of one session")
 
     # ----------------------------------------------------------------------------- the killer
 
     async def deaths(self) -> None:
-        """Engine lives, one after the other."""
+        """Engine runs, one after the other."""
         while self.bench.wants_kills:
-            self.lives += 1
+            self.runs += 1
             engine = self._engine = EngineProcess(self.bench.zygote, self.settings)
             await self.one_life(engine)
             self._up.clear()
             await engine.over()
             if engine.status not in (0, -9):
-                self.findings.tell("other", f"{self.name} engine ended with {engine.status}")
-            doubles = double_places(self.folder / "kv" / "arena", LANES)
+                self.findings.report("other", f"{self.name} engine ended with {engine.status}")
+            doubles = double_slots(self.folder / "kv" / "arena", LANES)
             if doubles:
-                self.findings.tell("double", f"{self.name} life {self.lives}: {doubles[:3]}")
+                self.findings.report("double", f"{self.name} life {self.runs}: {doubles[:3]}")
         self._engine = None
 
     async def one_life(self, engine: EngineProcess) -> None:
@@ -411,14 +411,14 @@ class Rig:
             return
         started = time.perf_counter()
         if not await engine.is_ready():
-            self.findings.tell("other", f"{self.name} life {self.lives} did not start")
+            self.findings.report("other", f"{self.name} life {self.runs} did not start")
             return
         self.bench.note_start(time.perf_counter() - started)
         self._up.set()
         for _ in range(rng.randrange(1, 10)):
             when = await self.moment()
             if engine.is_over:
-                self.findings.tell("other", f"{self.name}: the engine ended by itself")
+                self.findings.report("other", f"{self.name}: the engine ended by itself")
                 return
             lanes = (0, 1) if rng.random() < 0.15 else (rng.randrange(2),)
             for lane in lanes:
@@ -449,9 +449,9 @@ class Rig:
                 await asyncio.sleep(rng.random() * rng.choice((0.001, 0.006, 0.02)))
                 return "during a verb"
         if dice < 0.8:
-            enough = self.told + rng.expovariate(1 / TOKENS_BETWEEN)
+            enough = self.sent + rng.expovariate(1 / TOKENS_BETWEEN)
             until = time.monotonic() + TOKENS_S_MAX
-            while self.told < enough and time.monotonic() < until:  # noqa: ASYNC110  clients count
+            while self.sent < enough and time.monotonic() < until:  # noqa: ASYNC110  clients count
                 await asyncio.sleep(0.002)
             await asyncio.sleep(rng.random() * 0.004)
             return "after some tokens"

@@ -28,10 +28,10 @@ import numpy as np
 
 import kernels
 from batchengine.gguf import GgufFile
-from batchengine.model.local import LocalRunner, Sequence
 from bench import report
 from bench.llama import LlamaContext, LlamaModel
 from bench.llama_state import SequenceState
+from bench.local_runner import LocalRunner, LocalSequence
 from bench.synthetic import PRESETS, write_synthetic
 
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -89,8 +89,8 @@ class Duel:
         self.llama = LlamaModel(self.path)
         self.rng = np.random.default_rng(11)
         self._contexts: list[LlamaContext] = []
-        self._sequences: list[Sequence] = []
-        self._prefix: dict[int, Sequence] = {}  # by length
+        self._sequences: list[LocalSequence] = []
+        self._prefix: dict[int, LocalSequence] = {}  # by length
         self._prefix_llama: dict[tuple[int, bool, str], SequenceState] = {}
 
     def end_row(self) -> None:
@@ -114,7 +114,7 @@ class Duel:
             self.llama, n_ctx=n_ctx, threads=self.threads, n_seq_max=n_seq, **setting
         )
 
-    def choose(self, row: str, trial: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
+    def choose(self, row: str, recompute: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
         """llama.cpp's fastest setting for this row: each tried once, the two best once more."""
         # With a handful of tokens of KV its type cannot matter: only the layout is tried.
         settings = SETTINGS if "4k" in row or row.startswith("prefill") else SETTINGS[:2]
@@ -123,9 +123,9 @@ class Duel:
             options = [o for o in options if o["kv_unified"]]  # one sequence: the same layout
         if self.quick:
             options = [options[0], options[-1]]
-        speeds = np.array([trial(option) for option in options])
+        speeds = np.array([recompute(option) for option in options])
         for index in () if self.quick else np.argsort(speeds)[-2:]:
-            speeds[index] = max(speeds[index], trial(options[index]))
+            speeds[index] = max(speeds[index], recompute(options[index]))
         best = options[int(np.argmax(speeds))]
         self.llama_settings[row] = (
             f"flash {'on' if best['flash'] else 'off'}, kv {best['kv_type']}"
@@ -138,7 +138,7 @@ class Duel:
         prompt = self.tokens(count)
 
         def ours() -> float:
-            sequence = Sequence()
+            sequence = LocalSequence()
             start = time.perf_counter()
             self.runner.prefill(sequence, prompt)
             elapsed = time.perf_counter() - start
@@ -151,21 +151,21 @@ class Duel:
             context.prefill(prompt)
             return count / (time.perf_counter() - start)
 
-        def trial(setting: dict[str, Any]) -> float:
+        def recompute(setting: dict[str, Any]) -> float:
             with self.context(count + 64, 1, setting) as context:
                 context.prefill(prompt[:64])
                 return timed(context)
 
-        context = self.context(count + 64, 1, self.choose(f"prefill_{count}", trial))
+        context = self.context(count + 64, 1, self.choose(f"prefill_{count}", recompute))
         self._contexts.append(context)
         ours()
         return {"ours": ours, "llama.cpp": lambda: timed(context)}
 
-    def own_sequence(self, length: int) -> Sequence:
+    def own_sequence(self, length: int) -> LocalSequence:
         """A sequence of `length` tokens with pages of its own."""
         base = min(length, PREFIX_MAX)
         if base not in self._prefix:
-            self._prefix[base] = Sequence()
+            self._prefix[base] = LocalSequence()
             self.runner.prefill(self._prefix[base], self.tokens(base))
         sequence = self.runner.fork(self._prefix[base])
         while sequence.frontier < length:
@@ -225,13 +225,13 @@ class Duel:
                 context.cut(sequence, length)
             return batch * count / elapsed
 
-        def trial(setting: dict[str, Any]) -> float:
+        def recompute(setting: dict[str, Any]) -> float:
             with self.llama_decode(batch, length, steps, setting) as context:
                 timed(context, 1)
                 return timed(context, 4)
 
         name = f"decode_{length // 1024}k_b{batch}" if length >= 1024 else f"decode_b{batch}"
-        context = self.llama_decode(batch, length, steps, self.choose(name, trial))
+        context = self.llama_decode(batch, length, steps, self.choose(name, recompute))
         self._contexts.append(context)
         timed(context)
         return {"ours": ours, "llama.cpp": lambda: timed(context)}

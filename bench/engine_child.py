@@ -1,4 +1,6 @@
-"""An engine in a process of its own, spoken to in JSON lines: what was read from it was told.
+"""An engine in a process of its own, driven by JSON lines.
+
+A token counts as sent once its line was read.
 
 The child's side (`main`, run by `bench.zygote`) obeys one command per line; the parent's side
 (`EngineProcess`) belongs to an asyncio program that may kill the engine at any moment.
@@ -31,10 +33,10 @@ from batchengine.core import (
     TokenEvent,
 )
 from batchengine.engine import Engine, Generation
-from batchengine.engine import reopen as reopen_module
-from batchengine.engine import start as start_module
-from batchengine.lanes import cpu, lane, worker
-from batchengine.template import ChatTemplate
+from batchengine.engine import boot as start_module
+from batchengine.engine.sessions import recovery as reopen_module
+from batchengine.lanes import cpu, worker, worker_process
+from batchengine.text import ChatTemplate
 from bench import hashlm
 from bench.kill_switch import KillSwitch
 from bench.zygote import Template, Zygote
@@ -66,7 +68,7 @@ class EngineProcess:
             lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
         while line := await reader.readline():
-            if line.endswith(b"\n"):  # a line that is torn was not told
+            if line.endswith(b"\n"):  # a line that is torn was not sent
                 self._take(json.loads(line))
         transport.close()
         self.status = self._zygote.reap(self.pid)
@@ -88,7 +90,7 @@ class EngineProcess:
 
     @property
     def is_over(self) -> bool:
-        """Dead, and everything it told is read."""
+        """Dead, and everything it sent is read."""
         return self._is_over
 
     async def is_ready(self) -> bool:
@@ -127,7 +129,7 @@ class EngineProcess:
         return True
 
     async def over(self) -> None:
-        """Wait for its end and for everything it told."""
+        """Wait for its end and for everything it sent."""
         await self._reading
 
     async def stop(self) -> None:
@@ -137,7 +139,7 @@ class EngineProcess:
 
 
 def kill_child(pid: int, parent: int) -> bool:
-    """SIGKILL `pid` if it lives and is a child of `parent`; safe against reused numbers."""
+    """SIGKILL `pid` if it runs and is a child of `parent`; safe against reused numbers."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
@@ -166,8 +168,8 @@ class Child:
         self._tasks: set[asyncio.Task[None]] = set()
         self.engine: Engine | None = None
 
-    def tell(self, name: str, **fields: Any) -> None:
-        """One line, unbuffered: whoever reads it may rely on it."""
+    def report(self, name: str, **fields: Any) -> None:
+        """One line, unbuffered: what it says is final once it was read."""
         self.switch.point()
         data = json.dumps({"id": name, **fields}).encode() + b"\n"
         while data:
@@ -192,38 +194,38 @@ class Child:
                     generation = await engine.resume(tenant, session, command["from_token"])
                     await self._stream(name, generation)
                 case "record":
-                    self.tell(name, **await _record(engine, session))
+                    self.report(name, **await _record(engine, session))
                 case "owners":
-                    self.tell(name, double=_owned_twice(engine))
+                    self.report(name, double=_owned_twice(engine))
                 case "points":
-                    self.tell(name, points=self.switch.points, fired=self.switch.fired)
+                    self.report(name, points=self.switch.points, fired=self.switch.fired)
                 case "check":
-                    store = engine._store
+                    store = engine.running.store
                     await asyncio.to_thread(store.check_integrity)
-                    self.tell(name, done=True)
+                    self.report(name, done=True)
                 case "detail":
-                    self.tell(name, detail=await engine.session_detail(tenant, session))
+                    self.report(name, detail=await engine.session_detail(tenant, session))
                 case "stats":
-                    self.tell(name, **engine.stats())
+                    self.report(name, **engine.stats())
                 case "promote" | "park" | "drop" | "fork" as op:
-                    self.tell(name, done=await _verb(engine, op, command))
+                    self.report(name, done=await _verb(engine, op, command))
                 case op:
-                    self.tell(name, error=f"no command {op}")
+                    self.report(name, error=f"no command {op}")
         except BatchEngineError as error:
-            self.tell(name, error=error.api_code, why=str(error))
+            self.report(name, error=error.name, why=str(error))
         except Exception as error:
-            self.tell(name, error="exception", why=repr(error))
+            self.report(name, error="exception", why=repr(error))
 
     async def _stream(self, name: str, generation: Generation) -> None:
         async for event in generation:
             match event:
                 case TokenEvent():
-                    self.tell(name, token=event.token)
+                    self.report(name, token=event.token)
                 case DoneEvent():
                     usage = dataclasses.asdict(event.usage)
-                    self.tell(name, done=event.finish_reason, usage=usage)
+                    self.report(name, done=event.finish_reason, usage=usage)
                 case ErrorEvent():
-                    self.tell(name, error=event.error.api_code, why=str(event.error))
+                    self.report(name, error=event.error.name, why=str(event.error))
                 case _:
                     pass
 
@@ -242,7 +244,7 @@ def _request(command: dict[str, Any]) -> GenerationRequest:
 
 
 async def _record(engine: Engine, session: str) -> dict[str, Any]:
-    found = await asyncio.wrap_future(engine._store.ledger.load_session(f"\x1f{session}"))
+    found = await asyncio.wrap_future(engine.running.store.ledger.load_session(f"\x1f{session}"))
     if found is None:
         return {"tokens": None, "turns": [], "epoch": 0}
     return {
@@ -260,19 +262,19 @@ async def _verb(engine: Engine, op: str, command: dict[str, Any]) -> Any:
         return await engine.fork("", session, command["to"])
     if op == "drop":
         return await engine.drop("", session)
-    return await engine.promote(session, command.get("to"), "")
+    return await engine.promote("", session, command.get("to"))
 
 
 def _owned_twice(engine: Engine) -> int:
     """Sessions whose pages two lanes hold at once."""
     owners: Counter[int] = Counter()
-    for loop in engine._loops:
-        owners.update(key for key, session in loop.sessions.items() if session.places)
+    for loop in engine.state.lanes:
+        owners.update(key for key, session in loop.sessions.items() if session.kv.open)
     return sum(count > 1 for count in owners.values())
 
 
 class _NoTemplate(ChatTemplate):
-    """The model's chat template without a process of its own: nobody chats with a killed engine."""
+    """The chat template without its child process: kill benches send no chat requests."""
 
     def start(self) -> None:
         pass
@@ -282,14 +284,16 @@ def _use_template(template: Template, settings: dict[str, Any]) -> list[int]:
     """Have lanes clone their workers; the list ends with the lane whose worker starts now."""
     starting = [0]
     order = {config["name"]: number for number, config in enumerate(settings["lanes"])}
-    spawn = lane.Lane._spawn
+    spawn = worker_process.Lane._spawn
 
-    async def told(self: lane.Lane) -> None:
+    async def sent(self: worker_process.Lane) -> None:
         starting[0] = order[self.name]  # Popen is called before the first await
         await spawn(self)
 
-    lane.Lane._spawn = told
-    lane.subprocess = types.SimpleNamespace(Popen=template.popen, DEVNULL=subprocess.DEVNULL)
+    worker_process.Lane._spawn = sent
+    worker_process.subprocess = types.SimpleNamespace(
+        Popen=template.popen, DEVNULL=subprocess.DEVNULL
+    )
     return starting
 
 
@@ -317,7 +321,7 @@ async def _live(child: Child, settings: dict[str, Any], commands: int) -> int:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), pipe
     )
-    child.tell("", ready=True)
+    child.report("", ready=True)
     while line := await reader.readline():
         command = json.loads(line)
         if command["op"] == "stop":
@@ -328,7 +332,7 @@ async def _live(child: Child, settings: dict[str, Any], commands: int) -> int:
 
 
 def main(settings: dict[str, Any], commands: int, answers: int) -> int:
-    """An engine's life.
+    """One run of an engine.
 
     `settings`: model, folder, cache_dir, compute, lanes; and what a bench wants to be different:
     overrides (of the configuration), quiet, no_quarantine, die_at and target (see KillSwitch).
@@ -340,7 +344,7 @@ def main(settings: dict[str, Any], commands: int, answers: int) -> int:
     starting = [0]
 
     def on_spawn(pid: int, incarnation: int) -> None:
-        child.tell("", worker=pid, lane=starting[0], incarnation=incarnation)
+        child.report("", worker=pid, lane=starting[0], incarnation=incarnation)
 
     starting = _use_template(Template(settings["compute"], on_spawn), settings)
     start_module.ChatTemplate = _NoTemplate

@@ -1,6 +1,6 @@
 """HashLM: a fake model whose next token depends on every KV byte. A wrong token is a plumbing bug.
 
-Row p of a timeline is a pseudo-random function of (model, row p-1 as it lies in its page, all bytes
+Row p of a timeline is a pseudo-random function of (model, row p-1 as it is in its page, all bytes
 of the full pages before, token, position); the next token is a hash of all bytes of rows 0..p. All
 are read through the page table, so one wrong, stale, foreign or reordered byte changes what comes
 after it, even if only a chunk of a prefill saw it. `hashlm_tokens` computes the same without an
@@ -20,7 +20,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -29,15 +29,18 @@ from numpy.typing import NDArray
 
 from batchengine import wire
 from batchengine.gguf import GgufFile
-from batchengine.lanes.memory import PageMemory
-from batchengine.lanes.steps import ModelFacts, Report, StepBatch, StepOutput, U64Array
+from batchengine.lanes.device import LaneMemory, Report
+from batchengine.lanes.host_device import HostDevice, HostOutput
+from batchengine.lanes.host_memory import HostMemory
+from batchengine.lanes.step_input import I32Array, StepInput, U64Array
 from batchengine.lanes.worker import Worker, main
 from batchengine.weights import read_spec
+from batchengine.wire.frames import BlockingLink, Payload
 from kv_store.layout import PAGE_TOKENS, PageLayout
 
 LAYOUT = PageLayout(2, 1, 32)
 ROW_BYTES = LAYOUT.row_bytes
-FIRST_TOKEN = 20  # of those it says: the ones below may end a turn
+FIRST_TOKEN = 20  # smallest token that it samples: those below may end a turn
 MASK64 = (1 << 64) - 1
 _POSITION = struct.Struct("<QI")
 FAULTS = "HASHLM_FAULTS"
@@ -57,14 +60,14 @@ POINTS = (
 
 
 class Faults(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What goes wrong in a worker's life. Steps count from 1 in each life, chores-only too."""
+    """What goes wrong in a worker's run. Steps count from 1 in each run, chores-only too."""
 
     die: str = ""  # one of POINTS
     at: int = 1  # in this step,
     life: int = 0  # of this incarnation; 0 = of each
     signal: str = "SIGKILL"  # which the engine takes for an accident from outside
     delay_ms: float = 0.0  # of every step
-    nan_at: int = 0  # the first entry of this step is poisoned
+    nan_at: int = 0  # the first entry of this step has rows that are not finite
     model: str = ""  # another name is another model: other rows, other identity
 
     @staticmethod
@@ -101,7 +104,7 @@ def _next_token(pages: Sequence[bytes], tail: bytes, seed: int, vocab: int) -> i
 
 @functools.cache
 def _offsets() -> NDArray[np.int64]:
-    """(256, row bytes): where in a page each byte of each row lies."""
+    """(256, row bytes): the offset in a page of each byte of each row."""
     where = np.arange(LAYOUT.page_bytes)
     low = LAYOUT.gather_rows((where & 0xFF).astype(np.uint8).tobytes(), 0, PAGE_TOKENS)
     high = LAYOUT.gather_rows((where >> 8).astype(np.uint8).tobytes(), 0, PAGE_TOKENS)
@@ -136,39 +139,40 @@ class HashTimeline:
                 self._tail.clear()
 
     def next_token(self, seed: int = 0) -> int:
-        """What HashLM says after the tokens added so far."""
+        """The token that HashLM samples after the tokens added so far."""
         return _next_token(self._pages, b"".join(self._tail), seed, self._vocab)
 
 
 def hashlm_tokens(
     prompt: Sequence[int], n: int, *, seed: int = 0, vocab: int = 2048, model: str = ""
 ) -> list[int]:
-    """The `n` tokens that HashLM says after a prompt, by definition and without an engine."""
-    timeline, said = HashTimeline(vocab=vocab, model=model), list[int]()
+    """The `n` tokens that HashLM samples after a prompt, by definition and without an engine."""
+    timeline, sampled = HashTimeline(vocab=vocab, model=model), list[int]()
     timeline.add(prompt)
-    while len(said) < n:
-        said.append(timeline.next_token(seed))
-        timeline.add(said[-1:])
-    return said
+    while len(sampled) < n:
+        sampled.append(timeline.next_token(seed))
+        timeline.add(sampled[-1:])
+    return sampled
 
 
-class HashCompute:
-    """The `Compute` of a HashLM worker. The model file is read for its vocabulary size only."""
+class HashDevice(HostDevice):
+    """The device of a HashLM worker. The model file is read for its vocabulary size only."""
 
     def __init__(self, faults: Faults | None = None) -> None:
+        super().__init__()
         self.faults = faults or Faults.of_environment()
         self.steps = 0
         self._key = _model_key(self.faults.model)
         self._vocab = 0
         self._views: dict[int, NDArray[np.uint8]] = {}
 
-    def load(self, load: wire.Load, report: Report) -> ModelFacts:
+    def load(self, load: wire.Load, report: Report) -> wire.ModelFacts:
         """Nothing to load."""
         with GgufFile(load.model_path) as gguf:
             self._vocab = read_spec(gguf).n_vocab
         report("map weights", "none", 0.9, 0.0)
         report("cpu kernels", "hashes", 0.95, 0.0)
-        return ModelFacts(
+        return wire.ModelFacts(
             arith_id=hashlib.sha256(b"hashlm arithmetic v2").hexdigest(),
             isa="hash",
             threads=1,
@@ -180,15 +184,20 @@ class HashCompute:
             identity={"model_hash": self._key.hex(), "arch": "hashlm", "rope_digest": "none"},
         )
 
-    def run(self, batch: StepBatch, addresses: U64Array, seeds: U64Array) -> StepOutput:
+    def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:
+        """Map the arena of this worker."""
+        self.memory = HashMemory(attach, layout, self.at)
+        return self.memory
+
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
         """Write the rows of every entry; read all rows of those that want a token."""
         self.at("before_rows")
         if self.faults.delay_ms:
             time.sleep(self.faults.delay_ms / 1000.0)
         tokens, digests = batch.tokens.tolist(), np.empty(len(batch.tokens), np.uint64)
         all_pages, all_seeds = addresses.tolist(), seeds.tolist()
-        said: list[wire.Row] = []
-        poisoned: list[int] = []
+        sampled: list[wire.SampledRow] = []
+        nonfinite: list[int] = []
         first_token = first_page = 0
         for index, (entry, (count, start, n_pages)) in enumerate(
             zip(batch.entries, batch.shape.tolist(), strict=True)
@@ -201,14 +210,14 @@ class HashCompute:
                 for row, seed in zip(rows, all_seeds[span], strict=True)
             ]
             if index == 0 and self.steps and self.steps == self.faults.nan_at:
-                poisoned.append(index)
-            elif entry.spec is not None:
-                token = self._read(pages, start + count, entry.spec.seed)
-                top = ((token, 0.0),) if entry.spec.logprobs > 0 else ()
-                said.append(wire.Row(entry.session, token, 0.0, top))
+                nonfinite.append(index)
+            elif entry.sampling is not None:
+                token = self._read(pages, start + count, entry.sampling.seed)
+                top = ((token, 0.0),) if entry.sampling.logprobs > 0 else ()
+                sampled.append(wire.SampledRow(entry.session, token, 0.0, top))
             first_token, first_page = first_token + count, first_page + n_pages
         self.at("before_records")
-        return StepOutput(tuple(said), tuple(poisoned), digests)
+        return HostOutput(tuple(sampled), tuple(nonfinite), digests)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -269,41 +278,53 @@ def _spans(start: int, count: int) -> Iterator[tuple[int, int, int]]:
         yield page, max(start - base, 0), min(end - base, PAGE_TOKENS)
 
 
+class HashMemory(HostMemory):
+    """The real memory of a worker, with the moments around its chores made reachable."""
+
+    def __init__(self, attach: wire.Attach, layout: PageLayout, at: Callable[[str], None]) -> None:
+        super().__init__(attach, layout)
+        self._at = at
+
+    def prepare(self, step: wire.Step, imported: Sequence[I32Array]) -> tuple[int, ...]:
+        self._at("before_chores")
+        counts = super().prepare(step, imported)
+        self._at("after_chores")
+        return counts
+
+
 class HashWorker(Worker):
     """The real worker around HashLM, with the moments between its parts made reachable."""
 
-    _compute: HashCompute
+    def __init__(
+        self,
+        link: BlockingLink[wire.LaneMessage],
+        incarnation: int,
+        device: HashDevice | None = None,
+    ) -> None:
+        device = self.device = device or HashDevice()
+        faults = device.faults
+        if faults.life not in (0, incarnation):
+            device.faults = Faults(delay_ms=faults.delay_ms, model=faults.model)
+        super().__init__(link, incarnation, {wire.CpuResources: lambda: device})
 
-    def _step(self, step: wire.Step, payload: bytes) -> wire.AnyMessage:
-        self._compute.steps += 1
+    def _step(self, step: wire.Step, payload: Payload) -> wire.LaneMessage:
+        self.device.steps += 1
         return super()._step(step, payload)
 
-    def _prepare(self, memory: PageMemory, step: wire.Step, batch: StepBatch) -> tuple[int, ...]:
-        self._compute.at("before_chores")
-        adopted = super()._prepare(memory, step, batch)
-        self._compute.at("after_chores")
-        return adopted
-
-    def _send(self, message: wire.AnyMessage, asked: wire.Frame) -> None:
+    def _send(self, message: wire.LaneMessage, asked: wire.LaneFrame) -> None:
         is_step = isinstance(asked.message, wire.Step)
         if is_step:
-            self._compute.at("before_answer")
-            if self._compute.dies_at("inside_answer"):
-                frame = wire.encode(
+            self.device.at("before_answer")
+            if self.device.dies_at("inside_answer"):
+                frame = wire.LANE_LINK.encode(
                     message, step=asked.step, incarnation=self._incarnation, attempt=asked.attempt
                 )
                 self._link.send(frame[: len(frame) // 2])
-                self._compute.at("inside_answer")
+                self.device.at("inside_answer")
         super()._send(message, asked)
         if is_step:
-            self._compute.at("after_answer")
-
-    def serve(self) -> None:
-        faults = self._compute.faults
-        if faults.life not in (0, self._incarnation):
-            self._compute.faults = Faults(delay_ms=faults.delay_ms, model=faults.model)
-        super().serve()
+            self.device.at("after_answer")
 
 
 if __name__ == "__main__":
-    main(HashCompute, HashWorker)
+    main(HashWorker)

@@ -16,17 +16,18 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 import kernels
 from batchengine import core
 from batchengine.config import Config, LaneConfig, ModelConfig, StoreConfig
 from batchengine.engine import Engine
-from batchengine.model.local import LocalRunner
 from bench import report
+from bench.local_runner import LocalRunner
 
 ROOT = Path(__file__).resolve().parent.parent
 Tokens = list[list[int]]
@@ -48,7 +49,8 @@ def make_case(vocab: int, sequences: int, steps: int, longest: int) -> Case:
     prompts = [rng.integers(8, vocab, n).tolist() for n in lengths]
     sampled = core.Sampling(temperature=0.8, top_p=0.95, top_k=50)
     samplings = [
-        replace(sampled, seed=1000 + i) if i % 2 else core.Sampling() for i in range(sequences)
+        structs.replace(sampled, seed=1000 + i) if i % 2 else core.Sampling()
+        for i in range(sequences)
     ]
     return Case(prompts, samplings, steps)
 

@@ -5,7 +5,7 @@ sequential reads. One row per kernel: `gops` is held against the int8 peak when 
 (16 tokens and more), `gbps` against the read peak when it streams (one token, decode attention).
 Rows `model_*` run the same synthetic GGUF through our forward and through llama.cpp in turn.
 
-Each kernel row also prints a hash of its result, so that nobody optimises the meaning away.
+Each kernel row also prints a hash of its result, so that another result is noticed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def attention_case(
     rope = kernels.RopeTable("neox", dim, dim, 1e6, None, 1.0, 1.0)
     batch = kernels.Batch(max(256, queries, sequences), sequences, pages * sequences)
 
-    def place(rows: Any, q: Any) -> None:
+    def slot(rows: Any, q: Any) -> None:
         kernels.place_kv(pool, rows, batch, shape, 0, n_head, None, None, 1e-6, rope, dim**-0.5, q)
 
     q = kernels.Queries(max(256, queries), n_head, dim)
@@ -109,14 +109,14 @@ def attention_case(
         for p in range(pages):
             mine = table[s * pages : s * pages + p + 1]
             batch.set(np.zeros(256, np.int32), np.array([[256, p * 256, p + 1]], np.int32), mine)
-            place(fill, q)
+            slot(fill, q)
     start, count = context - queries, queries * sequences
     entries = np.array([[queries, start, pages]] * sequences, np.int32)
     batch.set(np.zeros(count, np.int32), entries, table)
     last = kernels.Rows(count, (n_head + 2 * heads_kv) * dim)
     last.view(count)[:] = 0.5
     wide = kernels.Queries(count, n_head, dim)
-    place(last, wide)
+    slot(last, wide)
     out = kernels.Rows(count, n_head * dim)
 
     def run(_keep: np.ndarray = store) -> None:
@@ -175,8 +175,8 @@ class Bench:
         """Decode (queries = 1) streams KV; prefill (queries > 1) computes."""
         sequences = 1 if queries > 1 else (2 if self.quick else 16)
         case = attention_case(self.pool, self.rng, group, context, queries, sequences)
-        work = "decode" if queries == 1 else "prefill"
-        self.measure(f"attend_{work}_g{group}_{context}", case, computes=queries > 1)
+        kind = "decode" if queries == 1 else "prefill"
+        self.measure(f"attend_{kind}_g{group}_{context}", case, computes=queries > 1)
 
     def measure(self, name: str, case: Case, *, computes: bool) -> None:
         best, _ = best_seconds(case.run, self.budget_s)

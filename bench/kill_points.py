@@ -1,10 +1,10 @@
-"""A death at every file call, SQL statement, frame, hand-over phase and told line of a script.
+"""A death at every file call, SQL statement, frame, hand-over phase and output line of a script.
 
 One script is played against a real engine with HashLM workers: prompts, a shared prefix, a
-hand-over amid a stream and back, a worker's death and the adoption after it, a parked session, an
+hand-over amid a stream and back, a worker's death and the import after it, a parked session, an
 edited history, a fork, a drop, evictions, a clean stop; and a reopening amid a turn. It is played
-once for every point n: at the n-th point the engine is killed (or its workers are), the next life
-plays on from what the client was told, and every token, every ledger and every owner is checked.
+once for every point n: at the n-th point the engine is killed (or its workers are), the next run
+plays on from what the client was sent, and every token, every ledger and every owner is checked.
 
     python -m bench.kill_points [--every N] [--first N] [--target engine|worker] [--json FILE]
 """
@@ -25,7 +25,7 @@ from bench import report
 from bench.crash import LANES, POCKET, is_shutdown, scratch, words
 from bench.engine_child import EngineProcess
 from bench.hashlm import LAYOUT, hashlm_tokens
-from bench.postmortem import double_places
+from bench.postmortem import double_slots
 from bench.zygote import Zygote
 
 STUCK_S = 60.0
@@ -49,7 +49,7 @@ class Session:
     history: list[int] = field(default_factory=list[int])
     prompt: list[int] = field(default_factory=list[int])  # of the turn that has not ended
     expected: list[int] = field(default_factory=list[int])
-    told: int = 0
+    sent: int = 0
 
 
 class Play:
@@ -93,8 +93,8 @@ class Play:
         ]  # fmt: skip
 
     async def play(self, zygote: Zygote, settings: dict[str, Any], number: int) -> None:
-        """All steps, over as many lives as it takes. `number`: the point of the death, over all
-        lives; 0 = none."""
+        """All steps, over as many runs as it takes. `number`: the point of the death, over all
+        runs; 0 = none."""
         steps = self.steps()
         for _ in range(LIVES_MAX):
             left = number - self.points if number > self.points and not self.fired else 0
@@ -119,7 +119,7 @@ class Play:
             finally:
                 engine.kill()
                 await engine.over()
-            doubles = double_places(self.folder / "kv" / "arena", LANES)
+            doubles = double_slots(self.folder / "kv" / "arena", LANES)
             if doubles:
                 raise Failure(f"two owners: {doubles}")
         raise Failure("the script does not end")
@@ -148,8 +148,8 @@ class Play:
         if not session.expected:
             session.prompt = prompt or [*session.history, *words(len(session.history), 9)]
             session.expected = hashlm_tokens(session.prompt, n)
-            session.told = 0
-        at = session.told
+            session.sent = 0
+        at = session.sent
         if at:
             stream = self.engine_now.ask("resume", session=session.name, from_token=at)
         else:
@@ -161,7 +161,7 @@ class Play:
             if message["token"] != session.expected[at]:
                 raise Failure(f"{session.name}: token {at} of {len(session.prompt)}+{n} is wrong")
             at += 1
-            session.told = at
+            session.sent = at
             if amid is not None:
                 await amid(session)
         if message.get("done") != "length" or at != n:
@@ -170,17 +170,17 @@ class Play:
 
     async def move_about(self, session: Session) -> None:
         """To the other lane, its worker dies, and back."""
-        if session.told >= 10 and self.once("there"):
+        if session.sent >= 10 and self.once("there"):
             self.engine_now.ask("promote", session=session.name, to="b")
-        if session.told >= 30 and self.once("death"):
+        if session.sent >= 30 and self.once("death"):
             self.engine_now.kill_worker(0)
             self.engine_now.kill_worker(1)
-        if session.told >= 45 and self.once("back"):
+        if session.sent >= 45 and self.once("back"):
             self.engine_now.ask("promote", session=session.name, to="a")
 
     async def kill_engine(self, session: Session) -> None:
         """Everything dies amid a turn: what follows is a reopening."""
-        if session.told >= 10 and self.once("everything"):
+        if session.sent >= 10 and self.once("everything"):
             self.killed_it = True
             self.engine_now.kill()
 
@@ -206,7 +206,7 @@ class Play:
         new.history = list(session.history)
 
     async def stop(self) -> None:
-        """A clean end; the next step is played by the next life."""
+        """A clean end; the next step is played by the next run."""
         engine, self.engine = self.engine_now, None
         engine.ask("stop")
         await asyncio.wait_for(engine.over(), STUCK_S)
@@ -224,14 +224,14 @@ class Play:
             raise Failure(f"the store is damaged: {answer}")
 
     async def check(self, session: Session) -> None:
-        """After a death: the ledger has what was told, and nothing else."""
+        """After a death: the ledger has what was sent, and nothing else."""
         found = await self.ask("record", session=session.name)
         tokens: list[int] = found.get("tokens") or []
         whole = session.prompt + session.expected if session.expected else session.history
         least = len(session.history)
         lines = [whole]
-        if session.expected and session.told:
-            least = len(session.prompt) + (session.told if self.level == "power" else 0)
+        if session.expected and session.sent:
+            least = len(session.prompt) + (session.sent if self.level == "power" else 0)
         elif session.expected:
             lines.append(session.history)
             least = common_prefix(session.prompt, session.history)
@@ -269,7 +269,7 @@ def sweep(
 ) -> Iterator[tuple[int, bool]]:
     """Plays with a death at points first, first + every, ... until the script ends without one.
 
-    Yields (point, whether somebody died there). Raises Failure, naming the point.
+    Yields (point, whether a process died there). Raises Failure, naming the point.
     """
     number, until = first, time.monotonic() + seconds
     while time.monotonic() < until:

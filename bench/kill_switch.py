@@ -1,7 +1,7 @@
 """Counts the moments at which an engine process can be interrupted, and dies at a chosen one.
 
 A point is: a file call of the store (writes are split, so that one may be torn), an SQL statement,
-a frame to a worker, a phase of a hand-over, a line told to the client. At the n-th one the engine
+a frame to a worker, a phase of a hand-over, a line sent to the client. At the n-th one the engine
 is killed, or its workers are and it goes on. Which call has which number may differ between two
 runs: threads race. Over a whole sweep every call is hit before and after.
 """
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from batchengine.engine import Engine
-from batchengine.engine import start as start_module
-from batchengine.lanes import lane
+from batchengine.engine import boot as start_module
+from batchengine.lanes import worker_process
 from kv_store import osio
-from kv_store.ledger import lenient_text
+from kv_store.ledger.ledger import lenient_text
 from kv_store.store import Store
 
 
@@ -35,7 +35,7 @@ class KillSwitch:
         self._workers: Callable[[], list[int]] = list
 
     def point(self, *_: object) -> None:
-        """Here somebody may die."""
+        """A point at which the process may be killed."""
         self.points = number = next(self._next)
         if number != self.number:
             return
@@ -56,18 +56,18 @@ class KillSwitch:
                 return Store.open(*args, files=files, connect=connect, **kwargs)
 
         start_module.Store = CountedStore
-        send = lane.Lane._send
+        send = worker_process.Lane._send
 
         def counted(*args: Any) -> Any:
             switch.point()
             return send(*args)
 
-        lane.Lane._send = counted
+        worker_process.Lane._send = counted
 
     def watch(self, engine: Engine) -> None:
         """Once it has started: its hand-overs and its workers too."""
-        engine.handover.on_point = self.point
-        self._workers = lambda: [pid for loop in engine._loops if (pid := loop.lane.pid)]
+        engine.running.migrator.on_point = self.point
+        self._workers = lambda: [pid for loop in engine.state.lanes if (pid := loop.lane.pid)]
 
 
 class _CountedFiles(osio.Files):

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import xxhash
 
-from batchengine.engine.journal import INCARNATIONS
-from kv_store.arena import FILE_HEADER, FILE_HEADER_BYTES, PLACE_HEADER, SIDECAR_BYTES
+from batchengine.engine.turns.journal import INCARNATIONS
+from kv_store.arenas.arena import FILE_HEADER, FILE_HEADER_BYTES, SIDECAR_BYTES, SLOT_HEADER
 from kv_store.layout import ROW_RECORDS_BYTES
 
 _HEADER_SPAN = 48  # of a place header: what its checksum covers
 
 
 class Held(NamedTuple):
-    """An open page somebody may write. `session` is as the arena names it, in hex."""
+    """An open page that one worker may write. `session` is as the arena names it, in hex."""
 
     session: str
     epoch: int
@@ -25,7 +25,7 @@ class Held(NamedTuple):
 
 
 def newest_arenas(folder: Path, lanes: Iterable[str]) -> list[Path]:
-    """The arena of each lane's last worker in the last life; those before are only read from."""
+    """The arena of each lane's last worker in the last run; those before are only read from."""
     last: dict[str, int] = {}
     for path in folder.iterdir():
         lane, _, number = path.name.rpartition(".")
@@ -35,7 +35,7 @@ def newest_arenas(folder: Path, lanes: Iterable[str]) -> list[Path]:
     return [folder / f"{lane}.{n}" for lane, n in last.items() if n // INCARNATIONS == life]
 
 
-def places(path: Path) -> Iterator[Held]:
+def slots(path: Path) -> Iterator[Held]:
     """Every place with a whole header; a file that is torn has none."""
     data = path.read_bytes()
     if len(data) < FILE_HEADER.size:
@@ -44,21 +44,21 @@ def places(path: Path) -> Iterator[Held]:
     first = len(data) - count * SIDECAR_BYTES
     if count < 1 or first < FILE_HEADER_BYTES:
         return
-    for place in range(count):
-        at = first + place * SIDECAR_BYTES + ROW_RECORDS_BYTES
-        session, epoch, _, page_index, check = PLACE_HEADER.unpack_from(data, at)
+    for slot in range(count):
+        at = first + slot * SIDECAR_BYTES + ROW_RECORDS_BYTES
+        session, epoch, _, page_index, check = SLOT_HEADER.unpack_from(data, at)
         if check == xxhash.xxh3_64_intdigest(data[at : at + _HEADER_SPAN]):
             yield Held(session.hex(), epoch, page_index)
 
 
-def double_places(folder: Path, lanes: Iterable[str]) -> list[str]:
+def double_slots(folder: Path, lanes: Iterable[str]) -> list[str]:
     """Open pages that the last workers of two lanes both hold under one epoch: never allowed."""
     if not os.path.isdir(folder):
         return []
     owners: dict[Held, str] = {}
     double: list[str] = []
     for path in newest_arenas(folder, lanes):
-        for held in set(places(path)):
+        for held in set(slots(path)):
             other = owners.setdefault(held, path.name)
             if other != path.name:
                 double.append(f"{held} in {other} and {path.name}")

@@ -70,7 +70,7 @@ class Pause:
 
     open_rows: int
     rows_ms: float  # the session stands still, its rows are copied and proven
-    owner_ms: float  # the ledger is told whose it is
+    owner_ms: float  # the commit of the new owner
     rest_ms: float  # the first step there, and the end of the last one here
     gap_ms: float
 
@@ -100,7 +100,7 @@ class Moves:
     def __init__(self, engine: Engine, moves: int) -> None:
         self.engine, self.moves = engine, moves
         self.points: dict[str, float] = {}  # ms, of the last move
-        engine.handover.on_point = self._at
+        engine.running.migrator.on_point = self._at
 
     def _at(self, point: str) -> None:
         self.points[point] = time.perf_counter() * 1000
@@ -141,7 +141,7 @@ class Moves:
             await reading
         finally:
             reading.cancel()
-        _judge(stream, spans, result)
+        _compare(stream, spans, result)
         alone = Stream()
         other = GenerationRequest(
             f"alone-{length}", prompt, count, ignore_eos=True, tenant="another"
@@ -157,20 +157,20 @@ class Moves:
         rows = [row for row in self.engine.sessions() if row["session_id"] == session]
         to = LANES[1 - LANES.index(rows[0]["lane"])]
         began = time.perf_counter()
-        told = await self.engine.promote(session, to, "")
-        result.total_ms.append(told["total_ms"])
-        result.reports.append(told)
+        sent = await self.engine.promote("", session, to)
+        result.total_ms.append(sent["total_ms"])
+        result.reports.append(sent)
         rows_ms, owner_ms = (
             self.points[end] - self.points[start] for start, end in (("P2", "P4"), ("P4", "P5"))
         )
-        gap_ms = float(told["gap_ms"])
+        gap_ms = float(sent["gap_ms"])
         rest_ms = gap_ms - rows_ms - owner_ms
         pause = rows_ms, owner_ms, rest_ms, gap_ms
-        result.pauses.append(Pause(told["rows_copied"], *(round(ms, 2) for ms in pause)))
+        result.pauses.append(Pause(sent["rows_copied"], *(round(ms, 2) for ms in pause)))
         return began, time.perf_counter()
 
 
-def _judge(stream: Stream, spans: list[tuple[float, float]], result: Length) -> None:
+def _compare(stream: Stream, spans: list[tuple[float, float]], result: Length) -> None:
     """Time per token away from moves, and the longest pause around each move."""
     pairs = list(zip(stream.times, stream.times[1:], strict=False))
     near = [[b - a for a, b in pairs if b >= began and a <= ended] for began, ended in spans]

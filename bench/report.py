@@ -2,7 +2,7 @@
 
 Machines are noisy, so a figure is never a single run: the contenders take turns inside one
 process (A B A B …), each row keeps all its samples, and ratios are taken of medians of the same
-run. The JSON file holds everything needed to judge the figure later.
+run. The JSON file holds everything needed to assess the figure later.
 """
 
 from __future__ import annotations

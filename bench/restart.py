@@ -1,7 +1,7 @@
 """How soon a long session speaks again after a restart, against computing its KV again.
 
 An engine process of its own serves a session of 8K tokens. It is stopped cleanly, then killed -9
-amid an answer, and its worker is killed -9 amid another. Measured: from the moment the next life
+amid an answer, and its worker is killed -9 amid another. Measured: from the moment the next run
 serves to the first new token of the session; tokens whose KV existed at the death and was computed
 again all the same; the prefill of as many tokens that share no KV with the session (another
 tenant), which is also the undisturbed run whose tokens must be the same.
@@ -31,7 +31,7 @@ from bench.engine_child import EngineProcess
 from bench.zygote import Zygote
 
 ANSWER = 24  # tokens of each turn
-AMID = 12  # tokens told before a kill
+AMID = 12  # tokens sent before a kill
 NEW = 8  # tokens that the client adds in each turn
 SILENCE_S = 600.0
 
@@ -68,7 +68,7 @@ async def read(engine: EngineProcess, at_most: int = 1 << 30, **fields: Any) -> 
 
 
 class Restart:
-    """One session through several lives, then the same undisturbed."""
+    """One session through several runs, then the same undisturbed."""
 
     def __init__(self, zygote: Zygote, settings: dict[str, Any], length: int) -> None:
         self.zygote, self.settings = zygote, settings
@@ -102,20 +102,20 @@ class Restart:
 
     async def resume(self, engine: EngineProcess) -> Turn:
         """The rest of the answer that was cut off."""
-        prompt, told = self.turns[-1]
-        rest = await read(engine, op="resume", session="s", from_token=len(told))
-        told += rest.tokens
-        self.timeline = prompt + told
+        prompt, sent = self.turns[-1]
+        rest = await read(engine, op="resume", session="s", from_token=len(sent))
+        sent += rest.tokens
+        self.timeline = prompt + sent
         return rest
 
     async def computed_again(self, engine: EngineProcess, had: int) -> int:
-        """Tokens computed in this life whose KV had been computed before; `had` tokens had KV."""
+        """Tokens computed in this run whose KV had been computed before; `had` tokens had KV."""
         stats = await engine.call("stats")
-        last = len(self.timeline) - 1  # nobody needed the KV of the last token
+        last = len(self.timeline) - 1  # the KV of the last token is not needed
         return int(stats["tokens_computed"]) - (last - had)
 
     async def run(self) -> None:
-        """All lives in order."""
+        """All runs in order."""
         engine = await self.start()
         first = await self.turn(engine)
         self.figures["prefill_ms"] = first.first_ms

@@ -11,8 +11,8 @@ import random
 import time
 from collections.abc import Sequence
 
-from batchengine import router
-from batchengine.cost import LaneLoad, StepCost
+from batchengine.policy import router
+from batchengine.policy.cost import LaneLoad, StepCost
 from bench import report
 
 LANES = (1, 2, 4, 8)

@@ -1,10 +1,10 @@
-"""Engines and workers as forks of a process that has imported everything: lives cost milliseconds.
+"""Engines and workers as forks of a process that has imported everything: runs cost milliseconds.
 
-Kill benches need tens of thousands of process lives, and most of a real start is importing. One
+Kill benches need tens of thousands of process runs, and most of a real start is importing. One
 zygote forks engine processes; each engine forks, before it starts anything, a template that
 clones its workers as the engine's own children (CLONE_PARENT), so that death signals, exit
 statuses and parents are those of processes started by exec. What runs is the program itself; the
-chat template's child process alone is left out, since nobody chats.
+chat template's child process alone is left out: these benches send no chat requests.
 
 Owns processes and pipes. Knows nothing of sessions: `bench.engine_child` speaks to the engine.
 """
@@ -105,7 +105,7 @@ class _Process:
 
 
 def _serve_workers(sock: socket.socket, compute: str) -> None:
-    """The template's life: each request becomes a clone that is the engine's child."""
+    """The template's run: each request becomes a clone that is the engine's child."""
     clone = ctypes.CDLL(None).syscall
     while True:
         asked, fds = receive(sock)
@@ -127,14 +127,13 @@ def _be_worker(compute: str) -> None:
     try:
         if compute == "hash":
             from batchengine.lanes.worker import main
-            from bench.hashlm import HashCompute, HashWorker
+            from bench.hashlm import HashWorker
 
-            main(HashCompute, HashWorker)
+            main(HashWorker)
         else:
-            from batchengine.lanes.cpu import CpuCompute
             from batchengine.lanes.worker import main
 
-            main(CpuCompute)
+            main()
         code = 0
     except SystemExit:
         code = 0

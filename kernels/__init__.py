@@ -1,4 +1,4 @@
-"""Canonical CPU kernels (CA-1): the only door to the native module.
+"""Canonical CPU kernels (CA-1): the only importer of the native module.
 
 Owns packed weights, quantised activations, attention over KV pages and sampling: pure functions
 over flat buffers. Refuses to know requests, sessions or files. Every instruction-set level gives
@@ -12,10 +12,12 @@ import hashlib
 from kernels._native import (
     PACK_VERSION,
     PAGE_TOKENS,
+    SUPERPAGE_TOKENS,
     Activations,
     Batch,
     Matrix,
     PageShape,
+    Partials,
     Pool,
     Queries,
     RopeTable,
@@ -25,7 +27,10 @@ from kernels._native import (
     Vector,
     address_of,
     attend,
+    attend_partials,
     embed,
+    finish,
+    fold,
     golden_records,
     isa,
     isa_levels,
@@ -58,10 +63,12 @@ __all__ = [
     "KINDS",
     "PACK_VERSION",
     "PAGE_TOKENS",
+    "SUPERPAGE_TOKENS",
     "Activations",
     "Batch",
     "Matrix",
     "PageShape",
+    "Partials",
     "Pool",
     "Queries",
     "RopeTable",
@@ -72,7 +79,10 @@ __all__ = [
     "address_of",
     "arith_id",
     "attend",
+    "attend_partials",
     "embed",
+    "finish",
+    "fold",
     "golden_records",
     "isa",
     "isa_levels",

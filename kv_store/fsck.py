@@ -1,4 +1,4 @@
-"""Checking a store that nobody holds: ledger, token blobs, manifest, every page, arenas, strays.
+"""Checks a store that no process has open: ledger, token blobs, manifest, pages, arenas, strays.
 
 Reads the whole directory without the model's file. Without `repair` nothing in it changes. With
 it, bad pages lose their manifest row, a damaged session keeps its longest sound prefix under a new
@@ -21,12 +21,12 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from kv_store import keys, losses, osio, records
-from kv_store.arena import ARENA_NAME, ArenaFile, delete_arena
+from kv_store import keys, osio
+from kv_store.arenas.arena import ARENA_NAME, ArenaFile, delete_arena
 from kv_store.errors import StoreCorrupt, StoreError, StoreUnsupported
-from kv_store.extent import EXTENT_NAME, ExtentInfo, extent_path
 from kv_store.layout import PAGE_TOKENS, PageLayout
-from kv_store.ledger import (
+from kv_store.ledger import continuity, writes
+from kv_store.ledger.ledger import (
     PAGE_QUERY,
     PageRow,
     check_version,
@@ -34,12 +34,13 @@ from kv_store.ledger import (
     page_row,
     why_refused,
 )
+from kv_store.pages.extents import EXTENT_NAME, ExtentInfo, extent_path
 from kv_store.store import set_aside, take_lock
 
 Severity = Literal["error", "warning", "info"]
 Progress = Callable[[int, int], None]  # pages read, pages to read
 Fix = Callable[[sqlite3.Connection], object]
-_OF_SESSIONS = ("turn", "token_blob", "session_page", "suspect")
+_OF_SESSIONS = ("turn", "token_blob", "suspect")
 _EXTENT_QUERY = (
     "SELECT extent_index, first_page_id, places, page_bytes, repr_id FROM extent"
     " WHERE kind = 'page' ORDER BY extent_index"
@@ -80,7 +81,7 @@ class FsckReport:
 def fsck(
     path: str | os.PathLike[str], *, repair: bool = False, progress: Progress | None = None
 ) -> FsckReport:
-    """Check the store at `path`; blocks, reads everything. Raises StoreLocked when somebody holds
+    """Check the store at `path`; blocks, reads everything. Raises StoreLocked when a process holds
     it, StoreVersion when a newer program wrote it, StoreUnsupported when it is no store."""
     path = os.path.abspath(os.fspath(path))
     ledger = os.path.join(path, "meta.db")
@@ -92,18 +93,18 @@ def fsck(
     try:
         check_version(ledger)
         check = _Fsck(path, repair, progress or (lambda done, total: None))
-        check.found = losses.gather(path, lock_fd)
+        check.found = continuity.gather(path, lock_fd)
         report = check.run()
-        if repair:  # the log went with the repair; the next opening still tells what was lost
+        if repair:  # the log went with the repair; the next opening still reports what was lost
             with contextlib.suppress(OSError):
-                losses.mark_closed(osio.Files(), lock_fd, check.lost)
+                continuity.mark_closed(osio.Files(), lock_fd, check.lost)
         return report
     finally:
         os.close(lock_fd)
 
 
 def _no_ledger(path: str, repair: bool) -> FsckReport:
-    """A store whose ledger was set aside and that nobody has opened since."""
+    """A store whose ledger was set aside and that was not opened since."""
     report = FsckReport(path, repair)
     what, why = "there is no ledger", "it was set aside: meta.db.damaged-1"
     report.findings.append(Finding("info", what, why, "nothing: the next opening makes a new one"))
@@ -123,7 +124,7 @@ class _Fsck:
         self.removals: list[Callable[[], object]] = []  # of files, afterwards
         self.layouts: dict[bytes, PageLayout] = {}
         self.buffer = memoryview(b"")
-        self.found = losses.Evidence(losses.Life(), 0, "")
+        self.found = continuity.Traces(continuity.Opening(), 0, "")
         self.lost = ""
 
     def run(self) -> FsckReport:
@@ -147,7 +148,7 @@ class _Fsck:
             for section in (
                 self._check_ledger, self._check_store_row, self._check_reprs,
                 self._check_extents, self._check_sessions, self._check_turns,
-                self._check_orphans,
+                self._check_pending,
             ):  # fmt: skip
                 self._try(section, db)
             if self.repair and self.fixes:
@@ -211,14 +212,14 @@ class _Fsck:
     def _check_ledger(self, db: sqlite3.Connection) -> None:
         db.execute("PRAGMA cell_size_check=ON")
         db.execute("PRAGMA trusted_schema=OFF")
-        verdicts = [str(row[0]) for row in db.execute("PRAGMA integrity_check(100)")]
-        if verdicts == ["ok"]:
+        problems = [str(row[0]) for row in db.execute("PRAGMA integrity_check(100)")]
+        if problems == ["ok"]:
             return
-        only_indexes = all("index" in text for text in verdicts)
+        only_indexes = all("index" in text for text in problems)
         self._find(
             "error",
             "SQLite finds the ledger damaged",
-            "; ".join(verdicts[:5]),
+            "; ".join(problems[:5]),
             "its indexes are rebuilt"
             if only_indexes
             else "nothing: what can still be read is checked below",
@@ -323,7 +324,7 @@ class _Fsck:
         claimed: set[int] = set()
         done = 0
         for info in infos:
-            ids = range(info.first_page_id, info.first_page_id + info.places)
+            ids = range(info.first_page_id, info.first_page_id + info.slots)
             mine = {i: rows.pop(i) for i in ids if i in rows}
             why = "its page ids belong to an extent before it" if claimed & set(ids) else ""
             claimed.update(ids)
@@ -382,7 +383,7 @@ class _Fsck:
             self.buffer = memoryview(bytearray(info.page_bytes))
         data = self.buffer
         try:
-            offset = info.place_of(row.ref.page_id) * info.page_bytes
+            offset = info.slot_of(row.ref.page_id) * info.page_bytes
             osio.Files().read_all(fd, data, offset)
         except (OSError, StoreCorrupt) as error:
             return f"it cannot be read: {error}"
@@ -399,8 +400,8 @@ class _Fsck:
         found = db.execute("SELECT gen, repr_id FROM page WHERE page_id = ?", (page_id,)).fetchone()
         gen, repr_id = found if found is not None else (0, b"")
         sound = type(gen) is int and 0 <= gen < U32_MAX
-        fixed = records.FreePage(
-            records.PageRef(page_id, gen + 1 if sound else U32_MAX),
+        fixed = writes.FreePage(
+            writes.PageRef(page_id, gen + 1 if sound else U32_MAX),
             repr_id if type(repr_id) is bytes else b"",
             False,
         )
@@ -409,7 +410,7 @@ class _Fsck:
             f"page {page_id} is bad",
             why,
             "its manifest row is deleted; it is recomputed when it is needed",
-            lambda db: records.apply(db, fixed),
+            lambda db: writes.apply(db, fixed),
         )
 
     def _drop_extent(self, info: ExtentInfo, why: str, rows: dict[int, PageRow | None]) -> None:
@@ -419,7 +420,7 @@ class _Fsck:
         doomed = [*rows]  # not the rest of its range: another extent may have claimed that
 
         def fix(db: sqlite3.Connection) -> None:
-            records.apply(db, records.DropExtent(info.index, 0, 0))
+            writes.apply(db, writes.DropExtent(info.index, 0, 0))
             db.executemany("DELETE FROM page WHERE page_id = ?", [(i,) for i in doomed])
 
         self._find(
@@ -462,7 +463,7 @@ class _Fsck:
                     f"session {name!r} has a damaged row",
                     "its fields have other types or signs",
                     "it is dropped",
-                    lambda db, name=name: records.apply(db, records.DropSession(name)),
+                    lambda db, name=name: writes.apply(db, writes.DropSession(name)),
                 )
                 continue
             self._check_timeline(db, name, epoch, length)
@@ -515,7 +516,7 @@ class _Fsck:
                     ),
                 )
 
-    def _check_orphans(self, db: sqlite3.Connection) -> None:
+    def _check_pending(self, db: sqlite3.Connection) -> None:
         for table in _OF_SESSIONS:
             lost: int = db.execute(
                 f"SELECT count(*) FROM {table} WHERE session NOT IN (SELECT id FROM session)"
@@ -559,8 +560,10 @@ class _Fsck:
 
     def _check_arenas(self) -> None:
         folder = os.path.join(self.path, "arena")
-        for text in losses.unbelieved(self.path):
-            self._find("warning", text, "no store is opened so often", "nothing is numbered by it")
+        for text in continuity.implausible_arenas(self.path):
+            self._find(
+                "warning", text, "no store is opened so often", "nothing: no number follows from it"
+            )
         for name in sorted(os.listdir(folder)):
             path = os.path.join(folder, name)
             if not ARENA_NAME.fullmatch(name) or not stat.S_ISREG(os.lstat(path).st_mode):
@@ -580,7 +583,7 @@ class _Fsck:
                 self.removals.append(lambda path=path: delete_arena(path))
 
     def _why_useless(self, path: str) -> str:
-        """Why no row of an arena can be adopted, "busy" if its lock is held, or empty."""
+        """Why no row of an arena can be imported, "busy" if its lock is held, or empty."""
         fd = osio.open_private(path, os.O_RDWR | os.O_NONBLOCK)
         try:
             if not osio.lock_exclusive(fd):
@@ -643,10 +646,6 @@ def _cut_session(db: sqlite3.Connection, name: str, epoch: int, ids: bytes) -> N
     db.execute(
         "UPDATE session SET ledger_len = ?, epoch = ? WHERE id = ?",
         (len(ids) // 4, epoch + 1, name),
-    )
-    db.execute(
-        "DELETE FROM session_page WHERE session = ? AND (page_index + 1) * ? > ?",
-        (name, PAGE_TOKENS, len(ids) // 4),
     )
 
 

@@ -97,7 +97,7 @@ def sealed_checksum(page: bytes | bytearray | memoryview, seed: int) -> bytes:
 
 
 def blob_checksum(session: str, start: int, blob: bytes) -> bytes:
-    """XXH3-64 of a token blob, seeded with its place in its session. 8 bytes."""
+    """XXH3-64 of a token blob, seeded with its slot in its session. 8 bytes."""
     seed = _low64(
         hash_parts(b"batchengine tokens v1", (session.encode(), struct.pack("<Q", start)))
     )
@@ -105,10 +105,10 @@ def blob_checksum(session: str, start: int, blob: bytes) -> bytes:
 
 
 def row_seeds(
-    arena_id: bytes, place: int, gen: int, session: bytes, epoch: int, first: int, count: int
+    arena_id: bytes, slot: int, gen: int, session: bytes, epoch: int, first: int, count: int
 ) -> npt.NDArray[np.uint64]:
     """Seeds of the row digests for positions [first, first+count) of a session's timeline."""
-    name = struct.pack("<IIQ", place, gen, epoch)
+    name = struct.pack("<IIQ", slot, gen, epoch)
     base = _low64(hash_parts(b"batchengine row v1", (arena_id, name, session)))
     positions = np.arange(first, first + count, dtype=np.uint64)
     return np.uint64(base) + positions * np.uint64(ROW_SEED_STEP)  # wraps modulo 2^64

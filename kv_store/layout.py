@@ -32,7 +32,6 @@ PAGE_TOKENS = 256
 PAGE_ALIGN_BYTES = 64 * 1024  # covers every page size in use and the alignment of direct I/O
 KV_DTYPE = "kv8-v1"
 Page = bytes | bytearray | memoryview
-K_TILE_TOKENS = 16
 K_SCALE_DIMS = 32
 
 # One row of the arena's sidecar: token id, 1 if written, XXH3-64 of the row's bytes.

@@ -12,6 +12,7 @@ import fcntl
 import os
 import struct
 from dataclasses import dataclass
+from typing import Literal
 
 from kv_store.errors import StoreCorrupt
 
@@ -107,7 +108,7 @@ def lock_exclusive(fd: int) -> bool:
 
 
 def boot_id() -> str:
-    """Identity of this boot; empty where the kernel does not tell."""
+    """Identity of this boot; empty where the kernel has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             return f.read().strip()
@@ -118,7 +119,7 @@ def boot_id() -> str:
 @dataclass(frozen=True, slots=True)
 class FileSystem:
     name: str
-    verdict: str  # "ok" | "volatile" | "refuse"
+    support: Literal["ok", "volatile", "refuse"]
     why: str = ""
 
 
@@ -150,10 +151,10 @@ def file_system(path: str) -> FileSystem:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), path)
     kind = int.from_bytes(buffer.raw[:8], "little") & 0xFFFFFFFF
-    return judge(kind)
+    return classify(kind)
 
 
-def judge(kind: int) -> FileSystem:
-    """What we know of a file system by its magic number."""
+def classify(kind: int) -> FileSystem:
+    """What is known of a file system, by its magic number."""
     unknown = FileSystem(f"0x{kind:x}", "refuse", "this file system was never tested")
     return _KNOWN.get(kind, unknown)

@@ -1,7 +1,7 @@
 """The store directory: who owns it, what is found in it at opening, and closing it.
 
-    LOCK               lock for life; inside, who holds it, and how the last life ended (`losses`)
-    BALLAST            spare bytes, deleted when the ledger meets a full disk
+    LOCK               held while open; inside, the process, and how the last opening ended
+    `BALLAST`          reserve bytes, freed when the ledger meets a full disk
     meta.db, -wal      ledger and manifest (SQLite)
     ext/000001.kv      sealed pages
     arena/<lane>.<n>   open pages of one worker incarnation
@@ -17,20 +17,28 @@ import json
 import os
 import secrets
 import stat
-from dataclasses import dataclass
+from collections.abc import Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kv_store import losses, osio, records
-from kv_store.arena import ARENA_NAME, LANE_NAME, Arena, delete_arena
-from kv_store.attic import Attic
-from kv_store.ballast import Ballast
+from kv_store import osio
+from kv_store.arenas.arena import ARENA_NAME, LANE_NAME, Arena, delete_arena
+from kv_store.arenas.orphaned import OrphanedArenas
 from kv_store.errors import StoreCorrupt, StoreGone, StoreLocked, StoreUnsupported
-from kv_store.extent import EXTENT_BYTES, ExtentInfo, Extents, extent_path
-from kv_store.layout import PAGE_TOKENS, Descriptor, differing_fields
-from kv_store.ledger import Ledger, Opener, PageRow, Replay, connect, is_damage
-from kv_store.pages import PageEvent, PageState
-from kv_store.places import Budget, Parts, derived_floor_bytes
-from kv_store.upkeep import SESSIONS_MAX, UpkeepPool
+from kv_store.layout import Descriptor, differing_fields
+from kv_store.ledger import continuity, writes
+from kv_store.ledger.ledger import Ledger, Opener, PageRow, Replay, connect, is_damage, pages_of
+from kv_store.ledger.reserve import ReserveFile
+from kv_store.pages.allocator import EVICT_TO_PERCENT
+from kv_store.pages.core import Budget, StoreCore, derived_floor_bytes
+from kv_store.pages.extents import EXTENT_BYTES, ExtentInfo, Extents, extent_path
+from kv_store.pages.index import PageState
+from kv_store.pages.maintenance import SESSIONS_MAX, GcReport
+from kv_store.pages.pool import PagePool
+from kv_store.threads import new_future
+
+AGES_MAX = 4096  # pages whose age one maintenance writes: the commit that holds them stays short
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +60,9 @@ class Recovery:
 class StoreSettings:
     """Everything about a store that is not its content. None = the default in the text.
 
-    ballast_bytes: 64 MiB, or a sixteenth of a budget below 1 GiB. free_floor_bytes: by the size
+    `ballast_bytes`: 64 MiB, or a sixteenth of a budget below 1 GiB. free_floor_bytes: by the size
     of the file system. allow_any_fs turns a refused file system into a warning.
-    keep_arenas leaves arenas of this boot for adoption. sessions_max is what `gc` leaves.
+    keep_arenas leaves arenas of this boot for import. sessions_max is what `gc` leaves.
     """
 
     budget_bytes: int
@@ -67,19 +75,35 @@ class StoreSettings:
     sessions_max: int = SESSIONS_MAX
 
 
-class Store(UpkeepPool):
-    """An open store: `UpkeepPool` plus its directory. Use `Store.open`."""
+class Store:
+    """An open store. Use `Store.open`.
+
+    `pages` is the pool of the representation it was opened for; `pool` opens further ones. What is
+    left here is the directory: lock, recovery, arenas, maintenance of the whole, closing.
+    """
 
     path: str
     warnings: list[str]
     losses: list[str]  # what this opening found to be lost for good: sentences for health
     recovery: Recovery
-    attic: Attic  # arenas of earlier lives, if StoreSettings.keep_arenas; else empty
+    orphaned: OrphanedArenas  # arenas of earlier runs, if StoreSettings.keep_arenas; else empty
+    sessions_max: int
     _lock_fd: int
     _folder: os.stat_result  # of `path` when it was opened
-    _ballast: Ballast
-    _stopped: bool = False
+    _reserve: ReserveFile
     _settings: StoreSettings
+
+    def __init__(self, core: StoreCore, descriptor: Descriptor) -> None:
+        self.core = core
+        self.ledger = core.ledger
+        self.events = core.events
+        self.counters = core.counters
+        self.rates = core.rates
+        self.epoch = core.epoch
+        self.uuid = core.uuid
+        self.pages = PagePool(core, descriptor)
+        self._pools = {descriptor.repr_id: self.pages}
+        self._stopped = False
 
     @classmethod
     def open(
@@ -96,17 +120,17 @@ class Store(UpkeepPool):
         path, files = os.path.abspath(os.fspath(path)), files or osio.Files()
         warnings = _prepare_directory(path, settings.allow_any_fs)
         lock_fd = take_lock(path)
-        found = losses.gather(path, lock_fd)
-        warnings += losses.unbelieved(path)
+        found = continuity.gather(path, lock_fd)
+        warnings += continuity.implausible_arenas(path)
         try:
             return cls._open_locked(
                 path, descriptor, settings, files, connect, lock_fd, warnings, found
             )
         except BaseException:
-            life = losses.read_life(lock_fd)
-            if not found.log or life != found.life:  # else it would hide what was found
+            opening = continuity.read_opening(lock_fd)
+            if not found.log or opening != found.opening:  # else it would hide what was found
                 with contextlib.suppress(OSError):  # the ledger's log went with its closing
-                    losses.mark_closed(files, lock_fd, life.lost)
+                    continuity.mark_closed(files, lock_fd, opening.lost)
             os.close(lock_fd)
             raise
 
@@ -120,66 +144,97 @@ class Store(UpkeepPool):
         connect: Opener,
         lock_fd: int,
         warnings: list[str],
-        found: losses.Evidence,
+        found: continuity.Traces,
     ) -> Store:
         boot = osio.boot_id()
-        ballast = Ballast(path, files, settings.ballast_bytes, settings.budget_bytes)
-        opener = _Opener(path, descriptor, boot, connect, ballast)
-        ledger, epoch, lost, told = _open_ledger(opener, found)
-        warnings += told
+        reserve = ReserveFile(path, files, settings.ballast_bytes, settings.budget_bytes)
+        opener = _Opener(path, descriptor, boot, connect, reserve)
+        ledger, epoch, lost, losses = _open_ledger(opener, found)
+        warnings += losses
         try:
             replay = ledger.replay
             try:
-                life = losses.Life(epoch, False, lost)
-                losses.write_life(files, lock_fd, replay.store_uuid.hex(), boot, life)
+                opening = continuity.Opening(epoch, False, lost)
+                continuity.write_opening(files, lock_fd, replay.store_uuid.hex(), boot, opening)
             except OSError as error:  # it only informs; the lock itself is in the kernel
-                warnings.append(f"the LOCK file does not say who we are: {error}")
+                warnings.append(f"the LOCK file does not name this process: {error}")
             extents = Extents(os.path.join(path, "ext"), files)
             budget = Budget(
                 settings.budget_bytes, settings.extent_bytes, _floor(files, path, settings)
             )
-            self = cls(
-                Parts(
-                    descriptor,
-                    replay.store_uuid,
-                    epoch,
-                    ledger,
-                    extents,
-                    files,
-                    budget,
-                    settings.verify_writes,
-                )
+            core = StoreCore(
+                ledger, extents, files, budget, epoch=epoch, verify_writes=settings.verify_writes
             )
+            self = cls(core, descriptor)
         except BaseException:
             ledger.close()
             raise
         self.path, self.warnings, self._lock_fd = path, warnings, lock_fd
-        self._settings, self.attic = settings, Attic()
-        self.losses, self._ballast = told, ballast
+        self._settings, self.orphaned = settings, OrphanedArenas()
+        self.losses, self._reserve = losses, reserve
         self._folder = os.stat(path)
         self.sessions_max = settings.sessions_max
         try:
             self._recover(replay, boot)
-            ballast.make()
+            reserve.make()
             if settings.budget_bytes < descriptor.layout.page_bytes:
                 warnings.append("the store budget is smaller than one page: nothing is cached")
-            elif not self._infos:
-                self._grow()
-                if self._growth_blocked:
-                    warnings.append(f"caching is off: {self._growth_blocked}")
-            self._self_test()
-            if self._write_failure:
-                warnings.append(f"pages cannot be cached now: {self._write_failure}")
+            elif not self.pages.allocator.infos:
+                self.pages.allocator.grow()
+                if blocked := self.pages.allocator.growth_blocked:
+                    warnings.append(f"caching is off: {blocked}")
+            self.pages.loader.self_test()
+            if core.write_failure:
+                warnings.append(f"pages cannot be cached now: {core.write_failure}")
             ledger.commit().result()
         except BaseException:
-            self._lock_fd = -1  # the caller's to close: once, or it may be somebody else's by then
+            self._lock_fd = -1  # the caller closes it: twice may close a later descriptor
             self._stop(clean=False)
             raise
         return self
 
-    def create_arena(self, lane: str, incarnation: int, places: int) -> Arena:
+    def pool(self, descriptor: Descriptor) -> PagePool:
+        """The pages of this representation, whose sealed pages are kept from now on; blocks.
+
+        All pools share the byte budget: one that needs an extent gets it from representations that
+        are not open, then from the pool that holds most. Raises LedgerError, StoreCorrupt.
+        """
+        found = self._pools.get(descriptor.repr_id)
+        if found is None:
+            found = self.core.thread.submit(lambda: self._open_pool(descriptor)).result()
+        return found
+
+    def _open_pool(self, descriptor: Descriptor) -> PagePool:
+        """On the page thread, which no growth can run beside."""
+        core, repr_id = self.core, descriptor.repr_id
+        core.ledger.append(
+            writes.AddRepr(repr_id, descriptor.to_json(), descriptor.layout.page_bytes)
+        )
+        core.ledger.commit().result()
+        rows = core.ledger.read(lambda db: pages_of(db, repr_id)).result()
+        gens = {row.ref.page_id: row.ref.gen for row in rows}
+        with core.lock:
+            pool = PagePool(core, descriptor)
+            for info in core.take_foreign(repr_id):
+                try:
+                    pool.allocator.open_extent(info, gens)
+                except StoreCorrupt as error:
+                    self.warnings.append(str(error))
+                    core.extents.drop(info)
+                    core.forget_extent(info)
+            for row in rows:
+                pool.restore(row)
+            self._pools[repr_id] = pool
+        if not pool.allocator.infos:
+            pool.allocator.grow()
+        return pool
+
+    def create_arena(
+        self, lane: str, incarnation: int, slots: int, pool: PagePool | None = None
+    ) -> Arena:
         """The arena file of one worker incarnation; the worker opens it as `ArenaMapping`.
 
+        Its slots are pages of `pool`, or of the store's own representation.
         Raises StoreFull, StoreGone, StoreError for a number that no arena can have, OSError.
         """
         if not LANE_NAME.fullmatch(lane):
@@ -192,7 +247,8 @@ class Store(UpkeepPool):
             )
         name = f"{lane}.{incarnation}"
         path = os.path.join(self.path, "arena", name)
-        return Arena.create(path, self.layout, places, incarnation, self._files, self.repr_id)
+        pool = pool or self.pages
+        return Arena.create(path, pool.layout, slots, incarnation, self.core.files, pool.repr_id)
 
     def is_in_place(self) -> bool:
         """Whether the folder that stands at `path` is the one that was opened; may block."""
@@ -202,85 +258,190 @@ class Store(UpkeepPool):
             return False
 
     def maintain(self) -> None:
-        """Call every few seconds when idle: audit, write ages, retry what a full disk stopped."""
-        self.check_integrity()
-        with self._lock:
-            self._growth_blocked = ""
-            for row in list(self._unrecorded.values()):
-                self._record_extent(row)
-            self._write_ages()
-            self._grow_ahead()
-        self._pages_io.submit(self._look_again)
-        self._pages_io.submit(self._ballast.make)
+        """Call every few seconds when idle, on a thread that may wait: check a part of the indexes,
+        write ages, retry what a full disk stopped. Raises AssertionError for a wrong index."""
+        for pool in list(self._pools.values()):
+            pool.maintenance.check()
+            pool.maintenance.write_ages(AGES_MAX)
+            with self.core.lock:
+                pool.allocator.growth_blocked = ""
+                pool.allocator.grow_ahead()
+        with self.core.lock:
+            self.core.retry_rows()
+        self.core.thread.submit(self.core.look_again)
+        self.core.thread.submit(self._reserve.make)
         if self.ledger.failure is None:
             self.ledger.commit()
+
+    def check_integrity(self) -> None:
+        """Recount every index under one hold of the lock: for tests. Raises AssertionError."""
+        with self.core.lock:
+            for pool in self._pools.values():
+                pool.index.check()
+                slots = sum(info.slots for info in pool.allocator.infos)
+                assert len(pool.index) == slots, (len(pool.index), slots)
+            held = [info for pool in self._pools.values() for info in pool.allocator.infos]
+            total = sum(info.file_bytes for info in held + self.core.foreign)
+            assert total == self.core.extent_bytes, (total, self.core.extent_bytes)
+            assert total <= self.core.budget.budget_bytes, (total, self.core.budget)
+
+    def gc(self, keep: Collection[str] = ()) -> Future[GcReport]:
+        """Evict to the target, drop superseded tails, other models' extents that crowd the
+        budget, and ledger rows beyond `sessions_max`; never sessions named in `keep`.
+        """
+        result: Future[GcReport] = new_future()
+
+        def pages_done(collected: Future[GcReport]) -> None:
+            if (error := collected.exception()) is not None:
+                result.set_exception(error)
+                return
+            half = collected.result()
+            self.ledger.prune(self.sessions_max, keep).add_done_callback(
+                lambda pruned: ledger_done(half, pruned)
+            )
+
+        def ledger_done(half: GcReport, pruned: Future[tuple[int, int]]) -> None:
+            if (error := pruned.exception()) is not None:
+                result.set_exception(error)
+                return
+            sessions, turns = pruned.result()
+            self.ledger.commit()
+            result.set_result(replace(half, sessions=sessions, turns=turns))
+
+        self.core.thread.submit(self._collect).add_done_callback(pages_done)
+        return result
+
+    def _collect(self) -> GcReport:
+        """What `gc` does to pages and extents (page thread)."""
+        found = [pool.maintenance.collect() for pool in self._pools.values()]
+        limit, extents, slots = self.core.budget.budget_bytes * EVICT_TO_PERCENT // 100, 0, 0
+        while self.core.foreign and self.core.extent_bytes > limit:
+            slots += self.core.drop_oldest_foreign()
+            extents += 1
+        evicted, tails = map(sum, zip(*found, strict=True))
+        return GcReport(evicted, tails, extents, slots, 0, 0)
+
+    def drain(self) -> Future[None]:
+        """Resolves when the page thread has done everything submitted so far."""
+        return self.core.drain()
+
+    @property
+    def tier(self) -> str:
+        """ "ok", or what is wrong with caching: for health."""
+        core, pages = self.core, self.pages
+        if not pages.slots_max:
+            return "off: the budget is smaller than one page"
+        if not core.thread.alive:
+            return "off: the page thread has ended"
+        if not len(pages.index):
+            return f"off: {pages.allocator.growth_blocked or 'there is no extent yet'}"
+        if core.write_failure:
+            return f"failing: {core.write_failure}"
+        return f"not growing: {core.not_growing}" if core.not_growing else "ok"
 
     @property
     def troubles(self) -> list[str]:
         """What is wrong beside the ledger and the page tier: sentences for health."""
-        spent = self._ballast.trouble
+        spent = self._reserve.trouble
         return [*self.losses, *([spent] if spent else [])]
 
     def stat(self) -> dict[str, int | float | str]:
-        """`UpkeepPool.stat`, and what is wrong with the folder."""
-        return super().stat() | {
+        """Numbers for health, metrics and the status command, of all pools together where they
+        add up; all from counters. A rate is 0 until measured."""
+        core, pages = self.core, self.pages
+        with core.lock:
+            pools = list(self._pools.values())
+            numbers: dict[str, int | float | str] = {
+                "epoch": self.epoch,
+                "page_bytes": pages.layout.page_bytes,
+                "budget_bytes": core.budget.budget_bytes,
+                "extent_bytes": core.extent_bytes,
+                "extent_bytes_other_reprs": core.foreign_bytes,
+                "used_bytes": sum(pool.index.used * pool.layout.page_bytes for pool in pools),
+                "disk_free_floor_bytes": core.budget.free_floor_bytes,
+                "pages_total": sum(len(pool.index) for pool in pools),
+                "pages_max": pages.slots_max,
+                "pages_pinned": sum(pool.index.pinned for pool in pools),
+                "tails": sum(pool.index.tails for pool in pools),
+                "tails_superseded": sum(pool.index.superseded for pool in pools),
+                "page_tier": self.tier,
+                "growth_blocked": pages.allocator.growth_blocked,
+                "page_backlog": core.thread.backlog(),
+            }
+            for state in PageState:
+                counts = [(pool.index.count(state), pool.layout.page_bytes) for pool in pools]
+                numbers[f"pages_{state.value}"] = sum(n for n, _ in counts)
+                numbers[f"bytes_{state.value}"] = sum(n * size for n, size in counts)
+        times = sorted(self.ledger.stats.commit_us)
+        numbers |= {
+            "read_bytes_per_s": core.rates.read_bytes_per_s or 0.0,
+            "seal_bytes_per_s": core.rates.seal_bytes_per_s or 0.0,
+            "sessions": self.ledger.stats.sessions,
+            "sessions_max": self.sessions_max,
+            "commits": self.ledger.stats.commits,
+            "commit_us_p50": times[len(times) // 2] if times else 0.0,
+            "commit_us_p99": times[len(times) * 99 // 100] if times else 0.0,
+            "ledger_failed": str(self.ledger.failure or ""),
             "ledger_lost": "; ".join(self.losses),
-            "ballast": self._ballast.trouble or "ok",
+            "ballast": self._reserve.trouble or "ok",
         }
+        return numbers | {f"{name}_total": n for name, n in core.counters.items()}
 
     def close(self) -> None:
         """Write what is pending, mark the store clean, release the lock."""
         self._stop(clean=True)
 
     def __repr__(self) -> str:
-        with self._lock:
-            table = self._table
-            mib = self.layout.page_bytes / (1 << 20)
+        with self.core.lock:
+            index, pages = self.pages.index, self.pages
+            mib = pages.layout.page_bytes / (1 << 20)
             return (
-                f"<Store epoch={self.epoch} pages={table.used}/{self.places_max}"
-                f" published={table.count(PageState.PUBLISHED)}"
-                f" listed={table.count(PageState.LISTED)}"
-                f" {table.used * mib:.0f}/{self._budget.budget_bytes >> 20} MiB"
-                f"{' blocked' if self._growth_blocked else ''} {self.ledger!r}>"
+                f"<Store epoch={self.epoch} pages={index.used}/{pages.slots_max}"
+                f" published={index.count(PageState.PUBLISHED)}"
+                f" listed={index.count(PageState.LISTED)}"
+                f" {index.used * mib:.0f}/{self.core.budget.budget_bytes >> 20} MiB"
+                f"{' blocked' if pages.allocator.growth_blocked else ''} {self.ledger!r}>"
             )
 
     # -- opening and closing ------------------------------------------------------------------
 
     def _recover(self, replay: Replay, boot: str) -> None:
         """Bring the index back from the manifest; nothing is read from the extents yet."""
-        self._next_extent, self._next_page_id = replay.next_extent, replay.next_page_id
         dropped = {"malformed row": replay.pages_malformed} if replay.pages_malformed else {}
         rows = {row.ref.page_id: row for row in replay.pages}
         self._open_extents(replay, rows, dropped)
-        for stray in self._extents.strays({info.index for info in self._infos + self._foreign}):
+        known = [*self.pages.allocator.infos, *self.core.foreign]
+        for stray in self.core.extents.strays({info.index for info in known}):
             try:
                 os.unlink(stray)
             except OSError as error:
                 self.warnings.append(f"{stray} is in the way: {os.strerror(error.errno or 0)}")
         for row in replay.pages:  # oldest first, so ages keep their order
-            reason = self._list_page(row)
+            reason = self.pages.restore(row)
             if reason:
                 dropped[reason] = dropped.get(reason, 0) + 1
-        self._table.supersede_tails()
+        self.pages.index.supersede_tails(self.pages.index.tail_parents())
         same_boot = bool(boot) and boot == replay.boot_id
         if same_boot and self._settings.keep_arenas:
             folder = os.path.join(self.path, "arena")
-            self.attic = Attic(folder, self.layout, self.repr_id, self._files)
-            self.warnings += self.attic.warnings
-            deleted, busy = self.attic.deleted, self.attic.busy
+            self.orphaned = OrphanedArenas(
+                folder, self.pages.layout, self.pages.repr_id, self.core.files
+            )
+            self.warnings += self.orphaned.warnings
+            deleted, busy = self.orphaned.deleted, self.orphaned.busy
         else:
             deleted, busy = self._sweep_arenas()
         others = [
-            tuple(differing_fields(self.descriptor, text))
+            tuple(differing_fields(self.pages.descriptor, text))
             for repr_id, text in replay.reprs.items()
-            if repr_id != self.repr_id
+            if repr_id != self.pages.repr_id
         ]
         self.recovery = Recovery(
             created=not replay.epoch,
             clean=replay.clean,
             same_boot=same_boot,
             sessions=replay.sessions,
-            pages_listed=self._table.count(PageState.LISTED),
+            pages_listed=self.pages.index.count(PageState.LISTED),
             pages_dropped=dropped,
             arenas_deleted=deleted,
             arenas_busy=busy,
@@ -291,66 +452,40 @@ class Store(UpkeepPool):
         self, replay: Replay, rows: dict[int, PageRow], dropped: dict[str, int]
     ) -> None:
         """Own extents join the pool, others wait to be dropped; all within the budget."""
+        core, repr_id = self.core, self.pages.repr_id
         infos = [
-            ExtentInfo(*row, path=extent_path(self._extents.folder, row[0]))
+            ExtentInfo(*row, path=extent_path(core.extents.folder, row[0]))
             for row in replay.extents
         ]
         gens = {page_id: row.ref.gen for page_id, row in rows.items()}
-        total = 0
-        for info in sorted(infos, key=lambda i: (i.repr_id != self.repr_id, i.index)):
-            total += info.file_bytes
+        for info in sorted(infos, key=lambda i: (i.repr_id != repr_id, i.index)):
             gone = ""
-            if total > self._budget.budget_bytes:
+            if core.extent_bytes + info.file_bytes > core.budget.budget_bytes:
                 gone = "over budget"
-            elif info.repr_id == self.repr_id and info.page_bytes != self.layout.page_bytes:
+            elif info.repr_id != repr_id:
+                core.add_foreign(info)
+            elif info.page_bytes != self.pages.layout.page_bytes:
                 gone = "other page size"
-            elif info.repr_id == self.repr_id:
+            else:
                 try:
-                    self._extents.open(info)
+                    self.pages.allocator.open_extent(info, gens)
                 except StoreCorrupt as error:
                     gone = "extent missing or truncated"
                     self.warnings.append(str(error))
             if gone:
-                total -= info.file_bytes
-                ids = range(info.first_page_id, info.first_page_id + info.places)
+                ids = range(info.first_page_id, info.first_page_id + info.slots)
                 lost = sum(i in rows and rows[i].state == "published" for i in ids)
                 dropped[gone] = dropped.get(gone, 0) + lost
                 for page_id in ids:
                     rows.pop(page_id, None)
-                self._extents.drop(info)
-                self.ledger.append(records.DropExtent(info.index, info.first_page_id, info.places))
-            elif info.repr_id == self.repr_id:
-                self._add_places(info, gens)
-            else:
-                self._foreign.append(info)
+                core.extents.drop(info)
+                core.forget_extent(info)
         published = {row.ref.page_id for row in rows.values() if row.state == "published"}
-        self._foreign.sort(
+        core.foreign.sort(
             key=lambda info: len(
-                published.intersection(range(info.first_page_id, info.first_page_id + info.places))
+                published.intersection(range(info.first_page_id, info.first_page_id + info.slots))
             )
         )  # the first to go costs least
-
-    def _list_page(self, row: PageRow) -> str:
-        """Put one manifest row into the index; the reason if it cannot be, else empty."""
-        page = self._table.find(row.ref.page_id)
-        if page is None or row.repr_id != self.repr_id:
-            return ""  # counted with its extent, or of another representation
-        if row.state == "bad":
-            self._table.retire_free(page)
-            return ""
-        if row.state != "published":
-            return ""
-        sizes = (len(row.key), len(row.parent), len(row.digest), len(row.checksum))
-        if sizes != (32, 32, 16, 16) or not 0 < len(row.tokens) <= PAGE_TOKENS * 4:
-            return "malformed row"
-        if self._table.resident(row.key) is not None:
-            return "repeated key"
-        page.key, page.parent, page.tokens = row.key, row.parent, row.tokens
-        page.digest, page.checksum = row.digest, row.checksum
-        page.priority, page.listed = row.priority, True
-        self._table.apply(page, PageEvent.LIST)
-        self._table.restore_age(page, row.lru_seq)
-        return ""
 
     def _sweep_arenas(self) -> tuple[int, tuple[str, ...]]:
         """Delete arenas of dead writers. A locked one has a writer that may still write."""
@@ -370,31 +505,21 @@ class Store(UpkeepPool):
                 busy.append(name)
         return deleted, tuple(sorted(busy))
 
-    def _write_ages(self) -> None:
-        rows = [
-            (page.page_id, page.gen, page.priority, page.lru_seq)
-            for page_id in self._table.dirty_lru
-            if (page := self._table.find(page_id)) is not None and page.listed
-        ]
-        self._table.dirty_lru.clear()
-        if rows:
-            self.ledger.append(records.AgePages(tuple(rows)))
-
     def _stop(self, *, clean: bool) -> None:
-        if self._stopped:  # closing a descriptor twice may close somebody else's
+        if self._stopped:  # closing a descriptor twice may close another file's
             return
         self._stopped = True
-        self._pages_io.close()
+        self.core.thread.close()
         if clean and self.ledger.failure is None:
-            with self._lock:
-                self._write_ages()
-            self.ledger.append(records.MarkClean())
+            for pool in self._pools.values():
+                pool.maintenance.write_ages()
+            self.ledger.append(writes.MarkClean())
         self.ledger.close()
-        self._extents.close()
-        self.attic.close()
+        self.core.extents.close()
+        self.orphaned.close()
         if self._lock_fd >= 0:
             with contextlib.suppress(OSError):
-                losses.mark_closed(self._files, self._lock_fd)
+                continuity.mark_closed(self.core.files, self._lock_fd)
             os.close(self._lock_fd)
 
 
@@ -403,7 +528,7 @@ def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
         fs = osio.file_system(path)
-        warnings = _judge_file_system(fs, path, allow_any_fs)
+        warnings = _check_file_system(fs, path, allow_any_fs)
         for folder in (path, os.path.join(path, "ext"), os.path.join(path, "arena")):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
@@ -415,7 +540,7 @@ def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
                     why="a store keeps its files in folders of its own",
                     fix="move away what stands there, or choose another store directory",
                 )
-            if mode & 0o077:  # KV equals the prompt: nobody else reads it
+            if mode & 0o077:  # KV equals the prompt: other users must not read it
                 os.chmod(folder, 0o700)
     except OSError as error:
         raise StoreUnsupported(
@@ -427,10 +552,10 @@ def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
     return warnings
 
 
-def _judge_file_system(fs: osio.FileSystem, path: str, allow_any_fs: bool) -> list[str]:
-    if fs.verdict == "ok":
+def _check_file_system(fs: osio.FileSystem, path: str, allow_any_fs: bool) -> list[str]:
+    if fs.support == "ok":
         return []
-    if fs.verdict == "volatile":
+    if fs.support == "volatile":
         return [f"the store {path} is on {fs.name}: {fs.why}"]
     if allow_any_fs:
         return [f"the store {path} is on {fs.name}, which is not for production: {fs.why}"]
@@ -475,10 +600,10 @@ class _Opener(NamedTuple):
     descriptor: Descriptor
     boot: str
     connect: Opener
-    ballast: Ballast
+    reserve: ReserveFile
 
 
-def _open_ledger(opener: _Opener, found: losses.Evidence) -> tuple[Ledger, int, str, list[str]]:
+def _open_ledger(opener: _Opener, found: continuity.Traces) -> tuple[Ledger, int, str, list[str]]:
     """Open the ledger; a damaged file is set aside and a new one started, and we say so.
 
     Gives it, our epoch, why it is not the newest there was ("" = it is), and what was lost.
@@ -498,24 +623,24 @@ def _open_ledger(opener: _Opener, found: losses.Evidence) -> tuple[Ledger, int, 
         )
         return ledger, epoch, "", [gone]
     lost = found.lost(before.epoch, before.clean) if before.epoch else ""
-    return ledger, epoch, lost, [losses.describe(lost)] if lost else []
+    return ledger, epoch, lost, [continuity.describe(lost)] if lost else []
 
 
 def _start_epoch(opener: _Opener, known: int) -> tuple[Ledger, int]:
     """Open the ledger and commit a new epoch: from here on every older process's work is void.
 
-    It is above `known`, too: open rows of a life that the ledger forgot must not pass for ours.
+    It is above `known`, too: open rows of an opening that the ledger lost must not pass for ours.
     """
     descriptor = opener.descriptor
     ledger = Ledger(
         os.path.join(opener.path, "meta.db"),
         descriptor.repr_id,
         store_uuid=secrets.token_bytes(16),
-        on_full=opener.ballast.spend,
+        on_full=opener.reserve.spend,
         connect=opener.connect,
     )
     epoch = max(ledger.replay.epoch, known) + 1
-    row = records.StartEpoch(
+    row = writes.StartEpoch(
         epoch,
         opener.boot,
         descriptor.repr_id,

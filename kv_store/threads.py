@@ -87,7 +87,7 @@ def _nothing() -> None:
 
 
 def new_future() -> Future[Any]:
-    """A future that cannot be cancelled: what was asked for happens, whoever still waits."""
+    """A future that cannot be cancelled: what was asked for happens, awaited or not."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -185,7 +185,7 @@ def ask_fact(rng: random.Random, state: State, fact: Fact | None = None) -> Exch
 
 
 def note(rng: random.Random) -> str:
-    """One sentence that nobody asks about."""
+    """One sentence that no question refers to."""
     name, place = rng.choice(words.NAMES), rng.choice(words.PLACES)
     animal, adjective = rng.choice(words.ANIMALS), rng.choice(words.ADJECTIVES)
     color, thing = rng.choice(words.COLORS), rng.choice(words.OBJECTS)

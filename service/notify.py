@@ -1,7 +1,7 @@
 """Messages to the service manager (sd_notify): readiness, status, watchdog, stopping.
 
-Does nothing outside systemd. One datagram per message; a lost one is the manager's loss, never
-an error of ours.
+Does nothing outside systemd. One datagram per message; a lost one is no
+error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EXTEND_SECONDS = 120  # every stage line buys this much more start-up time (Time
 
 
 class Notifier:
-    """The manager named by $NOTIFY_SOCKET, or nobody."""
+    """The service manager named by $NOTIFY_SOCKET, if any."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         env = os.environ if environment is None else environment
@@ -30,7 +30,7 @@ class Notifier:
 
     @staticmethod
     def _watchdog_seconds(env: Mapping[str, str]) -> float:
-        """The manager's patience in seconds; 0 = no watchdog, or one meant for another process."""
+        """The watchdog's interval in seconds; 0 = no watchdog, or one meant for another process."""
         pid = env.get("WATCHDOG_PID", "")
         usec = env.get("WATCHDOG_USEC", "")
         if not usec.isdecimal() or (pid and pid != str(os.getpid())):
@@ -58,7 +58,7 @@ class Notifier:
         self.send("STOPPING=1", f"STATUS={text}", f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     async def feed_watchdog(self, alive: Callable[[], bool]) -> None:
-        """Pings at a third of the manager's patience while `alive`; returns if there is none."""
+        """Pings at a third of the watchdog's interval while `alive`; returns if there is none."""
         if not self.watchdog_s:
             return
         while True:

@@ -1,4 +1,4 @@
-"""What an operator or a client met that was wrong, told from outside: each defect once, by name."""
+"""Defects that operators and clients met, each reproduced from outside, once, by name."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 
 from batchengine.config import LaneConfig
-from batchengine.core import BatchEngineError
-from batchengine.engine import Engine, refusals
+from batchengine.engine import Engine
 from kv_store.errors import StoreFull
 from kv_store.store import Store
-from tests.engine_process import engine_process
-from tests.fake_engine import FakeEngine, chat, post, serving
-from tests.fakes import read, request, run, running_engine, until, words
-from tests.faulty_worker import KILL_ENGINE
-from tests.kv_workload import descriptor, settings
-from tests.test_cli_sessions import with_daemon
-from tests.test_engine_faults import FAULTY
-from tests.test_http_sessions import call
+from tests.engine.test_worker_faults import FAULTY
+from tests.service.cli.test_sessions import with_daemon
+from tests.service.http.test_sessions import call
+from tests.support.engine_process import engine_process
+from tests.support.engines import read, request, run, running_engine, until, words
+from tests.support.fake_engine import FakeEngine, chat, post, serving
+from tests.support.faulty_worker import KILL_ENGINE
+from tests.support.kv_workload import descriptor, settings
 
 TIERS = (
     LaneConfig(name="fast", tier="fast", threads=1),
@@ -40,8 +39,8 @@ def test_promoting_twice_does_not_demote(
         ) as engine:
             await read(engine.submit(request(words(1, 40), 3, session="s")))
             for verb, lane in ((engine.promote, "fast"), (engine.demote, "bulk")):
-                await verb("s", to=lane)
-                again = await verb("s")
+                await verb("", "s", to=lane)
+                again = await verb("", "s")
                 assert (again["target"], again["result"]) == (lane, "already there")
 
     run(work())
@@ -62,10 +61,10 @@ def test_parking_during_a_move_parks(pocket_path: Path, tmp_path: Path, cache_di
                     begun.set()
                     await go_on.wait()
 
-            engine.handover.on_point = hold
+            engine.running.migrator.on_point = hold
             lane = {row["session_id"]: row["lane"] for row in engine.sessions()}["s"]
             to = "bulk" if lane == "fast" else "fast"
-            move = asyncio.ensure_future(engine.promote("s", to=to))
+            move = asyncio.ensure_future(engine.promote("", "s", to=to))
             await begun.wait()
             park = asyncio.ensure_future(engine.park("", "s"))
             await asyncio.sleep(0.02)
@@ -75,14 +74,6 @@ def test_parking_during_a_move_parks(pocket_path: Path, tmp_path: Path, cache_di
             assert (await engine.session_detail("", "s"))["pages"] == 0
 
     run(work())
-
-
-@pytest.mark.parametrize(("lane", "words_of"), [("", "no lane yet"), ("bulk", "lane bulk")])
-def test_a_session_that_stays_is_somewhere(lane: str, words_of: str) -> None:
-    """A session without a lane stayed "on lane : it is being read"."""
-    error: BatchEngineError = refusals.not_moved(lane, "it is being read from the ledger")
-    assert words_of in str(error)
-    assert "lane :" not in str(error)
 
 
 def test_readers_of_a_dropped_session_hear_that_it_was_dropped(
@@ -110,7 +101,7 @@ def test_readers_of_a_dropped_session_hear_that_it_was_dropped(
 def test_a_key_name_that_is_not_configured_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a misspelt --key-name the operator was told that the session was never used."""
+    """With a misspelt --key-name the message said that the session was never used."""
 
     async def scenario(ask: Any, engine: Any) -> None:
         code, _, err = await ask("promote", "tale", "--key-name", "alfa")
@@ -124,7 +115,7 @@ def test_a_key_name_that_is_not_configured_is_named(
     with_daemon(tmp_path, capsys, scenario)
 
 
-def test_kills_of_the_engine_condemn_nobody(
+def test_kills_of_the_engine_quarantine_no_session(
     pocket_path: Path, tmp_path: Path, cache_dir: Path
 ) -> None:
     """A session that computed alone when the engine was killed, twice, was refused for ever."""
@@ -135,10 +126,10 @@ def test_kills_of_the_engine_condemn_nobody(
             async with engine_process(
                 pocket_path, tmp_path, cache_dir, FAULTY, store__durability="power"
             ) as engine:
-                told, last = await engine.tokens(
+                sent, last = await engine.tokens(
                     engine.ask("submit", prompt=prompt, n=5, session="s")
                 )
-                assert (told, last) == ([], {"gone": True}), life
+                assert (sent, last) == ([], {"gone": True}), life
 
     run(work())
 
@@ -148,7 +139,7 @@ def opened(path: Path) -> closing[Store]:
     return closing(Store.open(path, descriptor(), settings()))
 
 
-def test_a_ledger_that_vanished_is_told(tmp_path: Path) -> None:
+def test_a_ledger_that_vanished_is_reported(tmp_path: Path) -> None:
     """Pages without a ledger: the store started empty without a word."""
     with opened(tmp_path / "kv"):
         pass
@@ -174,18 +165,15 @@ def test_a_folder_where_an_extent_was_does_not_stop_the_daemon(tmp_path: Path) -
 def test_a_session_on_disk_is_not_called_unknown() -> None:
     """After a restart, promoting over HTTP said that it was never used here."""
 
-    class Rested(FakeEngine):
-        async def promote(self, session_id: str, to: Any = None, tenant: Any = None) -> Any:
-            raise refusals.no_such_session(session_id, [])
-
     async def scenario() -> None:
-        engine = Rested()
+        engine = FakeEngine()
         engine.lane_names = ["fast", "bulk"]
         async with serving(engine) as served:
             await post(served, "/v1/chat/completions", chat(session_id="mine"))
-            for name, told in (("mine", (409, "not_moved")), ("no", (404, "session_not_found"))):
+            engine.asleep = list(engine.known)
+            for name, sent in (("mine", (409, "not_moved")), ("no", (404, "session_not_found"))):
                 status, body = await call(served, "POST", f"/v1/sessions/{name}/promote")
-                assert (status, body["error"]["code"]) == told
+                assert (status, body["error"]["code"]) == sent
 
     run(scenario())
 
@@ -206,7 +194,7 @@ def test_a_full_disk_does_not_flood_the_log(
             def refuse(_: Any) -> Any:
                 raise StoreFull("the disk is full")
 
-            ledger = engine._store.ledger
+            ledger = engine.running.store.ledger
             real, ledger._transact = ledger._transact, refuse
             assert (await reader).done is not None
             ledger._transact = real

@@ -17,7 +17,7 @@ from batchengine.config import (
     warnings,
 )
 from batchengine.core import BatchEngineError, SlaClass
-from kv_store.upkeep import SESSIONS_MAX
+from kv_store.pages.maintenance import SESSIONS_MAX
 
 KEY = "0123456789abcdef"
 
@@ -138,20 +138,20 @@ def test_a_user_without_a_home_must_say_where(tmp_path: Path) -> None:
     with pytest.raises(BatchEngineError, match="no home directory") as caught:
         load(None, {"store.dir": str(tmp_path)}, homeless)
     assert caught.value.code == "BE1107"
-    places = {"store.dir": "s", "server.admin_socket": "a", "cache_dir": "c"}
-    assert load(None, places, homeless).store.dir == "s"
+    slots = {"store.dir": "s", "server.admin_socket": "a", "cache_dir": "c"}
+    assert load(None, slots, homeless).store.dir == "s"
     for name in ("STATE_DIRECTORY", "CACHE_DIRECTORY"):
         homeless.env[name] = str(tmp_path / name.lower())  # type: ignore[index]
     assert load(None, {}, homeless).server.admin_socket == f"{tmp_path}/state_directory/admin.sock"
 
 
-def test_what_the_disk_forbids_is_told(tmp_path: Path) -> None:
+def test_what_the_disk_forbids_is_reported(tmp_path: Path) -> None:
     where = {"store.dir": str(tmp_path), "server.admin_socket": "a"}
     assert disk_warnings(load(None, where | {"store.free_floor_bytes": 1})) == []
-    (told,) = disk_warnings(load(None, where | {"store.free_floor_bytes": 1 << 50}))
-    assert f"the disk of {tmp_path} has" in told
-    assert "1,073,741,824 MiB must stay free" in told
-    assert "set store.free_floor_bytes" in told
+    (sent,) = disk_warnings(load(None, where | {"store.free_floor_bytes": 1 << 50}))
+    assert f"the disk of {tmp_path} has" in sent
+    assert "1,073,741,824 MiB must stay free" in sent
+    assert "set store.free_floor_bytes" in sent
 
 
 def test_free_space_is_found_from_whatever_can_be_seen(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_derived_name_is_not_a_given_one(tmp_path: Path, machine: Machine) -> 
     assert [lane.name for lane in config.lanes] == ["cpu1", "cpu2"]
 
 
-def test_a_tier_without_lanes_is_told(tmp_path: Path, machine: Machine) -> None:
+def test_a_tier_without_lanes_is_reported(tmp_path: Path, machine: Machine) -> None:
     config = load(write(tmp_path, "[[lane]]\ntier='bulk'\n" * 2), machine=machine)
     assert any("no lane has tier fast" in text for text in warnings(config))
     config = load(write(tmp_path, "[[lane]]\ntier='fast'\n[[lane]]"), machine=machine)

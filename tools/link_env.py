@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMAND = """#!{python}
 import sys
 
-from service.cli import main
+from service.cli.main import main
 
 sys.exit(main())
 """

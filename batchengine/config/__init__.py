@@ -1,4 +1,4 @@
-"""What `serve` can be told: settings with their bounds, and the loader that fills them.
+"""Settings of `serve` with their bounds, and the loader that fills them.
 
 Use `load`; everything else here is what it returns, asks or explains.
 """

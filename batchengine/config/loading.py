@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+from batchengine import errors
 from batchengine.config.machine import MIB, Machine, budget_bytes, directory, disk_bytes
 from batchengine.config.settings import (
     ApiKey,
@@ -28,7 +29,7 @@ from batchengine.config.settings import (
     StoreConfig,
 )
 from batchengine.config.toml import Source, Table, build, put, table, value_of
-from batchengine.core import BatchEngineError, SlaClass
+from batchengine.core import SlaClass
 
 CHUNK_TOKENS_MIN = 16  # a step must hold every decode and still this much prefill
 KEY_CHARS_MIN = 8
@@ -44,7 +45,7 @@ def load(
     """Configuration from a TOML file (or none) and dotted overrides such as {"server.port": 0}.
 
     An override of None counts as not given; "lane.threads" means the only lane. Relative paths
-    in the file are relative to it. Raises BatchEngineError BE11xx naming file, key and line.
+    in the file are relative to it. Raises BatchEngineError naming file, key and line.
     """
     source = Source.read(path)
     tree = source.tree
@@ -57,13 +58,13 @@ def load(
 
 
 def warnings(config: Config) -> list[str]:
-    """Legal settings that a person should know about, as sentences for the start-up banner."""
+    """Legal settings worth a warning, as sentences for the start-up banner."""
     found: list[str] = []
     if config.store.allow_volatile:
         found.append("store.allow_volatile = true: sessions may not survive a reboot")
     if config.store.durability == "power" and config.store.full_disk == "finish":
         found.append(
-            "store.full_disk = finish has no effect with durability = power: no token is told"
+            "store.full_disk = finish has no effect with durability = power: no token is sent"
             " before it is durable"
         )
     found += _lane_warnings(config.lanes)
@@ -72,7 +73,7 @@ def warnings(config: Config) -> list[str]:
 
 def disk_warnings(config: Config) -> list[str]:
     """What the store's disk forbids as it is now, which `warnings` does not look at."""
-    from kv_store.places import derived_floor_bytes  # its numbers are not needed to read a file
+    from kv_store.pages.core import derived_floor_bytes  # not needed to read a file
 
     found = disk_bytes(config.store.dir)
     if found is None:
@@ -105,7 +106,7 @@ def _lane_warnings(lanes: tuple[LaneConfig, ...]) -> list[str]:
 
 
 def check_model_file(path: str) -> None:
-    """Raises BE1116 unless `path` names a regular file this user can see."""
+    """Raises NO_MODEL_FILE unless `path` names a regular file this user can see."""
     try:
         why = "" if stat.S_ISREG(os.stat(path).st_mode) else "it is not a regular file"
         found = not why
@@ -116,15 +117,7 @@ def check_model_file(path: str) -> None:
         return
     if path.startswith("/home"):
         why += "; a service may not see home directories (ProtectHome)"
-    raise BatchEngineError(
-        "BE1116",
-        f"there is no model file {path[:200]}",
-        why=why,
-        fix="name an existing GGUF file",
-        http_status=400,
-        error_type="invalid_request_error",
-        api_code="invalid_configuration",
-    )
+    raise errors.NO_MODEL_FILE(path=path, why=why, fix="name an existing GGUF file")
 
 
 def is_loopback(host: str) -> bool:
@@ -149,7 +142,7 @@ def _build_config(source: Source, tree: Table) -> Config:
     default = Config()
     lanes = tree.get("lane", [{}])
     if not isinstance(lanes, list) or not lanes:
-        raise source.error("BE1103", "lane", "must be written as [[lane]]")
+        raise source.error(errors.CONFIG_TYPE, "lane", "must be written as [[lane]]")
     return Config(
         model=build(source, ModelConfig, tree.get("model", {}), "model"),
         server=build(source, ServerConfig, tree.get("server", {}), "server"),
@@ -177,7 +170,7 @@ def _build_auth(source: Source, value: object) -> tuple[ApiKey, ...]:
         dotted = f"auth.keys.{name}"
         key = build(source, ApiKey, entry, dotted, ApiKey(name=name))
         if key.key and key.key_file:
-            raise source.error("BE1108", dotted, "has both key and key_file")
+            raise source.error(errors.CONFIG_KEYS, dotted, "has both key and key_file")
         if key.key_file:
             key = dataclasses.replace(key, key=_read_key(source, key.key_file, dotted))
         found.append(key)
@@ -189,7 +182,7 @@ def _read_key(source: Source, path: str, dotted: str) -> str:
         return Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise source.error(
-            "BE1108", f"{dotted}.key_file", f"= {path} cannot be read ({error})"
+            errors.CONFIG_KEYS, f"{dotted}.key_file", f"= {path} cannot be read ({error})"
         ) from None
 
 
@@ -201,23 +194,25 @@ def _check_together(source: Source, config: Config) -> None:
         floor = lane.entries_max + CHUNK_TOKENS_MIN
         if lane.tokens_per_step < floor:
             raise source.error(
-                "BE1107",
+                errors.CONFIG_CONTRADICTION,
                 f"lane.{index}.tokens_per_step",
                 f"= {lane.tokens_per_step} leaves prefill no room beside "
                 f"entries_max = {lane.entries_max} decodes",
                 fix=f"at least {floor}",
             )
         if len(set(lane.cores)) != len(lane.cores):
-            raise source.error("BE1107", f"lane.{index}.cores", "names a core twice")
+            raise source.error(
+                errors.CONFIG_CONTRADICTION, f"lane.{index}.cores", "names a core twice"
+            )
     names = [lane.name for lane in config.lanes if lane.name]
     if len(set(names)) != len(names):
-        raise source.error("BE1107", "lane", "two lanes have the same name")
+        raise source.error(errors.CONFIG_CONTRADICTION, "lane", "two lanes have the same name")
     _check_routing(source, config)
     targets = [(c, config.sla.of(c)) for c in SlaClass]
     for (urgent, a), (patient, b) in itertools.pairwise(targets):
         if a.ttft_ms > b.ttft_ms or a.tpot_ms > b.tpot_ms:
             raise source.error(
-                "BE1107",
+                errors.CONFIG_CONTRADICTION,
                 f"sla.{patient.value}",
                 f"has a tighter target than the more urgent class {urgent.value}",
                 fix="targets may only grow from interactive to batch",
@@ -232,7 +227,7 @@ def _check_routing(source: Source, config: Config) -> None:
             continue
         if len(lane.pool) > POOL_CHARS_MAX or not lane.pool.isprintable():
             raise source.error(
-                "BE1107",
+                errors.CONFIG_CONTRADICTION,
                 f"lane.{index}.pool",
                 f"= {lane.pool[:POOL_CHARS_MAX]!r} is not a name",
                 fix=f"up to {POOL_CHARS_MAX} printable characters",
@@ -240,7 +235,7 @@ def _check_routing(source: Source, config: Config) -> None:
         first = pools.setdefault(lane.pool, lane)
         if first.tier != lane.tier:
             raise source.error(
-                "BE1107",
+                errors.CONFIG_CONTRADICTION,
                 f"lane.{index}.pool",
                 f"= {lane.pool!r} has lanes of tier {first.tier or 'unset'} and of tier"
                 f" {lane.tier or 'unset'}",
@@ -249,7 +244,7 @@ def _check_routing(source: Source, config: Config) -> None:
     router = config.router
     if router.dwell_s > router.demote_idle_s:
         raise source.error(
-            "BE1107",
+            errors.CONFIG_CONTRADICTION,
             "router.dwell_s",
             f"= {router.dwell_s:g} is longer than router.demote_idle_s = {router.demote_idle_s:g}:"
             " an idle session could not be demoted when it is due",
@@ -263,16 +258,16 @@ def _check_auth(source: Source, config: Config) -> None:
         dotted = f"auth.keys.{key.name}"
         if len(key.key) < KEY_CHARS_MIN or not (key.key.isascii() and key.key.isprintable()):
             raise source.error(
-                "BE1108",
+                errors.CONFIG_KEYS,
                 dotted,
                 f"needs a key of at least {KEY_CHARS_MIN} printable ASCII characters",
                 fix='key = "..." or key_file = "/path"; openssl rand -hex 24 makes one',
             )
     if len(set(keys)) != len(keys):
-        raise source.error("BE1108", "auth.keys", "has the same key under two names")
+        raise source.error(errors.CONFIG_KEYS, "auth.keys", "has the same key under two names")
     if not is_loopback(config.server.host) and not config.auth:
         raise source.error(
-            "BE1106",
+            errors.CONFIG_EXPOSED,
             "server.host",
             f"= {config.server.host!r} would let anyone on the network use the model",
             fix="give keys with --api-key-file FILE or [auth.keys.NAME] and put a TLS proxy in "
@@ -295,7 +290,7 @@ def _derive(source: Source, config: Config, machine: Machine) -> Config:
     ):
         if not given and not found:
             raise source.error(
-                "BE1107",
+                errors.CONFIG_CONTRADICTION,
                 option,
                 "has no default: this user has no home directory",
                 fix="set HOME to a directory of this user, or give --store, --cache-dir and"
@@ -304,7 +299,7 @@ def _derive(source: Source, config: Config, machine: Machine) -> Config:
     admin_socket = config.server.admin_socket or f"{run}/admin.sock"
     if len(os.fsencode(admin_socket)) > SOCKET_PATH_BYTES_MAX:
         raise source.error(
-            "BE1107",
+            errors.CONFIG_CONTRADICTION,
             "server.admin_socket",
             f"is longer than the {SOCKET_PATH_BYTES_MAX} bytes a unix socket path may have",
             fix="choose a shorter path with --admin-socket",
@@ -341,7 +336,7 @@ def _derive_lanes(
         threads = lane.threads or len(cores)
         if lane.cores and threads > len(lane.cores):
             raise source.error(
-                "BE1107",
+                errors.CONFIG_CONTRADICTION,
                 f"lane.{index}.threads",
                 f"= {threads} but lane.cores lists {len(lane.cores)}",
                 fix="list one core per thread, or leave threads out",

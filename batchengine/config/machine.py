@@ -38,7 +38,7 @@ class Machine:
 
 
 def _home() -> str:
-    """The home directory; "" where there is none (a user id that no user database knows)."""
+    """The home directory; "" where there is none (a user id that is in no user database)."""
     try:
         return str(Path.home())
     except RuntimeError:
@@ -92,9 +92,9 @@ def disk_free_bytes(path: str) -> int | None:
 
 
 def disk_bytes(path: str) -> tuple[int, int] | None:
-    """Free and total bytes of the disk where `path` lies or would be made; None: none is seen.
+    """Free and total bytes of the disk that holds `path` or would; None: none is seen.
 
-    Whether the path can be used is found out by whoever opens it, with a better error.
+    Whether the path can be used is checked where it is opened, with a better error.
     """
     probe = Path(path).absolute()
     while True:

@@ -81,11 +81,12 @@ class LaneConfig:
 class StoreConfig:
     """[store]: where KV and the ledger live. `dir` "" and `budget_bytes` 0 = derived.
 
-    durability: what is synced before it is told. turn = the turn before its first token and all
+    durability: what is synced before it is sent. turn = the turn before its first token and all
     of it before its end; power = every token. full_disk: a turn whose tokens the ledger cannot
     take any more ends with an error (fail), or as it would have, marked `durable: false` (finish).
     free_floor_bytes: pages leave so much of the disk to others; 0 = by its size
-    (`kv_store.places.derived_floor_bytes`). sessions_max: garbage collection forgets the longest
+    (`kv_store.pages.allocator.derived_floor_bytes`). sessions_max: garbage collection forgets the
+    longest
     unused sessions beyond it.
     """
 
@@ -147,7 +148,8 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """[router]: which lane serves whom, and when a session moves; see `batchengine.router`."""
+    """[router]: which lane serves whom, and when a session moves; see
+    `batchengine.policy.router`."""
 
     promote_auto: bool = True  # an interactive request takes its session to a fast lane;
     demote_idle_s: float = field(default=60.0, metadata=_within(0, 86_400))  # and back, idle

@@ -1,7 +1,7 @@
 """TOML text to dataclasses: types, bounds, and errors that name the file, the key and the line.
 
 Owns the reading of one table into one dataclass. Refuses half-valid input: an unknown key, a
-wrong type or a number out of bounds is an error with its fix. Knows no setting by name.
+wrong type or a number out of bounds is an error with its fix. No setting is named here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from batchengine import errors
 from batchengine.core import BatchEngineError, SlaClass
 
-Table = dict[str, Any]  # parsed TOML: the one place where values have no type yet
+Table = dict[str, Any]  # parsed TOML: values have no type yet
 _T = typing.TypeVar("_T")
 KINDS: dict[type, str] = {
     str: "text",
@@ -46,38 +47,23 @@ class Source:
             text = Path(path).read_bytes().decode()
             return Source(path, text, tomllib.loads(text))
         except OSError as error:
-            raise BatchEngineError(
-                "BE1100", f"cannot read {path}", why=error.strerror or "", http_status=400
-            ) from None
+            raise errors.CONFIG_UNREADABLE(path=path, why=error.strerror or "") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise BatchEngineError(
-                "BE1101", f"{path} is not TOML", why=str(error), http_status=400
-            ) from None
+            raise errors.CONFIG_NOT_TOML(path=path, why=error) from None
 
-    def error(self, code: str, dotted: str, problem: str, *, fix: str = "") -> BatchEngineError:
+    def error(
+        self, row: errors.Problem, dotted: str, problem: str, *, fix: str = ""
+    ) -> BatchEngineError:
         """`KEY PROBLEM in FILE line N`, with the fix after it."""
-        return BatchEngineError(
-            code,
-            f"{_shown(dotted)} {problem}{self.where(dotted)}.",
-            fix=fix,
-            http_status=400,
-            error_type="invalid_request_error",
-            api_code="invalid_configuration",
-        )
+        return row(what=f"{_shown(dotted)} {problem}{self.where(dotted)}.", fix=fix)
 
     def unknown(self, dotted: str, known: list[str]) -> BatchEngineError:
-        """BE1102, with the nearest known key when there is one."""
+        """An unknown key, with the nearest known key when there is one."""
         parent, _, key = _shown(dotted).rpartition(".")
         near = difflib.get_close_matches(key, known, 1, 0.5)
         prefix = parent + "." if parent else ""
         hint = f"Did you mean {prefix}{near[0]}?" if near else f"Known: {', '.join(known)}"
-        return BatchEngineError(
-            "BE1102",
-            f"unknown key {_shown(dotted)}{self.where(dotted)}. {hint}",
-            http_status=400,
-            error_type="invalid_request_error",
-            api_code="invalid_configuration",
-        )
+        return errors.CONFIG_UNKNOWN_KEY(key=_shown(dotted), where=self.where(dotted), hint=hint)
 
     def where(self, dotted: str) -> str:
         """` in FILE line N`, or nothing when the value did not come from the file."""
@@ -93,7 +79,7 @@ class Source:
 
 
 def _shown(dotted: str) -> str:
-    """lane.0.threads is written lane.threads by people."""
+    """lane.0.threads is written lane.threads in messages."""
     return re.sub(r"^lane\.\d+", "lane", dotted)
 
 
@@ -132,18 +118,20 @@ def put(source: Source, tree: Table, dotted: str, value: object) -> None:
             lanes = cast("list[Table]", child)
             if len(lanes) != 1:
                 raise source.error(
-                    "BE1107", dotted, f"is ambiguous: the file has {len(lanes)} lanes"
+                    errors.CONFIG_CONTRADICTION,
+                    dotted,
+                    f"is ambiguous: the file has {len(lanes)} lanes",
                 )
             child = lanes[0]
         if not isinstance(child, dict):
-            raise source.error("BE1103", name, "must be a table")
+            raise source.error(errors.CONFIG_TYPE, name, "must be a table")
         node = cast("Table", child)
     node[last] = value
 
 
 def table(source: Source, value: object, dotted: str) -> Table:
     if not isinstance(value, dict):
-        raise source.error("BE1103", dotted, f"must be a table, not {_kind(value)}")
+        raise source.error(errors.CONFIG_TYPE, dotted, f"must be a table, not {_kind(value)}")
     return cast("Table", value)
 
 
@@ -176,7 +164,7 @@ def value_of(
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):
-            raise source.error("BE1103", dotted, f"must be a list, not {_kind(value)}")
+            raise source.error(errors.CONFIG_TYPE, dotted, f"must be a list, not {_kind(value)}")
         inner = typing.get_args(kind)[0]
         return tuple(value_of(source, inner, v, dotted, rule) for v in cast("list[object]", value))
     if kind is SlaClass:
@@ -185,7 +173,9 @@ def value_of(
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted and not (wanted is str and isinstance(value, str)):
-        raise source.error("BE1103", dotted, f"must be {KINDS[wanted]}, not {_kind(value)}")
+        raise source.error(
+            errors.CONFIG_TYPE, dotted, f"must be {KINDS[wanted]}, not {_kind(value)}"
+        )
     _check_rule(source, value, dotted, rule)
     if rule.get("path") and value:
         return source.file_path(value, dotted)
@@ -197,15 +187,18 @@ def _check_rule(source: Source, value: Any, dotted: str, rule: Table) -> None:
         low, high = rule.get("low", 0), rule.get("high", 1 << 31)
         if not low <= value <= high:  # also refuses NaN
             raise source.error(
-                "BE1104", dotted, f"= {value} is out of bounds", fix=f"{low:,} to {high:,}"
+                errors.CONFIG_BOUNDS,
+                dotted,
+                f"= {value} is out of bounds",
+                fix=f"{low:,} to {high:,}",
             )
     choices = cast("tuple[str, ...]", rule.get("choices", ()))
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), choices, 1)
         fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(choices)}"
-        raise source.error("BE1105", dotted, f"= {value!r} is not known", fix=fix)
+        raise source.error(errors.CONFIG_CHOICE, dotted, f"= {value!r} is not known", fix=fix)
     if isinstance(value, str) and "\0" in value:
-        raise source.error("BE1105", dotted, "holds a zero byte")
+        raise source.error(errors.CONFIG_CHOICE, dotted, "holds a zero byte")
 
 
 def _kind(value: object) -> str:

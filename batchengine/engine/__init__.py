@@ -7,6 +7,6 @@ Reading order: engine (what the service calls), generation (what a reader gets),
 from __future__ import annotations
 
 from batchengine.engine.engine import Engine
-from batchengine.engine.generation import Generation
+from batchengine.engine.turns.stream import Generation
 
 __all__ = ["Engine", "Generation"]

@@ -14,22 +14,26 @@ import kernels
 from batchengine import wire
 from batchengine.core import PAGE_TOKENS
 from batchengine.gguf import GgufFile
-from batchengine.lanes.steps import ModelFacts, Report, StepBatch, StepOutput, U64Array
-from batchengine.model import CpuOps, Model, Stepper
+from batchengine.lanes.device import Report
+from batchengine.lanes.host_device import HostDevice, HostOutput
+from batchengine.lanes.step_input import StepInput, U64Array
+from batchengine.model import CpuOps, Model, Stepper, sample_spec
 from batchengine.weights import open_weights
 
 
-class CpuCompute:
+class CpuDevice(HostDevice):
     """A whole model on the cores of this process."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._pool: kernels.Pool | None = None
         self._stepper: Stepper | None = None
 
-    def load(self, load: wire.Load, report: Report) -> ModelFacts:
+    def load(self, load: wire.Load, report: Report) -> wire.ModelFacts:
         """Map (or pack) the weights and run the golden self-test."""
         started = time.perf_counter()
-        pool = self._pool = kernels.Pool(load.threads, load.cores, load.spin_us)
+        cpu = load.device
+        pool = self._pool = kernels.Pool(cpu.threads, cpu.cores, cpu.spin_us)
 
         def progress(fraction: float) -> None:
             report("map weights", "", 0.9 * fraction, time.perf_counter() - started)
@@ -50,47 +54,47 @@ class CpuCompute:
             entries_max=load.entries_max,
             pages_max=pages,
         )
-        spec = model.spec
+        spec, attention = model.spec, model.spec.attention
         identity: dict[str, str | int | float] = {
             "model_hash": weights.fingerprint.hex(),
             "arch": spec.arch,
             "rope_digest": str(model.rope.digest()),
-            "rope_style": spec.rope_style,
-            "n_rot": spec.n_rot,
+            "rope_style": attention.rope.style,
+            "n_rot": attention.rope.n_rot,
             "eps": spec.eps,
-            "attention_scale": spec.attention_scale,
+            "attention_scale": attention.scale,
         }
-        return ModelFacts(
+        return wire.ModelFacts(
             arith_id=arith_id,
             isa=kernels.isa(),
             threads=pool.threads,
             n_layer=len(model.layers),
-            n_kv_head=spec.n_kv_head,
-            head_dim=spec.head_dim,
+            n_kv_head=attention.n_kv_head,
+            head_dim=attention.head_dim,
             payload_bytes=model.shape.payload_bytes,
             vocab_size=spec.n_vocab,
             identity=identity,
         )
 
-    def run(self, batch: StepBatch, addresses: U64Array, seeds: U64Array) -> StepOutput:
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
         """One forward pass; one token for each entry that wants one and is finite."""
         stepper = self._stepper
         if stepper is None:
-            raise RuntimeError("run before load")
+            raise RuntimeError("compute before load")
         ends = np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1)
-        wanting = [i for i, entry in enumerate(batch.entries) if entry.spec is not None]
+        wanting = [i for i, entry in enumerate(batch.entries) if entry.sampling is not None]
         stepper.set(batch.tokens, batch.shape, addresses)
         wanted = ends[wanting]
-        poisoned = stepper.run(wanted)
-        rows: tuple[wire.Row, ...] = ()
+        nonfinite = stepper.run(wanted)
+        rows: tuple[wire.SampledRow, ...] = ()
         if wanting:
             logits = stepper.logits(len(wanting))
-            choices = stepper.ops.sample(logits, [_spec(batch, i) for i in wanting])
-            bad = set(poisoned)
-            bad.update(i for i, choice in zip(wanting, choices, strict=True) if choice.poisoned)
-            poisoned = sorted(bad)
+            choices = stepper.ops.sample(logits, [_sample_spec(batch, i) for i in wanting])
+            bad = set(nonfinite)
+            bad.update(i for i, choice in zip(wanting, choices, strict=True) if choice.nonfinite)
+            nonfinite = sorted(bad)
             rows = tuple(
-                wire.Row(
+                wire.SampledRow(
                     batch.entries[i].session,
                     choice.token,
                     choice.logprob,
@@ -100,7 +104,7 @@ class CpuCompute:
                 if i not in bad
             )
         digests = kernels.row_digests(stepper.batch, stepper.model.shape, seeds)
-        return StepOutput(rows, tuple(poisoned), digests)
+        return HostOutput(rows, tuple(nonfinite), digests)
 
     def close(self) -> None:
         """End the pool's threads."""
@@ -108,26 +112,9 @@ class CpuCompute:
             self._pool.close()
 
 
-_NO_HISTORY = np.zeros(0, np.int32)
-
-
-def _spec(batch: StepBatch, index: int) -> kernels.SampleSpec:
+def _sample_spec(batch: StepInput, index: int) -> kernels.SampleSpec:
     entry = batch.entries[index]
-    spec = entry.spec
-    if spec is None:
+    if entry.sampling is None:
         raise RuntimeError("this entry wants no token")
-    history = batch.histories[index]
-    return kernels.SampleSpec(
-        temperature=spec.temperature,
-        top_k=spec.top_k,
-        top_p=spec.top_p,
-        min_p=spec.min_p,
-        repetition_penalty=spec.repetition_penalty,
-        presence_penalty=spec.presence_penalty,
-        frequency_penalty=spec.frequency_penalty,
-        seed=spec.seed,
-        position=entry.start + entry.n_tokens,
-        history=_NO_HISTORY if history is None else history,
-        bias=list(spec.bias),
-        logprobs=spec.logprobs,
-    )
+    position = entry.start + entry.n_tokens
+    return sample_spec(entry.sampling, position=position, history=batch.histories[index])

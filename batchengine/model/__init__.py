@@ -1,8 +1,9 @@
-"""The model: forward passes over the kernels, and an in-process runner for tests and benches."""
+"""The model: forward passes of any layer range over the kernels."""
 
 from __future__ import annotations
 
-from batchengine.model.forward import CpuOps, Model, Scratch, Stepper
-from batchengine.model.local import LocalRunner, Sequence
+from batchengine.model.forward import Model, Stepper
+from batchengine.model.ops import CpuOps
+from batchengine.model.sampling import sample_spec
 
-__all__ = ["CpuOps", "LocalRunner", "Model", "Scratch", "Sequence", "Stepper"]
+__all__ = ["CpuOps", "Model", "Stepper", "sample_spec"]

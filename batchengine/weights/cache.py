@@ -34,7 +34,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from batchengine.core import BatchEngineError
+from batchengine import errors
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,10 @@ class CacheTable(msgspec.Struct, frozen=True):
 
 class CacheMismatch(Exception):
     """Why a cache file cannot be used; its text goes to the log."""
+
+
+class CacheAbsent(CacheMismatch):
+    """The cache file does not exist yet."""
 
 
 def default_cache_dir() -> Path:
@@ -125,7 +129,7 @@ def open_cache(path: Path, check: Callable[[CacheTable], None], progress: Progre
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        raise CacheMismatch("there is none yet") from None
+        raise CacheAbsent("there is none yet") from None
     except OSError as error:
         raise CacheMismatch(f"it cannot be opened: {error.strerror}") from error
     try:
@@ -142,7 +146,7 @@ def open_cache(path: Path, check: Callable[[CacheTable], None], progress: Progre
 
 
 def _check_owner(status: os.stat_result) -> int:
-    """Size of the file, if nobody but this user (or root) can have written it."""
+    """Size of the file, if no user but this one (or root) can have written it."""
     if not stat.S_ISREG(status.st_mode):
         raise CacheMismatch("it is not a regular file")
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
@@ -279,15 +283,8 @@ def _disk_errors(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        code = "BE1331" if full else "BE1330"
-        raise BatchEngineError(
-            code,
-            f"no room for the packed weights in {path.parent}"
-            if full
-            else f"cannot write the packed weights in {path.parent}",
-            why=error.strerror or str(error),
-            fix="free some space there, or choose another cache folder (--cache-dir)",
-        ) from error
+        row = errors.CACHE_FULL if full else errors.CACHE_UNWRITABLE
+        raise row(folder=path.parent, why=error.strerror or str(error)) from error
 
 
 def make_cache_dir(cache_dir: Path) -> None:
@@ -300,7 +297,7 @@ def make_cache_dir(cache_dir: Path) -> None:
 def starter_lock(path: Path) -> Generator[None]:
     """Lets one process at a time pack `path`; the others wait and then find it packed.
 
-    The lock only saves work. Where the file system has none, or its holder hangs, packing goes
+    The lock only saves time. Where the file system has none, or its holder hangs, packing goes
     on without it: each writer has its own temporary file and the last rename wins.
     """
     fd = -1
@@ -318,15 +315,15 @@ def starter_lock(path: Path) -> Generator[None]:
 
 def _acquire(fd: int, path: Path) -> bool:
     deadline = time.monotonic() + LOCK_WAIT_S_MAX
-    told = False
+    is_logged = False
     while time.monotonic() < deadline:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if not told:
+            if not is_logged:
                 logger.info("another process is packing %s: waiting for it", path.name)
-                told = True
+                is_logged = True
             time.sleep(0.05)
         except OSError:
             return False

@@ -22,12 +22,14 @@ from pathlib import Path
 import numpy as np
 
 import kernels
-from batchengine.core import BatchEngineError
-from batchengine.gguf import GgufFile, Identity, file_identity, gguf_error
+from batchengine import errors
+from batchengine.gguf import GgufFile, Identity, file_identity
 from batchengine.weights import cache
 from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import (
     ROPE_FACTORS,
+    AttentionPlan,
+    DensePlan,
     LayerPlan,
     MatrixPlan,
     TensorPlan,
@@ -45,23 +47,37 @@ Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer, ready for the kernels. qkv: one fused matrix or three, biases to match."""
+class AttentionWeights:
+    """An attention mixer, ready for the kernels. qkv: one fused matrix or three, with biases."""
 
-    attn_norm: kernels.Vector
+    norm: kernels.Vector
     qkv: list[kernels.Matrix]
     qkv_bias: list[kernels.Vector | None]
     q_norm: kernels.Vector | None
     k_norm: kernels.Vector | None
-    attn_output: kernels.Matrix
-    attn_output_bias: kernels.Vector | None
-    ffn_norm: kernels.Vector
+    output: kernels.Matrix
+    output_bias: kernels.Vector | None
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeights:
+    """A feed-forward part, ready for the kernels."""
+
+    norm: kernels.Vector
     gate: kernels.Matrix
     up: kernels.Matrix
     down: kernels.Matrix
     gate_bias: kernels.Vector | None
     up_bias: kernels.Vector | None
     down_bias: kernels.Vector | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer: the weights of its spec's mixer and feed-forward part."""
+
+    mixer: AttentionWeights
+    ffn: DenseWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,18 +211,14 @@ def _open_or_pack(
     try:
         return cache.open_cache(path, check, report)
     except cache.CacheMismatch as reason:
-        level = logging.INFO if str(reason) == "there is none yet" else logging.WARNING
+        level = logging.INFO if isinstance(reason, cache.CacheAbsent) else logging.WARNING
         logger.log(level, "packing the weights of %s into %s: %s", gguf.path, path, reason)
     _pack(gguf, plan, pool, path, header_digest, report)
     try:
         return cache.open_cache(path, check, _ignore_progress)
     except cache.CacheMismatch as reason:
-        raise BatchEngineError(
-            "BE1333",
-            f"the packed weights {path} cannot be read back",
-            why=f"{reason}; before packing: {first}",
-            fix="check the disk, or choose another cache folder (--cache-dir)",
-        ) from reason
+        why = f"{reason}; before packing: {first}"
+        raise errors.CACHE_UNREADABLE(path=path, why=why) from reason
 
 
 def _pack(
@@ -265,9 +277,8 @@ def _pack_matrix(
     try:
         kernels.pack(pool, matrix.kind, matrix.rows, matrix.cols, source, packed)
     except ValueError as error:
-        raise gguf_error(
-            "BE1327", f"tensor {matrix.name} of {gguf.path.name} holds broken numbers", str(error)
-        ) from error
+        file = gguf.path.name
+        raise errors.TENSOR_NUMBERS(tensor=matrix.name, file=file, why=error) from error
 
 
 def _vector_bytes(gguf: GgufFile, vector: VectorPlan) -> memoryview:
@@ -279,17 +290,11 @@ def _vector_bytes(gguf: GgufFile, vector: VectorPlan) -> memoryview:
     joined = np.concatenate(parts)
     if not np.isfinite(joined).all():
         index = int(np.flatnonzero(~np.isfinite(joined))[0])
-        raise gguf_error(
-            "BE1327",
-            f"tensor {vector.name} of {gguf.path.name} holds broken numbers",
-            f"element {index} is not finite",
-        )
+        why = f"element {index} is not finite"
+        raise errors.TENSOR_NUMBERS(tensor=vector.name, file=gguf.path.name, why=why)
     if vector.name == ROPE_FACTORS and not (joined > 0.0).all():
-        raise gguf_error(
-            "BE1327",
-            f"tensor {vector.name} of {gguf.path.name} holds broken numbers",
-            "a frequency is divided by each of them, so all must be positive",
-        )
+        why = "a frequency is divided by each of them, so all must be positive"
+        raise errors.TENSOR_NUMBERS(tensor=vector.name, file=gguf.path.name, why=why)
     return memoryview(joined.tobytes())
 
 
@@ -306,16 +311,10 @@ def _refuse_changed(gguf: GgufFile) -> None:
     try:
         identity = file_identity(os.stat(gguf.path))
     except OSError as error:
-        raise gguf_error(
-            "BE1332", f"{gguf.path} vanished while it was read", str(error), "start again"
-        ) from error
+        raise errors.MODEL_FILE_MOVED(path=gguf.path, change="vanished", why=error) from error
     if identity != gguf.identity:
-        raise gguf_error(
-            "BE1332",
-            f"{gguf.path} changed while it was read",
-            "another program is writing it",
-            "wait until the file is complete, then start again",
-        )
+        why = "another program is writing it"
+        raise errors.MODEL_FILE_MOVED(path=gguf.path, change="changed", why=why)
 
 
 def _assemble(spec: ModelSpec, plan: TensorPlan, file: cache.CacheFile, layers: range) -> Weights:
@@ -328,16 +327,20 @@ def _assemble(spec: ModelSpec, plan: TensorPlan, file: cache.CacheFile, layers: 
     def optional(item: VectorPlan | None) -> kernels.Vector | None:
         return None if item is None else vector(item)
 
-    def layer(item: LayerPlan) -> LayerWeights:
-        return LayerWeights(
-            attn_norm=vector(item.attn_norm),
+    def mixer(item: AttentionPlan) -> AttentionWeights:
+        return AttentionWeights(
+            norm=vector(item.norm),
             qkv=[matrix(m) for m in item.qkv],
             qkv_bias=[optional(b) for b in item.qkv_bias],
             q_norm=optional(item.q_norm),
             k_norm=optional(item.k_norm),
-            attn_output=matrix(item.attn_output),
-            attn_output_bias=optional(item.attn_output_bias),
-            ffn_norm=vector(item.ffn_norm),
+            output=matrix(item.output),
+            output_bias=optional(item.output_bias),
+        )
+
+    def ffn(item: DensePlan) -> DenseWeights:
+        return DenseWeights(
+            norm=vector(item.norm),
             gate=matrix(item.gate),
             up=matrix(item.up),
             down=matrix(item.down),
@@ -345,6 +348,9 @@ def _assemble(spec: ModelSpec, plan: TensorPlan, file: cache.CacheFile, layers: 
             up_bias=optional(item.up_bias),
             down_bias=optional(item.down_bias),
         )
+
+    def layer(item: LayerPlan) -> LayerWeights:
+        return LayerWeights(mixer(item.mixer), ffn(item.ffn))
 
     embedding = matrix(plan.embedding)
     return Weights(

@@ -1,8 +1,10 @@
 """What a model is: its hyper-parameters, read from GGUF metadata and checked.
 
-Owns `ModelSpec` and the meaning of the metadata keys of the architectures llama, qwen2 and
-qwen3 (defaults included). Refuses every feature it would otherwise ignore silently: mixtures of
-experts, YaRN and other position scalings, layers of different shapes, split files.
+Owns `ModelSpec`, a tuple of layer kinds, and the meaning of the metadata keys of the architectures
+llama, qwen2 and qwen3 (defaults included): an architecture is a function from metadata to a spec,
+and nothing behind it looks at the name again. Refuses every feature it would otherwise ignore
+silently: mixtures of experts, YaRN and other position scalings, layers of different shapes, split
+files.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batchengine import errors
 from batchengine.core import BatchEngineError
-from batchengine.gguf import GgufFile, StringArray, gguf_error
+from batchengine.gguf import GgufFile, StringArray
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 HEAD_DIM_MAX = 256
@@ -23,35 +26,31 @@ _FILE_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 18: "Q6_K", 
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """Hyper-parameters of one model; every field is a fact, nothing is "auto".
+class RopeSpec:
+    """Rotary positions: angle(p, i) = p · base^(-2i/n_rot) / factor_i · position_scale.
 
-    attention_scale multiplies q·k; position_scale multiplies positions (linear rope scaling);
-    attn_factor multiplies cos and sin. rope_style is "norm" (pairs 2i, 2i+1) or "neox"
-    (pairs i, i+n_rot/2). tied = the head is the embedding matrix.
+    style "norm" rotates the pairs (2i, 2i+1), "neox" the pairs (i, i+n_rot/2). attn_factor
+    multiplies cos and sin. has_factors: the file has a factor per pair; else all are 1.
     """
 
-    arch: str
-    name: str
-    quantisation: str
-    n_layer: int
-    n_embd: int
-    n_ff: int
-    n_head: int
-    n_kv_head: int
-    head_dim: int
-    n_vocab: int
-    context_trained: int
-    eps: float
-    attention_scale: float
-    rope_style: str
-    rope_base: float
+    style: str
+    base: float
     n_rot: int
     position_scale: float
     attn_factor: float
-    has_rope_factors: bool
+    has_factors: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """A mixer: causal attention of grouped heads over KV pages; scale multiplies q·k."""
+
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    scale: float
     has_qk_norm: bool
-    tied: bool
+    rope: RopeSpec
 
     @property
     def q_rows(self) -> int:
@@ -63,10 +62,58 @@ class ModelSpec:
         """Width of all K (or V) heads."""
         return self.n_kv_head * self.head_dim
 
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """A feed-forward part: down(silu(gate·x) * (up·x)), n_ff values wide in between."""
+
+    n_ff: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: the part that mixes tokens, then the part that works on each token alone.
+
+    Both are added to the residual stream. Options of a kind are fields of its class; further kinds
+    (recurrent mixers, mixtures of experts) are further classes in the place of these.
+    """
+
+    mixer: AttentionSpec
+    ffn: DenseSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Hyper-parameters of one model; every field is a fact, nothing is "auto".
+
+    layers: one per block of the file, in order. tied = the head is the embedding matrix.
+    """
+
+    arch: str
+    name: str
+    quantisation: str
+    n_embd: int
+    n_vocab: int
+    context_trained: int
+    eps: float
+    tied: bool
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def n_layer(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention of this model: a KV page has rows of one shape, so its layers agree."""
+        return self.layers[0].mixer
+
     def __repr__(self) -> str:
+        attention = self.attention
         return (
-            f"<ModelSpec {self.arch} layers={self.n_layer} embd={self.n_embd} ff={self.n_ff} "
-            f"heads={self.n_head}/{self.n_kv_head}x{self.head_dim} vocab={self.n_vocab} "
+            f"<ModelSpec {self.arch} layers={self.n_layer} embd={self.n_embd} "
+            f"ff={self.layers[0].ffn.n_ff} heads={attention.n_head}/{attention.n_kv_head}"
+            f"x{attention.head_dim} vocab={self.n_vocab} "
             f"{self.quantisation}{' tied' if self.tied else ''}>"
         )
 
@@ -80,7 +127,7 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         )
     _refuse_unknown_features(gguf, arch)
     n_embd = _count(gguf, f"{arch}.embedding_length")
-    n_layer = _count(gguf, f"{arch}.block_count")
+    n_layer = _block_count(gguf, arch, n_embd)
     n_head = _same_for_all_layers(gguf, f"{arch}.attention.head_count", None)
     n_kv_head = _same_for_all_layers(gguf, f"{arch}.attention.head_count_kv", n_head)
     head_dim = _count(gguf, f"{arch}.attention.key_length", n_embd // n_head)
@@ -89,39 +136,41 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
     n_rot = _count(gguf, f"{arch}.rope.dimension_count", head_dim)
     if n_rot != head_dim:  # these architectures rotate whole heads
         raise unsupported(gguf, f"{arch}.rope.dimension_count", n_rot, f"head_dim is {head_dim}")
+    attention = AttentionSpec(
+        n_head=n_head,
+        n_kv_head=n_kv_head,
+        head_dim=head_dim,
+        scale=_attention_scale(gguf, arch, head_dim),
+        has_qk_norm=arch == "qwen3",
+        rope=_rope(gguf, arch, n_rot),
+    )
     return ModelSpec(
         arch=arch,
         name=gguf.text("general.name", gguf.path.stem),
         quantisation=_FILE_TYPES.get(gguf.integer("general.file_type", -1), "mixed"),
-        n_layer=n_layer,
         n_embd=n_embd,
-        n_ff=n_ff,
-        n_head=n_head,
-        n_kv_head=n_kv_head,
-        head_dim=head_dim,
         n_vocab=_vocab_size(gguf, arch),
         context_trained=_count(gguf, f"{arch}.context_length"),
         eps=_between(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None, 1e-30, 1.0),
-        attention_scale=_attention_scale(gguf, arch, head_dim),
-        rope_style="norm" if arch == "llama" else "neox",
-        rope_base=_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15),
+        tied="output.weight" not in gguf.tensors,
+        layers=(LayerSpec(attention, DenseSpec(n_ff)),) * n_layer,
+    )
+
+
+def _rope(gguf: GgufFile, arch: str, n_rot: int) -> RopeSpec:
+    return RopeSpec(
+        style="norm" if arch == "llama" else "neox",
+        base=_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15),
         n_rot=n_rot,
         position_scale=_position_scale(gguf, arch),
         attn_factor=_between(gguf, f"{arch}.rope.scaling.attn_factor", 1.0, 1e-3, 1e3),
-        has_rope_factors=arch == "llama" and "rope_freqs.weight" in gguf.tensors,
-        has_qk_norm=arch == "qwen3",
-        tied="output.weight" not in gguf.tensors,
+        has_factors=arch == "llama" and "rope_freqs.weight" in gguf.tensors,
     )
 
 
 def unsupported(gguf: GgufFile, key: str, value: object, why: str) -> BatchEngineError:
     """The file is sound, but asks for something this version does not compute."""
-    return gguf_error(
-        "BE1323",
-        f"{gguf.path.name} has {key} = {str(value)[:60]}, which cannot be served",
-        why,
-        "use another model, or a file converted without this feature",
-    )
+    return errors.MODEL_UNSUPPORTED(file=gguf.path.name, key=key, value=value, why=why)
 
 
 def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
@@ -143,8 +192,18 @@ def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
 def _count(gguf: GgufFile, key: str, default: int | None = None) -> int:
     value = gguf.integer(key, default)
     if not 1 <= value <= COUNT_MAX:
-        raise gguf_error("BE1322", f"key {key} of {gguf.path.name} is {value}", "out of range")
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=value, why="out of range")
     return value
+
+
+def _block_count(gguf: GgufFile, arch: str, n_embd: int) -> int:
+    """The number of layers; a spec is made for each, so an absurd number is refused here."""
+    count = _count(gguf, f"{arch}.block_count")
+    if count > len(gguf.tensors):  # every layer has tensors, so one of the first has none
+        names = (f"blk.{i}.attn_norm.weight" for i in range(count))
+        missing = next(name for name in names if name not in gguf.tensors)
+        raise errors.TENSOR_MISSING(file=gguf.path.name, tensor=missing, shape=[n_embd])
+    return count
 
 
 def _between(gguf: GgufFile, key: str, default: float | None, least: float, most: float) -> float:
@@ -152,7 +211,7 @@ def _between(gguf: GgufFile, key: str, default: float | None, least: float, most
     value = gguf.number(key, default)
     if not least <= value <= most:
         why = f"outside {least:g} to {most:g}"
-        raise gguf_error("BE1322", f"key {key} of {gguf.path.name} is {value}", why)
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=value, why=why)
     return value
 
 
@@ -173,7 +232,7 @@ def _same_for_all_layers(gguf: GgufFile, key: str, default: int | None) -> int:
     if len(distinct) != 1:
         raise unsupported(gguf, key, distinct[:8], "every layer must have the same value")
     if not 1 <= distinct[0] <= COUNT_MAX:
-        raise gguf_error("BE1322", f"key {key} of {gguf.path.name} is {distinct}", "out of range")
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=distinct, why="out of range")
     return distinct[0]
 
 
@@ -217,7 +276,8 @@ def _vocab_size(gguf: GgufFile, arch: str) -> int:
     tokens = gguf.values.get("tokenizer.ggml.tokens")
     if isinstance(tokens, StringArray):
         if not len(tokens):
-            raise gguf_error("BE1322", f"tokenizer.ggml.tokens of {gguf.path.name}", "is empty")
+            key, why = "tokenizer.ggml.tokens", "no model has an empty vocabulary"
+            raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="empty", why=why)
         return len(tokens)
     info = gguf.tensors.get("token_embd.weight")
     rows = info.shape[1] if info is not None and len(info.shape) == 2 else None

@@ -11,9 +11,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from batchengine import errors
 from batchengine.core import BatchEngineError
-from batchengine.gguf import GgufFile, TensorInfo, gguf_error
-from batchengine.weights.spec import ModelSpec
+from batchengine.gguf import GgufFile, TensorInfo
+from batchengine.weights.spec import AttentionSpec, DenseSpec, ModelSpec
 
 # Storage type in the file -> kind of kernels.Matrix
 MATRIX_KINDS = {
@@ -58,23 +59,37 @@ class VectorPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """The tensors of one layer by role. qkv has one fused matrix or three."""
+class AttentionPlan:
+    """The tensors of an AttentionSpec by role. qkv has one fused matrix or three."""
 
-    attn_norm: VectorPlan
+    norm: VectorPlan
     qkv: tuple[MatrixPlan, ...]
     qkv_bias: tuple[VectorPlan | None, ...]
     q_norm: VectorPlan | None
     k_norm: VectorPlan | None
-    attn_output: MatrixPlan
-    attn_output_bias: VectorPlan | None
-    ffn_norm: VectorPlan
+    output: MatrixPlan
+    output_bias: VectorPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class DensePlan:
+    """The tensors of a DenseSpec by role."""
+
+    norm: VectorPlan
     gate: MatrixPlan
     up: MatrixPlan
     down: MatrixPlan
     gate_bias: VectorPlan | None
     up_bias: VectorPlan | None
     down_bias: VectorPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """The tensors of one layer."""
+
+    mixer: AttentionPlan
+    ffn: DensePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +109,7 @@ class TensorPlan:
 def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
     """Finds every tensor of the model; BatchEngineError naming the first one that is wrong."""
     find = _Finder(gguf)
+    rope = spec.attention.rope
     embedding = find.matrix("token_embd.weight", spec.n_vocab, spec.n_embd)
     head = embedding
     if not spec.tied:
@@ -103,10 +119,14 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         output_norm=find.vector("output_norm.weight", spec.n_embd),
         head=head,
         head_bias=find.optional("output.bias", spec.n_vocab),
-        rope_factors=(
-            find.vector(ROPE_FACTORS, spec.n_rot // 2) if spec.has_rope_factors else None
+        rope_factors=find.vector(ROPE_FACTORS, rope.n_rot // 2) if rope.has_factors else None,
+        layers=tuple(
+            LayerPlan(
+                _plan_attention(find, layer.mixer, spec.n_embd, f"blk.{i}."),
+                _plan_dense(find, layer.ffn, spec.n_embd, f"blk.{i}."),
+            )
+            for i, layer in enumerate(spec.layers)
         ),
-        layers=tuple(_plan_layer(find, spec, f"blk.{i}.") for i in range(spec.n_layer)),
         matrices=tuple(find.matrices),
         vectors=tuple(find.vectors),
     )
@@ -114,30 +134,34 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
     return plan
 
 
-def _plan_layer(find: _Finder, spec: ModelSpec, prefix: str) -> LayerPlan:
-    n_embd, n_ff = spec.n_embd, spec.n_ff
+def _plan_attention(find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str) -> AttentionPlan:
     qk_norm = spec.has_qk_norm
-    qkv, qkv_bias = _plan_qkv(find, spec, prefix)
-    return LayerPlan(
-        attn_norm=find.vector(prefix + "attn_norm.weight", n_embd),
+    qkv, qkv_bias = _plan_qkv(find, spec, n_embd, prefix)
+    return AttentionPlan(
+        norm=find.vector(prefix + "attn_norm.weight", n_embd),
         qkv=qkv,
         qkv_bias=qkv_bias,
         q_norm=find.vector(prefix + "attn_q_norm.weight", spec.head_dim) if qk_norm else None,
         k_norm=find.vector(prefix + "attn_k_norm.weight", spec.head_dim) if qk_norm else None,
-        attn_output=find.matrix(prefix + "attn_output.weight", n_embd, spec.q_rows),
-        attn_output_bias=find.optional(prefix + "attn_output.bias", n_embd),
-        ffn_norm=find.vector(prefix + "ffn_norm.weight", n_embd),
-        gate=find.matrix(prefix + "ffn_gate.weight", n_ff, n_embd),
-        up=find.matrix(prefix + "ffn_up.weight", n_ff, n_embd),
-        down=find.matrix(prefix + "ffn_down.weight", n_embd, n_ff),
-        gate_bias=find.optional(prefix + "ffn_gate.bias", n_ff),
-        up_bias=find.optional(prefix + "ffn_up.bias", n_ff),
+        output=find.matrix(prefix + "attn_output.weight", n_embd, spec.q_rows),
+        output_bias=find.optional(prefix + "attn_output.bias", n_embd),
+    )
+
+
+def _plan_dense(find: _Finder, spec: DenseSpec, n_embd: int, prefix: str) -> DensePlan:
+    return DensePlan(
+        norm=find.vector(prefix + "ffn_norm.weight", n_embd),
+        gate=find.matrix(prefix + "ffn_gate.weight", spec.n_ff, n_embd),
+        up=find.matrix(prefix + "ffn_up.weight", spec.n_ff, n_embd),
+        down=find.matrix(prefix + "ffn_down.weight", n_embd, spec.n_ff),
+        gate_bias=find.optional(prefix + "ffn_gate.bias", spec.n_ff),
+        up_bias=find.optional(prefix + "ffn_up.bias", spec.n_ff),
         down_bias=find.optional(prefix + "ffn_down.bias", n_embd),
     )
 
 
 def _plan_qkv(
-    find: _Finder, spec: ModelSpec, prefix: str
+    find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
 ) -> tuple[tuple[MatrixPlan, ...], tuple[VectorPlan | None, ...]]:
     """q, k and v as three matrices, or as the fused one; biases in the same arrangement.
 
@@ -149,10 +173,10 @@ def _plan_qkv(
         stems = [prefix + "attn_" + letter for letter in "qkv"]
         pairs = list(zip(stems, sizes, strict=True))
         return (
-            tuple(find.matrix(stem + ".weight", rows, spec.n_embd) for stem, rows in pairs),
+            tuple(find.matrix(stem + ".weight", rows, n_embd) for stem, rows in pairs),
             tuple(find.optional(stem + ".bias", rows) for stem, rows in pairs),
         )
-    matrix = find.matrix(fused + ".weight", sum(sizes), spec.n_embd)
+    matrix = find.matrix(fused + ".weight", sum(sizes), n_embd)
     bias = find.optional(fused + ".bias", sum(sizes))
     biases = [f"{prefix}attn_{letter}.bias" for letter in "qkv"]
     if bias is None and any(name in find.gguf.tensors for name in biases):
@@ -201,34 +225,23 @@ class _Finder:
     def refuse_unused(self) -> None:
         for name in self.gguf.tensors:
             if name not in self._used and not _IGNORED.match(name):
-                raise gguf_error(
-                    "BE1328",
-                    f"tensor {name} of {self.gguf.path.name} has no role in this architecture",
-                    "leaving it out could change every answer",
-                    "use a file of one of the supported architectures",
-                )
+                raise errors.TENSOR_UNUSED(tensor=name, file=self.gguf.path.name)
 
     def _info(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self.gguf.tensors.get(name)
         if info is None:
-            raise gguf_error(
-                "BE1324",
-                f"{self.gguf.path.name} has no tensor {name}",
-                f"one of shape {list(shape)} is needed",
-            )
+            raise errors.TENSOR_MISSING(file=self.gguf.path.name, tensor=name, shape=list(shape))
         if info.shape != shape:
-            raise gguf_error(
-                "BE1325",
-                f"tensor {name} of {self.gguf.path.name} has the shape {list(info.shape)}",
-                f"the metadata needs {list(shape)}",
+            raise errors.TENSOR_WRONG_SHAPE(
+                tensor=name, file=self.gguf.path.name, shape=list(info.shape), wanted=list(shape)
             )
         self._used.add(name)
         return info
 
     def _wrong_type(self, info: TensorInfo, wanted: tuple[str, ...]) -> BatchEngineError:
-        return gguf_error(
-            "BE1326",
-            f"tensor {info.name} of {self.gguf.path.name} has the type {info.type.name}",
-            f"kernels exist for {', '.join(wanted)}",
-            "quantise the model with llama-quantize to Q4_0",
+        return errors.TENSOR_WRONG_TYPE(
+            tensor=info.name,
+            file=self.gguf.path.name,
+            found=info.type.name,
+            wanted=", ".join(wanted),
         )

@@ -1,4 +1,4 @@
-"""An event loop in virtual time: nobody sleeps, the clock jumps to the next timer.
+"""An event loop in virtual time: the clock jumps to the next timer.
 
 Owns the time of a simulation. Two runs that ask for the same things see the same order of events.
 """
@@ -16,7 +16,7 @@ TURNS_MAX = 3_000_000  # of the loop: far beyond what any seed needs
 
 
 class Stuck(AssertionError):
-    """Nothing is scheduled, yet somebody waits: a deadlock."""
+    """Nothing is scheduled, yet a coroutine waits: a deadlock."""
 
 
 class _NoFiles(selectors.BaseSelector):

@@ -15,7 +15,7 @@ FAULTS = {
     "io": 0.02,  # per read or write of a page
     "stuck": 0.02,  # a store thread does nothing for a while
     "disk": 0.3,  # per read or write of a page: it takes its time
-    "bad": 0.5,  # per second: a page of the store is found bad, whoever reads it
+    "bad": 0.5,  # per second: a page of the store is found bad, no matter who reads it
     "evict": 2.0,  # per second: a store that is full asks who rests for pages
     "ledger": 0.01,  # per commit: no room
     "kill": 0.25,  # per second: a worker, from outside
@@ -25,7 +25,7 @@ FAULTS = {
 # In a part of the seeds engines die often and the disk is slow: sessions are moved, cut and robbed
 # of pages while these are being read.
 COLD = {"crash": 1.0, "disk": 0.7, "evict": 6.0, "bad": 1.0}
-# Errors that somebody may be told, and the faults that explain them.
+# Errors that a client may get, and the faults that explain them.
 EXPLAINED: dict[str, tuple[str, ...]] = {
     "numeric_fault": ("nan",),
     "session_quarantined": ("die", "hang", "point"),

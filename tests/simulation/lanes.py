@@ -1,7 +1,7 @@
 """Worker processes as objects: the real worker and page memory, deaths and delays by decision.
 
-Each life of a worker maps its arena and the extents as a process would, and lets go of them when
-it dies. Frames are bytes; they travel for a while, and may arrive when nobody waits any more.
+Each run of a worker maps its arena and the extents as a process would, and lets go of them when
+it dies. Frames are bytes; they travel for a while, and may arrive when no request waits any more.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import msgspec
 import numpy as np
 
 from batchengine import wire
-from batchengine.lanes.lane import Lane
-from bench.hashlm import PAGE_TOKENS, POINTS, Faults, HashCompute, HashWorker, _offsets
+from batchengine.core import BatchEngineError
+from batchengine.lanes.worker_process import Lane
+from batchengine.wire.frames import Decoder, FrameProtocol, Payload
+from bench.hashlm import PAGE_TOKENS, POINTS, Faults, HashDevice, HashWorker, _offsets
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -44,7 +46,7 @@ class Plan(NamedTuple):
     spread: bool = False  # and so does every row after it
 
 
-class SimCompute(HashCompute):
+class SimDevice(HashDevice):
     """HashLM that dies by exception."""
 
     def __init__(self, model: str) -> None:
@@ -74,16 +76,16 @@ class SimHashWorker(HashWorker):
 
     duration_s = 0.0
 
-    def _step(self, step: wire.Step, payload: bytes) -> wire.AnyMessage:
+    def _step(self, step: wire.Step, payload: Payload) -> wire.LaneMessage:
         done = super()._step(step, payload)
         if isinstance(done, wire.StepDone):
             us = int(self.duration_s * 1e6)
-            done = msgspec.structs.replace(done, elapsed_us=us, forward_us=us)
+            done = msgspec.structs.replace(done, elapsed_us=us)
         return done
 
 
 class SimProcess:
-    """One worker life; for the lane it is a Popen and a transport at once."""
+    """One run of a worker; for the lane it is a Popen and a transport at once."""
 
     def __init__(self, world: World, lane: SimLane) -> None:
         self.world = world
@@ -92,12 +94,12 @@ class SimProcess:
         self.status: int | None = None
         self.hung = False
         self._clock = asyncio.get_running_loop()
-        self._compute = SimCompute(world.model)
-        self._worker = SimHashWorker(self, self._compute, lane.incarnation)  # type: ignore[arg-type]
-        self._decoder = wire.Decoder()
+        self._device = SimDevice(world.model)
+        self._worker = SimHashWorker(self, lane.incarnation, self._device)  # type: ignore[arg-type]
+        self._decoder = Decoder(wire.LANE_LINK)
         self._answer = b""
-        self._closed = False  # nobody reads what it sends
-        self.protocol = wire.FrameProtocol(lane._on_frame, lane._on_lost)
+        self._closed = False  # what it sends is not read
+        self.protocol = FrameProtocol(wire.LANE_LINK, lane._on_frame, lane._on_lost)
         self.protocol.connection_made(self)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------------ as a transport
@@ -140,11 +142,11 @@ class SimProcess:
         self._clock.call_later(self.world.tape("kill").uniform(0.0, 0.003), self.lane._reap)
 
     def _let_go(self) -> None:
-        memory = self._worker._memory
+        memory = self._device.memory
         if memory is None:
             return
-        self._worker._memory = None
-        self._compute._views.clear()
+        self._device.memory = self._worker._memory = None
+        self._device._views.clear()
         memory._arena.close()
         for extent in memory._extents.values():
             extent.view.release()
@@ -152,7 +154,7 @@ class SimProcess:
 
     # -------------------------------------------------------------------------------- frames
 
-    def _begin(self, frame: wire.Frame) -> None:
+    def _begin(self, frame: wire.LaneFrame) -> None:
         if self.status is not None or self.hung:
             return
         if isinstance(frame.message, wire.Shutdown):
@@ -164,14 +166,14 @@ class SimProcess:
             self.hung = plan.hang
         self._clock.call_later(plan.duration_s * 0.6, self._execute, frame, plan)
 
-    def _execute(self, frame: wire.Frame, plan: Plan) -> None:
+    def _execute(self, frame: wire.LaneFrame, plan: Plan) -> None:
         if self.status is not None or self.hung:
             return
-        compute, worker = self._compute, self._worker
-        at = compute.steps + 1
-        compute.faults = Faults(die=plan.die, at=at, nan_at=at if plan.nan else 0)
-        compute.flip, compute.spread = plan.flip, plan.spread
-        compute.by, worker.duration_s, self._answer = plan.by, plan.duration_s, b""
+        device, worker = self._device, self._worker
+        at = device.steps + 1
+        device.faults = Faults(die=plan.die, at=at, nan_at=at if plan.nan else 0)
+        device.flip, device.spread = plan.flip, plan.spread
+        device.by, worker.duration_s, self._answer = plan.by, plan.duration_s, b""
         died: Died | None = None
         try:
             worker._send(self._message(frame), frame)
@@ -183,11 +185,11 @@ class SimProcess:
         if died is not None:
             self._clock.call_later(rest_s if answer else 0.0, self.end, -died.by)
 
-    def _message(self, frame: wire.Frame) -> wire.AnyMessage:
+    def _message(self, frame: wire.LaneFrame) -> wire.LaneMessage:
         """As `Worker.serve` does it."""
         try:
             return self._worker._answer(frame)
-        except wire.BatchEngineError as error:
+        except BatchEngineError as error:
             fatal = isinstance(frame.message, wire.Load | wire.Attach)
             return wire.Failed(error.code, error.what, error.why, error.fix, fatal)
         except Exception as error:
@@ -200,7 +202,7 @@ class SimProcess:
             if self.world.decides("twice"):
                 self.protocol.data_received(data)
         elif self.world.faulty and not self.lane.abandoned:  # it was in the socket all the time
-            for frame in wire.Decoder().feed(data):
+            for frame in Decoder(wire.LANE_LINK).feed(data):
                 self.lane._on_frame(frame)
 
 
@@ -238,7 +240,7 @@ class SimLane(Lane):
         self.world.on_step(self, step)
         return super().post(step, payload, **how)
 
-    def forsake(self, linger_s: float) -> None:
+    def drop_pending(self, linger_s: float) -> None:
         """The engine was killed: its workers follow, at once or after a while."""
         self.abandoned = True
         for fd in (self._report_fd, self._pidfd):

@@ -1,6 +1,6 @@
-"""Clients of a simulated engine. Each knows what every answer must be, and what it was told.
+"""Clients of a simulated engine. Each knows what every answer must be, and what it was sent.
 
-A stream that breaks is a fact of life here; a token that differs, a token told twice or never, or
+A stream that breaks is a fact of life here; a token that differs, a token sent twice or never, or
 an end that does not come is not.
 """
 
@@ -23,7 +23,7 @@ from batchengine.core import (
 )
 from batchengine.engine import Generation
 from bench.hashlm import hashlm_tokens
-from tests.fakes import words
+from tests.support.engines import words
 
 if TYPE_CHECKING:
     from tests.simulation.world import Life, World
@@ -47,18 +47,18 @@ class Attempt:
     sampling: Sampling
     request_id: str
     answer: list[int] = field(default_factory=list)
-    told: int = 0
+    sent: int = 0
     state: str = "open"  # done, cancelled, failed, broken
 
     def check(self, token: int, where: str) -> None:
-        if self.told >= self.n:
-            raise AssertionError(f"{where}: token {self.told} of {self.n} was told")
-        if token != self.answer[self.told]:
+        if self.sent >= self.n:
+            raise AssertionError(f"{where}: token {self.sent} of {self.n} was sent")
+        if token != self.answer[self.sent]:
             raise AssertionError(
-                f"{where}: token {self.told} after a prompt of {len(self.prompt)} is {token},"
-                f" it must be {self.answer[self.told]}"
+                f"{where}: token {self.sent} after a prompt of {len(self.prompt)} is {token},"
+                f" it must be {self.answer[self.sent]}"
             )
-        self.told += 1
+        self.sent += 1
 
 
 class Record:
@@ -77,7 +77,7 @@ class Record:
             if attempt.state == "done":
                 promised = attempt.n
             elif power:
-                promised = attempt.told
+                promised = attempt.sent
             prompt, length = attempt.prompt, len(attempt.prompt)
             rest = [] if tokens is None else tokens[length:]
             begun = tokens is not None and tokens[:length] == prompt
@@ -88,11 +88,11 @@ class Record:
                     )
                 return
             if begun and rest[: attempt.n] == attempt.answer:
-                continue  # it was told from a longer answer to the same question
-            if attempt.state == "done" or attempt.told:
+                continue  # it was sent from a longer answer to the same question
+            if attempt.state == "done" or attempt.sent:
                 found = "nothing" if tokens is None else f"{len(tokens)} tokens"
                 raise AssertionError(
-                    f"{where}: {attempt.told} tokens after {length} were told, on disk is {found}"
+                    f"{where}: {attempt.sent} tokens after {length} were sent, on disk is {found}"
                     " else"
                 )
         if tokens:
@@ -186,29 +186,29 @@ class Person:
         if attempt.state == "done":
             self.history = [*prompt, *answer]
         elif attempt.state != "failed":
-            self.history = [*prompt, *answer[: attempt.told]]
+            self.history = [*prompt, *answer[: attempt.sent]]
 
     async def _resume(self, attempt: Attempt) -> bool:
         """After a crash: the rest of the answer, from the first token we do not have."""
         life = await self.world.engine()
         assert self.name is not None
         try:
-            generation = await life.wait(life.engine.resume("", self.name, attempt.told))
+            generation = await life.wait(life.engine.resume("", self.name, attempt.sent))
         except Broken:
             return True
         except BatchEngineError as error:
-            self.world.count(f"not resumed: {error.api_code}")
-            if attempt.told or error.api_code not in ("session_not_found", "nothing_to_resume"):
+            self.world.count(f"not resumed: {error.name}")
+            if attempt.sent or error.name not in ("session_not_found", "nothing_to_resume"):
                 self._refused(error)
             return False
         asked, sampling = generation.request, attempt.sampling
         same = list(asked.prompt) == attempt.prompt and asked.sampling.seed == sampling.seed
         if not same or asked.tokens_max != attempt.n:
-            if attempt.told and not same:  # else it was told from a longer answer that existed
-                raise AssertionError(f"{attempt.request_id} was told, but is not in the ledger")
+            if attempt.sent and not same:  # else it was sent from a longer answer that existed
+                raise AssertionError(f"{attempt.request_id} was sent, but is not in the ledger")
             generation.cancel()  # ours never began
             return False
-        self.world.trace("resume", attempt.request_id, attempt.told)
+        self.world.trace("resume", attempt.request_id, attempt.sent)
         self.world.count("resumed")
         await self._follow(life, generation, attempt)
         return True
@@ -232,7 +232,7 @@ class Person:
         self, generation: Generation, attempt: Attempt, give_up: int, slow_s: float
     ) -> None:
         where = f"{attempt.request_id} on {generation.lane or 'no lane'}"
-        if attempt.told >= give_up:
+        if attempt.sent >= give_up:
             generation.cancel()
             attempt.state = "cancelled"
             return
@@ -240,8 +240,8 @@ class Person:
             match event:
                 case TokenEvent():
                     attempt.check(event.token, where)
-                    self.world.trace("token", attempt.request_id, attempt.told, event.token)
-                    if attempt.told >= give_up:
+                    self.world.trace("token", attempt.request_id, attempt.sent, event.token)
+                    if attempt.sent >= give_up:
                         generation.cancel()
                         attempt.state = "cancelled"
                         self.world.count("cancelled")
@@ -252,8 +252,8 @@ class Person:
                     self._ended(attempt, event, where)
                 case ErrorEvent():
                     attempt.state = "failed"
-                    self.world.trace("error", attempt.request_id, event.error.api_code)
-                    if event.error.api_code == "draining" and self.world.stopping:
+                    self.world.trace("error", attempt.request_id, event.error.name)
+                    if event.error.name == "draining" and self.world.stopping:
                         attempt.state = "cancelled"
                         return
                     self._refused(event.error)
@@ -263,13 +263,13 @@ class Person:
             raise AssertionError(f"{where}: the stream ended without an end")
 
     def _ended(self, attempt: Attempt, event: DoneEvent, where: str) -> None:
-        self.world.trace("done", attempt.request_id, event.finish_reason, attempt.told)
+        self.world.trace("done", attempt.request_id, event.finish_reason, attempt.sent)
         if event.finish_reason == "shutdown" and self.world.stopping:
             attempt.state = "cancelled"
             return
-        if event.finish_reason != "length" or attempt.told != attempt.n:
+        if event.finish_reason != "length" or attempt.sent != attempt.n:
             raise AssertionError(
-                f"{where}: ended with {event.finish_reason} after {attempt.told} of {attempt.n}"
+                f"{where}: ended with {event.finish_reason} after {attempt.sent} of {attempt.n}"
             )
         attempt.state = "done" if event.usage.durable else "failed"
         self.world.count("answers")
@@ -277,7 +277,7 @@ class Person:
     def _refused(self, error: BatchEngineError) -> None:
         """An error with a name; it must be one that the faults of this seed explain."""
         self.world.refused(error)
-        if error.api_code in ("session_quarantined", "durability_unavailable"):
+        if error.name in ("session_quarantined", "durability_unavailable"):
             self.name = None if self.name is None else f"{self.name}+"
             self.history = []
 
@@ -292,7 +292,7 @@ class Person:
             self.world.count("parked")
 
     async def _fork(self, life: Life) -> None:
-        """The twin becomes a conversation of its own, and is continued by somebody else."""
+        """The twin becomes a conversation of its own, and is continued by another client."""
         assert self.name is not None
         twin = f"{self.name}f{self.asked}"
         with contextlib.suppress(BatchEngineError):

@@ -1,7 +1,7 @@
 """What a simulated life replaces: clocks, the store's threads, disk calls, text. Nothing else.
 
 The store's own loops run unchanged; only the moment at which one of them takes its next intent is
-decided here. A future somebody blocks on runs them until it is settled.
+decided here. A future that a caller blocks on runs them until it is settled.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import kv_store.threads
-from batchengine.engine import loop as loop_module
-from batchengine.engine import start as start_module
+from batchengine.engine import boot as start_module
+from batchengine.engine.lane import loop as loop_module
 from kv_store import osio
 from kv_store.store import Store
 from tests.simulation.clock import VirtualLoop
@@ -178,7 +178,7 @@ class SimFiles(osio.Files):
 
 
 class SimConnection(sqlite3.Connection):
-    """A database that may be told to have no room. Closing it does not tidy what a crash left."""
+    """A database that may get to have no room. Closing it does not tidy what a crash left."""
 
     fault: Callable[[str], str]
 
@@ -231,7 +231,7 @@ def virtual_time(loop: VirtualLoop) -> Iterator[None]:
         perf_counter_ns=lambda: int(loop.time() * 1e9),
         sleep=sleep,
     )
-    defaults = loop_module.LaneLoop.__init__.__defaults__
+    defaults = loop_module.LaneLoop.__init__.__kwdefaults__
     patched = [
         module
         for name, module in sorted(sys.modules.items())
@@ -240,10 +240,10 @@ def virtual_time(loop: VirtualLoop) -> Iterator[None]:
     try:
         for module in patched:
             module.time = clock  # type: ignore[attr-defined]
-        loop_module.LaneLoop.__init__.__defaults__ = (loop.time,)
+        loop_module.LaneLoop.__init__.__kwdefaults__ = {"clock": loop.time}
         yield
     finally:
-        loop_module.LaneLoop.__init__.__defaults__ = defaults
+        loop_module.LaneLoop.__init__.__kwdefaults__ = defaults
         for module in patched:
             module.time = time  # type: ignore[attr-defined]
 
@@ -273,14 +273,14 @@ class StoreSeam:
 @contextlib.contextmanager
 def _threads_of(threads: Threads) -> Iterator[None]:
     """Threads and queues made inside belong to a simulated life."""
-    import kv_store.ledger
+    import kv_store.ledger.ledger
 
     def thread(target: Any, name: str = "", daemon: bool = True) -> SimThread:
         return SimThread(threads, target, name, daemon)
 
     fake_threading = SimpleNamespace(Thread=thread, Lock=threading.Lock, RLock=threading.RLock)
     fake_queue = SimpleNamespace(SimpleQueue=lambda: SimQueue(threads), Empty=queue.Empty)
-    modules = [kv_store.ledger, kv_store.threads]
+    modules = [kv_store.ledger.ledger, kv_store.threads]
     try:
         for module in modules:
             module.threading, module.queue = fake_threading, fake_queue  # type: ignore[attr-defined]

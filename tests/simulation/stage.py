@@ -24,18 +24,18 @@ from batchengine.core import (
     TokenEvent,
 )
 from batchengine.engine import Engine, Generation
-from batchengine.engine.loop import LaneLoop
+from batchengine.engine.lane.loop import LaneLoop
 from bench.hashlm import hashlm_tokens
-from tests.fakes import words
 from tests.simulation.lanes import Plan, SimLane
 from tests.simulation.world import MODEL, PAGE_BYTES, Life, Outcome, World, simulate
+from tests.support.engines import words
 
 Script = Callable[["Stage"], Awaitable[None]]
 
 
 @dataclasses.dataclass(slots=True)
-class Told:
-    """What one reader was told."""
+class Reading:
+    """What one reader was sent."""
 
     tokens: list[int]
     done: DoneEvent | None = None
@@ -47,7 +47,7 @@ class Stage(World):
 
     script: Script
     settings: dict[str, Any]
-    places = 16
+    slots = 16
 
     def __init__(self, seed: int, folder: str) -> None:
         self.plans: list[Callable[[SimLane, wire.Step], Plan | None]] = []
@@ -60,7 +60,7 @@ class Stage(World):
     def _choose_config(self) -> Config:
         lanes = tuple(
             LaneConfig(
-                name=name, threads=1, tier="any", entries_max=8, places=self.places,
+                name=name, threads=1, tier="any", entries_max=8, places=self.slots,
                 tokens_per_step=320,
             )
             for name in ("left", "right")
@@ -79,7 +79,7 @@ class Stage(World):
         )
         return dataclasses.replace(config, cache_dir=self.folder, lanes=lanes)
 
-    def plan_step(self, lane: SimLane, frame: wire.Frame) -> Plan:
+    def plan_step(self, lane: SimLane, frame: wire.LaneFrame) -> Plan:
         assert isinstance(frame.message, wire.Step)
         for plan in self.plans:
             found = plan(lane, frame.message)
@@ -129,15 +129,15 @@ class Stage(World):
             )
         )
 
-    def start(self, generation: Generation) -> asyncio.Task[Told]:
+    def start(self, generation: Generation) -> asyncio.Task[Reading]:
         """Read it to its end, aside."""
         task = self.loop.create_task(self.read(generation))
         self.tasks.add(task)  # type: ignore[arg-type]
         return task
 
-    async def read(self, generation: Generation) -> Told:
+    async def read(self, generation: Generation) -> Reading:
         """Every event; each token is the one it must be."""
-        request, told = generation.request, Told([])
+        request, reading = generation.request, Reading([])
         answer = hashlm_tokens(
             request.prompt, request.tokens_max, seed=request.sampling.seed, model=self.model
         )
@@ -145,29 +145,31 @@ class Stage(World):
         async for event in generation:
             match event:
                 case TokenEvent():
-                    at = skip + len(told.tokens)
+                    at = skip + len(reading.tokens)
                     if event.token != answer[at]:
                         raise AssertionError(
                             f"{request.request_id}: wrong token {at}: {event.token},"
                             f" not {answer[at]}"
                         )
-                    told.tokens.append(event.token)
+                    reading.tokens.append(event.token)
                 case DoneEvent():
-                    told.done = event
+                    reading.done = event
                 case ErrorEvent():
-                    told.error = event.error.api_code
+                    reading.error = event.error.name
                 case _:
                     pass
-        return told
+        return reading
 
     async def answer(
         self, prompt: Sequence[int], n: int, session: str | None = None, **how: Any
-    ) -> Told:
+    ) -> Reading:
         """Ask, and have the whole answer."""
-        told = await self.read(self.ask(prompt, n, session, **how))
-        if told.error or len(told.tokens) != n:
-            raise AssertionError(f"{len(told.tokens)} tokens of {n}, then {told.error or 'an end'}")
-        return told
+        reading = await self.read(self.ask(prompt, n, session, **how))
+        if reading.error or len(reading.tokens) != n:
+            raise AssertionError(
+                f"{len(reading.tokens)} tokens of {n}, then {reading.error or 'an end'}"
+            )
+        return reading
 
     async def until(self, fact: Callable[[], bool], seconds: float = 120.0) -> None:
         try:
@@ -179,8 +181,8 @@ class Stage(World):
 
     def home(self, session: str) -> str:
         """The lane of a named session."""
-        found = self.up._named["", session]
-        return self.up._home[found.key].lane.name
+        found = self.up.state.sessions["", session]
+        return self.up.state.home[found.key].lane.name
 
     def other(self, session: str) -> str:
         return "right" if self.home(session) == "left" else "left"
@@ -189,11 +191,11 @@ class Stage(World):
         await self.until(lambda: generation.completion_tokens >= tokens)
 
 
-def play(script: Script, seed: int = 0, places: int = 16, **settings: Any) -> Outcome:
+def play(script: Script, seed: int = 0, slots: int = 16, **settings: Any) -> Outcome:
     """Play a scene; AssertionError for whatever went wrong in it. Settings: a__b for "a.b"."""
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
     scene = type(
-        "Scene", (Stage,), {"script": staticmethod(script), "settings": dotted, "places": places}
+        "Scene", (Stage,), {"script": staticmethod(script), "settings": dotted, "slots": slots}
     )
     outcome = simulate(seed, world=scene)
     if outcome.error:
@@ -201,4 +203,4 @@ def play(script: Script, seed: int = 0, places: int = 16, **settings: Any) -> Ou
     return outcome
 
 
-__all__ = ["Plan", "Stage", "Told", "play", "words"]
+__all__ = ["Plan", "Reading", "Stage", "play", "words"]

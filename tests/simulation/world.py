@@ -2,7 +2,7 @@
 
     safety     faults strike: workers die, hang and lie; disks fill up; the engine is killed
     liveness   no faults any more: everybody must come to an end
-    baseline   nobody asks: every place, pin and seat has come back
+    baseline   no client asks: every slot, pin and seat has come back
 
 Everything that was decided goes into one hash: the same seed has the same one.
 """
@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 
 from batchengine import wire
 from batchengine.config import Config, LaneConfig, load
-from batchengine.core import BatchEngineError
+from batchengine.core import BatchEngineError, Kind
 from batchengine.engine import Engine
-from batchengine.engine.loop import LaneLoop
-from batchengine.engine.trial import KEY as TRIAL
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.lane.recompute import KEY as RECOMPUTE
 from batchengine.session import Session, State
-from kv_store.arena import PlaceState
+from kv_store.arenas.arena import SlotState
 from tests.simulation import faults
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.lanes import POINTS, Plan, SimLane
@@ -86,7 +86,7 @@ class Life:
 
     @property
     def loops(self) -> list[LaneLoop]:
-        return self.engine._loops
+        return self.engine.state.lanes
 
     def crash(self, linger_s: float) -> None:
         """SIGKILL: nothing that was in memory happens any more; files stay as they are."""
@@ -96,21 +96,21 @@ class Life:
         assert store is not None
         names = [store.ledger.path, store.ledger.path + "-wal"]
         before = {name: Path(name).read_bytes() for name in names if os.path.exists(name)}
-        store.ledger._db.close()  # would tidy the log, which nobody did
+        store.ledger._db.close()  # would tidy the log; a crash does not
         for name, data in before.items():
             Path(name).write_bytes(data)
         store._stopped = True
-        store._extents.close()
-        store.attic.close()
+        store.core.extents.close()
+        store.orphaned.close()
         os.close(store._lock_fd)
-        for loop in engine._loops:
+        for loop in engine.state.lanes:
             pages = loop.pages
-            for arena in (*pages._old_arenas, *([pages._arena] if pages._arena else [])):
+            for arena in (*pages.arenas.dead, *([pages.slots.arena] if pages.slots.arena else [])):
                 os.close(arena.fd)
                 arena.close = _nothing  # type: ignore[method-assign]
             assert isinstance(loop.lane, SimLane)
-            loop.lane.forsake(linger_s)
-        engine._state = "stopped"
+            loop.lane.drop_pending(linger_s)
+        engine._phase = "stopped"
         for task in self.world.loop.tasks():
             if task not in self.world.tasks:
                 task.cancel()
@@ -211,13 +211,13 @@ class World:
     def ledger_fault(self, call: str) -> str:
         return "full" if self.decides("ledger") else ""
 
-    def plan_step(self, lane: SimLane, frame: wire.Frame) -> Plan:
+    def plan_step(self, lane: SimLane, frame: wire.LaneFrame) -> Plan:
         """What becomes of one step: how long it takes, and how it ends."""
         rng = self.tape("steps")
         step = frame.message
         assert isinstance(step, wire.Step)
         tokens = sum(entry.n_tokens for entry in step.entries)
-        duration_s = 0.002 + 0.00005 * tokens + 0.0005 * len(step.adopt)
+        duration_s = 0.002 + 0.00005 * tokens + 0.0005 * len(step.import_rows)
         duration_s *= rng.uniform(0.7, 1.5) * (1.0 if lane.name == "lane0" else 2.0)
         if self.decides("slow"):
             duration_s *= 100
@@ -225,8 +225,8 @@ class World:
         if die == "inside_row" and not tokens:
             die = "after_chores"
         by = rng.choice([signal.SIGKILL, signal.SIGSEGV])
-        is_trial = any(entry.session == TRIAL for entry in step.entries)  # NaN there is F46
-        nan = not is_trial and self.decides("nan")
+        is_recompute = any(entry.session == RECOMPUTE for entry in step.entries)  # NaN there is F46
+        nan = not is_recompute and self.decides("nan")
         return Plan(duration_s, die, by, self.decides("hang"), nan)
 
     def next_pid(self) -> int:
@@ -250,8 +250,8 @@ class World:
         self._wrong.append(what)
 
     def refused(self, error: BatchEngineError) -> None:
-        """Somebody was told an error: a fault of this seed must explain it."""
-        code = error.api_code
+        """A client was sent an error: a fault of this seed must explain it."""
+        code = error.name
         self.count(f"error {code}")
         kinds = faults.EXPLAINED.get(code)
         if kinds is None or (kinds and not any(k in self._chances for k in kinds)):
@@ -279,9 +279,11 @@ class World:
         self.trace("boot", self.lives)
         self.futures.threads = life.threads
         uses = starter_uses(life.seam, lambda name, command: SimLane(self, name))
-        self.patches.enter_context(uses)  # to the end: a referee may be called at any time
+        self.patches.enter_context(
+            uses
+        )  # to the end: an audit may start a fresh worker at any time
         await life.engine.start(lambda _: None)
-        life.engine.handover.on_point = self._on_point
+        life.engine.running.migrator.on_point = self._on_point
         store = life.seam.opened
         assert store is not None
         self.life = life
@@ -303,7 +305,7 @@ class World:
         self.faulty = faulty
 
     def _aside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Nobody waits for it, but its failure is the seed's."""
+        """Runs beside the clients; its failure is the seed's."""
 
         def done(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None:
@@ -347,7 +349,7 @@ class World:
             async with asyncio.timeout(LIVENESS_S):
                 await self._gather([*people, strikes])
         except TimeoutError:
-            raise AssertionError(f"somebody waits for ever: {self._waiting()}") from None
+            raise AssertionError(f"a waiter waits for ever: {self._waiting()}") from None
         finally:
             for task in (*people, strikes, moves):
                 task.cancel()
@@ -375,7 +377,7 @@ class World:
             if rng.random() < 0.06 and self.decides_in(rng, "crash"):
                 await self.crash()
             if rng.random() < 0.06 and self.decides_in(rng, "bad"):
-                self._condemn()
+                self._invalidate()
             if rng.random() < 0.06 and self.decides_in(rng, "evict"):
                 self._evict()
         self.calm = True
@@ -395,21 +397,21 @@ class World:
             self.trace("kill", loop.lane.name)
             loop.lane.process.end(-signal.SIGKILL)
 
-    def _condemn(self) -> None:
+    def _invalidate(self) -> None:
         """A page that a session has, or is about to have, fails a check."""
         life = self.life
-        if life is None or life.dead or life.engine._store is None:
+        if life is None or life.dead or life.engine.running.store is None:
             return
-        sessions = [*life.engine._named.values()]
-        sessions += [turn.session for turn in life.engine._turns.values()]
-        held = sorted(
-            {ref for s in sessions for ref in (*s.pinned, *([s.parked.ref] if s.parked else ()))}
-        )
+        sessions = [*life.engine.state.sessions.values()]
+        sessions += [turn.session for turn in life.engine.state.turns.values()]
+        tables = [session.kv for session in sessions]
+        refs = {ref for kv in tables for ref in kv.sealed}
+        held = sorted(refs | {kv.parked.ref for kv in tables if kv.parked is not None})
         if held:
             self.count("condemned")
             ref = self.tape("condemn").choice(held)
             self.trace("condemn", *ref)
-            life.engine._store.condemn(ref)
+            life.engine.running.store.pages.invalidate(ref)
             for loop in life.loops:
                 loop.recheck()
 
@@ -418,7 +420,7 @@ class World:
         if self.life is not None and not self.life.dead:
             self.count("evicted")
             for loop in self.life.loops:
-                loop.pages._unpin_oldest(Session(0, "", ""))
+                loop.pages.slots.evict_oldest(Session(0, "", ""))
 
     async def _move(self) -> None:
         """People at the control socket: sessions are sent to and fro, as long as anybody asks."""
@@ -428,19 +430,19 @@ class World:
             await asyncio.sleep(rng.choice(pauses_s) * rng.random())
             life = await self.engine()
             live = sorted(
-                {s.session_id for s in life.engine._named.values()}
-                | {t.session.session_id for t in life.engine._turns.values()}
+                {s.session_id for s in life.engine.state.sessions.values()}
+                | {t.session.session_id for t in life.engine.state.turns.values()}
             )
             if not live or len(life.loops) < 2:
                 continue
             session, to = rng.choice(live), rng.choice(life.loops).lane.name
             try:
-                report = await life.wait(life.engine.promote(session, to=to))
+                report = await life.wait(life.engine.promote("", session, to=to))
             except Broken:
                 continue
             except BatchEngineError as error:
                 self.count("not moved")
-                self.trace("not moved", session, to, error.api_code)
+                self.trace("not moved", session, to, error.name)
                 continue
             self.count(str(report["result"]))
             self.trace("moved", session, *report.values())
@@ -458,8 +460,8 @@ class World:
                 await asyncio.sleep(rng.choice([0.001, 0.05, 0.5, 3.0]))
             case "cancel":
                 life = self.life
-                if life is not None and life.engine._turns:
-                    rng.choice(list(life.engine._turns)).abort(_client_gone())
+                if life is not None and life.engine.state.turns:
+                    rng.choice(list(life.engine.state.turns)).abort(_client_gone())
             case _:
                 self._aside(self.crash())
                 await asyncio.get_running_loop().create_future()  # this engine is no more
@@ -467,10 +469,10 @@ class World:
     # --------------------------------------------------------------------------- invariants
 
     def on_step(self, lane: SimLane, step: wire.Step) -> None:
-        """A frame goes out: nobody else computes these sessions, nobody else has these places."""
+        """A frame goes out: no other lane has these sessions or slots."""
         entries = " ".join(f"{e.session}@{e.start}+{e.n_tokens}" for e in step.entries)
         chores = (
-            len(step.poison), len(step.reserve), len(step.retitle), len(step.adopt),
+            len(step.poison), len(step.reserve), len(step.relabel), len(step.import_rows),
             len(step.touch), len(step.digest), len(step.verify),
         )  # fmt: skip
         self.trace("step", lane.name, lane.incarnation, entries, chores)
@@ -480,44 +482,40 @@ class World:
             return
         self.check_owners(life)
         for loop in life.loops:
-            flight = loop._flight
-            if loop.lane is lane or flight is None:
+            in_flight = loop._in_flight
+            if loop.lane is lane or in_flight is None:
                 continue
-            theirs = {entry.session for entry in flight.step.entries}
+            theirs = {entry.session for entry in in_flight.step.entries}
             both = theirs & {entry.session for entry in step.entries}
             if both:
                 raise AssertionError(f"sessions {both} compute on two lanes at once")
 
     def check_owners(self, life: Life) -> None:
-        """I3: one owner of every session, one holder of every place."""
-        home = life.engine._home
+        """I3: one owner of every session, one holder of every slot."""
+        home = life.engine.state.home
         seen: dict[int, str] = {}
         for loop in life.loops:
             held: dict[Any, Any] = {}
-            for session in loop.pages.members.values():
+            for session in loop.pages.slots.members.values():
                 before = seen.setdefault(session.key, loop.lane.name)
                 if before != loop.lane.name:
                     raise AssertionError(f"{session!r} is at home on {before} and {loop.lane.name}")
                 if home.get(session.key) is not loop:
                     raise AssertionError(f"{session!r} is a member of {loop.lane.name} only")
                 session.check()
-                for place in session.places:
-                    if held.setdefault(place, session) is not session:
-                        raise AssertionError(
-                            f"{place} has two owners: {held[place]!r}, {session!r}"
-                        )
-            for adoption in loop.pages._adoptions:
-                for place in adoption.places:
-                    if adoption.arena is loop.pages._arena and place in held:
-                        raise AssertionError(
-                            f"{place} is adopted into and owned by {held[place]!r}"
-                        )
+                for slot in session.kv.open:
+                    if held.setdefault(slot, session) is not session:
+                        raise AssertionError(f"{slot} has two owners: {held[slot]!r}, {session!r}")
+            for row_import in loop.pages.importing.imports:
+                for slot in row_import.slots:
+                    if row_import.arena is loop.pages.slots.arena and slot in held:
+                        raise AssertionError(f"{slot} is adopted into and owned by {held[slot]!r}")
             for key in (*loop.running, *loop.waiting):
                 if home.get(key) is not loop:
                     raise AssertionError(f"session {key} computes on {loop.lane.name}, not at home")
 
     async def _end(self) -> None:
-        """Nobody asks any more: everything comes back, and everything is on disk."""
+        """No client asks any more: everything comes back, and everything is on disk."""
         life = await self.engine()
         try:
             async with asyncio.timeout(QUIET_S):
@@ -527,10 +525,10 @@ class World:
             raise AssertionError(f"does not come to rest: {self._busy(life)}") from None
         self._check_baseline(life)
         await self._check_ledger(life)
-        for session in list(life.engine._named.values()):
-            life.engine._tables.forget(session)
+        for session in list(life.engine.state.sessions.values()):
+            life.engine.state.forget(session)
         await asyncio.sleep(3.0)
-        with contextlib.suppress(TimeoutError):  # then somebody holds what the check will tell
+        with contextlib.suppress(TimeoutError):  # the check below reports what is still held
             async with asyncio.timeout(QUIET_S):
                 while self._is_looking_after_itself(life):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
@@ -544,44 +542,48 @@ class World:
         life = self.life
         if life is None or life.dead:
             return "no engine is up"
-        engine = life.engine
-        return f"{list(engine._turns.values())} {engine._queues} {[repr(p) for p in life.loops]}"
+        state = life.engine.state
+        return f"{list(state.turns.values())} {state.queues} {[repr(p) for p in life.loops]}"
 
     def _busy(self, life: Life) -> str:
         """What is still going on; empty when nothing is."""
         engine = life.engine
-        if engine._turns or engine._queues or engine._tables.beginning:
-            return f"turns {list(engine._turns.values())}, queues {engine._queues}"
-        if engine.handover._moving:
+        if engine.state.requests or engine.state.queues:
+            return f"turns {list(engine.state.turns.values())}, queues {engine.state.queues}"
+        if engine.state.moves:
             return "moves"
         for loop in life.loops:
             if (
                 not loop.lane.alive
-                or loop.pages._arena is None
-                or loop.pages.has_work
+                or loop.pages.slots.arena is None
+                or loop.pages.is_busy
                 or loop.pages.is_sealing
             ):
                 return f"{loop!r} {loop.pages!r}"
-            if loop.pages._flying or loop.pages._pending or loop.pages._adoptions:
+            if (
+                loop.pages.sealing.in_flight
+                or loop.pages.sealing.queued
+                or loop.pages.importing.imports
+            ):
                 return f"{loop.pages!r}"
         return ""
 
     def _check_baseline(self, life: Life) -> None:
         for loop in life.loops:
-            seats = loop.expected, loop.assigned, len(loop.running), len(loop.waiting)
+            seats = loop.seats.expected, loop.assigned, len(loop.running), len(loop.waiting)
             if seats != (0, 0, 0, 0):
                 raise AssertionError(f"{loop!r}: expected, assigned, running, waiting are {seats}")
-            if loop._arrivals or loop._freezes:
-                raise AssertionError(f"{loop!r}: somebody waits for an arrival or a freeze")
-            pages, arena = loop.pages, loop.pages._arena
+            if loop.seats.arrivals or loop._transfers.due:
+                raise AssertionError(f"{loop!r}: a waiter waits for an arrival or a freeze")
+            pages, arena = loop.pages, loop.pages.slots.arena
             assert arena is not None
             arena.check()
-            held = sum(len(session.places) for session in pages.members.values())
-            held += sum(seal.session is None for seal in pages._seals.values())
-            if arena.count(PlaceState.OPEN) != held:
+            held = sum(len(session.kv.open) for session in pages.slots.members.values())
+            held += sum(seal.session is None for seal in pages.slots.seals.values())
+            if arena.count(SlotState.OPEN) != held:
                 raise AssertionError(f"{arena!r}: {held} places are held by sessions")
         self.check_owners(life)
-        for session in life.engine._named.values():
+        for session in life.engine.state.sessions.values():
             if session.state is not State.IDLE:
                 raise AssertionError(f"{session!r} is not idle")
         store = life.seam.opened
@@ -591,32 +593,32 @@ class World:
     def _is_looking_after_itself(self, life: Life) -> bool:
         """A canary sits in an arena, the scrub reads a page, a lane just died: it ends."""
         assert life.seam.opened is not None
-        reads = any(p.pins or p.writers for p in life.seam.opened._table._pages.values())
+        reads = any(p.pins or p.writers for p in life.seam.opened.pages.index._pages.values())
         pages = [loop.pages for loop in life.loops]
-        return reads or any(one._adoptions or one._arena is None for one in pages)
+        return reads or any(one.importing.imports or one.slots.arena is None for one in pages)
 
     def _check_empty(self, life: Life) -> None:
         """All sessions left the memory: no place and no pin is held by anybody."""
         store = life.seam.opened
         assert store is not None
         for loop in life.loops:
-            pages, arena = loop.pages, loop.pages._arena
+            pages, arena = loop.pages, loop.pages.slots.arena
             assert arena is not None
-            if arena.count(PlaceState.FREE) != loop.config.places or pages.members:
+            if arena.count(SlotState.FREE) != loop.config.places or pages.slots.members:
                 raise AssertionError(f"{arena!r} after the last session: {pages!r}")
-            if pages._old_arenas or pages._held or pages._lenders or pages._orphaned:
-                raise AssertionError(f"{pages!r}: old arenas {pages._old_arenas}, {pages._held}")
-        pinned = [p for p in store._table._pages.values() if p.pins or p.writers]
+            if pages.arenas or pages.slots.reclaimable or pages.slots.members_pending():
+                raise AssertionError(f"{pages!r}: {pages.arenas!r}")
+        pinned = [p for p in store.pages.index._pages.values() if p.pins or p.writers]
         if pinned:
-            raise AssertionError(f"pages are held by nobody: {pinned}")
-        files = set(os.listdir(os.path.join(store.path, "arena"))) - set(store.attic.names)
-        names = {os.path.basename(loop.pages._arena.path) for loop in life.loops}  # type: ignore
-        if files - names - set(store.attic.busy):
+            raise AssertionError(f"pages are held without a holder: {pinned}")
+        files = set(os.listdir(os.path.join(store.path, "arena"))) - set(store.orphaned.names)
+        names = {os.path.basename(loop.pages.slots.arena.path) for loop in life.loops}  # type: ignore
+        if files - names - set(store.orphaned.busy):
             raise AssertionError(f"arenas of the dead remain: {files - names}")
 
 
 def _client_gone() -> BatchEngineError:
-    return BatchEngineError("BE0000", "cancelled at a point", api_code="cancelled_at_a_point")
+    return BatchEngineError("BE0000", Kind.INTERNAL, "cancelled_at_a_point", "cancelled at a point")
 
 
 class _Listener(logging.Handler):

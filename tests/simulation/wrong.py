@@ -1,21 +1,22 @@
-"""A scene for any seed: one lane computes wrong bits for a while, until it is found out (F46).
+"""A scene for any seed: one lane computes wrong bits for a while, until an audit drains it (F46).
 
-While it is trusted, whoever computes there may be told anything. Once it is drained nothing that
-it computed may be used any more: every answer is right again, from the cache or not.
+Until then its answers may be wrong. From then on nothing that it computed may be used any more:
+every answer is right again, from the cache or not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
-from batchengine.core import ErrorEvent
+from batchengine.core import BatchEngineError, ErrorEvent
 from batchengine.engine import Generation
 from tests.simulation.stage import Plan, Stage, play, words
 from tests.simulation.world import Outcome
 
 LENGTHS = [60, 255, 257, 300, 520, 700]
-SAID = ("two contents", "differs")  # of a lane that is found out
+LOGGED = ("two contents", "differs")  # when the lane is found out
 TOPICS = 3  # few prompts that share pages
 
 
@@ -38,19 +39,21 @@ async def wrong_for_a_while(stage: Stage) -> None:
     others = [one for one in stage.now.loops if one is not loop]
     sessions = [f"s{i}" for i in range(rng.randrange(2, 6))]
     asked: list[asyncio.Task[None]] = []
-    while not loop.drained:
+    while not loop.draining:
         for _ in range(rng.randrange(1, 5)):
             prompt = words(rng.randrange(TOPICS), rng.choice(LENGTHS))
             name = rng.choice([None, None, *sessions])
             generation = stage.ask(prompt, rng.choice([1, 7, 40]), name)
             asked.append(stage.loop.create_task(_read(stage, generation)))
         stage.tasks.update(asked)
+        if rng.random() < 0.3:
+            await _move(stage, rng.choice(sessions))
         await asyncio.sleep(rng.choice([0.0, 0.1, 2.0, 9.0]) * rng.random())
         if stage.loop.time() > begin + 300:
-            raise AssertionError(f"lane {bad} is wrong and nobody notices")
+            raise AssertionError(f"lane {bad} is wrong and no audit finds it")
     stage.count("found out")
     await asyncio.gather(*asked)
-    if any(one.drained for one in others):
+    if any(one.draining for one in others):
         raise AssertionError(f"lane {bad} was wrong, and another one was drained")
     topics = [words(topic, max(LENGTHS)) for topic in range(TOPICS)]
     for topic in rng.sample(topics, TOPICS):
@@ -59,14 +62,28 @@ async def wrong_for_a_while(stage: Stage) -> None:
     for name in sessions:
         await stage.answer([*rng.choice(topics), 9], 20, name)
     stage.count("right answers")
-    stage._wrong[:] = [w for w in stage._wrong if not any(text in w for text in SAID)]
+    stage._wrong[:] = [w for w in stage._wrong if not any(text in w for text in LOGGED)]
+
+
+async def _move(stage: Stage, name: str) -> None:
+    """The session computes on the other lane from now on, with its open rows, if it can."""
+    session = stage.up.state.sessions.get(("", name))
+    if session is not None and session.key in stage.up.state.home:
+        stage.count("moves asked")
+        stage.tasks.add(stage.loop.create_task(_promote(stage, name)))
+
+
+async def _promote(stage: Stage, name: str) -> None:
+    with contextlib.suppress(BatchEngineError):
+        report = await stage.up.promote(name, to=stage.other(name))
+        stage.count(f"moves {report['result']}")
 
 
 async def _read(stage: Stage, generation: Generation) -> None:
     async for event in generation:
         if isinstance(event, ErrorEvent):
-            stage.count(f"error {event.error.api_code}")
-            if event.error.api_code != "numeric_fault":
+            stage.count(f"error {event.error.name}")
+            if event.error.name != "numeric_fault":
                 raise AssertionError(f"nothing explains {event.error}")
 
 

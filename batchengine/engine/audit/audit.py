@@ -1,0 +1,280 @@
+"""Audit of a page that two computations made differently (F46): who is wrong, and what goes.
+
+Owns the decision. All lanes are paused between two steps and every open row is dropped; then every
+lane that is up computes the page again, and so does a fresh worker if fewer than three could. What
+most of them say is right. A lane that said otherwise is drained, and every page with rows of its
+own is invalidated with its descendants; a lane that is alone gets a new worker instead, and after
+two faults publishes no more. Requests wait meanwhile: a fault costs one page's compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from array import array
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager
+
+from batchengine import errors
+from batchengine.core import PAGE_TOKENS
+from batchengine.engine.audit.majority import (
+    FRESH_WORKER,
+    NOT_FINITE,
+    UNKNOWN,
+    Outcome,
+    PageContent,
+    Statement,
+    majority,
+    statement,
+)
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.lane.recompute import (
+    PAGES_MAX,
+    PIECES,
+    NotFinite,
+    PageRecompute,
+    RecomputeFailed,
+)
+from batchengine.engine.state import EngineState
+from batchengine.engine.turns.turn import Turn
+from batchengine.kv import Provenance
+from kv_store.errors import StaleRef, StoreError
+from kv_store.pages.index import PageRef
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.engine")
+
+FAULTS_MAX = 2  # of the only lane: then it publishes no more
+DISPUTES_MAX = 2  # of one turn's pages: then it fails
+RECOMPUTE_S = 120.0  # a page is computed in seconds on the slowest machine
+
+
+class Audit:
+    """Recomputes pages on lanes, and compares lanes by them. Use: `run` as a task."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        store: Store,
+        provenance: Provenance,
+        fresh_worker: Callable[[], AbstractAsyncContextManager[LaneLoop]],
+    ) -> None:
+        self._state = state
+        self._store = store
+        self._provenance = provenance
+        self._fresh_worker = fresh_worker
+        self._one = asyncio.Lock()  # one page at a time
+        self._faults = Counter[str]()  # by lane
+        self._disputes: dict[Turn, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<Audit faults={dict(self._faults)} {self._provenance!r}>"
+
+    async def run(self) -> None:
+        """Audit pages that lanes dispute when they seal, until cancelled."""
+        provenance = self._provenance
+        while True:
+            await provenance.has_disputed.wait()
+            provenance.has_disputed.clear()
+            while provenance.disputed:
+                found = provenance.disputed[0]
+                page = PageContent(array("i", found.tokens), found.salt, found.priority)
+                self._state.metrics.numeric_faults_total.inc()
+                try:
+                    await self.disputed(page, statement(found.lanes, found.digest))
+                except (StoreError, OSError) as error:  # the rows are dropped all the same
+                    log.error("a disputed page cannot be audited: %r", error)
+                self._count_dispute(page)
+
+    def watch_store(self) -> None:
+        """From now on sessions hear of pages that the store invalidates, on whichever thread."""
+        event_loop = asyncio.get_running_loop()
+
+        def ready() -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                event_loop.call_soon_threadsafe(self._pages_lost)
+
+        self._store.events.on_ready(ready)
+
+    def _pages_lost(self) -> None:
+        """Sessions fall back to the pages before those; what this run computed after them goes."""
+        lost = [event.key for event in self._store.events.drain()]
+        if lost:
+            self._provenance.invalidate_descendants(lost)
+            for loop in self._state.lanes:
+                loop.recheck()
+
+    # ----------------------------------------------------------------------------- computing
+
+    @contextlib.asynccontextmanager
+    async def computed(
+        self, loop: LaneLoop, page: PageContent, *, urgent: bool, piece_max: int = PIECES[0]
+    ) -> AsyncGenerator[tuple[PageRecompute, bytes]]:
+        """The page as this lane computes it, in a slot of its arena, and its payload digest.
+
+        Raises RecomputeFailed.
+        """
+        refs = await self._prefix(page)
+        codes = [self._store.pages.slot_code(ref) for ref in refs]
+        recompute = PageRecompute(page.tokens, codes, urgent=urgent, piece_max=piece_max)
+        try:
+            if recompute.n_pages - recompute.first > PAGES_MAX:
+                raise RecomputeFailed("the pages before it are gone")
+            loop.ask_recompute(recompute)
+            try:
+                async with asyncio.timeout(RECOMPUTE_S):
+                    digest = await asyncio.shield(recompute.digest)
+            except TimeoutError as error:
+                raise RecomputeFailed("it took too long") from error
+            yield recompute, digest  # the caller may take longer than that
+        finally:
+            loop.recomputes.close(recompute)
+            for ref in refs:
+                self._store.pages.unpin(ref)
+            loop.wake()
+
+    async def digest(
+        self, loop: LaneLoop, page: PageContent, *, urgent: bool, piece_max: int = PIECES[0]
+    ) -> bytes:
+        """The payload digest of the page as this lane computes it. Raises RecomputeFailed."""
+        async with self.computed(loop, page, urgent=urgent, piece_max=piece_max) as (_, digest):
+            return digest
+
+    async def _prefix(self, page: PageContent) -> list[PageRef]:
+        """Verified pages from the start up to the one in question, each pinned once."""
+        refs = self._store.pages.match_prefix(
+            page.tokens, page.salt, tokens_max=page.page * PAGE_TOKENS, pin=True
+        )
+        count = 0
+        try:
+            good = await asyncio.wrap_future(self._store.pages.load(refs))
+            count = good.index(False) if False in good else len(good)
+        finally:
+            for ref in refs[count:]:
+                self._store.pages.unpin(ref)
+        return refs[:count]
+
+    # ------------------------------------------------------------------------------- auditing
+
+    async def disputed(
+        self, page: PageContent, stated: Statement, other: Statement | None = None
+    ) -> Outcome | None:
+        """Two computations of a page differ: decide, and act.
+
+        `other` None: it is the one in the store. Returns None if that page is gone meanwhile.
+        """
+        async with self._one, self._paused_lanes():
+            for loop in self._state.lanes:
+                loop.drop_open()
+            self._provenance.audits += 1
+            other = other or self._stored(page)
+            if other is None or other.digest == stated.digest:
+                return None
+            votes = await self._votes(page)
+            outcome = majority([stated, other, *votes])
+            if outcome.digest is None or len(votes) < 3:
+                votes += await self._fresh_vote(page)
+                outcome = majority([stated, other, *votes])
+            log.critical(
+                "numerics fault: page %d of %d tokens has two contents; %s",
+                page.page,
+                len(page.tokens),
+                outcome.why,
+            )
+            self._invalidate(page, other, outcome)
+            await self._remove(outcome)
+            return outcome
+
+    @contextlib.asynccontextmanager
+    async def _paused_lanes(self) -> AsyncGenerator[None]:
+        """No lane has a step in flight, nor plans one."""
+        loops = list(self._state.lanes)
+        try:
+            await asyncio.gather(*(loop.pause() for loop in loops))
+            yield
+        finally:
+            self._provenance.disputed.clear()  # others were computed from rows that are dropped
+            for loop in loops:
+                loop.unpause()
+
+    def _stored(self, page: PageContent) -> Statement | None:
+        """What the store says now, and which lane computed that."""
+        ref = self._store.pages.find(page.key(self._store.pages.repr_id))
+        with contextlib.suppress(StaleRef):
+            if ref is not None:
+                return statement(self._provenance.lanes_of(ref), self._store.pages.digest(ref))
+        return None
+
+    async def _votes(self, page: PageContent) -> list[Statement]:
+        """By every lane that is up and answers."""
+        able = [loop for loop in self._state.lanes if loop.up and loop.pages.slots.is_attached]
+        found = await asyncio.gather(*(self._vote(loop, loop.lane.name, page) for loop in able))
+        return [statement for statements in found for statement in statements]
+
+    async def _fresh_vote(self, page: PageContent) -> list[Statement]:
+        """By a worker that has computed nothing yet."""
+        try:
+            async with asyncio.timeout(RECOMPUTE_S), self._fresh_worker() as loop:
+                return await self._vote(loop, FRESH_WORKER, page)
+        except Exception as error:  # no memory for it, say: one vote less
+            log.error("no fresh worker could compute the page: %r", error)
+            return []
+
+    async def _vote(self, loop: LaneLoop, name: str, page: PageContent) -> list[Statement]:
+        """One statement, or none if the lane dies, hangs or has no room."""
+        try:
+            return [Statement(name, await self.digest(loop, page, urgent=True))]
+        except NotFinite:
+            return [Statement(name, NOT_FINITE)]
+        except (RecomputeFailed, StoreError) as error:
+            log.warning("%s has no vote: %s", name, error)
+            return []
+
+    # --------------------------------------------------------------------------------- acting
+
+    def _invalidate(self, page: PageContent, other: Statement, outcome: Outcome) -> None:
+        """The page if its content lost, and all that wrong lanes have a part in."""
+        wrong = self._provenance.keys_written_by(outcome.wrong)
+        has_lost = other.digest != outcome.digest
+        stored = self._stored(page)
+        if has_lost or (stored is not None and stored.digest != outcome.digest):
+            wrong.add(page.key(self._store.pages.repr_id))
+        self._provenance.invalidate(wrong, rootless=has_lost and other.witness == UNKNOWN)
+        if outcome.digest is None:
+            why = f"page {page.page} of {len(page.tokens)} tokens: {outcome.why}"
+            self._state.troubles["audit"] = why
+        else:
+            self._state.troubles.pop("audit", None)
+
+    async def _remove(self, outcome: Outcome) -> None:
+        """Drain the lanes that were wrong; if no other is up, they get new workers instead."""
+        wrong = [loop for loop in self._state.lanes if loop.lane.name in outcome.wrong]
+        has_others = any(loop.up for loop in self._state.lanes if loop not in wrong)
+        for loop in wrong:
+            name = loop.lane.name
+            self._faults[name] += 1
+            if has_others:
+                loop.drain(loop.draining or outcome.why)
+            elif not loop.draining:
+                loop.lane.kill("computes other numbers than it did")
+                await loop.lane.died()
+            if self._faults[name] >= FAULTS_MAX and loop.pages.sealing.publishes:
+                loop.pages.sealing.stop_publishing()
+                log.critical("lane %s was wrong twice: it publishes no more", name)
+        for loop in self._state.lanes:
+            loop.recheck()
+
+    def _count_dispute(self, page: PageContent) -> None:
+        """Fail turns whose pages are disputed again and again."""
+        running = [t for t in self._state.turns.values() if not t.generation.finished]
+        self._disputes = {turn: n for turn, n in self._disputes.items() if turn in running}
+        tokens = page.tokens.tolist()
+        for turn in running:
+            if turn.salt == page.salt and turn.session.tokens[: len(tokens)] == tokens:
+                self._disputes[turn] = self._disputes.get(turn, 0) + 1
+                if self._disputes[turn] > DISPUTES_MAX:
+                    turn.generation.abort(
+                        errors.PAGES_DIFFER(request_id=turn.generation.request_id)
+                    )

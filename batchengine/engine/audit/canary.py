@@ -1,0 +1,119 @@
+"""The canary: one fixed page that every lane computes when it rests, and must compute alike.
+
+Owns when, and the reference: the digest of the lane that computed it first in this run. A lane that
+has rested computes it in small pieces, in free slots of its arena, and abandons it when a turn
+arrives. The page is in no store and no session. A lane that differs is audited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from array import array
+
+from batchengine.core import PAGE_TOKENS
+from batchengine.engine.audit.audit import Audit
+from batchengine.engine.audit.majority import NOT_FINITE, PageContent, Statement
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.lane.recompute import NotFinite, RecomputeFailed
+from batchengine.engine.state import EngineState
+
+log = logging.getLogger("batchengine.engine")
+
+LOOK_S = 1.0
+REST_S = 5.0  # without a step: the lane is not needed
+RETRY_S = 30.0  # after one that was abandoned
+PIECE_MAX = 16  # tokens of one frame: a request that arrives waits for no more than these
+SALT = b"\0canary"  # no tenant's name: no request has its key
+
+
+def canary_tokens(n_vocab: int) -> array[int]:
+    """One page of tokens, spread over the vocabulary but for its end, which is often padding."""
+    span = max(1, n_vocab * 15 // 16)
+    return array("i", [(i * 40503 % 65536 * span) >> 16 for i in range(PAGE_TOKENS)])
+
+
+class Canary:
+    """Canaries of the lanes of one engine. Call `look` again and again."""
+
+    def __init__(self, state: EngineState, audit: Audit, n_vocab: int) -> None:
+        self._state = state
+        self._audit = audit
+        self._every_s = state.config.limits.canary_s
+        self._page = PageContent(canary_tokens(n_vocab), SALT, 0)
+        self._first: Statement | None = None  # the reference
+        self._rest: dict[str, tuple[int, float]] = {}  # lane -> its steps, and since when so many
+        self._due: dict[str, tuple[int, float]] = {}  # lane -> incarnation, when it is due again
+
+    def __repr__(self) -> str:
+        return f"<Canary first={self._first} due={self._due}>"
+
+    async def look(self) -> None:
+        """After a moment, every lane that rests and is due computes it."""
+        await asyncio.sleep(min(LOOK_S, self._every_s))
+        for loop in self._state.lanes:
+            if self._rests(loop) and self._is_due(loop):
+                await self._compute(loop)
+
+    def _rests(self, loop: LaneLoop) -> bool:
+        now, name = time.monotonic(), loop.lane.name
+        steps, since = self._rest.get(name, (-1, now))
+        if (
+            steps != loop.meter.steps
+            or loop.assigned
+            or loop.seats.expected
+            or loop.running
+            or loop.waiting
+        ):
+            self._rest[name] = (loop.meter.steps, now)
+            return False
+        return loop.up and now - since >= min(REST_S, self._every_s)
+
+    def _is_due(self, loop: LaneLoop) -> bool:
+        """A worker that has just started is due at once."""
+        incarnation, at = self._due.get(loop.lane.name, (0, 0.0))
+        return incarnation != loop.lane.incarnation or time.monotonic() >= at
+
+    async def _compute(self, loop: LaneLoop) -> None:
+        name, every_s = loop.lane.name, self._every_s
+        self._due[name] = (loop.lane.incarnation, time.monotonic() + every_s)
+        draining = [one.lane.name for one in self._state.lanes if one.draining]
+        if self._first is not None and self._first.witness in draining:
+            self._first = None  # the reference lane is drained: take a new reference
+        try:
+            got = await self._audit.digest(loop, self._page, urgent=False, piece_max=PIECE_MAX)
+        except NotFinite:
+            got = NOT_FINITE
+        except RecomputeFailed as error:
+            log.debug("canary on lane %s: %s", name, error)
+            self._due[name] = (loop.lane.incarnation, time.monotonic() + min(RETRY_S, every_s))
+            self._count(loop, "given_up")
+            return
+        if self._first is None and got != NOT_FINITE:
+            self._first = Statement(name, got)
+        if self._first is not None and got == self._first.digest:
+            self._count(loop, "equal")
+            self._state.troubles.pop(f"canary {name}", None)
+        else:
+            await self._differs(loop, got)
+
+    async def _differs(self, loop: LaneLoop, got: bytes) -> None:
+        """F46: audit it. Until the lane is right again, or drained, /health names it."""
+        name = loop.lane.name
+        self._count(loop, "different")
+        self._state.metrics.numeric_faults_total.inc()
+        what = "is not finite" if got == NOT_FINITE else "differs from the first of this run"
+        self._state.troubles[f"canary {name}"] = f"the canary of lane {name} {what}"
+        log.error("the canary of lane %s %s", name, what)
+        if self._first is None:
+            return  # there is nothing to compare with: the next lane, or the next time, says more
+        stated, first = Statement(name, got), self._first
+        outcome = await self._audit.disputed(self._page, stated, first)
+        if outcome is not None and outcome.digest != first.digest:
+            self._first = stated if got == outcome.digest != NOT_FINITE else None
+        if loop.draining:
+            self._state.troubles.pop(f"canary {name}", None)  # the lane's own state says it
+
+    def _count(self, loop: LaneLoop, result: str) -> None:
+        self._state.metrics.canaries_total.labels(loop.lane.name, result).inc()

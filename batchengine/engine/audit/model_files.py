@@ -1,0 +1,135 @@
+"""The model's files on disk compared with what was loaded (F11).
+
+Owns what the files looked like when they were read. `look` compares them once a minute and before
+a session is read from the ledger; `decide` reads a file again whose times alone differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from pathlib import Path
+
+from batchengine import errors
+from batchengine.core import BatchEngineError
+from batchengine.engine.state import EngineState
+from batchengine.gguf import Identity, file_identity
+from batchengine.weights import read_fingerprint
+from batchengine.weights.cache import CacheMismatch, cache_path, open_cache
+
+log = logging.getLogger("batchengine.engine")
+
+
+class ModelFiles:
+    """The model's file and its packed form, as they were when they were loaded.
+
+    Lanes map the packed form only. If it is replaced, they keep what they mapped; if it is written
+    in place, they compute with the new bytes at once, so its checksums decide. No lane reads the
+    model's file itself, and a worker that starts checks its fingerprint: when only its times differ
+    (a link, chmod, touch, or a write in place), requests go on while a thread reads the file again,
+    and its fingerprint decides.
+    """
+
+    def __init__(self, state: EngineState, model_hash: str) -> None:
+        self._state = state
+        self._model_hash = model_hash
+        self._touched = asyncio.Event()
+        self._foreign: Identity | None = None  # packed form that is not of the loaded model
+        config = state.config
+        self._model = Path(config.model.path)
+        self._packed = cache_path(Path(config.cache_dir or ".").absolute(), self._model.absolute())
+        self._identity = state.model_identity or identity_of(self._model)
+        self._mapped = identity_of(self._packed)
+
+    async def look(self) -> None:
+        """Compare, and note in the state what changed."""
+        state = self._state
+        if state.model_changed:
+            return
+        model, packed = await asyncio.to_thread(
+            lambda: (identity_of(self._model), identity_of(self._packed))
+        )
+        if model is None:
+            state.troubles["model"] = f"{self._model.name} is gone: no worker can start again"
+        elif self._identity is None or model[:3] != self._identity[:3]:
+            self._change(f"{self._model.name} was written or replaced since it was loaded")
+        elif model != self._identity:
+            self._touched.set()
+        else:
+            state.troubles.pop("model", None)
+        if packed == self._mapped or self._mapped is None:
+            return
+        if packed is None or packed[:2] != self._mapped[:2]:
+            await self._replaced(packed)
+            return
+        try:
+            await asyncio.to_thread(_verify, self._packed)
+        except CacheMismatch as error:
+            why = f"the packed weights were overwritten while lanes compute with them: {error}"
+            self._change(why)
+            for loop in state.lanes:  # no more tokens from these weights
+                loop.drain(why)
+            for generation in list(state.turns):
+                generation.abort(errors.MODEL_CHANGED(why=why))
+        else:
+            self._mapped = packed  # touched, not changed
+
+    async def _replaced(self, packed: Identity | None) -> None:
+        """A worker that starts after the model was touched packs it again, which is no change."""
+        if packed is not None and packed != self._foreign:
+            with contextlib.suppress(CacheMismatch):
+                if await asyncio.to_thread(_verify, self._packed) == self._model_hash:
+                    log.info("the packed weights were made again from the same model")
+                    self._mapped = packed
+                    self._state.troubles.pop("weights", None)
+                    return
+            self._foreign = packed
+        text = "the packed weights were replaced: lanes keep the old ones"
+        self._state.troubles["weights"] = text
+
+    async def decide(self) -> None:
+        """Wait for a model file whose times alone differ; read whether it is still the model."""
+        await self._touched.wait()
+        self._touched.clear()
+        cancelled, name = threading.Event(), self._model.name
+        try:
+            found = await asyncio.to_thread(read_fingerprint, self._model, cancelled.is_set)
+        except BatchEngineError as error:
+            if error.code == errors.MODEL_UNREADABLE.code:  # as when its rights were taken away
+                why = f"{name} cannot be read again: no worker can start"
+                self._state.troubles["model"] = why
+                return
+            self._change(f"{name} was overwritten since it was loaded: {error.what}")
+            return
+        finally:
+            cancelled.set()  # a daemon that stops does not wait for the rest of the model
+        if found is None:
+            return  # it changes right now: the next look asks again
+        identity, fingerprint = found
+        if fingerprint.hex() == self._model_hash:
+            log.info("%s was touched; it is still the model that was loaded: serving on", name)
+            self._identity = identity
+            self._state.troubles.pop("model", None)
+        else:
+            self._change(f"{name} was overwritten since it was loaded")
+
+    def _change(self, why: str) -> None:
+        self._state.model_changed = why
+        self._state.troubles["model"] = why
+        log.critical("model changed: %s; new requests are refused until the daemon restarts", why)
+
+
+def identity_of(path: Path) -> Identity | None:
+    """What changes when the file is replaced or written; None = it is not there."""
+    try:
+        return file_identity(os.stat(path))
+    except OSError:
+        return None
+
+
+def _verify(path: Path) -> str:
+    """Fingerprint (hex) of the model a sound packed file was made of; else CacheMismatch."""
+    return open_cache(path, lambda _: None, lambda _: None).table.fingerprint.hex()

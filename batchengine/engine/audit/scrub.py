@@ -1,0 +1,231 @@
+"""Work on the store while no request computes: scrub, recompute, garbage collection, checks.
+
+Owns the rhythm: scrubbing takes at most SCRUB_SHARE of what the disk can read, and only while
+nothing is computed. A page that fails its checksum is computed again from the tokens of a session
+that holds it; equal bytes are published again, different ones are audited. The model's files are
+looked at once a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from batchengine import errors
+from batchengine.core import PAGE_TOKENS
+from batchengine.engine.audit.audit import Audit
+from batchengine.engine.audit.canary import Canary
+from batchengine.engine.audit.majority import PageContent, Statement, statement
+from batchengine.engine.audit.model_files import ModelFiles
+from batchengine.engine.audit.page_search import PageSearch
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.lane.recompute import PageRecompute, RecomputeFailed
+from batchengine.engine.sessions.recovery import SessionRecovery
+from batchengine.engine.state import EngineState
+from batchengine.kv import Provenance, Written
+from kv_store.errors import StoreError
+from kv_store.pages.allocator import NoRoom
+from kv_store.pages.maintenance import GcReport, ScrubResult
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.engine")
+
+IDLE_S = 5.0  # without a turn: the machine is not needed
+SCRUB_SHARE = 0.05  # of the disk's reading
+SCRUB_S_MIN = 0.25  # between two pages
+REST_S = 3600.0  # after every page was read once
+FAILED_S = 60.0  # after a round that failed
+GC_S = 300.0
+WATCH_S = 60.0
+
+
+class Maintenance:
+    """Background tasks of one engine on its store. Use: `start` once."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        store: Store,
+        recovery: SessionRecovery,
+        audit: Audit,
+        provenance: Provenance,
+        n_vocab: int,
+    ) -> None:
+        self._state = state
+        self._store = store
+        self._recovery = recovery
+        self._audit = audit
+        self._provenance = provenance
+        self._search = PageSearch(state, store)
+        self._idle_since = time.monotonic()
+        self._files = ModelFiles(state, store.pages.descriptor.model_hash)
+        self._canary = Canary(state, audit, n_vocab)
+
+    def start(self, spawn: Callable[[Coroutine[Any, Any, None], str], object]) -> None:
+        """Begin; `spawn` keeps the tasks."""
+        rounds = [(self._scrub, "scrub"), (self._collect, "gc"), (self._watch, "watch")]
+        rounds.append((self._files.decide, "model"))
+        if self._state.config.limits.canary_s > 0:
+            rounds.append((self._canary.look, "canary"))
+        for work, name in rounds:
+            spawn(_for_ever(work, name), name)
+
+    # --------------------------------------------------------------------------------- scrub
+
+    @property
+    def is_idle(self) -> bool:
+        """No turn computes, nor did a moment ago."""
+        now = time.monotonic()
+        if self._state.turns or self._state.waiting:
+            self._idle_since = now
+        return now - self._idle_since >= IDLE_S
+
+    async def _scrub(self) -> None:
+        """Every page once, then rest."""
+        stat = self._store.stat()
+        left = int(stat["pages_published"]) + int(stat["pages_listed"])
+        while left > 0:
+            await asyncio.sleep(self._pause_s())
+            if not self.is_idle:
+                continue
+            found = await asyncio.wrap_future(self._store.pages.scrub_next())
+            if found is None:
+                break
+            left -= 1
+            await self.scrubbed(found)
+        await asyncio.sleep(REST_S if self.is_idle else IDLE_S)
+
+    def _pause_s(self) -> float:
+        rate = self._store.rates.read_bytes_per_s or 1e8
+        return max(SCRUB_S_MIN, self._store.pages.layout.page_bytes / rate / SCRUB_SHARE)
+
+    async def scrubbed(self, found: ScrubResult) -> None:
+        """Count it; a bad page, which is invalid by now, is computed again."""
+        result = "good" if found.good else "bad"
+        self._state.metrics.kv_scrubbed_pages_total.labels(result).inc()
+        if found.good:
+            return
+        log.error("scrub: page %r of %d tokens does not verify", found.ref, found.n_tokens)
+        page = await self._search.page_of(found)
+        if page is None:
+            log.warning("no session known here has the tokens of page %r", found.ref)
+            self._count("unknown")
+            return
+        lanes = self._provenance.lanes_of(found.ref)
+        await self.recompute(page, statement(lanes, found.digest))
+
+    def _count(self, result: str) -> None:
+        self._state.metrics.kv_pages_recomputed_total.labels(result).inc()
+
+    async def recompute(self, page: PageContent, sealed: Statement) -> None:
+        """Compute a page that is gone; publish it again if it is what was sealed."""
+        able = [loop for loop in self._state.lanes if loop.up]
+        loop = min(able, key=lambda loop: loop.assigned, default=None)
+        if loop is None:
+            return
+        got = b""
+        try:
+            async with self._audit.computed(loop, page, urgent=False) as (recompute, got):
+                if got == sealed.digest:
+                    await self._publish(loop, page, recompute, got)
+        except RecomputeFailed as error:
+            log.info("page %d is not computed again now: %s", page.page, error)
+            self._count("failed")
+            return
+        except StoreError as error:
+            log.warning("page %d was not published again: %s", page.page, error)
+        if not got:
+            self._count("failed")
+            return
+        self._count("equal" if got == sealed.digest else "different")
+        if got != sealed.digest:
+            await self._audit.disputed(page, Statement(loop.lane.name, got), sealed)
+
+    async def _publish(
+        self, loop: LaneLoop, page: PageContent, recompute: PageRecompute, digest: bytes
+    ) -> None:
+        """From its slot in the arena into the store, as a seal does it."""
+        row_import, store = recompute.row_import, self._store
+        parent, key = page.link(store.pages.repr_id)
+        if (
+            row_import is None
+            or not loop.pages.sealing.publishes
+            or store.pages.find(key) is not None
+        ):
+            return
+        ids = page.tokens[page.page * PAGE_TOKENS :]
+        ticket = store.pages.reserve(parent, ids, page.salt, page.priority)
+        if isinstance(ticket, NoRoom):
+            raise StoreError(f"there is no room: {ticket.why}")
+        release = loop.pages.arenas.hold(row_import.arena)
+        try:
+            sealing = store.pages.seal(ticket, row_import.arena, row_import.slots[-1], digest)
+            await asyncio.shield(asyncio.wrap_future(sealing))
+            publishing = store.pages.publish(ticket)
+            store.ledger.commit()
+            ref = await asyncio.shield(asyncio.wrap_future(publishing))
+        except BaseException:
+            store.pages.abort(ticket)
+            raise
+        finally:
+            release()
+        if ticket.page is not None and ticket.page.ref == ref:  # not an older, equal page
+            self._provenance.record(ref, Written(key, parent, frozenset((loop.lane.name,))))
+        store.pages.unpin(ref)
+
+    # -------------------------------------------------------------------------------- garbage
+
+    async def _collect(self) -> None:
+        await asyncio.sleep(GC_S)
+        if self._is_crowded():
+            log.info("gc: %s", await self.collect())
+
+    async def collect(self) -> GcReport:
+        """Forget what may go; never a session in memory, or one that was cut off."""
+        return await asyncio.wrap_future(self._store.gc(self.keep()))
+
+    def _is_crowded(self) -> bool:
+        """More sessions than are kept, or extents of other models beside a full store."""
+        stat = self._store.stat()
+        used, pages_max = int(stat["pages_total"]) - int(stat["pages_free"]), int(stat["pages_max"])
+        foreign, budget = int(stat["extent_bytes_other_reprs"]), int(stat["budget_bytes"])
+        return (
+            int(stat["sessions"]) > int(stat["sessions_max"])
+            or used * 10 > pages_max * 9
+            or (foreign > 0 and int(stat["extent_bytes"]) * 10 > budget * 9)
+        )
+
+    def keep(self) -> list[str]:
+        """Sessions that garbage collection must not forget: those in memory or cut off."""
+        names = [session.name.decode() for session in self._state.sessions.values()]
+        return names + [info.id for info in self._recovery.interrupted.values()]
+
+    # ---------------------------------------------------------------------------------- model
+
+    async def _watch(self) -> None:
+        await asyncio.sleep(WATCH_S)
+        await self._files.look()
+        if await asyncio.to_thread(self._store.is_in_place):
+            self._state.troubles.pop("store", None)
+        else:
+            why = f"the folder of the KV store {self._store.path} was moved, removed or replaced"
+            self._state.troubles["store"] = f"{why}: no worker can start again"
+
+    async def check_model(self) -> None:
+        """Is the model still what was loaded (F11)? Raises BatchEngineError 503 if it is not."""
+        await self._files.look()
+        if self._state.model_changed:
+            raise errors.MODEL_CHANGED(why=self._state.model_changed)
+
+
+async def _for_ever(work: Callable[[], Awaitable[None]], name: str) -> None:
+    """Round after round; one that fails is logged."""
+    while True:
+        try:
+            await work()
+        except (StoreError, OSError, RecomputeFailed) as error:
+            log.error("maintenance: %s: %r", name, error)
+            await asyncio.sleep(FAILED_S)

@@ -1,0 +1,381 @@
+"""Start: model facts, then tokenizer and workers side by side, then the store, then the lanes.
+
+Owns that order, and the complete set of parts it ends with. The store opens after the workers have
+loaded: its identity is theirs. Refuses to serve with lanes that disagree about numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import math
+import time
+from array import array
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchengine import errors, wire
+from batchengine.config import Config, LaneConfig
+from batchengine.core import ModelInfo, Stage
+from batchengine.engine.audit.audit import Audit
+from batchengine.engine.audit.model_files import identity_of
+from batchengine.engine.audit.scrub import Maintenance
+from batchengine.engine.housekeeping import Housekeeping
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.lane.supervisor import ModelLoader, WorkerSupervisor, store_error
+from batchengine.engine.lane.suspects import Suspects
+from batchengine.engine.placement.dispatcher import Dispatcher
+from batchengine.engine.placement.migration import Migrator
+from batchengine.engine.sessions.crash_marker import CrashMarker
+from batchengine.engine.sessions.operations import SessionOperations
+from batchengine.engine.sessions.parking import Parking
+from batchengine.engine.sessions.recovery import SessionRecovery
+from batchengine.engine.sessions.requests import Requests
+from batchengine.engine.state import EngineState
+from batchengine.engine.tasks import Tasks
+from batchengine.engine.turns.journal import Journal
+from batchengine.gguf import GgufFile
+from batchengine.kv import Provenance
+from batchengine.lanes.worker_process import WORKER, Lane
+from batchengine.policy import cost
+from batchengine.text import ChatTemplate, TextFrontend
+from batchengine.weights import read_spec
+from kv_store import Descriptor, PageLayout, Store, StoreError, StoreLocked, StoreSettings
+from kv_store.pages.extents import EXTENT_BYTES
+
+log = logging.getLogger("batchengine.engine")
+
+STAGES = 4
+FRESH, FRESH_SLOTS = "fresh", 10  # enough for one page and what may be missing before it
+OnStage = Callable[[Stage], None]
+OnProgress = Callable[[float], None]
+
+
+class LaneFactory:
+    """Makes lanes over the open store: those of the configuration, and fresh workers for audits."""
+
+    def __init__(
+        self,
+        config: Config,
+        info: ModelInfo,
+        text: TextFrontend,
+        store: Store,
+        journal: Journal,
+        state: EngineState,
+        loader: ModelLoader,
+        command: tuple[str, ...],
+    ) -> None:
+        self._config = config
+        self._info = info
+        self._text = text
+        self._store = store
+        self._journal = journal
+        self._state = state
+        self._loader = loader
+        self._command = command
+        self.provenance = Provenance(store)
+        self.suspects = Suspects(store, journal)
+        self.supervisor = WorkerSupervisor(loader, store, config.store.budget_bytes)
+
+    async def lane(
+        self, lane: Lane, config: LaneConfig, provenance: Provenance | None = None
+    ) -> LaneLoop:
+        """The loop of a lane whose worker has loaded, with its arena attached."""
+        info = self._info
+        loop = LaneLoop(
+            lane,
+            self._store,
+            config,
+            provenance=provenance or self.provenance,
+            text=self._text,
+            journal=self._journal,
+            suspects=self.suspects,
+            supervisor=self.supervisor,
+            metrics=self._state.metrics,
+            cost=cost.prior_cost(info.file_bytes, info.n_params, config.threads),
+        )
+        await self.supervisor.attach(lane, config, loop.pages)
+        return loop
+
+    @contextlib.asynccontextmanager
+    async def fresh_worker(self) -> AsyncGenerator[LaneLoop]:
+        """A lane of a new worker that serves no request: one more vote in an audit."""
+        config = dataclasses.replace(self._config.lanes[0], name=FRESH, places=FRESH_SLOTS)
+        lane = Lane(FRESH, command=self._command)
+        try:
+            await self._loader.load(lane, config)
+            loop = await self.lane(lane, config, Provenance(self._store))
+            running = asyncio.create_task(loop.run())
+            try:
+                yield loop
+            finally:
+                loop.stopping = True
+                loop.wake()
+                await asyncio.wait([running])
+                loop.pages.close()
+        finally:
+            await lane.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The parts of an engine that has started."""
+
+    info: ModelInfo
+    text: TextFrontend
+    state: EngineState
+    store: Store
+    tasks: Tasks
+    journal: Journal
+    crash_marker: CrashMarker
+    supervisor: WorkerSupervisor
+    suspects: Suspects
+    provenance: Provenance
+    recovery: SessionRecovery
+    migrator: Migrator
+    dispatcher: Dispatcher
+    parking: Parking
+    requests: Requests
+    operations: SessionOperations
+    audit: Audit
+    maintenance: Maintenance
+    housekeeping: Housekeeping
+
+    def begin(self) -> None:
+        """Start the tasks."""
+        tasks = self.tasks
+        for loop in self.state.lanes:
+            tasks.spawn_vital(loop.run(), f"lane {loop.lane.name}")
+        tasks.spawn_vital(self.journal.run(), "journal")
+        tasks.spawn_vital(self.housekeeping.run(), "housekeeping")
+        tasks.spawn(self.recovery.tidy(), "tidy")
+        tasks.spawn_vital(self.audit.run(), "audit")
+        self.maintenance.start(tasks.spawn)
+
+    async def close(self) -> None:
+        """Workers first (they map the store), then the store, then the text."""
+        lanes = self.state.lanes
+        await asyncio.gather(*(loop.lane.close() for loop in lanes))
+        self.crash_marker.close()
+        await asyncio.to_thread(self.store.close)
+        for loop in lanes:
+            loop.pages.close()  # after the store, whose page thread may still read an arena
+        await self.text.close()
+
+
+async def start(
+    config: Config,
+    state: EngineState,
+    command: tuple[str, ...],
+    on_stage: OnStage,
+    on_progress: OnProgress,
+) -> Running:
+    """Everything up and nothing running yet, or an error with nothing left behind."""
+    async with contextlib.AsyncExitStack() as undo:
+        running = await _start(config, state, command or WORKER, on_stage, on_progress, undo)
+        undo.pop_all()
+        return running
+
+
+async def _start(
+    config: Config,
+    state: EngineState,
+    command: tuple[str, ...],
+    on_stage: OnStage,
+    on_progress: OnProgress,
+    undo: contextlib.AsyncExitStack,
+) -> Running:
+    model = Path(config.model.path)
+    state.model_identity = await asyncio.to_thread(identity_of, model)
+    info = await asyncio.to_thread(inspect_model, config)
+    vocabulary = await asyncio.to_thread(tokenizer_hash, config.model.path)
+    loader = ModelLoader(config, info.context_tokens)
+    lanes = [Lane(lane_config.name, command=command) for lane_config in config.lanes]
+    text, facts = await _load(config, lanes, loader, on_stage, on_progress, undo)
+    info.has_chat_template = text.tokenizer.chat_template is not None
+    started = time.monotonic()
+    store = await asyncio.to_thread(_open_store, config, facts, vocabulary)
+    undo.push_async_callback(asyncio.to_thread, store.close)
+    for lane in lanes:
+        undo.push_async_callback(lane.close)  # before the store, which they map
+    for warning in store.warnings:
+        log.warning("store: %s", warning)
+    info.context_tokens = min(info.context_tokens, store.pages.slots_max * 256)
+    journal = Journal(
+        store,
+        level=config.store.durability,
+        finish_when_full=config.store.full_disk == "finish",
+    )
+    factory = LaneFactory(config, info, text, store, journal, state, loader, command)
+    loops: list[LaneLoop] = []
+    for lane, lane_config in zip(lanes, config.lanes, strict=True):
+        loops.append(await factory.lane(lane, lane_config))
+        undo.callback(loops[-1].pages.close)
+    detail = f"{store.path}, {store.pages.slots_max} pages"
+    on_stage(Stage(4, STAGES, "kv store", detail, time.monotonic() - started))
+    state.open(store, loops)
+    return await _compose(config, state, info, text, store, journal, factory)
+
+
+async def _compose(
+    config: Config,
+    state: EngineState,
+    info: ModelInfo,
+    text: TextFrontend,
+    store: Store,
+    journal: Journal,
+    factory: LaneFactory,
+) -> Running:
+    tasks, crash_marker = Tasks(), CrashMarker(store.path)
+    recovery = SessionRecovery(state, store, journal, factory.suspects)
+    await recovery.start(crash_marker)
+    migrator = Migrator(state, journal)
+    dispatcher = Dispatcher(state, migrator, tasks.spawn)
+    audit = Audit(state, store, factory.provenance, factory.fresh_worker)
+    audit.watch_store()
+    n_vocab = text.tokenizer.vocab_size
+    maintenance = Maintenance(state, store, recovery, audit, factory.provenance, n_vocab)
+    parking = Parking(state)
+    requests = Requests(
+        state, info, text, journal, recovery, dispatcher, parking, tasks, maintenance.check_model
+    )
+    operations = SessionOperations(state, store, journal, recovery, requests, parking, text)
+    return Running(
+        info=info,
+        text=text,
+        state=state,
+        store=store,
+        tasks=tasks,
+        journal=journal,
+        crash_marker=crash_marker,
+        supervisor=factory.supervisor,
+        suspects=factory.suspects,
+        provenance=factory.provenance,
+        recovery=recovery,
+        migrator=migrator,
+        dispatcher=dispatcher,
+        parking=parking,
+        requests=requests,
+        operations=operations,
+        audit=audit,
+        maintenance=maintenance,
+        housekeeping=Housekeeping(state, store, dispatcher),
+    )
+
+
+async def _load(
+    config: Config,
+    lanes: list[Lane],
+    loader: ModelLoader,
+    on_stage: OnStage,
+    on_progress: OnProgress,
+    undo: contextlib.AsyncExitStack,
+) -> tuple[TextFrontend, wire.ModelFacts]:
+    """Tokenizer and workers side by side; the stages of the first worker are reported."""
+    started = time.monotonic()
+    opening = asyncio.ensure_future(TextFrontend.open(config.model.path, ChatTemplate))
+    try:
+        for index, (lane, lane_config) in enumerate(zip(lanes, config.lanes, strict=True)):
+            undo.push_async_callback(lane.close)
+            report = functools.partial(_report_loading, on_stage, on_progress, is_first=not index)
+            await loader.load(lane, lane_config, report)
+    except BaseException:
+        opening.cancel()
+        with contextlib.suppress(BaseException):
+            await (await opening).close()
+        raise
+    text = await opening
+    undo.push_async_callback(text.close)
+    detail = f"{text.tokenizer.vocab_size:,} tokens"
+    on_stage(Stage(3, STAGES, "tokenizer", detail, time.monotonic() - started))
+    if (facts := lanes[0].facts) is None:
+        raise RuntimeError("a worker that has loaded said nothing about itself")
+    return text, facts
+
+
+def _report_loading(
+    on_stage: OnStage, on_progress: OnProgress, message: wire.Loading, *, is_first: bool
+) -> None:
+    on_progress(message.progress)
+    if message.detail and is_first:
+        index = 1 if message.stage == "map weights" else 2
+        on_stage(Stage(index, STAGES, message.stage, message.detail, message.seconds))
+
+
+def _open_store(config: Config, facts: wire.ModelFacts, vocabulary: str) -> Store:
+    """The KV store of what the workers compute. Raises BatchEngineError."""
+    settings_of, identity = config.store, facts.identity
+    layout = PageLayout(facts.n_layer, facts.n_kv_head, facts.head_dim)
+    named = ("model_hash", "arch", "rope_digest")
+    descriptor = Descriptor(
+        model_hash=str(identity["model_hash"]),
+        arith_id=facts.arith_id,
+        arch=str(identity["arch"]),
+        layout=layout,
+        rope_digest=str(identity["rope_digest"]),
+        tokenizer_hash=vocabulary,
+        extra=tuple((k, str(v)) for k, v in sorted(identity.items()) if k not in named),
+    )
+    settings = StoreSettings(
+        budget_bytes=settings_of.budget_bytes,
+        extent_bytes=max(layout.page_bytes, min(EXTENT_BYTES, settings_of.budget_bytes // 8)),
+        allow_any_fs=settings_of.allow_volatile,
+        free_floor_bytes=settings_of.free_floor_bytes or None,
+        keep_arenas=True,  # sessions of the last run import what they left open
+        sessions_max=settings_of.sessions_max,
+    )
+    try:
+        return Store.open(settings_of.dir, descriptor, settings)
+    except StoreLocked as error:
+        raise store_error(errors.STORE_LOCKED, error) from error
+    except StoreError as error:
+        raise store_error(errors.STORE_UNUSABLE, error) from error
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise errors.STORE_UNOPENED(folder=settings_of.dir, why=why) from error
+
+
+def inspect_model(config: Config) -> ModelInfo:
+    """SessionFacts from the header of the model file; BatchEngineError if it cannot be served."""
+    with GgufFile(config.model.path) as gguf:
+        spec = read_spec(gguf)
+        n_params = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
+        file_bytes = Path(config.model.path).stat().st_size
+    limit = config.limits.context_tokens or spec.context_trained
+    return ModelInfo(
+        model_id=config.model.id or Path(config.model.path).stem,
+        path=config.model.path,
+        arch=spec.arch,
+        n_layer=spec.n_layer,
+        n_params=n_params,
+        file_bytes=file_bytes,
+        context_tokens=min(limit, spec.context_trained),
+        context_trained=spec.context_trained,
+        vocab_size=spec.n_vocab,
+        quantisation=spec.quantisation,
+        has_chat_template=False,
+        details={
+            "name": spec.name,
+            "n_embd": spec.n_embd,
+            "n_head": spec.attention.n_head,
+            "n_kv_head": spec.attention.n_kv_head,
+            "head_dim": spec.attention.head_dim,
+        },
+    )
+
+
+def tokenizer_hash(path: str) -> str:
+    """Hex SHA-256 of the vocabulary: equal = a token id means the same bytes. "" = none."""
+    digest = hashlib.sha256(b"batchengine vocabulary v1")
+    with GgufFile(path) as gguf:
+        if "tokenizer.ggml.tokens" not in gguf.values:
+            return ""
+        tokens = gguf.strings("tokenizer.ggml.tokens")[:]
+    digest.update(array("I", map(len, tokens)).tobytes())
+    digest.update(b"".join(tokens))
+    return digest.hexdigest()

@@ -1,0 +1,135 @@
+"""Housekeeping once a second: slow readers, queue positions, metrics, audits of sessions and store.
+
+Owns the rhythm, and brings the counters up to date that the lanes keep as plain numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from prometheus_client import Counter
+
+from batchengine import errors
+from batchengine.core import QueuedEvent
+from batchengine.engine.placement.dispatcher import Dispatcher
+from batchengine.engine.state import EngineState, queue_etas
+from batchengine.policy import scheduler
+from kv_store.pages.index import PageState
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.background")
+
+HOUSEKEEPING_S = 1.0
+MAINTAIN_S = 10.0  # store audit and ages, when idle
+MAINTAIN_BUSY_S = 60.0  # what a full disk had stopped is tried again under load too
+QUEUED_EVENT_S = 5.0
+
+
+class Housekeeping:
+    """Runs once a second. Use: `run` as a task."""
+
+    def __init__(self, state: EngineState, store: Store, dispatcher: Dispatcher) -> None:
+        self._state = state
+        self._store = store
+        self._dispatcher = dispatcher
+        self._maintained = time.monotonic()
+        self._counted: dict[str, dict[tuple[Counter, tuple[str, ...]], float]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        sent_ms = 0.0
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            now_ms = self._state.now_ms()
+            self._end_slow_readers(now_ms)
+            self._set_gauges()
+            self._set_counters()
+            if now_ms - sent_ms > QUEUED_EVENT_S * 1000:
+                sent_ms = now_ms
+                self._send_positions()
+            self._state.forget_old_sessions()
+            self._dispatcher.tick()
+            for loop in self._state.lanes:
+                loop.pages.sealing.retry()
+                loop.pages.sealing.park_resting()
+                if loop.pages.is_busy:
+                    loop.wake()
+            since_s = now_ms / 1000 - self._maintained
+            if since_s > (MAINTAIN_BUSY_S if self._state.turns else MAINTAIN_S):
+                self._maintained = now_ms / 1000
+                await self._audit()
+
+    def _end_slow_readers(self, now_ms: float) -> None:
+        limit_ms = self._state.config.server.reader_stall_s * 1000
+        for generation, turn in list(self._state.turns.items()):
+            since = generation.paused_since_ms
+            if since is not None and now_ms - since > limit_ms:
+                generation.fail(errors.CLIENT_TOO_SLOW(seconds=limit_ms / 1000))
+                self._state.home[turn.session.key].cancel(turn)
+
+    def _send_positions(self) -> None:
+        for loop in self._state.lanes:
+            waiting = zip(*queue_etas(loop), strict=True)
+            for position, (turn, wait_ms) in enumerate(waiting, 1):
+                if turn.generation.started_ms is None:
+                    turn.generation.push(QueuedEvent(position, wait_ms))
+
+    def _set_gauges(self) -> None:
+        waiting: dict[str, int] = {}
+        running: dict[tuple[str, str], int] = {}
+        metrics = self._state.metrics
+        for loop in self._state.lanes:
+            for turn in loop.waiting.values():
+                name = turn.generation.request.sla.sla_class.value
+                waiting[name] = waiting.get(name, 0) + 1
+            for turn in loop.running.values():
+                pair = (turn.generation.request.sla.sla_class.value, loop.lane.name)
+                running[pair] = running.get(pair, 0) + 1
+        for sla_class in scheduler.RANK:
+            name = sla_class.value
+            metrics.requests_waiting.labels(name).set(waiting.get(name, 0))
+            for loop in self._state.lanes:
+                pair = (name, loop.lane.name)
+                metrics.requests_running.labels(*pair).set(running.get(pair, 0))
+
+    def _set_counters(self) -> None:
+        """Counters kept as plain numbers by the step loops, brought up to date."""
+        metrics = self._state.metrics
+        for loop in self._state.lanes:
+            metrics.lane_up.labels(loop.lane.name).set(loop.up)
+            name, counted = loop.lane.name, self._counted.setdefault(loop.lane.name, {})
+            for counter, labels, value in (
+                (metrics.steps_total, (name,), loop.meter.steps),
+                (metrics.tokens_total, ("computed",), loop.meter.tokens),
+                (metrics.tokens_total, ("generated",), loop.meter.generated),
+                (metrics.step_predicted_seconds_total, (name,), loop.meter.predicted_ms / 1000),
+                (metrics.kv_pages_total, ("sealed",), loop.pages.sealing.sealed),
+                (metrics.kv_pages_total, ("seal_failed",), loop.pages.sealing.seal_failures),
+            ):
+                key = (counter, labels)
+                counter.labels(*labels).inc(value - counted.get(key, 0))
+                counted[key] = value
+        stat = self._store.stat()
+        used, budget = float(stat["used_bytes"]), float(stat["budget_bytes"])
+        metrics.kv_usage_ratio.labels("disk").set(used / max(budget, 1.0))
+        metrics.kv_tier_ok.set(stat["page_tier"] == "ok")
+        metrics.ledger_ok.set(not stat["ledger_failed"])
+        for page_state in PageState:
+            places = float(stat[f"pages_{page_state.value}"])
+            metrics.kv_page_places.labels(page_state.value).set(places)
+
+    async def _audit(self) -> None:
+        """Invariants of every session at rest, then of the store, and the store's own duties."""
+        state = self._state
+        for session in list(state.sessions.values()):
+            if not state.is_at_rest(session):
+                continue
+            try:
+                session.check()
+            except AssertionError as error:
+                log.error("a session is forgotten, its history stays in the ledger: %s", error)
+                state.metrics.sessions_forgotten_total.inc()
+                state.forget(session)
+        await asyncio.to_thread(self._store.maintain)

@@ -1,0 +1,1 @@
+"""The step loop of one lane: plan, frame, answer, commit."""

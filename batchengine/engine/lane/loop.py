@@ -1,0 +1,448 @@
+"""The step loop of one lane: drain, plan, prepare, post, commit; and recovery of a dead worker.
+
+Owns the life of the loop: what happens between two steps, and in which order. Decides nothing about
+the order of turns (the scheduler does) and computes nothing (the worker does). Tables of sessions
+change only between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from batchengine import errors
+from batchengine.config import LaneConfig
+from batchengine.core import BatchEngineError
+from batchengine.engine.lane.emission import Emissions
+from batchengine.engine.lane.inflight import InFlightStep, check_answer
+from batchengine.engine.lane.meter import StepMeter
+from batchengine.engine.lane.recompute import PageRecompute, RecomputeQueue
+from batchengine.engine.lane.seats import Seats
+from batchengine.engine.lane.step import StepWriter
+from batchengine.engine.lane.supervisor import WorkerSupervisor, cannot_start
+from batchengine.engine.lane.suspects import Suspects
+from batchengine.engine.lane.transfer import Frozen, Transfers
+from batchengine.engine.turns.journal import Journal
+from batchengine.engine.turns.turn import Turn, TurnEnd
+from batchengine.kv import LaneKv, Provenance
+from batchengine.lanes.worker_process import Lane, LaneDied
+from batchengine.metrics import Metrics
+from batchengine.policy import scheduler
+from batchengine.policy.cost import CostModel, StepCost
+from batchengine.session import Event, Session, State
+from batchengine.session_kv import page_start
+from batchengine.text import TextFrontend
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.engine")
+
+STEP_DEADLINE_MIN_S = 30.0  # far above any step, far below a client's patience
+STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
+REPLAN_S = 0.005  # an empty plan may be a matter of time: slots return, deadlines pass
+FAILED_STARTS_MAX = 3  # then waiting requests fail;
+DOWN_MAX_S = 30.0  # of a worker that was killed, not before this
+NO_PLAN = scheduler.StepPlan(())
+
+
+class LaneLoop:
+    """One lane of the engine: its turns, its pages, its worker."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        store: Store,
+        config: LaneConfig,
+        *,
+        provenance: Provenance,
+        text: TextFrontend,
+        journal: Journal,
+        suspects: Suspects,
+        supervisor: WorkerSupervisor,
+        metrics: Metrics,
+        cost: StepCost,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`cost` is what a step is assumed to cost until steps were measured."""
+        self._event_loop = asyncio.get_running_loop()
+        self.lane = lane
+        self.pages = LaneKv(store, provenance, self._wake_threadsafe, journal.note)
+        self.config = config
+        self.cost = CostModel(cost)
+        self.meter = StepMeter(self.cost, metrics.step_seconds.labels(lane.name))
+        self.seats = Seats(self.pages, config, store.pages.slots_max, metrics, self.now_ms)
+        self.running, self.waiting = self.seats.running, self.seats.waiting
+        self.sessions = self.pages.slots.members  # every session with pages on this lane
+        self.stopping = False
+        self.assigned = 0  # turns that were given to this lane and have not ended
+        self.recomputes = RecomputeQueue(self.pages, config)
+        self.draining = ""  # why the lane computes no more,
+        self.down = ""  # or why no worker can be started
+        self.is_rechecking = False
+        self._suspects = suspects
+        self._supervisor = supervisor
+        self._metrics = metrics
+        self._clock = clock
+        self._emissions = Emissions(text.piece)
+        self._transfers = Transfers(lane.name, self.pages, self.seats)
+        self._steps = StepWriter(
+            lane.name,
+            self.pages,
+            self.seats,
+            self._emissions,
+            self.meter,
+            end_tokens=text.tokenizer.eog,
+            suspects=suspects,
+            journal=journal,
+            metrics=metrics,
+        )
+        self._wake_event = lane.signal
+        self._cancelled: list[Turn] = []
+        self._in_flight: InFlightStep | None = None
+        self._paused = False
+        self._boundaries: list[asyncio.Future[None]] = []  # of `pause`
+
+    def __repr__(self) -> str:
+        return f"<LaneLoop {self.lane!r} {self.seats!r}>"
+
+    def now_ms(self) -> float:
+        return self._clock() * 1000.0
+
+    @property
+    def up(self) -> bool:
+        """Whether the lane computes."""
+        return self.lane.alive and not self.draining
+
+    @property
+    def context_max(self) -> int:
+        """Tokens whose KV the store can hold for one session of this lane."""
+        return page_start(self.seats.pages_budget)
+
+    # ------------------------------------------------------------------ asked by the engine
+
+    def join(self, turn: Turn) -> None:
+        """Queue a turn; its session is IDLE and this lane is its home."""
+        self.seats.wait(turn)
+        self.pages.slots.enter(turn.session)
+        self.pages.slots.make_reclaimable(turn.session)
+        self.wake()
+
+    def cancel(self, turn: Turn) -> None:
+        """End a turn within one step: its stream is not read any more."""
+        self._cancelled.append(turn)
+        self.wake()
+
+    def resume(self, turn: Turn) -> None:
+        """The turn's stream has room again: it computes on, unless it is full once more."""
+        turn.paused = turn.generation.paused_since_ms is not None
+        self.seats.forget_row(turn)
+        self.wake()
+
+    def hurry(self, turn: Turn, rank: int, horizon_ms: float, tpot_ms: float) -> None:
+        """Priority inheritance from a request queued behind this turn."""
+        turn.rank = min(turn.rank, rank)
+        turn.horizon_ms = min(turn.horizon_ms, horizon_ms)
+        turn.deadline_ms = min(turn.deadline_ms, self.now_ms() + horizon_ms)
+        turn.tpot_ms = min(turn.tpot_ms, tpot_ms)
+        self.seats.forget_row(turn)
+        self.wake()
+
+    def close_session(self, session: Session) -> None:
+        """Close an idle session: its slots are freed, its pages unpinned."""
+        self.pages.slots.protect(session)
+        self.pages.slots.truncate(session, 0)
+        self.sessions.pop(session.key, None)
+        session.on(Event.CLOSE)
+        if self.pages.has_chores:
+            self.wake()
+
+    def fail_turns(self, error: BatchEngineError) -> None:
+        """End every turn with this error: the lane cannot compute."""
+        for turn in self.seats.turns:
+            self.seats.fail(turn, error)
+
+    def drain(self, why: str) -> None:
+        """Compute no more: turns wait to be evacuated, with their sealed pages only."""
+        self.draining = why
+        self.pages.sealing.stop_publishing()
+        self.recheck()
+
+    def recheck(self) -> None:
+        """Pages became invalid: before the next step sessions fall back to those before them."""
+        self.is_rechecking = True
+        self.wake()
+
+    def ask_recompute(self, recompute: PageRecompute) -> None:
+        """Compute one page for its digest; await `recompute.digest`, then close it."""
+        self.recomputes.ask(recompute)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the loop look again for something to do."""
+        self._wake_event.set()
+
+    def _wake_threadsafe(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._event_loop.call_soon_threadsafe(self.wake)
+
+    def session_cut(self, session: Session) -> None:
+        """The session lost KV, or got it back: its turn looks again for what the store has."""
+        if (turn := self.seats.turn_of(session)) is not None:
+            turn.needs_match = True
+            self.seats.forget_row(turn)
+
+    # ----------------------------------------------------------------------- asked by the audit
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the lane computes recomputes only: an audit is under way, or about to begin."""
+        return self._paused or bool(self.pages.provenance.disputed)
+
+    async def pause(self) -> None:
+        """Plan nothing until `unpause`; returns once no step is in flight.
+
+        That takes a step's deadline at most: then its worker is killed.
+        """
+        self._paused = True
+        if self._in_flight is not None:
+            boundary: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._boundaries.append(boundary)
+            await boundary
+
+    def unpause(self) -> None:
+        self._paused = False
+        self.wake()
+
+    def park(self, session: Session) -> asyncio.Future[None] | None:
+        """Have the open tail of an idle session sealed: resolved once it is, or is no longer to be.
+        None: there is nothing to seal.
+        """
+        if not self.pages.sealing.park(session):
+            return None
+        return self._transfers.when(lambda: not _is_parking(session))
+
+    def drop_tails(self, timeline: Sequence[int]) -> asyncio.Future[None]:
+        """Publish no tail of this timeline: resolved once none is on its way to the store."""
+        future = self._transfers.when(lambda: self.pages.sealing.give_up_tails(timeline))
+        self.wake()
+        return future
+
+    def drop_open(self) -> None:
+        """Drop every row that is not sealed. Call while the lane is paused."""
+        for session in self.pages.invalidation.drop_open():
+            self.session_cut(session)
+
+    # ------------------------------------------------------------------------------ the loop
+
+    async def run(self) -> None:
+        """Steps until `stopping`; a dead worker is replaced and its sessions go on."""
+        while not self.stopping:
+            try:
+                await self._step()
+            except LaneDied as death:
+                await self._recover(death)
+            except BatchEngineError as error:
+                log.error("lane %s: %s", self.lane.name, error)
+                self.lane.kill(f"refused a step ({error.code})")
+                await self._recover(await self.lane.died())
+        self._emit()
+
+    # ------------------------------------------------------------------- leaving and arriving
+
+    async def freeze(self, session: Session) -> Frozen | None:
+        """Take the session out of the plan at a token boundary; None if it is closed meanwhile.
+
+        Its tokens have been emitted then. While it is frozen its table belongs to the caller,
+        except that pages sealed meanwhile still swap.
+        """
+        if self._in_flight is None or not self._in_flight.holds(session):
+            return self._freeze(session)
+        return await self._transfers.at_boundary(session)
+
+    def thaw(self, session: Session, frozen: Frozen) -> None:
+        """The session goes on here, with the seat and the deadline it had."""
+        is_audited = self._transfers.thaw(session, frozen)
+        turn = frozen.turn
+        if turn is not None and (turn.generation.cancelled or turn.generation.finished):
+            self.cancel(turn)
+        if is_audited:
+            self.session_cut(session)
+        self._look_at(session)  # it was not while it migrated
+        self.wake()
+
+    def _freeze(self, session: Session) -> Frozen | None:
+        self._emit()  # its tokens precede those of the other lane
+        self._look_at_changed()
+        self._look_at(session)
+        return self._transfers.freeze(session)
+
+    def _freeze_due(self) -> None:
+        """Between two steps: resolve who waits for the end of the last one."""
+        boundaries, self._boundaries = self._boundaries, []
+        for boundary in boundaries:
+            if not boundary.done():
+                boundary.set_result(None)
+        for session, frozen in self._transfers.take_due():
+            frozen.set_result(self._freeze(session))
+
+    async def _recover(self, death: LaneDied) -> None:
+        """Sessions fall back to what is sealed; a new worker is started."""
+        suspects = self._on_death(death)
+        self._freeze_due()
+        # A page that cannot be read ends the worker too, and would end the next one as well.
+        await self.pages.invalidation.recheck(suspects)
+        await self._restart()
+
+    async def _restart(self) -> None:
+        """Start the next worker; retries until it is up or the engine stops."""
+        lane, failures, down_since = self.lane, 0, self._clock()
+        while not self.stopping:
+            await asyncio.sleep(lane.backoff_s())
+            started = self._clock()
+            self.pages.poll()  # the dead worker's arena goes once its last seals have ended
+            try:
+                await self._supervisor.restart(lane, self.config, self.pages)
+            except (LaneDied, BatchEngineError, OSError) as error:
+                failures += 1
+                log.error("lane %s cannot start: %s", lane.name, error)
+                lane.kill("could not start")
+                await lane.died()
+                is_stuck = not isinstance(error, LaneDied) or started - down_since > DOWN_MAX_S
+                if failures >= FAILED_STARTS_MAX and is_stuck:  # now, and at every later failure
+                    self.down = str(error)
+                    self.fail_turns(cannot_start(lane.name, error))
+            else:
+                self.down = ""
+                log.warning("%r is back after %.2f s", lane, self._clock() - started)
+                return
+
+    async def _step(self) -> None:
+        began_ms = self.now_ms()
+        self._drain()
+        if self.recomputes and self.lane.alive:
+            await self._run_recompute()
+        if not self.lane.alive:
+            raise await self.lane.died()
+        if self.is_paused:
+            self.seats.end_stall()
+            self._emit()
+            await self._wake_event.wait()
+            return
+        in_flight = self._steps.prepare(self._plan())
+        if in_flight is None or not in_flight.parts:
+            self.seats.check_stall()
+        else:
+            self.seats.end_stall()
+        if in_flight is None:
+            self._emit()
+            await self._sleep()
+            return
+        self._in_flight = in_flight
+        for turn, _, _ in in_flight.parts:
+            if turn.session.suspect:
+                await self._suspects.mark(turn.session)
+        deadline_s = max(STEP_DEADLINE_MIN_S, STEP_DEADLINE_FACTOR * in_flight.predicted_ms / 1000)
+        reply = self.lane.post(in_flight.step, in_flight.payload, deadline_s=deadline_s)
+        self._emit()
+        done = await reply
+        check_answer(in_flight, done)
+        self._in_flight = None
+        if self._steps.commit(in_flight, done):
+            self.recheck()
+        if in_flight.parts:
+            self.meter.add_overhead(self.now_ms() - began_ms - done.elapsed_us / 1000)
+
+    def _plan(self) -> scheduler.StepPlan:
+        if self.draining:
+            return NO_PLAN
+        return scheduler.plan(self.seats.view(self.cost.cost), self.now_ms())
+
+    async def _run_recompute(self) -> None:
+        if not self.recomputes.is_due(idle=not (self.running or self.waiting)):
+            return
+        frame = self.recomputes.frame(self.cost.cost)
+        if frame is not None:
+            self.recomputes.answered(await self.lane.run(*frame, deadline_s=STEP_DEADLINE_MIN_S))
+        self._drain()  # what the audit decided meanwhile
+        self.wake()
+
+    async def _sleep(self) -> None:
+        """Wait to be woken; not for long while there is a turn that the plan left out."""
+        if all(turn.paused for turn in self.seats.turns):
+            await self._wake_event.wait()
+        elif not self._wake_event.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPLAN_S):
+                    await self._wake_event.wait()
+
+    def _drain(self) -> None:
+        """Apply what was asked for since the last step, and take the results of the seals."""
+        self._wake_event.clear()
+        self._freeze_due()
+        cancelled, self._cancelled = self._cancelled, []
+        if cancelled:
+            self._emit()  # their tokens precede their end
+        for turn in cancelled:
+            if self.seats.holds(turn):
+                self.seats.leave(turn)
+                turn.finish(TurnEnd("cancelled"))
+        if self.is_rechecking:
+            self._recheck()
+        self.pages.poll()
+        self.pages.sealing.start_seals()
+        self._look_at_changed()
+        self._transfers.settle_waits()
+
+    def _recheck(self) -> None:
+        self.is_rechecking = False
+        for key in list(self.running) if self.draining else ():
+            self.seats.preempt(key)
+        for session in list(self.sessions.values()):
+            self._look_at(session)
+
+    def _look_at_changed(self) -> None:
+        for session in self.pages.slots.take_changed():
+            self.session_cut(session)
+
+    def _look_at(self, session: Session) -> None:
+        """Drop its invalid pages, and its open rows if the lane is draining."""
+        if self.pages.invalidation.fall_back(session, only_sealed=bool(self.draining)):
+            self.session_cut(session)
+
+    def _emit(self) -> None:
+        """Text, events and counters of the last step, while the worker computes the next."""
+        self.meter.learn()
+        self._emissions.flush()
+
+    # --------------------------------------------------------------------------------- death
+
+    def _on_death(self, death: LaneDied) -> list[Session]:
+        """The worker is dead: open rows are pending rows, and the sessions of its step suspects.
+
+        Returns those sessions.
+        """
+        in_flight, self._in_flight = self._in_flight, None
+        self._emit()
+        self.recomputes.died()
+        self.pages.lane_died(None if in_flight is None else in_flight.chores)
+        if in_flight is not None:
+            self.pages.sealing.unverified(in_flight.verify)
+        self.seats.match_all_again()
+        self._transfers.settle_waits()
+        self._metrics.worker_restarts_total.labels(self.lane.name).inc()
+        if in_flight is None or not death.blames_step:
+            return []
+        for row_import in in_flight.chores.row_imports:  # what it copied may be the cause
+            if self.pages.slots.owns(row_import.session):
+                self.pages.slots.drop_pending(row_import.session)
+        for turn in self._suspects.blame(in_flight.parts):
+            if self.seats.holds(turn):
+                self.seats.fail(turn, errors.WORKER_KILLER(request_id=turn.generation.request_id))
+        return [turn.session for turn, _, _ in in_flight.parts]
+
+
+def _is_parking(session: Session) -> bool:
+    """Whether it rests, with its tail in the arena and not yet in the store."""
+    return session.kv.parked is None and bool(session.kv.open) and session.state is State.IDLE

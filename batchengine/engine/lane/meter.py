@@ -1,0 +1,59 @@
+"""What the steps of a lane took, and what the cost model learns from them.
+
+Owns the counters of a lane since it started. Times are milliseconds.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Histogram
+
+from batchengine import wire
+from batchengine.engine.lane.inflight import InFlightStep
+from batchengine.policy.cost import CostModel, work_of
+
+OBSERVE_ALL = 256  # steps the cost model learns from without exception;
+OBSERVE_EVERY = 4  # later, of decode steps, one in so many: they are all alike
+OVERHEAD_GAIN = 0.05
+
+
+class StepMeter:
+    """Counters of one lane's steps."""
+
+    def __init__(self, cost: CostModel, seconds: Histogram) -> None:
+        """`seconds` observes the worker's time for every step that computes."""
+        self.steps = 0
+        self.tokens = 0
+        self.generated = 0
+        self.recomputed = 0  # tokens that had been computed, or sent to be, before
+        self.predicted_ms = 0.0
+        self.step_ms = 0.0  # of the last step that computed
+        self.overhead_ms = 0.0  # of a step, on average: what passes outside the worker
+        self._cost = cost
+        self._seconds = seconds
+        self._last: tuple[InFlightStep, wire.StepDone, list[tuple[int, int]]] | None = None
+
+    def committed(
+        self, in_flight: InFlightStep, done: wire.StepDone, computed: list[tuple[int, int]]
+    ) -> None:
+        """A step was committed; `computed` has (first position, tokens) of each of its entries."""
+        self.steps += 1
+        self._last = (in_flight, done, computed)
+
+    def learn(self) -> None:
+        """Evaluate the last committed step; called while the worker computes the next one."""
+        if self._last is None:
+            return
+        (in_flight, done, computed), self._last = self._last, None
+        if not computed:
+            return
+        self.step_ms = done.elapsed_us / 1000.0
+        self.tokens += sum([n for _, n in computed])
+        work = work_of(computed)
+        if work.prefill_tokens or self.steps < OBSERVE_ALL or not self.steps % OBSERVE_EVERY:
+            self._cost.observe(work, self.step_ms)
+        self._seconds.observe(done.elapsed_us / 1e6)
+        self.predicted_ms += in_flight.predicted_ms
+
+    def add_overhead(self, outside_ms: float) -> None:
+        """Time of a computing step that passed outside the worker."""
+        self.overhead_ms += OVERHEAD_GAIN * (max(0.0, outside_ms) - self.overhead_ms)

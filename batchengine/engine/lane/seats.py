@@ -1,0 +1,212 @@
+"""The turns of one lane: those with a seat in the batch, and those that wait for one.
+
+Owns both tables, the seats kept for sessions that migrate here, and the rows the scheduler plans
+with. Decides nothing about order. A table changes only between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from batchengine import errors
+from batchengine.config import LaneConfig
+from batchengine.core import BatchEngineError
+from batchengine.engine.lane.page_count import PinnedPages
+from batchengine.engine.turns.turn import Turn, TurnEnd
+from batchengine.kv import LaneKv
+from batchengine.metrics import Metrics
+from batchengine.policy import scheduler
+from batchengine.policy.cost import StepCost
+from batchengine.session import Event, Session
+
+STALL_S = 0.25  # turns that could compute but find no slot: one of them is preempted,
+STALL_ALONE_S = 5.0  # or fails, if it is the only one
+
+
+class Seats:
+    """Turns of one lane by session key."""
+
+    def __init__(
+        self,
+        pages: LaneKv,
+        config: LaneConfig,
+        pages_budget: int,
+        metrics: Metrics,
+        now_ms: Callable[[], float],
+    ) -> None:
+        """`pages_budget`: pages that the sessions with a seat may hold together."""
+        self.running: dict[int, Turn] = {}
+        self.waiting: dict[int, Turn] = {}
+        self.expected = 0  # seats kept for sessions that migrate here, or may come back
+        self.pages_budget = pages_budget
+        self.now_ms = now_ms
+        self.arrivals: dict[int, asyncio.Future[float]] = {}  # see `first_commit`
+        self._pages = pages
+        self._config = config
+        self._metrics = metrics
+        self._stalled_ms: float | None = None  # since when no running turn could compute
+        self._policy = scheduler.Policy()
+        self._pinned = PinnedPages()
+        self._waiting_rows: tuple[scheduler.TurnRow, ...] | None = None  # None: not up to date
+
+    def __repr__(self) -> str:
+        return f"<Seats running={len(self.running)} waiting={len(self.waiting)}>"
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return (*self.running.values(), *self.waiting.values())
+
+    @property
+    def free(self) -> int:
+        """Seats that are neither taken by a turn that computes nor kept for a session."""
+        seated = sum([not turn.paused for turn in self.running.values()])
+        return self._config.entries_max - self.expected - seated
+
+    def holds(self, turn: Turn) -> bool:
+        """Whether the turn is on this lane now."""
+        key = turn.session.key
+        return turn in (self.running.get(key), self.waiting.get(key))
+
+    def turn_of(self, session: Session) -> Turn | None:
+        return self.running.get(session.key) or self.waiting.get(session.key)
+
+    # -------------------------------------------------------------------------------- changes
+
+    def wait(self, turn: Turn) -> None:
+        """Queue the turn for a seat. Its session is IDLE."""
+        turn.session.on(Event.START)
+        self.waiting[turn.session.key] = turn
+        self._waiting_rows = None
+
+    def seat(self, key: int) -> Turn:
+        """Give a waiting turn a seat: its slots are protected, its parked rows are fetched."""
+        turn = self.waiting.pop(key)
+        turn.session.on(Event.ADMIT)
+        self.running[key] = turn
+        self.forget_row(turn)
+        self._pages.slots.protect(turn.session)
+        self._pages.slots.unpark(turn.session)
+        return turn
+
+    def preempt(self, key: int) -> None:
+        """Take the seat of a running turn: it waits, with a new deadline."""
+        turn = self.running.pop(key)
+        turn.session.on(Event.PREEMPT)
+        turn.deadline_ms = self.now_ms() + turn.horizon_ms
+        self.waiting[key] = turn
+        self.forget_row(turn)
+        self._pages.slots.make_reclaimable(turn.session)
+        sla_class = turn.generation.request.sla.sla_class.value
+        self._metrics.preemptions_total.labels(sla_class).inc()
+
+    def leave(self, turn: Turn) -> None:
+        """Remove a turn that is over: its session is idle and its slots are reclaimable."""
+        key = turn.session.key
+        if self.waiting.pop(key, None) is not None:
+            self._waiting_rows = None
+        self.running.pop(key, None)
+        turn.session.on(Event.FINISH)
+        self.forget_arrival(turn.session)
+        turn.session.suspect = False
+        self._pages.slots.make_reclaimable(turn.session)
+
+    def fail(self, turn: Turn, error: BatchEngineError) -> None:
+        """Remove the turn and end it with this error."""
+        self.leave(turn)
+        turn.finish(TurnEnd(error=error))
+
+    def take(self, session: Session) -> tuple[Turn | None, bool]:
+        """Remove the turn of a session that migrates: (turn or None, whether it had a seat).
+
+        That seat stays kept for it, for it may come back.
+        """
+        turn = self.running.pop(session.key, None)
+        if turn is not None:
+            self.expected += 1
+            return turn, True
+        turn = self.waiting.pop(session.key, None)
+        if turn is not None:
+            self._waiting_rows = None
+        return turn, False
+
+    # ---------------------------------------------------------------------------------- stall
+
+    def end_stall(self) -> None:
+        """A turn computes, or none may."""
+        self._stalled_ms = None
+
+    def check_stall(self) -> None:
+        """Preempt a running turn if none of them finds a slot and no seal in flight returns one.
+
+        The store may have no room for the full pages in the arena (a full disk, a tiny budget),
+        which the plan cannot see. A turn that is alone and still finds none fails.
+        """
+        able = [t for t in self.running.values() if not (t.paused or t.session.kv.pending)]
+        if not able or self._pages.is_sealing:
+            self._stalled_ms = None
+            return
+        now_ms = self.now_ms()
+        since_ms = self._stalled_ms = now_ms if self._stalled_ms is None else self._stalled_ms
+        stalled_s = (now_ms - since_ms) / 1000
+        if len(self.running) > 1 and stalled_s > STALL_S:
+            paused = [turn for turn in self.running.values() if turn.paused]
+            last = max(paused or able, key=lambda turn: (turn.rank, turn.deadline_ms))
+            self._stalled_ms = None
+            self.preempt(last.session.key)
+        elif len(self.running) == 1 and stalled_s > STALL_ALONE_S:
+            self._stalled_ms = None
+            pages, request_id = len(able[0].session.kv.codes), able[0].generation.request_id
+            self.fail(able[0], errors.NO_ROOM(pages=pages, request_id=request_id))
+
+    # ---------------------------------------------------------------------- first step of one
+
+    def first_commit(self, session: Session) -> asyncio.Future[float]:
+        """When the first step here that computes the session is committed, in ms.
+
+        Cancelled if there will be none: its turn ended, or it left again.
+        """
+        return self.arrivals.setdefault(session.key, asyncio.get_running_loop().create_future())
+
+    def forget_arrival(self, session: Session) -> None:
+        """Cancel the session's `first_commit`, if one is awaited."""
+        if (arrival := self.arrivals.pop(session.key, None)) is not None:
+            arrival.cancel()
+
+    # -------------------------------------------------------------------- the scheduler's rows
+
+    def forget_row(self, turn: Turn) -> None:
+        """The turn's row has changed."""
+        turn.cached_row = None
+        self._waiting_rows = None
+
+    def match_all_again(self) -> None:
+        """Sessions lost open rows: every turn looks again for what the store has of its prompt."""
+        for turn in self.turns:
+            turn.needs_match = True
+            turn.cached_row = None
+        self._waiting_rows = None
+
+    def view(self, cost: StepCost) -> scheduler.LaneView:
+        """The lane as the scheduler plans its next step."""
+        running = tuple([turn.row(running=True) for turn in self.running.values()])
+        held = self._pinned.count(self.running, self.waiting)
+        if self._pinned.changed or self._waiting_rows is None:
+            evictable = self._pinned.evictable
+            self._waiting_rows = tuple(
+                t.row(running=False, evictable=evictable(t.session)) for t in self.waiting.values()
+            )
+        config = self._config
+        return scheduler.LaneView(
+            tokens_max=config.tokens_per_step,
+            entries_max=max(1, config.entries_max - self.expected),
+            chunk_tokens_max=config.chunk_tokens_max,
+            step_ms_max=config.step_ms_max,
+            slots_free=self._pages.slots.available,
+            pages_free=max(0, self.pages_budget - held),
+            pages_budget=self.pages_budget,
+            cost=cost,
+            running=running,
+            waiting=self._waiting_rows,
+            policy=self._policy,
+        )

@@ -1,0 +1,243 @@
+"""A plan becomes a frame, and the worker's answer becomes state.
+
+Owns what happens to turns, sessions and pages at either end of a step. Runs between two steps and
+awaits nothing; the loop sends the frame.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection
+
+from batchengine import errors, wire
+from batchengine.core import PAGE_TOKENS
+from batchengine.engine.lane.emission import Emissions
+from batchengine.engine.lane.inflight import InFlightStep, StepEntry
+from batchengine.engine.lane.meter import StepMeter
+from batchengine.engine.lane.seats import Seats
+from batchengine.engine.lane.suspects import Suspects
+from batchengine.engine.turns.journal import Journal
+from batchengine.engine.turns.turn import Turn, TurnEnd
+from batchengine.kv import LaneKv
+from batchengine.metrics import Metrics
+from batchengine.policy import scheduler
+from batchengine.session_kv import full_pages, pages_for
+from kv_store.arenas.arena import ArenaSlot
+
+
+class StepWriter:
+    """Prepares and commits the steps of one lane."""
+
+    def __init__(
+        self,
+        lane_name: str,
+        pages: LaneKv,
+        seats: Seats,
+        emissions: Emissions,
+        meter: StepMeter,
+        *,
+        end_tokens: Collection[int],
+        suspects: Suspects,
+        journal: Journal,
+        metrics: Metrics,
+    ) -> None:
+        """`end_tokens`: tokens that end a generation."""
+        self._lane_name = lane_name
+        self._pages = pages
+        self._seats = seats
+        self._emissions = emissions
+        self._meter = meter
+        self._end_tokens = end_tokens
+        self._suspects = suspects
+        self._journal = journal
+        self._metrics = metrics
+
+    # --------------------------------------------------------------------------- plan -> frame
+
+    def prepare(self, plan: scheduler.StepPlan) -> InFlightStep | None:
+        """Carry out the plan and build its frame; None when there is nothing to send."""
+        seats = self._seats
+        for key in plan.preempt:
+            seats.preempt(key)
+        for key in plan.shed:
+            turn, budget = seats.waiting[key], seats.pages_budget
+            seats.fail(turn, errors.REQUEST_TOO_LARGE(pages_max=turn.pages_max, budget=budget))
+        for key in plan.admit:
+            self._admit(key)
+        codes, tokens, history = array("Q"), array("i"), array("i")
+        entries: list[wire.Entry] = []
+        parts: list[StepEntry] = []
+        fills: list[tuple[Turn, int, ArenaSlot]] = []
+        for key, planned in plan.batch:
+            turn = seats.running[key]
+            n = self._room(turn, planned)
+            if n < 1:
+                continue
+            session = turn.session
+            start = session.frontier
+            end = start + n
+            wants = end == len(session.tokens)
+            if start < session.computed:
+                self._meter.recomputed += min(end, session.computed) - start
+            if end > session.computed:
+                session.computed = end
+            n_pages, table = pages_for(end), session.kv.codes
+            codes.extend(table if n_pages == len(table) else table[:n_pages])
+            if n == 1:
+                tokens.append(session.tokens[start])
+            else:
+                tokens.extend(session.tokens[start:end])
+            history_len = turn.history_len() if wants else 0
+            if history_len:
+                history.extend(session.tokens[-history_len:])
+            sampling = turn.sampling if wants else None
+            entries.append(wire.Entry(key, session.epoch, start, n, n_pages, sampling, history_len))
+            parts.append(StepEntry(turn, n, wants))
+            if full_pages(start) != full_pages(end):
+                fills += [(turn, i, slot) for _, i, slot in self._pages.sealing.fills(session, n)]
+        if not entries and not self._pages.has_chores:
+            return None
+        chores, verify = self._pages.chores()
+        digest = tuple([wire.Digest(slot.slot, PAGE_TOKENS) for _, _, slot in fills])
+        step = wire.Step(
+            tuple(entries),
+            chores.poison,
+            chores.reserve,
+            digest + chores.digest,
+            tuple([self._pages.sealing.verify_message(seal) for seal in verify]),
+            chores.relabel,
+            chores.import_rows,
+            chores.touch,
+        )
+        payload = b"".join(
+            (codes.tobytes(), tokens.tobytes(), history.tobytes(), chores.import_tokens)
+        )
+        return InFlightStep(step, payload, parts, fills, verify, chores, plan.predicted_ms)
+
+    def _admit(self, key: int) -> None:
+        turn = self._seats.seat(key)
+        turn.admitted_ms = self._seats.now_ms()
+        generation = turn.generation
+        if generation.started_ms is None:
+            turn.needs_match = True  # pages may have been published while it waited
+        if turn.needs_match:
+            self._match(turn)
+        if generation.started_ms is None:
+            generation.started_ms = turn.admitted_ms
+            generation.lane = self._lane_name
+
+    def _report(self, turn: Turn) -> None:
+        """Report how much KV the turn reuses, before its first step is sent."""
+        session = turn.session
+        if session.frontier:
+            self._metrics.prefix_hit_tokens_total.inc(session.frontier)
+        turn.start(session.frontier, session.loss)
+        session.loss = None
+
+    def _match(self, turn: Turn) -> None:
+        """Take the pages that the store has, unless they must be read from disk first."""
+        turn.needs_match = False
+        pending = self._pages.prefix.extend(turn.session, turn.salt, turn.priority, _never)
+        if pending is not None:
+            self._pages.prefix.loaded(turn.session, [False])
+
+    def _room(self, turn: Turn, planned: int) -> int:
+        """Tokens of this entry that have a slot; the plan counted slots, but not exactly."""
+        session = turn.session
+        if session.kv.pending:
+            return 0  # this very frame fetches its rows
+        if turn.needs_match:
+            self._match(turn)
+        if not turn.reported:
+            self._report(turn)
+        n = min(planned, len(session.tokens) - session.frontier)
+        end = session.frontier + n
+        if end > session.kv.reach() and not self._pages.slots.ensure(session, end):
+            n = session.kv.reach() - session.frontier
+        return n
+
+    # -------------------------------------------------------------------------- answer -> state
+
+    def commit(self, in_flight: InFlightStep, done: wire.StepDone) -> bool:
+        """Apply the worker's answer: frontiers, tokens, seals.
+
+        Returns whether pages became invalid: other sessions of the lane may hold them.
+        """
+        seats = self._seats
+        now_ms = seats.now_ms()
+        nonfinite = {in_flight.parts[i].turn for i in done.nonfinite}
+        rows = iter(done.rows)
+        computed: list[tuple[int, int]] = []
+        for turn, n, wants in in_flight.parts:
+            session = turn.session
+            computed.append((session.frontier, n))
+            if turn in nonfinite:
+                continue
+            session.advance(n, self._lane_name)
+            turn.served_ms = now_ms
+            if session.key in seats.arrivals:
+                seats.arrivals.pop(session.key).set_result(now_ms)
+            if session.suspect and session.frontier >= turn.suspect_until:
+                self._suspects.clear(session)
+            if wants:
+                self._add_token(turn, next(rows), now_ms)
+        n_fills = len(in_flight.fills)
+        for (turn, index, slot), digest in zip(
+            in_flight.fills, done.digests[:n_fills], strict=True
+        ):
+            if turn not in nonfinite and slot in turn.session.kv.open:
+                self._pages.sealing.filled(turn.session, index, slot, digest)
+        self._pages.answered(in_flight.chores, done.digests[n_fills:], done.imported)
+        for seal, good in zip(in_flight.verify, done.verified, strict=True):
+            session = seal.session
+            self._pages.sealing.verified(seal, good)
+            if session is not None and session.key in seats.waiting:
+                seats.forget_row(seats.waiting[session.key])  # a slot less is reclaimable
+        for turn in nonfinite:
+            self._nonfinite(turn)
+        self._meter.committed(in_flight, done, computed)
+        if computed:
+            self._journal.note()
+        return bool(nonfinite)
+
+    def _add_token(self, turn: Turn, row: wire.SampledRow, now_ms: float) -> None:
+        """Append one sampled token to the timeline, queue it for the reader, and end the turn if it
+        was the last."""
+        session, generation = turn.session, turn.generation
+        session.tokens.append(row.token)
+        generation.completion_tokens += 1
+        self._meter.generated += 1
+        if generation.first_token_ms is None:
+            generation.first_token_ms = now_ms
+        generation.last_token_ms = now_ms
+        finish, row_seen = "", row
+        if not generation.request.ignore_eos and row.token in self._end_tokens:
+            finish, row_seen = "stop", None
+        elif generation.completion_tokens >= generation.request.tokens_max:
+            finish = "length"
+        if turn.stop_early and row_seen is not None:
+            if self._emissions.emit(turn, row_seen):
+                finish = "stop"
+            row_seen = None
+        if row_seen is not None or finish:
+            self._emissions.add(turn, row_seen, finish)
+        if finish:
+            self._seats.leave(turn)
+        elif generation.full:
+            turn.paused = True
+            generation.paused_since_ms = now_ms
+
+    def _nonfinite(self, turn: Turn) -> None:
+        """Fail a turn with NaN or Inf in a row; every page that it computed is invalid (F45)."""
+        self._metrics.numeric_faults_total.inc()
+        session = turn.session
+        self._pages.invalidation.invalidate_turn(session, turn.generation.cached_tokens)
+        if self._seats.holds(turn):
+            self._seats.leave(turn)
+        request_id = turn.generation.request_id
+        turn.finish(TurnEnd(error=errors.NUMERIC_FAULT(request_id=request_id)))
+
+
+def _never(tokens: int, cold_tokens: int, cold_bytes: int) -> bool:
+    """Whether to read pages from disk between two steps."""
+    return False

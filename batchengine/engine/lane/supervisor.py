@@ -1,0 +1,130 @@
+"""Starts workers: model loaded, numbers equal to those of the other lanes, arena mapped.
+
+Owns the identity that every worker must have. Refuses a worker that computes other numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from batchengine import errors, wire
+from batchengine.config import Config, LaneConfig
+from batchengine.core import BatchEngineError
+from batchengine.kv import LaneKv
+from batchengine.lanes.worker_process import Lane
+from kv_store import StoreError
+from kv_store.errors import StoreFull, StoreGone
+from kv_store.ledger.continuity import INCARNATIONS
+from kv_store.store import Store
+
+SPIN_US = 60  # long enough to meet the next kernel call, short enough to leave cores to others
+ARENA_SHARE = 8  # open pages may take an eighth of the KV budget
+SLOTS_MIN = 8
+OnLoading = Callable[[wire.Loading], None]
+
+
+class ModelLoader:
+    """Has workers load the model; the first one's identity is what the others must have."""
+
+    def __init__(self, config: Config, context_tokens: int) -> None:
+        self._config = config
+        self._context_tokens = context_tokens
+        self._identity: tuple[str, dict[str, str | int | float]] | None = None
+
+    async def load(
+        self, lane: Lane, config: LaneConfig, on_loading: OnLoading | None = None
+    ) -> wire.ModelFacts:
+        """Spawn the lane's next worker. Raises LaneDied, or BatchEngineError if it cannot load
+        the model or computes other numbers than the first worker."""
+        facts = await lane.start(self._message(config), on_loading)
+        identity = (facts.arith_id, facts.identity)
+        if self._identity is None:
+            self._identity = identity
+        elif identity != self._identity:
+            lane.kill("computes other numbers")
+            if facts.identity.get("model_hash") != self._identity[1].get("model_hash"):
+                raise errors.LANE_OTHER_MODEL(lane=lane.name)
+            raise errors.LANE_DISAGREES(lane=lane.name)
+        return facts
+
+    def _message(self, config: LaneConfig) -> wire.Load:
+        return wire.Load(
+            model_path=str(Path(self._config.model.path).absolute()),
+            cache_dir=str(Path(self._config.cache_dir or ".").absolute()),
+            device=wire.CpuResources(max(1, config.threads), config.cores, SPIN_US),
+            tokens_max=config.tokens_per_step,
+            entries_max=config.entries_max,
+            context_tokens=self._context_tokens,
+        )
+
+
+class WorkerSupervisor:
+    """Starts the next worker of a lane over the open store."""
+
+    def __init__(self, loader: ModelLoader, store: Store, budget_bytes: int) -> None:
+        self._loader = loader
+        self._store = store
+        self._budget_bytes = budget_bytes
+
+    async def restart(self, lane: Lane, config: LaneConfig, pages: LaneKv) -> None:
+        """One attempt. Raises LaneDied, BatchEngineError or OSError."""
+        await self._loader.load(lane, config)
+        await self.attach(lane, config, pages)
+
+    async def attach(self, lane: Lane, config: LaneConfig, pages: LaneKv) -> None:
+        """A new arena for the worker that is up, mapped by it."""
+        store, layout = self._store, self._store.pages.layout
+        slots = config.places or min(
+            3 * config.entries_max + 16,
+            max(SLOTS_MIN, self._budget_bytes // ARENA_SHARE // layout.page_bytes),
+        )
+        number = store.epoch * INCARNATIONS + lane.incarnation
+        create = functools.partial(store.create_arena, lane.name, number, slots)
+        try:
+            try:
+                arena = await asyncio.to_thread(create)
+            except StoreFull:  # rows of earlier runs are worth less than a worker
+                pages.drop_dead_arenas()
+                await asyncio.to_thread(store.orphaned.sweep, everything=True)
+                arena = await asyncio.to_thread(create)
+        except StoreGone as error:
+            raise store_error(errors.STORE_GONE, error) from error
+        except StoreError as error:
+            raise store_error(errors.STORE_FULL, error) from error
+        try:
+            await lane.attach(
+                wire.Attach(
+                    arena.path,
+                    slots,
+                    layout.page_bytes,
+                    f"{store.path}/ext",
+                    f"{store.path}/arena",
+                )
+            )
+        except BaseException:
+            lane.kill("could not map its arena")
+            await lane.died()
+            arena.close(delete=True)
+            raise
+        pages.attach(arena)
+
+
+def store_error(row: errors.Problem, error: StoreError) -> BatchEngineError:
+    """What the store refused, as an error of the engine."""
+    return row(what=error.what, why=error.why, fix=error.fix)
+
+
+def cannot_start(lane: str, error: BaseException) -> BatchEngineError:
+    """The worker of a lane failed to start again and again."""
+    fix = (isinstance(error, BatchEngineError) and error.fix) or "look into the daemon's log"
+    return errors.LANE_DOWN(lane=lane, why=_plainly(error), fix=fix)
+
+
+def _plainly(error: BaseException) -> str:
+    """What happened and why, without the code and the fix of an error inside another."""
+    if not isinstance(error, BatchEngineError):
+        return str(error)
+    return f"{error.what}: {error.why}" if error.why else error.what

@@ -1,0 +1,119 @@
+"""Suspects: sessions that may have ended a worker or the engine, and therefore compute alone.
+
+Owns the strikes of sessions by durable name: how often a worker, or the engine, died while the
+session was alone in a step. The mark is in the ledger before such a step runs, so that a crash of
+the engine is attributed to it after the restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from batchengine.engine.lane.inflight import StepEntry
+from batchengine.engine.turns.journal import Journal
+from batchengine.engine.turns.turn import Turn
+from batchengine.session import Session
+from kv_store.errors import StoreError
+from kv_store.ledger.queries import SuspectInfo
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.engine")
+
+ALONE_DEATHS_MAX = 2  # a session that ends a worker alone twice is the cause
+STRIKES_MAX = 2  # deaths of a lane or of the engine with one session alone in the step
+ATTRIBUTED = 0  # instead of an incarnation: whether that run crashed has been counted
+
+
+class Suspects:
+    """Strikes and marks of the sessions of one engine. All methods run on its loop."""
+
+    def __init__(self, store: Store, journal: Journal) -> None:
+        self._store = store
+        self._journal = journal
+        self._strikes: dict[str, int] = {}
+        self._marked: set[str] = set()  # in the ledger, by this run
+        self._cut_off: set[str] = set()  # their engine died amid a turn
+
+    def __repr__(self) -> str:
+        return f"<Suspects strikes={self._strikes} marked={len(self._marked)}>"
+
+    async def load(self, rows: Sequence[SuspectInfo], *, crashed: bool) -> None:
+        """Take over the marks of earlier runs.
+
+        A mark of the last run counts only if that run crashed: a run ended by SIGKILL says nothing
+        about the session that computed then.
+        """
+        waits: list[asyncio.Future[int]] = []
+        for row in rows:
+            strikes = row.strikes
+            if row.incarnation != ATTRIBUTED:
+                strikes -= not crashed
+                mark = self._store.ledger.set_suspect(row.session, ATTRIBUTED, strikes, row.alone)
+                waits.append(asyncio.wrap_future(mark))
+            if row.alone and strikes > 0:
+                self._strikes[row.session] = strikes
+        self._store.ledger.commit()
+        for error in await asyncio.gather(*waits, return_exceptions=True):
+            if isinstance(error, BaseException):
+                log.error("marks of the last run are counted again by the next one: %s", error)
+
+    def strikes(self, session: Session) -> int:
+        """Deaths with this session alone in the step."""
+        return self._strikes.get(session.name.decode(), 0)
+
+    def cut_off(self, session: Session) -> None:
+        """The session's engine died amid its turn: its next turn begins alone."""
+        self._cut_off.add(session.name.decode())
+
+    def begin(self, turn: Turn) -> None:
+        """Have the first step of the turn compute alone if its session is a suspect."""
+        session = turn.session
+        strikes = self.strikes(session)
+        if strikes or session.name.decode() in self._cut_off:
+            session.suspect, session.alone_deaths = True, strikes
+            turn.suspect_until = len(session.tokens)
+
+    async def mark(self, session: Session) -> None:
+        """Record the suspect durably before its solo step. A session without a name has no row."""
+        name = session.name.decode()
+        if session.logged < 0 or name in self._marked:
+            return
+        self._marked.add(name)
+        self._strikes[name] = session.alone_deaths + 1
+        try:
+            await self._journal.mark_suspect(session, self._strikes[name], self._store.epoch)
+        except StoreError as error:
+            log.error("%r computes alone without a mark: %s", session, error)
+
+    def clear(self, session: Session) -> None:
+        """The session got past the point where it was suspected: its mark and strikes go."""
+        name = session.name.decode()
+        session.suspect, session.alone_deaths = False, 0
+        self._cut_off.discard(name)
+        if self._strikes.pop(name, 0) or name in self._marked:
+            self._marked.discard(name)
+            self._journal.clear_suspect(session)
+
+    def forget(self, name: str) -> None:
+        """The session of this durable name is dropped."""
+        self._strikes.pop(name, None)
+        self._marked.discard(name)
+        self._cut_off.discard(name)
+
+    def blame(self, entries: Sequence[StepEntry]) -> list[Turn]:
+        """The worker died in this step: its sessions are suspects.
+
+        Returns the turns that are to fail: they ended a worker alone too often.
+        """
+        failed: list[Turn] = []
+        alone = len(entries) == 1
+        for turn, n, _ in entries:
+            session = turn.session
+            session.suspect = True
+            turn.suspect_until = max(turn.suspect_until, len(session.tokens), session.frontier + n)
+            session.alone_deaths += alone
+            if session.alone_deaths >= ALONE_DEATHS_MAX:
+                failed.append(turn)
+        return failed

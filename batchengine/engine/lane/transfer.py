@@ -1,0 +1,104 @@
+"""Sessions that leave a lane between two of its steps, and come to it.
+
+Owns the requests to leave that wait for the end of a step. The protocol of a migration is in
+`placement.migration`: this is its part on one lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from batchengine.engine.lane.seats import Seats
+from batchengine.engine.turns.turn import Turn
+from batchengine.kv import LaneKv
+from batchengine.session import Event, Session, State
+
+
+class Frozen(NamedTuple):
+    """A session between two lanes, or about to stay: its turn, if any, and whether it had a seat.
+
+    `last_ms` is when its last token was committed, `audits` how many audits there had been.
+    """
+
+    turn: Turn | None
+    seated: bool
+    last_ms: float
+    audits: int
+
+
+class Transfers:
+    """Freeze and thaw of one lane's sessions, and what is awaited of its pages meanwhile. All
+    methods run between two steps, except `at_boundary` and `when`."""
+
+    def __init__(self, lane_name: str, pages: LaneKv, seats: Seats) -> None:
+        self.due: list[tuple[Session, asyncio.Future[Frozen | None]]] = []  # at the next boundary
+        self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._lane_name = lane_name
+        self._pages = pages
+        self._seats = seats
+
+    def at_boundary(self, session: Session) -> asyncio.Future[Frozen | None]:
+        """Have the session frozen at the end of the step in flight."""
+        boundary: asyncio.Future[Frozen | None] = asyncio.get_running_loop().create_future()
+        self.due.append((session, boundary))
+        return boundary
+
+    def take_due(self) -> list[tuple[Session, asyncio.Future[Frozen | None]]]:
+        """The sessions to freeze now, with who waits; those whose waiter gave up are left out."""
+        due, self.due = self.due, []
+        return [(session, boundary) for session, boundary in due if not boundary.done()]
+
+    def when(self, holds: Callable[[], bool]) -> asyncio.Future[None]:
+        """Resolved at once if this holds, else at the first boundary between steps at which it
+        does."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waits.append((holds, future))
+        self.settle_waits()
+        return future
+
+    def settle_waits(self) -> None:
+        """Resolve what `when` returned and holds now."""
+        for wait in list(self._waits):
+            holds, future = wait
+            if future.done() or holds():
+                self._waits.remove(wait)
+                if not future.done():
+                    future.set_result(None)
+
+    def freeze(self, session: Session) -> Frozen | None:
+        """Take the session out of the plan; None if it is frozen or closed already.
+
+        Its tokens have been emitted, and its invalid pages dropped.
+        """
+        if session.state in (State.FROZEN, State.CLOSED):
+            return None
+        turn, seated = self._seats.take(session)
+        session.on(Event.FREEZE)
+        self._seats.forget_arrival(session)
+        self._pages.slots.protect(session)
+        last_ms = self._seats.now_ms() if turn is None else turn.served_ms
+        return Frozen(turn, seated, last_ms, self._pages.provenance.audits)
+
+    def thaw(self, session: Session, frozen: Frozen) -> bool:
+        """The session goes on here, with the seat and the deadline it had.
+
+        Returns whether an audit took place meanwhile: its open rows were dropped then, and its
+        turn is to look again for what the store has.
+        """
+        session.on(Event.THAW)
+        self._pages.slots.enter(session)
+        turn = frozen.turn
+        self._pages.slots.make_reclaimable(session)
+        if turn is not None:
+            self._seats.wait(turn)
+            self._seats.forget_row(turn)
+            if turn.generation.started_ms is not None:
+                turn.generation.lane = self._lane_name
+            if frozen.seated and (turn.paused or self._seats.free > 0):
+                self._seats.seat(session.key)
+        if frozen.audits == self._pages.provenance.audits:
+            return False
+        self._pages.slots.keep_sealed(session)
+        return True

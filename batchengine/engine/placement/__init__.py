@@ -1,0 +1,1 @@
+"""Which lane computes a session: routing decisions, their log, and migration."""

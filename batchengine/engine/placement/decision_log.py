@@ -1,0 +1,278 @@
+"""What was decided about whom, why, and what came of it: a ring of the latest decisions.
+
+Owns the record of each routing decision with its inputs, predictions and outcome, and turns it
+into plain data for `explain`. Decides nothing; the human text is the command line's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from batchengine.core import ID_PREFIX_CHARS_MIN
+from batchengine.engine.placement.move_report import MoveReport
+from batchengine.policy.cost import LaneLoad, RestorePlan
+from batchengine.policy.router import Decision, LaneState, RouteRequest, RouteSession, RouteState
+
+DECISIONS_MAX = 4096
+NOTES_MAX = 16  # moves and remarks of one record: a session that swings fills no memory
+
+
+class RequestOutcome:
+    """How a request ended. Times are milliseconds since the decision."""
+
+    __slots__ = ("cached_tokens", "finish", "lane", "tokens", "tpot_ms", "ttft_ms")
+
+    def __init__(
+        self,
+        lane: str,
+        finish: str,
+        tokens: int,
+        cached_tokens: int,
+        ttft_ms: float | None,
+        tpot_ms: float | None,
+    ) -> None:
+        self.lane = lane
+        self.finish = finish
+        self.tokens = tokens
+        self.cached_tokens = cached_tokens
+        self.ttft_ms = ttft_ms
+        self.tpot_ms = tpot_ms
+
+
+class DecisionRecord:
+    """One decision and its aftermath."""
+
+    __slots__ = (
+        "decided_ms",
+        "decision",
+        "lane",
+        "moves",
+        "notes",
+        "outcome",
+        "request",
+        "request_id",
+        "restore",
+        "restored_ms",
+        "session",
+        "session_id",
+        "sla_class",
+        "state",
+        "tenant",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        session_id: str,
+        tenant: str,
+        sla_class: str,
+        decided_ms: float,
+        request: RouteRequest,
+        session: RouteSession | None,
+        state: RouteState,
+        decision: Decision,
+        lane: str,
+    ) -> None:
+        self.request_id = request_id
+        self.session_id = session_id
+        self.tenant = tenant
+        self.sla_class = sla_class
+        self.decided_ms = decided_ms
+        self.request = request
+        self.session = session
+        self.state = state
+        self.decision = decision
+        self.lane = lane  # where it went: not always where the router would have it
+        self.moves: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.restore: RestorePlan | None = None
+        self.restored_ms: float | None = None
+        self.outcome: RequestOutcome | None = None
+
+    def note(self, text: str) -> None:
+        """A remark for `explain`."""
+        if len(self.notes) < NOTES_MAX:
+            self.notes.append(text)
+
+    def as_dict(self, now_ms: float) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        decision = self.decision
+        return {
+            "request_id": self.request_id,
+            "session_id": self.session_id,
+            "tenant": self.tenant,
+            "class": self.sla_class,
+            "age_s": round((now_ms - self.decided_ms) / 1000, 3),
+            "lane": self.lane,
+            "reason": str(decision.reason),
+            "reason_id": decision.reason.name.lower(),
+            "strategy": decision.strategy._asdict(),
+            "request": _plain(self.request._asdict()),
+            "session": None if self.session is None else _plain(self.session._asdict()),
+            "predicted": None
+            if decision.predicted is None
+            else _plain(
+                {
+                    "lane": decision.predicted.lane,
+                    "ttft_ms": decision.predicted.ttft_ms,
+                    "tpot_ms": decision.predicted.tpot_ms,
+                    "move_ms": decision.predicted.move_ms,
+                }
+            ),
+            "candidates": [
+                {**_plain(candidate._asdict()), **_lane_dict(lane)}
+                for candidate, lane in zip(decision.candidates, self.state.lanes, strict=False)
+            ],
+            "happened": self._happened(),
+            "moves": list(self.moves),
+            "restore": self._restore(),
+            "notes": list(self.notes),
+        }
+
+    def _happened(self) -> dict[str, Any] | None:
+        outcome, predicted = self.outcome, self.decision.predicted
+        if outcome is None:
+            return None
+        found: dict[str, Any] = {
+            "lane": outcome.lane,
+            "finish": outcome.finish,
+            "tokens": outcome.tokens,
+            "cached_tokens": outcome.cached_tokens,
+            "ttft_ms": outcome.ttft_ms,
+            "tpot_ms": outcome.tpot_ms,
+        }
+        if predicted is not None and outcome.ttft_ms is not None:
+            found["ttft_ratio"] = outcome.ttft_ms / max(predicted.ttft_ms, 1e-9)
+        if predicted is not None and outcome.tpot_ms is not None:
+            found["tpot_ratio"] = outcome.tpot_ms / max(predicted.tpot_ms, 1e-9)
+        return _plain(found)
+
+    def _restore(self) -> dict[str, Any] | None:
+        if self.restore is None:
+            return None
+        return _plain({**self.restore._asdict(), "actual_ms": self.restored_ms})
+
+
+def _lane_dict(lane: LaneState) -> dict[str, Any]:
+    load: LaneLoad = lane.load
+    return {
+        "tier": lane.tier,
+        "pool": lane.pool,
+        "alive": lane.alive,
+        "seated": load.seated,
+        "waiting": load.waiting,
+        "seats": load.seats,
+        "step_ms": round(load.step_ms, 3),
+        "prefill_backlog_ms": round(load.prefill_ms[-1], 3),
+    }
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """Floats rounded; infinities, which JSON does not have, as null."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, float):
+            value = round(value, 3) if math.isfinite(value) else None
+        found[name] = value
+    return found
+
+
+def move_dict(moved: MoveReport) -> dict[str, Any]:
+    """A migration as plain data."""
+    return _plain(
+        {
+            "from": moved.source,
+            "to": moved.target,
+            "cause": moved.cause.value,
+            "result": moved.result,
+            "tokens": moved.tokens,
+            "pages_shared": moved.pages_shared,
+            "pages_copied": moved.pages_copied,
+            "rows_copied": moved.rows_copied,
+            "rows_recomputed": moved.rows_recomputed,
+            "gap_ms": moved.gap_ms,
+            "total_ms": moved.total_ms,
+        }
+    )
+
+
+class DecisionLog:
+    """The latest DECISIONS_MAX records, found by request or session."""
+
+    def __init__(self, size: int = DECISIONS_MAX) -> None:
+        self._ring: deque[DecisionRecord] = deque()
+        self._size = size
+        self._by_request: dict[str, DecisionRecord] = {}
+        self._counts: dict[str, dict[str, int]] = {}  # session -> tenant -> records
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def __iter__(self) -> Iterator[DecisionRecord]:
+        """Newest first."""
+        return reversed(self._ring)
+
+    def add(self, record: DecisionRecord) -> None:
+        """Remember; the oldest goes when the ring is full."""
+        if len(self._ring) >= self._size:
+            oldest = self._ring.popleft()
+            if self._by_request.get(oldest.request_id) is oldest:
+                del self._by_request[oldest.request_id]
+            counts = self._counts[oldest.session_id]
+            counts[oldest.tenant] -= 1
+            if not counts[oldest.tenant]:
+                del counts[oldest.tenant]
+            if not counts:
+                del self._counts[oldest.session_id]
+        self._ring.append(record)
+        self._by_request[record.request_id] = record
+        counts = self._counts.setdefault(record.session_id, {})
+        counts[record.tenant] = counts.get(record.tenant, 0) + 1
+
+    def of_request(self, request_id: str, tenant: str | None = None) -> DecisionRecord | None:
+        """The latest decision about a request, which may have to be `tenant`'s."""
+        found = self._by_request.get(request_id)
+        if found is None or tenant in (None, found.tenant):
+            return found
+        mine = (r for r in self if (r.request_id, r.tenant) == (request_id, tenant))
+        return next(mine, None)  # an id may come twice: clients choose them
+
+    def latest(self, session_id: str, tenant: str) -> DecisionRecord | None:
+        """The latest decision about a session."""
+        return next((r for r in self if (r.session_id, r.tenant) == (session_id, tenant)), None)
+
+    def of_session(self, session_id: str, tenant: str) -> list[DecisionRecord]:
+        """Decisions about a session, oldest first."""
+        return [r for r in self._ring if (r.session_id, r.tenant) == (session_id, tenant)]
+
+    def find(
+        self,
+        given: str,
+        sessions: Collection[tuple[str, str]] = (),
+        tenant: str | None = None,
+    ) -> list[tuple[str, ...]]:
+        """What `given` may name: ("request", id) or ("session", tenant, id).
+
+        A request is found by a beginning of its id too, if `given` names nothing exactly; "be_"
+        before it is left out. `sessions` are (tenant, id) of sessions in memory, which may be
+        older than the ring. With `tenant` only what is that tenant's is found: ids made of
+        idempotency keys are the same for all.
+        """
+        if self.of_request(given, tenant) is not None:
+            return [("request", given)]
+        owners = {owner for owner, name in sessions if name == given}
+        owners |= self._counts.get(given, {}).keys()
+        exact: list[tuple[str, ...]] = [
+            ("session", owner, given) for owner in sorted(owners) if tenant in (None, owner)
+        ]
+        beginning = given.removeprefix("be_")
+        if exact or len(beginning) < ID_PREFIX_CHARS_MIN:
+            return exact
+        return [
+            ("request", record.request_id)
+            for record in self._by_request.values()
+            if record.request_id.startswith(beginning) and tenant in (None, record.tenant)
+        ]

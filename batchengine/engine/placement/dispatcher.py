@@ -1,0 +1,463 @@
+"""Placement policy: which lane a request computes on, what is admitted, and which sessions move.
+
+Owns the router's view of the lanes (`RouteState`, kept cheap), the decision log, what was learned
+about predictions and moves, and automatic promotion, demotion and evacuation. Migrations are done
+by the `Migrator` below; the order of turns is the scheduler's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from batchengine import errors
+from batchengine.config import Config
+from batchengine.core import GenerationRequest, SlaClass
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.placement.decision_log import (
+    NOTES_MAX,
+    DecisionLog,
+    DecisionRecord,
+    RequestOutcome,
+    move_dict,
+)
+from batchengine.engine.placement.explain import explain
+from batchengine.engine.placement.lane_view import LaneViews
+from batchengine.engine.placement.migration import Migrator
+from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
+from batchengine.engine.placement.restore import Restores
+from batchengine.engine.placement.session_times import TimesOfSessions
+from batchengine.engine.state import EngineState
+from batchengine.engine.turns.stream import Generation
+from batchengine.engine.turns.turn import Turn
+from batchengine.policy import cost, router, scheduler
+from batchengine.session import Session, common_prefix
+
+log = logging.getLogger("batchengine.engine")
+
+DEMOTIONS_MAX = 4  # idle sessions that leave the fast lanes per second
+MOVE_GAIN = 0.2  # of the average cost of a hand-over
+Spawn = Callable[[Coroutine[Any, Any, None], str], object]
+
+
+class Dispatcher:
+    """The engine's router, and the one caller of its migrator."""
+
+    def __init__(self, state: EngineState, migrator: Migrator, spawn: Spawn) -> None:
+        """`spawn` runs a task that nothing awaits."""
+        self._state = state
+        self._migrator = migrator
+        self._spawn = spawn
+        self.log = DecisionLog()
+        self._lanes = LaneViews(state)
+        self.restores = Restores(state, self._lanes, self.log)
+        self._times = TimesOfSessions(state)
+        self._evacuating: set[LaneLoop] = set()
+        self._policy = _policy(state.config)
+
+    def __repr__(self) -> str:
+        return f"<Dispatcher decisions={len(self.log)} moving={len(self._state.moves)}>"
+
+    # ------------------------------------------------------------------- what the router sees
+
+    def state(self) -> router.RouteState:
+        """Every lane as it is now, about."""
+        return router.RouteState(self._lanes.all(), (), self._policy)
+
+    def _asked(self, request: GenerationRequest) -> router.RouteRequest:
+        sla = request.sla
+        targets = self._state.config.sla.of(sla.sla_class)
+        n_prompt = len(request.prompt)
+        return router.RouteRequest(
+            scheduler.RANK[sla.sla_class],
+            n_prompt,
+            self._lanes.tokens_out(request),
+            n_prompt + request.tokens_max,
+            max(1.0, targets.ttft_ms if sla.ttft_ms is None else sla.ttft_ms),
+            max(0.1, targets.tpot_ms if sla.tpot_ms is None else sla.tpot_ms),
+            math.inf if sla.ttlt_ms is None else max(1.0, sla.ttlt_ms),
+            request.promote,
+        )
+
+    def _known(
+        self, session: Session, home: LaneLoop | None, prompt: tuple[int, ...]
+    ) -> router.RouteSession | None:
+        """What there is of the session's KV, and where; None for one without KV."""
+        if home is None:
+            return None
+        reused = min(common_prefix(session.tokens, prompt), session.frontier, len(prompt) - 1)
+        note, now_ms = self._times.of(session), self._state.now_ms()
+        return router.RouteSession(
+            home.lane.name,
+            reused,
+            max(0, reused - session.kv.sealed_tokens),
+            now_ms - note.moved_ms,
+            now_ms - note.urgent_ms,
+        )
+
+    # ------------------------------------------------------------------------------ admission
+
+    def admit(self, request: GenerationRequest) -> None:
+        """Raises 429 with the time to come back when no lane would begin with it in time."""
+        state = self.state()
+        up = [lane for lane in state.lanes if lane.alive]
+        if not up:
+            return  # lanes come back: it waits, as everybody else does
+        sla_class = request.sla.sla_class
+        rank = scheduler.RANK[sla_class]
+        waits = [cost.wait_ms(lane.load, rank) for lane in up if not lane.full]
+        if not waits:
+            wait_ms = min(cost.wait_ms(lane.load, rank) for lane in up)
+            self._state.metrics.shed_total.labels(sla_class.value, "queue_full").inc()
+            waiting, retry_ms = sum(lane.load.waiting for lane in up), cost.retry_after_ms(wait_ms)
+            raise errors.OVERLOADED(waiting=waiting, retry_ms=retry_ms)
+        patience_ms = self._state.config.sla.of(sla_class).patience_s * 1000
+        if patience_ms and min(waits) > patience_ms:
+            self._state.metrics.shed_total.labels(sla_class.value, "patience").inc()
+            raise errors.WAIT_TOO_LONG(
+                wait_s=min(waits) / 1000,
+                patience_s=patience_ms / 1000,
+                sla_class=sla_class.value,
+                retry_ms=cost.retry_after_ms(min(waits) - patience_ms),
+            )
+
+    def wait_ms(self, request: GenerationRequest, loop: LaneLoop | None = None) -> float:
+        """Predicted wait of a request until its own work begins, on `loop` or the best lane."""
+        rank = scheduler.RANK[request.sla.sla_class]
+        loops = self._state.lanes if loop is None else [loop]
+        return min(cost.wait_ms(self._lanes.of(one).load, rank) for one in loops)
+
+    def pace(self, loop: LaneLoop, request: GenerationRequest) -> tuple[float, float]:
+        """Until when the request is late on the lane, and its target per token; both in ms."""
+        chosen = self._state.config.sla.of(request.sla.sla_class)
+        targets = scheduler.ClassTargets(chosen.ttft_ms, chosen.tpot_ms)
+        now, n_prompt = loop.cost.cost, len(request.prompt)
+        step_ms = now.predict_ms(cost.work_of([(n_prompt, 1)]))
+        alone_ms = now.predict_ms(cost.work_of([(0, n_prompt)])) + request.tokens_max * step_ms
+        horizon_ms = scheduler.horizon_ms(request.sla, targets, alone_ms)
+        return horizon_ms, scheduler.tpot_ms(request.sla, targets)
+
+    # ------------------------------------------------------------------------------- decisions
+
+    def choose(self, session: Session, generation: Generation) -> LaneLoop:
+        """Decide where the session's next turn computes, and write down why.
+
+        The lane may be another than the session's home: then `move` it there first.
+        """
+        request, home = generation.request, self._state.home.get(session.key)
+        asked = self._asked(request)
+        known = self._known(session, home, request.prompt)
+        state = self.state()
+        decision = router.route(asked, known, state)
+        loop = self._state.lane(decision.lane) or home or self._least_assigned()
+        record = DecisionRecord(
+            request.request_id,
+            session.session_id,
+            session.tenant,
+            request.sla.sla_class.value,
+            self._state.now_ms(),
+            asked,
+            known,
+            state,
+            decision,
+            loop.lane.name,
+        )
+        if home is not None and loop is not home:
+            held = self._held_back(session, home)
+            if held:
+                record.note(f"it stays on {home.lane.name}: {held}")
+                loop, record.lane = home, home.lane.name
+        self._remark(session, request, record)
+        self.log.add(record)
+        self._count(record)
+        generation.lane_wait_ms = self.wait_ms(request, loop)
+        n = max(1, asked.prompt_tokens - (0 if known is None else known.reused_tokens))
+        self._lanes.joined(loop, asked.rank, asked.prompt_tokens - n, n)
+        return loop
+
+    def _held_back(self, session: Session, home: LaneLoop) -> str:
+        """Why a session that should move does not; "" = it does."""
+        if not self._state.config.router.promote_auto and home.up:
+            return "router.promote_auto is off"
+        if session.key in self._state.moves:
+            return "a hand-over is on the way"
+        return ""
+
+    def _remark(self, session: Session, request: GenerationRequest, record: DecisionRecord) -> None:
+        """Remember urgency, and say when a background request follows a human at once."""
+        note, now_ms = self._times.of(session), self._state.now_ms()
+        note.used_ms = now_ms
+        if router.is_urgent(record.request, self._policy):
+            note.urgent_ms = now_ms
+        elif request.sla.sla_class in (SlaClass.BACKGROUND, SlaClass.BATCH):
+            since_ms = now_ms - note.urgent_ms
+            if since_ms < self._policy.demote_idle_ms:
+                text = (
+                    f"a {record.sla_class} request {since_ms / 1000:.1f} s after an interactive"
+                    " turn: the client may have left a background model on this session"
+                )
+                record.note(text)
+                log.info("session %s: %s", session.session_id, text)
+
+    def _count(self, record: DecisionRecord) -> None:
+        metrics, predicted = self._state.metrics, record.decision.predicted
+        reason = record.decision.reason.name.lower()
+        metrics.route_decisions_total.labels(record.lane, reason).inc()
+        if predicted is not None and predicted.lane == record.lane:
+            labels = (record.sla_class, record.lane)
+            metrics.ttft_predicted_seconds.labels(*labels).observe(predicted.ttft_ms / 1000)
+            metrics.tpot_predicted_seconds.labels(*labels).observe(predicted.tpot_ms / 1000)
+
+    def _least_assigned(self) -> LaneLoop:
+        return min(self._state.lanes, key=lambda loop: loop.assigned)
+
+    def predicted(self, request_id: str) -> dict[str, Any] | None:
+        """Lane, ttft_ms, tpot_ms and move_ms as they were predicted; None = there is none."""
+        record = self.log.of_request(request_id)
+        found = None if record is None else record.decision.predicted
+        return None if found is None else found._asdict()
+
+    # ---------------------------------------------------------------------------------- moves
+
+    def waits_behind(self, session: Session, generation: Generation) -> None:
+        """A request queued behind the session's running turn: an urgent one hurries that turn.
+
+        The turn inherits the urgency of who waits for it, and its session moves to where the
+        waiting request would go: it will be there when its own turn comes.
+        """
+        asked = self._asked(generation.request)
+        home = self._state.home.get(session.key)
+        if home is None or not router.is_urgent(asked, self._policy):
+            return
+        note = self._times.of(session)
+        note.urgent_ms = self._state.now_ms()
+        turn = home.running.get(session.key) or home.waiting.get(session.key)
+        if turn is not None:
+            home.hurry(turn, asked.rank, asked.ttft_ms, asked.tpot_ms)
+        known = self._known(session, home, tuple(session.tokens)) if session.tokens else None
+        decision = router.route(asked, known, self.state())
+        to = self._state.lane(decision.lane)
+        if to is not None and to is not home and not self._held_back(session, home):
+            self._spawn(self._move_aside(session, to, MoveCause.PROMOTION), "move")
+
+    async def move(self, session: Session, to: LaneLoop, cause: MoveCause) -> MoveReport:
+        """Have the session migrate; write down what that did and learn what it costs."""
+        try:
+            moved = await self._migrator.move(session, to, cause)
+        except Exception as error:  # whatever it was, the session's requests go on
+            home = self._state.home.get(session.key)
+            where = "none" if home is None else home.lane.name
+            log.exception("session %s stays on %s", session.session_id, where)
+            moved = MoveReport(
+                session.session_id,
+                where,
+                to.lane.name,
+                cause,
+                outcome=MoveOutcome.FAILED,
+                why=f"a defect ({type(error).__name__}): the log has the details",
+            )
+        self.learn(session, moved)
+        return moved
+
+    async def _move_aside(self, session: Session, to: LaneLoop, cause: MoveCause) -> None:
+        await self.move(session, to, cause)
+
+    def learn(self, session: Session, moved: MoveReport) -> None:
+        """Write a migration down and learn what it costs."""
+        metrics = self._state.metrics
+        outcome = moved.outcome.value.replace(" ", "_")
+        metrics.promotions_total.labels(moved.source, moved.target, outcome).inc()
+        if moved.outcome is MoveOutcome.FAILED:
+            return
+        record = self.log.latest(session.session_id, session.tenant)
+        if record is not None and len(record.moves) < NOTES_MAX:
+            record.moves.append(move_dict(moved))
+        if moved.outcome is not MoveOutcome.MOVED:
+            return
+        note = self._times.of(session)
+        note.moved_ms = self._state.now_ms()
+        if moved.cause is MoveCause.PROMOTION:
+            note.urgent_ms = note.moved_ms  # it was asked for: the session stays a while
+        metrics.promotion_seconds.observe(moved.total_ms / 1000)
+        if moved.gap_ms > 0.0:
+            metrics.promotion_gap_seconds.observe(moved.gap_ms / 1000)
+        self._learn_move(moved)
+
+    def _learn_move(self, moved: MoveReport) -> None:
+        """What a hand-over costs at all; the share of copied rows keeps its prior."""
+        policy = self._policy
+        fixed_ms = max(0.1, moved.total_ms - policy.move_row_ms * moved.rows_copied)
+        move_ms = policy.move_ms + MOVE_GAIN * (fixed_ms - policy.move_ms)
+        self._policy = policy._replace(move_ms=move_ms)
+
+    async def relocate(self, session: Session, to: str | None, tier: str) -> MoveReport:
+        """Move a session to lane `to`, or to the best other one of `tier`.
+
+        Raises BatchEngineError: then nothing has changed.
+        """
+        home = self._state.home.get(session.key)
+        name = "" if home is None else home.lane.name
+        loop = self.lane_for(session, tier) if to is None else self._state.lane(to)
+        if to is not None and loop is None:
+            lanes = " or ".join(loop.lane.name for loop in self._state.lanes)
+            raise errors.UNKNOWN_LANE(given=to, lanes=lanes)
+        if loop is None and home is not None:  # asked twice is not asked to go back
+            settled = home.config.tier == tier and home.lane.alive and home.pages.slots.is_attached
+            loop = home if settled else self._refuge(home)
+        if loop is None:
+            raise errors.NO_OTHER_LANE(lane=name or "here")
+        cause = MoveCause.PROMOTION if tier == router.FAST else MoveCause.DEMOTION
+        # The caller may go away: what was begun is ended all the same.
+        moved = await asyncio.shield(asyncio.ensure_future(self.move(session, loop, cause)))
+        if moved.outcome in (MoveOutcome.STAYED, MoveOutcome.FAILED):
+            where = f"on lane {name}" if name else "on no lane"
+            raise errors.NOT_MOVED(where=where, why=moved.why)
+        return moved
+
+    def lane_for(self, session: Session, tier: str) -> LaneLoop | None:
+        """The best other lane of a tier for an explicit promote or demote."""
+        home = self._state.home.get(session.key)
+        away_from = "" if home is None else home.lane.name
+        return self._state.lane(
+            router.best_lane(self.state(), tier, len(session.tokens), away_from)
+        )
+
+    def tick(self) -> None:
+        """Once a second: turns leave lanes that are down, idle sessions give fast lanes back, and
+        the times of sessions that have left the memory are forgotten."""
+        state = self._state
+        self._times.forget_others(
+            {s.key for s in state.sessions.values()}
+            | {turn.session.key for turn in state.turns.values()}
+        )
+        for loop in state.lanes:
+            if loop not in self._evacuating and self._evacuees(loop):
+                self._spawn(self._evacuate(loop), "evacuation")
+        fast = any(loop.config.tier == router.FAST for loop in state.lanes)
+        if not fast or not state.config.router.promote_auto:
+            return
+        for session, to in self._demotions():
+            self._spawn(self._move_aside(session, to, MoveCause.IDLE), "move")
+
+    def _demotions(self) -> list[tuple[Session, LaneLoop]]:
+        """Idle sessions that stand on a fast lane for no reason, oldest use first."""
+        state, now_ms = self.state(), self._state.now_ms()
+        found: list[tuple[Session, LaneLoop]] = []
+        for session in self._state.sessions.values():
+            home = self._state.home.get(session.key)
+            if (
+                home is None
+                or home.config.tier != router.FAST
+                or not self._state.is_at_rest(session)
+            ):
+                continue
+            note = self._times.of(session)
+            known = self._known(session, home, tuple(session.tokens[-1:]))
+            if known is None:
+                continue
+            idle_ms = now_ms - note.used_ms
+            to = self._state.lane(router.demotion(known, idle_ms, len(session.tokens), state))
+            if to is not None:
+                found.append((session, to))
+                if len(found) >= DEMOTIONS_MAX:
+                    break
+        return found
+
+    # ------------------------------------------------------------------------------ evacuation
+
+    def _refuge(self, away_from: LaneLoop) -> LaneLoop | None:
+        """The live lane with most free seats."""
+        able = [
+            loop
+            for loop in self._state.lanes
+            if loop is not away_from
+            and loop.up
+            and loop.pages.slots.is_attached
+            and not loop.stopping
+        ]
+        best = max(able, key=lambda loop: loop.seats.free, default=None)
+        return best if best is not None and best.seats.free > 0 else None
+
+    async def _evacuate(self, loop: LaneLoop) -> None:
+        """Turns of a lane that is down go on elsewhere, as far as there are seats."""
+        self._evacuating.add(loop)
+        try:
+            for session in self._evacuees(loop):
+                to = self._refuge(loop)
+                if (loop.pages.slots.is_attached and not loop.draining) or to is None:
+                    return
+                await self.move(session, to, MoveCause.EVACUATION)
+        finally:
+            self._evacuating.discard(loop)
+
+    def _evacuees(self, loop: LaneLoop) -> list[Session]:
+        """Sessions with turns on a lane that is down, except suspects; or on a drained one, once
+        they have dropped what it computed."""
+        settled = not loop.is_rechecking if loop.draining else not loop.pages.slots.is_attached
+        if not settled or loop.stopping:
+            return []
+        turns = [*loop.running.values(), *loop.waiting.values()]
+        return [turn.session for turn in turns if not turn.session.suspect]
+
+    # --------------------------------------------------------------------------------- outcome
+
+    def ended(self, turn: Turn, finish: str) -> None:
+        """A turn is over: compare with what was predicted, and learn how long answers are."""
+        generation, session = turn.generation, turn.session
+        note, now_ms = self._times.of(session), self._state.now_ms()
+        note.used_ms = now_ms
+        record = self.log.of_request(generation.request_id)
+        if record is None:
+            return
+        if router.is_urgent(record.request, self._policy):
+            note.urgent_ms = now_ms
+        if finish in ("stop", "length"):
+            self._lanes.learn_answer(generation.completion_tokens, generation.request.tokens_max)
+        ttft_ms, tpot_ms = _times(generation, record.decided_ms)
+        record.outcome = RequestOutcome(
+            generation.lane,
+            finish,
+            generation.completion_tokens,
+            generation.cached_tokens,
+            ttft_ms,
+            tpot_ms,
+        )
+        predicted = record.decision.predicted
+        if predicted is None or predicted.lane != generation.lane or record.moves:
+            return
+        ratio = self._state.metrics.prediction_ratio
+        if ttft_ms is not None:
+            ratio.labels("ttft", generation.lane).observe(ttft_ms / max(predicted.ttft_ms, 1e-3))
+        if tpot_ms is not None:
+            ratio.labels("tpot", generation.lane).observe(tpot_ms / max(predicted.tpot_ms, 1e-3))
+
+    # --------------------------------------------------------------------------------- explain
+
+    def explain(self, given: str, tenant: str | None = None) -> dict[str, Any]:
+        """Decisions about a request or session and what came of them; see `explain.explain`."""
+        return explain(self._state, self.log, self._times, given, tenant)
+
+
+def _policy(config: Config) -> router.RoutePolicy:
+    interactive, routing = config.sla.interactive, config.router
+    return router.RoutePolicy(
+        long_prompt_tokens=routing.long_prompt_tokens,
+        urgent_ttft_ms=interactive.ttft_ms,
+        urgent_tpot_ms=interactive.tpot_ms,
+        tolerance=routing.tolerance,
+        dwell_ms_min=routing.dwell_s * 1000,
+        demote_idle_ms=routing.demote_idle_s * 1000,
+        loaded_ratio=routing.loaded_ratio,
+    )
+
+
+def _times(generation: Generation, since_ms: float) -> tuple[float | None, float | None]:
+    """TTFT since the decision and TPOT of what was generated; None = there was none."""
+    first, last = generation.first_token_ms, generation.last_token_ms
+    if first is None or last is None:
+        return None, None
+    n = generation.completion_tokens
+    return max(0.0, first - since_ms), (last - first) / (n - 1) if n > 1 else None

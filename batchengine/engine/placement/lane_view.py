@@ -1,0 +1,129 @@
+"""The lanes as the router sees them: what each has to do already, summed up.
+
+Owns a cached `LaneState` per lane, and the average length of answers, which the sums need. A lane
+with many sessions is counted again at intervals only, and its state estimated in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from batchengine.core import GenerationRequest
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.state import EngineState
+from batchengine.engine.turns.turn import Turn
+from batchengine.policy import cost, router
+from batchengine.policy.cost import LoadRow
+
+REFRESH_MS = 20.0  # a lane of many sessions is counted this often, and estimated in between
+FEW_ROWS = 128  # a lane of fewer is counted whenever something happened
+ANSWER_GAIN = 0.05  # of the average share of tokens_max that answers really take
+
+
+class _Counted:
+    """A lane's state and what it was made from."""
+
+    __slots__ = ("at_ms", "mark", "state")
+
+    def __init__(self, state: router.LaneState, mark: tuple[object, ...], at_ms: float) -> None:
+        self.state = state
+        self.mark = mark
+        self.at_ms = at_ms
+
+
+class LaneViews:
+    """The lanes of one engine for its router."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._counted: dict[LaneLoop, _Counted] = {}
+        self._answer_share = 1.0
+
+    def all(self) -> tuple[router.LaneState, ...]:
+        """Every lane, in the order of the configuration."""
+        now_ms = self._state.now_ms()
+        return tuple([self._view(loop, now_ms) for loop in self._state.lanes])
+
+    def of(self, loop: LaneLoop) -> router.LaneState:
+        """One lane: counted again when something happened, a long queue every REFRESH_MS."""
+        return self._view(loop, self._state.now_ms())
+
+    def joined(self, loop: LaneLoop, rank: int, frontier: int, n_tokens: int) -> None:
+        """A request was given to the lane: estimate its state until it is counted again."""
+        counted = self._counted.get(loop)
+        if counted is not None:
+            load = cost.joined(counted.state.load, rank, frontier, n_tokens)
+            counted.state = counted.state._replace(load=load)
+
+    def tokens_out(self, request: GenerationRequest) -> int:
+        """Tokens the answer will probably have."""
+        expected = request.expected_output_tokens
+        if expected is None:
+            expected = int(self._answer_share * request.tokens_max)
+        return max(1, min(expected, request.tokens_max))
+
+    def learn_answer(self, tokens: int, tokens_max: int) -> None:
+        """An answer was complete after `tokens` of the `tokens_max` it might have had."""
+        if tokens_max > 0:
+            self._answer_share += ANSWER_GAIN * (tokens / tokens_max - self._answer_share)
+
+    def _view(self, loop: LaneLoop, now_ms: float) -> router.LaneState:
+        rows = max(loop.assigned, len(loop.running) + len(loop.waiting))
+        mark = (loop.meter.steps, loop.assigned, rows, loop.up)
+        counted = self._counted.get(loop)
+        if counted is not None:
+            few = rows <= FEW_ROWS or not counted.state.alive
+            if counted.mark == mark or not (few or now_ms - counted.at_ms > REFRESH_MS):
+                return counted.state
+        state = self._count(loop)
+        self._counted[loop] = _Counted(state, mark, now_ms)
+        return state
+
+    def _count(self, loop: LaneLoop) -> router.LaneState:
+        config = loop.config
+        paused = sum(turn.paused for turn in loop.running.values())
+        step = loop.cost.cost
+        step = dataclasses.replace(step, fixed_ms=step.fixed_ms + loop.meter.overhead_ms)
+        load = cost.load_of(
+            step, config.entries_max, config.chunk_tokens_max, self._rows(loop), paused
+        )
+        queue_max = config.queue_max or self._state.config.limits.queue_max
+        n_waiting = len(loop.waiting) + len(self._joining(loop))
+        return router.LaneState(
+            loop.lane.name,
+            load,
+            loop.up,
+            config.tier or router.ANY,
+            config.pool,
+            loop.context_max,
+            n_waiting >= queue_max,
+        )
+
+    def _rows(self, loop: LaneLoop) -> Iterable[LoadRow]:
+        for turns, seated in ((loop.running, True), (loop.waiting, False)):
+            for turn in turns.values():
+                if turn.paused:
+                    continue
+                session, generation = turn.session, turn.generation
+                left = self.tokens_out(generation.request) - generation.completion_tokens
+                frontier = session.frontier
+                to_compute = max(1, len(session.tokens) - frontier)
+                yield LoadRow(turn.rank, frontier, to_compute, max(1, left), seated)
+        for turn in self._joining(loop):
+            request = turn.generation.request
+            n_prompt, left = len(request.prompt), self.tokens_out(request)
+            yield LoadRow(turn.rank, 0, n_prompt, left, False)
+
+    def _joining(self, loop: LaneLoop) -> list[Turn]:
+        """Turns that were given to the lane and are not in its tables yet."""
+        if loop.assigned <= len(loop.running) + len(loop.waiting):
+            return []
+        return [
+            turn
+            for turn in self._state.turns.values()
+            if turn.end is None
+            and self._state.home.get(turn.session.key) is loop
+            and turn.session.key not in loop.running
+            and turn.session.key not in loop.waiting
+        ]

@@ -1,0 +1,347 @@
+"""A session moves from one lane to another between two of its tokens.
+
+Owns the protocol and its one commit point. Until P5 the session is the source's, and whatever
+happens leaves it there as if nothing had been asked; from P5 on it is the destination's, and
+nothing takes it back. Sealed pages go by reference; rows of open pages are imported, each proven.
+
+    P0  accepted: the destination is up
+    P1  it keeps a seat and slots, and faults sealed pages in, while the source still decodes
+    P2  the source stops the session at a token boundary
+    P3  the destination copies its open rows from where they are
+    P4  and has proven them
+    P5  the ledger names the new owner (a session without a name: memory does)
+    P6  it runs on the destination
+    P7  the source's slots are quarantined
+    P8  and free, one generation on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.lane.transfer import Frozen
+from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
+from batchengine.engine.state import EngineState
+from batchengine.engine.turns.journal import INCARNATIONS, Journal
+from batchengine.engine.turns.turn import Turn
+from batchengine.kv import RowImport
+from batchengine.session import NOT_LOGGED, Session, State
+from batchengine.session_kv import PendingRows, page_start
+from batchengine.wire import FromArena
+from kv_store.errors import StoreError
+
+log = logging.getLogger("batchengine.handover")
+
+ANSWER_S = 5.0  # a lane whose steps take longer is no place to move to;
+IMPORT_S = 10.0  # one that stops answering then holds up a frozen session
+FIRST_COMMIT_S = 5.0  # how long a report waits for the destination's first token
+RECOMPUTE_MAX = 16  # unproven rows that are not worth staying for
+CLOSED = "it was dropped, or its request ended"
+
+
+class Abort(Exception):
+    """The session stays where it is, and why."""
+
+
+class Migration:
+    """One hand-over under way: what it holds on either side, to be given back if it fails."""
+
+    def __init__(self, session: Session, source: LaneLoop, to: LaneLoop) -> None:
+        self.session = session
+        self.source = source
+        self.to = to
+        self.epoch = session.next_epoch()
+        self.imported: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.row_import: RowImport | None = None
+        self.frozen: Frozen | None = None
+        self.expects = False  # the destination keeps a seat
+        self.tails: list[PendingRows] = []  # parked rows: they go by reference too
+        self.arrival: asyncio.Future[float] | None = None  # the target's first commit, to come
+        self.is_owned = False  # P5 is durable, or was asked for and never answered
+
+    def on_imported(self, complete: bool) -> None:
+        if not self.imported.done():
+            self.imported.set_result(complete)
+
+    @property
+    def turn(self) -> Turn | None:
+        key = self.session.key
+        return self.source.running.get(key) or self.source.waiting.get(key)
+
+    def expect(self) -> None:
+        if not self.expects:
+            self.expects = True
+            self.to.seats.expected += 1
+
+    def release_seats(self) -> None:
+        """Seats that were kept for the session on either side."""
+        if self.expects:
+            self.expects = False
+            self.to.seats.expected -= 1
+        if self.frozen is not None and self.frozen.seated:
+            self.source.seats.expected -= 1
+
+    def undo(self) -> None:
+        """As if nothing had been asked."""
+        if self.row_import is not None:
+            self.to.pages.importing.abandon(self.row_import)
+        self.release_seats()
+        if self.frozen is not None and self.session.state is State.FROZEN:
+            self.source.thaw(self.session, self.frozen)
+
+    def reach(self) -> int:
+        """Leading tokens whose KV the destination has."""
+        if self.row_import is None:
+            raise RuntimeError("nothing was adopted")
+        reach = self.session.kv.sealed_tokens
+        for pending, rows in zip(self.row_import.pending_rows, self.row_import.rows, strict=True):
+            if page_start(pending.page) == reach:
+                reach += rows
+        return reach
+
+
+class Migrator:
+    """Moves sessions between lanes; moves of one session follow one another."""
+
+    def __init__(self, state: EngineState, journal: Journal) -> None:
+        self._state = state
+        self._journal = journal
+        self._stopping = False
+        self.on_point: Callable[[str], Awaitable[None] | None] = _pass  # tests plant faults here
+
+    def __repr__(self) -> str:
+        return f"<Migrator moving={len(self._state.moves)}>"
+
+    async def settle(self, timeout_s: float) -> None:
+        """Begin no move any more; wait for those under way, which give up if they still can."""
+        self._stopping = True
+        if self._state.moves:
+            await asyncio.wait(list(self._state.moves.values()), timeout=timeout_s)
+
+    async def move(self, session: Session, to: LaneLoop, cause: MoveCause) -> MoveReport:
+        """Bring the session to another lane; it goes on there, or stays as it was."""
+        started_ms = self._state.now_ms()
+        await self._state.moved(session)
+        source = self._state.home.get(session.key)
+        report = MoveReport(
+            session.session_id,
+            "none" if source is None else source.lane.name,
+            to.lane.name,
+            cause,
+            tokens=len(session.tokens),
+        )
+        if source is to:
+            return replace(report, outcome=MoveOutcome.ALREADY)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._state.moves[session.key] = ended
+        move: Migration | None = None
+        try:
+            report, move = await self._move(session, source, to, report)
+        except Abort as abort:
+            log.info("%r stays on %s: %s", session, report.source, abort)
+            report = replace(report, outcome=MoveOutcome.STAYED, why=str(abort))
+        finally:
+            del self._state.moves[session.key]
+            ended.set_result(None)
+        gap_ms = 0.0 if move is None else await self._gap_ms(move)
+        total_ms = round(self._state.now_ms() - started_ms, 3)
+        return replace(report, gap_ms=gap_ms, total_ms=total_ms)
+
+    # ------------------------------------------------------------------------------ protocol
+
+    async def _move(
+        self, session: Session, source: LaneLoop | None, to: LaneLoop, report: MoveReport
+    ) -> tuple[MoveReport, Migration | None]:
+        await self._at("P0")
+        self._check(session, to)
+        if source is None:  # it never computed: there is nothing to hand over
+            self._state.home[session.key] = to
+            to.pages.slots.enter(session)
+            return report, None
+        move = Migration(session, source, to)
+        try:
+            await self._prepare(move)
+            await self._freeze(move)
+            await self._copy(move)
+            await self._commit(move)
+        except BaseException:
+            if not move.is_owned:
+                move.undo()
+            raise
+        return await self._finish(move, report), move
+
+    def _check(self, session: Session, to: LaneLoop) -> None:
+        """Reasons to stay that may come up at any time before P5."""
+        if self._stopping or to.stopping:
+            raise Abort("the daemon is shutting down")
+        if not to.up or not to.pages.slots.is_attached:
+            raise Abort(f"lane {to.lane.name} is {'drained' if to.draining else 'down'}")
+        if session.suspect:
+            raise Abort("it was in a step that killed a worker, and proves itself where it is")
+        if session.state is State.CLOSED:
+            raise Abort(CLOSED)
+        named = self._state.sessions.get((session.tenant, session.session_id)) is session
+        if named and session.logged == NOT_LOGGED:  # its epoch is not known yet
+            raise Abort("it is being read from the ledger")
+
+    async def _prepare(self, move: Migration) -> None:
+        """P1: everything that takes time, while the source goes on."""
+        session, to, turn = move.session, move.to, move.turn
+        if turn is not None and session.state is State.RUNNING and not turn.paused:
+            if to.seats.free > 0:
+                move.expect()
+            elif turn.rank >= max((other.rank for other in to.running.values()), default=0):
+                raise Abort(
+                    f"no room: all {to.config.entries_max} seats of lane {to.lane.name} are taken"
+                    " by sessions as urgent"
+                )
+        n_pages = max(len(session.kv.open), len(session.kv.pending)) + (turn is not None)
+        move.row_import = to.pages.importing.prepare(
+            session, move.epoch, n_pages, move.on_imported, warm=True
+        )
+        if move.row_import is None:
+            raise Abort(
+                f"no room: {n_pages} open pages are needed on lane {to.lane.name}, and it has"
+                f" {to.pages.slots.available} places to give"
+            )
+        await self._touch(to, session.kv.codes[: len(session.kv.sealed)])
+        if move.source.pages.slots.is_relabeling(session):
+            # The client cut its history just now: rows prove themselves once they are recorded
+            # under the epoch of what is left. It is not cut again before the move has ended.
+            await self._touch(move.source, ())
+        await self._at("P1")
+        self._check(session, to)
+
+    async def _touch(self, loop: LaneLoop, sealed: Sequence[int]) -> None:
+        """Returns once the lane has answered a frame that was yet to be sent, and has faulted
+        these pages in; or once its worker died, which is noticed later."""
+        touched: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop.pages.touches.touch(
+            sealed, lambda: None if touched.done() else touched.set_result(None)
+        )
+        loop.wake()
+        await asyncio.wait([touched], timeout=ANSWER_S)
+        if not touched.done():
+            touched.cancel()
+            raise Abort(f"lane {loop.lane.name} does not answer")
+
+    async def _freeze(self, move: Migration) -> None:
+        """P2: the last token on the source is committed and was given to its reader."""
+        session, source = move.session, move.source
+        move.frozen = await source.freeze(session)
+        if move.frozen is None:
+            raise Abort("it ended meanwhile")
+        if session.kv.parked is not None:
+            source.pages.slots.vacate(session)
+        await self._at("P2")
+
+    async def _copy(self, move: Migration) -> None:
+        """P3 and P4: open rows to the destination, each of them proven there."""
+        session, source, to, row_import = move.session, move.source, move.to, move.row_import
+        if row_import is None:
+            raise RuntimeError("copy before prepare")
+        self._check(session, to)
+        pending_rows = source.pages.importing.sources(session)
+        rows = [pending for pending in pending_rows if isinstance(pending.source, FromArena)]
+        if not to.pages.importing.import_rows(row_import, rows):
+            raise Abort(f"no room: lane {to.lane.name} has no place for {len(rows)} open pages")
+        to.wake()
+        await self._at("P3")
+        await asyncio.wait([move.imported], timeout=IMPORT_S)
+        if not move.imported.done() or not move.imported.result():
+            raise Abort(f"lane {to.lane.name} died, or does not answer")
+        await self._at("P4")
+        self._check(session, to)
+        if row_import.fallen is not None or (row_import.over and rows):
+            raise Abort(f"lane {to.lane.name} died")
+        if session.state is not State.FROZEN:
+            raise Abort(CLOSED)
+        missing = session.frontier - move.reach()
+        if missing > RECOMPUTE_MAX and source.lane.alive:
+            raise Abort(f"{missing} of its rows could not be proven; they are good where they are")
+        if move.frozen is not None and move.frozen.audits != to.pages.provenance.audits:
+            raise Abort("an audit invalidated its open rows")
+        turn = None if move.frozen is None else move.frozen.turn
+        if turn is not None and (turn.generation.cancelled or turn.generation.finished):
+            raise Abort("its request was cancelled")
+
+    async def _commit(self, move: Migration) -> None:
+        """P5: from here on the session is the destination's, whatever happens."""
+        session, to = move.session, move.to
+        if session.logged != NOT_LOGGED and self._state.store is not None:
+            incarnation = self._state.store.epoch * INCARNATIONS + to.lane.incarnation
+            turn = None if move.frozen is None else move.frozen.turn
+            move.is_owned = True  # until we know better, neither lane may compute
+            try:
+                await self._journal.hand_over(session, turn, move.epoch, to.lane.name, incarnation)
+            except StoreError as error:
+                move.is_owned = False
+                raise Abort(f"the ledger refused: {error}") from error
+        move.is_owned = True
+        session.epoch = move.epoch
+        await self._at("P5")
+
+    async def _finish(self, move: Migration, report: MoveReport) -> MoveReport:
+        """P6 to P8: nothing here may fail; a lane that dies now is the destination's business."""
+        session, source, to, row_import = move.session, move.source, move.to, move.row_import
+        frozen = move.frozen
+        if frozen is None or row_import is None:
+            raise RuntimeError("finish before freeze")
+        if session.state is not State.FROZEN:  # dropped meanwhile: there is nothing to bring
+            move.undo()
+            raise Abort(CLOSED)
+        before = session.frontier
+        left = source.pages.slots.detach(session)
+        tails = session.kv.take_pending(lambda o: not isinstance(o.source, FromArena))
+        rows_copied = to.pages.importing.rows_imported
+        to.pages.importing.install(row_import)
+        to.pages.importing.bring(session, tails)
+        self._state.home[session.key] = to
+        if frozen.turn is not None or self._has_turn(session):
+            source.assigned -= 1
+            to.assigned += 1
+        move.release_seats()
+        report = replace(
+            report,
+            tokens=len(session.tokens),
+            pages_shared=len(session.kv.sealed) + sum(o in tails for o in session.kv.pending),
+            pages_copied=len(row_import.pending_rows),
+            rows_copied=to.pages.importing.rows_imported - rows_copied,
+            rows_recomputed=max(0, before - session.frontier) if not session.kv.pending else 0,
+        )
+        if frozen.turn is not None and frozen.seated:
+            move.arrival = to.seats.first_commit(session)
+        to.thaw(session, frozen)
+        await self._at("P6")
+        source.pages.slots.release(left)
+        source.wake()
+        await self._at("P7")
+        await self._at("P8")
+        return report
+
+    async def _gap_ms(self, move: Migration) -> float:
+        """Last commit on the source to the first on the target, once that is known."""
+        arrival, frozen = move.arrival, move.frozen
+        if arrival is None or frozen is None:
+            return 0.0
+        await asyncio.wait([arrival], timeout=FIRST_COMMIT_S)
+        if not arrival.done():
+            move.to.seats.forget_arrival(move.session)
+        return 0.0 if arrival.cancelled() else max(0.0, arrival.result() - frozen.last_ms)
+
+    def _has_turn(self, session: Session) -> bool:
+        """A turn whose pages are being loaded: it has a lane, but no place in its loop yet."""
+        return any(turn.session is session for turn in self._state.turns.values())
+
+    async def _at(self, point: str) -> None:
+        planted = self.on_point(point)
+        if planted is not None:
+            await planted
+
+
+def _pass(point: str) -> None:
+    """Nothing happens at a point of the protocol."""

@@ -1,0 +1,68 @@
+"""What one migration did: plain data for the decision log, for metrics and for the caller."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+
+class MoveCause(enum.StrEnum):
+    """What asked for a migration."""
+
+    ROUTER = "router"  # the session's next turn computes elsewhere
+    PROMOTION = "promotion"
+    DEMOTION = "demotion"
+    IDLE = "demotion: idle"
+    EVACUATION = "evacuation"  # its lane is down or drained
+
+
+class MoveOutcome(enum.Enum):
+    """How a migration ended."""
+
+    MOVED = "moved"
+    ALREADY = "already there"
+    STAYED = "aborted"  # the session is where it was, and `why`
+    FAILED = "failed"  # the same, by a defect
+
+
+@dataclass(frozen=True, slots=True)
+class MoveReport:
+    """What a migration did. `gap_ms`: last commit on the source to the first on the target; 0 if
+    the session had nothing to compute. `why` is set for STAYED and FAILED."""
+
+    session_id: str
+    source: str  # lane names; "none": it never computed
+    target: str
+    cause: MoveCause
+    tokens: int = 0
+    pages_shared: int = 0
+    pages_copied: int = 0
+    rows_copied: int = 0
+    rows_recomputed: int = 0
+    gap_ms: float = 0.0
+    total_ms: float = 0.0
+    outcome: MoveOutcome = MoveOutcome.MOVED
+    why: str = ""
+
+    @property
+    def result(self) -> str:
+        """The outcome as text."""
+        return f"{self.outcome.value}: {self.why}" if self.why else self.outcome.value
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "session_id": self.session_id,
+            "source": self.source,
+            "target": self.target,
+            "cause": self.cause.value,
+            "tokens": self.tokens,
+            "pages_shared": self.pages_shared,
+            "pages_copied": self.pages_copied,
+            "rows_copied": self.rows_copied,
+            "rows_recomputed": self.rows_recomputed,
+            "gap_ms": self.gap_ms,
+            "total_ms": self.total_ms,
+            "result": self.result,
+        }

@@ -1,0 +1,45 @@
+"""When sessions last moved, had an urgent request, or were used.
+
+Owns these times of every session that the engine has in memory. Milliseconds of its clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from batchengine.engine.state import EngineState
+from batchengine.session import Session
+
+NO_TIME = -math.inf
+
+
+class SessionTimes:
+    """Times of one session."""
+
+    __slots__ = ("moved_ms", "urgent_ms", "used_ms")
+
+    def __init__(self, now_ms: float) -> None:
+        self.moved_ms = NO_TIME
+        self.urgent_ms = NO_TIME
+        self.used_ms = now_ms
+
+
+class TimesOfSessions:
+    """Times by session; a session is used when it is first asked for."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._times: dict[int, SessionTimes] = {}
+
+    def of(self, session: Session) -> SessionTimes:
+        """The times of this session."""
+        times = self._times.get(session.key)
+        if times is None:
+            times = self._times[session.key] = SessionTimes(self._state.now_ms())
+        return times
+
+    def forget_others(self, keys: Collection[int]) -> None:
+        """Forget every session but those with these keys."""
+        for key in [key for key in self._times if key not in keys]:
+            del self._times[key]

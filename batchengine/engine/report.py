@@ -1,0 +1,231 @@
+"""Answers about a running engine as plain rows: lanes, sessions, requests, numbers.
+
+Reads the state and the ledger; changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from batchengine.core import SlaClass
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.state import EngineState, parked_facts
+from batchengine.engine.turns.journal import PARKED
+from batchengine.engine.turns.records import parked_row, session_meta
+from batchengine.engine.turns.stream import Generation
+from batchengine.session import Session
+from kv_store.ledger.queries import SessionInfo
+from kv_store.store import Store
+
+CLASSES = tuple(c.value for c in SlaClass)  # a session's priority counts them from the other end
+
+
+def lane_rows(state: EngineState) -> list[dict[str, Any]]:
+    """One row per lane."""
+    return [
+        {
+            "name": loop.lane.name,
+            "kind": loop.config.kind,
+            "tier": loop.config.tier,
+            "state": _lane_state(loop),
+            "why": _lane_why(loop),
+            "pid": loop.lane.pid,
+            "incarnation": loop.lane.incarnation,
+            "threads": loop.config.threads,
+            "cores": ",".join(map(str, loop.config.cores)),
+            "running": len(loop.running),
+            "waiting": len(loop.waiting),
+            "steps": loop.meter.steps,
+            "step_ms": round(loop.meter.step_ms, 3),
+            "isa": loop.lane.facts.isa if loop.lane.facts else "",
+        }
+        for loop in state.lanes
+    ]
+
+
+def _lane_state(loop: LaneLoop) -> str:
+    """ready, restarting, drained or down."""
+    if loop.draining:
+        return "drained"
+    if loop.lane.alive and loop.pages.slots.is_attached:
+        return "ready"
+    return "down" if loop.down else "restarting"
+
+
+def _lane_why(loop: LaneLoop) -> str:
+    """Why it is not ready, or not all of it."""
+    if loop.draining or (loop.down and not loop.lane.alive):
+        return loop.draining or loop.down
+    return (
+        "" if loop.pages.sealing.publishes else "its pages were wrong too often: none is published"
+    )
+
+
+def ledger_state(state: EngineState) -> str:
+    """ "ok", or why the ledger cannot be written."""
+    store = state.store
+    if store is None:
+        return "off: not open yet"
+    failure = store.ledger.failure
+    if failure is None and store.ledger.stats.is_full:
+        return "full: turns with a session id are refused until there is disk space"
+    return "ok" if failure is None else f"failing: {failure}"
+
+
+def troubles(state: EngineState) -> list[str]:
+    """Everything that is not as it should be, a sentence each; empty = all is well."""
+    found = list(state.troubles.values())
+    for loop in state.lanes:
+        phase, why = _lane_state(loop), _lane_why(loop)
+        if phase != "ready" or why:
+            found.append(f"lane {loop.lane.name} {phase}" + (f": {why}" if why else ""))
+    if state.store is not None and state.store.tier != "ok":
+        found.append(f"KV cache {state.store.tier}")
+    if state.store is not None:
+        found += state.store.troubles
+    if ledger_state(state) not in ("ok", "off: not open yet"):
+        found.append(f"ledger {ledger_state(state)}")
+    return found
+
+
+def session_rows(state: EngineState, tenant: str | None = None) -> list[dict[str, Any]]:
+    """Named sessions in memory, and anonymous ones that compute now; of all tenants, or of one."""
+    computing = (turn.session for turn in state.turns.values())
+    known = (*state.sessions.values(), *computing)
+    found = {s.key: s for s in known if tenant in (None, s.tenant)}
+    return [
+        {
+            "session_id": session.session_id,
+            "tenant": session.tenant,
+            "class": CLASSES[-1 - session.priority],
+            "state": session.state.value,
+            "tokens": len(session.tokens),
+            "frontier": session.frontier,
+            "pages": len(session.kv.codes),
+            "pages_sealed": len(session.kv.sealed),
+            "epoch": session.epoch,
+            **_reuse(state, session),
+            "lane": state.home[session.key].lane.name if session.key in state.home else "",
+            **parked_facts(state, session),
+        }
+        for session in found.values()
+    ]
+
+
+def _reuse(state: EngineState, session: Session) -> dict[str, Any]:
+    """What the session's last turn reused of old KV, of how much, and why not more."""
+    facts = state.facts.get(session.key)
+    found = None if facts is None else facts.meta.rebase
+    if found is None:
+        return {"tokens_reused": 0, "tokens_prompt": 0, "reason": ""}
+    return {
+        "tokens_reused": max(0, found.kept),
+        "tokens_prompt": found.prompt,
+        "reason": found.reason,
+    }
+
+
+def request_rows(state: EngineState) -> list[dict[str, Any]]:
+    """Requests that were admitted and have neither ended nor been cancelled."""
+    now_ms = state.now_ms()
+    return [_request_row(state, g, now_ms) for g in state.requests if not g.cancelled]
+
+
+def _request_row(state: EngineState, generation: Generation, now_ms: float) -> dict[str, Any]:
+    turn = state.turns.get(generation)
+    phase = "queued" if turn is None else turn.session.state.value
+    usage = generation.usage(now_ms)
+    return {
+        "request_id": generation.request_id,
+        "session_id": generation.session_id,
+        "class": generation.request.sla.sla_class.value,
+        "state": "paused" if turn is not None and turn.paused else phase,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "to_compute": 0 if turn is None else turn.session.to_compute,
+        "age_ms": round(usage.total_ms, 1),
+        "lane": generation.lane,
+        **_speeds(generation),
+    }
+
+
+def _speeds(generation: Generation) -> dict[str, float | None]:
+    """Time to the first token and per later token so far; None = there was none yet."""
+    first, last, n = (
+        generation.first_token_ms,
+        generation.last_token_ms,
+        generation.completion_tokens - generation.resumed_tokens,
+    )
+    if first is None or last is None:
+        return {"ttft_ms": None, "tpot_ms": None}
+    tpot_ms = round((last - first) / (n - 1), 3) if n > 1 else None
+    return {"ttft_ms": round(first - generation.arrived_ms, 3), "tpot_ms": tpot_ms}
+
+
+def numbers(state: EngineState) -> dict[str, Any]:
+    """For /health and the status command."""
+    loops = state.lanes
+    found: dict[str, Any] = {
+        "uptime_s": round(time.monotonic() - state.started, 1),
+        "requests_running": sum(len(loop.running) for loop in loops),
+        "requests_waiting": state.waiting,
+        "requests_finished": state.finished,
+        "sessions": len(state.sessions),
+        "tokens_computed": sum(loop.meter.tokens for loop in loops),
+        "tokens_recomputed": sum(loop.meter.recomputed for loop in loops),
+        "rows_adopted": sum(loop.pages.importing.rows_imported for loop in loops),
+        "pages_sealed": sum(loop.pages.sealing.sealed for loop in loops),
+        "seal_failures": sum(loop.pages.sealing.seal_failures for loop in loops),
+        "durability": state.config.store.durability,
+        "ledger": ledger_state(state),
+        "kv_tier": "off: not open yet" if state.store is None else state.store.tier,
+        "troubles": troubles(state),
+    }
+    if state.store is not None:
+        found["store"] = state.store.stat()
+    return found
+
+
+def interrupted_rows(
+    interrupted: Mapping[tuple[str, str], SessionInfo], tenant: str | None = None
+) -> list[dict[str, Any]]:
+    """Sessions whose engine died amid their turn and that were not asked for since."""
+    return [
+        {
+            "session_id": session_id,
+            "tenant": owner,
+            "state": "interrupted",
+            "tokens": info.ledger_len,
+            "frontier": 0,
+            "pages": 0,
+            "pages_sealed": 0,
+            "epoch": info.epoch,
+            "lane": info.owner_lane,
+        }
+        for (owner, session_id), info in interrupted.items()
+        if tenant in (None, owner)
+    ]
+
+
+async def stored_rows(store: Store, count_max: int) -> list[dict[str, Any]]:
+    """Sessions of the ledger, most recently used first; those in memory are among them."""
+    infos = await asyncio.wrap_future(store.ledger.list_sessions())
+    rows: list[dict[str, Any]] = []
+    for info in infos[:count_max]:
+        parked = info.state == PARKED
+        rows.append(
+            {
+                "session_id": info.id.partition("\x1f")[2],  # see recovery.durable_name
+                "tenant": info.tenant,
+                "state": "on disk",
+                "tokens": info.ledger_len,
+                "epoch": info.epoch,
+                "lane": info.owner_lane,
+                **({"state": PARKED, **parked_row(session_meta(info.meta))} if parked else {}),
+            }
+        )
+    return rows

@@ -1,0 +1,1 @@
+"""Named sessions: operations on them, and their recovery after a restart."""

@@ -1,0 +1,85 @@
+"""The end of a turn: its last event, its record, what the dispatcher learns, and the metrics.
+
+Owns how a turn's end is worded to its reader and in the ledger.
+"""
+
+from __future__ import annotations
+
+from batchengine.core import BatchEngineError, DoneEvent, ErrorEvent
+from batchengine.engine.placement.dispatcher import Dispatcher
+from batchengine.engine.sessions.recovery import SessionRecovery
+from batchengine.engine.state import EngineState
+from batchengine.engine.turns.journal import DONE, Journal
+from batchengine.engine.turns.stream import Generation
+from batchengine.engine.turns.turn import Turn, TurnEnd
+
+
+class TurnClosing:
+    """Closes the turns of one engine."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        journal: Journal,
+        recovery: SessionRecovery,
+        dispatcher: Dispatcher,
+    ) -> None:
+        self.draining = False  # a turn that is cancelled now ends with "shutdown"
+        self._state = state
+        self._journal = journal
+        self._recovery = recovery
+        self._dispatcher = dispatcher
+
+    def close(self, turn: Turn, end: TurnEnd) -> None:
+        """The turn's last event, once its record is durable."""
+        generation, reason = turn.generation, end.reason
+        if self._state.turns.pop(generation, None) is None:
+            return  # the engine failed: its reader knows
+        if self.draining and reason == "cancelled" and not generation.cancelled:
+            reason = "shutdown"
+        self._count(turn, reason)
+        self._dispatcher.ended(turn, reason)
+        event, status = self._last_event(generation, reason, end.error)
+        if turn.turn_id:
+            self._journal.end(turn, event, status, self._recovery.closing_meta(turn))
+        else:
+            generation.end(event)
+
+    def _last_event(
+        self, generation: Generation, reason: str, error: BatchEngineError | None
+    ) -> tuple[DoneEvent | ErrorEvent, str]:
+        """The event, and the turn's status in the ledger."""
+        if error is not None:
+            return ErrorEvent(error), "failed"
+        text = generation.rest(reason == "stop" and generation.stops.stopped)
+        usage = generation.usage(self._state.now_ms())
+        event = DoneEvent("stop" if reason == "cancelled" else reason, usage, text)
+        return event, DONE if reason in ("stop", "length") else reason
+
+    def _count(self, turn: Turn, reason: str) -> None:
+        """A turn ended: its times join the histograms."""
+        state, generation = self._state, turn.generation
+        state.finished += 1
+        metrics, now_ms = state.metrics, state.now_ms()
+        sla_class, route = generation.request.sla.sla_class.value, generation.lane or "none"
+        usage = generation.usage(now_ms)
+        first, last = generation.first_token_ms, generation.last_token_ms
+        metrics.e2e_seconds.labels(sla_class, route).observe(usage.total_ms / 1000)
+        if first is None or last is None:
+            return
+        metrics.ttft_seconds.labels(sla_class, route).observe(usage.ttft_ms / 1000)
+        tpot_ms = (last - first) / max(1, usage.completion_tokens - 1)
+        if usage.completion_tokens > 1:
+            metrics.tpot_seconds.labels(sla_class, route).observe(tpot_ms / 1000)
+        if reason in ("stop", "length"):
+            metrics.slo_requests_total.labels(sla_class, _slo_outcome(turn, tpot_ms, now_ms)).inc()
+
+
+def _slo_outcome(turn: Turn, tpot_ms: float, now_ms: float) -> str:
+    generation, sla = turn.generation, turn.generation.request.sla
+    if sla.ttlt_ms is not None and now_ms - generation.arrived_ms > sla.ttlt_ms:
+        return "ttlt_miss"
+    due_ms = generation.arrived_ms + turn.horizon_ms
+    if generation.first_token_ms is not None and generation.first_token_ms > due_ms:
+        return "ttft_miss"
+    return "tpot_miss" if tpot_ms > turn.tpot_ms else "met"

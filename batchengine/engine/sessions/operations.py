@@ -1,0 +1,309 @@
+"""Operations on a named session besides generating: fork, park, drop, why, detail.
+
+Owns them over the engine's state and the ledger. An operation that would race with a running turn
+is refused, or waits for its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from batchengine import errors
+from batchengine.core import BatchEngineError
+from batchengine.engine.sessions.parking import Parking
+from batchengine.engine.sessions.recovery import SessionRecovery, durable_name
+from batchengine.engine.sessions.requests import Requests
+from batchengine.engine.state import EngineState, parked_facts
+from batchengine.engine.turns.journal import IDLE, PARKED, RUNNING, Journal
+from batchengine.engine.turns.records import (
+    CALLS_MAX,
+    ParkedMark,
+    Rebase,
+    SessionMeta,
+    encode,
+    parked_row,
+    session_meta,
+)
+from batchengine.session import Session
+from batchengine.session_kv import full_pages, page_start
+from batchengine.text import TextFrontend
+from kv_store import LedgerRefused, StoreError
+from kv_store.ledger import writes
+from kv_store.ledger.queries import SessionRecord
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.engine")
+
+BEFORE_TOKENS = 12  # before a difference: enough to find the place again
+ROLE_TOKENS_MAX = 32_768  # how far back the beginning of a message is looked for
+ROLE_MARK = re.compile(rb"<\|(im_start|start_header_id|start)\|>")  # ChatML, Llama 3, Harmony
+ROLE = re.compile(r"\s*(system|developer|user|assistant|tool|ipython)\b")
+DROP_WAIT_S = 30.0  # a step ends long before
+TAILS_WAIT_S = 5.0  # a commit that is under way
+
+
+class SessionOperations:
+    """Operations of one engine. All methods run on its event loop."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        store: Store,
+        journal: Journal,
+        recovery: SessionRecovery,
+        requests: Requests,
+        parking: Parking,
+        text: TextFrontend,
+    ) -> None:
+        self._state = state
+        self._store = store
+        self._journal = journal
+        self._recovery = recovery
+        self._requests = requests
+        self._parking = parking
+        self._text = text
+
+    # -------------------------------------------------------------------------- operations
+
+    async def park(self, tenant: str, session_id: str, tool_call_id: str | None) -> dict[str, Any]:
+        """The session waits for a tool: its KV leaves the lane, the call leads back to it.
+
+        While it computes, this happens at the end of its turn. Raises BatchEngineError (404, 409,
+        503): the call leads nowhere then.
+        """
+        session = self._state.sessions.get((tenant, session_id))
+        while session is not None and session.key in self._state.moves:
+            await self._state.moved(session)
+            session = self._state.sessions.get((tenant, session_id))
+        facts = None if session is None else self._state.facts.get(session.key)
+        if session is None or facts is None or session.logged < 0:
+            if session is not None and self._state.is_busy(session):
+                raise errors.SESSION_IN_USE(session_id=session_id)  # it is being looked up
+            found = await self._record(tenant, session_id)
+            epoch, tokens = found.info.epoch, len(found.tokens)
+            meta = session_meta(found.info.meta) if facts is None else facts.meta
+        else:
+            meta, epoch, tokens = facts.meta, session.logged_epoch, len(session.tokens)
+        before = meta, None if facts is None else facts.parks
+        if tool_call_id:
+            calls = (*(c for c in meta.calls if c != tool_call_id), tool_call_id)[-CALLS_MAX:]
+            meta = _with_calls(meta, calls)
+        is_busy = session is not None and self._state.is_busy(session)
+        state, parked = RUNNING if is_busy else PARKED, ParkedMark.now(tool_call_id or "")
+        if not is_busy:
+            meta = msgspec.structs.replace(meta, parked=parked)
+        if facts is not None:
+            facts.meta = meta
+            facts.parks = parked.tool_call_id if is_busy else None
+        name = durable_name(tenant, session_id)
+        try:
+            await self._wait(self._store.ledger.set_meta(name, epoch, state, encode(meta)))
+        except (BatchEngineError, LedgerRefused) as error:
+            if facts is not None and facts.meta is meta:
+                facts.meta, facts.parks = before
+            if not isinstance(error, LedgerRefused):
+                raise
+            await self._record(tenant, session_id)  # 404 if it is not there, else its owner changed
+            raise errors.SESSION_IN_USE(session_id=session_id) from error
+        if tool_call_id:
+            self._recovery.remember_call(tenant, tool_call_id, session_id)
+        state = "parked"
+        if session is not None and facts is not None and self._state.is_busy(session):
+            state = "parks at the end of its turn"
+            facts.parks = parked.tool_call_id
+        elif session is not None:
+            await self._parking.park(session, leave=True)
+        return {
+            "session_id": session_id,
+            "state": state,
+            "tokens": tokens,
+            "tool_calls": meta.calls,
+        }
+
+    async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
+        """A second session with the same timeline: pages are shared until the two differ."""
+        source = self._state.sessions.get((tenant, session_id))
+        if source is not None:
+            self._journal.flush()
+            if self._state.is_at_rest(source):
+                await self._parking.park(source, leave=False)
+        found = await self._record(tenant, session_id)
+        if (tenant, new_id) in self._state.sessions:
+            raise errors.SESSION_EXISTS(given=new_id)
+        name, old = durable_name(tenant, new_id), durable_name(tenant, session_id)
+        epoch = self._state.first_epoch
+        meta = _with_calls(session_meta(found.info.meta), ())
+        try:
+            await self._wait(
+                self._store.ledger.append(
+                    writes.CopySession(old, name, tenant, epoch),
+                    writes.SetMeta(name, epoch, IDLE, encode(meta)),
+                )
+            )
+        except LedgerRefused as error:
+            await self._record(tenant, session_id)  # 404: it was dropped meanwhile
+            raise errors.SESSION_EXISTS(given=new_id) from error
+        shared = self._store.pages.match_prefix(found.tokens, tenant.encode())
+        return {
+            "session_id": new_id,
+            "forked_from": session_id,
+            "tokens": len(found.tokens),
+            "pages_shared": len(shared),
+            "tokens_shared": page_start(len(shared)),
+        }
+
+    async def drop(self, tenant: str, session_id: str) -> dict[str, Any]:
+        """The session and its history end; a running turn hears it."""
+        found = await self._record(tenant, session_id)
+        session = self._state.sessions.get((tenant, session_id))
+        if session is not None:
+            await self._end_requests(session)
+            self._state.forget(session)
+            self._drop_tails(session.tokens)
+        self._recovery.forget(tenant, session_id)
+        await self._wait(self._store.ledger.drop_session(durable_name(tenant, session_id)))
+        self._recovery.forget(tenant, session_id)  # a call that it was parked for meanwhile
+        tokens = found.tokens if session is None else session.tokens  # its last turn's, too
+        _, late = await asyncio.wait(self._drop_tails(tokens), timeout=TAILS_WAIT_S)
+        for future in late:
+            future.cancel()
+        if late:
+            log.warning("a tail of session %s may be published after it was dropped", session_id)
+        await asyncio.wrap_future(self._store.pages.drop_tails(tokens, tenant, tenant.encode()))
+        return {"session_id": session_id, "tokens": len(found.tokens), "state": "dropped"}
+
+    async def why(self, tenant: str, session_id: str) -> dict[str, Any]:
+        """Where the last prompt left the history it was expected to continue, and what it cost."""
+        session = self._state.sessions.get((tenant, session_id))
+        facts = None if session is None else self._state.facts.get(session.key)
+        if session is None or facts is None:
+            found = await self._record(tenant, session_id)
+            meta, tokens = session_meta(found.info.meta), found.tokens
+        else:
+            meta, tokens = facts.meta, session.tokens
+        answer: dict[str, Any] = {"session_id": session_id, "last": None, "edit": None}
+        if meta.rebase is not None:
+            answer["last"] = row = self._rebase_row(meta.rebase)
+            if meta.rebase.is_edit:
+                row |= self._position_of(tokens[: meta.rebase.shared])
+        if meta.edit is not None:
+            is_last = meta.edit == meta.rebase
+            answer["edit"] = answer["last"] if is_last else self._rebase_row(meta.edit)
+        return answer
+
+    async def detail(self, tenant: str, session_id: str) -> dict[str, Any]:
+        """Everything there is to know about one session, but its text."""
+        session = self._state.sessions.get((tenant, session_id))
+        found = await self._record(tenant, session_id)
+        info = found.info
+        detail: dict[str, Any] = {
+            "session_id": session_id,
+            "tenant": tenant,
+            "tokens": len(found.tokens),
+            "epoch": info.epoch,
+            "owner_lane": info.owner_lane,
+            "owner_incarnation": info.owner_incarnation,
+            "state": "on disk" if session is None else session.state.value,
+            "turns": [
+                {
+                    "turn": turn.id,
+                    "prompt_tokens": turn.prompt_end,
+                    "new_tokens": max(0, turn.prompt_end - turn.prompt_start),
+                    "status": turn.status,
+                    "finish_reason": turn.finish_reason,
+                }
+                for turn in found.turns
+            ],
+            "tool_calls": list(session_meta(info.meta).calls),
+        }
+        detail |= (
+            parked_row(session_meta(info.meta))
+            if session is None
+            else parked_facts(self._state, session)
+        )
+        if (tenant, session_id) in self._recovery.interrupted:
+            detail["state"] = "interrupted"
+        if session is not None:
+            detail |= {
+                "tokens": len(session.tokens),
+                "frontier": session.frontier,
+                "pages": len(session.kv.codes),
+                "pages_sealed": len(session.kv.sealed),
+            }
+        return detail | {"why": await self.why(tenant, session_id)}
+
+    # ------------------------------------------------------------------------------- inner
+
+    def _rebase_row(self, found: Rebase) -> dict[str, Any]:
+        """A rebase in numbers and text."""
+        pages = full_pages(max(found.kept, 0))
+        row: dict[str, Any] = {
+            "common_prefix_tokens": found.shared,
+            "timeline_tokens": found.timeline,
+            "prompt_tokens": found.prompt,
+            "is_edit": found.is_edit,
+            "tokens_reused": max(found.kept, 0),
+            "tokens_computed": found.prompt - max(found.kept, 0),
+            "pages_kept": pages,
+            "reason": found.reason,
+        }
+        if found.is_edit:
+            row |= {
+                "first_difference": found.shared,
+                "old_token": found.old[0],
+                "new_token": found.new[0],
+                "old_text": self._text_of(found.old),
+                "new_text": self._text_of(found.new),
+            }
+        return row
+
+    def _position_of(self, before: Sequence[int]) -> dict[str, Any]:
+        """The text that both histories have before they differ, and whose message that is in."""
+        slot: dict[str, Any] = {"text_before": self._text_of(tuple(before[-BEFORE_TOKENS:]))}
+        for index in range(len(before) - 1, max(-1, len(before) - 1 - ROLE_TOKENS_MAX), -1):
+            if ROLE_MARK.match(self._text.piece(before[index])):
+                role = ROLE.match(self._text_of(tuple(before[index + 1 : index + 4])))
+                if role is not None:
+                    return slot | {"inside": f"{role[1]} message"}
+        return slot
+
+    def _text_of(self, tokens: tuple[int, ...]) -> str:
+        return b"".join(self._text.piece(token) for token in tokens).decode(errors="replace")
+
+    async def _record(self, tenant: str, session_id: str) -> SessionRecord:
+        return await self._recovery.record(durable_name(tenant, session_id), session_id)
+
+    async def _wait(self, future: Any) -> None:
+        """Until the record is durable; BatchEngineError if it cannot be."""
+        self._store.ledger.commit()
+        try:
+            await asyncio.wrap_future(future)
+        except LedgerRefused:
+            raise
+        except StoreError as error:
+            raise errors.NOT_DURABLE(why=error) from error
+
+    def _drop_tails(self, tokens: Sequence[int]) -> list[asyncio.Future[None]]:
+        """Of all lanes, for a seal stays with the lane that its session left."""
+        return [loop.drop_tails(tokens) for loop in self._state.lanes]
+
+    async def _end_requests(self, session: Session) -> None:
+        """Every reader of the session gets an error; returns once it computes and moves no more."""
+        error = errors.SESSION_DROPPED(session_id=session.session_id)
+        try:
+            async with asyncio.timeout(DROP_WAIT_S):
+                await self._requests.end(session, error)
+                await self._state.moved(session)
+        except TimeoutError as late:
+            raise errors.NOT_DROPPED(session_id=session.session_id, waited_s=DROP_WAIT_S) from late
+
+
+def _with_calls(meta: SessionMeta, calls: tuple[str, ...]) -> SessionMeta:
+    """The same with other tool calls."""
+    return SessionMeta(meta.repr_id, meta.rebase, meta.edit, calls)

@@ -1,0 +1,462 @@
+"""Requests: admission, the order of a session's requests, and one coroutine for each of them.
+
+Owns every request from `submit` to its last event. A session computes one request at a time:
+agents send parallel calls under one id, and refusing them would break clients, so they wait in
+order of arrival; a resume goes first. Requests without a session id have a session of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from batchengine import errors
+from batchengine.core import (
+    BatchEngineError,
+    DoneEvent,
+    GenerationRequest,
+    ModelInfo,
+    QueuedEvent,
+)
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.placement.dispatcher import Dispatcher
+from batchengine.engine.placement.move_report import MoveCause
+from batchengine.engine.sessions.closing import TurnClosing
+from batchengine.engine.sessions.parking import Parking
+from batchengine.engine.sessions.recovery import SessionRecovery
+from batchengine.engine.state import EngineState
+from batchengine.engine.tasks import Tasks
+from batchengine.engine.turns.journal import Journal
+from batchengine.engine.turns.stream import Continuation, Generation
+from batchengine.engine.turns.turn import Turn, TurnEnd, check_request
+from batchengine.policy import cost, scheduler
+from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session, State
+from batchengine.text import TextFrontend
+
+log = logging.getLogger("batchengine.engine")
+
+SESSION_QUEUE_MAX = 16  # requests waiting for one session
+
+
+class Requests:
+    """Every admitted request of one engine. All methods run on its event loop."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        info: ModelInfo,
+        text: TextFrontend,
+        journal: Journal,
+        recovery: SessionRecovery,
+        dispatcher: Dispatcher,
+        parking: Parking,
+        tasks: Tasks,
+        check_model: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`check_model` raises BatchEngineError if the model's files have changed."""
+        self._state = state
+        self._info = info
+        self._text = text
+        self._eog = text.tokenizer.eog
+        self._journal = journal
+        self._recovery = recovery
+        self._dispatcher = dispatcher
+        self._parking = parking
+        self._tasks = tasks
+        self._check_model = check_model
+        self._closing = TurnClosing(state, journal, recovery, dispatcher)
+        self._running: set[asyncio.Task[None]] = set()
+        self._lines: dict[int, asyncio.Task[None]] = {}  # by session key: serves its queue
+        self._ending: dict[int, BatchEngineError] = {}  # by session key: refuses its requests
+        self._keys = itertools.count(1)
+        self._draining = False
+        self._fatal: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"<Requests {len(self._state.requests)} sessions={len(self._lines)}>"
+
+    # -------------------------------------------------------------------- asked from outside
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Admit one generation, or raise BatchEngineError before anything has changed."""
+        request = _with_session(request, self._recovery)
+        self._admit(request)
+        if request.session_id is None:
+            session = Session(next(self._keys), f"be_{request.request_id}", request.tenant)
+            generation = self._generation(request, session)
+            generation.release()  # it cannot be resumed: there is nothing to make durable
+            self._spawn(self._serve(session, generation, self._begin_now(session, generation)))
+            return generation
+        session = self._session(request.tenant, request.session_id)
+        generation = self._generation(request, session)
+        queue = self._state.queues.get(session.key)
+        if queue is None:
+            self._serve_queue(session, generation)
+        else:
+            queue.append(generation)
+            generation.push(QueuedEvent(len(queue), None))
+            self._dispatcher.waits_behind(session, generation)
+        return generation
+
+    async def resume(
+        self, tenant: str, session_id: str, from_token: int = 0, turn_id: str = ""
+    ) -> Generation:
+        """The session's last turn again, from token `from_token` of its answer on.
+
+        Tokens that exist are sent as the first stream sent them; a turn that broke off goes on
+        under its own parameters and seed, one that is finished ends as it did. If it still runs,
+        the new reader takes it over. `turn_id` says whose tokens the reader has: 409 if that is
+        not the last turn. Raises BatchEngineError (404, 409, 400).
+        """
+        request = await self._recovery.resumable(tenant, session_id, from_token, turn_id)
+        self._admit(request)
+        session = self._session(tenant, session_id)
+        generation = self._generation(request, session)
+        generation.resume_at(from_token)
+        queue = self._state.queues.get(session.key)
+        if queue is None:
+            self._serve_queue(session, generation)
+            return generation
+        for older in queue:
+            if older.resumes is not None:
+                older.fail(errors.RESUMED_ELSEWHERE())
+        queue.appendleft(generation)
+        for running, turn in list(self._state.turns.items()):
+            if turn.session is session and turn.turn_id == request.request_id:
+                running.abort(errors.RESUMED_ELSEWHERE())
+        return generation
+
+    async def end(self, session: Session, error: BatchEngineError) -> None:
+        """End every request of a named session: each reader gets the error, and so does a request
+        that comes meanwhile. Returns once none is served."""
+        self._ending[session.key] = error
+        try:
+            for generation, of in list(self._state.requests.items()):
+                if of is session and not generation.finished:
+                    generation.abort(error)
+            while (line := self._lines.get(session.key)) is not None:
+                await asyncio.wait([line])
+        finally:
+            del self._ending[session.key]
+
+    # -------------------------------------------------------------------------------- the end
+
+    def drain(self) -> None:
+        """Admit no request any more."""
+        self._draining = self._closing.draining = True
+
+    async def over(self, timeout_s: float) -> None:
+        """Returns once every request has ended, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._running:
+                    await asyncio.wait(self._running)
+
+    def cancel_all(self) -> None:
+        """Requests that have not begun are refused; turns end at a token boundary."""
+        for generation in self._state.requests:
+            if generation not in self._state.turns:
+                generation.fail(errors.DRAINING())
+        for turn in self._state.turns.values():
+            if turn.session.state in (State.RUNNING, State.WAITING):
+                self._state.home[turn.session.key].cancel(turn)
+
+    def end_all(self) -> None:
+        """After the lanes have stopped: whatever is left ends now, turns with "shutdown"."""
+        for generation in self._state.requests:
+            if generation not in self._state.turns:
+                generation.fail(errors.DRAINING())
+        for turn in list(self._state.turns.values()):
+            self._closing.close(turn, TurnEnd("shutdown"))
+
+    def fail_all(self, error: BaseException) -> None:
+        """The engine cannot go on: every reader gets the error, new requests are refused."""
+        self._fatal = self._fatal or error
+        for generation in self._state.requests:
+            generation.fail(errors.ENGINE_FAILED(defect=type(error).__name__))
+        self._state.turns.clear()
+
+    # ------------------------------------------------------------------------------ admission
+
+    def _admit(self, request: GenerationRequest) -> None:
+        """Every reason to refuse, checked before anything changes."""
+        state = self._state
+        if self._draining:
+            raise errors.DRAINING()
+        if self._fatal is not None:
+            raise errors.ENGINE_FAILED(defect=type(self._fatal).__name__)
+        if state.model_changed:
+            raise errors.MODEL_CHANGED(why=state.model_changed)
+        check_request(request, self._info.context_tokens, self._info.vocab_size)
+        if state.waiting >= state.config.limits.queue_max:
+            retry_ms = cost.retry_after_ms(self._dispatcher.wait_ms(request))
+            raise errors.OVERLOADED(waiting=state.waiting, retry_ms=retry_ms)
+        if request.session_id is not None:
+            session = state.sessions.get((request.tenant, request.session_id))
+            if session is not None and session.key in self._ending:
+                raise self._ending[session.key]
+            queue = None if session is None else state.queues.get(session.key)
+            if queue is not None and len(queue) >= SESSION_QUEUE_MAX:
+                raise errors.SESSION_BUSY(queued=len(queue))
+        self._dispatcher.admit(request)
+
+    def _generation(self, request: GenerationRequest, session: Session) -> Generation:
+        text, now_ms = self._text.detokeniser(), self._state.now_ms()
+        generation = Generation(
+            request, session.session_id, text, now_ms, self._cancel, self._has_room
+        )
+        self._state.requests[generation] = session
+        return generation
+
+    def _session(self, tenant: str, session_id: str) -> Session:
+        """The named session, newest use last."""
+        session = self._state.sessions.pop((tenant, session_id), None)
+        if session is None:
+            session = Session(next(self._keys), session_id, tenant)
+            session.epoch = self._state.first_epoch
+        self._state.sessions[tenant, session_id] = session
+        return session
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._tasks.spawn_request(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    # ------------------------------------------------------------------------- one request
+
+    def _serve_queue(self, session: Session, first: Generation) -> None:
+        queue = self._state.queues[session.key] = deque[Generation]()
+        self._lines[session.key] = self._spawn(self._serve_all(session, first, queue))
+
+    async def _serve_all(
+        self, session: Session, first: Generation, queue: deque[Generation]
+    ) -> None:
+        """The requests of a named session, one after the other, until none waits."""
+        try:
+            await self._serve(session, first)
+            while queue:
+                await self._serve(session, queue.popleft())
+        finally:
+            del self._state.queues[session.key], self._lines[session.key]
+            for generation in queue:  # this task was cancelled: the engine stops
+                del self._state.requests[generation]
+                generation.fail(errors.DRAINING())
+
+    async def _serve(
+        self, session: Session, generation: Generation, turn: Turn | None = None
+    ) -> None:
+        """One request, from its place in the queue, or from `turn`, to its last event."""
+        try:
+            if turn is None and (loop := await self._place(session, generation)) is not None:
+                turn = self._begin(loop, session, generation)
+            if turn is not None:
+                await self._join(turn)
+                await turn.started()
+                if turn.reported:
+                    self._recovery.count_reuse(turn)
+                await self._finish(turn, await turn.ended())
+        finally:
+            del self._state.requests[generation]
+
+    def _begin_now(self, session: Session, generation: Generation) -> Turn:
+        """A session without a name or KV has nothing to wait for. Its turn counts against a lane
+        from here on, so that the next request of a burst is admitted by what is there then."""
+        try:
+            return self._begin(self._dispatcher.choose(session, generation), session, generation)
+        except Exception:
+            del self._state.requests[generation]
+            raise
+
+    async def _place(self, session: Session, generation: Generation) -> LaneLoop | None:
+        """Bring the session to the lane that its next turn computes on; None = it is over."""
+        try:
+            if not await self._is_to_compute(session, generation):
+                return None
+            await self._state.moved(session)
+            loop = self._dispatcher.choose(session, generation)
+            if self._state.home.get(session.key, loop) is not loop:
+                await self._dispatcher.move(session, loop, MoveCause.ROUTER)
+                await self._state.moved(session)
+            if self._is_over(session, generation):
+                return None
+            return self._state.home.get(session.key, loop)
+        except asyncio.CancelledError:
+            generation.fail(errors.DRAINING())
+            raise
+        except Exception as error:
+            log.error("session %s: its request cannot begin: %s", session.session_id, error)
+            if not isinstance(error, BatchEngineError):
+                log.exception("a defect")
+            generation.fail(errors.of_request(error))
+            return None
+
+    async def _is_to_compute(self, session: Session, generation: Generation) -> bool:
+        """Settle what the ledger knows; False if the request is over without a turn."""
+        if self._is_over(session, generation):
+            return False
+        if self._recovery.must_load(session, generation):
+            await self._load(session, generation)
+            if self._is_over(session, generation):
+                return False
+        more = generation.continuation
+        return more is None or not self._retell(session, generation, more)
+
+    def _is_over(self, session: Session, generation: Generation) -> bool:
+        if generation.is_superseded(self._state.queues.get(session.key)):
+            generation.fail(errors.RESUMED_ELSEWHERE())
+        return generation.cancelled or generation.finished
+
+    async def _load(self, session: Session, generation: Generation) -> None:
+        """A named session that is not in memory, or whose records were refused: ask the ledger."""
+        try:
+            await self._check_model()
+            await self._recovery.load(session, generation)
+        except Exception:
+            if session.logged == NOT_LOGGED:
+                session.logged = LOG_UNKNOWN
+            is_waited_for = self._state.queues[session.key] or session.key in self._state.moves
+            if not (is_waited_for or session.kv.codes):
+                self._state.forget(session)  # nothing is lost: the ledger is asked again
+            raise
+
+    def _retell(self, session: Session, generation: Generation, more: Continuation) -> bool:
+        """Send the tokens that exist again; True if the answer ends among them."""
+        reason = generation.retell(more.tokens, self._eog.__contains__)
+        if not reason and more.is_last:
+            return False
+        if reason:
+            generation.cached_tokens = len(generation.request.prompt)
+            if more.is_last and not more.is_done and more.turn_id:
+                meta = self._recovery.meta(session)
+                self._journal.settle(session, more.turn_id, reason, meta)
+            text = generation.rest(generation.stops.stopped)
+            generation.end(DoneEvent(reason, generation.usage(self._state.now_ms()), text))
+        else:
+            generation.fail(errors.OTHER_REQUEST_OF_KEY())
+        self._state.finished += 1
+        return True
+
+    def _begin(self, loop: LaneLoop, session: Session, generation: Generation) -> Turn:
+        """The turn belongs to the lane from here on."""
+        request, state = generation.request, self._state
+        horizon_ms, tpot_ms = self._dispatcher.pace(loop, request)
+        turn = Turn(
+            session,
+            generation,
+            rank=scheduler.RANK[request.sla.sla_class],
+            deadline_ms=generation.arrived_ms + horizon_ms,
+            horizon_ms=horizon_ms,
+            tpot_ms=tpot_ms,
+            now_ms=state.now_ms(),
+        )
+        state.turns[generation] = turn
+        state.home[session.key] = loop
+        loop.assigned += 1
+        loop.pages.slots.protect(session)
+        session.priority = turn.priority
+        return turn
+
+    async def _join(self, turn: Turn) -> None:
+        """Queue the turn on its lane. A defect on the way ends this request alone."""
+        session = turn.session
+        try:
+            await self._find_kv(turn)
+            self._enqueue(turn)
+        except Exception as error:
+            if session.state is not State.IDLE:
+                raise  # half of a lane's tables have the turn
+            log.exception("a request of session %s cannot begin", session.session_id)
+            self._state.home[session.key].pages.slots.truncate(session, 0)  # it may be half done
+            turn.finish(TurnEnd(error=errors.of_request(error)))
+
+    async def _find_kv(self, turn: Turn) -> None:
+        """Make the prompt the session's timeline, durably if it has a name; take the KV that
+        exists, and read it from disk if that is worth it."""
+        session, loop = turn.session, self._state.home[turn.session.key]
+        self._recovery.begin(turn, loop.lane)
+
+        def is_worth_reading(tokens: int, cold_tokens: int, cold_bytes: int) -> bool:
+            plan = self._dispatcher.restores.plan(turn, loop, tokens, cold_tokens, cold_bytes)
+            return plan.choice != "recompute"
+
+        loop.pages.slots.fit(session)
+        pending = loop.pages.prefix.extend(session, turn.salt, turn.priority, is_worth_reading)
+        if pending is not None:
+            asked_ms = self._state.now_ms()
+            try:
+                good = await asyncio.wrap_future(pending)
+            except Exception as error:
+                log.error("pages of %s cannot be read, it is computed again: %s", turn, error)
+                good = [False]
+            self._dispatcher.restores.done(turn, self._state.now_ms() - asked_ms)
+            await self._state.moved(session)
+            self._state.home[session.key].pages.prefix.loaded(session, good)
+
+    def _enqueue(self, turn: Turn) -> None:
+        generation, loop = turn.generation, self._state.home[turn.session.key]
+        if generation.cancelled or generation.finished:
+            turn.finish(TurnEnd("cancelled"))
+            return
+        self._recovery.import_open_rows(turn, loop.pages)
+        ahead = sum(other.rank <= turn.rank for other in loop.waiting.values())
+        loop.join(turn)
+        if ahead or len(loop.running) >= loop.config.entries_max:
+            generation.push(QueuedEvent(ahead + 1, generation.lane_wait_ms))
+
+    async def _finish(self, turn: Turn, end: TurnEnd) -> None:
+        """The session is idle again: named ones keep tokens and KV, others leave their pages to
+        the store."""
+        session, state = turn.session, self._state
+        self._closing.close(turn, end)
+        state.home[session.key].assigned -= 1
+        if turn.generation.request.session_id is None:
+            await state.moved(session)
+            state.home.pop(session.key).close_session(session)
+        elif self._parking.takes(turn):
+            self._tasks.spawn(self._parking.park(session, leave=True), "park")
+
+    # -------------------------------------------------------------------------------- readers
+
+    def _cancel(self, generation: Generation) -> None:
+        """The reader is gone."""
+        turn = self._state.turns.get(generation)
+        if turn is not None:
+            loop = self._state.home.get(turn.session.key)
+            if loop is not None and turn.session.state is not State.IDLE:
+                loop.cancel(turn)
+            return
+        session = self._state.requests.get(generation)
+        queue = None if session is None else self._state.queues.get(session.key)
+        if queue is not None and generation in queue:
+            queue.remove(generation)
+            del self._state.requests[generation]
+
+    def _has_room(self, generation: Generation) -> None:
+        """A slow reader caught up."""
+        generation.paused_since_ms = None
+        turn = self._state.turns.get(generation)
+        if turn is not None and turn.paused:
+            self._state.home[turn.session.key].resume(turn)
+
+
+def _with_session(request: GenerationRequest, recovery: SessionRecovery) -> GenerationRequest:
+    """The request with the session it means: that of its tool calls, or of its own key.
+
+    A request with an idempotency key and no session gets one from the key, so that a retry finds
+    what the first attempt computed, in this run or the next.
+    """
+    if request.session_id is not None:
+        return request
+    found = recovery.session_of(request.tenant, request.tool_call_ids)
+    if found is None and request.idempotency_key:
+        digest = hashlib.sha256(b"batchengine idempotency\0" + request.idempotency_key.encode())
+        found = f"idem_{digest.hexdigest()[:32]}"
+    return request if found is None else dataclasses.replace(request, session_id=found)

@@ -1,0 +1,145 @@
+"""The shared state of a running engine: lanes, turns, sessions, and who waits for what.
+
+Owns the tables and the few changes that keep them consistent. Decides nothing: admission and the
+order of a session's requests are in `sessions.requests`, the order of turns in the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Any
+
+from batchengine.config import Config
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.turns.records import SessionFacts, parked_row
+from batchengine.engine.turns.stream import Generation
+from batchengine.engine.turns.turn import Turn
+from batchengine.gguf import Identity
+from batchengine.metrics import Metrics
+from batchengine.policy import cost
+from batchengine.session import Session, State
+from kv_store.store import Store
+
+NAMED_SESSIONS_MAX = 4096  # in memory; older idle ones live on in the ledger,
+NAMED_TOKENS_MAX = 8 << 20  # and so do those beyond this many tokens: about 40 bytes each
+
+
+class EngineState:
+    """Shared by the parts of the engine; all of them run on its event loop.
+
+    `lanes` is empty and `store` None until the engine has started.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.store: Store | None = None
+        self.lanes: list[LaneLoop] = []
+        self.requests: dict[Generation, Session] = {}  # admitted, and not over
+        self.turns: dict[Generation, Turn] = {}  # of them those that have a lane
+        self.home: dict[int, LaneLoop] = {}  # session key -> its lane
+        self.sessions: dict[tuple[str, str], Session] = {}  # named ones, oldest use first
+        self.queues: dict[int, deque[Generation]] = {}  # busy session's key -> waiting requests
+        self.moves: dict[int, asyncio.Future[None]] = {}  # session key -> end of its migration
+        self.facts: dict[int, SessionFacts] = {}  # session key -> what else is known of a named one
+        self.started = time.monotonic()
+        self.finished = 0
+        self.model_identity: Identity | None = None  # of the model's file when it was read,
+        self.model_changed = ""  # and why that is not what is on disk now
+        self.troubles: dict[str, str] = {}  # what is wrong, by subject: see `report.troubles`
+        self._epochs_used = 0  # highest of a session that has left the memory
+
+    def open(self, store: Store, lanes: list[LaneLoop]) -> None:
+        """The engine has started."""
+        self.store = store
+        self.lanes[:] = lanes
+
+    def now_ms(self) -> float:
+        """The engine's clock."""
+        return time.monotonic() * 1000.0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were admitted and have no seat."""
+        return max(0, len(self.requests) - sum(len(loop.running) for loop in self.lanes))
+
+    @property
+    def first_epoch(self) -> int:
+        """For a session that begins: what one of its name left in an arena is not its own."""
+        return self._epochs_used + 1
+
+    def is_busy(self, session: Session) -> bool:
+        """Whether a request of the named session is served or waits."""
+        return session.key in self.queues
+
+    def is_at_rest(self, session: Session) -> bool:
+        """No request of it is served or waits, and it is not between two lanes."""
+        return (
+            session.state is State.IDLE
+            and session.key not in self.queues
+            and session.key not in self.moves
+        )
+
+    async def moved(self, session: Session) -> None:
+        """Returns once the session is in no migration."""
+        while (move := self.moves.get(session.key)) is not None:
+            await asyncio.wait([move])
+
+    def find(self, tenant: str, session_id: str) -> Session | None:
+        """The named session in memory, or the anonymous one that computes now."""
+        found = self.sessions.get((tenant, session_id))
+        if found is not None:
+            return found
+        name = tenant, session_id
+        computing = (turn.session for turn in self.turns.values())
+        return next((s for s in computing if (s.tenant, s.session_id) == name), None)
+
+    def lane(self, name: str) -> LaneLoop | None:
+        """The lane of this name."""
+        return next((loop for loop in self.lanes if loop.lane.name == name), None)
+
+    def forget(self, session: Session) -> None:
+        """A named session at rest leaves the memory; the ledger remembers it."""
+        name = session.tenant, session.session_id
+        if self.sessions.get(name) is session:  # not one that came after it
+            del self.sessions[name]
+        self.facts.pop(session.key, None)
+        self._epochs_used = max(self._epochs_used, session.epoch)
+        loop = self.home.pop(session.key, None)
+        if loop is not None:
+            loop.close_session(session)
+
+    def forget_old_sessions(self) -> None:
+        """Keep named sessions at rest and their tokens bounded."""
+        count = len(self.sessions)
+        tokens = sum(len(session.tokens) for session in self.sessions.values())
+        for session in list(self.sessions.values()):
+            if count <= NAMED_SESSIONS_MAX and tokens <= NAMED_TOKENS_MAX:
+                return
+            if self.is_at_rest(session):
+                self.forget(session)
+                count -= 1
+                tokens -= len(session.tokens)
+
+
+def parked_facts(state: EngineState, session: Session) -> dict[str, Any]:
+    """Of a session that waits for a tool and for nothing else: see `records.parked_row`."""
+    facts = state.facts.get(session.key)
+    if facts is None or session.state is not State.IDLE or state.is_busy(session):
+        return {}
+    return parked_row(facts.meta)
+
+
+def queue_etas(loop: LaneLoop) -> tuple[list[Turn], list[float]]:
+    """The turns that wait on a lane in order of service, and when each has its first token (ms)."""
+
+    def work(turn: Turn) -> cost.QueuedWork:
+        left = turn.generation.request.tokens_max - turn.generation.completion_tokens
+        return cost.QueuedWork(turn.session.frontier, turn.session.to_compute, left)
+
+    seated = [work(turn) for turn in loop.running.values()]
+    free = loop.config.entries_max - len(seated)
+    turns = sorted(loop.waiting.values(), key=lambda turn: (turn.rank, turn.deadline_ms))
+    return turns, cost.etas_ms(loop.cost.cost, seated, free, [work(turn) for turn in turns])

@@ -1,0 +1,82 @@
+"""Background tasks of the engine: who may end quietly, and whose end stops everything.
+
+Owns the tasks. A task that fails is logged; the end of a vital one (a lane, the journal) resolves
+`failure`, which the engine awaits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+log = logging.getLogger("batchengine.engine")
+
+
+class Tasks:
+    """Tasks on the running event loop, by name."""
+
+    def __init__(self) -> None:
+        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._tasks: dict[asyncio.Task[None], str] = {}
+        self._stopping = False
+
+    def __repr__(self) -> str:
+        return f"<Tasks {sorted(self._tasks.values())}>"
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run it; an exception is logged."""
+        return self._run(work, name, self._note_error)
+
+    def spawn_request(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run it; an exception resolves `failure`."""
+        return self._run(work, "request", self._fail_on_error)
+
+    def spawn_vital(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run it; when it ends before `cancel`, however it ends, `failure` is resolved."""
+        return self._run(work, name, self._fail_on_end)
+
+    async def cancel(self) -> None:
+        """Cancel every task and wait for its end."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def lanes_over(self, timeout_s: float) -> None:
+        """The engine stops: wait for lanes to end by themselves."""
+        self._stopping = True
+        lanes = [task for task, name in self._tasks.items() if name.startswith("lane")]
+        if lanes:
+            await asyncio.wait(lanes, timeout=timeout_s)
+
+    def _run(
+        self,
+        work: Coroutine[Any, Any, None],
+        name: str,
+        ended: Callable[[str, BaseException | None], None],
+    ) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks[task] = name
+
+        def done(task: asyncio.Task[None]) -> None:
+            del self._tasks[task]
+            if not (task.cancelled() or self._stopping):
+                ended(name, task.exception())
+
+        task.add_done_callback(done)
+        return task
+
+    def _note_error(self, name: str, error: BaseException | None) -> None:
+        if error is not None:
+            log.critical("%s ended: %r", name, error, exc_info=error)
+
+    def _fail_on_error(self, name: str, error: BaseException | None) -> None:
+        if error is not None:
+            self._fail_on_end(name, error)
+
+    def _fail_on_end(self, name: str, error: BaseException | None) -> None:
+        log.critical("%s ended: %r", name, error, exc_info=error)
+        if not self.failure.done():
+            self.failure.set_result(error or RuntimeError(f"{name} ended"))

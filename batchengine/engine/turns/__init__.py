@@ -1,0 +1,1 @@
+"""One turn: its stream of events, its parameters, its durable record."""

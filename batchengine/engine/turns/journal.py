@@ -1,0 +1,323 @@
+"""Durable records of turns and tokens, and their order: durable first, then sent.
+
+Owns the group commits of the ledger. Anonymous requests are not written: no request could name them
+to resume them. Named sessions: the turn row (prompt, parameters, seed) is durable before the
+first token goes out and the final event waits for its own commit. Between the two, level `turn`
+lets tokens follow in batches; level `power` sends no token before the commit that holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from batchengine import errors
+from batchengine.core import DoneEvent, ErrorEvent
+from batchengine.engine.turns.records import SessionMeta, TurnRecord, encode
+from batchengine.engine.turns.stream import ALL_TOKENS
+from batchengine.engine.turns.turn import Turn
+from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session
+from kv_store import keys
+from kv_store.errors import LedgerError, StoreError
+from kv_store.ledger import writes
+from kv_store.ledger.continuity import INCARNATIONS as INCARNATIONS
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.journal")
+
+TICK_S = 0.02  # level `turn`: one group commit for everything that happened in it
+REFUSED_S = 10.0  # between two lines about a full disk: every tick of every turn meets it
+IDLE, PARKED = "idle", "parked"  # state of a session in the ledger;
+RUNNING = "running"  # of it and of its turn: not ended, or its engine died
+DONE = "done"  # of a turn that ended by itself; one with any other status can be gone on with
+
+
+class Journal:
+    """The ledger as the engine uses it. All methods run on the loop and never block."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        level: str = "turn",
+        finish_when_full: bool = False,
+    ) -> None:
+        """`level` as in store.durability. `finish_when_full`: a turn that a full disk caught
+        amid its tokens ends with them, marked as not durable, instead of with an error."""
+        self._store = store
+        self._ledger = store.ledger
+        self._fatal: LedgerError | None = None
+        self._power = level == "power"
+        self._finish_when_full = finish_when_full and not self._power
+        self._kick = asyncio.Event()
+        self._turns: dict[Turn, None] = {}  # named turns with tokens the ledger lacks
+        self._dirty = False
+        self._refused, self._logged_s = 0, float("-inf")  # records, since this moment
+        self._begun_turns = 0
+        self.commits = 0
+
+    # ---------------------------------------------------------------------------- asked for
+
+    def begin(self, turn: Turn, start: int, lane: str, incarnation: int, meta: SessionMeta) -> None:
+        """Record a turn whose prompt differs from the ledger's timeline from `start` on.
+
+        One intent: owner, prompt and turn are durable together or not at all.
+        """
+        session, request = turn.session, turn.generation.request
+        name, tokens = session.name.decode(), session.tokens
+        ops = self._own(session, lane, incarnation, meta)
+        start = min(start, session.logged)
+        if session.logged > start:
+            ops.append(writes.TruncateTokens(name, session.epoch, start))
+        if len(tokens) > start:
+            ids = keys.token_bytes(tokens[start:])
+            ops.append(writes.AppendTokens(name, session.epoch, start, ids))
+        session.logged = len(tokens)
+        turn.turn_id = request.request_id
+        self._begun_turns += 1
+        ops.append(
+            writes.AppendTurn(
+                name,
+                session.epoch,
+                turn.turn_id,
+                start,
+                len(request.prompt),
+                encode(TurnRecord.of(request, self._begun_turns)),
+                request.sampling.seed & keys.MASK64,
+                request.idempotency_key or None,
+            )
+        )
+        self._start(turn, ops)
+
+    def go_on(
+        self, turn: Turn, turn_id: str, lane: str, incarnation: int, meta: SessionMeta
+    ) -> None:
+        """An earlier turn of the ledger runs again: its row stays, its owner is new."""
+        session = turn.session
+        name = session.name.decode()
+        ops = self._own(session, lane, incarnation, meta)
+        ops.append(writes.FinishTurn(name, session.epoch, turn_id, RUNNING, ""))
+        turn.turn_id = turn_id
+        self._start(turn, ops)
+
+    def note(self) -> None:
+        """Something was computed or published: commit within a tick."""
+        self._dirty = True
+        self._kick.set()
+
+    def end(
+        self, turn: Turn, event: DoneEvent | ErrorEvent, status: str, meta: SessionMeta
+    ) -> None:
+        """The turn is over: its last tokens and its end become durable, then the event goes out."""
+        session = turn.session
+        mine = self._append(turn)
+        self._turns.pop(turn, None)
+        reason = event.finish_reason if isinstance(event, DoneEvent) else event.error.name
+        mine.append(self._finish(session, turn.turn_id, status, reason, meta))
+        self._dirty = False
+        self._commit(session, mine, lambda error: self._ended(turn, event, error))
+
+    def settle(self, session: Session, turn_id: str, reason: str, meta: SessionMeta) -> None:
+        """Mark a recovered turn as done."""
+        end = self._finish(session, turn_id, DONE, reason, meta)
+        self._commit(session, [end], lambda _: None)
+
+    async def hand_over(
+        self, session: Session, turn: Turn | None, epoch: int, lane: str, incarnation: int
+    ) -> None:
+        """Name the session's next owner; returns once that is durable.
+
+        The one commit point of a hand-over. Raises StoreError if the ledger refused it: then the
+        owner is who it was. The session must not compute meanwhile.
+        """
+        mine = [] if turn is None else self._append(turn)
+        tokens, before = len(session.tokens), session.logged_epoch
+        owner = self._ledger.set_owner(session.name.decode(), epoch, incarnation, lane)
+        session.logged_epoch = epoch  # whatever is appended from here on follows that record
+        commit = self._ledger.commit()
+        self._watch(commit)
+        if turn is not None and mine:
+            self._after(session, mine, commit, self._teller(turn, tokens))
+        try:
+            await asyncio.shield(asyncio.wrap_future(owner))
+        except StoreError:
+            session.logged_epoch = before
+            raise
+
+    def cut(self, session: Session, length: int) -> None:
+        """The ledger holds tokens that the session has given up: forget them there too."""
+        name = session.name.decode()
+        cut = self._ledger.truncate_tokens(name, session.logged_epoch, length)
+        self._commit(session, [cut], lambda _: None)
+
+    async def mark_suspect(self, session: Session, strikes: int, incarnation: int) -> None:
+        """Returns once it is durable that the session is about to compute alone."""
+        future = self._ledger.set_suspect(session.name.decode(), incarnation, strikes, True)
+        self._watch(self._ledger.commit())
+        await asyncio.wrap_future(future)
+
+    def clear_suspect(self, session: Session) -> None:
+        """Clear the mark of a suspect; its commit is not awaited."""
+        self._ledger.set_suspect(session.name.decode(), 0, 0)
+        self._watch(self._ledger.commit())
+
+    async def run(self) -> None:
+        """One group commit per tick (level `power`: per step) in which something happened.
+
+        Raises LedgerError once the ledger has ended for good.
+        """
+        while True:
+            await self._kick.wait()
+            self._kick.clear()
+            if self._fatal is not None:
+                raise self._fatal
+            if not self._power:
+                await asyncio.sleep(TICK_S)
+            self.flush()
+
+    def flush(self) -> None:
+        """Give the ledger everything it lacks and start its commit."""
+        appended = [(turn, len(turn.session.tokens), self._append(turn)) for turn in self._turns]
+        appended = [(turn, tokens, futures) for turn, tokens, futures in appended if futures]
+        if not appended and not self._dirty:
+            return
+        self._dirty = False
+        self.commits += 1
+        commit = self._ledger.commit()
+        self._watch(commit)
+        for turn, tokens, futures in appended:
+            self._after(turn.session, futures, commit, self._teller(turn, tokens))
+
+    # ------------------------------------------------------------------------------- inner
+
+    def _own(
+        self, session: Session, lane: str, incarnation: int, meta: SessionMeta
+    ) -> list[writes.Op]:
+        """Records that make `session.epoch` the ledger's, for the lane that will compute."""
+        name, ops = session.name.decode(), list[writes.Op]()
+        if session.logged == NOT_LOGGED:
+            repr_id = self._ledger.repr_id
+            ops.append(writes.OpenSession(name, session.tenant, repr_id, 0, "{}"))
+            session.logged, session.logged_epoch = 0, 0
+        if session.logged_epoch != session.epoch:
+            ops.append(writes.SetOwner(name, session.epoch, incarnation, lane))
+            session.logged_epoch = session.epoch
+        ops.append(writes.SetMeta(name, session.epoch, RUNNING, encode(meta)))
+        return ops
+
+    def _start(self, turn: Turn, ops: Sequence[writes.Op]) -> None:
+        self._turns[turn] = None
+        mine = [self._ledger.append(*ops)]
+        self._commit(turn.session, mine, lambda error: self._begun(turn, error))
+
+    def _finish(
+        self, session: Session, turn_id: str, status: str, reason: str, meta: SessionMeta
+    ) -> Future[int]:
+        name, epoch = session.name.decode(), session.logged_epoch
+        return self._ledger.append(
+            writes.FinishTurn(name, epoch, turn_id, status, reason),
+            writes.SetMeta(name, epoch, PARKED if meta.parked else IDLE, encode(meta)),
+        )
+
+    def _append(self, turn: Turn) -> list[Future[int]]:
+        """Give the ledger the tokens it lacks, unless it is unknown which those are."""
+        session = turn.session
+        if not 0 <= session.logged < len(session.tokens):
+            return []
+        start, session.logged = session.logged, len(session.tokens)
+        name = session.name.decode()
+        return [
+            self._ledger.append_tokens(name, session.logged_epoch, start, session.tokens[start:])
+        ]
+
+    def _teller(self, turn: Turn, tokens: int) -> Callable[[BaseException | None], None]:
+        """What follows the commit that holds the timeline's first `tokens`."""
+
+        def tell(error: BaseException | None) -> None:
+            if error is None and self._power:
+                turn.generation.release(tokens - len(turn.generation.request.prompt))
+
+        return tell
+
+    def _begun(self, turn: Turn, error: BaseException | None) -> None:
+        if error is not None:
+            turn.generation.abort(errors.NOT_DURABLE(why=error))
+        else:
+            resumed = turn.generation.resumed_tokens
+            turn.generation.release(resumed if self._power else ALL_TOKENS)
+
+    def _ended(
+        self, turn: Turn, event: DoneEvent | ErrorEvent, error: BaseException | None
+    ) -> None:
+        if error is None and turn.session.logged == LOG_UNKNOWN:
+            error = StoreError("tokens of this turn were refused before")
+        if error is not None:
+            can_finish = self._finish_when_full and not isinstance(error, LedgerError)
+            if can_finish and isinstance(event, DoneEvent):
+                event = dataclasses.replace(
+                    event, usage=dataclasses.replace(event.usage, durable=False)
+                )
+            else:
+                event = ErrorEvent(errors.NOT_DURABLE(why=error))
+        turn.generation.end(event)
+
+    def _commit(
+        self,
+        session: Session,
+        mine: list[Future[int]],
+        then: Callable[[BaseException | None], None],
+    ) -> None:
+        commit = self._ledger.commit()
+        self._watch(commit)
+        self._after(session, mine, commit, then)
+
+    def _after(
+        self,
+        session: Session,
+        mine: list[Future[int]],
+        commit: Future[int],
+        then: Callable[[BaseException | None], None],
+    ) -> None:
+        """Call `then` once records of one session are durable, or with the first refusal.
+
+        Their own futures decide: the commit fails with anybody's record. They settle before it,
+        unless the ledger has ended for good.
+        """
+        loop = asyncio.get_running_loop()
+
+        def settled() -> None:
+            errors = [f.exception() if f.done() else commit.exception() for f in mine]
+            error = next((error for error in errors if error is not None), None)
+            if error is not None:
+                session.logged = LOG_UNKNOWN
+            then(error)
+
+        commit.add_done_callback(lambda _: loop.call_soon_threadsafe(settled))
+
+    def _watch(self, future: Future[int]) -> None:
+        """Nothing the ledger refuses may stay unseen."""
+        loop = asyncio.get_running_loop()
+
+        def done(finished: Future[int]) -> None:
+            error = finished.exception()
+            if error is not None:
+                loop.call_soon_threadsafe(self._failed, error)
+
+        future.add_done_callback(done)
+
+    def _failed(self, error: BaseException) -> None:
+        if isinstance(error, LedgerError):
+            self._fatal = error
+            self._kick.set()
+        elif isinstance(error, StoreError):
+            self._refused += 1
+            if time.monotonic() - self._logged_s >= REFUSED_S:
+                since = "the ledger refused a record (%d since the last such line): %s"
+                log.error(since, self._refused, error)
+                self._refused, self._logged_s = 0, time.monotonic()
+        else:
+            log.error("the ledger failed: %r", error)

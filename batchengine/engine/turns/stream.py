@@ -1,0 +1,281 @@
+"""One generation as its reader sees it: a bounded stream of events that ends exactly once.
+
+Owns the event buffer, the text of the stream (whole characters, stop strings held back) and the
+times of the request. Refuses to grow with a slow reader: a full buffer pauses the session.
+Sends no token before it is durable enough: `release` says how many are durable enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batchengine.core import (
+    BatchEngineError,
+    DoneEvent,
+    ErrorEvent,
+    GenerationEvent,
+    GenerationRequest,
+    QueuedEvent,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
+from batchengine.text import Detokeniser, StopMatcher
+
+# About 100 KiB of events per stream at most, and more than a reader loses in one 20 ms hiccup.
+EVENTS_MAX = 256
+EVENTS_RESUME = 64
+IsEnd = Callable[[int], bool]
+ALL_TOKENS = 1 << 62  # tokens: more than any stream has
+
+
+@dataclass(slots=True)
+class Continuation:
+    """A turn of the ledger that a request goes on with. `turn_id` "" = its tokens, but a new row.
+
+    `tokens` of its answer exist. Only the last turn of a session can compute more: an older one
+    is complete, or cannot be had any more.
+    """
+
+    turn_id: str
+    tokens: list[int]
+    is_last: bool
+    is_done: bool
+
+
+class Generation:
+    """Async iterator of events: tokens, then exactly one DoneEvent or ErrorEvent.
+
+    Iterate it, or call `events()` to take everything that is ready in one go.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        session_id: str,
+        detokeniser: Detokeniser,
+        now_ms: float,
+        on_cancel: Callable[[Generation], None],
+        on_room: Callable[[Generation], None],
+    ) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.session_id = session_id
+        self.arrived_ms = now_ms
+        self.started_ms: float | None = None
+        self.first_token_ms: float | None = None
+        self.last_token_ms: float | None = None
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.resumed_tokens = 0  # of them, how many an earlier stream computed
+        self.reuse_reason = ""
+        self.lane = ""
+        self.lane_wait_ms = 0.0  # predicted when its lane was chosen
+        self.cancelled = False
+        self.finished = False  # the engine is done with it; events may remain unread
+        self.paused_since_ms: float | None = None
+        self.resumes: int | None = None  # asked to resume: from this token of the answer on
+        self.looked = False  # the ledger was asked whether it is a repetition
+        self.continuation: Continuation | None = None
+        self.stops = StopMatcher(request.stop)
+        self.detokeniser = detokeniser
+        self._on_cancel = on_cancel
+        self._on_room = on_room
+        self._events: deque[GenerationEvent] = deque()
+        self._held: deque[TokenEvent] = deque()  # not durable enough yet; see `release`
+        self._shown = 0  # tokens pushed, or known to the reader from an earlier stream
+        self._durable = 0  # of the completion, how many may be sent
+        self._known = 0  # of it, how many the reader has from an earlier stream
+        self._waiter: asyncio.Future[None] | None = None
+        self._over = False
+
+    def __repr__(self) -> str:
+        return (
+            f"<Generation {self.request_id} session={self.session_id}"
+            f" tokens={self.completion_tokens}/{self.request.tokens_max}"
+            f" unread={len(self._events)}{' finished' if self.finished else ''}>"
+        )
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> GenerationEvent:
+        while not self._events:
+            if self._over:
+                raise StopAsyncIteration
+            await self._wait()
+        event = self._events.popleft()
+        if isinstance(event, DoneEvent | ErrorEvent):
+            self._over = True
+        self._check_room()
+        return event
+
+    async def events(self) -> list[GenerationEvent]:
+        """Every event that is ready, at least one; empty once the last event was taken."""
+        while not self._events:
+            if self._over:
+                return []
+            await self._wait()
+        taken = list(self._events)
+        self._events.clear()
+        if isinstance(taken[-1], DoneEvent | ErrorEvent):
+            self._over = True
+        self._check_room()
+        return taken
+
+    def cancel(self) -> None:
+        """The caller gave up: stop within one step. Idempotent; no further event follows."""
+        if self.cancelled:
+            return
+        self.cancelled = True
+        self._over = True
+        self._events.clear()
+        self._wake()
+        if not self.finished:
+            self._on_cancel(self)
+
+    # ---------------------------------------------------------------- what the engine calls
+
+    @property
+    def full(self) -> bool:
+        """The reader is behind by as much as this daemon buffers."""
+        return len(self._events) + len(self._held) >= EVENTS_MAX
+
+    def push(self, event: TokenEvent | QueuedEvent) -> None:
+        """An event for the reader; tokens wait until `release` covers them. None after the end."""
+        if self.finished:
+            return
+        if isinstance(event, TokenEvent):
+            self._shown += 1
+            if self._shown <= self._known:
+                return
+            if self._shown > self._durable:
+                if not self._over:
+                    self._held.append(event)
+                return
+        if self._over:
+            return
+        self._events.append(event)
+        self._wake()
+
+    def release(self, tokens: int = ALL_TOKENS) -> None:
+        """The turn row is durable, and with it so many tokens: they may go out."""
+        if tokens <= self._durable:
+            return
+        self._durable = tokens
+        first = self._shown - len(self._held)
+        ready = min(tokens - first, len(self._held))
+        if ready > 0 and not self._over:
+            self._events.extend(self._held.popleft() for _ in range(ready))
+            self._wake()
+
+    def end(self, event: DoneEvent | ErrorEvent) -> None:
+        """The last event. Later calls do nothing."""
+        if self.finished:
+            return
+        self.finished = True
+        if isinstance(event, ErrorEvent):
+            self._held.clear()  # tokens that are not durable are never sent
+        self.release()
+        if not self._over:
+            self._events.append(event)
+            self._wake()
+
+    def add_token(
+        self, token: int, logprob: TokenLogprob | None, top: tuple[TokenLogprob, ...]
+    ) -> bool:
+        """A committed token that is text; True if it completes a stop string."""
+        text, stopped = self.stops.push(self.detokeniser.push(token))
+        self.push(TokenEvent(token, text, logprob, top))
+        return stopped
+
+    @property
+    def turn_id(self) -> str:
+        """The ledger's turn that its tokens belong to; known before the first of them."""
+        more = self.continuation
+        return (more.turn_id if more is not None else "") or self.request.request_id
+
+    def resume_at(self, from_token: int) -> None:
+        """The reader has the tokens before this one, whether they are computed again or not."""
+        self.resumes, self._known = from_token, from_token
+
+    def is_superseded(self, queue: Sequence[Generation] | None) -> bool:
+        """Whether a newer reader of the same answer waits already: the newest one gets it."""
+        other = queue[0] if queue else None
+        if self.resumes is None or other is None or other.resumes is None or other.cancelled:
+            return False
+        return other.arrived_ms > self.arrived_ms
+
+    def retell(self, tokens: Sequence[int], is_end: IsEnd) -> str:
+        """Tokens that an earlier stream of the same turn computed, with the text it had.
+
+        Returns why the turn ends among them, "" if it goes on; those after its end are not sent.
+        """
+        request = self.request
+        for token in tokens:
+            self.completion_tokens += 1
+            self.resumed_tokens += 1
+            if not request.ignore_eos and is_end(token):
+                return "stop"
+            text, stopped = self.stops.push(self.detokeniser.push(token))
+            self.push(TokenEvent(token, text))
+            if stopped:
+                return "stop"
+            if self.completion_tokens >= request.tokens_max:
+                return "length"
+        return ""
+
+    def rest(self, stopped: bool) -> str:
+        """Text still held back at the end of the stream; nothing after a stop string."""
+        if stopped:
+            return ""
+        text, found = self.stops.push(self.detokeniser.flush())
+        return text if found else text + self.stops.flush()
+
+    def usage(self, now_ms: float) -> Usage:
+        """Counts and times so far."""
+        started = self.started_ms if self.started_ms is not None else now_ms
+        first = self.first_token_ms if self.first_token_ms is not None else now_ms
+        return Usage(
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+            queue_ms=started - self.arrived_ms,
+            ttft_ms=first - self.arrived_ms,
+            total_ms=now_ms - self.arrived_ms,
+            lane=self.lane,
+            session_id=self.session_id,
+            reuse_reason=self.reuse_reason,
+            resumed_tokens=self.resumed_tokens,
+        )
+
+    def fail(self, error: BatchEngineError) -> None:
+        """End with an error event."""
+        self.end(ErrorEvent(error))
+
+    def abort(self, error: BatchEngineError) -> None:
+        """End with an error event, and stop the work: unlike `cancel`, the reader hears why."""
+        self.fail(error)
+        self._on_cancel(self)
+
+    # ------------------------------------------------------------------------------- inner
+
+    async def _wait(self) -> None:
+        if self._waiter is not None:
+            raise RuntimeError("a generation has one reader")
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _check_room(self) -> None:
+        if self.paused_since_ms is not None and len(self._events) <= EVENTS_RESUME:
+            self._on_room(self)

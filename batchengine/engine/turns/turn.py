@@ -1,0 +1,165 @@
+"""A turn: one generation being computed on one session, with what the scheduler needs to know.
+
+Owns the numbers of a turn that do not belong to the session (which outlives it) nor to the
+reader's stream. Plain state; the lane loop is the only writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+from batchengine import errors
+from batchengine.core import BatchEngineError, GenerationRequest
+from batchengine.engine.turns.stream import Generation
+from batchengine.policy.scheduler import TurnRow
+from batchengine.session import Loss, Session
+from batchengine.session_kv import pages_for
+
+_ROW_FIELDS = (
+    "rank", "deadline_ms", "key", "horizon_ms", "tpot_ms", "served_ms", "admitted_ms", "frontier",
+    "to_compute", "open_until", "pages_held", "pages_max", "slots_held", "running", "paused",
+    "suspect", "pages_evictable",
+)  # fmt: skip
+if TurnRow._fields != _ROW_FIELDS:
+    raise AssertionError("Turn.row fills the scheduler's TurnRow by position")
+
+
+def check_request(request: GenerationRequest, context_tokens: int, vocab_size: int) -> None:
+    """Raises BatchEngineError of kind INVALID for a request that can never run."""
+    if request.constraint is not None:
+        raise errors.CONSTRAINT_UNSUPPORTED()
+    n_prompt, most = len(request.prompt), request.tokens_max
+    if n_prompt < 1:
+        what, fix = "the prompt is empty", "send at least one token"
+        raise errors.INVALID_REQUEST(param="prompt", what=what, fix=fix)
+    if most < 1:
+        what, fix = "max_tokens is less than 1", "ask for at least one token"
+        raise errors.INVALID_REQUEST(param="max_tokens", what=what, fix=fix)
+    if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
+        what, fix = "a token id is outside the vocabulary", "use this model's tokens"
+        raise errors.INVALID_REQUEST(param="prompt", what=what, fix=fix)
+    if n_prompt + most > context_tokens:
+        asked = f"{n_prompt:,} tokens + max {most:,}"
+        raise errors.PROMPT_TOO_LONG(asked=asked, n_prompt_tokens=n_prompt, n_ctx=context_tokens)
+
+
+class TurnEnd(NamedTuple):
+    """How a turn ended: with a reason (stop, length, cancelled, shutdown), or with an error."""
+
+    reason: str = "error"
+    error: BatchEngineError | None = None
+
+
+class Turn:
+    """One generation on one session. Times are milliseconds of the engine's clock."""
+
+    __slots__ = (
+        "_ended", "_started", "admitted_ms", "cached_row", "deadline_ms", "end", "generation",
+        "history_tokens", "horizon_ms", "length", "loss", "needs_match", "pages_max", "paused",
+        "priority", "rank", "reported", "reused", "salt", "sampling", "served_ms", "session",
+        "shared", "stop_early", "suspect_until", "timeline", "tpot_ms", "turn_id",
+    )  # fmt: skip
+
+    def __init__(
+        self, session: Session, generation: Generation, *, rank: int, deadline_ms: float,
+        horizon_ms: float, tpot_ms: float, now_ms: float,
+    ) -> None:  # fmt: skip
+        request = generation.request
+        self.session = session
+        self.generation = generation
+        self.rank = rank
+        self.deadline_ms = deadline_ms
+        self.horizon_ms = horizon_ms
+        self.tpot_ms = tpot_ms
+        self.served_ms = now_ms
+        self.admitted_ms = now_ms
+        self.salt = request.tenant.encode()
+        self.priority = 3 - rank  # of its pages against eviction: higher stays
+        self.pages_max = pages_for(len(request.prompt) + request.tokens_max)
+        self.sampling = request.sampling
+        self.history_tokens = request.sampling.history_tokens
+        self.paused = False  # it computes nothing: its reader is slow
+        self.needs_match = False  # it lost KV: look once more what the store still has
+        self.stop_early = bool(request.stop)  # text decides the end: it cannot wait for the emitter
+        self.suspect_until = 0
+        self.cached_row: TurnRow | None = None  # valid while it waits
+        self.reported = False  # it has computed: how much KV it reuses is known,
+        self.reused = 0  # of so many tokens of its timeline,
+        self.length = 0  # which had this length then;
+        self.loss: Loss | None = None  # and why KV that its session had is gone
+        self.end: TurnEnd | None = None
+        self._started = asyncio.Event()
+        self._ended = asyncio.Event()
+        self.timeline = 0  # tokens of the session when the turn began,
+        self.shared = 0  # and how many of them begin this turn's own timeline
+        self.turn_id = ""  # "" = not in the ledger
+
+    def __repr__(self) -> str:
+        return f"<Turn {self.generation.request_id} {self.session!r}>"
+
+    def start(self, reused: int, loss: Loss | None) -> None:
+        """Its first step is about to be sent; `reused` leading tokens have KV already."""
+        self.reported, self.loss = True, loss
+        self.reused, self.length = reused, len(self.session.tokens)
+        generation = self.generation
+        generation.cached_tokens = min(reused, len(generation.request.prompt))
+        self._started.set()
+
+    def finish(self, end: TurnEnd) -> None:
+        """The lane is done with it. Later calls do nothing."""
+        if self.end is None:
+            self.end = end
+            self._started.set()
+            self._ended.set()
+
+    async def started(self) -> None:
+        """Returns once it computes, or has ended before."""
+        await self._started.wait()
+
+    async def ended(self) -> TurnEnd:
+        """How it ended, once it has."""
+        await self._ended.wait()
+        if self.end is None:
+            raise RuntimeError(f"{self!r} ended without a reason")
+        return self.end
+
+    def row(self, *, running: bool, evictable: int | None = None) -> TurnRow:
+        """How the scheduler sees it; cached while it waits.
+
+        `evictable`: of its pages, those that only sessions without a seat hold; None = all.
+        """
+        if not running and self.cached_row is not None:
+            return self.cached_row
+        session = self.session
+        kv = session.kv
+        pages = len(kv.codes)
+        # By position: 64 rows are made before every step, and names cost four times as much.
+        row = TurnRow._make(
+            (
+                self.rank,
+                self.deadline_ms,
+                session.key,
+                self.horizon_ms,
+                self.tpot_ms,
+                self.served_ms,
+                self.admitted_ms,
+                session.frontier,
+                len(session.tokens) - session.frontier,
+                kv.reach(),
+                pages,
+                self.pages_max,
+                len(kv.open),
+                running,
+                self.paused or session.is_expecting,
+                session.suspect,
+                0 if running else pages if evictable is None else evictable,
+            )
+        )
+        if not running:
+            self.cached_row = row
+        return row
+
+    def history_len(self) -> int:
+        """Tokens at the end of the timeline that the next token's penalties look at."""
+        return min(self.history_tokens, len(self.session.tokens))

@@ -1,0 +1,22 @@
+"""Where the pages of sessions are: open slots of one lane's arena, sealed pages of the store.
+
+Owns page tables, the lane's arena, the seal pipeline, and how open rows come into an arena from
+elsewhere. Refuses I/O and waiting: the store's threads do the work, results are taken in `poll`.
+All changes happen between two steps of the lane, so a slot that is freed here can be poisoned,
+zeroed and used again by the next frame.
+
+    OPEN slot --256 tokens--> digest by the lane --> reserve ticket --> seal (store thread)
+      --> publish (next commit) --> lane verifies the extent copy --> table entry swaps
+      --> slot freed
+
+`LaneKv` puts the parts together: `Slots` (tables, arena slots), `PrefixMatcher` (store to table),
+`SealPipeline` (arena to store), `Invalidation`, `RowImporter` (into the arena), `PageTouches`.
+Each knows those before it only.
+"""
+
+from batchengine.kv.importing import RowImport
+from batchengine.kv.lane_kv import LaneKv
+from batchengine.kv.provenance import DisputedPage, Provenance, Written
+from batchengine.kv.slots import Seal
+
+__all__ = ["DisputedPage", "LaneKv", "Provenance", "RowImport", "Seal", "Written"]

@@ -1,0 +1,87 @@
+"""Which open pages the next frame digests, beside those that its own entries fill."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from batchengine.core import PAGE_TOKENS
+from batchengine.kv.slots import Slots
+from batchengine.session import Session, State
+from batchengine.session_kv import full_pages, page_start, rows_in
+from kv_store.arenas.arena import ArenaSlot
+
+REST_TICKS = 3  # seconds a session rests before its tail is parked
+
+
+class DueDigest(NamedTuple):
+    """Leading rows of an open page to digest: 256, or fewer of a tail that is to be parked."""
+
+    session: Session
+    page: int
+    rows: int
+    slot: ArenaSlot
+
+
+class DigestQueue:
+    """Digests that the next frame asks for: imported full pages, and tails of resting sessions."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._due: dict[ArenaSlot, DueDigest] = {}
+        self._rested: dict[Session, int] = {}  # ticks without a run
+
+    def __bool__(self) -> bool:
+        return bool(self._due)
+
+    @property
+    def has_tails(self) -> bool:
+        """Tails are to be digested."""
+        return any(due.rows < PAGE_TOKENS for due in self._due.values())
+
+    def add(self, session: Session, page: int, slot: ArenaSlot) -> None:
+        """A full page came into the arena."""
+        self._due[slot] = DueDigest(session, page, PAGE_TOKENS, slot)
+
+    def add_tail(self, session: Session) -> bool:
+        """The open tail of a session that does not run. False if there is none to park."""
+        page, slot = full_pages(session.frontier), session.kv.slot_at(session.frontier)
+        rows = rows_in(page, session.frontier)
+        if not rows or slot is None or session.kv.parked is not None:
+            return False
+        if slot in self._slots.seals or not self.may_park(session):
+            return False
+        self._due[slot] = DueDigest(session, page, rows, slot)
+        return True
+
+    def may_park(self, session: Session) -> bool:
+        """Whether it is a member that does not run."""
+        return self._slots.owns(session) and session.state in (State.IDLE, State.WAITING)
+
+    def tick(self) -> list[Session]:
+        """Call once a second. Returns the sessions that have just rested long enough to park."""
+        self._rested = {
+            session: self._rested.get(session, 0) + 1
+            for session in self._slots.reclaimable
+            if session.state is State.IDLE
+        }
+        return [session for session, ticks in self._rested.items() if ticks == REST_TICKS]
+
+    def take(self) -> list[DueDigest]:
+        """What the next frame digests. Taken once.
+
+        A tail is zeroed beyond its rows first: never in a frame in which its session computes.
+        """
+        due, self._due = self._due, {}
+        return [digest for digest in due.values() if self.is_due(*digest)]
+
+    def is_due(self, session: Session, page: int, rows: int, slot: ArenaSlot) -> bool:
+        """Whether the rows are still in the slot, and still all that the session has there."""
+        if not self._slots.owns(session) or slot not in session.kv.open:
+            return False
+        if rows == PAGE_TOKENS:
+            return session.frontier >= page_start(page + 1)
+        return self.may_park(session) and session.frontier == page_start(page) + rows
+
+    def clear(self) -> None:
+        """The arena is gone."""
+        self._due = {}

@@ -1,0 +1,433 @@
+"""Open rows that come into this lane's arena from where they are: the one way they ever move.
+
+Owns the slots they will get, and the order in which frames carry them. A worker's death, a
+hand-over between lanes, a parked tail and a restart differ only in the source: the arena of a dead
+or another worker, or a partial page of the store. The worker says how many leading rows are
+proven; what is not proven is computed again.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from batchengine import wire
+from batchengine.core import PAGE_TOKENS
+from batchengine.kv.arenas import DeadArenas
+from batchengine.kv.digests import DigestQueue
+from batchengine.kv.provenance import Provenance
+from batchengine.kv.slots import LostArena, Slots
+from batchengine.session import Loss, Session, State
+from batchengine.session_kv import PendingRows, page_start
+from kv_store.arenas.arena import Arena, ArenaSlot
+from kv_store.pages.index import PageRef
+from kv_store.store import Store
+
+IMPORT_BYTES = 32 << 20  # of pages copied by one frame, for which all turns of the lane wait
+
+
+class RowImport:
+    """Open rows of one session on their way into an arena. `rows[i]` answers `pending_rows[i]`."""
+
+    __slots__ = (
+        "arena",
+        "epoch",
+        "fallen",
+        "on_done",
+        "over",
+        "pending_rows",
+        "rows",
+        "sent",
+        "session",
+        "slots",
+    )  # fmt: skip
+
+    def __init__(
+        self, session: Session, epoch: int, arena: Arena, on_done: Callable[[bool], None]
+    ) -> None:
+        self.session = session
+        self.epoch = epoch  # in the headers of the new slots
+        self.arena = arena
+        self.on_done = on_done  # called once, with whether every answer came
+        self.pending_rows: Sequence[PendingRows] = ()
+        self.slots: list[ArenaSlot] = []
+        self.rows: list[int] = []
+        self.sent = 0
+        self.over = False  # installed or given up
+        self.fallen: Callable[[], None] | None = None  # its worker died; holds the arena
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.rows) == len(self.pending_rows)
+
+    @property
+    def proven(self) -> int:
+        """Rows that arrived, over all pages."""
+        return sum(self.rows)
+
+
+class RowImporter:
+    """Imports rows into the arena of one lane. `wake` says that a frame has rows to carry."""
+
+    def __init__(
+        self,
+        store: Store,
+        slots: Slots,
+        digests: DigestQueue,
+        arenas: DeadArenas,
+        provenance: Provenance,
+        wake: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._slots = slots
+        self._digests = digests
+        self._arenas = arenas
+        self._provenance = provenance
+        self._wake = wake
+        self._local: dict[Session, RowImport] = {}  # members' own pending rows
+        self.imports: dict[RowImport, None] = {}  # all that hold slots
+        self.queue: deque[RowImport] = deque()  # those with something to send
+        self.rows_imported = 0
+
+    def __repr__(self) -> str:
+        return f"<RowImporter imports={len(self.imports)} queued={len(self.queue)}>"
+
+    # ------------------------------------------------------------------------ asked from outside
+
+    def prepare(
+        self,
+        session: Session,
+        epoch: int,
+        n_pages: int,
+        on_done: Callable[[bool], None],
+        *,
+        reclaim: bool = True,
+        warm: bool = False,
+    ) -> RowImport | None:
+        """Slots for `n_pages` open pages of a session; None if the arena has not so many.
+
+        `warm`: the next frame writes to them, so that rows that come later meet no page faults.
+        """
+        self._sweep()
+        if self._slots.arena is None:
+            return None
+        row_import = RowImport(session, epoch, self._slots.arena, on_done)
+        if not self._widen(row_import, n_pages, reclaim):
+            return None
+        self.imports[row_import] = None
+        if warm:
+            self._slots.warm(row_import.slots)
+        return row_import
+
+    def import_rows(
+        self, row_import: RowImport, pending_rows: Sequence[PendingRows], *, reclaim: bool = True
+    ) -> bool:
+        """Start copying. False, and the import is over, if there are not enough slots."""
+        if row_import.over or row_import.arena is not self._slots.arena:
+            return False
+        if not self._widen(row_import, len(pending_rows), reclaim):
+            self.abandon(row_import)
+            return False
+        while len(row_import.slots) > len(pending_rows):
+            self._slots.free(row_import.slots.pop())
+        row_import.pending_rows = pending_rows
+        if not pending_rows:
+            row_import.on_done(True)
+        else:
+            self.queue.append(row_import)
+            self._wake()
+        return True
+
+    def abandon(self, row_import: RowImport) -> None:
+        """These rows are not wanted here any more; answers still to come are ignored."""
+        if row_import.over:
+            return
+        row_import.over = True
+        self.imports.pop(row_import, None)
+        if row_import.arena is self._slots.arena:
+            for slot in row_import.slots:
+                self._slots.free(slot)
+        if row_import.fallen is not None:
+            row_import.fallen()
+        self._wake()
+
+    def install(self, row_import: RowImport) -> None:
+        """What arrived becomes the session's table after its sealed pages; the frontier moves.
+
+        If the worker died meanwhile, what arrived is in its arena: the next one imports it again.
+        """
+        session, kv = row_import.session, row_import.session.kv
+        row_import.over = True
+        self.imports.pop(row_import, None)
+        self._slots.claim_pending(session, [])
+        if row_import.fallen is not None:
+            self._install_fallen(row_import)
+            return
+        reach = kv.sealed_tokens
+        for pending, slot, rows in zip(
+            row_import.pending_rows, row_import.slots, row_import.rows, strict=True
+        ):
+            first = page_start(pending.page)
+            if first != reach or not rows:
+                self._slots.free(slot)  # sealed meanwhile, or what comes before it is missing
+                continue
+            kv.append(slot)
+            reach = first + rows
+        if not all(row_import.rows):
+            session.loss = Loss.WORKER
+        self.rows_imported += reach - kv.sealed_tokens
+        last = max(0, len(session.tokens) - (session.state is not State.IDLE))  # one is to compute
+        session.frontier = min(reach, last)
+        session.computed = max(session.computed, session.frontier)
+        for page, slot in kv.filled(kv.sealed_tokens, session.frontier):
+            self._digests.add(session, page, slot)
+
+    def _install_fallen(self, row_import: RowImport) -> None:
+        session = row_import.session
+        first = len(session.kv.sealed)
+        session.frontier = min(session.frontier, session.kv.reach())  # nothing is open here yet
+        pending_rows = [
+            self._pending_in_arena(pending.page, rows, row_import.arena, slot, row_import.epoch)
+            for pending, slot, rows in zip(
+                row_import.pending_rows, row_import.slots, row_import.rows, strict=True
+            )
+            if pending.page >= first and rows
+        ]
+        if row_import.fallen is not None:
+            row_import.fallen()
+        try:
+            self._slots.claim_pending(session, pending_rows)
+        except ValueError:  # a page before them is missing
+            for pending in pending_rows:
+                pending.release()
+
+    def sources(self, session: Session) -> list[PendingRows]:
+        """Where the session's open rows are now, for another lane to copy."""
+        if self._slots.arena is None or session.kv.pending:
+            return list(session.kv.pending)
+        sealed = len(session.kv.sealed)
+        return [
+            PendingRows(
+                sealed + offset,
+                PAGE_TOKENS,
+                self._source(self._slots.arena, slot, self._slots.epoch_of(slot)),
+                _nothing,
+            )
+            for offset, slot in enumerate(session.kv.open)
+        ]
+
+    def bring(self, session: Session, tails: Sequence[PendingRows]) -> None:
+        """Parked rows that came along with a session: wanted if they follow its sealed pages.
+
+        Behind an open page they cannot wait: a session has pending rows or open pages, never both.
+        """
+        if not tails:
+            return
+        try:
+            if session.kv.open:
+                raise ValueError(f"{session!r} has open pages")
+            self._slots.claim_pending(session, tails)
+        except ValueError:
+            for pending in tails:
+                pending.release()
+
+    # --------------------------------------------------------------------------- own pending rows
+
+    def poll(self) -> None:
+        """End imports whose session goes on without them. Called between steps."""
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for session, row_import in list(self._local.items()):
+            if self._is_stale(row_import):
+                del self._local[session]
+                self.abandon(row_import)
+
+    def _is_stale(self, row_import: RowImport) -> bool:
+        """Whether the rows are not those that the member waits for now.
+
+        The list of pending rows is replaced whenever it changes. A frozen session's rows stay
+        where they are.
+        """
+        session = row_import.session
+        return (
+            session.kv.pending is not row_import.pending_rows
+            or session.epoch != row_import.epoch
+            or session.state in (State.FROZEN, State.CLOSED)
+            or not self._slots.owns(session)
+        )
+
+    def _is_importable(self, session: Session) -> bool:
+        """Rows of a dead arena are fetched at once, a parked tail when its session runs."""
+        if session in self._local or session.state in (State.FROZEN, State.CLOSED):
+            return False
+        return session.is_expecting
+
+    def _import_pending(self) -> None:
+        """Start fetching the open rows of members: those that hold a seat first."""
+        self._sweep()
+        if self._slots.arena is None:
+            return
+        due = [session for session in self._slots.members_pending() if self._is_importable(session)]
+        due.sort(key=lambda session: session.state is not State.RUNNING)
+        for session in due:
+            if len(self.queue) > self._pages_max:
+                return
+            self._import_local(session)
+
+    def _import_local(self, session: Session) -> None:
+        def done(complete: bool) -> None:
+            del self._local[session]
+            if complete:
+                self.install(row_import)
+                if session.state in (State.IDLE, State.WAITING):
+                    self._slots.make_reclaimable(session)  # the death left it nothing to reclaim
+            self._slots.changed(session)
+
+        pending_rows, wanted = session.kv.pending, session.state is not State.IDLE
+        made = self.prepare(session, session.epoch, len(pending_rows), done, reclaim=wanted)
+        if made is None:  # no room for them: what is sealed must do
+            self._slots.drop_pending(session)
+            session.loss = Loss.WORKER
+            self._slots.changed(session)
+            return
+        row_import = made
+        self._local[session] = row_import
+        self.import_rows(row_import, pending_rows)
+
+    def _widen(self, row_import: RowImport, n_pages: int, reclaim: bool) -> bool:
+        """Have at least `n_pages` slots; on failure those taken now are given back."""
+        before = len(row_import.slots)
+        while len(row_import.slots) < n_pages:
+            slot = self._slots.take(reclaim=reclaim)
+            if slot is None:
+                while len(row_import.slots) > before:
+                    self._slots.free(row_import.slots.pop())
+                return False
+            row_import.slots.append(slot)
+        return True
+
+    # ------------------------------------------------------------------------------- frames
+
+    @property
+    def _pages_max(self) -> int:
+        return max(1, IMPORT_BYTES // self._store.pages.layout.page_bytes)
+
+    @property
+    def has_chores(self) -> bool:
+        """The next frame has rows to copy, or slots of an import that ended are to be freed."""
+        if self.queue or any(map(self._is_stale, self._local.values())):
+            return True
+        if self._slots.arena is None:
+            return False
+        return any(map(self._is_importable, self._slots.members_pending()))
+
+    def take_imports(self) -> tuple[list[wire.ImportRows], bytes, list[RowImport]]:
+        """The next pages to copy, oldest request first, as many as one frame should carry.
+
+        Returns the messages, the token ids of their rows (int32), and the import of each message.
+        """
+        self._import_pending()
+        messages, tokens, owners = list[wire.ImportRows](), array("i"), list[RowImport]()
+        while self.queue and len(messages) < self._pages_max:
+            row_import = self.queue[0]
+            if row_import.over or row_import.sent == len(row_import.pending_rows):
+                self.queue.popleft()
+                continue
+            at = row_import.sent
+            row_import.sent += 1
+            message, ids = self._import_message(row_import, at)
+            messages.append(message)
+            tokens.extend(ids)
+            owners.append(row_import)
+            if row_import.sent == len(row_import.pending_rows):
+                self.queue.popleft()  # else an empty frame would go out for its sake
+        return messages, tokens.tobytes(), owners
+
+    def _import_message(self, row_import: RowImport, at: int) -> tuple[wire.ImportRows, list[int]]:
+        pending, slot, session = (
+            row_import.pending_rows[at],
+            row_import.slots[at],
+            row_import.session,
+        )
+        first = page_start(pending.page)
+        ids = session.tokens[first : first + pending.rows]
+        label = self._slots.label(slot, session, row_import.epoch, pending.page)
+        source = pending.source
+        if not isinstance(source, wire.FromArena):
+            session.kv.writers[pending.page] = self._provenance.lanes_of(source)
+            source, ids = self._page_source(source, ids)
+        return wire.ImportRows(label, len(ids), source), ids
+
+    def _page_source(self, ref: PageRef, ids: list[int]) -> tuple[wire.FromPage, list[int]]:
+        """A sealed page proves its bytes, not its tokens: those were compared before."""
+        if not self._store.pages.is_resident(ref):  # invalid, though a pin keeps its bytes
+            return wire.FromPage(0, 0, bytes(16)), []
+        proof = self._store.pages.proof(ref)
+        return wire.FromPage(proof.slot_code, proof.seed, proof.checksum), ids
+
+    def arrived(self, row_imports: Sequence[RowImport], imported: Sequence[int]) -> None:
+        """The frame was executed: proven rows of each message of `take_imports`."""
+        self._sweep()
+        for row_import, rows in zip(row_imports, imported, strict=True):
+            if row_import.over or row_import.fallen is not None:
+                continue
+            row_import.rows.append(rows)
+            if row_import.is_complete:
+                row_import.on_done(True)
+
+    # -------------------------------------------------------------------------------- death
+
+    def arena_died(self, lost: LostArena) -> None:
+        """The worker is reaped: open rows of members are pending rows in its arena."""
+        for session in self._slots.members.values():
+            self._leave_in_arena(session, lost)
+        self._imports_died(lost.arena)
+
+    def _leave_in_arena(self, session: Session, lost: LostArena) -> None:
+        """The session's open pages lie in a dead worker's arena: remember where."""
+        kv = session.kv
+        if not kv.open:
+            return
+        parked, kv.parked = kv.parked, None
+        found = [
+            self._pending_in_arena(page, PAGE_TOKENS, lost.arena, slot, lost.epochs[slot])
+            for page, slot in enumerate(kv.take_open(), len(kv.sealed))
+        ]
+        if parked is not None:  # a copy of the last one
+            found.pop().release()
+            found.append(self._slots.pending_in_page(parked.page, parked.rows, parked.ref))
+        session.frontier = min(session.frontier, kv.reach())
+        self._slots.claim_pending(session, found)
+
+    def _pending_in_arena(
+        self, index: int, rows: int, arena: Arena, slot: ArenaSlot, epoch: int
+    ) -> PendingRows:
+        source = self._source(arena, slot, epoch)
+        return PendingRows(index, rows, source, self._arenas.hold(arena))
+
+    def _source(self, arena: Arena, slot: ArenaSlot, epoch: int) -> wire.FromArena:
+        return wire.FromArena(os.path.basename(arena.path), slot.slot, slot.gen, epoch)
+
+    def _imports_died(self, arena: Arena) -> None:
+        """What has arrived waits in the dead arena for `install`; what has not, fails."""
+        self.queue.clear()
+        for row_import in list(self.imports):
+            if row_import.fallen is not None:
+                continue  # with an earlier worker
+            if (
+                row_import.pending_rows
+                and row_import.is_complete
+                and row_import.session not in self._local
+            ):
+                row_import.fallen = self._arenas.hold(arena)
+            else:
+                row_import.over = True
+                del self.imports[row_import]
+                row_import.on_done(False)
+
+
+def _nothing() -> None:
+    """The arena of a worker that is up is not held."""

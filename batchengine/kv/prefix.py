@@ -1,0 +1,88 @@
+"""Pages of a session's prefix that the store already has: found by content, taken with a pin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from batchengine.kv.slots import Slots
+from batchengine.session import Loss, Session
+from batchengine.session_kv import page_start
+from kv_store import keys
+from kv_store.pages.index import PageRef
+from kv_store.store import Store
+
+
+class PrefixMatcher:
+    """Puts published pages of a timeline's prefix into the table of its session."""
+
+    def __init__(self, store: Store, slots: Slots) -> None:
+        self._store = store
+        self._slots = slots
+
+    def extend(
+        self,
+        session: Session,
+        salt: bytes,
+        priority: int,
+        is_worth_reading: Callable[[int, int, int], bool] | None = None,
+    ) -> Future[list[bool]] | None:
+        """Take published pages of the timeline's prefix where they reach further than own KV.
+
+        Never the last token: one is left to compute. Returns None when the pages are ready (or
+        there are none), else a future of which pages verified; then call `loaded`. Pages that
+        must be read from disk are taken only if `is_worth_reading(tokens, tokens after the
+        first such page, bytes to read)` says so.
+        """
+        refs = self._store.pages.match_prefix(
+            session.tokens[:-1], salt, pin=True, priority=priority
+        )
+        if is_worth_reading is not None:
+            refs = self._without_cold(refs, session.frontier, is_worth_reading)
+        if page_start(len(refs)) <= session.frontier:
+            for ref in refs:
+                self._store.pages.unpin(ref)
+            return None
+        kv, reach = session.kv, page_start(len(refs))
+        follow = any(pending.page == len(refs) for pending in kv.pending)
+        after = kv.take_pending(lambda pending: follow and pending.page >= len(refs))
+        self._slots.truncate(session, 0)
+        kv.extend_sealed(refs, [self._store.pages.slot_code(ref) for ref in refs])
+        kv.keys = keys.chain_keys(session.tokens[:reach], self._store.pages.repr_id, salt)
+        if after:
+            self._slots.claim_pending(session, after)
+        future = self._store.pages.load(refs)
+        if future.done():
+            self.loaded(session, future.result())
+            return None
+        return future
+
+    def _without_cold(
+        self, refs: list[PageRef], frontier: int, is_worth_reading: Callable[[int, int, int], bool]
+    ) -> list[PageRef]:
+        """`refs` up to the first page on disk, if reading from there on is not worth it."""
+        cold = self._store.pages.cold(refs)
+        tokens = page_start(len(refs))
+        if True not in cold or tokens <= frontier:
+            return refs
+        first = cold.index(True)
+        cold_tokens = tokens - max(frontier, page_start(first))
+        if is_worth_reading(tokens, cold_tokens, sum(cold) * self._store.pages.layout.page_bytes):
+            return refs
+        for ref in refs[first:]:
+            self._store.pages.unpin(ref)
+        return refs[:first]
+
+    def loaded(self, session: Session, good: list[bool]) -> None:
+        """Pages verified or not: the frontier moves to the first that did not.
+
+        The table may have lost pages, and a page may be invalid, since they were asked for.
+        """
+        pinned = zip(session.kv.sealed, good, strict=False)
+        good = [ok and self._store.pages.is_resident(ref) for ref, ok in pinned]
+        count = good.index(False) if False in good else len(good)
+        session.frontier = page_start(count)
+        if count < len(good):
+            session.loss = Loss.CHECKSUM
+        if count < len(session.kv.codes):
+            self._slots.truncate(session, count)

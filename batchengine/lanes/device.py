@@ -1,0 +1,56 @@
+"""The contract between a worker and the device that it drives: a model, pages and steps.
+
+A step names pages by slot codes. Only the device translates a code to an address, so that it may
+keep copies in a memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from batchengine import wire
+from batchengine.lanes.step_input import I32Array, StepInput, StepOutput
+from kv_store.layout import PageLayout
+
+Report = Callable[[str, str, float, float], None]  # stage, detail, progress 0..1, seconds
+
+
+class LaneMemory(Protocol):
+    """The pages of one lane: its arena, and sealed pages read-only."""
+
+    def check(self, step: wire.Step) -> None:
+        """Raise BadStep for a chore that names what cannot be, before any chore is done."""
+        ...
+
+    def prepare(self, step: wire.Step, imported: Sequence[I32Array]) -> tuple[int, ...]:
+        """The chores before the computation: poison, reserve, relabel, import, touch, in order.
+
+        `imported`: per ImportRows the tokens that its rows must hold. Returns the number of rows
+        that were proven and copied, per ImportRows.
+        """
+        ...
+
+    def finish(self, step: wire.Step) -> tuple[tuple[bytes, ...], tuple[bool, ...]]:
+        """The chores after the computation: a digest per Digest, an answer per Verify."""
+        ...
+
+
+class Device(Protocol):
+    """What computes a model's steps. It keeps no session state: a step carries everything."""
+
+    def load(self, load: wire.Load, report: Report) -> wire.ModelFacts:
+        """Map or pack the weights and test the arithmetic. Raises BatchEngineError."""
+        ...
+
+    def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:
+        """Map the arena; steps may run afterwards. Raises BadStep or StoreError."""
+        ...
+
+    def run(self, batch: StepInput) -> StepOutput:
+        """One forward pass: writes the rows of every entry, samples for those that want a token."""
+        ...
+
+    def close(self) -> None:
+        """End the device's threads."""
+        ...

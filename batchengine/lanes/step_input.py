@@ -1,0 +1,131 @@
+"""One Step frame as arrays, checked: what a device needs, with nothing left to check.
+
+Payload of a Step, little-endian, in this order (widest first, so every part stays aligned):
+
+    [ slot codes u64 | tokens i32 | penalty histories i32 | tokens of imported rows i32 ]
+      sum n_pages       sum n_tokens  sum history_len         sum import.rows
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchengine import errors, wire
+from batchengine.core import PAGE_TOKENS, BatchEngineError
+from batchengine.wire.frames import Payload
+
+ARENA_BIT = 1 << 63  # slot code: set = index of an arena slot, else (extent << 32) | slot
+SLOT_MASK = (1 << 32) - 1
+
+U64Array = NDArray[np.uint64]
+I32Array = NDArray[np.int32]
+
+
+class BadStep(BatchEngineError):
+    """A Step frame contradicts itself or this worker's capacities; nothing was computed."""
+
+    def __init__(self, why: str) -> None:
+        row = errors.STEP_REFUSED
+        super().__init__(row.code, row.kind, row.name, row.what, why)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What one step of this worker may hold."""
+
+    tokens_max: int
+    entries_max: int
+    context_tokens: int
+    vocab_size: int
+
+
+@dataclass(slots=True)
+class StepInput:
+    """A checked step. tokens (T,), codes (P,), shape rows are (n_tokens, start, n_pages).
+
+    imported: per Step.import the tokens its rows must hold.
+    """
+
+    entries: tuple[wire.Entry, ...]
+    shape: I32Array
+    tokens: I32Array
+    codes: U64Array
+    histories: list[I32Array | None]
+    imported: list[I32Array]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """rows: one per entry that wanted a token and whose rows are finite; nonfinite: the indices of
+    the entries with a row that is not."""
+
+    rows: tuple[wire.SampledRow, ...]
+    nonfinite: tuple[int, ...]
+
+
+def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
+    """Check a Step against its payload and the worker's limits; raises BadStep."""
+    entries = step.entries
+    if len(entries) > limits.entries_max:
+        raise BadStep(f"{len(entries)} entries of {limits.entries_max}")
+    n_tokens = n_pages = n_history = 0
+    shape: list[tuple[int, int, int]] = []
+    for entry in entries:
+        count, start, pages = entry.n_tokens, entry.start, entry.n_pages
+        if count < 1 or start < 0 or start + count > limits.context_tokens:
+            raise BadStep(f"session {entry.session}: tokens [{start}, {start + count})")
+        if pages != (start + count + PAGE_TOKENS - 1) // PAGE_TOKENS:
+            raise BadStep(f"session {entry.session}: {pages} pages for {start + count} tokens")
+        n_tokens += count
+        n_pages += pages
+        if entry.history_len < 0 or (entry.history_len and entry.sampling is None):
+            raise BadStep(f"session {entry.session}: a history of {entry.history_len} tokens")
+        n_history += entry.history_len
+        shape.append((count, start, pages))
+    if n_tokens > limits.tokens_max:
+        raise BadStep(f"{n_tokens} tokens of {limits.tokens_max}")
+    n_imported = sum([_imported_rows(import_rows) for import_rows in step.import_rows])
+    if len(payload) != 8 * n_pages + 4 * (n_tokens + n_history + n_imported):
+        raise BadStep(f"payload has {len(payload)} bytes")
+    codes = np.frombuffer(payload, np.uint64, n_pages)
+    tokens = np.frombuffer(payload, np.int32, n_tokens, 8 * n_pages)
+    if n_tokens and (int(tokens.min()) < 0 or int(tokens.max()) >= limits.vocab_size):
+        raise BadStep("token id outside the vocabulary")
+    _check_writers(shape, codes)
+    histories: list[I32Array | None] = []
+    at = 8 * n_pages + 4 * n_tokens
+    for entry in entries:
+        length = entry.history_len
+        histories.append(np.frombuffer(payload, np.int32, length, at) if length else None)
+        at += 4 * length
+    imported: list[I32Array] = []
+    for import_rows in step.import_rows:
+        imported.append(np.frombuffer(payload, np.int32, import_rows.rows, at))
+        at += 4 * import_rows.rows
+    table = np.array(shape, np.int32).reshape(-1, 3)
+    return StepInput(entries, table, tokens, codes, histories, imported)
+
+
+def _imported_rows(import_rows: wire.ImportRows) -> int:
+    if not 0 <= import_rows.rows <= PAGE_TOKENS:
+        raise BadStep(f"{import_rows.rows} rows to import into one page")
+    return import_rows.rows
+
+
+def _check_writers(shape: list[tuple[int, int, int]], codes: U64Array) -> None:
+    """Every page a step appends to is an arena slot with exactly one writer in this step."""
+    #   codes of one entry:  [ full pages, read only | pages of [start, start+count), written ]
+    #                          base                     base + start // 256      base + n_pages
+    written: list[int] = []
+    base = 0
+    for _, start, pages in shape:
+        written += range(base + start // PAGE_TOKENS, base + pages)
+        base += pages
+    slots = codes[written].tolist()
+    if any(code < ARENA_BIT for code in slots):
+        raise BadStep("a page to be written is not in the arena")
+    if len(set(slots)) != len(slots):
+        raise BadStep("two writers for one page")

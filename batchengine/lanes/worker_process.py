@@ -1,0 +1,345 @@
+"""The engine's end of a lane: spawn the worker, exchange frames, notice its death, start it again.
+
+Owns the worker process, its socket and its incarnation. Refuses policy: what a death means for
+sessions is the engine's business; here it is one `LaneDied` and a reaped process. Spawn from the
+main thread: PR_SET_PDEATHSIG follows the spawning *thread*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+
+from batchengine import errors, wire
+from batchengine.wire.frames import FrameProtocol, WireError
+
+log = logging.getLogger("batchengine.lane")
+
+WORKER = (sys.executable, "-m", "batchengine.lanes.worker")
+BACKOFF_S = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # first restart at once: a stream is waiting
+LATE_S = 0.1  # an event loop that is later than this was stopped or blocked itself
+LINGER_S = 1.0  # between the end of the socket and the end of the process
+OUTSIDE_DEATHS_MAX = 4  # SIGKILL from outside: no crash loop, so at most a second of waiting
+HEALTHY_S = 60.0  # a run this long resets the count of deaths,
+HEALTHY_STEPS = 16  # and so does one that computed so many steps: this is no crash loop
+REPORT_BYTES_MAX = 8192  # of a fatal-signal report kept for the log
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class LaneDied(Exception):
+    """The worker ended or was killed; it has been reaped. Nothing of the step counts.
+
+    `blames_step`: the step in flight may be the cause. A SIGKILL from outside (an operator, the
+    OOM killer: a worker's memory does not depend on what it computes) does not blame it.
+    """
+
+    def __init__(self, lane: str, reason: str, report: str = "", blames_step: bool = True) -> None:
+        super().__init__(f"worker of lane {lane} {reason}")
+        self.reason = reason
+        self.report = report
+        self.blames_step = blames_step
+
+
+class Lane:
+    """One worker at a time, and the frames to and from it; at most one request in flight."""
+
+    def __init__(self, name: str, *, command: Sequence[str] = WORKER) -> None:
+        self.name = name
+        self.incarnation = 0
+        self.deaths = 0
+        self.steps = 0
+        self.facts: wire.ModelFacts | None = None
+        self.late_frames = 0
+        self.signal = asyncio.Event()  # set when the worker has died; its loop waits for it
+        self._command = tuple(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._report_fd = -1
+        self._protocol: FrameProtocol[wire.LaneMessage] | None = None
+        self._reply: asyncio.Future[wire.LaneMessage] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._asked = (0, 0)  # step, attempt of the frame in flight
+        self._on_loading: Callable[[wire.Loading], None] | None = None
+        self._died: asyncio.Future[LaneDied] | None = None
+        self._step = 0
+        self._born = 0.0
+        self._born_steps = 0
+        self._kill_reason = ""
+
+    def __repr__(self) -> str:
+        state = "up" if self.alive else "down"
+        return f"<Lane {self.name} {state} incarnation={self.incarnation} steps={self.steps}>"
+
+    @property
+    def alive(self) -> bool:
+        return self._died is not None and not self._died.done()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker, 0 if there is none."""
+        return self._process.pid if self._process is not None and self.alive else 0
+
+    async def start(
+        self, load: wire.Load, on_loading: Callable[[wire.Loading], None] | None = None
+    ) -> wire.ModelFacts:
+        """Spawn the next incarnation and load the model. Raises LaneDied or the load error."""
+        if self.alive:
+            raise RuntimeError(f"{self!r} is already running")
+        await self._spawn()
+        self._on_loading = on_loading
+        try:
+            answer = await self._ask(load, b"", None)
+        finally:
+            self._on_loading = None
+        if not isinstance(answer, wire.Ready):
+            raise await self._unexpected(answer)
+        self.facts = answer.facts
+        return answer.facts
+
+    async def attach(self, attach: wire.Attach, deadline_s: float = 60.0) -> None:
+        """Have the worker map its arena; steps may start afterwards."""
+        answer = await self._ask(attach, b"", deadline_s)
+        if not isinstance(answer, wire.Attached):
+            raise await self._unexpected(answer)
+
+    def post(
+        self, step: wire.Step, payload: bytes, *, deadline_s: float, attempt: int = 0
+    ) -> Coroutine[None, None, wire.StepDone]:
+        """Send one step now; await the result for its answer.
+
+        Past the deadline the worker is killed: LaneDied. BatchEngineError if it refuses the step.
+        """
+        reply = self._send(step, payload, deadline_s, attempt)
+
+        async def answer() -> wire.StepDone:
+            got = await self._receive(reply)
+            if isinstance(got, wire.StepDone):
+                self.steps += 1
+                return got
+            if isinstance(got, wire.Failed):
+                raise errors.received(got.code, got.what, got.why, got.fix)
+            raise await self._unexpected(got)
+
+        return answer()
+
+    async def run(
+        self, step: wire.Step, payload: bytes, *, deadline_s: float, attempt: int = 0
+    ) -> wire.StepDone:
+        """One frame to the worker, one back: `post` and wait."""
+        return await self.post(step, payload, deadline_s=deadline_s, attempt=attempt)
+
+    def kill(self, reason: str) -> None:
+        """SIGKILL the worker; `died` resolves once it is reaped."""
+        if self._process is not None and self.alive:
+            self._kill_reason = self._kill_reason or reason
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGKILL)
+
+    async def died(self) -> LaneDied:
+        """Wait for the end of the current worker."""
+        if self._died is None:
+            return LaneDied(self.name, "was never started", blames_step=False)
+        return await asyncio.shield(self._died)
+
+    def backoff_s(self) -> float:
+        """How long to wait before the next start."""
+        return BACKOFF_S[min(max(self.deaths - 1, 0), len(BACKOFF_S) - 1)]
+
+    async def close(self, grace_s: float = 2.0) -> None:
+        """End the worker: ask, then kill; returns when it is reaped."""
+        if not self.alive:
+            return
+        self._kill_reason = "was closed"
+        if self._protocol is not None:
+            self._protocol.send(
+                wire.LANE_LINK.encode(wire.Shutdown(), incarnation=self.incarnation)
+            )
+        try:
+            await asyncio.wait_for(self.died(), grace_s)
+        except TimeoutError:
+            self.kill("was closed")
+            await self.died()
+
+    # ------------------------------------------------------------------------- one request
+
+    async def _ask(
+        self, message: wire.LaneMessage, payload: bytes, deadline_s: float | None
+    ) -> wire.LaneMessage:
+        return await self._receive(self._send(message, payload, deadline_s, 0))
+
+    def _send(
+        self, message: wire.LaneMessage, payload: bytes, deadline_s: float | None, attempt: int
+    ) -> asyncio.Future[wire.LaneMessage]:
+        """Put one frame on the link; the future ends with the answer or LaneDied."""
+        if self._reply is not None:
+            raise RuntimeError(f"{self!r} has a request in flight")
+        loop = asyncio.get_running_loop()
+        self._step += 1
+        self._asked = (self._step, attempt)
+        reply = self._reply = loop.create_future()
+        if self._died is None or self._protocol is None:
+            reply.set_exception(LaneDied(self.name, "was never started", blames_step=False))
+            return reply
+        if self._died.done():
+            reply.set_exception(self._died.result())
+            return reply
+        if deadline_s is not None:
+            due_s = time.monotonic() + deadline_s
+            self._timer = loop.call_later(deadline_s, self._overdue, deadline_s, due_s, False)
+        frame = wire.LANE_LINK.encode(
+            message, payload, step=self._step, incarnation=self.incarnation, attempt=attempt
+        )
+        self._protocol.send(frame)
+        return reply
+
+    def _overdue(self, deadline_s: float, due_s: float, is_last: bool) -> None:
+        """The deadline of the frame in flight passed: the worker hangs, or this process did.
+
+        An engine that was stopped (SIGSTOP, a frozen machine) runs its timers before it reads what
+        came meanwhile, and the worker may have been stopped with it: the time by which the timer is
+        late is granted again, once, up to a whole deadline.
+        """
+        if self._reply is None or self._reply.done():  # its reader has not run yet
+            return
+        late_s = time.monotonic() - due_s
+        if is_last or late_s <= LATE_S:
+            self.kill(f"missed a deadline of {deadline_s:.0f} s")
+            return
+        log.warning(
+            "lane %s: the engine ran %.1f s late: its worker gets more time", self.name, late_s
+        )
+        more_s = min(late_s, deadline_s)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(more_s, self._overdue, deadline_s, due_s, True)
+
+    async def _receive(self, reply: asyncio.Future[wire.LaneMessage]) -> wire.LaneMessage:
+        try:
+            return await reply
+        finally:
+            self._reply = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _on_frame(self, frame: wire.LaneFrame) -> None:
+        if frame.incarnation != self.incarnation or (frame.step, frame.attempt) != self._asked:
+            self.late_frames += 1
+        elif isinstance(frame.message, wire.Loading):
+            if self._on_loading is not None:
+                self._on_loading(frame.message)
+        elif self._reply is not None and not self._reply.done():
+            self._reply.set_result(frame.message)
+        else:
+            self.late_frames += 1
+
+    async def _unexpected(self, answer: wire.LaneMessage) -> Exception:
+        if isinstance(answer, wire.Failed):
+            self.kill(f"reported {answer.code}")
+            await self.died()
+            return errors.received(answer.code, answer.what, answer.why, answer.fix)
+        self.kill(f"answered with {type(answer).__name__}")
+        return await self.died()
+
+    # ------------------------------------------------------------------------ start and end
+
+    async def _spawn(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.incarnation += 1
+        self._kill_reason = ""
+        ours, theirs = socket.socketpair()
+        report_read, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        env = dict(os.environ)
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH", "")])])
+        try:
+            process = subprocess.Popen(  # noqa: ASYNC220  about 1 ms, at start only
+                [
+                    *self._command,
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    str(report_write),
+                    str(self.incarnation),
+                ],
+                pass_fds=(theirs.fileno(), report_write),
+                stdin=subprocess.DEVNULL,
+                env=env,
+            )
+        except BaseException:
+            ours.close()
+            os.close(report_read)
+            raise
+        finally:
+            theirs.close()
+            os.close(report_write)
+        self._process = process
+        self._report_fd = report_read
+        self._born = time.monotonic()
+        self._born_steps = self.steps
+        self._died = loop.create_future()
+        self._pidfd = os.pidfd_open(process.pid)
+        loop.add_reader(self._pidfd, self._reap)
+        protocol = FrameProtocol(wire.LANE_LINK, self._on_frame, self._on_lost)
+        self._protocol = protocol
+        await loop.create_connection(lambda: protocol, sock=ours)
+
+    def _on_lost(self, error: Exception | None) -> None:
+        """The socket ended: the worker is ending, which its pidfd reports, or sent a bad frame."""
+        if isinstance(error, WireError):
+            self.kill(f"sent a bad frame ({error})")
+        else:
+            loop = asyncio.get_running_loop()
+            loop.call_later(LINGER_S, self._kill_lingering, self.incarnation)
+
+    def _kill_lingering(self, incarnation: int) -> None:
+        if incarnation == self.incarnation:
+            self.kill("closed its link but lived on")
+
+    def _reap(self) -> None:
+        """The pidfd became readable: reap the process, then report its death once."""
+        process, died = self._process, self._died
+        if process is None or died is None or died.done():
+            return
+        status = process.wait()
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        report = _read_report(self._report_fd)
+        os.close(self._report_fd)
+        if self._protocol is not None:
+            self._protocol.close()
+        long = time.monotonic() - self._born > HEALTHY_S
+        if long or self.steps - self._born_steps >= HEALTHY_STEPS:
+            self.deaths = 0
+        reason = self._kill_reason or _describe(status)
+        outside = status == -signal.SIGKILL and not self._kill_reason
+        if not outside or self.deaths < OUTSIDE_DEATHS_MAX:
+            self.deaths += 1
+        death = LaneDied(self.name, reason, report, blames_step=not outside)
+        if reason != "was closed":
+            log.warning("%s (pid %d)%s", death, process.pid, f"\n{report}" if report else "")
+        died.set_result(death)
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(death)
+        self.signal.set()
+
+
+def _describe(status: int) -> str:
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-status).name}"
+    return f"exited with {status}"
+
+
+def _read_report(fd: int) -> str:
+    """The text a fatal-signal handler left in the pipe; empty for SIGKILL."""
+    try:
+        return os.read(fd, REPORT_BYTES_MAX).decode("utf-8", "replace").strip()
+    except BlockingIOError:
+        return ""

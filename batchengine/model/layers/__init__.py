@@ -1,0 +1,8 @@
+"""One module per layer kind: the order of kernel calls of one spec of batchengine.weights."""
+
+from __future__ import annotations
+
+from batchengine.model.layers.attention import Attention, AttentionBuffers
+from batchengine.model.layers.ffn import DenseBuffers, DenseFfn
+
+__all__ = ["Attention", "AttentionBuffers", "DenseBuffers", "DenseFfn"]

@@ -1,0 +1,83 @@
+"""Causal attention over KV pages (`AttentionSpec`): norm, q k v, append, attend, output.
+
+A mixer has two halves. `mix` runs for every row of a step, because K and V of all of them must be
+appended; `add_output` runs for the rows that are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import kernels
+from batchengine.model.ops import CpuOps, is_float
+from batchengine.weights import AttentionSpec, AttentionWeights
+
+
+class AttentionBuffers:
+    """Rows of one step for the attention layers of one spec, which take turns with them."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        weights: Iterable[AttentionWeights],
+        tokens_max: int,
+        wanted_max: int,
+    ) -> None:
+        keep_float = any(is_float(w.output) for w in weights)
+        self.qkv = kernels.Rows(tokens_max, spec.q_rows + 2 * spec.kv_rows)
+        self.queries = kernels.Queries(tokens_max, spec.n_head, spec.head_dim)
+        self.mixed = kernels.Rows(tokens_max, spec.q_rows)
+        self.wanted = kernels.Rows(wanted_max, spec.q_rows)
+        self.mixed_q8 = kernels.Activations(tokens_max, spec.q_rows, keep_float)
+
+
+class Attention:
+    """One attention layer of a lane; kv_layer is its index among those that a page has rows of."""
+
+    def __init__(
+        self,
+        ops: CpuOps,
+        spec: AttentionSpec,
+        weights: AttentionWeights,
+        *,
+        eps: float,
+        rope: kernels.RopeTable,
+        shape: kernels.PageShape,
+        kv_layer: int,
+        buffers: AttentionBuffers,
+    ) -> None:
+        self.buffers = buffers
+        self._ops = ops
+        self._spec = spec
+        self._weights = weights
+        self._eps = eps
+        self._rope = rope
+        self._shape = shape
+        self._kv_layer = kv_layer
+
+    def mix(self, batch: kernels.Batch, hidden: kernels.Rows, normed: kernels.Activations) -> None:
+        """hidden -> buffers.mixed for every token of the batch; K and V go to its pages."""
+        ops, spec, w, buffers = self._ops, self._spec, self._weights, self.buffers
+        n = batch.n_tokens
+        ops.norm_quantise(hidden, w.norm, self._eps, n, normed)
+        ops.linear(normed, w.qkv, w.qkv_bias, n, buffers.qkv)
+        ops.place_kv(
+            buffers.qkv,
+            batch,
+            self._shape,
+            self._kv_layer,
+            spec.n_head,
+            w.q_norm,
+            w.k_norm,
+            self._eps,
+            self._rope,
+            spec.scale,
+            buffers.queries,
+        )
+        ops.attend(buffers.queries, batch, self._shape, self._kv_layer, buffers.mixed)
+
+    def add_output(self, mixed: kernels.Rows, n: int, hidden: kernels.Rows) -> None:
+        """hidden += output(mixed), for the first `n` rows."""
+        ops, w, buffers = self._ops, self._weights, self.buffers
+        ops.quantise(mixed, n, buffers.mixed_q8)
+        ops.linear_add(buffers.mixed_q8, w.output, w.output_bias, n, hidden)

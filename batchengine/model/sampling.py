@@ -1,0 +1,29 @@
+"""Sampling parameters as the kernel takes them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kernels
+from batchengine.core import Sampling
+
+
+def sample_spec(
+    sampling: Sampling, *, position: int, history: NDArray[np.int32] | None
+) -> kernels.SampleSpec:
+    """The draw of the token at `position`; history: the tokens that penalties see, None is none."""
+    return kernels.SampleSpec(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        position=position,
+        history=history,
+        bias=list(sampling.logit_bias),
+        logprobs=sampling.logprobs,
+    )

@@ -1,0 +1,386 @@
+"""Which lane and strategy serve a request: one pure function over frozen views.
+
+Owns the decision tree and every sentence that explains it. Refuses clocks, queues and lanes:
+`RouteState` holds what is known of each lane, summed up beforehand, so that a decision costs
+microseconds whatever waits. Same inputs, same decision.
+
+The tree. The strategies `pipeline` and `ring` are taken only when the state has such a pool.
+
+ 1. The context exceeds every lane                     -> ring, whatever the class
+ 2. Latency-sensitive: interactive, promoted by the caller, or a standard request with targets
+    as tight as the interactive ones                   -> fast lanes
+ 3. Throughput-tolerant: background and batch          -> pipeline prefill if it can be filled,
+                                                          ring decode if it is deep; bulk lanes
+ 4. Standard, long prompt                              -> fast lanes
+ 5. Standard, short prompt                             -> bulk lanes
+
+Among lanes. *Strain* is the worst of predicted over promised (TTFT, TPOT, TTLT); up to 1 the
+promise is kept. A session's KV is somewhere: elsewhere its hand-over is part of the TTFT.
+
+ 6. The lanes of the tree's tier come first, among them the one of least strain, as long as they
+    keep the promise or are within `tolerance` of the best lane: that share of the promise, or of
+    the best lane's strain where that is more. Latency-sensitive requests give up the first half:
+    they never go to a lane that is worse than another by more than that.
+ 7. A session stays where it is while that lane belongs to the tier and rule 6 allows it. Unless
+    the request is latency-sensitive it also stays when it moved less than `dwell_ms_min` ago,
+    when an interactive turn was here less than `demote_idle_ms` ago (a client may leave a
+    background model on a session its user is in), and while a faster lane than needed is not
+    loaded: promotion is quick, demotion is lazy, and sessions do not swing.
+
+Dead lanes and lanes the context does not fit are no candidates. More load never makes a lane
+more attractive: strain grows with every number of its load, and nothing else looks at load but
+rule 7, which only lets go of a loaded lane.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import NamedTuple
+
+from batchengine.policy.cost import LaneLoad, predict
+
+FAST, BULK, ANY = "fast", "bulk", "any"
+LOCAL, PIPELINE, RING = "local", "pipeline", "ring"
+RANK_INTERACTIVE, RANK_STANDARD = 0, 1  # as in the scheduler: the classes in order of urgency
+
+
+class Reason(enum.StrEnum):
+    """Why a lane was chosen, as stable sentences; names are the labels of metrics."""
+
+    NO_LANE = "no lane is up"
+    NO_FIT = "the context fits no lane"
+    FULL = "every queue is full"
+    RING_CONTEXT = "the context exceeds one host: ring"
+    ONLY = "only this lane can take it"
+    URGENT = "latency-sensitive: fast lane"
+    PIPELINE = "throughput-tolerant: pipeline prefill"
+    RING = "throughput-tolerant: ring decode"
+    TOLERANT = "throughput-tolerant: bulk lane"
+    LONG = "long prompt: fast lane"
+    SHORT = "short prompt: bulk lane"
+    HOME = "its KV is here"
+    DWELL = "it moved here a moment ago"
+    CEILING = "an interactive turn was here a moment ago"
+    IDLE_FAST = "its KV is here and this lane is not loaded"
+    SPILL = "lanes of its tier would break the promise"
+    BEST = "no lane keeps the promise: the nearest to it"
+
+
+class RoutePolicy(NamedTuple):
+    """Constants of the tree; milliseconds, tokens and ratios."""
+
+    long_prompt_tokens: int = 2048
+    urgent_ttft_ms: float = 500.0  # the interactive class's targets
+    urgent_tpot_ms: float = 50.0
+    tolerance: float = 0.25
+    dwell_ms_min: float = 5_000.0
+    demote_idle_ms: float = 60_000.0
+    loaded_ratio: float = 0.5  # of its seats, or anybody waiting: a lane is loaded
+    ring_depth_min: int = 16
+    move_ms: float = 10.0  # hand-over between lanes: what it costs at all,
+    move_row_ms: float = 0.01  # and per token of the open page
+
+
+class RouteRequest(NamedTuple):
+    """What is known of a request. Targets are resolved: the request's own or its class's."""
+
+    rank: int  # of its class: 0 = interactive ... 3 = batch
+    prompt_tokens: int
+    tokens_out: int  # expected
+    context_tokens: int  # prompt and the longest answer: what must fit
+    ttft_ms: float
+    tpot_ms: float
+    ttlt_ms: float = math.inf
+    promote: bool = False  # the caller asks for the fast tier
+
+
+class RouteSession(NamedTuple):
+    """A session that has KV. `lane` holds its open page; sealed pages are shared by all lanes."""
+
+    lane: str
+    reused_tokens: int  # leading tokens of the prompt whose KV exists
+    open_rows: int = 0  # of those, rows that a hand-over would copy
+    dwell_ms: float = math.inf  # since it last changed its lane
+    urgent_ms: float = math.inf  # since it last had a latency-sensitive turn
+
+
+class LaneState(NamedTuple):
+    """One lane. `tier` any serves both tiers; lanes of one `pool` are variants of a strategy."""
+
+    name: str
+    load: LaneLoad = LaneLoad()
+    alive: bool = True
+    tier: str = ANY
+    pool: str = ""
+    context_max: int = 1 << 30  # tokens whose KV it can hold
+    full: bool = False  # its queue is as long as it may be
+
+
+class Pool(NamedTuple):
+    """A strategy over several hosts; `lane` is the local lane that leads it."""
+
+    strategy: str  # PIPELINE or RING
+    lane: str
+    alive: bool = True
+    depth: int = 0  # sessions that would share its steps, this one included
+    fillable: bool = False  # a pipeline: there is enough prefill to keep every stage busy
+    context_max: int = 0
+
+
+class RouteState(NamedTuple):
+    """Every lane and pool at one moment."""
+
+    lanes: tuple[LaneState, ...]
+    pools: tuple[Pool, ...] = ()
+    policy: RoutePolicy = RoutePolicy()
+
+
+class Strategy(NamedTuple):
+    """How prefill and decode of one session are laid out."""
+
+    prefill: str = LOCAL
+    decode: str = LOCAL
+
+
+class Candidate(NamedTuple):
+    """What one lane was predicted to do; `excluded` says why it was not considered."""
+
+    lane: str
+    ttft_ms: float = 0.0  # hand-over included
+    tpot_ms: float = 0.0
+    move_ms: float = 0.0
+    strain: float = 0.0
+    excluded: str = ""
+
+
+class Decision(NamedTuple):
+    """Where a request goes. `lane` "" = nowhere now; `predicted` is None exactly then."""
+
+    strategy: Strategy
+    lane: str
+    reason: Reason
+    predicted: Candidate | None
+    candidates: tuple[Candidate, ...] = ()
+
+
+LOCAL_STRATEGY = Strategy()
+
+
+def is_urgent(request: RouteRequest, policy: RoutePolicy) -> bool:
+    """Latency-sensitive. A background or batch class is a ceiling: tight targets do not lift it."""
+    rank = request.rank
+    return (
+        rank == RANK_INTERACTIVE
+        or request.promote
+        or (
+            rank == RANK_STANDARD
+            and (
+                request.ttft_ms <= policy.urgent_ttft_ms or request.tpot_ms <= policy.urgent_tpot_ms
+            )
+        )
+    )
+
+
+def is_loaded(lane: LaneState, policy: RoutePolicy) -> bool:
+    """Others would like the seats of this lane."""
+    load = lane.load
+    return load.waiting > 0 or load.seated >= policy.loaded_ratio * load.seats
+
+
+def route(request: RouteRequest, session: RouteSession | None, state: RouteState) -> Decision:
+    """Choose lane and strategy; see the module's text for the numbered rules."""
+    policy = state.policy
+    candidates = tuple([_candidate(request, session, lane, policy) for lane in state.lanes])
+    able = [
+        (candidate.strain, lane, candidate)
+        for lane, candidate in zip(state.lanes, candidates, strict=True)
+        if not candidate.excluded
+    ]
+    if not able:
+        return _without_lane(request, state, candidates)
+    urgent = is_urgent(request, policy)
+    if urgent:
+        tier, why = FAST, Reason.URGENT
+    elif request.rank > RANK_STANDARD:
+        tier, why = BULK, Reason.TOLERANT
+        if state.pools:
+            decision = _pooled(request, state, candidates)
+            if decision is not None:
+                return decision
+    elif _to_compute(request, session) >= policy.long_prompt_tokens:
+        tier, why = FAST, Reason.LONG
+    else:
+        tier, why = BULK, Reason.SHORT
+    if len(able) == 1:
+        return Decision(LOCAL_STRATEGY, able[0][1].name, Reason.ONLY, able[0][2], candidates)
+    best = _least(able)
+    limit = best[0] + policy.tolerance * max(1.0, best[0])
+    if not urgent and limit < 1.0:
+        limit = 1.0
+    if session is not None:
+        stay = _stay(session, able, tier, urgent, limit, policy)
+        if stay is not None:
+            return Decision(LOCAL_STRATEGY, session.lane, stay[0], stay[1], candidates)
+    mine = [entry for entry in able if entry[1].tier in (tier, ANY)]
+    if mine:
+        first = _least(mine)
+        if first[0] <= limit:
+            return Decision(LOCAL_STRATEGY, first[1].name, why, first[2], candidates)
+    why = Reason.SPILL if best[0] <= 1.0 else Reason.BEST
+    return Decision(LOCAL_STRATEGY, best[1].name, why, best[2], candidates)
+
+
+def best_lane(state: RouteState, tier: str, tokens: int, away_from: str = "") -> str:
+    """The least loaded lane of `tier` that can hold `tokens`; "" = there is none.
+
+    For moves that no request waits for. A lane that serves any tier counts for both.
+    """
+    able = [
+        ((lane.load.seated + lane.load.waiting) / lane.load.seats, lane.tier == ANY, lane.name)
+        for lane in state.lanes
+        if lane.alive
+        and not lane.full
+        and lane.tier in (tier, ANY)
+        and tokens <= lane.context_max
+        and lane.name != away_from
+    ]
+    return min(able)[2] if able else ""
+
+
+def demotion(session: RouteSession, idle_ms: float, tokens: int, state: RouteState) -> str:
+    """Where an idle session goes that still stands on a fast lane; "" = it stays.
+
+    `idle_ms` since its last turn ended. It gives its fast slot back when it was idle for
+    `demote_idle_ms` and had no latency-sensitive turn for as long, and not twice in a moment.
+    """
+    policy = state.policy
+    at = next((lane for lane in state.lanes if lane.name == session.lane), None)
+    if at is None or at.tier != FAST:
+        return ""
+    if min(idle_ms, session.urgent_ms) < policy.demote_idle_ms:
+        return ""
+    if session.dwell_ms < policy.dwell_ms_min:
+        return ""
+    return best_lane(state, BULK, tokens, session.lane)
+
+
+def _to_compute(request: RouteRequest, session: RouteSession | None) -> int:
+    n = request.prompt_tokens - (session.reused_tokens if session is not None else 0)
+    return n if n > 0 else 1
+
+
+def _candidate(
+    request: RouteRequest, session: RouteSession | None, lane: LaneState, policy: RoutePolicy
+) -> Candidate:
+    """What the lane would make of the request: its prediction, a hand-over, and the strain."""
+    if not lane.alive:
+        return Candidate(lane.name, excluded="it is down")
+    if request.context_tokens > lane.context_max:
+        return Candidate(lane.name, excluded="the context does not fit")
+    if lane.full and (session is None or session.lane != lane.name):
+        return Candidate(lane.name, excluded="its queue is full")
+    frontier, move_ms = 0, 0.0
+    n = request.prompt_tokens
+    if session is not None:
+        frontier = session.reused_tokens
+        n -= frontier
+        if n < 1:
+            frontier, n = frontier + n - 1, 1
+        if session.lane != lane.name:
+            move_ms = policy.move_ms + policy.move_row_ms * session.open_rows
+    tokens_out = request.tokens_out
+    ttft_ms, tpot_ms = predict(lane.load, request.rank, frontier, n, tokens_out)
+    ttft_ms += move_ms
+    strain = ttft_ms / request.ttft_ms
+    other = tpot_ms / request.tpot_ms
+    if other > strain:
+        strain = other
+    other = (ttft_ms + tpot_ms * tokens_out) / request.ttlt_ms
+    if other > strain:
+        strain = other
+    return Candidate(lane.name, ttft_ms, tpot_ms, move_ms, strain)
+
+
+def _least(entries: list[tuple[float, LaneState, Candidate]]) -> tuple[float, LaneState, Candidate]:
+    """Least strain; the first listed wins a tie."""
+    best = entries[0]
+    for entry in entries:
+        if entry[0] < best[0]:
+            best = entry
+    return best
+
+
+def _stay(
+    session: RouteSession,
+    able: list[tuple[float, LaneState, Candidate]],
+    tier: str,
+    urgent: bool,
+    limit: float,
+    policy: RoutePolicy,
+) -> tuple[Reason, Candidate] | None:
+    """Rule 7: why the session stays where its KV is, or None if it may go."""
+    name = session.lane
+    for strain, lane, candidate in able:
+        if lane.name != name:
+            continue
+        if urgent:
+            at_home = lane.tier in (tier, ANY) and strain <= limit
+            return (Reason.HOME, candidate) if at_home else None
+        if session.dwell_ms < policy.dwell_ms_min:
+            return Reason.DWELL, candidate
+        if strain > limit:
+            return None
+        if lane.tier in (tier, ANY):
+            return Reason.HOME, candidate
+        if lane.tier == FAST:
+            if session.urgent_ms < policy.demote_idle_ms:
+                return Reason.CEILING, candidate
+            if not is_loaded(lane, policy):
+                return Reason.IDLE_FAST, candidate
+        return None
+    return None
+
+
+def _without_lane(
+    request: RouteRequest, state: RouteState, candidates: tuple[Candidate, ...]
+) -> Decision:
+    """Rule 1, and what is left when it cannot be followed."""
+    too_long = any(c.excluded.startswith("the context") for c in candidates)
+    for pool in state.pools:
+        if too_long and _takes(pool, RING, request):
+            return _led(pool, Strategy(LOCAL, RING), Reason.RING_CONTEXT, candidates)
+    full = any(c.excluded == "its queue is full" for c in candidates)
+    reason = Reason.NO_FIT if too_long else Reason.FULL if full else Reason.NO_LANE
+    return Decision(LOCAL_STRATEGY, "", reason, None, candidates)
+
+
+def _pooled(
+    request: RouteRequest, state: RouteState, candidates: tuple[Candidate, ...]
+) -> Decision | None:
+    """Rule 3: prefill and decode choose for themselves; one pool of each is used at most."""
+    policy = state.policy
+    pipeline = ring = None
+    for pool in state.pools:
+        if pipeline is None and pool.fillable and _takes(pool, PIPELINE, request):
+            pipeline = pool
+        if ring is None and pool.depth >= policy.ring_depth_min and _takes(pool, RING, request):
+            ring = pool
+    leader = ring or pipeline
+    if leader is None:
+        return None
+    strategy = Strategy(PIPELINE if pipeline else LOCAL, RING if ring else LOCAL)
+    reason = Reason.RING if ring else Reason.PIPELINE
+    return _led(leader, strategy, reason, candidates)
+
+
+def _takes(pool: Pool, strategy: str, request: RouteRequest) -> bool:
+    fits = request.context_tokens <= pool.context_max
+    return pool.alive and pool.strategy == strategy and fits
+
+
+def _led(
+    pool: Pool, strategy: Strategy, reason: Reason, candidates: tuple[Candidate, ...]
+) -> Decision:
+    leads = next((c for c in candidates if c.lane == pool.lane), Candidate(pool.lane))
+    return Decision(strategy, pool.lane, reason, leads, candidates)

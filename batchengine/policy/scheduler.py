@@ -1,0 +1,699 @@
+"""Which tokens a lane computes next: one pure function from a frozen view to a frozen plan.
+
+Owns every scheduling rule. Refuses clocks, queues, pages and workers: the engine builds a
+`LaneView`, calls `plan`, and does what the plan says. Same view, same plan, to the last entry;
+the order in which rows are listed changes nothing but the order of the batch.
+
+Work is tokens still to compute. There are no phases: a decode is an entry of one token.
+
+Rules, in the order in which they are applied
+ 1. A suspect runs alone, in turn with everybody else: one solo step, one step for the others.
+ 2. Every running decode is in the step, unless rule 5 takes its seat or it gets no page.
+ 3. What time and tokens remain go to longer work, most urgent first: by class, inside a class
+    by deadline. Prefill may take as long as the decodes of the step (`prefill_share`); when its
+    own deadline would be missed, up to the tightest TPOT slack; never less than
+    `chunk_tokens_min`. So a decode waits for at most one chunk, sized to its own target.
+ 4. Sessions are admitted when they get their first tokens, not before.
+ 5. A seat is taken from a less urgent session (later class, past `quantum_urgent_ms`), which
+    keeps its KV and joins the queue again with a new deadline. A slow reader's slot goes first.
+ 6. Aging. The *late* session of the earliest deadline, whatever its class, goes before rule 3:
+    it may take a seat of its own or a less urgent class after `quantum_ms`, and anybody's while
+    its class and those below hold fewer than `aged_seats`. A late running prefill likewise gets
+    the first tokens of every step.
+
+Theorem (aging). Let a session join with deadline D = join + horizon, and let A sessions wait
+with an earlier deadline at time D. It computes its first token before
+
+    D + (A + 1) * (5 * quantum_ms + 2 * longest step)            (`wait_ms_max`)
+
+whatever arrives later, provided every preemption returns a slot and pages can be reserved.
+Proof. Horizons are positive, so a turn that joins after D has a later deadline: A only shrinks. Be
+w the late session of earliest deadline. (a) While its class and those below hold at least
+`aged_seats`, one of those rows runs; only more urgent sessions can be seated before w (inside
+its class w is first, below it everyone comes after), so after one quantum every such row may be
+displaced by w, or has gone. (b) When they hold fewer, free seats go to w first, and any row
+past its quantum may be displaced. A seat can change hands in favour of another only by rule 5,
+which strictly lowers the class of its holder: at most three times, so after four quanta w has a
+seat. Steps end before plans are made, and rule 1 doubles their number. w then leaves the queue
+with at least one token computed, and the argument repeats for the A - 1 that are left.
+
+Preemptions. No turn loses a seat without having computed in it and held it for
+`quantum_urgent_ms` (`quantum_ms` when rule 6 takes it); slow readers and shortage of pages
+excepted. So a session of T ms in seats is preempted at most T / quantum_urgent_ms times.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from batchengine.core import PAGE_TOKENS, Sla, SlaClass
+from batchengine.policy.cost import StepCost, work_of
+
+HORIZON_MS_MAX = 3_600_000.0  # aging needs a finite horizon, whatever target a request names
+PRIORITY_MAX = 8  # beyond it a priority counts as this
+
+
+class TurnRow(NamedTuple):
+    """One session that wants to compute, as the scheduler sees it.
+
+    A tuple because a view is built before every step and a step may last 0.3 ms. The row of a
+    waiting session does not change from step to step, so the engine can keep it. The first
+    three fields are the order of service: rows compare natively.
+    """
+
+    rank: int  # RANK[sla_class]: 0 = most urgent
+    deadline_ms: float  # join time + horizon_ms: fixed when the session joined the queue
+    key: int  # unique in the view; grows with arrival
+    horizon_ms: float  # `horizon_ms(...)`
+    tpot_ms: float  # target between tokens
+    served_ms: float  # end of the last step that computed for it; join time before that
+    admitted_ms: float  # when it last got its seat; ignored while waiting
+    frontier: int  # first token whose KV is not committed
+    to_compute: int  # tokens from frontier to the end of the timeline; 1 = decoding
+    open_until: int  # tokens below this have an open arena slot (multiple of PAGE_TOKENS)
+    pages_held: int  # pages its timeline has: resident, shared or reserved
+    pages_max: int  # pages it will have at its longest (prompt + tokens_max)
+    slots_held: int = 0  # free if it is preempted now; while it waits: in slots_free as well
+    running: bool = False  # holds a seat (batch slot + open arena slot)
+    paused: bool = False  # its reader is slow: compute nothing, may lose its seat
+    suspect: bool = False  # was in a step that killed the worker: runs alone
+    pages_evictable: int = 0  # of pages_held: evictable, so counted in LaneView.pages_free as well
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Constants of the scheduling rules; milliseconds and tokens."""
+
+    chunk_tokens_min: int = 16  # one tile of the linear kernels: fewer tokens cost the same
+    quantum_ms: float = 2000.0  # long beside a step and a page seal, short beside a patience
+    quantum_urgent_ms: float = 100.0  # a fifth of the interactive TTFT target
+    margin_ms: float = 50.0  # hysteresis: deadlines closer than this are equal
+    prefill_share: float = 1.0  # prefill time per decode time: decodes keep half their speed
+    aged_share: float = 0.25  # of the prefill budget, to the late session of rule 6
+    aged_seats: int = 0  # seats rule 6 keeps for the patient; 0 = entries_max / 8, at least 1
+
+
+@dataclass(frozen=True, slots=True)
+class LaneView:
+    """A lane and its sessions at one moment. `running` and `waiting` are disjoint.
+
+    Keep `waiting` sorted (`bisect.insort`): sorting a sorted list costs one pass.
+    """
+
+    tokens_max: int  # tokens per step
+    entries_max: int  # entries per step = seats
+    chunk_tokens_max: int  # prefill tokens per step
+    step_ms_max: float  # no step is planned longer than this, but for the chunk floor
+    slots_free: int  # arena slots without a holder
+    pages_free: int  # store pages that can be reserved now (free or evictable)
+    pages_budget: int  # store pages in all
+    cost: StepCost
+    running: tuple[TurnRow, ...]
+    waiting: tuple[TurnRow, ...]
+    policy: Policy = Policy()
+
+
+class PlannedEntry(NamedTuple):
+    """Compute the next `n_tokens` of session `key`."""
+
+    key: int
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything one step will do, in this order: preempt, admit, shed, run the batch."""
+
+    batch: tuple[PlannedEntry, ...]
+    admit: tuple[int, ...] = ()  # waiting -> running; each has an entry in `batch`
+    preempt: tuple[int, ...] = ()  # running -> waiting: KV stays, seat and arena slot go
+    shed: tuple[int, ...] = ()  # can never run: needs more pages than the budget
+    stalled: tuple[int, ...] = ()  # running, could have computed, but no place or page is left
+    predicted_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTargets:
+    """Default targets of one SLA class; `ttft_ms` is also the aging horizon and must be finite."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+RANK: dict[SlaClass, int] = {c: i for i, c in enumerate(SlaClass)}
+CLASS_TARGETS: dict[SlaClass, ClassTargets] = {
+    SlaClass.INTERACTIVE: ClassTargets(500.0, 50.0),
+    SlaClass.STANDARD: ClassTargets(2_000.0, 100.0),
+    SlaClass.BACKGROUND: ClassTargets(30_000.0, 500.0),
+    SlaClass.BATCH: ClassTargets(300_000.0, 2_000.0),
+}
+
+
+def horizon_ms(sla: Sla, targets: ClassTargets, expected_ms: float = 0.0) -> float:
+    """How long a session may wait before it is late; in [1, HORIZON_MS_MAX].
+
+    The TTFT target, or what a TTLT budget leaves after `expected_ms` of compute if that is
+    less. A priority moves it by up to half, so it orders arrivals of one class only.
+    """
+    horizon = targets.ttft_ms if sla.ttft_ms is None else sla.ttft_ms
+    if sla.ttlt_ms is not None:
+        horizon = min(horizon, sla.ttlt_ms - expected_ms)
+    priority = max(-PRIORITY_MAX, min(PRIORITY_MAX, sla.priority))
+    horizon *= 1.0 - priority / (2 * PRIORITY_MAX)
+    return min(HORIZON_MS_MAX, horizon) if horizon >= 1.0 else 1.0
+
+
+def tpot_ms(sla: Sla, targets: ClassTargets) -> float:
+    """Target between tokens: TurnRow.tpot_ms."""
+    return targets.tpot_ms if sla.tpot_ms is None else sla.tpot_ms
+
+
+def wait_ms_max(policy: Policy, deadline_ms: float, ahead: int, step_ms: float) -> float:
+    """The theorem's moment: by then a session has computed its first token.
+
+    `ahead` = sessions waiting with an earlier deadline at `deadline_ms`, `step_ms` = longest step.
+    """
+    return deadline_ms + (ahead + 1) * (5 * policy.quantum_ms + 2 * step_ms)
+
+
+def plan(view: LaneView, now_ms: float) -> StepPlan:
+    """Decide one step. Pure: no clock, no hidden state. Costs about 1 µs per running session."""
+    draft = _Draft(view, now_ms)
+    if draft.suspects and draft.suspect_is_next():
+        if draft.run_suspect():
+            return draft.finish()
+        draft = _Draft(view, now_ms)
+    draft.take_decodes()
+    if draft.prefills or view.waiting:
+        draft.fill()
+    if draft.stalled_for_pages and not draft.preempted:
+        draft.preempt_for_pages()
+    found = draft.finish()
+    if draft.suspects and not found.batch and not found.preempt:
+        alone = _Draft(view, now_ms)  # it was the others' turn, but they lack seats or pages
+        if alone.run_suspect():
+            return alone.finish()
+    return found
+
+
+class _Draft:
+    """A plan being made: what is left of the lane, and what has been granted so far."""
+
+    def __init__(self, view: LaneView, now_ms: float) -> None:
+        self.view = view
+        self.now_ms = now_ms
+        self.decodes: list[TurnRow] = []
+        self.prefills: list[TurnRow] = []
+        self.suspects: list[TurnRow] = []
+        self.waiting: list[TurnRow] = []
+        self.granted: dict[int, int] = {}  # key -> tokens, in grant order
+        self.admitted: list[TurnRow] = []
+        self.preempted: list[TurnRow] = []
+        self.shed: list[int] = []
+        self.stalled: list[TurnRow] = []
+        self.stalled_for_pages = False
+        self.slack_ms = math.inf  # until the first decode misses its TPOT target
+        self.decode_ms = view.cost.fixed_ms
+        self.prefill_ms = 0.0  # what longer work may take of this step
+        self.spent_ms = 0.0  # what it takes so far
+        self.slots_left = view.slots_free
+        self.pages_left = view.pages_free
+        self.chunk_tokens = 0  # most tokens of longer work in this step
+        self.tokens_left = 0
+        for row in view.running:
+            if row.paused or row.to_compute < 1:
+                continue
+            if row.suspect:
+                self.suspects.append(row)
+            elif row.to_compute == 1:
+                self.decodes.append(row)
+            else:
+                self.prefills.append(row)
+        active = len(self.suspects) + len(self.decodes) + len(self.prefills)
+        self.seats_left = view.entries_max - active
+        self.entries_left = view.entries_max
+        if view.waiting and not self.suspects:
+            self.suspects = [r for r in view.waiting if r.suspect and not r.paused]
+
+    # ---- rule 1: suspects ----
+
+    def suspect_is_next(self) -> bool:
+        """Has the suspect waited longer than the others, who count as one?"""
+        group = [r.served_ms for r in self.decodes] + [r.served_ms for r in self.prefills]
+        if group:
+            others_ms = max(group)
+        else:
+            others = (_last_ms(r) for r in self.view.waiting if not (r.suspect or r.paused))
+            others_ms = min(others, default=math.inf)
+        return _last_ms(self._suspect()) <= others_ms
+
+    def _suspect(self) -> TurnRow:
+        return min(self.suspects, key=lambda r: (_last_ms(r), r.key))
+
+    def run_suspect(self) -> bool:
+        """Plan a solo step; False, and the draft is unusable, if the suspect cannot run."""
+        view = self.view
+        row = self._suspect()
+        due_ms = min((r.served_ms + r.tpot_ms for r in self.decodes), default=math.inf)
+        self.prefill_ms = min(view.step_ms_max, due_ms - self.now_ms) - self.decode_ms
+        self.tokens_left = self.chunk_tokens = min(view.chunk_tokens_max, view.tokens_max)
+        self.decodes = []
+        if row.running:
+            return self._grant(row)
+        return self._admit(row, aged=row.deadline_ms <= self.now_ms)
+
+    # ---- rule 2: decodes ----
+
+    def take_decodes(self) -> None:
+        """Every running decode, its page, its time."""
+        view = self.view
+        if len(self.decodes) > min(view.entries_max, view.tokens_max):
+            self._rotate_decodes()
+        kv_tokens = 0
+        due_ms = math.inf
+        needy: list[TurnRow] = []
+        for row in self.decodes:
+            frontier = row.frontier
+            kv_tokens += frontier + 1
+            if frontier >= row.open_until or frontier >= row.pages_held * PAGE_TOKENS:
+                needy.append(row)
+            due = row.served_ms + row.tpot_ms
+            if due < due_ms:
+                due_ms = due
+        if needy:
+            kv_tokens -= self._open_pages(needy)
+        cost = view.cost
+        self.decode_ms += cost.decode_entry_ms * len(self.decodes) + cost.decode_kv_ms * kv_tokens
+        self.slack_ms = due_ms - self.now_ms - self.decode_ms
+        self.entries_left = view.entries_max - len(self.decodes)
+
+    def _rotate_decodes(self) -> None:
+        """More decodes than a step holds (readers woke up): the longest unserved go first."""
+        room = min(self.view.entries_max, self.view.tokens_max)
+        if self.prefills:
+            room = max(1, min(room - 1, self.view.tokens_max - self.view.policy.chunk_tokens_min))
+        order = sorted(self.decodes, key=lambda r: (r.served_ms, r.key))
+        kept = {r.key for r in order[:room]}
+        self.decodes = [r for r in self.decodes if r.key in kept]
+
+    def _open_pages(self, needy: list[TurnRow]) -> int:
+        """Decodes that begin a page get one in order of service, or stall.
+
+        Returns the KV tokens that the stalled ones would have attended.
+        """
+        dropped = {row.key: row.frontier + 1 for row in sorted(needy) if not self._reserve(row, 1)}
+        if dropped:
+            self.decodes = [r for r in self.decodes if r.key not in dropped]
+        return sum(dropped.values())
+
+    # ---- rules 3, 4 and 6: longer work ----
+
+    def fill(self) -> None:
+        """Prefill, admissions and aging in what the decodes leave."""
+        view = self.view
+        self.chunk_tokens = min(view.chunk_tokens_max, view.tokens_max - len(self.decodes))
+        self.tokens_left = self.chunk_tokens
+        if self.tokens_left < 1:
+            return
+        self.waiting = sorted(view.waiting)
+        self.prefills.sort()
+        heads = self.prefills[:1] + self.waiting[:1]
+        self._set_budget(min(heads))
+        self._age(min(heads))
+        self._serve()
+
+    def _set_budget(self, head: TurnRow) -> None:
+        """Rule 3: milliseconds for longer work.
+
+        share: decodes keep their part of the lane. slack: no decode misses TPOT. A target that the
+        decodes alone already miss protects no turn, so it does not hold prefill back.
+        """
+        view = self.view
+        longest_ms = view.step_ms_max - self.decode_ms
+        if not self.decodes:
+            self.prefill_ms = longest_ms
+            return
+        share_ms = self.decode_ms * view.policy.prefill_share
+        if self.decode_ms > min(r.tpot_ms for r in self.decodes):
+            budget_ms = share_ms
+        elif share_ms > self.slack_ms or self._is_late(head, share_ms):
+            budget_ms = self.slack_ms
+        else:
+            budget_ms = share_ms
+        self.prefill_ms = min(budget_ms, longest_ms)
+
+    def _is_late(self, head: TurnRow, share_ms: float) -> bool:
+        """Would `head` miss its deadline if it only got `share_ms` of every step?"""
+        if share_ms <= 0.0:
+            return True
+        n = head.to_compute
+        work_ms = _chunk_ms(self.view.cost, head.frontier, n)
+        return self.now_ms + work_ms * (1.0 + self.decode_ms / share_ms) > head.deadline_ms
+
+    def _age(self, head: TurnRow) -> None:
+        """Rule 6: the late session of the earliest deadline goes first."""
+        now_ms = self.now_ms
+        row = self._late_waiting()
+        if row is not None:
+            limit = 1.0 if row is head else self.view.policy.aged_share
+            if self._admit(row, aged=True, share=limit):
+                return
+        late = [r for r in self.prefills if r.deadline_ms <= now_ms and r not in self.preempted]
+        if late:
+            row = min(late, key=_age_order)
+            if row is not head:
+                self._grant(row, self.view.policy.aged_share)
+
+    def _late_waiting(self) -> TurnRow | None:
+        """The late waiting session of the earliest deadline, over all classes."""
+        heads: list[TurnRow] = []
+        waiting = self.waiting
+        index = 0
+        while index < len(waiting):
+            end = bisect_left(waiting, (waiting[index].rank + 1,))
+            for row in waiting[index:end]:  # one class, by deadline: the first able one counts
+                if row.deadline_ms > self.now_ms:
+                    break
+                if self._is_able(row):
+                    heads.append(row)
+                    break
+            index = end
+        return min(heads, key=_age_order, default=None)
+
+    def _is_able(self, row: TurnRow) -> bool:
+        """May this waiting session be admitted in a common step? Sheds one that never can be."""
+        if row.pages_max > self.view.pages_budget:
+            if row.key not in self.shed:
+                self.shed.append(row.key)
+            return False
+        return not (row.paused or row.suspect or row.key in self.granted)
+
+    def _serve(self) -> None:
+        """Rule 3 in order of service, over running and waiting sessions merged."""
+        prefills, waiting = self.prefills, self.waiting
+        i = j = 0
+        served = False
+        while self.tokens_left > 0:
+            running = prefills[i] if i < len(prefills) else None
+            if j < len(waiting) and (running is None or waiting[j] < running):
+                row = waiting[j]
+                j += 1
+                if not self._is_able(row):
+                    continue
+                if self._admit(row, aged=False, floor=not served):
+                    served = True
+                else:
+                    j = len(waiting)  # no overtaking inside a class or from below
+            elif running is not None:
+                i += 1
+                if running.key not in self.granted and running not in self.preempted:
+                    served = self._grant(running, floor=not served) or served
+            else:
+                break
+
+    # ---- granting ----
+
+    def _grant(self, row: TurnRow, share: float = 1.0, floor: bool = True) -> bool:
+        """Give `row` its next chunk out of `share` of the time; False if it gets nothing."""
+        wanted = self._fit(row, share, floor) if self.entries_left > 0 else 0
+        n = self._reserve(row, wanted) if wanted else 0
+        if n:
+            self.granted[row.key] = n
+            self.tokens_left -= n
+            self.entries_left -= 1
+            self.spent_ms += _chunk_ms(self.view.cost, row.frontier, n)
+        return n > 0
+
+    def _fit(self, row: TurnRow, share: float, floor: bool) -> int:
+        """Tokens of `row` that fit the time left; whole tiles unless its work ends in them."""
+        tile = self.view.policy.chunk_tokens_min
+        want = min(row.to_compute, self.tokens_left, max(tile, int(self.chunk_tokens * share)))
+        left_ms = min(self.prefill_ms * share, self.prefill_ms - self.spent_ms)
+        n = min(want, _tokens_in(self.view.cost, row.frontier, left_ms))
+        if n < row.to_compute:
+            n -= n % tile
+        if n >= min(tile, row.to_compute):
+            return n
+        return min(want, tile) if floor else 0
+
+    def _reserve(self, row: TurnRow, n: int) -> int:
+        """Take the slots and pages for the next `n` tokens; fewer tokens if they run out.
+
+        [0, frontier)             computed
+        [frontier, frontier + n)  this step; from open_until on it needs new slots,
+                                  from pages_held * PAGE_TOKENS on new pages
+        """
+        held = row.pages_held * PAGE_TOKENS
+        by_pages = held + self.pages_left * PAGE_TOKENS - row.frontier
+        n = min(n, row.open_until + self.slots_left * PAGE_TOKENS - row.frontier, by_pages)
+        if n < 1:
+            if row.running:
+                self.stalled.append(row)
+                self.stalled_for_pages |= by_pages < 1
+            return 0
+        end = row.frontier + n
+        self.slots_left -= max(0, _pages(end - row.open_until))
+        self.pages_left -= max(0, _pages(end - held))
+        return n
+
+    # ---- rules 4 to 6: admission and preemption ----
+
+    def _admit(self, row: TurnRow, aged: bool, share: float = 1.0, floor: bool = True) -> bool:
+        """Give a waiting session a seat and its first tokens, or change nothing.
+
+        All the pages its present work needs must be there beside what seated sessions still
+        need: a session that starts must not stop half way for lack of pages.
+        """
+        if not self._fit(row, share, floor):
+            return False
+        if _pages_due(row) > self._pages_unpromised():
+            if self.preempted:
+                return False
+            self._preempt(self._victims(row, aged, seats=1, slots=0))
+            if _pages_due(row) > self._pages_unpromised():
+                return False  # the victim's pages can be evicted before the next plan
+        seats = max(0, 1 - self.seats_left)
+        if aged and not seats and self._is_crowded(row):
+            seats = 1
+        slots = row.slots_held + (row.frontier >= row.open_until) - self.slots_left
+        if seats or slots > 0:
+            victims = self._victims(row, aged, seats, slots)
+            if not victims:
+                return False
+            self._preempt(victims)
+        self.admitted.append(row)
+        self.seats_left -= 1
+        self.slots_left -= row.slots_held  # lent while it waited
+        self.pages_left -= row.pages_evictable  # what it holds can no longer be evicted
+        return self._grant(row, share, floor)
+
+    def _is_crowded(self, row: TurnRow) -> bool:
+        """Its class has its aged seats, and someone more urgent waits for the free ones."""
+        if not self.waiting or self.waiting[0].rank >= row.rank:
+            return False
+        return self._seats_from()[row.rank] >= self._aged_seats()
+
+    def _aged_seats(self) -> int:
+        return self.view.policy.aged_seats or max(1, self.view.entries_max // 8)
+
+    def _seated(self) -> list[TurnRow]:
+        """Sessions that compute and hold a seat in the plan as it stands."""
+        out = self.preempted
+        rows = [r for r in self.view.running if not r.paused and r.to_compute and r not in out]
+        return rows + self.admitted
+
+    def _seats_from(self) -> list[int]:
+        """[rank] -> seats held by that rank and everybody less urgent."""
+        ranks = sorted(r.rank for r in self._seated())
+        return [len(ranks) - bisect_left(ranks, rank) for rank in RANK.values()]
+
+    def _pages_unpromised(self) -> int:
+        """Pages that can be reserved and that no seated session needs for its present work."""
+        return self.view.pages_free - sum(map(_pages_due, self._seated()))
+
+    def _victims(self, row: TurnRow, aged: bool, seats: int, slots: int) -> list[TurnRow]:
+        """Running sessions that `row` may displace to get what it lacks; [] if not enough."""
+        allowed = self._displaceable(row, aged)
+        taken: list[TurnRow] = []
+        for victim in self._by_urgency():
+            gives_seat = not victim.paused and victim.to_compute > 0
+            useful = (seats > 0 and gives_seat) or (slots > 0 and victim.slots_held > 0)
+            if useful and (victim.paused or self._is_due(victim, allowed)):
+                taken.append(victim)
+                seats -= gives_seat
+                slots -= victim.slots_held
+                if seats <= 0 and slots <= 0:
+                    return taken
+        return []
+
+    def _by_urgency(self) -> list[TurnRow]:
+        """Running sessions not served in this plan: slow readers, then the least urgent first."""
+        rows = [
+            r for r in self.view.running if r.key not in self.granted and r not in self.preempted
+        ]
+        rows.sort(key=lambda r: (not r.paused, -r.rank, r.admitted_ms, r.key))
+        return rows
+
+    def _displaceable(self, row: TurnRow, aged: bool) -> list[tuple[float, float]]:
+        """[victim's rank] -> (milliseconds it must have held its seat, least horizon it must have).
+
+        Rules 5 and 6; infinity = never.
+        """
+        policy = self.view.policy
+        seats_from = self._seats_from()
+        few = [n <= self._aged_seats() for n in seats_from]
+        poor = seats_from[row.rank] < self._aged_seats()
+        later_ms = row.deadline_ms + policy.margin_ms - self.now_ms
+        rules: list[tuple[float, float]] = []
+        for rank in RANK.values():
+            if rank > row.rank:
+                if aged:
+                    rules.append((policy.quantum_ms, -math.inf))
+                else:
+                    quantum = policy.quantum_ms if few[rank] else policy.quantum_urgent_ms
+                    rules.append((quantum, later_ms))
+            elif aged and (rank == row.rank or poor):
+                rules.append((policy.quantum_ms, -math.inf))
+            else:
+                rules.append((math.inf, math.inf))
+        return rules
+
+    def _is_due(self, victim: TurnRow, allowed: list[tuple[float, float]]) -> bool:
+        """Has it computed in its seat, held it long enough, and does it promise less?"""
+        quantum_ms, horizon_ms = allowed[victim.rank]
+        return (
+            self.now_ms - victim.admitted_ms >= quantum_ms
+            and victim.served_ms > victim.admitted_ms
+            and victim.horizon_ms > horizon_ms
+        )
+
+    def preempt_for_pages(self) -> None:
+        """Seated sessions hold every page: one that comes after the first stalled gives way."""
+        first = min(self.stalled)
+        self._preempt([r for r in self._by_urgency() if r.paused or r > first][:1])
+
+    def _preempt(self, victims: list[TurnRow]) -> None:
+        """Take seats back, with whatever this plan had given their holders."""
+        for row in victims:
+            self.preempted.append(row)
+            self.slots_left += row.slots_held
+            self.seats_left += not row.paused and row.to_compute > 0
+            if row in self.decodes:
+                self.entries_left += 1
+                self.slots_left += row.frontier >= row.open_until
+                self.pages_left += row.frontier >= row.pages_held * PAGE_TOKENS
+
+    def finish(self) -> StepPlan:
+        """The frozen plan: decodes as the view lists them, then chunks as they were granted."""
+        decodes = self.decodes
+        ms = self.decode_ms + self.spent_ms
+        if self.preempted:
+            out = self.preempted
+            ms -= sum(_chunk_ms(self.view.cost, r.frontier, 1) for r in decodes if r in out)
+            decodes = [r for r in decodes if r not in out]
+        batch = [PlannedEntry(r.key, 1) for r in decodes]
+        batch.extend(map(PlannedEntry, self.granted.keys(), self.granted.values()))
+        return StepPlan(
+            batch=tuple(batch),
+            admit=tuple(r.key for r in self.admitted),
+            preempt=tuple(r.key for r in self.preempted),
+            shed=tuple(self.shed),
+            stalled=tuple(r.key for r in self.stalled if r not in self.preempted),
+            predicted_ms=ms if batch else 0.0,
+        )
+
+
+def _last_ms(row: TurnRow) -> float:
+    """When the session last got something; joining counts as something."""
+    return row.served_ms if row.running else row.deadline_ms - row.horizon_ms
+
+
+def _age_order(row: TurnRow) -> tuple[float, int]:
+    return row.deadline_ms, row.key
+
+
+def _pages(tokens: int) -> int:
+    """Pages that `tokens` tokens fill, the last one perhaps in part."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def _pages_due(row: TurnRow) -> int:
+    """Pages it lacks for its present work and the token that follows."""
+    wanted = min(_pages(row.frontier + row.to_compute + 1), row.pages_max)
+    return max(0, wanted - row.pages_held) + row.pages_evictable
+
+
+def _chunk_ms(cost: StepCost, frontier: int, n: int) -> float:
+    """Time that the next `n` tokens of one session add to a step."""
+    if n == 1:
+        return cost.decode_entry_ms + cost.decode_kv_ms * (frontier + 1)
+    return cost.prefill_token_ms * n + cost.prefill_pair_ms * n * (frontier + n / 2)
+
+
+def _tokens_in(cost: StepCost, frontier: int, ms: float) -> int:
+    """Most tokens whose `_chunk_ms` stays within `ms`: the root of its quadratic."""
+    if ms <= 0.0:
+        return 0
+    half = cost.prefill_pair_ms / 2
+    linear = cost.prefill_token_ms + cost.prefill_pair_ms * frontier
+    root = linear + math.sqrt(linear * linear + 4 * half * ms)
+    return int(min(2 * ms / root, 1e9)) if root > 0.0 else 1_000_000_000
+
+
+# ---- audit ----
+
+
+def check(view: LaneView, plan: StepPlan) -> list[str]:
+    """Invariants that `plan` violates on `view`, as sentences; empty = sound."""
+    running = {r.key: r for r in view.running}
+    waiting = {r.key: r for r in view.waiting}
+    rows = running | waiting
+    tokens = dict(plan.batch)
+    out = set(plan.preempt)
+    admitted = set(plan.admit)
+    known = [e for e in plan.batch if e.key in rows]
+    wrong: list[str] = []
+
+    def rule(holds: bool, sentence: str) -> None:
+        if not holds:
+            wrong.append(sentence)
+
+    rule(len(rows) == len(running) + len(waiting), "a session is running and waiting")
+    rule(len(tokens) == len(plan.batch), "a key stands in the batch twice")
+    rule(len(known) == len(plan.batch), "the batch names an unknown session")
+    rule(sum(tokens.values()) <= view.tokens_max, "more tokens than a step holds")
+    rule(len(tokens) <= view.entries_max, "more entries than a step holds")
+    rule(all(1 <= n <= rows[k].to_compute for k, n in known), "an entry exceeds its work")
+    rule(not any(rows[k].paused for k, _ in known), "a slow reader's session computes")
+    rule(all(k in running or k in admitted for k in tokens), "a waiting session computes")
+    rule(not out & tokens.keys(), "a preempted session computes")
+    rule(admitted <= waiting.keys() and admitted <= tokens.keys(), "admitted without an entry")
+    rule(out <= running.keys(), "a session without a seat is preempted")
+    rule(set(plan.shed) <= waiting.keys() - admitted, "a seated session is shed")
+    for name, keys in (("admit", plan.admit), ("preempt", plan.preempt), ("shed", plan.shed)):
+        rule(len(set(keys)) == len(keys), f"{name} names a key twice")
+    alone = any(rows[k].suspect for k, _ in known)
+    rule(not alone or len(known) == 1, "a suspect does not run alone")
+    before = [k for k, r in running.items() if not r.paused and r.to_compute > 0]
+    after = len(set(before) - out) + len(admitted)
+    rule(after <= max(view.entries_max, len(before)), "more sessions than seats")
+    begun = [_pages(rows[k].frontier + n - rows[k].open_until) for k, n in known]
+    freed = sum(running[k].slots_held for k in out if k in running)
+    freed -= sum(waiting[k].slots_held for k in admitted if k in waiting)
+    rule(sum(max(0, n) for n in begun) <= view.slots_free + freed, "more places than are free")
+    held = [_pages(rows[k].frontier + n) - rows[k].pages_held for k, n in known]
+    pinned = sum(waiting[k].pages_evictable for k in admitted if k in waiting)
+    rule(
+        sum(max(0, n) for n in held) + pinned <= view.pages_free, "more pages than can be reserved"
+    )
+    expected_ms = view.cost.predict_ms(work_of((rows[k].frontier, n) for k, n in known))
+    near = math.isclose(plan.predicted_ms, expected_ms, rel_tol=1e-6, abs_tol=1e-9)
+    rule(near if known else plan.predicted_ms == 0.0, "the prediction is not that of the batch")
+    idle = out | tokens.keys() | set(plan.stalled)
+    decodes = [k for k in before if running[k].to_compute == 1 and not running[k].suspect]
+    if not alone and len(decodes) <= min(view.entries_max, view.tokens_max):
+        rule(idle >= set(decodes), "a running decode was left out")
+    return wrong

@@ -1,0 +1,32 @@
+"""Text to token ids and back, and chat messages to one prompt text, for one model.
+
+Owns the vocabulary of the loaded GGUF (through llama.cpp, loaded lazily and without weights), the
+streaming detokeniser, stop strings, the one thread on which all text work runs, the check of chat
+messages, and the template's child process with its limits. Refuses to run a template in this
+process, to take templates from a request, and to let text of a request become a control token.
+"""
+
+from __future__ import annotations
+
+from batchengine.text.chat_template import CHATML, ChatTemplate, TemplateLimits
+from batchengine.text.control_tokens import ControlGuard
+from batchengine.text.detokeniser import Detokeniser, StopMatcher
+from batchengine.text.frontend import ChatRenderer, TextFrontend
+from batchengine.text.messages import KWARGS, ROLES, prepare_chat
+from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer
+
+__all__ = [
+    "CHATML",
+    "KWARGS",
+    "ROLES",
+    "TEXT_BYTES_MAX",
+    "ChatRenderer",
+    "ChatTemplate",
+    "ControlGuard",
+    "Detokeniser",
+    "StopMatcher",
+    "TemplateLimits",
+    "TextFrontend",
+    "Tokenizer",
+    "prepare_chat",
+]

@@ -1,0 +1,123 @@
+"""Streaming text: bytes of tokens to whole characters, and stop strings across token borders.
+
+Owns two small state machines of one generation. Both promise that how the stream was cut into
+tokens cannot be seen in the joined output.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Callable, Iterable
+
+
+class Detokeniser:
+    """Tokens in, complete UTF-8 characters out.
+
+    The joined output equals decoding the joined pieces at once, with U+FFFD for invalid bytes; a
+    character cut off by the end of the stream becomes one U+FFFD in `flush`. Control tokens are
+    invisible unless `is_hidden` is False for it.
+    """
+
+    def __init__(self, piece: Callable[[int], bytes], is_hidden: Callable[[int], bool]) -> None:
+        self._piece = piece
+        self._is_hidden = is_hidden
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """Text that became complete with this token; may be empty."""
+        if self._is_hidden(token):
+            return ""
+        return self._decoder.decode(self._piece(token))
+
+    def flush(self) -> str:
+        """End of stream: "" or one U+FFFD for a character that never became complete."""
+        rest = self._decoder.decode(b"", True)
+        self._decoder.reset()
+        return rest
+
+
+class StopMatcher:
+    """Cuts a text stream before the first completed stop string.
+
+    First = the one whose last character comes first; of several ending there, the longest. That
+    choice needs no look ahead, so the result does not depend on how the stream was cut. An
+    Aho-Corasick automaton over the stops: the depth of its state is exactly the number of
+    characters that may still become part of a stop, hence the number held back.
+
+        text     . . . . . . a b c a b        stops {"abd"}
+                 [  emitted      )[held]      state depth 2
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._longest = [0]  # length of the longest stop that ends in this state, 0 = none
+        for stop in stops:
+            if not stop:
+                raise ValueError("an empty stop string would stop at once")
+            self._insert(stop)
+        self._fail = self._links()
+        self._state = 0
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that may be shown, whether a stop string was completed)."""
+        if self.stopped:
+            return "", True
+        if len(self._next) == 1:
+            return text, False
+        pending = self._held + text
+        start = len(self._held)
+        state = self._state
+        for index in range(start, len(pending)):
+            state = self._step(state, pending[index])
+            cut = self._longest[state]
+            if cut:
+                self.stopped, self._held = True, ""
+                return pending[: index + 1 - cut], True
+        self._state = state
+        show = len(pending) - self._depth[state]
+        self._held = pending[show:]
+        return pending[:show], False
+
+    def flush(self) -> str:
+        """End of stream: the held-back text, which is no stop string after all."""
+        rest, self._held, self._state = self._held, "", 0
+        return rest
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            after = self._next[state].get(character)
+            if after is None:
+                after = len(self._next)
+                self._next[state][character] = after
+                self._next.append({})
+                self._depth.append(self._depth[state] + 1)
+                self._longest.append(0)
+            state = after
+        self._longest[state] = len(stop)
+
+    def _links(self) -> list[int]:
+        """Fail links, breadth first: the longest proper suffix that is also a state."""
+        fail = [0] * len(self._next)
+        self._fail = fail
+        order = deque(self._next[0].values())
+        while order:
+            state = order.popleft()
+            self._longest[state] = self._longest[state] or self._longest[fail[state]]
+            for character, after in self._next[state].items():
+                fail[after] = self._step(fail[state], character)
+                order.append(after)
+        return fail
+
+    def _step(self, state: int, character: str) -> int:
+        while True:
+            after = self._next[state].get(character)
+            if after is not None:
+                return after
+            if state == 0:
+                return 0
+            state = self._fail[state]

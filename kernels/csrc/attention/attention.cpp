@@ -1,0 +1,320 @@
+// See attention.h. A step is cut into tiles (entry, KV head, rows); a tile too long for one thread's
+// share is also cut by super-page, and its super-page results fold in order afterwards.
+#include "attention/attention.h"
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "attention/attention_page.h"
+#include "rows/rowops.h"
+
+namespace batchengine {
+namespace {
+
+// A run of query rows of one entry and KV head. Row = (token, head of the group), flat.
+struct Tile {
+    const BatchEntry* entry;
+    size_t kv_head;
+    size_t first_row;  // counted from the entry's first token
+    size_t rows;
+    size_t first_superpage;  // the span, as far as the last row sees it: [first, end)
+    size_t end_superpage;
+    size_t split_start;  // index of its first result in Queries::split, when split
+
+    size_t superpages() const { return end_superpage - first_superpage; }
+};
+
+// Whole: all super-pages of a tile, folded. Split: one of them, to be folded afterwards. Term: one of
+// them, which stays by itself because the super-pages before it are in another span.
+enum class PieceKind { whole, split, term };
+struct Piece {
+    const Tile* tile;
+    PieceKind kind;
+    size_t superpage;
+};
+
+struct TileAccumulators {
+    float m[ATTENTION_ROWS_MAX];
+    float l[ATTENTION_ROWS_MAX];
+    alignas(64) float o[ATTENTION_ROWS_MAX][HEAD_DIM_MAX];
+};
+
+struct Workspace {
+    AttentionScratch scratch;
+    TileAccumulators page, superpage, total;
+};
+
+Workspace& workspace() {
+    static thread_local std::unique_ptr<Workspace> mine;
+    if (!mine) mine.reset(new Workspace());
+    return *mine;
+}
+
+PageKernel page_kernel() {
+#if defined(BATCHENGINE_X86)
+    if (level() == Level::avx512) return page_partials_avx512;
+    if (level() == Level::avx2) return page_partials_avx2;
+#endif
+    return page_partials_scalar;
+}
+
+// Everything a piece needs that is the same for the whole call.
+struct Job {
+    const Queries& queries;
+    const Batch& batch;
+    const PageShape& shape;
+    const size_t layer;
+    const size_t group;  // query heads per KV head
+    const PageKernel kernel;
+    const RowOps& ops;
+
+    size_t position(const Tile& tile, size_t row) const {
+        return tile.entry->start_position + (tile.first_row + row) / group;
+    }
+    // Token of the entry and head that a row of a tile is.
+    size_t token(const Tile& tile, size_t row) const { return (tile.first_row + row) / group; }
+    size_t head(const Tile& tile, size_t row) const {
+        return tile.kv_head * group + (tile.first_row + row) % group;
+    }
+};
+
+// One page against the rows of a tile that see any of it: [first, tile.rows). Returns first.
+size_t attend_page(const Job& job, const Tile& tile, size_t page_index, AttentionScratch& scratch,
+                   TileAccumulators& into) {
+    const size_t page_start = page_index * PAGE_TOKENS;
+    int32_t visible[ATTENTION_ROWS_MAX];
+    size_t first = 0;
+    while (job.position(tile, first) < page_start) first++;
+    for (size_t r = first; r < tile.rows; r++)
+        visible[r] = static_cast<int32_t>(
+            std::min(job.position(tile, r) + 1 - page_start, PAGE_TOKENS));
+
+    const size_t head_dim = job.shape.head_dim;
+    uint8_t* base = job.batch.page(*tile.entry, page_start);
+    const HeadPage head(base, job.shape, job.layer, tile.kv_head);
+    const size_t row = job.queries.row(job.shape.n_kv_head, tile.kv_head, tile.entry->first_token, 0) +
+                       tile.first_row + first;
+    const QueryRows rows{job.queries.q.data() + row * head_dim,
+                         job.queries.scale.data() + row * (head_dim / 32),
+                         job.queries.offset.data() + row * (head_dim / 32), visible + first,
+                         static_cast<int>(tile.rows - first)};
+    const size_t next_start = page_start + PAGE_TOKENS;
+    const int8_t* next_k = nullptr;
+    if (next_start <= job.position(tile, tile.rows - 1) &&
+        next_start < tile.end_superpage * SUPERPAGE_TOKENS)
+        next_k = HeadPage(job.batch.page(*tile.entry, next_start), job.shape, job.layer, tile.kv_head).k;
+    const PageView view{head.k, head.k_scale, head.v, head.v_scale, next_k};
+    job.kernel(view, static_cast<int>(head_dim), rows, scratch,
+               {into.m + first, into.l + first, into.o[0] + first * head_dim});
+    return first;
+}
+
+void fold_rows(const Job& job, TileAccumulators& into, const TileAccumulators& next, size_t first,
+               size_t rows) {
+    const size_t d = job.shape.head_dim;
+    for (size_t r = first; r < rows; r++)
+        job.ops.fold(into.m + r, into.l + r, into.o[0] + r * d, next.m[r], next.l[r],
+                     next.o[0] + r * d, d);
+}
+
+// Folds the pages of one super-page, left to right from its first page. Returns the first row that
+// sees any of it.
+size_t attend_superpage(const Job& job, const Tile& tile, size_t superpage, Workspace& space,
+                        TileAccumulators& into) {
+    const size_t last_position = job.position(tile, tile.rows - 1);
+    const size_t first_page = superpage * SUPERPAGE_PAGES;
+    const size_t last_page =
+        std::min(first_page + SUPERPAGE_PAGES, last_position / PAGE_TOKENS + 1);
+    const size_t first = attend_page(job, tile, first_page, space.scratch, into);
+    for (size_t p = first_page + 1; p < last_page; p++) {
+        const size_t seen = attend_page(job, tile, p, space.scratch, space.page);
+        fold_rows(job, into, space.page, seen, tile.rows);
+    }
+    return first;
+}
+
+// A row's accumulator, or a part of it, when it is complete.
+struct Emitted {
+    size_t row;
+    size_t superpage;  // the first one it covers
+    float m;
+    float l;
+    const float* o;
+};
+
+template <class Emit>
+void emit_rows(const Job& job, const Tile& tile, size_t superpage, const TileAccumulators& from,
+               size_t first, Emit& emit) {
+    for (size_t r = first; r < tile.rows; r++)
+        emit(tile, Emitted{r, superpage, from.m[r], from.l[r], from.o[0] + r * job.shape.head_dim});
+}
+
+template <class Emit>
+void attend_whole(const Job& job, const Tile& tile, Emit& emit) {
+    Workspace& space = workspace();
+    attend_superpage(job, tile, 0, space, space.total);
+    for (size_t s = 1; s < tile.end_superpage; s++) {
+        const size_t first = attend_superpage(job, tile, s, space, space.superpage);
+        fold_rows(job, space.total, space.superpage, first, tile.rows);
+    }
+    emit_rows(job, tile, 0, space.total, 0, emit);
+}
+
+template <class Emit>
+void attend_term(const Job& job, const Tile& tile, size_t superpage, Emit& emit) {
+    Workspace& space = workspace();
+    const size_t first = attend_superpage(job, tile, superpage, space, space.superpage);
+    emit_rows(job, tile, superpage, space.superpage, first, emit);
+}
+
+// Index of a split result: per tile [superpage][row].
+size_t split_index(const Tile& tile, size_t superpage, size_t row) {
+    return tile.split_start + superpage * tile.rows + row;
+}
+
+void attend_split(const Job& job, const Tile& tile, size_t superpage, Accumulators& split) {
+    const size_t d = job.shape.head_dim;
+    auto store = [&](const Tile&, const Emitted& part) {
+        const size_t i = split_index(tile, superpage, part.row);
+        split.m[i] = part.m;
+        split.l[i] = part.l;
+        std::copy_n(part.o, d, split.o.data() + i * d);
+    };
+    attend_term(job, tile, superpage, store);
+}
+
+template <class Emit>
+void fold_split(const Job& job, const Tile& tile, size_t row, const Accumulators& split,
+                Emit& emit) {
+    const size_t d = job.shape.head_dim;
+    const size_t end = std::min(tile.end_superpage, job.position(tile, row) / SUPERPAGE_TOKENS + 1);
+    const size_t start = split_index(tile, 0, row);
+    alignas(64) float o[HEAD_DIM_MAX];
+    float m = split.m[start], l = split.l[start];
+    std::copy_n(split.o.data() + start * d, d, o);
+    for (size_t s = 1; s < end; s++) {
+        const size_t i = split_index(tile, s, row);
+        job.ops.fold(&m, &l, o, split.m[i], split.l[i], split.o.data() + i * d, d);
+    }
+    emit(tile, Emitted{row, 0, m, l, o});
+}
+
+// Adds the tiles of an entry's rows that see super-page `first`, for super-pages [first, end).
+void cut_entry(const Job& job, const BatchEntry& entry, size_t first, size_t end,
+               std::vector<Tile>& tiles) {
+    const size_t group = job.group, rows_total = entry.n_tokens * group;
+    const size_t span_start = first * SUPERPAGE_TOKENS;
+    const size_t first_row =
+        span_start > entry.start_position ? (span_start - entry.start_position) * group : 0;
+    for (size_t head = 0; head < job.shape.n_kv_head; head++)
+        for (size_t row = first_row; row < rows_total; row += ATTENTION_ROWS_MAX) {
+            const size_t rows = std::min<size_t>(ATTENTION_ROWS_MAX, rows_total - row);
+            const size_t last = entry.start_position + (row + rows - 1) / group;
+            tiles.push_back({&entry, head, row, rows, first,
+                             std::min(end, last / SUPERPAGE_TOKENS + 1), 0});
+        }
+}
+
+// A tile from super-page 0 is split when it alone is more than a quarter of a thread's fair share.
+std::vector<Piece> cut_pieces(std::vector<Tile>& tiles, size_t threads, size_t* split_rows) {
+    size_t total = 0;
+    for (const Tile& tile : tiles) total += tile.rows * tile.superpages();
+    std::vector<Piece> pieces;
+    *split_rows = 0;
+    for (Tile& tile : tiles) {
+        const size_t size = tile.rows * tile.superpages();
+        PieceKind kind = PieceKind::term;
+        if (tile.first_superpage == 0) {
+            const bool split = threads > 1 && tile.superpages() > 1 && size * threads * 4 > total;
+            kind = split ? PieceKind::split : PieceKind::whole;
+        }
+        if (kind == PieceKind::whole) {
+            pieces.push_back({&tile, kind, 0});
+            continue;
+        }
+        if (kind == PieceKind::split) {
+            tile.split_start = *split_rows;
+            *split_rows += size;
+        }
+        for (size_t s = tile.first_superpage; s < tile.end_superpage; s++)
+            pieces.push_back({&tile, kind, s});
+    }
+    return pieces;
+}
+
+// emit(tile, Emitted) for every row of every tile, from any thread: once for a tile from super-page
+// 0, else once per super-page that the row sees.
+template <class Emit>
+void attend_tiles(Pool& pool, const Job& job, std::vector<Tile>& tiles, Accumulators& split,
+                  Emit&& emit) {
+    size_t split_rows = 0;
+    const std::vector<Piece> pieces =
+        cut_pieces(tiles, static_cast<size_t>(pool.threads()), &split_rows);
+    split.reserve(split_rows, job.shape.head_dim);
+
+    // Later tiles of a chunk see more tokens, so handing them out from the back evens the finish.
+    Tickets tickets(pieces.size());
+    pool.run([&](int, int) {
+        size_t ticket;
+        while (tickets.take(&ticket)) {
+            const Piece& piece = pieces[pieces.size() - 1 - ticket];
+            switch (piece.kind) {
+                case PieceKind::whole: attend_whole(job, *piece.tile, emit); break;
+                case PieceKind::split: attend_split(job, *piece.tile, piece.superpage, split); break;
+                case PieceKind::term: attend_term(job, *piece.tile, piece.superpage, emit); break;
+            }
+        }
+    });
+    if (split_rows == 0) return;
+    std::vector<std::pair<const Tile*, size_t>> rows;
+    for (const Piece& piece : pieces)
+        if (piece.kind == PieceKind::split && piece.superpage == 0)
+            for (size_t r = 0; r < piece.tile->rows; r++) rows.emplace_back(piece.tile, r);
+    Tickets row_tickets(rows.size());
+    pool.run([&](int, int) {
+        size_t ticket;
+        while (row_tickets.take(&ticket))
+            fold_split(job, *rows[ticket].first, rows[ticket].second, split, emit);
+    });
+}
+
+Job make_job(const Queries& queries, const Batch& batch, const PageShape& shape, size_t layer) {
+    return {queries, batch, shape, layer, queries.n_head / shape.n_kv_head, page_kernel(), rowops()};
+}
+
+}  // namespace
+
+void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape,
+                     size_t layer, const std::vector<Span>& spans, Partials& out) {
+    const Job job = make_job(queries, batch, shape, layer);
+    set_spans(out, batch, spans);
+    std::vector<Tile> tiles;
+    for (size_t e = 0; e < batch.n_entries; e++) {
+        const PartialEntry& entry = out.entries[e];
+        if (entry.count > 0) cut_entry(job, batch.entries[e], entry.first, entry.end(), tiles);
+    }
+    attend_tiles(pool, job, tiles, queries.split, [&](const Tile& tile, const Emitted& part) {
+        const PartialEntry& entry = out.entries[static_cast<size_t>(tile.entry - &batch.entries[0])];
+        const size_t i = out.index(entry, part.superpage - entry.first, job.token(tile, part.row),
+                                   job.head(tile, part.row));
+        out.at.m[i] = part.m;
+        out.at.l[i] = part.l;
+        std::copy_n(part.o, shape.head_dim, out.at.o.data() + i * shape.head_dim);
+    });
+}
+
+void attend(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
+            Rows& out) {
+    const Job job = make_job(queries, batch, shape, layer);
+    std::vector<Tile> tiles;
+    for (size_t e = 0; e < batch.n_entries; e++)
+        cut_entry(job, batch.entries[e], 0, SIZE_MAX, tiles);
+    attend_tiles(pool, job, tiles, queries.split, [&](const Tile& tile, const Emitted& part) {
+        float* row = out.row(tile.entry->first_token + job.token(tile, part.row));
+        job.ops.finish(part.l, part.o, shape.head_dim,
+                       row + job.head(tile, part.row) * shape.head_dim);
+    });
+}
+
+}  // namespace batchengine

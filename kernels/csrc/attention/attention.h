@@ -1,0 +1,40 @@
+// Attention of one layer for one step: append K and V to the open pages, then attend to all pages.
+//
+// Page memory belongs to the caller. place_kv writes only the rows of the batch's own tokens; attend
+// reads only rows at or before each token's position. No result depends on how work is split.
+#pragma once
+
+#include "attention/kv8.h"
+#include "attention/partials.h"
+#include "attention/rope.h"
+#include "common/pool.h"
+
+namespace batchengine {
+
+struct PlaceParams {
+    const Vector* q_norm;  // null: no norm
+    const Vector* k_norm;
+    float eps;
+    const RopeTable* rope;  // null: no rotation
+    double scale;           // 1/sqrt(head_dim) or the model's own
+};
+
+// qkv rows are q heads, then k heads, then v heads, head_dim values each, biases applied.
+void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& shape, size_t layer,
+              const PlaceParams& params, Queries& queries);
+
+// Attention to the super-pages of `spans` (at most one span per entry); reads no page outside them.
+// Entries without a span are empty in `out`. The order of rule 7: see partials.h.
+void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape,
+                     size_t layer, const std::vector<Span>& spans, Partials& out);
+
+// attend_partials of all super-pages and finish, in one pass that stores no accumulators.
+// out row = heads in order, head_dim values each. A row that met a NaN or infinity is all NaN.
+void attend(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
+            Rows& out);
+
+// XXH3-64, seeded, of each token's K, K scale, V, V scale over all heads and layers in page order.
+void row_digests(Pool* pool, const Batch& batch, const PageShape& shape, const uint64_t* seeds,
+                 uint64_t* digests);
+
+}  // namespace batchengine

@@ -1,0 +1,191 @@
+// CA-1 rule 7 on AVX2; attention_scalar.cpp is its definition.
+//
+// Scores: lane = token, two vectors of eight per tile. vpmaddubsw wants one unsigned side, so it gets
+// |k| and q with the sign of k; a pair sums to at most 2 * 127 * 127, which fits int16. Outputs:
+// lane = (dim, token pair); V and the 14-bit weights meet as int16 in vpmaddwd.
+#include "attention/attention_page.h"
+#include "common/simd.h"
+
+namespace batchengine {
+namespace {
+
+SIMD_FN __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+// Scores of R rows against one tile of 16 tokens.
+template <int R>
+SIMD_FN void score_tile(const PageView& page, int head_dim, const QueryRows& rows, int row, int tile,
+                        float (*score)[256]) {
+    const int blocks = head_dim / 32;
+    const __m256i ones = _mm256_set1_epi16(1);
+    const int8_t* k = page.k + tile * 16 * head_dim;
+    const int8_t* q = rows.q + row * head_dim;
+    V16 sum[R];
+    repeat<R>(EACH(r) { sum[r] = vzero(); });
+    for (int b = 0; b < blocks; b++) {
+        __m256i low[R], high[R];
+        repeat<R>(EACH(r) { low[r] = high[r] = _mm256_setzero_si256(); });
+        for (int j = 0; j < 8; j++) {
+            const __m256i k0 = load(k + (b * 8 + j) * 64), k1 = load(k + (b * 8 + j) * 64 + 32);
+            const __m256i a0 = _mm256_abs_epi8(k0), a1 = _mm256_abs_epi8(k1);
+            repeat<R>(EACH(r) {
+                int32_t four;
+                __builtin_memcpy(&four, q + r * head_dim + b * 32 + j * 4, 4);
+                const __m256i all = _mm256_set1_epi32(four);
+                const __m256i p0 = _mm256_maddubs_epi16(a0, _mm256_sign_epi8(all, k0));
+                const __m256i p1 = _mm256_maddubs_epi16(a1, _mm256_sign_epi8(all, k1));
+                low[r] = _mm256_add_epi32(low[r], _mm256_madd_epi16(p0, ones));
+                high[r] = _mm256_add_epi32(high[r], _mm256_madd_epi16(p1, ones));
+            });
+        }
+        const V16 dk = vload_half(page.k_scale + (tile * blocks + b) * 16);
+        repeat<R>(EACH(r) {
+            const V16 dot = {_mm256_cvtepi32_ps(low[r]), _mm256_cvtepi32_ps(high[r])};
+            sum[r] = vfma(dot, dk * vset(rows.scale[(row + r) * blocks + b]), sum[r]);
+        });
+    }
+    repeat<R>(EACH(r) { vstore(score[row + r] + tile * 16, sum[r]); });
+}
+
+template <int R>
+void score_rows(const PageView& page, int head_dim, const QueryRows& rows, int row, int tiles,
+                float (*score)[256]) {
+    for (int tile = 0; tile < tiles; tile++)
+        score_tile<R>(page, head_dim, rows, row, tile, score);
+}
+
+void score_page(const PageView& page, int head_dim, const QueryRows& rows, int tiles,
+                float (*score)[256]) {
+    int row = 0;
+    for (; row + 2 <= rows.rows; row += 2)
+        score_rows<2>(page, head_dim, rows, row, tiles, score);
+    if (row < rows.rows) score_rows<1>(page, head_dim, rows, row, tiles, score);
+}
+
+SIMD_FN int32_t reduce_add(__m256i x) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1));
+    return _mm_cvtsi128_si32(s);
+}
+
+// Scores of one row -> m, l and 14-bit weights up to the next multiple of 16 tokens. The row is first
+// padded: what stands behind the visible tokens is stale. False when something is not finite.
+SIMD_FN bool soften(int n, float* s, const float* dv, uint16_t* weight, float* m, float* l,
+                    float* weight_scale) {
+    const int end = (n + 15) / 16 * 16;
+    for (int t = n; t < end; t++) s[t] = s[0];
+    V16 top = vset(s[0]), check = vzero();
+    for (int t = 0; t < end; t += 16) {
+        const V16 x = vload(s + t);
+        top = vmax(top, x);
+        check = vfma(x, vzero(), check);  // NaN when x is not finite, else 0
+    }
+    if (vany_nonfinite(check)) return false;
+    *m = __builtin_ceilf(vreduce_max(top)) + 0.0f;
+
+    // Hidden tokens: exp2c gives exactly 0, and their V scale, which may be NaN, is kept out.
+    float dv_tail[16];
+    for (int t = end - 16; t < end; t++) dv_tail[t % 16] = t < n ? dv[t] : 0.0f;
+    for (int t = n; t < end; t++) s[t] = -0x1p127f;
+    const V16 shift = vset(*m), magic = vset(ca1::ROUND_MAGIC), unit = vset(0x1p22f);
+    const __m256i magic_bits = _mm256_castps_si256(magic.a);
+    __m256i sum = _mm256_setzero_si256();
+    V16 w_top = vzero();
+    check = vzero();
+    for (int t = 0; t < end; t += 16) {
+        const V16 p = vexp2c(vload(s + t) - shift);
+        // fma rounds p * 2^22 to an integer in one step, because that product is exact.
+        const V16 rounded = vfma(p, unit, magic);
+        sum = _mm256_add_epi32(sum, _mm256_sub_epi32(_mm256_castps_si256(rounded.a), magic_bits));
+        sum = _mm256_add_epi32(sum, _mm256_sub_epi32(_mm256_castps_si256(rounded.b), magic_bits));
+        const V16 w = p * vload(t + 16 == end ? dv_tail : dv + t);
+        check = vfma(w, vzero(), check);
+        w_top = vmax(w_top, w);
+        vstore(s + t, w);
+    }
+    if (vany_nonfinite(check)) return false;
+    *l = static_cast<float>(reduce_add(sum)) * 0x1p-22f;
+
+    const float w_max = vreduce_max(w_top);
+    const bool empty = w_max < ca1::TINY;
+    *weight_scale = empty ? 0.0f : w_max / 16383.0f;
+    const V16 inverse = vset(empty ? 0.0f : 16383.0f / w_max);
+    for (int t = 0; t < end; t += 16) {
+        const V16 scaled = vload(s + t) * inverse;
+        const __m256i packed =
+            _mm256_packus_epi32(_mm256_cvtps_epi32(scaled.a), _mm256_cvtps_epi32(scaled.b));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(weight + t),
+                           _mm256_permute4x64_epi64(packed, 0xD8));
+    }
+    return true;
+}
+
+// Numerators of R rows for dims [dim, dim + 16).
+template <int R>
+SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, int quads,
+                          const AttentionScratch& scratch, const PagePartials& out) {
+    __m256i sum[R][4];  // dims 4i..4i+3, two token pairs each
+    repeat<R>(EACH(r) { repeat<4>(EACH(i) { sum[r][i] = _mm256_setzero_si256(); }); });
+    const int8_t* v = page.v + dim * 4;
+    for (int t = 0; t < quads; t++, v += head_dim * 4) {
+        __m256i tile[4];
+        repeat<4>(EACH(i) {
+            tile[i] = _mm256_cvtepi8_epi16(
+                _mm_loadu_si128(reinterpret_cast<const __m128i*>(v + 16 * i)));
+        });
+        repeat<R>(EACH(r) {
+            int64_t four;
+            __builtin_memcpy(&four, scratch.weight[row + r] + 4 * t, 8);
+            const __m256i w = _mm256_set1_epi64x(four);
+            repeat<4>(EACH(i) {
+                sum[r][i] = _mm256_add_epi32(sum[r][i], _mm256_madd_epi16(tile[i], w));
+            });
+        });
+    }
+    repeat<R>(EACH(r) {
+        const __m256 scale = _mm256_set1_ps(scratch.weight_scale[row + r]);
+        repeat<2>(EACH(i) {
+            const __m256i whole = _mm256_permute4x64_epi64(
+                _mm256_hadd_epi32(sum[r][2 * i], sum[r][2 * i + 1]), 0xD8);
+            _mm256_storeu_ps(out.o + (row + r) * head_dim + dim + 8 * i,
+                             _mm256_mul_ps(_mm256_cvtepi32_ps(whole), scale));
+        });
+    });
+}
+
+template <int R>
+void output_rows(const PageView& page, int head_dim, int row, int quads,
+                 const AttentionScratch& scratch, const PagePartials& out) {
+    for (int dim = 0; dim < head_dim; dim += 16)
+        output_block<R>(page, head_dim, row, dim, quads, scratch, out);
+}
+
+}  // namespace
+
+void page_partials_avx2(const PageView& page, int head_dim, const QueryRows& rows,
+                        AttentionScratch& scratch, const PagePartials& out) {
+    const int visible_max = rows.visible[rows.rows - 1];
+    const int tiles = (visible_max + 15) / 16;
+    score_page(page, head_dim, rows, tiles, scratch.score);
+    for (int i = 0; i < tiles * 16; i += 16)
+        vstore(scratch.dv + i, vload_half(page.v_scale + i));
+    for (int r = 0; r < rows.rows; r++) {
+        const int n = rows.visible[r];
+        const bool good = soften(n, scratch.score[r], scratch.dv, scratch.weight[r], out.m + r,
+                                 out.l + r, scratch.weight_scale + r);
+        int filled = (n + 15) / 16 * 16;
+        if (!good) {
+            out.m[r] = 0.0f;
+            out.l[r] = ca1::canonical_nan();
+            scratch.weight_scale[r] = 0.0f;
+            filled = 0;
+        }
+        for (; filled < tiles * 16; filled++) scratch.weight[r][filled] = 0;
+    }
+    const int quads = (visible_max + 3) / 4;
+    int row = 0;
+    for (; row + 2 <= rows.rows; row += 2) output_rows<2>(page, head_dim, row, quads, scratch, out);
+    if (row < rows.rows) output_rows<1>(page, head_dim, row, quads, scratch, out);
+}
+
+}  // namespace batchengine

@@ -1,0 +1,271 @@
+// CA-1 rule 7 on AVX-512 VNNI; attention_scalar.cpp is its definition.
+//
+// Scores: lane = token. K^0x80 is an unsigned byte, so vpdpbusd starts at -128 * sum(q). A block of
+// R rows x TT token tiles stays in registers, like a small GEMM. Outputs: lane = dim; each 14-bit
+// weight is two 7-bit digits, one vpdpbusd each, and a V tile loaded once serves R rows.
+#include "attention/attention_page.h"
+#include "common/simd.h"
+
+namespace batchengine {
+namespace {
+
+// sum += unsigned bytes * signed bytes, four per lane. Spelled in assembly because the compiler copies
+// the accumulator around the intrinsic when registers are scarce, at half the speed.
+SIMD_FN void dot_bytes(__m512i& sum, __m512i u8, __m512i s8) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u8), "v"(s8));
+}
+
+SIMD_FN __m512i dword_everywhere(const void* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+}
+
+// Asks for a cache line, into L2: a page is larger than L1. K is read while V is on its way, and V
+// while the next page's K is, one line asked for per line read: a core has few requests in flight,
+// and a burst of them would keep everything else from L2 out until DRAM has answered.
+SIMD_FN void prefetch(const int8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+}
+
+// Scores of R rows against token tiles [first_tile, first_tile + TT); AHEAD: their V is asked for.
+template <int R, int TT, bool AHEAD>
+SIMD_FN void score_block(const PageView& page, int head_dim, const QueryRows& rows, int row,
+                         int first_tile, float (*score)[256]) {
+    const int blocks = head_dim / 32;
+    const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
+    const int8_t* k = page.k + first_tile * 16 * head_dim;
+    [[maybe_unused]] const int8_t* v = page.v + first_tile * 16 * head_dim;
+    const uint16_t* k_scale = page.k_scale + first_tile * 16 * blocks;
+    const int8_t* q = rows.q + row * head_dim;
+    const float* q_scale = rows.scale + row * blocks;
+    const int32_t* offset = rows.offset + row * blocks;
+    __m512 sum[R][TT];
+    repeat<R>(EACH(r) { repeat<TT>(EACH(t) { sum[r][t] = _mm512_setzero_ps(); }); });
+    for (int b = 0; b < blocks; b++) {
+        __m512i dot[R][TT];
+        repeat<R>(EACH(r) {
+            const __m512i start = _mm512_set1_epi32(offset[r * blocks + b]);
+            repeat<TT>(EACH(t) { dot[r][t] = start; });
+        });
+        repeat<8>(EACH(j) {
+            __m512i tile[TT];
+            repeat<TT>(EACH(t) {
+                tile[t] = _mm512_xor_si512(
+                    _mm512_loadu_si512(k + t * 16 * head_dim + (b * 8 + j) * 64), flip);
+                if constexpr (AHEAD) prefetch(v + t * 16 * head_dim + (b * 8 + j) * 64);
+            });
+            repeat<R>(EACH(r) {
+                const __m512i four = dword_everywhere(q + r * head_dim + b * 32 + j * 4);
+                repeat<TT>(EACH(t) { dot_bytes(dot[r][t], tile[t], four); });
+            });
+        });
+        repeat<TT>(EACH(t) {
+            const __m512 dk = _mm512_cvtph_ps(_mm256_loadu_si256(
+                reinterpret_cast<const __m256i*>(k_scale + (t * blocks + b) * 16)));
+            repeat<R>(EACH(r) {
+                const __m512 scale = _mm512_mul_ps(dk, _mm512_set1_ps(q_scale[r * blocks + b]));
+                sum[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[r][t]), scale, sum[r][t]);
+            });
+        });
+    }
+    repeat<R>(EACH(r) {
+        repeat<TT>(EACH(t) {
+            _mm512_store_ps(score[row + r] + (first_tile + t) * 16, sum[r][t]);
+        });
+    });
+}
+
+template <int R, int TT>
+void score_rows(const PageView& page, int head_dim, const QueryRows& rows, int row, int tiles,
+                float (*score)[256]) {
+    // The last group may reach past the visible tiles; the page has sixteen, so that is only waste.
+    for (int tile = 0; tile < tiles; tile += TT)
+        if (row == 0)
+            score_block<R, TT, true>(page, head_dim, rows, row, tile, score);
+        else
+            score_block<R, TT, false>(page, head_dim, rows, row, tile, score);
+}
+
+void score_page(const PageView& page, int head_dim, const QueryRows& rows, int tiles,
+                float (*score)[256]) {
+    int row = 0;
+    for (; row + 6 <= rows.rows; row += 6)
+        score_rows<6, 2>(page, head_dim, rows, row, tiles, score);
+    switch (rows.rows - row) {
+        case 1: return score_rows<1, 8>(page, head_dim, rows, row, tiles, score);
+        case 2: return score_rows<2, 4>(page, head_dim, rows, row, tiles, score);
+        case 3: return score_rows<3, 4>(page, head_dim, rows, row, tiles, score);
+        case 4: return score_rows<4, 2>(page, head_dim, rows, row, tiles, score);
+        case 5: return score_rows<5, 2>(page, head_dim, rows, row, tiles, score);
+        default: return;
+    }
+}
+
+SIMD_FN __m512 tail_or(const float* p, __mmask16 mask, float filler) {
+    return _mm512_mask_loadu_ps(_mm512_set1_ps(filler), mask, p);
+}
+
+// Four vectors of 14-bit weights -> 64 high and 64 low digits, tokens in order. The packs work
+// inside 128-bit lanes, so the dwords come out transposed and one permutation puts them right.
+SIMD_FN void store_digits(const __m512i w[4], uint8_t* high, uint8_t* low) {
+    const __m512i order =
+        _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512i seven = _mm512_set1_epi16(127);
+    const __m512i a = _mm512_packus_epi32(w[0], w[1]);
+    const __m512i b = _mm512_packus_epi32(w[2], w[3]);
+    const __m512i h = _mm512_packus_epi16(_mm512_srli_epi16(a, 7), _mm512_srli_epi16(b, 7));
+    const __m512i l =
+        _mm512_packus_epi16(_mm512_and_si512(a, seven), _mm512_and_si512(b, seven));
+    _mm512_store_si512(high, _mm512_permutexvar_epi32(order, h));
+    _mm512_store_si512(low, _mm512_permutexvar_epi32(order, l));
+}
+
+// Scores of one row -> m, l and digits up to the next multiple of 64 tokens; s is overwritten with
+// the weights. False when a score or a weight is not finite.
+SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* low, float* m,
+                    float* l, float* weight_scale) {
+    const int whole = n / 16;
+    const __mmask16 tail = static_cast<__mmask16>((1u << (n % 16)) - 1);
+    const int vectors = whole + (tail != 0);
+    const __m512 zero = _mm512_setzero_ps();
+    // x * 0 is NaN for anything that is not finite and 0 otherwise.
+    __m512 top = _mm512_set1_ps(s[0]), check = zero;
+    for (int i = 0; i < whole; i++) {
+        const __m512 x = _mm512_load_ps(s + 16 * i);
+        top = _mm512_max_ps(top, x);
+        check = _mm512_fmadd_ps(x, zero, check);
+    }
+    if (tail) {
+        const __m512 x = tail_or(s + 16 * whole, tail, s[0]);
+        top = _mm512_max_ps(top, x);
+        check = _mm512_fmadd_ps(x, zero, check);
+    }
+    if (_mm512_cmp_ps_mask(check, zero, _CMP_NEQ_UQ)) return false;
+    *m = __builtin_ceilf(_mm512_reduce_max_ps(top)) + 0.0f;
+
+    const V16 shift = vset(*m);
+#if defined(BATCHENGINE_FREE_ORDER)
+    __m512 sum = zero;
+#else
+    const __m512 magic = _mm512_set1_ps(ca1::ROUND_MAGIC), unit = _mm512_set1_ps(0x1p22f);
+    const __m512i magic_bits = _mm512_castps_si512(magic);
+    __m512i sum = _mm512_setzero_si512();
+#endif
+    __m512 w_top = zero;
+    check = zero;
+    for (int i = 0; i < vectors; i++) {
+        const __mmask16 mask = i < whole ? static_cast<__mmask16>(0xFFFF) : tail;
+        V16 p = vexp2c(vload(s + 16 * i) - shift);
+        p.v = _mm512_maskz_mov_ps(mask, p.v);
+#if defined(BATCHENGINE_FREE_ORDER)
+        sum = _mm512_add_ps(sum, p.v);
+#else
+        // fma rounds p * 2^22 to an integer in one step, because that product is exact.
+        const __m512i rounded = _mm512_castps_si512(_mm512_fmadd_ps(p.v, unit, magic));
+        sum = _mm512_add_epi32(sum, _mm512_sub_epi32(rounded, magic_bits));
+#endif
+        const __m512 w = _mm512_maskz_mul_ps(mask, p.v, _mm512_load_ps(dv + 16 * i));
+        check = _mm512_fmadd_ps(w, zero, check);
+        w_top = _mm512_max_ps(w_top, w);
+        _mm512_store_ps(s + 16 * i, w);
+    }
+    if (_mm512_cmp_ps_mask(check, zero, _CMP_NEQ_UQ)) return false;
+#if defined(BATCHENGINE_FREE_ORDER)
+    *l = _mm512_reduce_add_ps(sum);
+#else
+    *l = static_cast<float>(_mm512_reduce_add_epi32(sum)) * 0x1p-22f;
+#endif
+
+    const float w_max = _mm512_reduce_max_ps(w_top);
+    const bool empty = w_max < ca1::TINY;
+    *weight_scale = empty ? 0.0f : w_max / 16383.0f;
+    const __m512 inverse = _mm512_set1_ps(empty ? 0.0f : 16383.0f / w_max);
+    for (int i = vectors; i % 4; i++) _mm512_store_ps(s + 16 * i, zero);
+    for (int i = 0; i < vectors; i += 4) {
+        __m512i w[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+            w[j] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(s + 16 * (i + j)), inverse));
+        store_digits(w, high + 16 * i, low + 16 * i);
+    }
+    return true;
+}
+
+// Numerators of R rows for dims [dim, dim + 16 * N).
+template <int R, int N>
+SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, int quads,
+                          const AttentionScratch& scratch, const PagePartials& out) {
+    __m512i high[R][N], low[R][N];
+    repeat<R>(EACH(r) {
+        repeat<N>(EACH(j) { high[r][j] = low[r][j] = _mm512_setzero_si512(); });
+    });
+    const int8_t* v = page.v + dim * 4;
+    const int8_t* next = row == 0 && page.next_k ? page.next_k + dim * 4 : nullptr;
+    for (int t = 0; t < quads; t++, v += head_dim * 4) {
+        __m512i tile[N];
+        repeat<N>(EACH(j) { tile[j] = _mm512_loadu_si512(v + 64 * j); });
+        if (next) repeat<N>(EACH(j) { prefetch(next + t * head_dim * 4 + 64 * j); });
+        repeat<R>(EACH(r) {
+            const __m512i wh = dword_everywhere(scratch.high[row + r] + 4 * t);
+            const __m512i wl = dword_everywhere(scratch.low[row + r] + 4 * t);
+            repeat<N>(EACH(j) { dot_bytes(high[r][j], wh, tile[j]); });
+            repeat<N>(EACH(j) { dot_bytes(low[r][j], wl, tile[j]); });
+        });
+    }
+    repeat<R>(EACH(r) {
+        const __m512 scale = _mm512_set1_ps(scratch.weight_scale[row + r]);
+        repeat<N>(EACH(j) {
+            const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r][j], 7), low[r][j]);
+            _mm512_storeu_ps(out.o + (row + r) * head_dim + dim + 16 * j,
+                             _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale));
+        });
+    });
+}
+
+template <int R>
+void output_rows(const PageView& page, int head_dim, int row, int quads,
+                 const AttentionScratch& scratch, const PagePartials& out) {
+    int dim = 0;
+    for (; dim + 64 <= head_dim; dim += 64)
+        output_block<R, 4>(page, head_dim, row, dim, quads, scratch, out);
+    if (dim < head_dim) output_block<R, 2>(page, head_dim, row, dim, quads, scratch, out);
+}
+
+}  // namespace
+
+void page_partials_avx512(const PageView& page, int head_dim, const QueryRows& rows,
+                          AttentionScratch& scratch, const PagePartials& out) {
+    const int visible_max = rows.visible[rows.rows - 1];
+    const int tiles = (visible_max + 15) / 16;
+    score_page(page, head_dim, rows, tiles, scratch.score);
+    for (int i = 0; i < tiles * 16; i += 16)
+        vstore(scratch.dv + i, vload_half(page.v_scale + i));
+    for (int r = 0; r < rows.rows; r++) {
+        const int n = rows.visible[r];
+        uint8_t *high = scratch.high[r], *low = scratch.low[r];
+        const bool good = soften(n, scratch.score[r], scratch.dv, high, low, out.m + r, out.l + r,
+                                 scratch.weight_scale + r);
+        int filled = (n + 63) / 64 * 64;
+        if (!good) {
+            out.m[r] = 0.0f;
+            out.l[r] = ca1::canonical_nan();
+            scratch.weight_scale[r] = 0.0f;
+            filled = 0;
+        }
+        for (; filled < tiles * 16; filled += 64) {
+            _mm512_store_si512(high + filled, _mm512_setzero_si512());
+            _mm512_store_si512(low + filled, _mm512_setzero_si512());
+        }
+    }
+    const int quads = (visible_max + 3) / 4;
+    if (page.next_k)  // its K scales
+        for (int i = 0; i < head_dim / 4; i++) prefetch(page.next_k + 256 * head_dim + 64 * i);
+    int row = 0;
+    for (; row + 3 <= rows.rows; row += 3)
+        output_rows<3>(page, head_dim, row, quads, scratch, out);
+    if (rows.rows - row == 2) output_rows<2>(page, head_dim, row, quads, scratch, out);
+    if (rows.rows - row == 1) output_rows<1>(page, head_dim, row, quads, scratch, out);
+}
+
+}  // namespace batchengine

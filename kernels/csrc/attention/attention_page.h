@@ -1,0 +1,64 @@
+// The attention primitive: rows of queries against one page of one KV head (CA-1 rule 7).
+//
+// attention_scalar.cpp defines it; the other units equal it bit for bit. Plain structs only, so that
+// units of every instruction set may include this file.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dispatch.h"
+
+namespace batchengine {
+
+constexpr int ATTENTION_ROWS_MAX = 32;  // rows of one call: enough to amortise a page read from L2
+
+struct PageView {
+    const int8_t* k;
+    const uint16_t* k_scale;
+    const int8_t* v;
+    const uint16_t* v_scale;
+    const int8_t* next_k;  // K and K scale of the page read next, or null: a hint for prefetching
+};
+
+// Contiguous rows that read the same KV head. visible[r] = how many tokens of the page row r may
+// see, 1..256; whatever stands behind them is stale and must not matter. visible never falls.
+struct QueryRows {
+    const int8_t* q;        // [rows][head_dim]
+    const float* scale;     // [rows][head_dim/32]
+    const int32_t* offset;  // [rows][head_dim/32]
+    const int32_t* visible; // [rows]
+    int rows;
+};
+
+// m: base-2 maximum, an integer; l: denominator; o: numerator. A nonfinite row has l = NaN.
+struct PagePartials {
+    float* m;  // [rows]
+    float* l;  // [rows]
+    float* o;  // [rows][head_dim]
+};
+
+struct AttentionScratch {
+    alignas(64) float score[ATTENTION_ROWS_MAX][256];
+    union {
+        alignas(64) uint16_t weight[ATTENTION_ROWS_MAX][256];  // 14 bits
+        struct {
+            alignas(64) uint8_t high[ATTENTION_ROWS_MAX][256];  // weight >> 7
+            alignas(64) uint8_t low[ATTENTION_ROWS_MAX][256];   // weight & 127
+        };
+    };
+    alignas(64) float dv[256];                          // the page's V scales in fp32
+    float weight_scale[ATTENTION_ROWS_MAX];
+};
+
+using PageKernel = void (*)(const PageView& page, int head_dim, const QueryRows& rows,
+                            AttentionScratch& scratch, const PagePartials& out);
+
+void page_partials_scalar(const PageView&, int, const QueryRows&, AttentionScratch&,
+                          const PagePartials&);
+#if defined(BATCHENGINE_X86)
+void page_partials_avx2(const PageView&, int, const QueryRows&, AttentionScratch&, const PagePartials&);
+void page_partials_avx512(const PageView&, int, const QueryRows&, AttentionScratch&,
+                          const PagePartials&);
+#endif
+
+}  // namespace batchengine

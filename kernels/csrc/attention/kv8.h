@@ -1,0 +1,143 @@
+// kv8: how a page of 256 tokens lies in memory, and which pages a batch reads and writes.
+//
+// Per layer and KV head, one after the other, all of it 64-byte aligned:
+//
+//   K        int8  [16 tiles][head_dim/4][16 tokens][4]   lane = token, dword = 4 neighbouring dims
+//   K scale  fp16  [16 tiles][head_dim/32][16 tokens]
+//   V        int8  [64][head_dim][4 tokens]               lane = dim, dword = 4 neighbouring tokens
+//   V scale  fp16  [256]
+//
+// Heads in order inside a layer, layers in order inside a page. This file owns no page memory: a
+// batch carries addresses, and the caller of Batch.set keeps the mappings alive.
+#pragma once
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "common/ca1.h"
+#include "common/types.h"
+
+namespace batchengine {
+
+constexpr size_t PAGE_TOKENS = ca1::PAGE_TOKENS;
+#if defined(BATCHENGINE_FREE_ORDER)
+constexpr size_t SUPERPAGE_PAGES = size_t{1} << 20;  // see free_order.h
+#else
+constexpr size_t SUPERPAGE_PAGES = ca1::SUPERPAGE_PAGES;
+#endif
+constexpr size_t HEAD_DIM_MAX = 256;
+
+struct PageShape {
+    PageShape(size_t n_layer_, size_t n_kv_head_, size_t head_dim_)
+        : n_layer(n_layer_), n_kv_head(n_kv_head_), head_dim(head_dim_) {
+        if (n_layer == 0 || n_kv_head == 0)
+            throw std::invalid_argument("PageShape: n_layer and n_kv_head must be positive");
+        if (head_dim == 0 || head_dim % 32 != 0 || head_dim > HEAD_DIM_MAX)
+            throw std::invalid_argument("PageShape: head_dim must be a multiple of 32 up to 256, not " +
+                                        std::to_string(head_dim));
+    }
+    size_t blocks() const { return head_dim / 32; }
+    size_t k_scale_offset() const { return PAGE_TOKENS * head_dim; }
+    size_t v_offset() const { return k_scale_offset() + PAGE_TOKENS * blocks() * 2; }
+    size_t v_scale_offset() const { return v_offset() + PAGE_TOKENS * head_dim; }
+    size_t head_bytes() const { return v_scale_offset() + PAGE_TOKENS * 2; }
+    size_t layer_bytes() const { return n_kv_head * head_bytes(); }
+    size_t payload_bytes() const { return n_layer * layer_bytes(); }
+    // One token's K, K scale, V and V scale, gathered.
+    size_t row_bytes() const { return n_layer * n_kv_head * (2 * head_dim + 2 * blocks() + 2); }
+
+    const size_t n_layer;
+    const size_t n_kv_head;
+    const size_t head_dim;
+};
+
+// The four parts of one KV head of one layer of one page.
+struct HeadPage {
+    HeadPage(uint8_t* base, const PageShape& shape, size_t layer, size_t head) {
+        uint8_t* const start = base + layer * shape.layer_bytes() + head * shape.head_bytes();
+        k = reinterpret_cast<int8_t*>(start);
+        k_scale = reinterpret_cast<uint16_t*>(start + shape.k_scale_offset());
+        v = reinterpret_cast<int8_t*>(start + shape.v_offset());
+        v_scale = reinterpret_cast<uint16_t*>(start + shape.v_scale_offset());
+    }
+    int8_t* k;
+    uint16_t* k_scale;
+    int8_t* v;
+    uint16_t* v_scale;
+};
+
+// Index arithmetic of the layout, t = token inside the page.
+inline size_t k_dword(size_t head_dim, size_t t, size_t d4) {
+    return ((t / 16) * (head_dim / 4) + d4) * 16 + t % 16;
+}
+inline size_t k_scale_index(size_t head_dim, size_t t, size_t block) {
+    return ((t / 16) * (head_dim / 32) + block) * 16 + t % 16;
+}
+inline size_t v_byte(size_t head_dim, size_t t, size_t d) {
+    return ((t / 4) * head_dim + d) * 4 + t % 4;
+}
+
+// The tokens of one step: entries are independent sequences, one after the other.
+struct BatchEntry {
+    size_t first_token;     // index of its first token in the step
+    size_t n_tokens;
+    size_t start_position;  // absolute position of its first token
+    size_t first_page;      // index into Batch::pages
+    size_t n_pages;         // page p holds positions [256p, 256p + 256)
+};
+
+struct Batch {
+    Batch(size_t tokens_max_, size_t entries_max_, size_t pages_max_)
+        : tokens_max(tokens_max_), entries_max(entries_max_), pages_max(pages_max_),
+          tokens(tokens_max_), entry_of(tokens_max_), entries(entries_max_), pages(pages_max_) {}
+
+    uint8_t* page(const BatchEntry& entry, size_t position) const {
+        return reinterpret_cast<uint8_t*>(pages[entry.first_page + position / PAGE_TOKENS]);
+    }
+    size_t position(size_t token) const {
+        const BatchEntry& entry = entries[entry_of[token]];
+        return entry.start_position + (token - entry.first_token);
+    }
+
+    const size_t tokens_max, entries_max, pages_max;
+    size_t n_tokens = 0, n_entries = 0, n_pages = 0;
+    size_t n_absent = 0;  // pages without an address, which lie elsewhere
+    Buffer<int32_t> tokens;
+    Buffer<uint32_t> entry_of;  // entry of each token
+    Buffer<BatchEntry> entries;
+    Buffer<uint64_t> pages;
+};
+
+// States of the fold of rule 7, by index: m and l, and o of head_dim values.
+struct Accumulators {
+    // Makes room for `count` of them; they are undefined afterwards.
+    void reserve(size_t count, size_t head_dim) {
+        if (m.size() < count) m = Buffer<float>(count), l = Buffer<float>(count);
+        if (o.size() < count * head_dim) o = Buffer<float>(count * head_dim);
+    }
+    Buffer<float> m, l, o;
+};
+
+// q8 queries of one step: rows [kv head][token][head of the group], so that all heads that read the
+// same KV lie together and any range of rows is contiguous.
+struct Queries {
+    Queries(size_t tokens_max_, size_t n_head_, size_t head_dim_)
+        : tokens_max(tokens_max_), n_head(n_head_), head_dim(head_dim_),
+          q(tokens_max_ * n_head_ * head_dim_), scale(tokens_max_ * n_head_ * (head_dim_ / 32)),
+          offset(tokens_max_ * n_head_ * (head_dim_ / 32)) {}
+    size_t row(size_t n_kv_head, size_t kv_head, size_t token, size_t head_of_group) const {
+        const size_t group = n_head / n_kv_head;
+        return (kv_head * tokens_max + token) * group + head_of_group;
+    }
+
+    const size_t tokens_max;
+    const size_t n_head;
+    const size_t head_dim;
+    Buffer<int8_t> q;
+    Buffer<float> scale;     // per 32 dims, times log2(e) * attention scale
+    Buffer<int32_t> offset;  // -128 * sum of the 32 q: where a u8 dot with K^0x80 starts
+    Accumulators split;      // super-page results of sequences that are too long for one thread
+};
+
+}  // namespace batchengine

@@ -1,0 +1,279 @@
+// See partials.h.
+#include "attention/partials.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "rows/rowops.h"
+
+namespace batchengine {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the exported bytes are the memory's");
+
+constexpr size_t HEADER_BYTES = 16;
+constexpr size_t ENTRY_BYTES = 24;
+constexpr size_t POSITIONS_MAX = size_t{1} << 40;
+
+std::string text(size_t n) { return std::to_string(n); }
+
+std::string range(const PartialEntry& entry) {
+    return "super-pages " + text(entry.first) + ".." + text(entry.end());
+}
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+void require_span(const PartialEntry& entry, const std::string& where) {
+    const size_t seen = entry.seen(entry.n_tokens - 1);
+    if (entry.first > seen || entry.count > seen - entry.first)
+        refuse(where + " has " + text(seen) + " super-pages, not " + text(entry.count) + " from " +
+               text(entry.first));
+}
+
+// Numbers the accumulators of the entries in order; returns how many there are.
+size_t number_accumulators(std::vector<PartialEntry>& entries, size_t n_head) {
+    size_t total = 0;
+    for (PartialEntry& entry : entries) {
+        entry.start = total;
+        total += entry.terms() * entry.n_tokens * n_head;
+    }
+    return total;
+}
+
+void copy_accumulators(const Accumulators& from, size_t source, Accumulators& to, size_t target,
+                       size_t count, size_t head_dim) {
+    std::copy_n(from.m.data() + source, count, to.m.data() + target);
+    std::copy_n(from.l.data() + source, count, to.l.data() + target);
+    std::copy_n(from.o.data() + source * head_dim, count * head_dim,
+                to.o.data() + target * head_dim);
+}
+
+// The entries of `into` after a fold; their `start` is not set.
+std::vector<PartialEntry> joined(const Partials& into, const Partials& next) {
+    if (into.n_head != next.n_head || into.head_dim != next.head_dim ||
+        into.entries.size() != next.entries.size())
+        refuse("fold: the partials differ in heads, head_dim or entries");
+    std::vector<PartialEntry> entries = into.entries;
+    for (size_t e = 0; e < entries.size(); e++) {
+        PartialEntry& mine = entries[e];
+        const PartialEntry& other = next.entries[e];
+        const std::string where = "fold: entry " + text(e);
+        if (mine.n_tokens != other.n_tokens || mine.start_position != other.start_position)
+            refuse(where + " is of another step");
+        if (other.count == 0) continue;
+        if (mine.count == 0) mine.first = other.first;
+        else if (mine.end() != other.first)
+            refuse(where + ": " + range(other) + " do not follow " + range(mine));
+        mine.count += other.count;
+    }
+    return entries;
+}
+
+// Folds the terms of `other` into the one accumulator that each head of a token has.
+void fold_token(const RowOps& ops, Partials& into, const PartialEntry& mine, const Partials& next,
+                const PartialEntry& other, size_t token) {
+    const size_t head_dim = into.head_dim;
+    const size_t seen = mine.seen(token);
+    const size_t terms = std::min(other.end(), seen) - std::min(other.first, seen);
+    for (size_t term = 0; term < terms; term++)
+        for (size_t head = 0; head < into.n_head; head++) {
+            const size_t i = into.index(mine, 0, token, head);
+            const size_t j = next.index(other, term, token, head);
+            ops.fold(into.at.m.data() + i, into.at.l.data() + i, into.at.o.data() + i * head_dim,
+                     next.at.m[j], next.at.l[j], next.at.o.data() + j * head_dim, head_dim);
+        }
+}
+
+struct EntryToken {
+    size_t entry;
+    size_t token;
+};
+
+// body(entry, token) for each of `tokens`, on the pool when `values` are worth waking it.
+template <class Body>
+void for_tokens(Pool& pool, const std::vector<EntryToken>& tokens, size_t values, Body&& body) {
+    if (pool.threads() == 1 || values <= VALUES_ALONE) {
+        const FloatEnvironment environment;
+        for (const EntryToken& one : tokens) body(one.entry, one.token);
+        return;
+    }
+    Tickets tickets(tokens.size());
+    pool.run([&](int, int) {
+        for (size_t i; tickets.take(&i);) body(tokens[i].entry, tokens[i].token);
+    });
+}
+
+template <class T>
+T read(const uint8_t* bytes) {
+    T value;
+    std::memcpy(&value, bytes, sizeof value);
+    return value;
+}
+
+template <class T>
+void append(std::string& bytes, const T* values, size_t count) {
+    bytes.append(reinterpret_cast<const char*>(values), count * sizeof(T));
+}
+
+}  // namespace
+
+void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& spans) {
+    std::vector<PartialEntry> entries(batch.n_entries);
+    for (size_t e = 0; e < entries.size(); e++) {
+        const BatchEntry& entry = batch.entries[e];
+        entries[e] = {entry.first_token, entry.n_tokens, entry.start_position, 0, 0, 0};
+    }
+    std::vector<bool> named(entries.size());
+    for (const Span& span : spans) {
+        if (span.entry >= entries.size())
+            refuse("attend_partials: entry " + text(span.entry) + " of " + text(entries.size()));
+        const std::string where = "attend_partials: entry " + text(span.entry);
+        if (named[span.entry]) refuse(where + " has two spans");
+        named[span.entry] = true;
+        if (span.count == 0) continue;
+        PartialEntry& entry = entries[span.entry];
+        entry.first = span.first;
+        entry.count = span.count;
+        require_span(entry, where);
+    }
+    const size_t total = number_accumulators(entries, partials.n_head);
+    partials.at.reserve(total, partials.head_dim);
+    partials.entries = std::move(entries);
+    partials.n_tokens = batch.n_tokens;
+    partials.n_accumulators = total;
+    for (const PartialEntry& entry : partials.entries)
+        for (size_t term = 0; term < entry.terms(); term++)
+            for (size_t token = 0; entry.seen(token) <= entry.first + term; token++) {
+                const size_t i = partials.index(entry, term, token, 0), n = partials.n_head;
+                std::fill_n(partials.at.m.data() + i, n, 0.0f);
+                std::fill_n(partials.at.l.data() + i, n, 0.0f);
+                std::fill_n(partials.at.o.data() + i * partials.head_dim, n * partials.head_dim,
+                            0.0f);
+            }
+}
+
+void fold(Pool& pool, Partials& into, const Partials& next) {
+    std::vector<PartialEntry> entries = joined(into, next);
+    const size_t total = number_accumulators(entries, into.n_head), head_dim = into.head_dim;
+    if (total != into.n_accumulators) {  // an entry never gets fewer: equal totals, equal places
+        Accumulators at;
+        at.reserve(total, head_dim);
+        for (size_t e = 0; e < entries.size(); e++) {
+            const PartialEntry& old = into.entries[e];
+            copy_accumulators(into.at, old.start, at, entries[e].start,
+                              old.terms() * into.rows(old), head_dim);
+        }
+        into.at = std::move(at);
+        into.n_accumulators = total;
+    }
+    std::vector<EntryToken> tokens;
+    for (size_t e = 0; e < entries.size(); e++) {
+        const PartialEntry& old = into.entries[e];
+        const PartialEntry& other = next.entries[e];
+        if (other.count == 0) continue;
+        if (old.count > 0 && old.first == 0)
+            for (size_t t = 0; t < old.n_tokens; t++) tokens.push_back({e, t});
+        else  // the terms stand one behind the other
+            copy_accumulators(next.at, other.start, into.at,
+                              entries[e].start + old.terms() * into.rows(old),
+                              other.terms() * next.rows(other), head_dim);
+    }
+    into.entries = std::move(entries);
+    const RowOps& ops = rowops();
+    for_tokens(pool, tokens, tokens.size() * into.n_head * head_dim, [&](size_t e, size_t token) {
+        fold_token(ops, into, into.entries[e], next, next.entries[e], token);
+    });
+}
+
+void finish(Pool& pool, const Partials& partials, Rows& out) {
+    std::vector<EntryToken> tokens;
+    for (size_t e = 0; e < partials.entries.size(); e++) {
+        const PartialEntry& entry = partials.entries[e];
+        const size_t seen = entry.seen(entry.n_tokens - 1);
+        if (entry.first != 0 || entry.count != seen)
+            refuse("finish: entry " + text(e) + " has " + range(entry) + " of 0.." + text(seen));
+        for (size_t t = 0; t < entry.n_tokens; t++) tokens.push_back({e, t});
+    }
+    const RowOps& ops = rowops();
+    const size_t head_dim = partials.head_dim;
+    for_tokens(pool, tokens, tokens.size() * out.width, [&](size_t e, size_t token) {
+        const PartialEntry& entry = partials.entries[e];
+        float* row = out.row(entry.first_token + token);
+        for (size_t head = 0; head < partials.n_head; head++) {
+            const size_t i = partials.index(entry, 0, token, head);
+            ops.finish(partials.at.l[i], partials.at.o.data() + i * head_dim, head_dim,
+                       row + head * head_dim);
+        }
+    });
+}
+
+std::string partials_to_bytes(const Partials& partials) {
+    const size_t n = partials.n_accumulators, n_entries = partials.entries.size();
+    std::string bytes;
+    bytes.reserve(HEADER_BYTES + ENTRY_BYTES * n_entries + 4 * (partials.head_dim + 2) * n);
+    const uint32_t header[4] = {static_cast<uint32_t>(partials.n_head),
+                                static_cast<uint32_t>(partials.head_dim),
+                                static_cast<uint32_t>(n_entries), 0};
+    append(bytes, header, 4);
+    for (const PartialEntry& entry : partials.entries) {
+        const uint32_t counts[4] = {static_cast<uint32_t>(entry.n_tokens),
+                                    static_cast<uint32_t>(entry.first),
+                                    static_cast<uint32_t>(entry.count), 0};
+        const uint64_t position = entry.start_position;
+        append(bytes, counts, 4);
+        append(bytes, &position, 1);
+    }
+    append(bytes, partials.at.m.data(), n);
+    append(bytes, partials.at.l.data(), n);
+    append(bytes, partials.at.o.data(), n * partials.head_dim);
+    return bytes;
+}
+
+void partials_from_bytes(const uint8_t* bytes, size_t size, Partials& partials) {
+    const std::string where = "Partials.load_bytes";
+    if (size < HEADER_BYTES) refuse(where + ": " + text(size) + " bytes have no header");
+    const size_t n_entries = read<uint32_t>(bytes + 8);
+    if (read<uint32_t>(bytes) != partials.n_head || read<uint32_t>(bytes + 4) != partials.head_dim ||
+        read<uint32_t>(bytes + 12) != 0)
+        refuse(where + ": not partials of " + text(partials.n_head) + " heads of " +
+               text(partials.head_dim));
+    const uint8_t* const table = bytes + HEADER_BYTES;
+    if (n_entries > (size - HEADER_BYTES) / ENTRY_BYTES)
+        refuse(where + ": " + text(n_entries) + " entries do not fit " + text(size) + " bytes");
+    const size_t payload = size - HEADER_BYTES - n_entries * ENTRY_BYTES;
+    const size_t total = payload / (4 * (partials.head_dim + 2));
+    std::vector<PartialEntry> entries(n_entries);
+    size_t n_tokens = 0, left = total;
+    for (size_t e = 0; e < n_entries; e++) {
+        const uint8_t* at = table + e * ENTRY_BYTES;
+        const std::string entry_is = where + ": entry " + text(e);
+        PartialEntry& entry = entries[e];
+        entry = {n_tokens, read<uint32_t>(at), read<uint64_t>(at + 16), read<uint32_t>(at + 4),
+                 read<uint32_t>(at + 8), 0};
+        if (entry.n_tokens == 0 || entry.n_tokens > partials.tokens_max - n_tokens)
+            refuse(entry_is + " has " + text(entry.n_tokens) + " tokens, at most " +
+                   text(partials.tokens_max) + " in all");
+        if (entry.start_position > POSITIONS_MAX || read<uint32_t>(at + 12) != 0 ||
+            (entry.count == 0 && entry.first != 0))
+            refuse(entry_is + " is malformed");
+        require_span(entry, entry_is);
+        n_tokens += entry.n_tokens;
+        if (entry.terms() > left / partials.rows(entry))
+            refuse(entry_is + " has more accumulators than the bytes hold");
+        left -= entry.terms() * partials.rows(entry);
+    }
+    if (left != 0 || payload != total * 4 * (partials.head_dim + 2))
+        refuse(where + ": " + text(payload) + " bytes are not the accumulators of these entries");
+    number_accumulators(entries, partials.n_head);
+    partials.at.reserve(total, partials.head_dim);
+    const uint8_t* from = table + n_entries * ENTRY_BYTES;
+    std::memcpy(partials.at.m.data(), from, total * 4);
+    std::memcpy(partials.at.l.data(), from + total * 4, total * 4);
+    std::memcpy(partials.at.o.data(), from + total * 8, total * partials.head_dim * 4);
+    partials.entries = std::move(entries);
+    partials.n_tokens = n_tokens;
+    partials.n_accumulators = total;
+}
+
+}  // namespace batchengine

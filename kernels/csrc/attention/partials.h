@@ -1,0 +1,81 @@
+// Attention before the last fold: the contribution of a span of super-pages to the rows of a step.
+//
+// CA-1 rule 7 folds the pages of a super-page from the left, then the super-pages from the left. So a
+// span that starts at super-page 0 is one accumulator per row, and any other span keeps one
+// accumulator per super-page until everything before it has been folded. That makes `fold`
+// associative: spans in any division, folded in any grouping, finish to the bits of `attend`.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "attention/kv8.h"
+#include "common/pool.h"
+
+namespace batchengine {
+
+constexpr size_t SUPERPAGE_TOKENS = PAGE_TOKENS * SUPERPAGE_PAGES;
+
+// Super-pages [first, first + count) of one entry of a batch.
+struct Span {
+    size_t entry;
+    size_t first;
+    size_t count;
+};
+
+// One entry of a step and the span of it that has been attended to. Empty: first = count = 0.
+struct PartialEntry {
+    size_t first_token;  // index of its first token in the step
+    size_t n_tokens;
+    size_t start_position;
+    size_t first;
+    size_t count;
+    size_t start;  // index of its first accumulator
+
+    size_t terms() const { return first == 0 && count > 0 ? 1 : count; }  // accumulators per row
+    size_t end() const { return first + count; }
+    // Super-pages that its token `token` sees, counted from 0.
+    size_t seen(size_t token) const { return (start_position + token) / SUPERPAGE_TOKENS + 1; }
+};
+
+// Accumulators of all entries, in order [entry][term][token][head]. One is m (base-2 maximum, an
+// integer), l (denominator; NaN after a value that is not finite) and o (numerator). A token that
+// sees nothing of a super-page has m = l = o = 0 there, and l > 0 everywhere else.
+struct Partials {
+    Partials(size_t tokens_max_, size_t n_head_, size_t head_dim_)
+        : tokens_max(tokens_max_), n_head(n_head_), head_dim(head_dim_) {}
+
+    size_t rows(const PartialEntry& entry) const { return entry.n_tokens * n_head; }
+    size_t index(const PartialEntry& entry, size_t term, size_t token, size_t head) const {
+        return entry.start + (term * entry.n_tokens + token) * n_head + head;
+    }
+
+    const size_t tokens_max;
+    const size_t n_head;
+    const size_t head_dim;
+    size_t n_tokens = 0;
+    size_t n_accumulators = 0;
+    std::vector<PartialEntry> entries;
+    Accumulators at;
+};
+
+// Gives `partials` the entries of a batch with these spans, at most one per entry, and accumulators
+// of which those that no token sees are zero. std::invalid_argument for a span outside its entry.
+void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& spans);
+
+// Takes in spans that begin where those of `into` end (or where either is empty).
+// std::invalid_argument, `into` unchanged, when the steps differ or a span is not the next one.
+void fold(Pool& pool, Partials& into, const Partials& next);
+
+// out row = heads in order, head_dim values each, for every token of the step.
+// std::invalid_argument when a token sees a super-page that has not been folded.
+void finish(Pool& pool, const Partials& partials, Rows& out);
+
+// Little-endian: u32 n_head, head_dim, n_entries, 0; per entry u32 n_tokens, first, count, 0 and
+// u64 start_position; then fp32 m[n], l[n], o[n][head_dim] of the n accumulators.
+// 16 + 24 * n_entries + 4 * (head_dim + 2) * n bytes.
+std::string partials_to_bytes(const Partials& partials);
+// std::invalid_argument, `partials` unchanged, unless these are the bytes of such partials.
+void partials_from_bytes(const uint8_t* bytes, size_t size, Partials& partials);
+
+}  // namespace batchengine

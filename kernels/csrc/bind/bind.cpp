@@ -1,0 +1,146 @@
+// The module `_native`: instruction set, thread pool and buffers; the other bind_*.cpp add the rest.
+// Bindings check every size before a kernel sees it and release the GIL while a kernel runs.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind/bind_common.h"
+#include "common/dispatch.h"
+#include "common/peak.h"
+#include "golden/golden.h"
+
+namespace batchengine {
+namespace {
+
+using FloatArray = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
+
+void bind_isa(nb::module_& module) {
+    module.def("isa", [] { return std::string(level_name(level())); },
+               "Instruction set in use: scalar, avx2 or avx512-vnni.");
+    module.def(
+        "isa_levels",
+        [] {
+            std::vector<std::string> names;
+            for (const Level found : levels_supported()) names.emplace_back(level_name(found));
+            return names;
+        },
+        "Instruction sets this processor supports, slowest first.");
+    module.def("set_isa", &set_level, nb::arg("level"),
+               "Use another instruction set (tests and benches). ValueError names the choices.");
+    module.def(
+        "golden_records",
+        [](Pool& pool) {
+            const auto records = golden_records(pool);
+            nb::list out;
+            for (const auto& [name, bytes] : records)
+                out.append(nb::make_tuple(name, nb::bytes(bytes.data(), bytes.size())));
+            return out;
+        },
+        nb::arg("pool"), nb::sig("def golden_records(pool: Pool) -> list[tuple[str, bytes]]"),
+        "(name, output bytes) of every golden vector on the level in use.");
+    module.def("peak_int8_gops", &peak_int8_gops, nb::arg("threads"), nb::arg("seconds") = 0.3,
+               ReleaseGil(), "Measured int8 dot peak, giga-operations per second.");
+    module.def("peak_read_gbps", &peak_read_gbps, nb::arg("threads"),
+               nb::arg("bytes") = size_t{256} << 20, nb::arg("repeats") = 3, ReleaseGil(),
+               "Measured sequential read bandwidth, GB/s; each thread reads its own buffer.");
+}
+
+void bind_pool(nb::module_& module) {
+    nb::class_<Pool>(module, "Pool", "Pinned threads that run a kernel together; the caller is thread 0.")
+        .def(
+            "__init__",
+            [](Pool* self, int threads, std::vector<int> cores, int spin_us) {
+                new (self) Pool(threads, std::move(cores), spin_us);
+            },
+            nb::arg("threads"), nb::arg("cores") = std::vector<int>{}, nb::arg("spin_us") = 60,
+            nb::sig("def __init__(self, threads: int, cores: collections.abc.Sequence[int] = (), "
+                    "spin_us: int = 60) -> None"))
+        .def_prop_ro("threads", &Pool::threads)
+        .def_prop_ro("closed", &Pool::closed)
+        .def("close", &Pool::close, ReleaseGil(), "Ends the threads. Idempotent.")
+        .def(
+            "run_empty", [](Pool& self) { self.run([](int, int) {}); }, ReleaseGil(),
+            "Starts and joins all threads without work: the dispatch latency, for benches.")
+        .def(
+            "environments",
+            [](Pool& self) {
+                std::vector<int> seen(static_cast<size_t>(self.threads()));
+                self.run([&](int ith, int) {
+                    seen[static_cast<size_t>(ith)] = FloatEnvironment::canonical();
+                });
+                return seen;
+            },
+            ReleaseGil(), "1 per thread that computes in the canonical float environment.")
+        .def("__repr__", [](const Pool& self) {
+            return "<Pool threads=" + std::to_string(self.threads()) +
+                   (self.closed() ? " closed>" : ">");
+        });
+}
+
+void bind_rows(nb::module_& module) {
+    nb::class_<Rows>(module, "Rows", "fp32 scratch rows (tokens_max, width), 64-byte aligned.")
+        .def(nb::init<size_t, size_t>(), nb::arg("tokens_max"), nb::arg("width"))
+        .def_prop_ro("tokens_max", [](const Rows& self) { return self.tokens_max; })
+        .def_prop_ro("width", [](const Rows& self) { return self.width; })
+        .def(
+            "view",
+            [](nb::handle_t<Rows> handle, size_t tokens) {
+                Rows& self = nb::cast<Rows&>(handle);
+                require_tokens(tokens, self.tokens_max, "Rows.view");
+                return nb::ndarray<nb::numpy, float, nb::ndim<2>>(self.data.data(),
+                                                                  {tokens, self.width}, handle);
+            },
+            nb::arg("tokens"),
+            nb::sig("def view(self, tokens: int) -> numpy.typing.NDArray[numpy.float32]"),
+            "numpy alias (tokens, width) of the first rows; writing to it writes the rows.")
+        .def("__repr__", [](const Rows& self) {
+            return "<Rows tokens_max=" + std::to_string(self.tokens_max) +
+                   " width=" + std::to_string(self.width) + ">";
+        });
+}
+
+void bind_vector(nb::module_& module) {
+    nb::class_<Vector>(module, "Vector", "A private fp32 copy: norm weights, biases, rope factors.")
+        .def(
+            "__init__",
+            [](Vector* self, nb::object source) {
+                const HeldBuffer held(source, false);
+                require(held.size() % sizeof(float) == 0,
+                        "Vector: the buffer is not a whole number of fp32 values");
+                new (self) Vector(reinterpret_cast<const float*>(held.data()),
+                                  held.size() / sizeof(float));
+            },
+            nb::arg("source"),
+            nb::sig("def __init__(self, source: typing_extensions.Buffer) -> None"))
+        .def_prop_ro("size", [](const Vector& self) { return self.size; })
+        .def("__len__", [](const Vector& self) { return self.size; })
+        .def("__repr__", [](const Vector& self) {
+            return "<Vector size=" + std::to_string(self.size) + ">";
+        });
+}
+
+}  // namespace
+}  // namespace batchengine
+
+NB_MODULE(_native, module) {
+    using namespace batchengine;
+    module.doc() = "Canonical CPU kernels; import them through the package `kernels`.";
+    choose_level_from_environment();
+    bind_isa(module);
+    bind_pool(module);
+    bind_rows(module);
+    bind_vector(module);
+    module.def(
+        "address_of",
+        [](nb::object buffer) {
+            const HeldBuffer held(buffer, false);
+            return reinterpret_cast<uintptr_t>(held.data());
+        },
+        nb::arg("buffer"), nb::sig("def address_of(buffer: typing_extensions.Buffer) -> int"),
+        "Address of the first byte; the caller keeps the buffer alive.");
+    bind_linear(module);
+    bind_row_operations(module);
+    bind_attention(module);
+    bind_sampling(module);
+}

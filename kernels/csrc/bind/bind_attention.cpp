@@ -1,0 +1,392 @@
+// Bindings of rope, KV pages and attention. Every size and address is checked here, before a kernel
+// reads it; the GIL is released while a kernel runs.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention/attention.h"
+#include "bind/bind_common.h"
+#include "common/xxh3.h"
+
+namespace batchengine {
+namespace {
+
+using EntryArray = nb::ndarray<const int32_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+using AddressArray = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using OutAddressArray = nb::ndarray<nb::numpy, uint64_t, nb::ndim<1>>;
+
+void bind_rope(nb::module_& module) {
+    nb::class_<RopeTable>(module, "RopeTable",
+                          "Cosines and sines per position; style 'norm' pairs (2i, 2i+1), 'neox' "
+                          "pairs (i, i + n_rot/2). Dimensions past n_rot pass through.")
+        .def(
+            "__init__",
+            [](RopeTable* self, const std::string& style, size_t head_dim, size_t n_rot, double base,
+               const Vector* factors, double position_scale, double attn_factor) {
+                require(style == "norm" || style == "neox",
+                        "RopeTable: style is '" + style + "', expected 'norm' or 'neox'");
+                new (self) RopeTable(style == "neox", head_dim, n_rot, base, factors, position_scale,
+                                     attn_factor);
+            },
+            nb::arg("style"), nb::arg("head_dim"), nb::arg("n_rot"), nb::arg("base"),
+            nb::arg("factors").none() = nb::none(), nb::arg("position_scale") = 1.0,
+            nb::arg("attn_factor") = 1.0)
+        .def("digest", &RopeTable::digest,
+             "Hex hash of the parameters and of the first 256 positions.")
+        .def(
+            "row",
+            [](RopeTable& self, size_t position) {
+                self.cover(position, position + 1);
+                const float* row = self.cosines(position);
+                return std::vector<float>(row, row + 2 * self.half);
+            },
+            nb::arg("position"), "The n_rot/2 cosines, then the n_rot/2 sines of a position.")
+        .def_prop_ro("head_dim", [](const RopeTable& self) { return self.head_dim; })
+        .def_prop_ro("n_rot", [](const RopeTable& self) { return 2 * self.half; })
+        .def("__repr__", [](const RopeTable& self) {
+            return std::string("<RopeTable ") + (self.neox ? "neox" : "norm") +
+                   " head_dim=" + number(self.head_dim) + " n_rot=" + number(2 * self.half) + ">";
+        });
+}
+
+void bind_shape(nb::module_& module) {
+    nb::class_<PageShape>(module, "PageShape",
+                          "Bytes of a KV page: 256 tokens of n_layer layers of n_kv_head heads. "
+                          "head_dim must be a multiple of 32 up to 256 (ValueError otherwise).")
+        .def(nb::init<size_t, size_t, size_t>(), nb::arg("n_layer"), nb::arg("n_kv_head"),
+             nb::arg("head_dim"))
+        .def_prop_ro("n_layer", [](const PageShape& self) { return self.n_layer; })
+        .def_prop_ro("n_kv_head", [](const PageShape& self) { return self.n_kv_head; })
+        .def_prop_ro("head_dim", [](const PageShape& self) { return self.head_dim; })
+        .def_prop_ro("head_bytes", &PageShape::head_bytes)
+        .def_prop_ro("layer_bytes", &PageShape::layer_bytes)
+        .def_prop_ro("payload_bytes", &PageShape::payload_bytes)
+        .def_prop_ro("row_bytes", &PageShape::row_bytes)
+        .def("__repr__", [](const PageShape& self) {
+            return "<PageShape layers=" + number(self.n_layer) + " kv_heads=" +
+                   number(self.n_kv_head) + " head_dim=" + number(self.head_dim) +
+                   " payload_bytes=" + number(self.payload_bytes()) + ">";
+        });
+}
+
+// Fills a batch, or leaves it empty and throws.
+void set_batch(Batch& batch, const IndexArray& tokens, const EntryArray& entries,
+               const AddressArray& pages, bool absent_pages) {
+    batch.n_tokens = batch.n_entries = batch.n_pages = batch.n_absent = 0;
+    require(tokens.shape(0) <= batch.tokens_max, "Batch.set: " + number(tokens.shape(0)) +
+                                                     " tokens, at most " + number(batch.tokens_max));
+    require(entries.shape(0) <= batch.entries_max, "Batch.set: " + number(entries.shape(0)) +
+                                                       " entries, at most " +
+                                                       number(batch.entries_max));
+    require(pages.shape(0) <= batch.pages_max, "Batch.set: " + number(pages.shape(0)) +
+                                                   " pages, at most " + number(batch.pages_max));
+    size_t token = 0, page = 0;
+    for (size_t e = 0; e < entries.shape(0); e++) {
+        const int64_t n = entries(e, 0), start = entries(e, 1), n_pages = entries(e, 2);
+        const std::string where = "Batch.set: entry " + number(e);
+        require(n >= 1 && start >= 0 && n_pages >= 1,
+                where + " needs n_tokens >= 1, start_position >= 0 and n_pages >= 1");
+        require(start + n <= n_pages * static_cast<int64_t>(PAGE_TOKENS),
+                where + " ends at position " + std::to_string(start + n) + " but has only " +
+                    std::to_string(n_pages) + " pages");
+        BatchEntry& entry = batch.entries[e];
+        entry = {token, static_cast<size_t>(n), static_cast<size_t>(start), page,
+                 static_cast<size_t>(n_pages)};
+        require(token + entry.n_tokens <= tokens.shape(0), where + " reaches past the tokens");
+        require(page + entry.n_pages <= pages.shape(0), where + " reaches past the page addresses");
+        for (size_t i = 0; i < entry.n_tokens; i++)
+            batch.entry_of[token + i] = static_cast<uint32_t>(e);
+        token += entry.n_tokens;
+        page += entry.n_pages;
+    }
+    require(token == tokens.shape(0), "Batch.set: the entries do not cover all tokens");
+    require(page == pages.shape(0), "Batch.set: the entries do not cover all page addresses");
+    size_t n_absent = 0;
+    for (size_t p = 0; p < page; p++) {
+        const bool absent = absent_pages && pages(p) == 0;
+        require(absent || (pages(p) != 0 && pages(p) % CACHE_LINE == 0),
+                "Batch.set: page address " + number(p) + " is null or not 64-byte aligned");
+        n_absent += absent;
+    }
+    std::copy_n(tokens.data(), token, batch.tokens.data());
+    std::copy_n(pages.data(), page, batch.pages.data());
+    batch.n_tokens = token;
+    batch.n_entries = entries.shape(0);
+    batch.n_pages = page;
+    batch.n_absent = n_absent;
+}
+
+void bind_batch(nb::module_& module) {
+    nb::class_<Batch>(module, "Batch", "The tokens of one step and the pages they read and write.")
+        .def(nb::init<size_t, size_t, size_t>(), nb::arg("tokens_max"), nb::arg("entries_max"),
+             nb::arg("pages_max"))
+        .def("set", &set_batch, nb::arg("tokens"), nb::arg("entries"), nb::arg("page_addresses"),
+             nb::kw_only(), nb::arg("absent_pages") = false,
+             "tokens int32; entries int32 (n, 3) = n_tokens, start_position, n_pages; addresses "
+             "uint64 of all entries' pages in order. Page p of an entry holds positions "
+             "[256p, 256p + 256). The caller keeps the pages mapped. With absent_pages, address 0 "
+             "is a page that lies elsewhere: a call that would read or write it raises ValueError. "
+             "ValueError leaves the batch empty.")
+        .def_prop_ro("n_tokens", [](const Batch& self) { return self.n_tokens; })
+        .def_prop_ro("n_entries", [](const Batch& self) { return self.n_entries; })
+        .def_prop_ro("n_pages", [](const Batch& self) { return self.n_pages; })
+        .def("__repr__", [](const Batch& self) {
+            return "<Batch tokens=" + number(self.n_tokens) + "/" + number(self.tokens_max) +
+                   " entries=" + number(self.n_entries) + "/" + number(self.entries_max) +
+                   " pages=" + number(self.n_pages) + "/" + number(self.pages_max) + ">";
+        });
+    nb::class_<Queries>(module, "Queries", "Quantised queries of one step.")
+        .def(
+            "__init__",
+            [](Queries* self, size_t tokens_max, size_t n_head, size_t head_dim) {
+                require(n_head > 0, "Queries: n_head must be positive");
+                PageShape(1, 1, head_dim);
+                new (self) Queries(tokens_max, n_head, head_dim);
+            },
+            nb::arg("tokens_max"), nb::arg("n_head"), nb::arg("head_dim"))
+        .def_prop_ro("tokens_max", [](const Queries& self) { return self.tokens_max; })
+        .def_prop_ro("n_head", [](const Queries& self) { return self.n_head; })
+        .def_prop_ro("head_dim", [](const Queries& self) { return self.head_dim; });
+}
+
+void attention_checks(const Pool& pool, const Queries& queries, const Batch& batch,
+                      const PageShape& shape, size_t layer, const char* name) {
+    const std::string where = name;
+    require_open(pool);
+    require(layer < shape.n_layer, where + ": layer " + number(layer) + " of " + number(shape.n_layer));
+    require_tokens(batch.n_tokens, queries.tokens_max, name);
+    require(queries.head_dim == shape.head_dim, where + ": queries have head_dim " +
+                                                    number(queries.head_dim) + ", pages " +
+                                                    number(shape.head_dim));
+    require(queries.n_head % shape.n_kv_head == 0,
+            where + ": " + number(queries.n_head) + " heads do not divide among " +
+                number(shape.n_kv_head) + " KV heads");
+}
+
+// The pages of positions [start, end) of an entry have addresses.
+void require_pages(const Batch& batch, size_t e, size_t start, size_t end, const char* name) {
+    if (batch.n_absent == 0) return;
+    const BatchEntry& entry = batch.entries[e];
+    for (size_t p = start / PAGE_TOKENS; p < div_up(end, PAGE_TOKENS); p++)
+        require(batch.pages[entry.first_page + p] != 0,
+                std::string(name) + ": page " + number(p) + " of entry " + number(e) + " is absent");
+}
+
+void require_written_pages(const Batch& batch, const char* name) {
+    for (size_t e = 0; e < batch.n_entries; e++) {
+        const BatchEntry& entry = batch.entries[e];
+        require_pages(batch, e, entry.start_position, entry.start_position + entry.n_tokens, name);
+    }
+}
+
+void bind_place(nb::module_& module) {
+    module.def(
+        "place_kv",
+        [](Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& shape, size_t layer,
+           size_t n_head, const Vector* q_norm, const Vector* k_norm, float eps, RopeTable* rope,
+           double scale, Queries& queries) {
+            attention_checks(pool, queries, batch, shape, layer, "place_kv");
+            require(n_head == queries.n_head, "place_kv: n_head is not that of the queries");
+            require_tokens(batch.n_tokens, qkv.tokens_max, "place_kv");
+            require_written_pages(batch, "place_kv");
+            require_width(qkv.width, (n_head + 2 * shape.n_kv_head) * shape.head_dim, "place_kv");
+            if (q_norm) require_width(q_norm->size, shape.head_dim, "place_kv: q_norm");
+            if (k_norm) require_width(k_norm->size, shape.head_dim, "place_kv: k_norm");
+            require(std::isfinite(scale) && scale > 0, "place_kv: scale must be positive");
+            if (rope) require(rope->head_dim == shape.head_dim, "place_kv: rope head_dim differs");
+            const nb::gil_scoped_release release;
+            if (rope)
+                for (size_t e = 0; e < batch.n_entries; e++) {
+                    const BatchEntry& entry = batch.entries[e];
+                    rope->cover(entry.start_position, entry.start_position + entry.n_tokens);
+                }
+            place_kv(pool, qkv, batch, shape, layer, {q_norm, k_norm, eps, rope, scale}, queries);
+        },
+        nb::arg("pool"), nb::arg("qkv"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
+        nb::arg("n_head"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("eps"),
+        nb::arg("rope").none(), nb::arg("scale"), nb::arg("queries"),
+        "Rows of q heads, k heads, v heads (biases applied): per-head norm and rope for q and k, "
+        "K and V appended to the batch's pages as kv8, q quantised into queries.");
+    module.def(
+        "attend",
+        [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
+           Rows& out) {
+            attention_checks(pool, queries, batch, shape, layer, "attend");
+            require(batch.n_absent == 0, "attend: pages of the batch are absent");
+            require_tokens(batch.n_tokens, out.tokens_max, "attend");
+            require_width(out.width, queries.n_head * shape.head_dim, "attend");
+            const nb::gil_scoped_release release;
+            attend(pool, queries, batch, shape, layer, out);
+        },
+        nb::arg("pool"), nb::arg("queries"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
+        nb::arg("out"),
+        "Causal attention of the batch's tokens over their pages; out is (tokens, n_head * "
+        "head_dim). A head that met a NaN or infinity comes out as NaN.");
+    module.def(
+        "row_digests",
+        [](const Batch& batch, const PageShape& shape, const AddressArray& seeds, Pool* pool) {
+            require(seeds.shape(0) == batch.n_tokens, "row_digests: one seed per token is needed");
+            if (pool) require_open(*pool);
+            require_written_pages(batch, "row_digests");
+            uint64_t* digests = new uint64_t[batch.n_tokens + 1];
+            const nb::capsule owner(digests, [](void* p) noexcept { delete[] static_cast<uint64_t*>(p); });
+            {
+                const nb::gil_scoped_release release;
+                row_digests(pool, batch, shape, seeds.data(), digests);
+            }
+            return OutAddressArray(digests, {batch.n_tokens}, owner);
+        },
+        nb::arg("batch"), nb::arg("shape"), nb::arg("seeds"), nb::arg("pool").none() = nb::none(),
+        nb::sig("def row_digests(batch: Batch, shape: PageShape, seeds: numpy.typing.ArrayLike, "
+                "pool: Pool | None = None) -> numpy.typing.NDArray[numpy.uint64]"),
+        "uint64 per token: seeded XXH3-64 of its K, K scale, V, V scale over all layers and heads.");
+    module.def(
+        "xxh3_64",
+        [](nb::object data, uint64_t seed) {
+            const HeldBuffer held(data, false);
+            return xxh3_64(held.data(), held.size(), seed);
+        },
+        nb::arg("data"), nb::arg("seed") = 0,
+        nb::sig("def xxh3_64(data: typing_extensions.Buffer, seed: int = 0) -> int"));
+}
+
+void bind_partials_type(nb::module_& module) {
+    nb::class_<Partials>(
+        module, "Partials",
+        "Attention of a step over spans of super-pages (1024 tokens each), before the last fold.\n\n"
+        "Per token and head one accumulator m, l, o[head_dim] in fp32 for a span that starts at "
+        "super-page 0, else one per super-page: super-pages are folded in their order only, so the "
+        "spans may be divided and folded in any grouping and finish() gives the bits of attend(). "
+        "to_bytes() takes 16 + 24 * entries + 4 * (head_dim + 2) * accumulators bytes.")
+        .def(
+            "__init__",
+            [](Partials* self, size_t tokens_max, size_t n_head, size_t head_dim) {
+                require(n_head > 0, "Partials: n_head must be positive");
+                PageShape(1, 1, head_dim);
+                new (self) Partials(tokens_max, n_head, head_dim);
+            },
+            nb::arg("tokens_max"), nb::arg("n_head"), nb::arg("head_dim"))
+        .def_prop_ro("tokens_max", [](const Partials& self) { return self.tokens_max; })
+        .def_prop_ro("n_head", [](const Partials& self) { return self.n_head; })
+        .def_prop_ro("head_dim", [](const Partials& self) { return self.head_dim; })
+        .def_prop_ro("n_tokens", [](const Partials& self) { return self.n_tokens; })
+        .def_prop_ro("n_accumulators", [](const Partials& self) { return self.n_accumulators; })
+        .def_prop_ro(
+            "spans",
+            [](const Partials& self) {
+                std::vector<std::pair<size_t, size_t>> spans;
+                for (const PartialEntry& entry : self.entries)
+                    spans.emplace_back(entry.first, entry.count);
+                return spans;
+            },
+            "(first super-page, count) of every entry; (0, 0) is empty.")
+        .def(
+            "to_bytes",
+            [](const Partials& self) {
+                const std::string bytes = partials_to_bytes(self);
+                return nb::bytes(bytes.data(), bytes.size());
+            },
+            "Spans and accumulators as bytes, the same on every machine (partials.h has the layout).")
+        .def(
+            "load_bytes",
+            [](Partials& self, nb::object data) {
+                const HeldBuffer held(data, false);
+                partials_from_bytes(held.data(), held.size(), self);
+            },
+            nb::arg("data"),
+            nb::sig("def load_bytes(self, data: typing_extensions.Buffer) -> None"),
+            "Becomes what to_bytes() was called on. ValueError, and no change, for bytes of another "
+            "n_head or head_dim, of more than tokens_max tokens, or that are malformed; the values of "
+            "accumulators are not checked.")
+        .def("__repr__", [](const Partials& self) {
+            return "<Partials tokens=" + number(self.n_tokens) + "/" + number(self.tokens_max) +
+                   " entries=" + number(self.entries.size()) + " heads=" + number(self.n_head) + "x" +
+                   number(self.head_dim) + " accumulators=" + number(self.n_accumulators) + ">";
+        });
+}
+
+std::vector<Span> checked_spans(const Batch& batch, const EntryArray& spans) {
+    std::vector<Span> checked;
+    for (size_t i = 0; i < spans.shape(0); i++) {
+        require(spans(i, 0) >= 0 && spans(i, 1) >= 0 && spans(i, 2) >= 0,
+                "attend_partials: span " + number(i) + " has a negative number");
+        checked.push_back({static_cast<size_t>(spans(i, 0)), static_cast<size_t>(spans(i, 1)),
+                           static_cast<size_t>(spans(i, 2))});
+        const Span& span = checked.back();
+        if (span.count == 0 || span.entry >= batch.n_entries) continue;
+        const BatchEntry& entry = batch.entries[span.entry];
+        const size_t frontier = entry.start_position + entry.n_tokens;
+        require_pages(batch, span.entry, span.first * SUPERPAGE_TOKENS,
+                      std::min((span.first + span.count) * SUPERPAGE_TOKENS, frontier),
+                      "attend_partials");
+    }
+    return checked;
+}
+
+void require_heads(const Partials& partials, size_t n_head, size_t head_dim, const char* name) {
+    require(partials.n_head == n_head && partials.head_dim == head_dim,
+            std::string(name) + ": the partials have " + number(partials.n_head) + " heads of " +
+                number(partials.head_dim) + ", expected " + number(n_head) + " of " +
+                number(head_dim));
+}
+
+void bind_partials(nb::module_& module) {
+    module.attr("SUPERPAGE_TOKENS") = SUPERPAGE_TOKENS;
+    bind_partials_type(module);
+    module.def(
+        "attend_partials",
+        [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
+           const EntryArray& spans, Partials& out) {
+            attention_checks(pool, queries, batch, shape, layer, "attend_partials");
+            require_tokens(batch.n_tokens, out.tokens_max, "attend_partials");
+            require_heads(out, queries.n_head, shape.head_dim, "attend_partials");
+            const std::vector<Span> checked = checked_spans(batch, spans);
+            const nb::gil_scoped_release release;
+            attend_partials(pool, queries, batch, shape, layer, checked, out);
+        },
+        nb::arg("pool"), nb::arg("queries"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
+        nb::arg("spans"), nb::arg("out"),
+        "Attention to parts of the KV: spans int32 (n, 3) = entry, first super-page, count, at most "
+        "one per entry. Reads no page outside them. Overwrites out, where an entry without a span is "
+        "empty. ValueError for a span that its entry does not have.");
+    module.def(
+        "fold",
+        [](Pool& pool, Partials& into, const Partials& next) {
+            require_open(pool);
+            require(&into != &next, "fold: into and next must differ");
+            const nb::gil_scoped_release release;
+            fold(pool, into, next);
+        },
+        nb::arg("pool"), nb::arg("into"), nb::arg("next"),
+        "Takes in the spans that follow those of `into`, entry by entry; either may be empty. "
+        "ValueError, and no change, when the steps differ or a span does not start where the other "
+        "one ends.");
+    module.def(
+        "finish",
+        [](Pool& pool, const Partials& partials, Rows& out) {
+            require_open(pool);
+            require_tokens(partials.n_tokens, out.tokens_max, "finish");
+            require_width(out.width, partials.n_head * partials.head_dim, "finish");
+            const nb::gil_scoped_release release;
+            finish(pool, partials, out);
+        },
+        nb::arg("pool"), nb::arg("partials"), nb::arg("out"),
+        "The rows that attend() would give: (n_tokens, n_head * head_dim). ValueError when the "
+        "partials of an entry lack a super-page.");
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& module) {
+    module.attr("PAGE_TOKENS") = PAGE_TOKENS;
+    bind_rope(module);
+    bind_shape(module);
+    bind_batch(module);
+    bind_place(module);
+    bind_partials(module);
+}
+
+}  // namespace batchengine

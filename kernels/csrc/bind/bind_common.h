@@ -1,0 +1,63 @@
+// Used by every binding: buffers held from Python, and argument checks with readable errors.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "common/pool.h"
+#include "common/types.h"
+
+namespace batchengine {
+
+namespace nb = nanobind;
+
+using IndexArray = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Holds an exported Python buffer: the exporter (bytes, mmap, numpy) cannot close or resize meanwhile.
+class HeldBuffer {
+  public:
+    HeldBuffer(nb::handle object, bool writable) {
+        const int flags = writable ? PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS : PyBUF_C_CONTIGUOUS;
+        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) nb::raise_python_error();
+        held_ = true;
+    }
+    HeldBuffer(const HeldBuffer&) = delete;
+    HeldBuffer& operator=(const HeldBuffer&) = delete;
+    ~HeldBuffer() {
+        if (held_) PyBuffer_Release(&view_);
+    }
+    uint8_t* data() const { return static_cast<uint8_t*>(view_.buf); }
+    size_t size() const { return static_cast<size_t>(view_.len); }
+
+  private:
+    Py_buffer view_{};
+    bool held_ = false;
+};
+
+inline void require(bool condition, const std::string& what) {
+    if (!condition) throw std::invalid_argument(what);
+}
+
+inline std::string number(size_t n) { return std::to_string(n); }
+
+inline void require_open(const Pool& pool) { require(!pool.closed(), "the pool is closed"); }
+
+inline void require_tokens(size_t tokens, size_t tokens_max, const char* name) {
+    require(tokens <= tokens_max, std::string(name) + ": " + std::to_string(tokens) +
+                                      " tokens do not fit " + std::to_string(tokens_max));
+}
+
+inline void require_width(size_t width, size_t expected, const char* name) {
+    require(width == expected, std::string(name) + ": width is " + std::to_string(width) +
+                                   ", expected " + std::to_string(expected));
+}
+
+void bind_linear(nb::module_& module);
+void bind_row_operations(nb::module_& module);
+void bind_attention(nb::module_& module);
+void bind_sampling(nb::module_& module);
+
+}  // namespace batchengine

@@ -1,0 +1,77 @@
+// See dispatch.h.
+#include "common/dispatch.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace batchengine {
+namespace {
+
+std::atomic<int> current{0};
+
+bool supported(Level candidate) {
+#if defined(BATCHENGINE_X86)
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("f16c");
+    switch (candidate) {
+        case Level::scalar: return true;
+        case Level::avx2: return avx2;
+        case Level::avx512:
+            return avx2 && __builtin_cpu_supports("avx512f") &&
+                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+    }
+    return false;
+#else
+    return candidate == Level::scalar;
+#endif
+}
+
+}  // namespace
+
+const char* level_name(Level level) {
+    switch (level) {
+        case Level::scalar: return "scalar";
+        case Level::avx2: return "avx2";
+        case Level::avx512: return "avx512-vnni";
+    }
+    return "unknown";
+}
+
+std::vector<Level> levels_supported() {
+    std::vector<Level> found;
+    for (int i = 0; i < LEVEL_COUNT; ++i)
+        if (supported(static_cast<Level>(i))) found.push_back(static_cast<Level>(i));
+    return found;
+}
+
+Level level() { return static_cast<Level>(current.load(std::memory_order_relaxed)); }
+
+void set_level(const std::string& name) {
+    std::string choices;
+    for (const Level candidate : levels_supported()) {
+        if (name == level_name(candidate)) {
+            current.store(static_cast<int>(candidate));
+            return;
+        }
+        choices += std::string(choices.empty() ? "" : ", ") + level_name(candidate);
+    }
+    throw std::invalid_argument("instruction set '" + name + "' is unknown or not supported by " +
+                                "this processor; it supports: " + choices);
+}
+
+void choose_level_from_environment() {
+    const char* forced = std::getenv("BATCHENGINE_ISA");
+    if (forced && *forced) {
+        try {
+            set_level(forced);
+        } catch (const std::invalid_argument& error) {
+            throw std::invalid_argument(std::string("BATCHENGINE_ISA: ") + error.what());
+        }
+        return;
+    }
+    current.store(static_cast<int>(levels_supported().back()));
+}
+
+}  // namespace batchengine

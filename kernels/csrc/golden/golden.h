@@ -1,0 +1,46 @@
+// Golden vectors: fixed inputs run through every op; their output bytes identify the arithmetic.
+//
+// arith_id hashes the records in their order, so a record is never moved or renamed.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/pool.h"
+
+namespace batchengine {
+
+class Golden {
+  public:
+    void add(const std::string& name, const void* bytes, size_t count) {
+        records.emplace_back(name, std::string(static_cast<const char*>(bytes), count));
+    }
+    std::vector<std::pair<std::string, std::string>> records;
+};
+
+// SplitMix64: the same test inputs on every platform, in integers only.
+class GoldenSource {
+  public:
+    explicit GoldenSource(uint64_t seed) : state_(seed) {}
+    uint64_t next() {
+        uint64_t z = (state_ += 0x9E3779B97F4A7C15u);
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+        return z ^ (z >> 31);
+    }
+    // Uniform in [-1, 1), exact.
+    float unit() { return static_cast<float>(static_cast<int32_t>(next() >> 40) - (1 << 23)) * 0x1p-23f; }
+
+  private:
+    uint64_t state_;
+};
+
+void golden_attention(Pool& pool, Golden& golden);  // norm, rope, kv8, attention, sampling
+void golden_linear(Pool& pool, Golden& golden);     // quantisation and the linear kernels
+
+// (name, output bytes) of every vector, on the level in use.
+std::vector<std::pair<std::string, std::string>> golden_records(Pool& pool);
+
+}  // namespace batchengine

@@ -1,0 +1,82 @@
+// Small shapes that reach every branch: a ragged last row tile, a second
+// segment of K, more tokens than one group, a zero block, a denormal scale.
+#include "common/ca1.h"
+#include "golden/golden.h"
+#include "linear/linear.h"
+#include "linear/pack.h"
+#include "quant/norm.h"
+
+namespace batchengine {
+namespace {
+
+constexpr size_t COLS = 1280;  // five superblocks: one whole segment of 1024 and a part
+constexpr size_t ROWS = 37;
+constexpr size_t TOKENS = 19;
+
+// Random bytes that make a legal tensor: every fp16 scale finite and small.
+std::vector<uint8_t> random_tensor(Kind kind, GoldenSource& source) {
+    std::vector<uint8_t> bytes(source_bytes(kind, ROWS, COLS));
+    for (auto& byte : bytes) byte = static_cast<uint8_t>(source.next());
+    const auto put_half = [&](size_t at, float value) {
+        const uint16_t half = ca1::float_to_half(value);
+        std::memcpy(bytes.data() + at, &half, 2);
+    };
+    const size_t stride = kind == Kind::q4_0 ? 18 : kind == Kind::q4_1 ? 20 : kind == Kind::q8_0 ? 34 : 210;
+    if (kind == Kind::q4_0 || kind == Kind::q4_1 || kind == Kind::q8_0 || kind == Kind::q6_k) {
+        for (size_t at = 0, i = 0; at < bytes.size(); at += stride, ++i) {
+            const float d = i % 61 == 7 ? 0x1p-23f : source.unit() * 0x1p-5f;
+            put_half(at + (kind == Kind::q6_k ? 208 : 0), d);
+            if (kind == Kind::q4_1) put_half(at + 2, source.unit() * 0x1p-4f);
+        }
+        return bytes;
+    }
+    for (size_t i = 0; i < ROWS * COLS; ++i) {
+        const float value = source.unit();
+        const auto bf16 = static_cast<uint16_t>(ca1::bits_of(value) >> 16);
+        if (kind == Kind::f16) put_half(2 * i, value);
+        if (kind == Kind::bf16) std::memcpy(bytes.data() + 2 * i, &bf16, 2);
+        if (kind == Kind::f32) std::memcpy(bytes.data() + 4 * i, &value, 4);
+    }
+    return bytes;
+}
+
+}  // namespace
+
+void golden_linear(Pool& pool, Golden& golden) {
+    GoldenSource source(0xBA7C4);
+    Rows in(TOKENS, COLS), out(TOKENS, ROWS), rows(TOKENS, COLS);
+    for (size_t i = 0; i < in.data.size(); ++i) in.data[i] = source.unit() * (i % 97 ? 1.0f : 40.0f);
+    std::memset(in.row(3) + 64, 0, 32 * sizeof(float));
+    Activations x(TOKENS, COLS, true);
+    quantise(pool, in, TOKENS, x);
+    golden.add("quantise q", x.q.data(), x.q.size());
+    golden.add("quantise scale", x.scale.data(), x.scale.size() * sizeof(float));
+
+    std::vector<float> bias_values(ROWS);
+    for (auto& value : bias_values) value = source.unit();
+    const Vector bias(bias_values.data(), ROWS);
+    for (int i = 0; i < KIND_COUNT; ++i) {
+        const Kind kind = static_cast<Kind>(i);
+        const std::vector<uint8_t> tensor = random_tensor(kind, source);
+        Buffer<uint8_t> packed(packed_bytes(kind, ROWS, COLS));
+        pack(pool, kind, ROWS, COLS, tensor.data(), packed.data());
+        const Matrix matrix{kind, ROWS, COLS, packed.data()};
+        const LinearPart part{&matrix, &bias};
+        const auto record = [&](const char* op, const Rows& result) {
+            golden.add(std::string(op) + " " + kind_name(kind), result.data.data(),
+                       result.data.size() * sizeof(float));
+        };
+        linear(pool, x, {part}, TOKENS, out);
+        record("linear", out);
+        linear_add(pool, x, part, TOKENS, out);
+        record("linear_add", out);
+        linear_gated(pool, x, part, {&matrix, nullptr}, TOKENS, out);
+        record("linear_gated", out);
+        std::vector<int32_t> ids(TOKENS);
+        for (size_t t = 0; t < TOKENS; ++t) ids[t] = static_cast<int32_t>(source.next() % ROWS);
+        embed(pool, matrix, ids.data(), TOKENS, rows);
+        record("embed", rows);
+    }
+}
+
+}  // namespace batchengine

@@ -1,0 +1,197 @@
+// The driver of the linear kernels: cuts the output into pieces; see linear.h.
+#include "linear/linear.h"
+
+#include <algorithm>
+
+#include "common/dispatch.h"
+#include "linear/pack.h"
+
+namespace batchengine {
+namespace {
+
+// Row tiles that run together: what the widest register tile of the kernels multiplies at once (Q6_K
+// has two sums per output); few enough that weights, 16 tokens and results stay near.
+constexpr size_t RUN_TILES_MAX = 3;
+constexpr size_t run_tiles(Kind kind) { return kind == Kind::q6_k ? 2 : RUN_TILES_MAX; }
+// Pieces per thread: the others wait for the last one. One token group makes pieces of 10 us or more
+// anyway; with several, larger ones read the activations less often.
+constexpr size_t PIECES_PER_THREAD = 8, PIECES_PER_THREAD_ONE_GROUP = 32;
+constexpr size_t MANY_GROUPS_TILES = 6;  // whole runs of every kind
+// A piece of a one-token step is a stream from memory: not shorter than this.
+constexpr size_t STREAM_BYTES = size_t{48} << 10;
+// Weights that every token group of a piece reads again: at most this much of the level-2 cache.
+constexpr size_t REREAD_BYTES = size_t{384} << 10;
+
+struct Plan {
+    size_t chunk_tiles;   // row tiles of a piece
+    size_t chunk_groups;  // token groups of a piece
+    size_t tile_chunks;
+    size_t group_chunks;
+    size_t pieces() const { return tile_chunks * group_chunks; }
+};
+
+// Pieces are as large as balance allows, in rows first: a longer run over tokens reuses the weights.
+// They are cut at multiples of `run` row tiles, so that all but the last run is whole; with several
+// token groups at twice that, because a smaller piece reads the activations more often.
+Plan plan(size_t tiles, size_t bytes_per_tile, size_t run, size_t tokens, int threads) {
+    const size_t groups = div_up(tokens, GROUP_TOKENS);
+    if (groups > 1) run = MANY_GROUPS_TILES;
+    const size_t per_thread = groups == 1 ? PIECES_PER_THREAD_ONE_GROUP : PIECES_PER_THREAD;
+    const size_t wanted = threads == 1 ? 1 : per_thread * static_cast<size_t>(threads);
+    Plan made{};
+    const size_t least = tokens == 1 ? round_up(div_up(STREAM_BYTES, bytes_per_tile), run) : run;
+    made.chunk_tiles = std::max(least, tiles / wanted / run * run);
+    if (groups > 1)
+        made.chunk_tiles = std::min(made.chunk_tiles,
+                                    std::max(run, REREAD_BYTES / bytes_per_tile / run * run));
+    made.tile_chunks = div_up(tiles, made.chunk_tiles);
+    made.chunk_groups = groups;
+    if (made.tile_chunks < wanted)
+        made.chunk_groups = std::max<size_t>(1, groups * made.tile_chunks / wanted);
+    made.group_chunks = div_up(groups, made.chunk_groups);
+    return made;
+}
+
+size_t tile_count(const Matrix& matrix) { return div_up(matrix.rows, TILE_ROWS); }
+
+// Calls body(tile, tiles, group, tokens in group) over one piece, at most `run` at a time;
+// all tiles of the piece see a group before the next group comes.
+template <class Body>
+void walk(const Plan& made, size_t piece, size_t tiles, size_t tokens, size_t run,
+          Body&& body) {
+    const size_t tile_first = piece % made.tile_chunks * made.chunk_tiles;
+    const size_t tile_end = std::min(tiles, tile_first + made.chunk_tiles);
+    const size_t group_first = piece / made.tile_chunks * made.chunk_groups;
+    const size_t group_end =
+        std::min(div_up(tokens, GROUP_TOKENS), group_first + made.chunk_groups);
+    for (size_t group = group_first; group < group_end; ++group)
+        for (size_t tile = tile_first; tile < tile_end; tile += run)
+            body(tile, std::min(run, tile_end - tile), group,
+                 std::min(GROUP_TOKENS, tokens - group * GROUP_TOKENS));
+}
+
+TileTarget target(Rows& out, size_t column, const LinearPart& part, size_t tile, size_t group,
+                  size_t tokens) {
+    const size_t row = tile * TILE_ROWS;
+    return {out.row(group * GROUP_TOKENS) + column + row, out.width,
+            part.bias ? part.bias->data.data() + row : nullptr, tokens,
+            std::min(TILE_ROWS, part.matrix->rows - row)};
+}
+
+// Asks for the output lines of `tiles` tiles while their product is made: rows lie pages apart, which
+// no hardware foresees, and a store that misses holds up those behind it. Into the second level,
+// because such rows meet in the same few sets of the first.
+void expect(const TileTarget& to, size_t tiles) {
+    for (size_t token = 0; token < to.tokens; ++token)
+        for (size_t tile = 0; tile < tiles; ++tile)
+            __builtin_prefetch(to.out + token * to.stride + tile * TILE_ROWS, 1, 2);
+}
+
+// One token group streams weights, so each thread walks a range of its own; several groups share
+// what is in the cache, so all threads walk together.
+int ranges(const Pool& pool, size_t tokens) { return tokens <= GROUP_TOKENS ? pool.threads() : 1; }
+
+enum class Finish { store, add };
+
+void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& parts,
+               size_t tokens, Rows& out, Finish finish) {
+    if (tokens == 0) return;
+    const LinearKernels& kernels = linear_kernels();
+    struct Piecewise {
+        const LinearPart* part;
+        Plan plan;
+        size_t column;      // first output column
+        size_t piece_end;   // running total
+    };
+    std::vector<Piecewise> parts_cut;
+    size_t column = 0, pieces = 0;
+    for (const LinearPart& part : parts) {
+        const Plan made = plan(tile_count(*part.matrix),
+                               tile_bytes(part.matrix->kind, part.matrix->cols),
+                               run_tiles(part.matrix->kind), tokens, pool.threads());
+        pieces += made.pieces();
+        parts_cut.push_back({&part, made, column, pieces});
+        column += part.matrix->rows;
+    }
+    const auto finish_tile = finish == Finish::add ? kernels.add : kernels.store;
+    Shares shares(pieces, ranges(pool, tokens));
+    pool.run([&](int ith, int) {
+        TileResult results[RUN_TILES_MAX];
+        for (size_t index; shares.take(ith, &index);) {
+            size_t i = 0;
+            while (index >= parts_cut[i].piece_end) ++i;
+            const Piecewise& mine = parts_cut[i];
+            const size_t piece = index - (mine.piece_end - mine.plan.pieces());
+            const Matrix& matrix = *mine.part->matrix;
+            walk(mine.plan, piece, tile_count(matrix), tokens, run_tiles(matrix.kind),
+                 [&](size_t tile, size_t tiles, size_t group, size_t count) {
+                     expect(target(out, mine.column, *mine.part, tile, group, count), tiles);
+                     kernels.multiply(matrix, x, tile, tiles, group, count, results);
+                     for (size_t t = 0; t < tiles; ++t)
+                         finish_tile(results[t],
+                                     target(out, mine.column, *mine.part, tile + t, group, count));
+                 });
+        }
+    });
+}
+
+}  // namespace
+
+const LinearKernels& linear_kernels() {
+    switch (level()) {
+#if defined(BATCHENGINE_X86)
+        case Level::avx512: return LINEAR_AVX512;
+        case Level::avx2: return LINEAR_AVX2;
+#endif
+        default: return LINEAR_SCALAR;
+    }
+}
+
+void linear(Pool& pool, const Activations& x, const std::vector<LinearPart>& parts, size_t tokens,
+            Rows& out) {
+    run_parts(pool, x, parts, tokens, out, Finish::store);
+}
+
+void linear_add(Pool& pool, const Activations& x, const LinearPart& part, size_t tokens, Rows& out) {
+    run_parts(pool, x, {part}, tokens, out, Finish::add);
+}
+
+// Both products of a row tile are made by one thread, so the gate is applied before anything leaves
+// the level-1 cache.
+void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, const LinearPart& up,
+                  size_t tokens, Rows& out) {
+    if (tokens == 0) return;
+    const LinearKernels& kernels = linear_kernels();
+    const size_t tiles = tile_count(*gate.matrix);
+    const size_t run = std::min(run_tiles(gate.matrix->kind), run_tiles(up.matrix->kind));
+    const Plan made = plan(tiles, tile_bytes(gate.matrix->kind, gate.matrix->cols) +
+                                      tile_bytes(up.matrix->kind, up.matrix->cols),
+                           run, tokens, pool.threads());
+    Shares shares(made.pieces(), ranges(pool, tokens));
+    pool.run([&](int ith, int) {
+        TileResult gates[RUN_TILES_MAX], ups[RUN_TILES_MAX];
+        for (size_t piece; shares.take(ith, &piece);)
+            walk(made, piece, tiles, tokens, run,
+                 [&](size_t tile, size_t count, size_t group, size_t group_tokens) {
+                     expect(target(out, 0, up, tile, group, group_tokens), count);
+                     kernels.multiply(*gate.matrix, x, tile, count, group, group_tokens, gates);
+                     kernels.multiply(*up.matrix, x, tile, count, group, group_tokens, ups);
+                     for (size_t t = 0; t < count; ++t) {
+                         const float* gate_bias =
+                             gate.bias ? gate.bias->data.data() + (tile + t) * TILE_ROWS : nullptr;
+                         kernels.gate(gates[t], gate_bias, ups[t],
+                                      target(out, 0, up, tile + t, group, group_tokens));
+                     }
+                 });
+    });
+}
+
+void embed(Pool& pool, const Matrix& matrix, const int32_t* tokens, size_t count, Rows& out) {
+    Tickets tickets(count);
+    pool.run([&](int, int) {
+        for (size_t i; tickets.take(&i);)
+            unpack_row(matrix, static_cast<size_t>(tokens[i]), out.row(i));
+    });
+}
+
+}  // namespace batchengine

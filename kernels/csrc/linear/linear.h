@@ -1,0 +1,62 @@
+// Matrix times activations (CA-1 rule 2) and what follows it in the same pass: bias, residual, gate.
+//
+// A level supplies LinearKernels; the driver in linear.cpp cuts the output into pieces and hands
+// them to the pool. A piece is whole row tiles for whole token groups, so neither the number of
+// threads nor the batch can change an output.
+#pragma once
+
+#include <vector>
+
+#include "common/pool.h"
+#include "common/types.h"
+
+namespace batchengine {
+
+// One tile's results: [token in group][row in tile].
+struct TileResult {
+    alignas(CACHE_LINE) float y[GROUP_TOKENS][TILE_ROWS];
+};
+
+// Where finished results go: rows [row0, row0 + count) of `tokens` output rows.
+struct TileTarget {
+    float* out;          // output row of the group's first token, at the tile's first row
+    size_t stride;       // floats between the output rows of two tokens
+    const float* bias;   // 16 values, or null
+    size_t tokens;       // 1..16
+    size_t rows;         // 1..16
+};
+
+struct LinearKernels {
+    // results[i] = tile (tile0 + i) times tokens [0, tokens) of group `group`, without bias.
+    void (*multiply)(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles,
+                     size_t group, size_t tokens, TileResult* results);
+    void (*store)(const TileResult& result, const TileTarget& target);   // out = RN(y + bias)
+    void (*add)(const TileResult& result, const TileTarget& target);     // out = RN(out + that)
+    // out = RN(silu(RN(gate + gate_bias)) * RN(up + bias))
+    void (*gate)(const TileResult& gate, const float* gate_bias, const TileResult& up,
+                 const TileTarget& target);
+    // RN(RN(a * b) + c): differs from one fma when the compiler contracted this level's code.
+    float (*multiply_then_add)(float a, float b, float c);
+};
+const LinearKernels& linear_kernels();  // of the level in use
+
+extern const LinearKernels LINEAR_SCALAR;
+#if defined(BATCHENGINE_X86)
+extern const LinearKernels LINEAR_AVX2;
+extern const LinearKernels LINEAR_AVX512;
+#endif
+
+struct LinearPart {
+    const Matrix* matrix;
+    const Vector* bias;  // or null
+};
+
+void linear(Pool& pool, const Activations& x, const std::vector<LinearPart>& parts, size_t tokens,
+            Rows& out);
+void linear_add(Pool& pool, const Activations& x, const LinearPart& part, size_t tokens, Rows& out);
+void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, const LinearPart& up,
+                  size_t tokens, Rows& out);
+
+void embed(Pool& pool, const Matrix& matrix, const int32_t* tokens, size_t count, Rows& out);
+
+}  // namespace batchengine

@@ -1,0 +1,529 @@
+// CA-1 rule 2 with AVX512-VNNI.
+//
+// One lane of a zmm is one row, so an output is one chain of fma in block order and needs no
+// horizontal sum. Inside a block the kernel forms an outer product: each packed vector of R row
+// tiles is unpacked once and multiplied with the dword of N tokens, which is broadcast once for all
+// R tiles. R x N integer sums and R x N float sums fill the 32 registers; 3 x 4 measured best.
+#include <immintrin.h>
+
+#include <type_traits>
+
+#include "linear/linear_epilogue.h"
+#include "linear/pack.h"
+
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+namespace batchengine {
+namespace {
+
+// One token reads the weights as fast as memory gives them: this far ahead, into the second level
+// (prefetches into the first level fill its few miss buffers and cost a third of the bandwidth).
+constexpr size_t STREAM_AHEAD_BYTES = 9216;
+
+// The panel of one token group, from its first block.
+struct Panel {
+    const int8_t* q;
+    const float* scale;
+    const int32_t* offset;
+    const int32_t* halves;
+    size_t blocks;
+
+    Panel(const Activations& x, size_t group)
+        : q(x.q.data() + group * x.blocks * GROUP_TOKENS * BLOCK_WIDTH),
+          scale(x.scale.data() + group * x.blocks * GROUP_TOKENS),
+          offset(x.offset.data() + group * x.blocks * GROUP_TOKENS),
+          halves(x.halves.data() + group * x.blocks * GROUP_TOKENS * 2), blocks(x.blocks) {}
+};
+
+template <int R, int N>
+struct Sums {
+    __m512i s[R][N];
+};
+template <int R, int N>
+struct Accumulators {
+    __m512 a[R][N];
+};
+
+// Broadcast of dword `g` of the block at `q`.
+INLINE __m512i dword(const int8_t* q, int g) {
+    int32_t value;
+    std::memcpy(&value, q + 4 * g, sizeof value);
+    return _mm512_set1_epi32(value);
+}
+
+template <int R, int N>
+INLINE void start(Sums<R, N>& sums, const int32_t* offsets) {
+    UNROLL for (int n = 0; n < N; ++n) {
+        const __m512i value = _mm512_set1_epi32(offsets[n]);
+        UNROLL for (int r = 0; r < R; ++r) sums.s[r][n] = value;
+    }
+}
+
+// sums += weights[r] (unsigned bytes) times dword g of every token
+template <int R, int N>
+INLINE void dot(Sums<R, N>& sums, const __m512i (&weights)[R], const int8_t* q, int g) {
+    UNROLL for (int n = 0; n < N; ++n) {
+        const __m512i x = dword(q + n * BLOCK_WIDTH, g);
+        UNROLL for (int r = 0; r < R; ++r)
+            sums.s[r][n] = _mm512_dpbusd_epi32(sums.s[r][n], weights[r], x);
+    }
+}
+
+// acc = fma(float(I), RN(dw * dx), acc)
+template <int R, int N>
+INLINE void scale_in(Accumulators<R, N>& acc, const Sums<R, N>& sums, const __m512 (&dw)[R],
+                     const float* scale) {
+    UNROLL for (int n = 0; n < N; ++n) {
+        const __m512 dx = _mm512_set1_ps(scale[n]);
+        UNROLL for (int r = 0; r < R; ++r)
+            acc.a[r][n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums.s[r][n]),
+                                          _mm512_mul_ps(dw[r], dx), acc.a[r][n]);
+    }
+}
+
+INLINE __m512 halves_at(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+// The four nibble vectors of a block at nibbles[r]: low nibbles are dwords 0..3, high 4..7.
+template <int R, int N>
+INLINE void dot_nibbles(Sums<R, N>& sums, const uint8_t* const (&nibbles)[R], const int8_t* q) {
+    const __m512i mask = _mm512_set1_epi8(15);
+    UNROLL for (int j = 0; j < 4; ++j) {
+        __m512i low[R], high[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            const __m512i packed = _mm512_load_si512(nibbles[r] + 64 * j);
+            low[r] = _mm512_and_si512(packed, mask);
+            high[r] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
+        }
+        dot<R, N>(sums, low, q, j);
+        dot<R, N>(sums, high, q, j + 4);
+    }
+}
+
+// Each kind: how many blocks one packed unit holds, its size, and one block's step.
+struct WeightsQ4_0 {
+    static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ4_0);
+    template <int R, int N>
+    static INLINE void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
+                             const Panel& x, size_t cell, size_t) {
+        Sums<R, N> sums;
+        start(sums, x.offset + cell);
+        const uint8_t* nibbles[R];
+        __m512 dw[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            const auto* pair = reinterpret_cast<const PackedQ4_0*>(unit[r]);
+            nibbles[r] = &pair->q[i][0][0][0];
+            dw[r] = halves_at(pair->d[i]);
+        }
+        dot_nibbles<R, N>(sums, nibbles, x.q + cell * BLOCK_WIDTH);
+        scale_in(acc, sums, dw, x.scale + cell);
+    }
+};
+
+struct WeightsQ4_1 {
+    static constexpr size_t BLOCKS = 1, BYTES = sizeof(PackedQ4_1);
+    template <int R, int N>
+    static INLINE void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t,
+                             const Panel& x, size_t cell, size_t) {
+        Sums<R, N> sums;
+        UNROLL for (int n = 0; n < N; ++n)
+            UNROLL for (int r = 0; r < R; ++r) sums.s[r][n] = _mm512_setzero_si512();
+        const uint8_t* nibbles[R];
+        __m512 dw[R], mw[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            const auto* from = reinterpret_cast<const PackedQ4_1*>(unit[r]);
+            nibbles[r] = &from->q[0][0][0];
+            dw[r] = halves_at(from->d);
+            mw[r] = halves_at(from->m);
+        }
+        dot_nibbles<R, N>(sums, nibbles, x.q + cell * BLOCK_WIDTH);
+        scale_in(acc, sums, dw, x.scale + cell);
+        // The offset is -8 * sum of q: an exact shift and a sign away from the sum.
+        UNROLL for (int n = 0; n < N; ++n) {
+            const __m512i sum = _mm512_set1_epi32(x.offset[cell + n] / -8);
+            UNROLL for (int r = 0; r < R; ++r) sums.s[r][n] = sum;
+        }
+        scale_in(acc, sums, mw, x.scale + cell);
+    }
+};
+
+struct WeightsQ8_0 {
+    static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ8_0);
+    template <int R, int N>
+    static INLINE void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
+                             const Panel& x, size_t cell, size_t) {
+        Sums<R, N> sums;
+        // -128 * sum of q, from -8 * sum.
+        UNROLL for (int n = 0; n < N; ++n) {
+            const __m512i value = _mm512_slli_epi32(_mm512_set1_epi32(x.offset[cell + n]), 4);
+            UNROLL for (int r = 0; r < R; ++r) sums.s[r][n] = value;
+        }
+        const PackedQ8_0* pair[R];
+        __m512 dw[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            pair[r] = reinterpret_cast<const PackedQ8_0*>(unit[r]);
+            dw[r] = halves_at(pair[r]->d[i]);
+        }
+        UNROLL for (int g = 0; g < 8; ++g) {
+            __m512i weights[R];
+            UNROLL for (int r = 0; r < R; ++r)
+                weights[r] = _mm512_load_si512(&pair[r]->q[i][g][0][0]);
+            dot<R, N>(sums, weights, x.q + cell * BLOCK_WIDTH, g);
+        }
+        scale_in(acc, sums, dw, x.scale + cell);
+    }
+};
+
+struct WeightsQ6_K {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ6_K);
+
+    // Weights of dword g (four k of 16 rows): low nibble or high nibble, plus two upper bits.
+    template <int G>
+    static INLINE __m512i weights(const PackedQ6_K::Block& from) {
+        const __m512i packed = _mm512_load_si512(&from.low[G % 4][0][0]);
+        const __m512i upper = _mm512_load_si512(&from.high[G % 4 / 2][0][0]);
+        const __m512i low =
+            _mm512_and_si512(G < 4 ? packed : _mm512_srli_epi16(packed, 4), _mm512_set1_epi8(15));
+        constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
+        const __m512i moved = at > 4   ? _mm512_srli_epi16(upper, at > 4 ? at - 4 : 0)
+                              : at < 4 ? _mm512_slli_epi16(upper, at < 4 ? 4 - at : 0)
+                                       : upper;
+        // low | (moved & 0x30)
+        return _mm512_ternarylogic_epi32(low, moved, _mm512_set1_epi8(0x30), 0xF8);
+    }
+    template <int R, int N, int G>
+    static INLINE void dot_four(Sums<R, N>& sums, const PackedQ6_K::Block* const (&from)[R],
+                                const int8_t* q) {
+        __m512i w[R];
+        UNROLL for (int r = 0; r < R; ++r) w[r] = weights<G>(*from[r]);
+        dot<R, N>(sums, w, q, G);
+    }
+    // sums *= the sub-scale of 16 k, exact in int32
+    template <int R, int N>
+    static INLINE void scale_half(Sums<R, N>& sums, const PackedQ6_K* const (&super)[R], size_t sub) {
+        UNROLL for (int r = 0; r < R; ++r) {
+            const __m512i scale = _mm512_cvtepi8_epi32(
+                _mm_load_si128(reinterpret_cast<const __m128i*>(super[r]->scale[sub])));
+            UNROLL for (int n = 0; n < N; ++n)
+                sums.s[r][n] = _mm512_mullo_epi32(sums.s[r][n], scale);
+        }
+    }
+    template <int R, int N>
+    static INLINE void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
+                             const Panel& x, size_t cell, size_t halves) {
+        const PackedQ6_K* super[R];
+        const PackedQ6_K::Block* from[R];
+        __m512 dw[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            super[r] = reinterpret_cast<const PackedQ6_K*>(unit[r]);
+            from[r] = &super[r]->block[i];
+            dw[r] = _mm512_load_ps(super[r]->d);
+        }
+        const int8_t* q = x.q + cell * BLOCK_WIDTH;
+        Sums<R, N> first, last;
+        start(first, x.halves + halves);
+        dot_four<R, N, 0>(first, from, q);
+        dot_four<R, N, 1>(first, from, q);
+        dot_four<R, N, 2>(first, from, q);
+        dot_four<R, N, 3>(first, from, q);
+        scale_half(first, super, 2 * i);
+        start(last, x.halves + halves + GROUP_TOKENS);
+        dot_four<R, N, 4>(last, from, q);
+        dot_four<R, N, 5>(last, from, q);
+        dot_four<R, N, 6>(last, from, q);
+        dot_four<R, N, 7>(last, from, q);
+        scale_half(last, super, 2 * i + 1);
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int n = 0; n < N; ++n)
+                first.s[r][n] = _mm512_add_epi32(first.s[r][n], last.s[r][n]);
+        scale_in(acc, first, dw, x.scale + cell);
+    }
+};
+
+template <int R, int N>
+INLINE void fold(const Accumulators<R, N>& acc, bool first, size_t token, TileResult* results) {
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int n = 0; n < N; ++n) {
+            float* y = results[r].y[token + static_cast<size_t>(n)];
+            _mm512_store_ps(y, first ? acc.a[r][n] : _mm512_add_ps(_mm512_load_ps(y), acc.a[r][n]));
+        }
+}
+
+// R tiles times N tokens of the panel, from token `token` on. With `ahead`, the weights that many
+// bytes further on are asked for meanwhile.
+template <class Weights, int R, int N>
+void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token, size_t ahead,
+             TileResult* results) {
+    constexpr size_t LINES = (Weights::BYTES / CACHE_LINE + Weights::BLOCKS - 1) / Weights::BLOCKS;
+    const uint8_t* unit[R];
+    UNROLL for (int r = 0; r < R; ++r) unit[r] = tiles + static_cast<size_t>(r) * bytes;
+    for (size_t first = 0; first < x.blocks; first += SEGMENT_BLOCKS) {
+        const size_t end = first + SEGMENT_BLOCKS < x.blocks ? first + SEGMENT_BLOCKS : x.blocks;
+        Accumulators<R, N> acc;
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int n = 0; n < N; ++n) acc.a[r][n] = _mm512_setzero_ps();
+        for (size_t b = first; b < end; b += Weights::BLOCKS) {
+            UNROLL for (size_t i = 0; i < Weights::BLOCKS; ++i) {
+                if (Weights::BLOCKS == 2 && b + i >= end) break;
+                const size_t cell = (b + i) * GROUP_TOKENS + token;
+                Weights::template block<R, N>(acc, unit, i, x, cell, 2 * cell - token);
+                // Few at a time: a burst fills the miss buffers and stalls the loads behind it.
+                if (ahead)
+                    UNROLL for (int r = 0; r < R; ++r)
+                        UNROLL for (size_t line = 0; line < LINES; ++line)
+                            _mm_prefetch(reinterpret_cast<const char*>(unit[r]) + ahead +
+                                             (i * LINES + line) * CACHE_LINE,
+                                         _MM_HINT_T1);
+            }
+            UNROLL for (int r = 0; r < R; ++r) unit[r] += Weights::BYTES;
+        }
+        fold<R, N>(acc, first == 0, token, results);
+    }
+}
+
+// All tokens of a group for R tiles: fours, then what is left. The first pass asks for the tiles
+// after these, which come next.
+template <class Weights, int R>
+void tokens_of(const uint8_t* tiles, size_t bytes, const Panel& x, size_t tokens, bool cold,
+               TileResult* results) {
+    size_t ahead = !cold ? 0 : tokens == 1 ? STREAM_AHEAD_BYTES : R * bytes;
+    size_t token = 0;
+    for (; token + 4 <= tokens; token += 4, ahead = 0)
+        product<Weights, R, 4>(tiles, bytes, x, token, ahead, results);
+    switch (tokens - token) {
+        case 3: return product<Weights, R, 3>(tiles, bytes, x, token, ahead, results);
+        case 2: return product<Weights, R, 2>(tiles, bytes, x, token, ahead, results);
+        case 1: return product<Weights, R, 1>(tiles, bytes, x, token, ahead, results);
+    }
+}
+
+// One superblock of R tiles of Q6_K, unpacked: bytes for the dot, sub-scales as int32.
+template <int R>
+struct Unpacked {
+    __m512i weights[8][GROUPS][R];
+    __m512i scale[16][R];
+    __m512 d[R];
+};
+
+template <int R, int G>
+INLINE void unpack_dword(const PackedQ6_K* const (&super)[R], size_t b, __m512i (&to)[GROUPS][R]) {
+    UNROLL for (int r = 0; r < R; ++r) to[G][r] = WeightsQ6_K::weights<G>(super[r]->block[b]);
+}
+
+// Half `H` of block `b`.
+template <int R, int H>
+INLINE void unpack_half(const PackedQ6_K* const (&super)[R], size_t b, Unpacked<R>& to) {
+    unpack_dword<R, 4 * H>(super, b, to.weights[b]);
+    unpack_dword<R, 4 * H + 1>(super, b, to.weights[b]);
+    unpack_dword<R, 4 * H + 2>(super, b, to.weights[b]);
+    unpack_dword<R, 4 * H + 3>(super, b, to.weights[b]);
+    const size_t sub = 2 * b + H;
+    UNROLL for (int r = 0; r < R; ++r)
+        to.scale[sub][r] = _mm512_cvtepi8_epi32(
+            _mm_load_si128(reinterpret_cast<const __m128i*>(super[r]->scale[sub])));
+}
+
+// half *= its sub-scale, after its four dots
+template <int R, int N, int H>
+INLINE void half_block(Sums<R, N>& sums, const Unpacked<R>& from, size_t b, const int32_t* offsets,
+                       const int8_t* q) {
+    start(sums, offsets + H * GROUP_TOKENS);
+    UNROLL for (int g = 4 * H; g < 4 * H + 4; ++g) dot<R, N>(sums, from.weights[b][g], q, g);
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int n = 0; n < N; ++n)
+            sums.s[r][n] = _mm512_mullo_epi32(sums.s[r][n], from.scale[2 * b + H][r]);
+}
+
+// The running segment of N tokens goes on where the last superblock left it. The first tokens of a
+// group unpack on the way, so that their stores hide behind dots, and ask for the tiles to come.
+template <int R, int N, bool FIRST>
+void superblock(__m512 (&running)[GROUP_TOKENS][R], const uint8_t* const (&unit)[R],
+                Unpacked<R>& from, const Panel& x, size_t block, size_t token, size_t ahead) {
+    const PackedQ6_K* super[R];
+    UNROLL for (int r = 0; r < R; ++r) super[r] = reinterpret_cast<const PackedQ6_K*>(unit[r]);
+    if (FIRST) UNROLL for (int r = 0; r < R; ++r) from.d[r] = _mm512_load_ps(super[r]->d);
+    Accumulators<R, N> acc;
+    UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int r = 0; r < R; ++r)
+            acc.a[r][n] = block % SEGMENT_BLOCKS == 0
+                              ? _mm512_setzero_ps()
+                              : running[token + static_cast<size_t>(n)][r];
+    for (size_t b = 0; b < 8; ++b) {
+        const size_t cell = (block + b) * GROUP_TOKENS + token;
+        const int32_t* offsets = x.halves + (2 * cell - token);
+        const int8_t* q = x.q + cell * BLOCK_WIDTH;
+        Sums<R, N> first, last;
+        if (FIRST) unpack_half<R, 0>(super, b, from);
+        half_block<R, N, 0>(first, from, b, offsets, q);
+        if (FIRST) unpack_half<R, 1>(super, b, from);
+        half_block<R, N, 1>(last, from, b, offsets, q);
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int n = 0; n < N; ++n)
+                first.s[r][n] = _mm512_add_epi32(first.s[r][n], last.s[r][n]);
+        scale_in(acc, first, from.d, x.scale + cell);
+        if (FIRST && ahead)
+            UNROLL for (int r = 0; r < R; ++r)
+                UNROLL for (size_t line = 0; line < 7; ++line)
+                    _mm_prefetch(reinterpret_cast<const char*>(unit[r]) + ahead +
+                                     (7 * b + line) * CACHE_LINE,
+                                 _MM_HINT_T1);
+    }
+    UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int r = 0; r < R; ++r)
+            running[token + static_cast<size_t>(n)][r] = acc.a[r][n];
+}
+
+// More than four tokens: unpacking Q6_K costs as much as two tokens' dots, so R tiles are unpacked
+// once, a superblock at a time (8 KiB for two tiles), and all tokens read that.
+template <int R>
+void tokens_of_unpacked(const uint8_t* tiles, size_t bytes, const Panel& x, size_t tokens,
+                        bool cold, TileResult* results) {
+    const uint8_t* unit[R];
+    UNROLL for (int r = 0; r < R; ++r) unit[r] = tiles + static_cast<size_t>(r) * bytes;
+    const size_t ahead = cold ? R * bytes : 0;
+    Unpacked<R> super;
+    __m512 running[GROUP_TOKENS][R];
+    for (size_t block = 0; block < x.blocks; block += WeightsQ6_K::BLOCKS) {
+        superblock<R, 4, true>(running, unit, super, x, block, 0, ahead);
+        size_t token = 4;
+        for (; token + 4 <= tokens; token += 4)
+            superblock<R, 4, false>(running, unit, super, x, block, token, 0);
+        switch (tokens - token) {
+            case 3: superblock<R, 3, false>(running, unit, super, x, block, token, 0); break;
+            case 2: superblock<R, 2, false>(running, unit, super, x, block, token, 0); break;
+            case 1: superblock<R, 1, false>(running, unit, super, x, block, token, 0); break;
+        }
+        UNROLL for (int r = 0; r < R; ++r) unit[r] += WeightsQ6_K::BYTES;
+        const size_t next = block + WeightsQ6_K::BLOCKS;
+        if (next % SEGMENT_BLOCKS != 0 && next < x.blocks) continue;
+        for (token = 0; token < tokens; ++token)
+            UNROLL for (int r = 0; r < R; ++r) {
+                float* y = results[r].y[token];
+                const __m512 sum = running[token][r];
+                _mm512_store_ps(y, next <= SEGMENT_BLOCKS ? sum
+                                                          : _mm512_add_ps(_mm512_load_ps(y), sum));
+            }
+    }
+}
+
+// Which register tile a kind runs: Q6_K has two sums per output, so two tiles fill the registers.
+template <class Weights, int R>
+INLINE void run_tiles(const uint8_t* tile, size_t bytes, const Panel& x, size_t tokens, bool cold,
+                      TileResult* results) {
+    if constexpr (std::is_same_v<Weights, WeightsQ6_K>)
+        if (tokens > 4) return tokens_of_unpacked<R>(tile, bytes, x, tokens, cold, results);
+    tokens_of<Weights, R>(tile, bytes, x, tokens, cold, results);
+}
+
+// One token alone reads one tile after the other: a single stream is what memory serves fastest.
+template <class Weights>
+void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
+                     bool cold, TileResult* results) {
+    constexpr size_t WIDEST = std::is_same_v<Weights, WeightsQ6_K> ? 2 : 3;
+    const size_t widest = tokens == 1 ? 1 : WIDEST;
+    while (tiles > 0) {
+        const size_t now = tiles < widest ? tiles : widest;
+        if (now == 3) {
+            if constexpr (WIDEST == 3)
+                run_tiles<Weights, 3>(tile, bytes, x, tokens, cold, results);
+        } else if (now == 2) {
+            run_tiles<Weights, 2>(tile, bytes, x, tokens, cold, results);
+        } else {
+            run_tiles<Weights, 1>(tile, bytes, x, tokens, cold, results);
+        }
+        tile += now * bytes;
+        results += now;
+        tiles -= now;
+    }
+}
+
+// Sixteen weights of a float kind.
+template <Kind KIND>
+INLINE __m512 weights_at(const uint8_t* tile, size_t index) {
+    if constexpr (KIND == Kind::f32) return _mm512_load_ps(reinterpret_cast<const float*>(tile) + index);
+    const __m256i halves = _mm256_load_si256(
+        reinterpret_cast<const __m256i*>(reinterpret_cast<const uint16_t*>(tile) + index));
+    if constexpr (KIND == Kind::f16) return _mm512_cvtph_ps(halves);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+// The tree 16, 8, 4, 2, 1 over lanes k mod 32, of which a holds 0..15 and b 16..31.
+INLINE float tree(__m512 a, __m512 b) {
+    const __m512 s16 = _mm512_add_ps(a, b);
+    const __m256 s8 = _mm256_add_ps(_mm512_castps512_ps256(s16), _mm512_extractf32x8_ps(s16, 1));
+    const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
+    const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
+    return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
+}
+
+// Four rows times N tokens of float weights.
+template <Kind KIND, int N>
+void product_floats(const uint8_t* tile, size_t row, const Activations& x, size_t group,
+                    size_t token, TileResult& result) {
+    __m512 acc[4][N][2];
+    UNROLL for (int r = 0; r < 4; ++r)
+        UNROLL for (int n = 0; n < N; ++n) acc[r][n][0] = acc[r][n][1] = _mm512_setzero_ps();
+    const float* values = x.values.data() + (group * GROUP_TOKENS + token) * x.padded_width;
+    for (size_t b = 0; b < x.blocks; ++b)
+        UNROLL for (int half = 0; half < 2; ++half) {
+            const size_t k = 16 * static_cast<size_t>(half);
+            __m512 in[N];
+            UNROLL for (int n = 0; n < N; ++n)
+                in[n] = _mm512_load_ps(values + static_cast<size_t>(n) * x.padded_width + 32 * b + k);
+            UNROLL for (int r = 0; r < 4; ++r) {
+                const __m512 w = weights_at<KIND>(
+                    tile, (b * TILE_ROWS + row + static_cast<size_t>(r)) * 32 + k);
+                UNROLL for (int n = 0; n < N; ++n)
+                    acc[r][n][half] = _mm512_fmadd_ps(w, in[n], acc[r][n][half]);
+            }
+        }
+    UNROLL for (int r = 0; r < 4; ++r)
+        UNROLL for (int n = 0; n < N; ++n)
+            result.y[token + static_cast<size_t>(n)][row + static_cast<size_t>(r)] =
+                tree(acc[r][n][0], acc[r][n][1]);
+}
+
+template <Kind KIND>
+void multiply_floats(const uint8_t* tile, size_t bytes, size_t tiles, const Activations& x,
+                     size_t group, size_t tokens, TileResult* results) {
+    for (size_t t = 0; t < tiles; ++t)
+        for (size_t row = 0; row < TILE_ROWS; row += 4) {
+            size_t token = 0;
+            for (; token + 2 <= tokens; token += 2)
+                product_floats<KIND, 2>(tile + t * bytes, row, x, group, token, results[t]);
+            if (token < tokens)
+                product_floats<KIND, 1>(tile + t * bytes, row, x, group, token, results[t]);
+        }
+}
+
+void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles, size_t group,
+              size_t tokens, TileResult* results) {
+    const size_t bytes = tile_bytes(matrix.kind, matrix.cols);
+    const uint8_t* tile = matrix.data + tile0 * bytes;
+    const Panel panel(x, group);
+    const bool cold = group == 0;  // later groups find the weights in the cache
+    switch (matrix.kind) {
+        case Kind::q4_0:
+            return multiply_blocks<WeightsQ4_0>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::q4_1:
+            return multiply_blocks<WeightsQ4_1>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::q8_0:
+            return multiply_blocks<WeightsQ8_0>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::q6_k:
+            return multiply_blocks<WeightsQ6_K>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::f16:
+            return multiply_floats<Kind::f16>(tile, bytes, tiles, x, group, tokens, results);
+        case Kind::bf16:
+            return multiply_floats<Kind::bf16>(tile, bytes, tiles, x, group, tokens, results);
+        case Kind::f32:
+            return multiply_floats<Kind::f32>(tile, bytes, tiles, x, group, tokens, results);
+    }
+}
+
+}  // namespace
+
+const LinearKernels LINEAR_AVX512 = {multiply, store_tile, add_tile, gate_tile, multiply_then_add};
+
+}  // namespace batchengine

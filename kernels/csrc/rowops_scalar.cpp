@@ -1,6 +1,0 @@
-// Row operations, scalar unit: see rowops_body.h.
-#include "rowops_body.h"
-
-namespace batchengine {
-extern const RowOps rowops_scalar = ROWOPS_TABLE;
-}

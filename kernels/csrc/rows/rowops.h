@@ -1,0 +1,49 @@
+// Row operations of CA-1 that are not reductions of integers: norm, rope, kv8, fold, softmax scans.
+//
+// One table of functions per instruction set, all compiled from rowops_body.h, so the scalar unit is
+// the definition and the others repeat it. Rows are plain spans; sizes were checked by the callers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dispatch.h"
+
+namespace batchengine {
+
+struct RowOps {
+    // Rule 3: y = RN(RN(x*r)*w), r = RN(1/sqrt(RN(RN(ss/n) + eps))). y may be x.
+    void (*rmsnorm)(const float* x, const float* w, size_t n, float eps, float* y);
+    // Rule 4, in place, on the first 2*half values. neox: pairs (i, i+half); else pairs (2i, 2i+1).
+    void (*rope)(float* x, const float* cosines, const float* sines, size_t half, bool neox);
+    // Rule 7: 32-wide groups; d already times `factor`; offset = -128 * sum of the group's q.
+    void (*quantise_query)(const float* x, size_t blocks, float factor, int8_t* q, float* d,
+                           int32_t* offset);
+    // Rule 6: `groups` groups of `width` values share one fp16 scale each (K: 32, V: head_dim).
+    void (*quantise_kv8)(const float* x, size_t groups, size_t width, int8_t* q, uint16_t* d);
+    // Rule 7, fold: the accumulator (m, l, o) takes in a partial that lies behind it.
+    void (*fold)(float* m, float* l, float* o, float m_next, float l_next, const float* o_next,
+                 size_t head_dim);
+    // Rule 7, output: RN(o * RN(1/l)); an l that is not finite gives the canonical NaN.
+    void (*finish)(float l, const float* o, size_t head_dim, float* out);
+    // Largest value of a row and the lowest index that has it; false when any value is NaN or inf.
+    bool (*largest)(const float* x, size_t n, float* value, size_t* index);
+    // Sum of expc(RN(x - shift)) in 64 lanes (i mod 64), then the tree 32, 16, 8, 4, 2, 1.
+    float (*exp_sum)(const float* x, size_t n, float shift);
+    // y = expc(RN(RN(x - shift) / temperature)).
+    void (*weights)(const float* x, size_t n, float shift, float temperature, float* y);
+};
+
+extern const RowOps rowops_scalar;
+extern const RowOps rowops_avx2;
+extern const RowOps rowops_avx512;
+
+inline const RowOps& rowops() {
+#if defined(BATCHENGINE_X86)
+    if (level() == Level::avx512) return rowops_avx512;
+    if (level() == Level::avx2) return rowops_avx2;
+#endif
+    return rowops_scalar;
+}
+
+}  // namespace batchengine

@@ -1,0 +1,210 @@
+// The bodies behind rowops.h, written once on V16. Included by one unit per instruction set.
+#pragma once
+
+#include "common/simd.h"
+#include "rows/rowops.h"
+
+namespace {
+
+// The last, incomplete group of a span, padded with a neutral value.
+struct Tail {
+    float lane[16];
+    Tail(const float* x, size_t count, float neutral) {
+        for (size_t i = 0; i < 16; i++) lane[i] = i < count ? x[i] : neutral;
+    }
+};
+
+// Lanes i mod 64 kept in four vectors -> one number: 32, 16, 8, 4, 2, 1.
+SIMD_FN float tree_64(const V16 lanes[4]) {
+#if defined(BATCHENGINE_FREE_ORDER) && defined(SIMD_AVX512)
+    return _mm512_reduce_add_ps(((lanes[0] + lanes[2]) + (lanes[1] + lanes[3])).v);
+#endif
+    return vtree((lanes[0] + lanes[2]) + (lanes[1] + lanes[3]));
+}
+
+SIMD_FN float sum_of_squares(const float* x, size_t n) {
+    V16 lanes[4] = {vzero(), vzero(), vzero(), vzero()};
+    size_t i = 0;
+    for (; i + 64 <= n; i += 64)
+        for (size_t j = 0; j < 4; j++) {
+            const V16 v = vload(x + i + 16 * j);
+            lanes[j] = vfma(v, v, lanes[j]);
+        }
+    // fma(0, 0, lane) leaves a lane as it is, so lanes past the end may stay untouched.
+    for (size_t j = 0; i < n; i += 16, j++) {
+        const V16 v = n - i >= 16 ? vload(x + i) : vload(Tail(x + i, n - i, 0.0f).lane);
+        lanes[j] = vfma(v, v, lanes[j]);
+    }
+    return tree_64(lanes);
+}
+
+void rmsnorm(const float* x, const float* w, size_t n, float eps, float* y) {
+    const float mean = sum_of_squares(x, n) / static_cast<float>(n);
+    const float r = 1.0f / __builtin_sqrtf(mean + eps);
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) vstore(y + i, (vload(x + i) * vset(r)) * vload(w + i));
+    for (; i < n; i++) y[i] = (x[i] * r) * w[i];
+}
+
+SIMD_FN void rotate(V16& x0, V16& x1, V16 c, V16 s) {
+    const V16 y0 = vfma(x0, c, vneg(x1 * s));
+    x1 = vfma(x0, s, x1 * c);
+    x0 = y0;
+}
+
+SIMD_FN void rotate_one(float& x0, float& x1, float c, float s) {
+    const float y0 = ca1::fma_rn(x0, c, -(x1 * s));
+    x1 = ca1::fma_rn(x0, s, x1 * c);
+    x0 = y0;
+}
+
+void rope(float* x, const float* cosines, const float* sines, size_t half, bool neox) {
+    size_t i = 0;
+    for (; i + 16 <= half; i += 16) {
+        const V16 c = vload(cosines + i), s = vload(sines + i);
+        float even[16], odd[16];
+        float* const first = neox ? x + i : even;
+        float* const second = neox ? x + i + half : odd;
+        if (!neox)
+            for (size_t j = 0; j < 16; j++) even[j] = x[2 * (i + j)], odd[j] = x[2 * (i + j) + 1];
+        V16 x0 = vload(first), x1 = vload(second);
+        rotate(x0, x1, c, s);
+        vstore(first, x0);
+        vstore(second, x1);
+        if (!neox)
+            for (size_t j = 0; j < 16; j++) x[2 * (i + j)] = even[j], x[2 * (i + j) + 1] = odd[j];
+    }
+    for (; i < half; i++)
+        rotate_one(neox ? x[i] : x[2 * i], neox ? x[i + half] : x[2 * i + 1], cosines[i], sines[i]);
+}
+
+// max|x| of a group whose width is a multiple of 32; nonfinite when any value is NaN or infinite.
+SIMD_FN float largest_magnitude(const float* x, size_t width, bool* finite) {
+    V16 a = vzero();
+    *finite = true;
+    for (size_t i = 0; i < width; i += 16) {
+        const V16 v = vload(x + i);
+        a = vmax(a, vabs(v));
+        *finite = *finite && !vany_nonfinite(v);
+    }
+    return vreduce_max(a);
+}
+
+SIMD_FN void fill_zero(int8_t* q, size_t width) {
+    for (size_t i = 0; i < width; i++) q[i] = 0;
+}
+
+void quantise_query(const float* x, size_t blocks, float factor, int8_t* q, float* d,
+                    int32_t* offset) {
+    for (size_t b = 0; b < blocks; b++, x += 32, q += 32) {
+        bool finite;
+        const float a = largest_magnitude(x, 32, &finite);
+        int32_t sum = 0;
+        if (!finite || a < ca1::TINY) {
+            fill_zero(q, 32);
+            d[b] = finite ? 0.0f : ca1::canonical_nan();
+        } else {
+            const V16 id = vset(127.0f / a);
+            const V16 x0 = vload(x) * id, x1 = vload(x + 16) * id;
+            vstore_i8(q, x0);
+            vstore_i8(q + 16, x1);
+            sum = vsum_rounded(x0, x1);
+            d[b] = (a / 127.0f) * factor;
+        }
+        offset[b] = -128 * sum;
+    }
+}
+
+void quantise_kv8(const float* x, size_t groups, size_t width, int8_t* q, uint16_t* d) {
+    for (size_t g = 0; g < groups; g++, x += width, q += width) {
+        bool finite;
+        const float a = largest_magnitude(x, width, &finite);
+        // A value too large for fp16 counts as a NaN: its token cannot be represented.
+        d[g] = finite ? ca1::float_to_half(a / 127.0f) : ca1::POISON_HALF;
+        if (d[g] == 0x7C00u) d[g] = ca1::POISON_HALF;
+        if (d[g] == 0 || d[g] == ca1::POISON_HALF) {
+            fill_zero(q, width);
+            continue;
+        }
+        const V16 id = vset(1.0f / ca1::half_to_float(d[g]));
+        for (size_t i = 0; i < width; i += 16) {
+            const V16 scaled = vload(x + i) * id;
+            vstore_i8(q + i, vmin(vmax(scaled, vset(-127.0f)), vset(127.0f)));
+        }
+    }
+}
+
+void fold(float* m, float* l, float* o, float m_next, float l_next, const float* o_next,
+          size_t head_dim) {
+    // The side with the smaller m shrinks by an exact power of two; the other one is added as it is.
+    if (m_next > *m) {
+        const float shrink = ca1::exp2c(*m - m_next);
+        *l = ca1::fma_rn(*l, shrink, l_next);
+        for (size_t i = 0; i < head_dim; i += 16)
+            vstore(o + i, vfma(vload(o + i), vset(shrink), vload(o_next + i)));
+        *m = m_next;
+    } else {
+        const float shrink = ca1::exp2c(m_next - *m);
+        *l = ca1::fma_rn(l_next, shrink, *l);
+        for (size_t i = 0; i < head_dim; i += 16)
+            vstore(o + i, vfma(vload(o_next + i), vset(shrink), vload(o + i)));
+    }
+}
+
+void finish(float l, const float* o, size_t head_dim, float* out) {
+    if (!ca1::is_finite(l)) {
+        for (size_t i = 0; i < head_dim; i++) out[i] = ca1::canonical_nan();
+        return;
+    }
+    const V16 r = vset(1.0f / l);
+    for (size_t i = 0; i < head_dim; i += 16) vstore(out + i, vload(o + i) * r);
+}
+
+bool largest(const float* x, size_t n, float* value, size_t* index) {
+    const float lowest = -0x1.fffffep127f;
+    V16 top = vset(lowest);
+    bool finite = true;
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const V16 v = vload(x + i);
+        finite = finite && !vany_nonfinite(v);
+        top = vmax(top, v);
+    }
+    float m = vreduce_max(top);
+    for (; i < n; i++) {
+        finite = finite && ca1::is_finite(x[i]);
+        if (x[i] > m) m = x[i];
+    }
+    if (!finite) return false;
+    size_t first = 0;
+    while (first < n && !(x[first] == m)) first++;
+    *value = m;
+    *index = first;
+    return first < n;
+}
+
+float exp_sum(const float* x, size_t n, float shift) {
+    V16 lanes[4] = {vzero(), vzero(), vzero(), vzero()};
+    size_t i = 0;
+    for (; i + 64 <= n; i += 64)
+        for (size_t j = 0; j < 4; j++)
+            lanes[j] = lanes[j] + vexpc(vload(x + i + 16 * j) - vset(shift));
+    for (size_t j = 0; i < n; i += 16, j++) {
+        // A padded lane sits so far below that its exp is exactly 0.
+        const V16 v = n - i >= 16 ? vload(x + i) : vload(Tail(x + i, n - i, -0x1p127f).lane);
+        lanes[j] = lanes[j] + vexpc(v - vset(shift));
+    }
+    return tree_64(lanes);
+}
+
+void weights(const float* x, size_t n, float shift, float temperature, float* y) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        vstore(y + i, vexpc((vload(x + i) - vset(shift)) / vset(temperature)));
+    for (; i < n; i++) y[i] = ca1::expc((x[i] - shift) / temperature);
+}
+
+#define ROWOPS_TABLE                                                                               \
+    { rmsnorm, rope, quantise_query, quantise_kv8, fold, finish, largest, exp_sum, weights }
+
+}  // namespace

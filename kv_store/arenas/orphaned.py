@@ -1,0 +1,238 @@
+"""Arenas of earlier runs of this boot: open rows without a writer, until they are imported.
+
+Owns their files: takes each one's lock, reads whose rows its slots hold, deletes it in the end.
+A file whose lock is held has a writer that may still write: it is left alone. Rows are
+not verified here: a slot is found by its header, and the worker that imports its rows proves them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from kv_store import osio
+from kv_store.arenas.arena import (
+    ARENA_NAME,
+    SIDECAR_BYTES,
+    SLOT_HEADER,
+    ArenaFile,
+    session_name,
+)
+from kv_store.errors import StoreCorrupt
+from kv_store.layout import PAGE_TOKENS, ROW_RECORD_DTYPE, ROW_RECORDS_BYTES, PageLayout
+
+ORPHANED_S = 600.0  # an owner should have swept everything by then: what was reopened is imported
+_SLICE_SLOTS = 512  # sidecars read at once: 4 MiB
+_HEADER_SPAN = 48  # of a slot header: what its checksum covers
+
+
+class OrphanedSlot(NamedTuple):
+    """A slot whose header names a session; `rows` = leading rows that claim to be whole."""
+
+    arena: str
+    slot: int
+    gen: int
+    page_index: int
+    rows: int = 0
+
+
+@dataclass(slots=True)
+class _Held:
+    """One locked file. `wanted` counts index entries that lead into it."""
+
+    fd: int
+    bytes: int
+    wanted: int = 0
+
+
+@dataclass(slots=True)
+class _Found:
+    """Slots of one session, by epoch."""
+
+    by_epoch: dict[int, list[OrphanedSlot]] = field(default_factory=dict[int, list[OrphanedSlot]])
+
+
+class OrphanedArenas:
+    """What earlier runs left in `folder`. Thread safe. An empty one: `OrphanedArenas()`."""
+
+    def __init__(
+        self,
+        folder: str = "",
+        layout: PageLayout | None = None,
+        repr_id: bytes = b"",
+        files: osio.Files | None = None,
+    ) -> None:
+        self.damaged = 0  # files that were not arenas of this representation and boot
+        self.deleted = 0  # files deleted, those included
+        self.warnings: list[str] = []
+        self._folder = folder
+        self._layout = layout
+        self._repr_id = repr_id
+        self._files = files or osio.Files()
+        self._lock = threading.Lock()
+        self._held: dict[str, _Held] = {}
+        self._busy: set[str] = set()
+        self._index: dict[bytes, _Found] = {}
+        if folder:
+            self._busy = {name for name in os.listdir(folder) if ARENA_NAME.fullmatch(name)}
+            self.retry()
+
+    def __repr__(self) -> str:
+        return (
+            f"<OrphanedArenas files={len(self._held)} busy={len(self._busy)}"
+            f" sessions={len(self._index)} {self.bytes >> 20} MiB deleted={self.deleted}>"
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Arena files held here."""
+        with self._lock:
+            return tuple(sorted(self._held))
+
+    @property
+    def busy(self) -> tuple[str, ...]:
+        """Arena files whose old writer still holds its lock: neither imported nor deleted."""
+        with self._lock:
+            return tuple(sorted(self._busy))
+
+    @property
+    def bytes(self) -> int:
+        """Disk space of the files held here."""
+        with self._lock:
+            return sum(held.bytes for held in self._held.values())
+
+    def find(self, session: bytes, epoch: int) -> list[OrphanedSlot]:
+        """Slots headed (session, epoch), by page; of one page, the one with most rows first."""
+        with self._lock:
+            found = self._index.get(session_name(session))
+            slots = [] if found is None else found.by_epoch.get(epoch, [])
+            return sorted(slots, key=lambda slot: (slot.page_index, -slot.rows, slot.arena))
+
+    def forget(self, session: bytes) -> None:
+        """The session's rows are imported or not wanted: `sweep` may delete what held only them."""
+        with self._lock:
+            self._forget(session_name(session))
+
+    def retain(self, sessions: Iterable[bytes]) -> None:
+        """Forget every session but these."""
+        wanted = {session_name(session) for session in sessions}
+        with self._lock:
+            for name in [name for name in self._index if name not in wanted]:
+                self._forget(name)
+
+    def sweep(self, *, everything: bool = False) -> int:
+        """Delete files that no index entry leads into, or all that are held; how many.
+
+        Files that were busy are looked at again first. Blocks for the deletions.
+        """
+        self.retry()
+        with self._lock:
+            doomed = [name for name, held in self._held.items() if everything or not held.wanted]
+            if everything:
+                self._index.clear()
+            for name in doomed:
+                self._delete(name, self._held.pop(name).fd)
+            return len(doomed)
+
+    def retry(self) -> None:
+        """Take the files whose writer has ended meanwhile. New files are never looked at: between
+        its creation and its worker's lock an arena of this run looks abandoned."""
+        with self._lock:
+            for name in sorted(self._busy):
+                self._examine(name)
+
+    def close(self) -> None:
+        """Give the locks up; the files stay for the next run."""
+        with self._lock:
+            for held in self._held.values():
+                os.close(held.fd)
+            self._held.clear()
+            self._busy.clear()
+            self._index.clear()
+
+    # -- inside: the lock is held -------------------------------------------------------------
+
+    def _examine(self, name: str) -> None:
+        """Lock and index one file, delete it if it is of no use, or leave it busy."""
+        path = os.path.join(self._folder, name)
+        try:
+            fd = osio.open_private(path, os.O_RDWR)
+        except OSError as error:  # a directory, a link, gone: not ours, and nothing reads it
+            self._busy.discard(name)
+            self.warnings.append(f"{path} is no arena: {os.strerror(error.errno or 0)}")
+            return
+        try:
+            if not osio.lock_exclusive(fd):
+                os.close(fd)
+                return
+            self._busy.discard(name)
+            slots = self._read(name, fd)
+        except (OSError, StoreCorrupt) as error:
+            self._busy.discard(name)
+            self.damaged += 1
+            self.warnings.append(f"arena {name} is of no use: {error}")
+            self._delete(name, fd)
+            return
+        except BaseException:
+            os.close(fd)
+            raise
+        held = self._held[name] = _Held(fd, os.fstat(fd).st_size, len(slots))
+        for session, epoch, slot in slots:
+            found = self._index.setdefault(session, _Found())
+            found.by_epoch.setdefault(epoch, []).append(slot)
+        if not held.wanted:
+            self._delete(name, self._held.pop(name).fd)
+
+    def _read(self, name: str, fd: int) -> list[tuple[bytes, int, OrphanedSlot]]:
+        """(session name, epoch, slot) of every slot with a whole header and a written row."""
+        assert self._layout is not None
+        arena = ArenaFile.read(fd, self._layout)
+        if arena.repr_id != self._repr_id:
+            raise StoreCorrupt("its rows are of another model or arithmetic")
+        if not arena.boot or arena.boot != osio.boot_id():
+            raise StoreCorrupt("it was written before this boot")
+        arena.check_allocated()
+        shape = arena.shape
+        slots: list[tuple[bytes, int, OrphanedSlot]] = []
+        sidecars = memoryview(bytearray(_SLICE_SLOTS * SIDECAR_BYTES))
+        for first in range(0, shape.slots, _SLICE_SLOTS):
+            count = min(_SLICE_SLOTS, shape.slots - first)
+            self._files.read_all(fd, sidecars[: count * SIDECAR_BYTES], shape.rows_offset(first))
+            for index in range(count):
+                found = _headed(sidecars[index * SIDECAR_BYTES :], name, first + index)
+                if found is not None:
+                    slots.append(found)
+        return slots
+
+    def _forget(self, session: bytes) -> None:
+        found = self._index.pop(session, None)
+        if found is not None:
+            for slots in found.by_epoch.values():
+                for slot in slots:
+                    if slot.arena in self._held:
+                        self._held[slot.arena].wanted -= 1
+
+    def _delete(self, name: str, fd: int) -> None:
+        """Unlink while the lock is still held, so that no file of a live writer can go."""
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(self._folder, name))
+            self.deleted += 1
+        os.close(fd)
+
+
+def _headed(sidecar: memoryview, name: str, slot: int) -> tuple[bytes, int, OrphanedSlot] | None:
+    """(session name, epoch, slot) of a sidecar with a whole header and a written row."""
+    header = sidecar[ROW_RECORDS_BYTES:]
+    session, epoch, gen, page, check = SLOT_HEADER.unpack_from(header)
+    if check != xxhash.xxh3_64_intdigest(bytes(header[:_HEADER_SPAN])):
+        return None  # never used, poisoned, or torn
+    valid = np.frombuffer(sidecar, ROW_RECORD_DTYPE, PAGE_TOKENS)["valid"] == 1
+    rows = PAGE_TOKENS if valid.all() else int(np.argmin(valid))
+    return (session, epoch, OrphanedSlot(name, slot, gen, page, rows)) if rows else None

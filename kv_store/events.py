@@ -1,0 +1,62 @@
+"""What the store's threads report to its user: one queue, and one callback that says it has filled.
+
+Owns the queue. Refuses to call anything but that callback: who drains decides what an event costs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_store.pages.index import PageRef
+
+
+@dataclass(frozen=True, slots=True)
+class PageInvalid:
+    """A page that was resident is served no more: its bytes failed, or its content is wrong.
+
+    `ref` stays valid while pins hold its slot. Evicted pages are not reported.
+    """
+
+    key: bytes
+    ref: PageRef
+
+
+StoreEvent = PageInvalid
+
+
+class StoreEvents:
+    """Events of one open store, oldest first. Any thread may put; one consumer drains."""
+
+    def __init__(self) -> None:
+        self._events: deque[StoreEvent] = deque()
+        self._wake: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+
+    def on_ready(self, wake: Callable[[], None]) -> None:
+        """Call `wake` whenever the queue stops being empty, and at once if it is not empty now.
+
+        `wake` runs on any thread, under the store's lock: it must return at once and not raise.
+        """
+        with self._lock:
+            self._wake = wake
+            waiting = bool(self._events)
+        if waiting:
+            wake()
+
+    def put(self, event: StoreEvent) -> None:
+        with self._lock:
+            was_empty = not self._events
+            self._events.append(event)
+            wake = self._wake
+        if was_empty:
+            wake()
+
+    def drain(self) -> list[StoreEvent]:
+        """Take every event there is."""
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+        return events

@@ -1,0 +1,1 @@
+"""The token ledger and page manifest: records, queries, continuity, reserve space."""

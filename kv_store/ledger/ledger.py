@@ -1,0 +1,589 @@
+"""The token ledger and page manifest: one SQLite file, one connection, one thread.
+
+An *intent* is what one call writes, all or nothing. `commit()` hands every intent given since
+the last one to the thread, which puts all waiting groups into one transaction: group commit.
+A future resolves only when its intent is durable. After an I/O error nothing is acknowledged any
+more (`LedgerError`, latched): a failed fsync leaves the kernel's pages clean, so a retry would lie.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sqlite3
+import stat
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kv_store import keys, osio
+from kv_store.errors import (
+    LedgerError,
+    LedgerRefused,
+    StoreCorrupt,
+    StoreError,
+    StoreFull,
+    StoreVersion,
+)
+from kv_store.ledger import queries, writes
+from kv_store.ledger.queries import SessionInfo, SessionRecord, SuspectInfo
+from kv_store.ledger.writes import Op
+from kv_store.pages.index import PageRef
+from kv_store.threads import new_future, settle
+
+T = TypeVar("T")
+Opener = Callable[[str], sqlite3.Connection]
+WAL_BYTES_MAX = 4 << 20  # checkpoint beyond this: reopening replays at most so much
+COMMIT_BYTES = 8 << 10  # what a small transaction adds to the log, beside its records
+RECORD_BYTES = 4 << 10
+# what SQLite says of a file we may write whose bytes are not a database, or not a whole one
+_DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_READONLY")
+PAGE_QUERY = (
+    "SELECT page_id, gen, state, repr_id, content_key, parent_key, tokens, payload_digest,"
+    " sealed_checksum, priority, lru_seq FROM page ORDER BY lru_seq"
+)
+COMMIT_TIMES_KEPT = 512  # enough for a p99
+_SQLITE_HEADER = struct.Struct(">60xI4xI")  # user_version at 60, application_id at 68
+assert _SQLITE_HEADER.size == 72
+
+
+@dataclass(frozen=True, slots=True)
+class PageRow:
+    ref: PageRef
+    state: str
+    repr_id: bytes
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    digest: bytes
+    checksum: bytes
+    priority: int
+    lru_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What the file said when it was opened."""
+
+    store_uuid: bytes
+    epoch: int
+    clean: bool
+    boot_id: str
+    next_page_id: int
+    next_extent: int
+    extents: list[tuple[int, int, int, int, bytes]]  # index, first page id, slots, bytes, repr
+    pages: list[PageRow]
+    pages_malformed: int
+    reprs: dict[bytes, str]
+    sessions: int
+
+
+@dataclass(slots=True)
+class _Intent:
+    ops: tuple[Op, ...]
+    future: Future[int]
+
+
+@dataclass(slots=True)
+class _Group:
+    intents: list[_Intent]
+    future: Future[int]
+
+
+@dataclass(slots=True)
+class LedgerStats:
+    commits: int = 0
+    intents: int = 0
+    intents_failed: int = 0
+    checkpoints: int = 0
+    sessions: int = 0
+    is_full: bool = False  # the last commit found no room; the next may
+    commit_us: deque[float] = field(default_factory=lambda: deque(maxlen=COMMIT_TIMES_KEPT))
+
+
+def connect(path: str, *, uri: bool = False) -> sqlite3.Connection:
+    db = sqlite3.connect(path, uri=uri, isolation_level=None, check_same_thread=False, timeout=0)
+    db.text_factory = lenient_text
+    return db
+
+
+def lenient_text(raw: bytes) -> str:
+    """Text of a damaged file may be no text: one bad row must not hide all the others."""
+    return raw.decode("utf-8", "replace")
+
+
+class Ledger:
+    """Writers below return at once; see the module docstring for when their futures resolve."""
+
+    def __init__(
+        self,
+        path: str,
+        repr_id: bytes,
+        *,
+        store_uuid: bytes,
+        on_full: Callable[[], bool] = lambda: False,
+        connect: Opener = connect,
+    ) -> None:
+        """Open or create the file. Raises StoreVersion (untouched), StoreCorrupt, LedgerError.
+
+        `on_full` frees spare space once and says whether it did.
+        """
+        self.path = path
+        self.repr_id = repr_id
+        self.stats = LedgerStats()
+        self._on_full = on_full
+        self._pending: list[_Intent] = []
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Group | Callable[[], None] | None] = queue.SimpleQueue()
+        self._failure: LedgerError | None = None
+        self._log_bytes = 0  # written since the last checkpoint, roughly
+        self._closed = False
+        check_version(path)
+        self._db = connect(path)
+        try:
+            self.replay = self._prepare(store_uuid)
+            self.stats.sessions = self.replay.sessions
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise _opening_error(path, error) from error
+        except (TypeError, ValueError, OverflowError) as error:  # a damaged row of another type
+            self._db.close()
+            raise StoreCorrupt(f"the ledger {path} is damaged", why=str(error)) from error
+        except BaseException:
+            self._db.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="kv-ledger", daemon=True)
+        self._thread.start()
+
+    # -- sessions: one atomic intent each -----------------------------------------------------
+
+    def set_meta(self, session: str, epoch: int, state: str, meta: str) -> Future[int]:
+        return self.append(writes.SetMeta(session, epoch, state, meta))
+
+    def append_tokens(
+        self, session: str, epoch: int, start: int, ids: keys.Tokens | bytes
+    ) -> Future[int]:
+        """Token ids from position `start`, which must be the session's length."""
+        return self.append(writes.AppendTokens(session, epoch, start, keys.token_bytes(ids)))
+
+    def truncate_tokens(self, session: str, epoch: int, length: int) -> Future[int]:
+        """Cut the timeline to `length` tokens."""
+        return self.append(writes.TruncateTokens(session, epoch, length))
+
+    def set_owner(self, session: str, epoch: int, incarnation: int, lane: str) -> Future[int]:
+        """Flip the owner; `epoch` must be higher than the session's and becomes it."""
+        return self.append(writes.SetOwner(session, epoch, incarnation, lane))
+
+    def set_suspect(
+        self, session: str, incarnation: int, strikes: int, alone: bool = False
+    ) -> Future[int]:
+        """Mark a session that was in a step which killed its worker; 0 strikes clear the mark."""
+        return self.append(writes.SetSuspect(session, incarnation, strikes, alone))
+
+    def drop_session(self, session: str) -> Future[int]:
+        return self.append(writes.DropSession(session))
+
+    def load_session(self, session: str) -> Future[SessionRecord | None]:
+        """Tokens and turns of a session; None if unknown; StoreCorrupt if damaged."""
+        return self.read(lambda db: queries.load(db, session))
+
+    def list_sessions(self) -> Future[list[SessionInfo]]:
+        """Every session, most recently used first."""
+        return self.read(queries.infos)
+
+    def suspects(self) -> Future[list[SuspectInfo]]:
+        """Every session marked by `set_suspect`."""
+        return self.read(queries.suspects)
+
+    def prune(
+        self, sessions_max: int, keep: Collection[str], turns_max: int = writes.TURNS_KEPT
+    ) -> Future[tuple[int, int]]:
+        """Forget the longest unused sessions beyond `sessions_max`, never those in `keep`, and
+        finished turns beyond the last `turns_max` of a session. Gives (sessions, turns).
+
+        Commits. A session that is used while this runs stays.
+        """
+        result: Future[tuple[int, int]] = new_future()
+        kept = frozenset(keep)
+
+        def chosen(done: Future[queries.Prunable]) -> None:
+            error = done.exception()
+            if error is not None:
+                result.set_exception(error)
+                return
+            found = done.result()
+            counts = len(found.idle), found.turns
+            ops: list[Op] = [writes.ForgetIdle(*row) for row in found.idle]
+            if found.turns:
+                ops.append(writes.PruneTurns(turns_max))
+            if not ops:
+                result.set_result((0, 0))
+                return
+            self.append(*ops).add_done_callback(
+                lambda written: settle(result, lambda: (written.result(), counts)[1])
+            )
+            self.commit()
+
+        self.read(lambda db: queries.prunable(db, sessions_max, kept, turns_max)).add_done_callback(
+            chosen
+        )
+        return result
+
+    # -- the interface underneath -------------------------------------------------------------
+
+    def append(self, *ops: Op) -> Future[int]:
+        """One atomic intent, of any number of records, for the next commit. Resolves to the
+        commit's sequence number."""
+        future: Future[int] = new_future()
+        with self._lock:
+            if self._failure is not None or self._closed:
+                future.set_exception(self._failure or StoreError("the ledger is closed"))
+            else:
+                self._pending.append(_Intent(ops, future))
+        return future
+
+    def commit(self) -> Future[int]:
+        """Make everything appended so far durable. Fails with the first failure among it."""
+        future: Future[int] = new_future()
+        with self._lock:
+            if self._failure is not None or self._closed:
+                future.set_exception(self._failure or StoreError("the ledger is closed"))
+                return future
+            self._hand_over(future)
+        return future
+
+    def _hand_over(self, future: Future[int]) -> None:
+        """Give what is pending to the thread; the lock is held."""
+        self._queue.put(_Group(self._pending, future))
+        self._pending = []
+
+    def read(self, query: Callable[[sqlite3.Connection], T]) -> Future[T]:
+        """Run a read-only query on the ledger thread, after every commit() made before it."""
+        future: Future[T] = new_future()
+        with self._lock:
+            if self._closed:
+                future.set_exception(StoreError("the ledger is closed"))
+            else:
+                self._queue.put(lambda: settle(future, lambda: self._ask(query)))
+        return future
+
+    def _ask(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            return query(self._db)
+        except sqlite3.DatabaseError as error:
+            raise StoreCorrupt("the ledger cannot be read", why=str(error)) from error
+
+    @property
+    def failure(self) -> LedgerError | None:
+        """Why durability ended, or None."""
+        return self._failure
+
+    def close(self) -> None:
+        """Commit what is pending, checkpoint, close. Every future given before resolves."""
+        with self._lock:  # once: what is appended between a commit and the end would wait for ever
+            if not self._closed:
+                self._hand_over(new_future())
+            self._closed = True
+            self._queue.put(None)
+        self._thread.join()
+        self._db.close()
+
+    def __repr__(self) -> str:
+        state = "failed" if self._failure else "closed" if self._closed else "open"
+        times = sorted(self.stats.commit_us)
+        p50 = f"{times[len(times) // 2]:.0f}us" if times else "-"
+        return f"<Ledger {state} commits={self.stats.commits} p50={p50}>"
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            groups: list[_Group] = []
+            while isinstance(item, _Group):  # everything that waits shares one transaction
+                groups.append(item)
+                try:
+                    item = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+            if groups:
+                self._commit_groups(groups)
+            if item is None:
+                self._checkpoint("TRUNCATE")
+                return
+            if not isinstance(item, _Group):
+                item()
+
+    def _commit_groups(self, groups: list[_Group]) -> None:
+        intents = [intent for group in groups for intent in group.intents]
+        start = time.perf_counter()
+        sequence, everyone = 0, None
+        failed: dict[int, Exception] = {}
+        try:
+            if self._failure is not None:
+                raise self._failure
+            sequence, failed = self._transact(intents)
+        except Exception as error:
+            everyone = error
+        stats = self.stats
+        stats.commits += 1
+        stats.intents += len(intents)
+        stats.intents_failed += len(failed) if everyone is None else len(intents)
+        stats.commit_us.append((time.perf_counter() - start) * 1e6)
+        index = 0
+        for group in groups:
+            first = everyone
+            for intent in group.intents:
+                error = everyone or failed.get(index)
+                index += 1
+                if error is None:
+                    intent.future.set_result(sequence)
+                else:
+                    first = first or error
+                    intent.future.set_exception(error)
+            if first is None:
+                group.future.set_result(sequence)
+            else:
+                group.future.set_exception(first)
+        self._log_bytes += COMMIT_BYTES + sum(_size(op) for i in intents for op in i.ops)
+        if self._log_bytes > WAL_BYTES_MAX:
+            self._checkpoint("PASSIVE")
+
+    def _transact(self, intents: list[_Intent]) -> tuple[int, dict[int, Exception]]:
+        """One transaction. On a full disk nothing of it remains, so trying again is honest:
+        first with the log's own file used anew, then with the spare bytes given up."""
+        for attempt, make_room in enumerate((lambda: True, lambda: True, self._on_full)):
+            if not make_room():
+                break
+            if attempt:
+                self._checkpoint("PASSIVE")
+                if self._failure is not None:  # of the disk: a commit that succeeds now may lie
+                    self._roll_back()
+                    raise self._failure
+            try:
+                done = self._transact_once(intents)
+                self.stats.is_full = False
+                return done
+            except sqlite3.DatabaseError as error:
+                self._roll_back()
+                if not _is_full(error):
+                    raise self._latch(error) from error
+        self.stats.is_full = True
+        raise StoreFull(
+            "the disk is full: nothing more can be made durable",
+            fix="free disk space; new turns are refused until then",
+        )
+
+    def _transact_once(self, intents: list[_Intent]) -> tuple[int, dict[int, Exception]]:
+        db, failed, sessions = self._db, dict[int, Exception](), 0
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("UPDATE store SET commit_seq = commit_seq + 1")
+        for index, intent in enumerate(intents):
+            db.execute("SAVEPOINT intent")
+            change = 0
+            try:
+                for op in intent.ops:
+                    change += writes.apply(db, op)
+            except sqlite3.IntegrityError as error:
+                failed[index] = LedgerRefused("the ledger refused a record", why=str(error))
+            except sqlite3.DatabaseError:
+                raise
+            except Exception as error:
+                failed[index] = error
+            if index in failed:
+                db.execute("ROLLBACK TO intent")
+            else:
+                sessions += change
+            db.execute("RELEASE intent")
+        sequence: int = db.execute("SELECT commit_seq FROM store").fetchone()[0]
+        db.execute("COMMIT")
+        self.stats.sessions += sessions
+        return sequence, failed
+
+    def _roll_back(self) -> None:
+        if self._db.in_transaction:
+            try:
+                self._db.execute("ROLLBACK")
+            except sqlite3.DatabaseError as error:
+                raise self._latch(error) from error
+
+    def _latch(self, error: BaseException) -> LedgerError:
+        name = getattr(error, "sqlite_errorname", "") or type(error).__name__
+        self._failure = LedgerError(
+            "the ledger cannot promise durability any more",
+            why=f"{name}: {error}",
+            fix="check the disk; the daemon exits and recovers from what was durable",
+        )
+        return self._failure
+
+    def _checkpoint(self, kind: str) -> None:
+        """Own checkpoints instead of SQLite's automatic ones, whose errors it would swallow.
+
+        PASSIVE keeps the log's file, so on a disk that fills up its bytes stay ours.
+        """
+        if self._failure is not None:
+            return
+        try:
+            self._db.execute(f"PRAGMA wal_checkpoint({kind})").fetchall()
+            self.stats.checkpoints += 1
+            self._log_bytes = 0
+        except sqlite3.DatabaseError as error:
+            if not _is_full(error):
+                self._latch(error)
+
+    # -- opening ------------------------------------------------------------------------------
+
+    def _prepare(self, store_uuid: bytes) -> Replay:
+        db = self._db
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")  # before the first access: no shared memory
+        mode = db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+        if mode != "wal":
+            raise LedgerError(f"the ledger cannot use write-ahead logging (mode {mode})")
+        for pragma in (
+            "synchronous=FULL",
+            "mmap_size=0",
+            "trusted_schema=OFF",
+            "cell_size_check=ON",
+            "wal_autocheckpoint=0",
+        ):
+            db.execute(f"PRAGMA {pragma}").fetchall()
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            self._create(store_uuid)
+        elif version != writes.SCHEMA_VERSION:
+            raise StoreVersion(f"the store has schema {version}, this program knows 1")
+        return _replay(db)
+
+    def _create(self, store_uuid: bytes) -> None:
+        db = self._db
+        db.execute("BEGIN IMMEDIATE")
+        for statement in writes.SCHEMA.split(";"):
+            if statement.strip():
+                db.execute(statement)
+        db.execute("INSERT INTO store VALUES (1, ?, 0, 1, '', 0, 1, 0)", (store_uuid,))
+        db.execute(f"PRAGMA application_id={writes.APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version={writes.SCHEMA_VERSION}")
+        db.execute("COMMIT")
+        # the version must be readable in the file itself, without opening it as a database
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+def check_version(path: str) -> None:
+    """Refuse a newer file before SQLite can touch it; create a missing one, private to us."""
+    head, why = b"", ""
+    try:
+        fd = osio.open_private(path, os.O_RDWR | os.O_CREAT)
+        with os.fdopen(fd, "rb", buffering=0) as file:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                head = file.read(_SQLITE_HEADER.size)
+            else:
+                why = "it is no plain file"
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+    if why:
+        raise LedgerError(
+            f"the ledger {path} cannot be opened",
+            why=why,
+            fix="it must be a plain file that this user may write: move away what stands there, or"
+            " fix its permissions",
+        )
+    if len(head) < _SQLITE_HEADER.size:
+        return  # a crash before the first checkpoint: the log, if any, has the rest
+    version, application = _SQLITE_HEADER.unpack(head)
+    if application == writes.APPLICATION_ID and version > writes.SCHEMA_VERSION:
+        raise StoreVersion(
+            f"the store was written by a newer program (schema {version})",
+            why=f"this one knows schema {writes.SCHEMA_VERSION}",
+            fix="use the newer program, or another store directory; nothing was changed",
+        )
+
+
+def _opening_error(path: str, error: sqlite3.DatabaseError) -> StoreError:
+    name = getattr(error, "sqlite_errorname", "")
+    if is_damage(error) or name == "SQLITE_ERROR":  # our own SQL fails only on another schema
+        return StoreCorrupt(f"the ledger {path} is damaged", why=str(error))
+    if _is_full(error):
+        return StoreFull("the disk is full: the ledger cannot be opened", why=str(error))
+    return LedgerError(f"the ledger {path} cannot be opened", why=f"{name}: {error}")
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """Does SQLite say that the file's bytes are wrong, rather than the disk or a rule?"""
+    name = getattr(error, "sqlite_errorname", "")
+    return name.startswith(_DAMAGE) or "malformed" in str(error)
+
+
+def pages_of(db: sqlite3.Connection, repr_id: bytes) -> list[PageRow]:
+    """The sound rows of one representation's pages, oldest first."""
+    rows = (page_row(row) for row in db.execute(PAGE_QUERY))
+    return [row for row in rows if row is not None and row.repr_id == repr_id]
+
+
+def page_row(row: tuple[Any, ...]) -> PageRow | None:
+    """A manifest row, or None if a damaged file gave a field another type than it was written."""
+    page_id, gen, state, repr_id, *blobs, priority, lru_seq = row
+    blobs = [b"" if blob is None else blob for blob in blobs]
+    numbers = (page_id, gen, priority, lru_seq)
+    if not all(type(n) is int for n in numbers) or not all(type(b) is bytes for b in blobs):
+        return None
+    if not isinstance(state, str) or not isinstance(repr_id, bytes) or min(numbers[:2]) < 0:
+        return None
+    key, parent, tokens, digest, checksum = blobs
+    ref = PageRef(page_id, gen)
+    return PageRow(ref, state, repr_id, key, parent, tokens, digest, checksum, priority, lru_seq)
+
+
+def _size(op: Op) -> int:
+    return RECORD_BYTES + (len(op.ids) if isinstance(op, writes.AppendTokens) else 0)
+
+
+def _is_full(error: BaseException) -> bool:
+    return getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
+
+
+def why_refused(db: sqlite3.Connection, *, thorough: bool) -> str:
+    """Why the file would be set aside if a store opened it; "" = it would not be. `thorough`: as
+    SQLite judges its pages, too, which only counts after a crash."""
+    try:
+        if not db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+            return "it has no table: it was emptied, or its owner was killed before its first write"
+        _replay(db, thorough=thorough)
+    except StoreCorrupt as error:
+        return error.why or error.what
+    except (sqlite3.DatabaseError, TypeError, ValueError, OverflowError) as error:
+        return str(error)
+    return ""
+
+
+def _replay(db: sqlite3.Connection, *, thorough: bool = True) -> Replay:
+    head = db.execute(
+        "SELECT store_uuid, epoch, clean, boot_id, next_page_id, next_extent FROM store"
+    ).fetchone()
+    if head is None:
+        raise StoreCorrupt("the ledger has no store row")
+    if thorough and not head[2]:  # the last process did not close it
+        found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if found != "ok":
+            raise StoreCorrupt("the ledger is damaged", why=found)
+    rows = [page_row(row) for row in db.execute(PAGE_QUERY)]
+    return Replay(
+        store_uuid=head[0],
+        epoch=head[1],
+        clean=bool(head[2]),
+        boot_id=head[3],
+        next_page_id=head[4],
+        next_extent=head[5],
+        extents=db.execute(
+            "SELECT extent_index, first_page_id, places, page_bytes, repr_id FROM extent"
+            " WHERE kind = 'page' ORDER BY extent_index"
+        ).fetchall(),
+        pages=[row for row in rows if row is not None],
+        pages_malformed=rows.count(None),
+        reprs=dict(db.execute("SELECT repr_id, descriptor FROM repr").fetchall()),
+        sessions=db.execute("SELECT count(*) FROM session").fetchone()[0],
+    )

@@ -1,0 +1,168 @@
+"""What can be asked of the ledger about sessions and turns. Read-only queries, on its thread.
+
+A damaged row is a `StoreCorrupt` for its session alone: values of a damaged file may have any type.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kv_store import keys
+from kv_store.errors import StoreCorrupt
+from kv_store.ledger import writes
+
+PRUNED_AT_ONCE_MAX = 1000  # sessions: bounds the transaction that everybody's commit waits for
+SHARED_SESSIONS_MAX, SHARED_READ_TOKENS_MAX = 2000, 1 << 19  # so does a read
+_TURN_COLUMNS = (
+    "id, idempotency_key, prompt_start, prompt_end, sampling, seed, status, finish_reason, seq"
+)
+
+
+class SessionInfo(NamedTuple):
+    """A session as the ledger lists it. `used_seq` is the commit of its last use."""
+
+    id: str
+    tenant: str
+    repr_id: bytes
+    epoch: int
+    owner_incarnation: int
+    owner_lane: str
+    ledger_len: int
+    state: str
+    meta: str
+    used_seq: int
+
+
+class TurnInfo(NamedTuple):
+    """A turn; `status` is "running" until it is finished. `seq` is the commit that began it."""
+
+    id: str
+    idempotency_key: str | None
+    prompt_start: int
+    prompt_end: int
+    sampling: str
+    seed: int
+    status: str
+    finish_reason: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """Everything durable about one session."""
+
+    info: SessionInfo
+    tokens: list[int]
+    turns: list[TurnInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class SuspectInfo:
+    """A session that was in a step which killed its worker."""
+
+    session: str
+    incarnation: int
+    strikes: int
+    alone: bool
+
+
+class Prunable(NamedTuple):
+    """`idle`: (session, epoch, used_seq), longest unused first; `turns`: finished and too many."""
+
+    idle: list[tuple[str, int, int]]
+    turns: int
+
+
+def load(db: sqlite3.Connection, session: str) -> SessionRecord | None:
+    """Tokens and turns of one session; None if unknown. Raises StoreCorrupt."""
+    try:
+        return _load(db, session)
+    except (sqlite3.DatabaseError, TypeError, ValueError, OverflowError) as error:
+        raise StoreCorrupt(
+            f"session {session} cannot be read from the ledger", why=str(error)
+        ) from error
+
+
+def infos(db: sqlite3.Connection) -> list[SessionInfo]:
+    """Every session, most recently used first."""
+    rows = db.execute("SELECT * FROM session ORDER BY used_seq DESC, id")
+    return [SessionInfo._make(row) for row in rows]
+
+
+def suspects(db: sqlite3.Connection) -> list[SuspectInfo]:
+    rows = db.execute("SELECT session, incarnation, strikes, alone FROM suspect ORDER BY session")
+    return [SuspectInfo(name, inc, strikes, bool(alone)) for name, inc, strikes, alone in rows]
+
+
+def longest_shared(db: sqlite3.Connection, tenant: str, ids: bytes, lengths: Sequence[int]) -> int:
+    """The longest of `lengths` (tokens, rising) up to which some session of `tenant` has `ids`.
+
+    The last of them where finding that out would cost more than a commit should wait for.
+    """
+    count: int = db.execute(
+        "SELECT count(*) FROM session WHERE tenant = ? AND ledger_len >= ?", (tenant, lengths[0])
+    ).fetchone()[0]
+    if count > SHARED_SESSIONS_MAX:
+        return lengths[-1]
+    others = db.execute(
+        "SELECT id, ledger_len FROM session JOIN token_blob ON session = id AND start = 0"
+        " WHERE tenant = ?1 AND ledger_len >= ?2"
+        " AND substr(ids, 1, ?2 * 4) = substr(?3, 1, min(length(ids), ?2 * 4))",
+        (tenant, lengths[0], ids),  # most begin otherwise, and that is seen at little cost
+    ).fetchall()
+    if sum(length for _, length in others) > SHARED_READ_TOKENS_MAX:
+        return lengths[-1]
+    found = 0
+    for name, _ in others:
+        with contextlib.suppress(StoreCorrupt):  # what cannot be read refers to nothing
+            theirs = writes.read_tokens(db, name)
+            found = max([found, *(n for n in lengths if theirs.startswith(ids[: n * 4]))])
+    return found
+
+
+def prunable(
+    db: sqlite3.Connection, sessions_max: int, keep: frozenset[str], turns_max: int
+) -> Prunable:
+    """What may be forgotten: sessions beyond the cap, and old finished turns."""
+    count: int = db.execute("SELECT count(*) FROM session").fetchone()[0]
+    wanted = min(count - sessions_max, PRUNED_AT_ONCE_MAX)
+    idle: list[tuple[str, int, int]] = []
+    if wanted > 0:
+        for row in db.execute("SELECT id, epoch, used_seq FROM session ORDER BY used_seq, id"):
+            if row[0] not in keep:
+                idle.append(row)
+            if len(idle) == wanted:
+                break
+    turns: int = db.execute(f"SELECT count(*) FROM ({writes.OLD_TURNS})", (turns_max,)).fetchone()[
+        0
+    ]
+    return Prunable(idle, turns)
+
+
+def _load(db: sqlite3.Connection, session: str) -> SessionRecord | None:
+    row = db.execute("SELECT * FROM session WHERE id = ?", (session,)).fetchone()
+    if row is None:
+        return None
+    info = SessionInfo(*row)
+    tokens = keys.token_ids(writes.read_tokens(db, session))
+    if len(tokens) != info.ledger_len:
+        raise StoreCorrupt(
+            f"session {session} should have {info.ledger_len} tokens, the ledger has {len(tokens)}"
+        )
+    turns = [
+        _turn(row)
+        for row in db.execute(
+            f"SELECT {_TURN_COLUMNS} FROM turn WHERE session = ? ORDER BY seq, prompt_start, id",
+            (session,),
+        )
+    ]
+    return SessionRecord(info, tokens, turns)
+
+
+def _turn(row: tuple[Any, ...]) -> TurnInfo:
+    seed, (status, finish_reason, seq) = writes.unsigned(row[5]), row[6:]
+    return TurnInfo(*row[:5], seed=seed, status=status, finish_reason=finish_reason, seq=seq)

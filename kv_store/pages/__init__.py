@@ -1,0 +1,1 @@
+"""Sealed pages: their index, slots, sealing, loading and maintenance."""

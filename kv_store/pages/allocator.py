@@ -1,0 +1,394 @@
+"""The slots of one pool: which exist, which are free, what is evicted, how freed ones are cleaned.
+
+Knows nothing of what is copied into a slot or read from it. Unless a method says otherwise, it runs
+under the store's lock and does no I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kv_store import keys, osio
+from kv_store.arenas.arena import POISON
+from kv_store.errors import StaleRef, StoreCorrupt, StoreError
+from kv_store.events import PageInvalid
+from kv_store.layout import Descriptor
+from kv_store.ledger import writes
+from kv_store.pages.core import BudgetSpent, StoreCore
+from kv_store.pages.extents import ExtentInfo, extent_path
+from kv_store.pages.index import (
+    EVICTABLE,
+    FAILURES_MAX,
+    RESIDENT,
+    SLICE_PAGES,
+    Page,
+    PageEvent,
+    PageIndex,
+    PageRef,
+    PageState,
+)
+
+FILL_MAX_PERCENT = 90  # the last tenth is for pages that are pinned
+EVICT_TO_PERCENT = 85
+EVICT_BATCH = 16  # pages that one reservation evicts: what a hold of the lock can bear
+CHAIN_MAX = 512  # descendants that giving an extent back may cost per page
+GROW_BELOW_SLOTS = 8  # a prefill seals a few pages per second; allocating takes less than that
+
+
+class NoRoomKind(enum.Enum):
+    GROWING = "growing"  # an extent is being allocated: try again soon
+    FULL = "full"  # every page is in use, or the budget is smaller than one
+    BLOCKED = "blocked"  # the disk refused an extent, and no page can be evicted
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """Why `reserve` has no slot to give; `why` is a sentence for a person."""
+
+    kind: NoRoomKind
+    why: str
+
+
+class Retracted(NamedTuple):
+    """An invalid page at the generation it had; `listed`: the manifest has its row."""
+
+    page: Page
+    gen: int
+    listed: bool
+
+
+class SlotAllocator:
+    """Every slot of one representation in an open store."""
+
+    def __init__(self, core: StoreCore, index: PageIndex, descriptor: Descriptor) -> None:
+        self.core = core
+        self.index = index
+        self.layout = descriptor.layout
+        self.repr_id = descriptor.repr_id
+        self.infos: list[ExtentInfo] = []  # by first page id
+        self.file_bytes = 0
+        self.growth_blocked = ""
+        self.buffer = memoryview(bytearray(self.layout.page_bytes))  # page thread only
+        self._layout_id = self.layout.layout_id
+        self._firsts: list[int] = []  # of `infos`
+        self._growing: Future[None] | None = None
+        self._unpoisoned = deque[int]()  # page id << 32 | generation: nothing for the collector
+
+    # -- extents ------------------------------------------------------------------------------
+
+    def info(self, page_id: int) -> ExtentInfo:
+        """The extent that holds a slot. Raises StaleRef."""
+        at = bisect_right(self._firsts, page_id) - 1
+        if at < 0 or page_id >= self._firsts[at] + self.infos[at].slots:
+            raise StaleRef(f"no extent holds page {page_id}")
+        return self.infos[at]
+
+    def seed(self, page: Page) -> int:
+        return keys.sealed_seed(self.core.uuid, page.page_id, page.gen, page.key, self._layout_id)
+
+    def open_extent(self, info: ExtentInfo, gens: dict[int, int]) -> None:
+        """Open the file of a recorded extent and add its slots. Raises StoreCorrupt."""
+        if info.page_bytes != self.layout.page_bytes:
+            raise StoreCorrupt(f"extent {info.index} has pages of another size")
+        self.core.extents.open(info)
+        self._add(info, gens)
+
+    def _add(self, info: ExtentInfo, gens: dict[int, int]) -> None:
+        at = bisect_right(self._firsts, info.first_page_id)
+        self._firsts.insert(at, info.first_page_id)
+        self.infos.insert(at, info)
+        self.file_bytes += info.file_bytes
+        self.core.pool_bytes += info.file_bytes
+        for page_id in range(info.first_page_id, info.first_page_id + info.slots):
+            self.index.add_slot(page_id, gens.get(page_id, 0))
+
+    @property
+    def slots_max(self) -> int:
+        """Pages that the budget allows beside what the other pools hold."""
+        others = self.core.pool_bytes - self.file_bytes
+        return max(0, self.core.budget.budget_bytes - others) // self.layout.page_bytes
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether an extent is being allocated: a refused `reserve` may soon succeed."""
+        return self._growing is not None
+
+    def grow_ahead(self) -> None:
+        free = self.index.count(PageState.FREE)
+        if free >= GROW_BELOW_SLOTS or self._growing or self.growth_blocked:
+            return
+        if self.slots_max > len(self.index) or self._may_reclaim():
+            self._growing = self.core.thread.submit(self.grow)
+
+    def _may_reclaim(self) -> bool:
+        return self.core.may_reclaim(self, self._extent_slots() * self.layout.page_bytes)
+
+    def _extent_slots(self) -> int:
+        return max(1, self.core.budget.extent_bytes // self.layout.page_bytes)
+
+    def grow(self) -> None:
+        """Add one extent (page thread, or the opener before anything else runs)."""
+        core, page_bytes = self.core, self.layout.page_bytes
+        with core.lock:
+            slots = self._extent_slots()
+            left = self.slots_max - len(self.index)
+            if left < slots and not self._may_reclaim():
+                slots = left
+            if slots < 1:
+                self._growing = None
+                return
+        blocked, disk = "", ""
+        info = ExtentInfo(
+            core.next_extent,
+            core.next_page_id,
+            slots,
+            page_bytes,
+            self.repr_id,
+            extent_path(core.extents.folder, core.next_extent),
+        )
+        try:
+            core.make_room(info.file_bytes, self)
+            core.extents.create(info)
+        except BudgetSpent as error:
+            blocked = str(error)
+        except (StoreError, OSError) as error:
+            blocked = disk = str(error)
+        with core.lock:
+            self._growing = None
+            self.growth_blocked = blocked
+            core.note_growth(disk)
+            if blocked:
+                core.counters["growth_blocked"] += 1
+                return
+            core.next_extent, core.next_page_id = info.index + 1, info.first_page_id + slots
+            core.record_extent(
+                writes.AddExtent(info.index, info.first_page_id, slots, page_bytes, self.repr_id)
+            )
+            self._add(info, {})
+
+    def extent_row(self, page_id: int) -> tuple[writes.AddExtent, ...]:
+        """What the first rows of a new extent's pages are written with: at once or not at all, as
+        the extent's own row may have been lost meanwhile."""
+        row = self.core.unrecorded.get(self.info(page_id).index)
+        return () if row is None else (row,)
+
+    def give_extent(self) -> bool:
+        """Evict the pages of one extent, with their descendants, and delete it (page thread).
+
+        The one that takes the fewest resident pages goes; False = each has a page in use. Takes
+        the lock for a slice of pages at a time.
+        """
+        costs = [
+            (cost, info) for info in list(self.infos) if (cost := self._cost(info)) is not None
+        ]
+        for _, info in sorted(costs, key=lambda pair: (pair[0], pair[1].index)):
+            removed = list[tuple[int, int]]()
+            if all(self._clear(part, removed) for part in _slices(info)):
+                with self.core.lock:
+                    at = self.infos.index(info)
+                    del self.infos[at], self._firsts[at]
+                    self.file_bytes -= info.file_bytes
+                    self.core.pool_bytes -= info.file_bytes
+                    self.core.forget_extent(info)
+                self.core.extents.drop(info)
+                self.core.counters["extents_reclaimed"] += 1
+                return True
+            with self.core.lock:
+                for page_id, gen in removed:
+                    self.index.add_slot(page_id, gen)
+        return False
+
+    def _cost(self, info: ExtentInfo) -> int | None:
+        """Resident pages in an extent; None = one of its pages is in use."""
+        cost = 0
+        for part in _slices(info):
+            with self.core.lock:
+                pages = [page for i in part if (page := self.index.find(i)) is not None]
+                if not all(_is_idle(page) for page in pages):
+                    return None
+                cost += sum(page.state in EVICTABLE for page in pages)
+        return cost
+
+    def _clear(self, part: range, removed: list[tuple[int, int]]) -> bool:
+        """Evict and remove a slice of slots; False = one is in use."""
+        with self.core.lock:
+            for page_id in part:
+                page = self.index.find(page_id)
+                if page is None or not self._evict_chain(page):
+                    return False
+                if page.state not in (PageState.FREE, PageState.BAD):
+                    return False
+                removed.append((page_id, page.gen))
+                self.index.remove_slot(page_id)
+        return True
+
+    def _evict_chain(self, page: Page) -> bool:
+        """Evict a page, deepest descendants first; False = one is in use, or they are too many."""
+        if page.state in (PageState.FREE, PageState.BAD):
+            return True
+        chain, left = list[Page](), [page]
+        while left:
+            if len(chain) > CHAIN_MAX:
+                return False
+            one = left.pop()
+            chain.append(one)
+            left += self.index.children(one.key)
+        if not all(_is_idle(one) for one in chain):
+            return False
+        for one in reversed(chain):
+            self.release(one)
+        self.core.counters["pages_evicted"] += len(chain)
+        return True
+
+    # -- slots --------------------------------------------------------------------------------
+
+    def take(self) -> Page | NoRoom:
+        """A slot, in this order: (1) keep under the fill limit by evicting, (2) a free slot,
+        (3) evict for one when no extent can be added, (4) refuse and say why."""
+        cap = self.slots_max
+        high = max(1, cap * FILL_MAX_PERCENT // 100)
+        low = min(high - 1, cap * EVICT_TO_PERCENT // 100)
+        if self.index.used >= high:
+            self.evict(min(EVICT_BATCH, self.index.used - low))
+        page = self.index.take_free()
+        self.grow_ahead()
+        if page is not None:
+            return page
+        if self._growing is not None:
+            return NoRoom(NoRoomKind.GROWING, "the next extent is being allocated")
+        share = len(self.index) * (100 - EVICT_TO_PERCENT) // 100
+        if self.evict(max(1, min(EVICT_BATCH, share))) and (page := self.index.take_free()):
+            return page
+        if not cap:
+            return NoRoom(NoRoomKind.FULL, "the budget is smaller than one page")
+        if self.growth_blocked:
+            return NoRoom(NoRoomKind.BLOCKED, self.growth_blocked)
+        return NoRoom(NoRoomKind.FULL, "every page is in use")
+
+    def evict(self, count: int, priority_max: int | None = None) -> int:
+        """Evict up to `count` pages, least valuable first; returns how many."""
+        done, rows = 0, list[writes.Op]()
+        while done < count and (page := self.index.next_victim(priority_max)) is not None:
+            self.index.apply(page, PageEvent.RELEASE)
+            rows += self._freed(page)
+            done += 1
+        if rows:
+            self.core.ledger.append(*rows)
+        self.core.counters["pages_evicted"] += done
+        return done
+
+    def release(self, page: Page) -> None:
+        self.index.apply(page, PageEvent.RELEASE)
+        self.settle(page)
+
+    def unpin(self, page: Page) -> None:
+        self.index.unpin(page)
+        self.settle(page)
+
+    def settle(self, page: Page) -> None:
+        """QUARANTINE -> FREE or BAD once no reader pins the slot and no writer is in it."""
+        if rows := self._freed(page):
+            self.core.ledger.append(*rows)
+
+    def _freed(self, page: Page) -> tuple[writes.Op, ...]:
+        """Settle a page; gives the rows that record it."""
+        if page.state is not PageState.QUARANTINE or page.pins or page.writers:
+            return ()
+        bad, listed = page.fails >= FAILURES_MAX, page.listed
+        self.index.apply(page, PageEvent.RETIRE if bad else PageEvent.FREE)
+        page.listed = False
+        if not bad:
+            self.poison_later(page.ref)
+        if not (listed or bad):
+            return ()
+        return (*self.extent_row(page.page_id), writes.FreePage(page.ref, self.repr_id, bad))
+
+    # -- invalid pages ------------------------------------------------------------------------
+
+    def invalidate(self, page: Page, *, slot_failed: bool) -> None:
+        """Never serve this page again; its manifest row is freed by the next commit."""
+        self.free_rows([self.retract(page, slot_failed=slot_failed)])
+        self.unpin(page)
+
+    def retract(self, page: Page, *, slot_failed: bool) -> Retracted:
+        """Take a page out of service and report it. A pin keeps its slot until its row is freed.
+
+        `slot_failed`: the bytes failed, and that counts against the slot; otherwise the slot is
+        sound and the content is wrong.
+        """
+        self.core.counters["pages_rejected"] += 1
+        page.fails += slot_failed
+        self.index.pin(page)
+        retracted = Retracted(page, page.gen, page.listed)
+        if page.state in RESIDENT:
+            page.listed = False
+            self.core.events.put(PageInvalid(page.key, page.ref))
+            self.index.apply(page, PageEvent.RELEASE)
+        return retracted
+
+    def free_rows(self, pages: Sequence[Retracted]) -> None:
+        """Free the manifest rows of retracted pages, all or none, before their slots: a pin may
+        outlive this process, and no later run may find these bytes again. Needs no lock."""
+        listed = [one for one in pages if one.listed]
+        if not listed:
+            return
+
+        def written(done: Future[int]) -> None:
+            if done.exception() is not None:
+                with self.core.lock:  # no room in the ledger: `settle` tries again
+                    for page, gen, _ in listed:
+                        if page.gen == gen and page.state is PageState.QUARANTINE:
+                            page.listed = True
+
+        rows = [
+            writes.FreePage(PageRef(page.page_id, gen + 1), self.repr_id, False)
+            for page, gen, _ in listed
+        ]
+        self.core.ledger.append(*rows).add_done_callback(written)
+
+    def poison_later(self, ref: PageRef) -> None:
+        """Have a freed slot overwritten when the page thread has nothing to do."""
+        if not self._unpoisoned:
+            self.core.thread.wake()
+        self._unpoisoned.append(ref.page_id << 32 | ref.gen)
+
+    def poison_one(self) -> bool:
+        """Overwrite one freed slot, unless it has a new use (page thread; takes the lock); False:
+        none is left."""
+        with self.core.lock:
+            if not self._unpoisoned:
+                return False
+            page_id, gen = divmod(self._unpoisoned.popleft(), 1 << 32)
+            page = self.index.find(page_id)
+            # a later reserve() of this slot queues its copy behind this write, on this thread
+            if page is None or page.gen != gen or page.state is not PageState.FREE:
+                return True
+            info = self.info(page_id)
+        block = memoryview(bytes([POISON]) * osio.CHUNK_BYTES)
+        done = 0
+        offset = info.slot_of(page_id) * info.page_bytes
+        while done < info.page_bytes:
+            part = block[: info.page_bytes - done]
+            self.core.extents.write_at(info, offset + done, part)
+            done += len(part)
+        return True
+
+
+def _is_idle(page: Page) -> bool:
+    if page.state in EVICTABLE:
+        return not page.pins
+    return page.state in (PageState.FREE, PageState.BAD)
+
+
+def _slices(info: ExtentInfo) -> list[range]:
+    last = info.first_page_id + info.slots
+    return [
+        range(first, min(first + SLICE_PAGES, last))
+        for first in range(info.first_page_id, last, SLICE_PAGES)
+    ]

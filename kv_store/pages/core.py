@@ -1,0 +1,225 @@
+"""What all page pools of one open store share: lock, ledger, page thread, extents, byte budget.
+
+The indexes live in memory and are changed on the caller's thread and on the two I/O threads under
+one lock, held for microseconds and never across I/O. Files are touched by the page thread only,
+SQLite by the ledger thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_store import osio
+from kv_store.errors import StoreError, StoreFull
+from kv_store.events import StoreEvents
+from kv_store.ledger import writes
+from kv_store.ledger.ledger import Ledger
+from kv_store.pages.extents import ExtentInfo, Extents
+from kv_store.threads import IntentThread
+
+log = logging.getLogger("batchengine.store")
+
+RATE_WEIGHT = 0.2  # of the newest page: five pages after a change most of it shows
+FREE_FLOOR_PERCENT = 5
+FREE_FLOOR_BYTES = 2 << 30  # what logs and other programs need, whatever the disk's size;
+FREE_FLOOR_SHARE = 4  # yet never more than this part of a disk too small to spare so much
+
+
+def derived_floor_bytes(total_bytes: int) -> int:
+    """What extents leave free of a file system: max(5 %, min(2 GiB, a quarter of it))."""
+    least = min(FREE_FLOOR_BYTES, total_bytes // FREE_FLOOR_SHARE)
+    return max(total_bytes * FREE_FLOOR_PERCENT // 100, least)
+
+
+class BudgetSpent(StoreFull):
+    """All extents that may exist do: nothing is wrong."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """How many bytes of extents may exist, and how much disk stays free."""
+
+    budget_bytes: int
+    extent_bytes: int
+    free_floor_bytes: int
+
+
+@dataclass(slots=True)
+class Rates:
+    """How fast this machine's pages move, measured as they do; None until the first one."""
+
+    read_bytes_per_s: float | None = None  # read and verify
+    seal_bytes_per_s: float | None = None  # arena to extent, read back if that is on
+
+    def note_read(self, size: int, seconds: float) -> None:
+        self.read_bytes_per_s = _mixed(self.read_bytes_per_s, size / max(seconds, 1e-9))
+
+    def note_seal(self, size: int, seconds: float) -> None:
+        self.seal_bytes_per_s = _mixed(self.seal_bytes_per_s, size / max(seconds, 1e-9))
+
+
+def _mixed(before: float | None, now: float) -> float:
+    return now if before is None else before + RATE_WEIGHT * (now - before)
+
+
+class ExtentOwner(Protocol):
+    """A pool as the others see it: how much it holds, and that it can give some back."""
+
+    @property
+    def file_bytes(self) -> int: ...
+
+    def give_extent(self) -> bool:
+        """Evict one extent's pages and delete the file (page thread); False: all are in use."""
+        ...
+
+    def poison_one(self) -> bool:
+        """Overwrite one freed slot (page thread, when idle); False: none is left."""
+        ...
+
+
+class StoreCore:
+    """The parts of an open store below its pools."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        extents: Extents,
+        files: osio.Files,
+        budget: Budget,
+        *,
+        epoch: int,
+        verify_writes: bool,
+    ) -> None:
+        self.ledger = ledger
+        self.extents = extents
+        self.files = files
+        self.budget = budget
+        self.uuid = ledger.replay.store_uuid
+        self.epoch = epoch
+        self.verify_writes = verify_writes
+        self.lock = threading.RLock()
+        self.events = StoreEvents()
+        self.counters: Counter[str] = Counter()
+        self.rates = Rates()
+        self.pools: list[ExtentOwner] = []
+        self.foreign: list[ExtentInfo] = []  # of representations that are not open: first to go
+        self.foreign_bytes = 0
+        self.pool_bytes = 0  # of all pools' extents
+        self.next_page_id = ledger.replay.next_page_id
+        self.next_extent = ledger.replay.next_extent
+        self.unrecorded: dict[int, writes.AddExtent] = {}  # rows that are not durable yet
+        self.not_growing = ""  # what the disk refused when a slot was wanted last
+        self.write_failure = ""  # of the last page written: shown as the tier's state
+        self._is_below_floor = False
+        self.thread = IntentThread(
+            "kv-pages", idle=lambda: any(pool.poison_one() for pool in list(self.pools))
+        )
+
+    @property
+    def extent_bytes(self) -> int:
+        return self.pool_bytes + self.foreign_bytes
+
+    def drain(self) -> Future[None]:
+        """Resolves when the page thread has done everything submitted so far."""
+        return self.thread.submit(lambda: None)
+
+    # -- extents ------------------------------------------------------------------------------
+
+    def add_foreign(self, info: ExtentInfo) -> None:
+        self.foreign.append(info)
+        self.foreign_bytes += info.file_bytes
+
+    def take_foreign(self, repr_id: bytes) -> list[ExtentInfo]:
+        """The extents of a representation that is opened now."""
+        taken = [info for info in self.foreign if info.repr_id == repr_id]
+        self.foreign = [info for info in self.foreign if info.repr_id != repr_id]
+        self.foreign_bytes -= sum(info.file_bytes for info in taken)
+        return taken
+
+    def make_room(self, wanted: int, asking: ExtentOwner) -> None:
+        """Have room for `wanted` more bytes of extents (page thread).
+
+        Extents of representations that are not open go first; then the pool that holds most gives
+        one, if it holds an extent more than the one that asks. Raises BudgetSpent, or StoreFull for
+        the floor.
+        """
+        limit = self.budget.budget_bytes
+        while self.foreign and self.extent_bytes + wanted > limit:
+            self.drop_oldest_foreign()
+        while self.extent_bytes + wanted > limit:
+            richest = max(self.pools, key=lambda pool: pool.file_bytes)
+            if not self.is_richer(richest, asking, wanted) or not richest.give_extent():
+                raise BudgetSpent("the budget has no room for another extent")
+        self.check_floor(wanted)
+
+    def may_reclaim(self, asking: ExtentOwner, wanted: int) -> bool:
+        """Whether another pool holds so much more that it must give an extent."""
+        return any(self.is_richer(pool, asking, wanted) for pool in self.pools)
+
+    def is_richer(self, pool: ExtentOwner, asking: ExtentOwner, wanted: int) -> bool:
+        return pool is not asking and pool.file_bytes > asking.file_bytes + wanted
+
+    def drop_oldest_foreign(self) -> int:
+        """Delete one extent of a representation that is not open; gives its slots (page thread)."""
+        with self.lock:
+            info = self.foreign.pop(0)
+            self.foreign_bytes -= info.file_bytes
+            self.forget_extent(info)
+        self.extents.drop(info)
+        return info.slots
+
+    def forget_extent(self, info: ExtentInfo) -> None:
+        """Delete the rows of an extent and of its pages."""
+        self.unrecorded.pop(info.index, None)
+        self.ledger.append(writes.DropExtent(info.index, info.first_page_id, info.slots))
+
+    def record_extent(self, row: writes.AddExtent) -> None:
+        """Write the row of an extent; `retry_rows` tries again if a full disk refuses it."""
+        self.unrecorded[row.index] = row
+
+        def written(done: Future[int]) -> None:
+            if done.exception() is None:
+                with self.lock:
+                    self.unrecorded.pop(row.index, None)
+
+        self.ledger.append(row).add_done_callback(written)
+
+    def retry_rows(self) -> None:
+        for row in list(self.unrecorded.values()):
+            self.record_extent(row)
+
+    # -- disk space ---------------------------------------------------------------------------
+
+    def check_floor(self, wanted: int) -> None:
+        free = self.files.free_bytes(self.extents.folder)[0]
+        self._is_below_floor = free - wanted < self.budget.free_floor_bytes
+        if self._is_below_floor:
+            raise StoreFull(
+                f"the disk has {free >> 20} MiB free",
+                why=f"{self.budget.free_floor_bytes >> 20} MiB stay free for others",
+                fix="free disk space or lower the store's free_floor_bytes; serving goes on with"
+                " what is cached",
+            )
+
+    def look_again(self) -> None:
+        """The disk refused an extent; is there room for one by now? (page thread)"""
+        if not self.not_growing or not self._is_below_floor:
+            return  # other refusals end with the next attempt
+        try:
+            self.check_floor(min(self.budget.extent_bytes, self.budget.budget_bytes))
+        except (StoreError, OSError):
+            return
+        self.note_growth("")
+
+    def note_growth(self, refusal: str) -> None:
+        """One log line when the disk begins to refuse extents, one when it ends."""
+        was, self.not_growing = self.not_growing, refusal
+        if refusal and not was:
+            log.warning("store: no pages are added: %s", refusal)
+        elif was and not refusal:
+            log.warning("store: there is disk space again, pages are added as needed")

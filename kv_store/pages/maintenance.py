@@ -1,0 +1,324 @@
+"""Maintenance of a pool's pages: scrub, verify all, check, write ages, collect garbage.
+
+Owns no thread: each part is one short intent of the page thread, so a seal never waits for more
+than one page of it; what looks at every page takes the lock for one slice at a time. A bad page is
+recomputed by the caller, not here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+
+from kv_store import keys
+from kv_store.errors import StaleRef
+from kv_store.layout import PAGE_TOKENS
+from kv_store.ledger import queries, writes
+from kv_store.pages.allocator import EVICT_BATCH, EVICT_TO_PERCENT, SlotAllocator
+from kv_store.pages.core import StoreCore
+from kv_store.pages.index import EVICTABLE, SLICE_PAGES, SUPERSEDED, PageRef, PageState
+from kv_store.pages.load import PageLoader
+from kv_store.threads import new_future, settle
+
+SESSIONS_MAX = 10_000
+COMMIT_PAGES = 256  # evicted pages whose rows one commit of `collect` writes
+CHECK_SLOTS = 16_384  # compared by one `check`: it shares the interpreter with the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubResult:
+    """One page read again. `good` False: it is invalid now; `key` and `parent` say what it held,
+    `digest` is that of its payload when it was sealed."""
+
+    ref: PageRef
+    good: bool
+    key: bytes
+    parent: bytes
+    n_tokens: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Pages of `total` read so far: `good`, `bad` (invalid now), `gone` (evicted meanwhile)."""
+
+    total: int
+    good: int = 0
+    bad: int = 0
+    gone: int = 0
+    read_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> int:
+        return self.good + self.bad + self.gone
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What was forgotten. `places_other_reprs` are page slots of other models' extents."""
+
+    pages_evicted: int
+    tails_superseded: int
+    extents_other_reprs: int
+    places_other_reprs: int
+    sessions: int
+    turns: int
+
+
+Progress = Callable[[VerifyReport], None]
+
+
+class PageMaintenance:
+    """Maintenance of one pool."""
+
+    def __init__(self, core: StoreCore, allocator: SlotAllocator, loader: PageLoader) -> None:
+        self._core = core
+        self._slots = allocator
+        self._index = allocator.index
+        self._loader = loader
+        self._verifying: Future[VerifyReport] | None = None
+        self._unchecked = self._slices()
+
+    def scrub_next(self) -> Future[ScrubResult | None]:
+        """Read the page that was verified longest ago, never verified ones first.
+
+        A bad one becomes invalid. None = no page to read. Bytes come through the kernel's page
+        cache, as the lanes see them.
+        """
+        result: Future[ScrubResult | None] = new_future()
+        with self._core.lock:
+            page = self._index.least_verified()
+            if page is None:
+                result.set_result(None)
+                return result
+            ref, key, parent, n = page.ref, page.key, page.parent, page.n_tokens
+            digest = page.digest
+            checked = self._check(ref)
+
+        def done(future: Future[bool]) -> None:
+            error = future.exception()
+            if error is not None:
+                result.set_exception(error)
+                return
+            self._core.counters["pages_scrubbed"] += 1
+            result.set_result(ScrubResult(ref, future.result(), key, parent, n, digest))
+
+        checked.add_done_callback(done)
+        return result
+
+    def verify_all(self, progress: Progress | None = None) -> Future[VerifyReport]:
+        """Read every page; those that fail become invalid. Serving goes on in between.
+
+        `progress` is called on the page thread after each page. One run at a time: a second call
+        gets the first one's future.
+        """
+        with self._core.lock:
+            if self._verifying is not None and not self._verifying.done():
+                return self._verifying
+            result: Future[VerifyReport] = new_future()
+            self._verifying = result
+            total = self._index.count(*EVICTABLE)
+        refs = self._evictable_refs()
+        self._verify_from(refs, VerifyReport(total), time.monotonic(), progress, result)
+        return result
+
+    def _evictable_refs(self) -> Iterator[PageRef]:
+        for ids in self._slices():
+            with self._core.lock:
+                pages = filter(None, map(self._index.find, ids))
+                refs = [page.ref for page in pages if page.state in EVICTABLE]
+            yield from refs
+
+    def _verify_from(
+        self,
+        left: Iterator[PageRef],
+        report: VerifyReport,
+        start: float,
+        progress: Progress | None,
+        result: Future[VerifyReport],
+    ) -> None:
+        """Check one page, then the rest."""
+
+        def done(future: Future[bool]) -> None:
+            error = future.exception()
+            if error is not None and not isinstance(error, StaleRef):
+                result.set_exception(error)  # the store is closed
+                return
+            counted = _counted(
+                report, future, self._slots.layout.page_bytes, time.monotonic() - start
+            )
+            try:
+                if progress is not None:
+                    progress(counted)
+            except Exception as failed:  # else the caller's future would never resolve
+                result.set_exception(failed)
+                return
+            # through the queue: others' work goes in between, and the stack stays flat
+            again = self._core.thread.submit(
+                lambda: self._verify_from(left, counted, start, progress, result)
+            )
+            if again.done() and (closed := again.exception()) and not result.done():
+                result.set_exception(closed)
+
+        ref = next(left, None)
+        if ref is None:
+            result.set_result(replace(report, total=report.done))
+            return
+        self._check(ref).add_done_callback(done)
+
+    def _check(self, ref: PageRef) -> Future[bool]:
+        """Verify or load, whichever the page needs; StaleRef in the future if it is gone."""
+        with self._core.lock:
+            try:
+                if self._index.get(ref).state is PageState.PUBLISHED:
+                    return self._loader.verify(ref)
+                return self._loader.load_one(ref)
+            except StaleRef as error:
+                gone: Future[bool] = new_future()
+                gone.set_exception(error)
+                return gone
+
+    # -- in slices ----------------------------------------------------------------------------
+
+    def _slices(self) -> Iterator[range]:
+        """The ids of every slot, a few at a time."""
+        for info in list(self._slots.infos):
+            last = info.first_page_id + info.slots
+            for first in range(info.first_page_id, last, SLICE_PAGES):
+                yield range(first, min(first + SLICE_PAGES, last))
+
+    def check(self) -> None:
+        """Compare the next CHECK_SLOTS slots with the indexes, in slices; after the last slot the
+        first follows. Raises AssertionError."""
+        with self._core.lock:
+            self._index.check_sums()
+            assert len(self._index) == sum(info.slots for info in self._slots.infos)
+        left = CHECK_SLOTS
+        while left > 0:
+            ids = next(self._unchecked, None)
+            if ids is None:
+                self._unchecked = self._slices()
+                return
+            with self._core.lock:
+                for page in filter(None, map(self._index.find, ids)):
+                    self._index.check_page(page)
+            left -= len(ids)
+
+    def write_ages(self, count: int | None = None) -> None:
+        """Record priority and age of up to `count` pages (None: of all) that were used since."""
+        left = len(self._index.dirty_lru) if count is None else count
+        dirty = self._index.dirty_lru
+        while left > 0 and dirty:
+            with self._core.lock:
+                ids = [dirty.pop() for _ in range(min(len(dirty), left, SLICE_PAGES))]
+                rows = tuple(
+                    (page.page_id, page.gen, page.priority, page.lru_seq)
+                    for page_id in ids
+                    if (page := self._index.find(page_id)) is not None and page.listed
+                )
+                if rows:
+                    self._core.ledger.append(writes.AgePages(rows))
+            left -= len(ids)
+
+    def collect(self) -> tuple[int, int]:
+        """Evict superseded tails, then to the target, in slices: (pages, tails)."""
+        with self._core.lock:
+            parents = self._index.tail_parents()
+        for first in range(0, len(parents), SLICE_PAGES):
+            with self._core.lock:
+                self._index.supersede_tails(parents[first : first + SLICE_PAGES])
+        tails = evicted = 0
+        while done := self._evict(COMMIT_PAGES, SUPERSEDED):
+            tails += done
+        low = self._slots.slots_max * EVICT_TO_PERCENT // 100
+        while (over := self._index.used - low) > 0:
+            done = self._evict(min(over, COMMIT_PAGES))
+            evicted += done
+            if not done:
+                break
+        return evicted, tails
+
+    def _evict(self, count: int, priority_max: int | None = None) -> int:
+        """Evict up to `count` pages and wait until their rows are written: records that wait by
+        the ten thousand would make Python's collector run for as long as a hundred milliseconds
+        inside some hold of the lock."""
+        evicted = 0
+        while evicted < count:
+            with self._core.lock:
+                done = self._slots.evict(min(count - evicted, EVICT_BATCH), priority_max)
+            evicted += done
+            if not done:
+                break
+        wait([self._core.ledger.commit()])
+        return evicted
+
+    def drop_tails(self, tokens: keys.Tokens | bytes, tenant: str, salt: bytes) -> Future[int]:
+        """Free the parked tails of a timeline whose session was dropped; gives how many.
+
+        Not those in use, and none up to which another session of `tenant` has the same tokens: a
+        fork resumes from it. Never fails; what stays is evicted in time as any page is.
+        """
+        ids = keys.token_bytes(tokens)
+        parents = [keys.ROOT_KEY, *keys.chain_keys(ids, self._slots.repr_id, salt)]
+        with self._core.lock:
+            tails = self._tails_of(ids, parents, salt)
+        result: Future[int] = new_future()
+        if not tails:
+            result.set_result(0)
+            return result
+        ends = [end for end, _ in tails]
+
+        def free(done: Future[int]) -> int:
+            shared = ends[-1] if done.exception() is not None else done.result()
+            freed = 0
+            with self._core.lock:
+                for end, ref in tails:
+                    if end > shared and self._is_idle(ref):
+                        self._slots.release(self._index.get(ref))
+                        freed += 1
+                self._core.counters["tails_dropped"] += freed
+            self._core.ledger.commit()
+            return freed
+
+        asked = self._core.ledger.read(lambda db: queries.longest_shared(db, tenant, ids, ends))
+        asked.add_done_callback(lambda done: settle(result, lambda: free(done)))
+        return result
+
+    def _is_idle(self, ref: PageRef) -> bool:
+        """The page is there and not pinned."""
+        page = self._index.find(ref.page_id)
+        return page is not None and page.ref == ref and page.state in EVICTABLE and not page.pins
+
+    def _tails_of(
+        self, ids: bytes, parents: Sequence[bytes], salt: bytes
+    ) -> list[tuple[int, PageRef]]:
+        """(tokens before its end, tail) of every resident tail of a timeline, in that order."""
+        found: list[tuple[int, PageRef]] = []
+        for index, parent in enumerate(parents):
+            rest = ids[index * PAGE_TOKENS * 4 : (index + 1) * PAGE_TOKENS * 4]
+            for n in reversed(self._index.tail_lengths(parent, len(rest) // 4)):
+                part = rest[: n * 4]
+                page = self._index.resident(
+                    keys.content_key(parent, part, self._slots.repr_id, salt)
+                )
+                if page is not None and page.tokens == part:
+                    found.append((index * PAGE_TOKENS + n, page.ref))
+        return found
+
+
+def _counted(
+    report: VerifyReport, future: Future[bool], page_bytes: int, seconds: float
+) -> VerifyReport:
+    if future.exception() is not None:
+        return replace(report, gone=report.gone + 1, seconds=seconds)
+    good = future.result()
+    return replace(
+        report,
+        good=report.good + good,
+        bad=report.bad + (not good),
+        read_bytes=report.read_bytes + page_bytes,
+        seconds=seconds,
+    )

@@ -1,0 +1,287 @@
+"""The pages of one representation in an open store: match, pin, where a page is, its proof.
+
+Composed of an index (states and order), an allocator (slots and eviction), a loader (reading back),
+a sealer (arena to manifest) and their maintenance. What pools share is in `core`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kv_store import keys
+from kv_store.errors import StaleRef
+from kv_store.layout import PAGE_TOKENS, Descriptor
+from kv_store.ledger.ledger import PageRow
+from kv_store.pages.allocator import Retracted, SlotAllocator
+from kv_store.pages.core import StoreCore
+from kv_store.pages.index import RESIDENT, Page, PageEvent, PageIndex, PageRef
+from kv_store.pages.load import PageLoader
+from kv_store.pages.maintenance import PageMaintenance
+from kv_store.pages.seal import PageSealer, Ticket
+
+__all__ = ["PagePool", "PageProof", "Ticket"]
+
+
+MATCH_SLICE = 64  # pages looked up under one hold of the lock
+INVALIDATE_SLICE = 16  # pages retracted, or freed, under one
+
+
+@dataclass(frozen=True, slots=True)
+class PageProof:
+    """What a lane needs to verify an extent copy through its own mapping: XXH3-128 of the whole
+    page with `seed` must equal `checksum`."""
+
+    slot_code: int
+    seed: int
+    checksum: bytes
+
+
+class PagePool:
+    """The pages of one representation. Methods without a Future do no I/O.
+
+    From the parts: `load`, `cold`, `verify` of PageLoader; `reserve`, `seal`, `publish`, `abort` of
+    PageSealer; `scrub_next`, `verify_all`, `drop_tails` of PageMaintenance.
+    """
+
+    def __init__(self, core: StoreCore, descriptor: Descriptor) -> None:
+        self.core = core
+        self.descriptor = descriptor
+        self.layout = descriptor.layout
+        self.repr_id = descriptor.repr_id
+        self.index = PageIndex()
+        self.allocator = SlotAllocator(core, self.index, descriptor)
+        self.loader = PageLoader(core, self.allocator)
+        self.sealer = PageSealer(core, self.allocator, self.loader)
+        self.maintenance = PageMaintenance(core, self.allocator, self.loader)
+        self.load, self.cold, self.verify = self.loader.load, self.loader.cold, self.loader.verify
+        self.reserve, self.seal = self.sealer.reserve, self.sealer.seal
+        self.publish, self.abort = self.sealer.publish, self.sealer.abort
+        self.scrub_next = self.maintenance.scrub_next
+        self.verify_all = self.maintenance.verify_all
+        self.drop_tails = self.maintenance.drop_tails
+        core.pools.append(self.allocator)
+
+    @property
+    def slots_max(self) -> int:
+        """Pages the budget allows."""
+        return self.allocator.slots_max
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether an extent is being allocated: a refused `reserve` may soon succeed."""
+        return self.allocator.is_growing
+
+    @property
+    def bytes_loading(self) -> int:
+        """Of pages that were asked for before and are still being read."""
+        return self.loader.bytes_loading
+
+    def match_prefix(
+        self,
+        tokens: keys.Tokens | bytes,
+        salt: bytes,
+        *,
+        tokens_max: int | None = None,
+        pin: bool = False,
+        priority: int | None = None,
+    ) -> list[PageRef]:
+        """The longest run of full pages, from the first token on, that the store knows.
+
+        Token ids are compared, not only their hash. At most `tokens_max` tokens are covered.
+        Pages that were not read since start are included: `load()` them before use.
+        """
+        ids, parent, found = keys.token_bytes(tokens), keys.ROOT_KEY, list[PageRef]()
+        if tokens_max is not None:
+            ids = ids[: max(0, tokens_max) * 4]
+        step = PAGE_TOKENS * 4
+        ends = range(step, len(ids) + 1, step)
+        for first in range(0, len(ends), MATCH_SLICE):  # hashed outside the lock
+            links = list[tuple[bytes, bytes]]()
+            for end in ends[first : first + MATCH_SLICE]:
+                part = ids[end - step : end]
+                parent = keys.content_key(parent, part, self.repr_id, salt)
+                links.append((parent, part))
+            count = len(found)
+            with self.core.lock:
+                for key, part in links:
+                    page = self.index.resident(key)
+                    if page is None or page.tokens != part:
+                        break
+                    self.index.touch(page, priority)
+                    if pin:
+                        self.index.pin(page)
+                    found.append(page.ref)
+            if len(found) - count < len(links):
+                break
+        self.core.counters["pages_matched"] += len(found)
+        return found
+
+    def find_tail(
+        self,
+        parent: bytes,
+        tokens: keys.Tokens | bytes,
+        salt: bytes,
+        *,
+        pin: bool = False,
+        priority: int | None = None,
+    ) -> PageRef | None:
+        """The longest parked tail after `parent` whose tokens `tokens` starts with.
+
+        `tokens` start at the page's first position; `page_tokens(ref)` says how many are covered.
+        Like a match it may not have been read since start: `load()` it before use.
+        """
+        ids = keys.token_bytes(tokens)[: (PAGE_TOKENS - 1) * 4]
+        with self.core.lock:
+            for n in self.index.tail_lengths(parent, len(ids) // 4):
+                part = ids[: n * 4]
+                page = self.index.resident(keys.content_key(parent, part, self.repr_id, salt))
+                if page is not None and page.tokens == part:
+                    self.index.touch(page, priority)
+                    if pin:
+                        self.index.pin(page)
+                    self.core.counters["tails_found"] += 1
+                    return page.ref
+        return None
+
+    def page_tokens(self, ref: PageRef) -> int:
+        """How many tokens the page holds: 256, or fewer for a parked tail. Raises StaleRef."""
+        with self.core.lock:
+            return self.index.get(ref).n_tokens
+
+    def key_of(self, parent: bytes, tokens: keys.Tokens | bytes, salt: bytes) -> bytes:
+        return keys.content_key(parent, tokens, self.repr_id, salt)
+
+    def unpin(self, ref: PageRef) -> None:
+        """Give one pin back. Raises StaleRef when there is none to give."""
+        with self.core.lock:
+            page = self.index.get(ref)
+            if page.pins < 1:
+                raise StaleRef(f"{page!r} is not pinned")
+            self.allocator.unpin(page)
+
+    def is_resident(self, ref: PageRef) -> bool:
+        """Whether the page may be read: not once it is invalid, though a pin keeps its slot."""
+        with self.core.lock:
+            try:
+                return self.index.get(ref).state in RESIDENT
+            except StaleRef:
+                return False
+
+    def find(self, key: bytes) -> PageRef | None:
+        """The page of a content key, if it is there; not pinned."""
+        with self.core.lock:
+            page = self.index.resident(key)
+            return None if page is None else page.ref
+
+    def invalidate(
+        self,
+        *pages: PageRef | bytes,
+        descendants: bool = False,
+        slot_failed: bool = False,
+        rootless: bool = False,
+    ) -> set[bytes]:
+        """Never serve these pages again, in this run or a later one. Gives the keys it covered.
+
+        A page is named by reference or by content key; one that is gone needs nothing. The named
+        pages go first, then level by level what follows them, a slice under each hold of the lock.
+        All their rows are freed by one commit: no later run finds a page without the one before it.
+
+        `descendants`: the content is wrong, and with it every page computed from it, whether the
+        named page is resident or not. `rootless`: also every page whose parent is not resident, as
+        its origin cannot be known, and what follows those. `slot_failed`: the bytes do not read
+        back as written; the second failure of a slot retires it; that says nothing about
+        descendants.
+        """
+        if slot_failed and (descendants or rootless):
+            raise ValueError("a failed slot says nothing about the content of other pages")
+        found, retracted = set[bytes](), list[Retracted]()
+        with self.core.lock:
+            named = {key for page in pages if (key := self._key_of(page))}
+            left = deque(named)
+            if rootless:
+                left.extend(page.key for page in self.index.rootless())
+        while left:
+            with self.core.lock:
+                for _ in range(INVALIDATE_SLICE):
+                    if not left:
+                        break
+                    page = self._next_invalid(left[0], descendants or rootless)
+                    if page is None:
+                        left.popleft()
+                        continue
+                    found.add(page.key)
+                    if page.key != left[0]:
+                        left.append(page.key)
+                    retracted.append(self.allocator.retract(page, slot_failed=slot_failed))
+        if retracted:
+            self.allocator.free_rows(retracted)
+            self.core.ledger.commit()
+        for first in range(0, len(retracted), INVALIDATE_SLICE):
+            with self.core.lock:
+                for page, _, _ in retracted[first : first + INVALIDATE_SLICE]:
+                    self.allocator.unpin(page)
+        return named | found
+
+    def _next_invalid(self, key: bytes, descendants: bool) -> Page | None:
+        """The page of a wrong key or, once that is retracted, one that follows it."""
+        page = self.index.resident(key)
+        if page is None and descendants:
+            page = next(self.index.children(key), None)
+        return page
+
+    def _key_of(self, page: PageRef | bytes) -> bytes:
+        """The content key that is meant; empty for a reference that is not resident, as another
+        page may have its key by now."""
+        if not isinstance(page, PageRef):
+            return page
+        try:
+            found = self.index.get(page)
+        except StaleRef:
+            return b""
+        return found.key if found.state in RESIDENT else b""
+
+    def slot_code(self, ref: PageRef) -> int:
+        """Where a lane finds the page: (extent index << 32) | slot."""
+        with self.core.lock:
+            self.index.get(ref)
+            return self.allocator.info(ref.page_id).slot_code(ref.page_id)
+
+    def proof(self, ref: PageRef) -> PageProof:
+        """How a lane checks the sealed or published page through its own mapping."""
+        with self.core.lock:
+            page = self.index.get(ref)
+            if not page.checksum:
+                raise StaleRef(f"{page!r} is not sealed")
+            return PageProof(
+                self.allocator.info(ref.page_id).slot_code(ref.page_id),
+                self.allocator.seed(page),
+                page.checksum,
+            )
+
+    def digest(self, ref: PageRef) -> bytes:
+        """The unseeded payload digest: what a recomputation must equal."""
+        with self.core.lock:
+            return self.index.get(ref).digest
+
+    def restore(self, row: PageRow) -> str:
+        """Put one manifest row into the index; the reason if it cannot be, else empty."""
+        page = self.index.find(row.ref.page_id)
+        if page is None or row.repr_id != self.repr_id:
+            return ""  # counted with its extent, or of another representation
+        if row.state == "bad":
+            self.index.apply(page, PageEvent.RETIRE)
+            return ""
+        if row.state != "published":
+            return ""
+        sizes = (len(row.key), len(row.parent), len(row.digest), len(row.checksum))
+        if sizes != (32, 32, 16, 16) or not 0 < len(row.tokens) <= PAGE_TOKENS * 4:
+            return "malformed row"
+        if self.index.resident(row.key) is not None:
+            return "repeated key"
+        page.key, page.parent, page.tokens = row.key, row.parent, row.tokens
+        page.digest, page.checksum = row.digest, row.checksum
+        page.listed = True
+        self.index.apply(page, PageEvent.LIST)
+        self.index.restore_age(page, row.priority, row.lru_seq)
+        return ""

@@ -1,0 +1,1 @@
+"""The admin socket and the client of both sockets."""

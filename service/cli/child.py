@@ -1,0 +1,158 @@
+"""A daemon as a child process on a free loopback port, for the demo and `chat MODEL.gguf`.
+
+Owns the child process and its scratch folder, and stops one and removes the other. A real
+installation runs the daemon under systemd instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from batchengine import errors
+from batchengine.core import BatchEngineError
+
+READY_SECONDS_MAX = 300.0
+STOP_SECONDS_MAX = 30.0
+LINES_KEPT = 40  # of the child's output, for the error message
+ROOT = Path(__file__).resolve().parents[2]
+_READY = re.compile(r"\s+ready\s+(?P<url>http://\S+)")
+
+
+class ChildDaemon:
+    """A child daemon; a context manager that always stops it and removes its scratch folder."""
+
+    def __init__(self, model: Path, on_line: Callable[[str], None], *extra: str) -> None:
+        self._on_line = on_line
+        self.url = ""
+        self.scratch = Path(tempfile.mkdtemp(prefix="batchengine-"))
+        if len(os.fsencode(self.scratch)) > 80:  # a unix socket path may have 107 bytes
+            self.scratch.rmdir()
+            self.scratch = Path(tempfile.mkdtemp(prefix="batchengine-", dir="/tmp"))
+        command = [
+            sys.executable,
+            "-m",
+            "service.cli.child_process",
+            str(os.getpid()),
+            str(self.scratch),
+        ]
+        command += ["serve", str(model), "--port", "0"]
+        command += ["--store", str(self.scratch / "kv"), "--allow-volatile-store"]
+        command += ["--cache-dir", str(self.scratch / "cache")]
+        command += ["--admin-socket", str(self.scratch / "admin.sock"), *extra]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        environment.pop("NOTIFY_SOCKET", None)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches us only; we stop the child in order
+            )
+        except BaseException:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            raise
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._kept: deque[str] = deque(maxlen=LINES_KEPT)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def admin_socket(self) -> str:
+        return str(self.scratch / "admin.sock")
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def wait_ready(self, seconds_max: float = READY_SECONDS_MAX) -> str:
+        """The base URL, once it serves; raises START_FAILED with the child's last error."""
+        deadline = time.monotonic() + seconds_max
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise self._failed(f"it was not ready after {seconds_max:g} s") from None
+            if line is None:
+                raise self._failed(f"it ended with exit code {self._process.wait()}")
+            self._kept.append(line)
+            self._on_line(line)
+            if found := _READY.match(line):
+                self.url = found["url"]
+                return self.url
+
+    def rest(self) -> list[str]:
+        """Lines printed since the last call."""
+        found: list[str] = []
+        with contextlib.suppress(queue.Empty):
+            while (line := self._lines.get_nowait()) is not None:
+                found.append(line)
+        return found
+
+    def _failed(self, why: str) -> BatchEngineError:
+        last = next((line for line in reversed(self._kept) if "BE" in line), "")
+        return errors.START_FAILED(why=why + (f"; it said: {last.strip()}" if last else ""))
+
+    def stop(self) -> int:
+        """Drains and ends the child; returns its exit code. Idempotent."""
+        process = self._process
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        code = process.wait()
+        self._reader.join(5.0)
+        if process.stdout is not None and not self._reader.is_alive():
+            process.stdout.close()
+        remove_scratch(self.scratch)
+        return code
+
+    def __enter__(self) -> ChildDaemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def remove_scratch(folder: Path) -> None:
+    """Removes the scratch folder; a worker on its way out may still put a file into it."""
+    for _ in range(30):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
+
+
+def stop_on_signals() -> None:
+    """SIGTERM and SIGHUP end this program like Ctrl-C, so that its child is stopped in order."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)

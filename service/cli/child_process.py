@@ -1,0 +1,47 @@
+"""The process of a `ChildDaemon`: the command line, drained by SIGTERM when its parent dies."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+
+from service.cli import main
+from service.cli.child import remove_scratch
+
+PR_SET_PDEATHSIG = 1
+
+
+def run(arguments: list[str]) -> None:
+    """`arguments`: the parent's pid, the scratch folder that it removes, the command line."""
+    parent, scratch, *command = arguments
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    code = main.EXIT_INTERRUPTED
+    try:
+        if os.getppid() == int(parent):  # else it died before the call above
+            code = main.run(command)
+    finally:
+        if os.getppid() != int(parent):
+            # Only after every thread has ended: one may still be packing weights into the folder.
+            atexit.register(_clean_up, Path(scratch))
+    sys.exit(code)
+
+
+def _clean_up(scratch: Path) -> None:
+    """What the parent would have done: ends the workers, removes the folder."""
+    workers = psutil.Process().children(recursive=True)
+    for worker in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
+    psutil.wait_procs(workers, timeout=5.0)
+    remove_scratch(scratch)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,333 @@
+"""The command line: serve, check, chat, ps, version; `sessions` and `store` have their modules.
+
+Owns option names, exit codes and how errors read in a terminal: one line with code, cause and
+fix; a traceback only with --debug. Imports heavy modules inside the commands that need them, so
+`version` and `--help` stay instant.
+
+Exit codes: 0 done · 1 failed, the reason is on stderr · 2 wrong usage or configuration ·
+3 the store is in use by another daemon · 4 no daemon answers · 75 the engine stopped by itself,
+start again · 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import cyclopts
+from cyclopts import Parameter
+
+import batchengine
+from batchengine import errors
+from batchengine.core import BatchEngineError
+from service.cli import sessions, store
+from service.cli.options import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_LOCKED,
+    EXIT_NO_DAEMON,
+    EXIT_USAGE,
+    ConfigFile,
+    Debug,
+    Json,
+    Socket,
+    admin_path,
+    print_json,
+    print_table,
+)
+
+EXIT_CODES = {
+    "invalid_configuration": EXIT_USAGE,
+    "no_daemon": EXIT_NO_DAEMON,
+    "store_locked": EXIT_LOCKED,
+}
+LANES_MAX = 16
+REQUEST_COLUMNS = (
+    "request_id", "session_id", "class", "state", "lane", "prompt_tokens", "cached_tokens",
+    "completion_tokens", "age_ms",
+)  # fmt: skip
+URL_DEFAULT = "http://127.0.0.1:7717/v1"
+
+app = cyclopts.App(
+    name="batchengine",
+    help="Serves an open-weight LLM (GGUF) to fleets of agents through an OpenAI-compatible API.",
+    version=batchengine.__version__,
+    version_flags=["--version"],
+    help_epilogue="Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 store in use,"
+    " 4 no daemon, 75 engine stopped, 130 interrupted.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script: runs one command and exits with its code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """One command; returns the exit code, prints errors as one readable line."""
+    debug = "--debug" in arguments
+    try:
+        result = app(
+            list(arguments),
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
+        )
+        return result if isinstance(result, int) else 0
+    except cyclopts.CycloptsError as error:
+        text = " ".join(str(error).split())
+        if isinstance(error, cyclopts.UnusedCliTokensError):
+            text = f"nothing here is called {' '.join(error.unused_tokens or [])!r}."
+        print(f"batchengine: {text} Fix: see `batchengine --help`", file=sys.stderr)
+        return EXIT_USAGE
+    except BatchEngineError as error:
+        if debug:
+            raise
+        print(f"batchengine: {error}", file=sys.stderr)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `batchengine ps | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        print(
+            f"batchengine: {errors.INTERNAL_ERROR.code} unexpected {type(error).__name__}: {error}."
+            " Fix: run again with --debug and report the traceback",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+
+
+def exit_code(error: BatchEngineError) -> int:
+    """The documented exit code of an error."""
+    return EXIT_CODES.get(error.name, EXIT_FAILED)
+
+
+@app.command
+def serve(
+    model: Annotated[Path | None, Parameter(help="The GGUF file to serve.")] = None,
+    /,
+    *,
+    config: ConfigFile = None,
+    host: Annotated[
+        str | None, Parameter(help="Address to listen on; loopback by default.")
+    ] = None,
+    port: Annotated[
+        int | None, Parameter(help="TCP port; 7717 by default, 0 = a free one.")
+    ] = None,
+    lanes: Annotated[
+        int | None,
+        Parameter(help="Divide the cores into so many CPU lanes: fast, bulk, bulk2, ..."),
+    ] = None,
+    threads: Annotated[
+        int | None, Parameter(help="Compute threads of the CPU lane; with --lanes, of each.")
+    ] = None,
+    ctx: Annotated[int | None, Parameter(help="Tokens a session may hold.")] = None,
+    model_id: Annotated[str | None, Parameter(help="The name clients use.")] = None,
+    store: Annotated[Path | None, Parameter(help="Folder of KV pages and ledger.")] = None,
+    allow_volatile_store: Annotated[
+        bool | None, Parameter(negative=(), help="Accept a store that a reboot may empty.")
+    ] = None,
+    cache_dir: Annotated[Path | None, Parameter(help="Folder of packed weights.")] = None,
+    api_key_file: Annotated[
+        Path | None, Parameter(help="File with one API key per line; then every route needs one.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, Parameter(negative=(), help="More names accepted in the Host header.")
+    ] = None,
+    admin_socket: Socket = None,
+    debug: Debug = False,
+) -> int:
+    """Serve a model until SIGTERM or Ctrl-C (the second one does not wait)."""
+    from service import daemon
+
+    overrides: dict[str, object] = {
+        "model.path": None if model is None else str(model),
+        "model.id": model_id,
+        "server.host": host,
+        "server.port": port,
+        "server.admin_socket": admin_socket,
+        **_lane_overrides(lanes, threads),
+        "limits.context_tokens": ctx,
+        "store.dir": None if store is None else str(store.absolute()),
+        "store.allow_volatile": allow_volatile_store,
+        "cache_dir": None if cache_dir is None else str(cache_dir.absolute()),
+        "debug": debug or None,
+    }
+    if allow_host:
+        overrides["server.allowed_hosts"] = ["localhost", "127.0.0.1", "[::1]", *allow_host]
+    overrides.update(_key_overrides(api_key_file))
+    return daemon.run(_load(config, overrides, needs_model=True))
+
+
+def _lane_overrides(count: int | None, threads: int | None) -> dict[str, object]:
+    """One lane, or a fast one and bulk ones: each gets its share of the cores."""
+    if count is None:
+        return {"lane.threads": threads}
+    if not 1 <= count <= LANES_MAX:
+        raise errors.LANE_COUNT(count=count, most=LANES_MAX)
+    names = ["fast", "bulk", *(f"bulk{i}" for i in range(2, count))][:count]
+    tables: list[dict[str, object]] = [
+        {"name": name, "tier": "fast" if name == "fast" else "bulk"} for name in names
+    ]
+    for table in tables if threads is not None else ():
+        table["threads"] = threads
+    return {"lane": tables if count > 1 else [{"threads": threads or 0}]}
+
+
+def _key_overrides(path: Path | None) -> dict[str, object]:
+    """Keys of a file, each named by its digest: the tenant stays when lines move."""
+    import hashlib
+
+    if path is None:
+        return {}
+    from service.http.access import key_lines
+
+    keys = key_lines(path)
+    if not keys:
+        fix = "write one key per line: openssl rand -hex 24 makes one"
+        raise errors.API_KEY_FILE(path=path, problem="holds no key", fix=fix)
+    return {
+        f"auth.keys.key-{hashlib.sha256(key.encode()).hexdigest()[:12]}.key": key for key in keys
+    }
+
+
+def _load(path: Path | None, overrides: dict[str, object], *, needs_model: bool) -> Any:
+    from batchengine import config as configuration
+
+    loaded = configuration.load(None if path is None else str(path), overrides)
+    if not needs_model:
+        return loaded
+    if not loaded.model.path:
+        raise errors.NO_MODEL()
+    configuration.check_model_file(loaded.model.path)
+    return loaded
+
+
+@app.command
+def check(*, config: ConfigFile = None, json: Json = False, debug: Debug = False) -> int:
+    """Check a configuration without starting anything."""
+    from batchengine import config as configuration
+    from service.http import access
+
+    loaded = _load(config, {}, needs_model=config is not None)
+    access.check_bind(loaded)
+    found = configuration.warnings(loaded) + configuration.disk_warnings(loaded)
+    if json:
+        print_json({"ok": True, "warnings": found, "model": loaded.model.path})
+        return 0
+    for text in found:
+        print(f"warning: {text}")
+    print(f"ok: {config if config is not None else 'built-in defaults'}")
+    return 0
+
+
+@app.command
+def chat(
+    model: Annotated[
+        Path | None, Parameter(help="A GGUF file: start a daemon for this conversation only.")
+    ] = None,
+    /,
+    *,
+    url: Annotated[
+        str, Parameter(env_var="BATCHENGINE_URL", help="Address of a running daemon.")
+    ] = URL_DEFAULT,
+    system: Annotated[str | None, Parameter(help="System message.")] = None,
+    session: Annotated[str | None, Parameter(help="Session id to go on with.")] = None,
+    sla_class: Annotated[
+        str, Parameter(name="--class", help="interactive, standard, background or batch.")
+    ] = "interactive",
+    temperature: Annotated[float, Parameter(help="0 = always the likeliest token.")] = 0.7,
+    max_tokens: Annotated[int | None, Parameter(help="Tokens per answer at most.")] = None,
+    api_key_file: Annotated[Path | None, Parameter(help="File with the API key.")] = None,
+    debug: Debug = False,
+) -> int:
+    """Talk to a model in the terminal. /reset starts anew, /quit or Ctrl-D leaves."""
+    from service.cli import chat
+
+    key = os.environ.get("BATCHENGINE_API_KEY", "")
+    if api_key_file is not None:
+        from service.http.access import key_lines
+
+        key = next(iter(key_lines(api_key_file)), "")
+    options = chat.Options(
+        system=system,
+        session=session,
+        sla_class=sla_class,
+        temperature=temperature,
+        max_tokens=max_tokens,
+    )
+    return chat.run(url, key, options, model)
+
+
+@app.command
+def ps(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
+    """What the daemon is computing now."""
+    from service.admin.client import admin
+
+    path = admin_path(admin_socket)
+    status = admin(path, "status")["status"]
+    requests = admin(path, "requests")["requests"]
+    if json:
+        print_json({"status": status, "requests": requests})
+        return 0
+    print(
+        f"{status['model'] or '(loading)'}  {status['state']}  {status['address']}"
+        f"  pid {status['pid']}  batchengine {status['version']}"
+    )
+    for lane in status["lanes"]:
+        shown = {name: value for name, value in lane.items() if value != ""}
+        print("lane  " + "  ".join(f"{name}={value}" for name, value in shown.items()))
+    stats = status["stats"]
+    if "kv_tier" in stats:
+        kv, ledger, durability = stats["kv_tier"], stats["ledger"], stats["durability"]
+        print(f"store  kv={kv}  ledger={ledger}  durability={durability}")
+    for trouble in stats.get("troubles", ()):
+        print(f"warning  {trouble}")
+    print_table([_request_row(row) for row in requests], "nothing is running")
+    return 0
+
+
+def _request_row(row: dict[str, Any]) -> dict[str, Any]:
+    """One request as `ps` shows it: times as actual/predicted."""
+    shown = {name: row.get(name) for name in REQUEST_COLUMNS}
+    for name in ("ttft_ms", "tpot_ms"):
+        actual, predicted = row.get(name), row.get(f"predicted_{name}")
+        shown[f"{name}/predicted"] = f"{_ms(actual)}/{_ms(predicted)}"
+    return shown
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+@app.command
+def version(*, json: Json = False, debug: Debug = False) -> int:
+    """The version of this installation."""
+    import platform
+
+    facts = {
+        "batchengine": batchengine.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    if json:
+        print_json(facts)
+    else:
+        print(f"batchengine {facts['batchengine']}  python {facts['python']}  {facts['machine']}")
+    return 0
+
+
+sessions.add(app)
+store.add(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""`store`: numbers, verification and garbage collection of a running daemon's store; offline fsck.
+
+Exit codes of fsck: 0 sound, or repaired and then found sound · 1 errors are left · 2 not a store,
+or one of a newer program · 3 a daemon holds it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import cyclopts
+from cyclopts import Parameter
+
+from batchengine import errors
+from service.admin.client import admin
+from service.cli import render
+from service.cli.options import Debug, Json, Socket, admin_path, print_json
+
+if TYPE_CHECKING:
+    from kv_store.fsck import Finding, FsckReport
+
+CHORE_S = 24 * 3600.0  # a terabyte takes its time
+
+store = cyclopts.App(name="store", help="The KV store: stat, verify, gc; fsck without a daemon.")
+
+
+def add(app: cyclopts.App) -> None:
+    """The commands of this module."""
+    app.command(store)
+
+
+@store.command
+def stat(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
+    """How full the store is, how fast, and what has happened to its pages."""
+    found = _op(admin_socket, "stat")
+    if json:
+        print_json(found)
+        return 0
+    for name, value in sorted(found.items()):
+        print(f"{name:<26} {_number(name, value)}")
+    return 0
+
+
+def _number(name: str, value: Any) -> str:
+    if name.endswith("_bytes_per_s"):
+        return f"{render.size(value)}/s" if value else "not measured yet"
+    if "bytes" in name and isinstance(value, int | float):
+        return render.size(value)
+    if isinstance(value, float):
+        return f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) else value or "-"
+
+
+@store.command
+def verify(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
+    """Read every page and drop those that are damaged; serving goes on. Exit code 1 = some were."""
+    found = _op(admin_socket, "verify")
+    if json:
+        print_json(found)
+    else:
+        print(
+            f"{found['total']:,} pages, {render.size(found['read_bytes'])} read in"
+            f" {found['seconds']:,.1f} s: {found['good']:,} good, {found['bad']:,} damaged and"
+            f" dropped, {found['gone']:,} evicted meanwhile"
+        )
+        if found["bad"]:
+            print("sessions that had damaged pages compute them again; answers do not change")
+    return 1 if found["bad"] else 0
+
+
+@store.command
+def gc(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
+    """Forget what may go: pages beyond the target, other models' KV, the oldest history."""
+    found = _op(admin_socket, "gc")
+    if json:
+        print_json(found)
+    else:
+        print(
+            f"forgotten: {found['pages_evicted']:,} pages, {found['tails_superseded']:,} outgrown"
+            f" tails, {found['extents_other_reprs']:,} extents of other models,"
+            f" {found['sessions']:,} sessions, {found['turns']:,} turns"
+        )
+    return 0
+
+
+def _op(socket: str | None, op: str) -> dict[str, Any]:
+    return admin(admin_path(socket), "store", op=op, patience_s=CHORE_S)["store"]
+
+
+@store.command
+def fsck(
+    path: Annotated[Path, Parameter(help="The store's folder; no daemon may use it.")],
+    /,
+    *,
+    repair: Annotated[
+        bool, Parameter(negative=(), help="Repair what is found; without it nothing changes.")
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Check a store that no daemon uses, page by page. Exit codes: 0 sound or repaired, 1 errors
+    left, 2 not a store, 3 in use."""
+    found = _check(path, repair, quiet=json)
+    left = found
+    if repair and not found.ok:
+        left = _check(path, False, quiet=True)  # believe the disk, not the repair
+    if json:
+        print_json(_plain(found) | {"ok_now": left.ok})
+    else:
+        _print_report(found)
+        if repair and not found.ok:
+            print("repaired, and sound now" if left.ok else "errors are left after the repair")
+        elif any(_helps(finding) for finding in found.findings):
+            print(f"Fix: batchengine store fsck {path} --repair")
+        elif not found.ok:
+            print(
+                f"Fix: restore {path} from a copy, or move it away: the next start makes a new one"
+            )
+    return 0 if left.ok else 1
+
+
+def _helps(finding: Finding) -> bool:
+    return finding.severity == "error" and not finding.repair.startswith("nothing")
+
+
+def _check(path: Path, repair: bool, *, quiet: bool) -> FsckReport:
+    from kv_store.errors import StoreError, StoreLocked, StoreUnsupported, StoreVersion
+    from kv_store.fsck import fsck as check_store
+
+    def progress(done: int, total: int) -> None:
+        if not quiet and sys.stderr.isatty():
+            print(f"\r{done:,} of {total:,} pages", end="", file=sys.stderr, flush=True)
+
+    try:
+        report = check_store(path, repair=repair, progress=progress)
+    except (StoreError, OSError) as error:
+        row = errors.STORE_UNUSABLE
+        if isinstance(error, StoreLocked):
+            row = errors.STORE_LOCKED
+        elif isinstance(error, StoreUnsupported | StoreVersion):
+            row = errors.NOT_A_STORE
+        what = error.what if isinstance(error, StoreError) else f"cannot check {path}"
+        why = error.why if isinstance(error, StoreError) else error.strerror or str(error)
+        fix = error.fix if isinstance(error, StoreError) else ""
+        if isinstance(error, StoreLocked):
+            fix = "stop that daemon first, or have it check itself: `batchengine store verify`"
+        fix = fix or "name the folder given to serve --store, as the user who runs the daemon"
+        raise row(what=what, why=why, fix=fix) from None
+    if not quiet and sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return report
+
+
+def _print_report(report: FsckReport) -> None:
+    print(f"store {report.path}")
+    counts = ", ".join(
+        f"{count:,} {name.replace('_', ' ')}"
+        for name, count in sorted(report.counts.items())
+        if name not in ("errors", "warnings", "infos")
+    )
+    print(f"  closed {'in order' if report.clean else 'by a crash'}; {counts or 'empty'}")
+    for finding in report.findings:
+        print(f"  {finding.severity:<8} {finding.what}: {finding.why}")
+        print(f"           {'done' if report.repaired else 'repair'}: {finding.repair}")
+    warned = f", with {n:,} warnings" if (n := report.counts["warnings"]) else ""
+    print(f"  sound{warned}" if report.ok else f"  {report.counts['errors']:,} errors")
+
+
+def _plain(report: FsckReport) -> dict[str, Any]:
+    return {
+        "path": report.path,
+        "ok": report.ok,
+        "repaired": report.repaired,
+        "store_uuid": report.store_uuid,
+        "epoch": report.epoch,
+        "clean": report.clean,
+        "counts": dict(report.counts),
+        "findings": [
+            {
+                "severity": finding.severity,
+                "what": finding.what,
+                "why": finding.why,
+                "repair": finding.repair,
+            }
+            for finding in report.findings
+        ],
+    }

@@ -1,0 +1,265 @@
+"""The daemon: one process from the first banner line to the last log line.
+
+Owns start-up order (socket first, so that a port in use costs nothing; then HTTP, which answers
+503 while the engine loads; then the engine), signals, notifications and the drain. The banner
+holds only what is true when a line is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+
+import batchengine
+from batchengine import config as configuration
+from batchengine.config import Config, LaneConfig
+from batchengine.core import Stage
+from service.admin.socket import AdminSocket
+from service.engine_api import EngineApi
+from service.http import access, app
+from service.http.listener import Listener, bind
+from service.notify import Notifier
+
+log = logging.getLogger("batchengine.service")
+
+EXIT_OK = 0
+EXIT_FAILED = 1  # readable error on stderr
+EXIT_FORCED = 130  # second signal
+# A dying parent's signal can arrive once per thread, a terminal's once per process of the group.
+SIGNAL_TWINS_S = 0.3
+EXIT_ENGINE_LOST = 75  # the engine stopped by itself: restart me (EX_TEMPFAIL)
+CONNECTIONS_SPARE = 64  # health checks and metrics still get in when every stream is taken
+OPEN_FILES = 65_536
+FILES_KEPT = 192  # extents, ledger, worker sockets, logs
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def run(config: Config, make_engine: Callable[[Config], EngineApi] | None = None) -> int:
+    """Serves until a signal; returns the exit code. Raises BatchEngineError before it serves."""
+    access.check_bind(config)
+    _start_logging(config.debug)
+    _raise_file_limit()
+    sock = bind(config.server.host, config.server.port)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop, debug=config.debug) as runner:
+            return runner.run(Daemon(config, make_engine or _real_engine).serve(sock))
+    finally:
+        sock.close()
+
+
+def _real_engine(config: Config) -> EngineApi:
+    from batchengine.engine import Engine  # loads the tokenizer: not for `version`
+
+    return Engine(config)
+
+
+def _start_logging(debug: bool) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    for noisy in ("asyncio", "aiohttp"):
+        logging.getLogger(noisy).setLevel(logging.INFO if debug else logging.WARNING)
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _connections_max(config: Config) -> int:
+    """Streams and a few more, but never so many that the engine's own files find no descriptor."""
+    wanted = config.limits.streams_max + CONNECTIONS_SPARE
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wanted if files < 0 else max(1, min(wanted, files - FILES_KEPT))
+
+
+def say(line: str) -> None:
+    """One banner line; a closed terminal is no reason to stop serving."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
+
+
+class Daemon:
+    """Start-up, waiting, drain."""
+
+    def __init__(self, config: Config, make_engine: Callable[[Config], EngineApi]) -> None:
+        self._config = config
+        self._make_engine = make_engine
+        self._notifier = Notifier()
+        self._stop = asyncio.Event()
+        self._stop_reason = ""
+        self._signal = ""  # the first one
+        self._signal_at = 0.0  # loop time
+
+    async def serve(self, sock: socket.socket) -> int:
+        """Runs the daemon on the running loop, from start to exit code."""
+        config = self._config
+        engine = self._make_engine(config)
+        service = app.Service.create(engine, config)
+        listener = Listener(app.build(service), sock, _connections_max(config))
+        admin = AdminSocket(Path(config.server.admin_socket), service, self._drain_by_command)
+        self._listen_for_signals(admin)
+        watchdog: asyncio.Task[None] | None = None
+        try:
+            await listener.open()
+            await admin.open()
+            for line in banner(config):
+                say(line)
+            watchdog = asyncio.create_task(
+                self._notifier.feed_watchdog(lambda: engine.fatal is None)
+            )
+            if not await self._start_engine(engine):
+                return EXIT_OK
+            self._announce(engine, listener.port)
+            return await self._wait(engine, service)
+        finally:
+            if watchdog is not None:
+                watchdog.cancel()
+            await listener.close()
+            await admin.close()
+            self._notifier.close()
+
+    async def _start_engine(self, engine: EngineApi) -> bool:
+        """True when ready; False when a signal came first."""
+        start = asyncio.create_task(engine.start(self._on_stage))
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                start.result()
+                return True
+            say(f"  stopped while loading ({self._stop_reason})")
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+            await engine.stop(0.0)
+            return False
+        except BaseException:
+            with contextlib.suppress(Exception):
+                await engine.stop(0.0)
+            raise
+        finally:
+            stop.cancel()
+
+    def _on_stage(self, stage: Stage) -> None:
+        line = stage_line(stage)
+        say(line)
+        self._notifier.stage(line.strip())
+
+    def _announce(self, engine: EngineApi, port: int) -> None:
+        host = self._config.server.host
+        base = f"http://{f'[{host}]' if ':' in host.strip('[]') else host}:{port}/v1"
+        info = engine.info
+        say(
+            f"  model   {info.model_id}  {info.arch} {info.quantisation}"
+            f"  {info.n_params / 1e6:,.1f} M parameters  {info.n_layer} layers"
+            f"  ctx {info.context_tokens:,} (trained for {info.context_trained:,})"
+        )
+        say(f"  ready   {base}   openai chat and text completions")
+        say(f"  next    batchengine chat --url {base}")
+        if engine.phase == "degraded":
+            say("  warning degraded: see /health")
+        self._notifier.ready(f"serving {info.model_id} on {base}")
+
+    async def _wait(self, engine: EngineApi, service: app.Service) -> int:
+        """Until a signal, `drain`, or an engine that stopped by itself; then drains."""
+        while not self._stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._stop.wait()
+            if engine.fatal is not None or engine.phase == "stopped":
+                log.critical("the engine cannot go on (%r): start again", engine.fatal)
+                service.accepting = False
+                await engine.stop(0.0)  # what runs ends with an error, not with silence
+                return EXIT_ENGINE_LOST
+        service.accepting = False
+        drain_s = self._config.server.drain_s
+        say(f"  drain   {self._stop_reason}: {len(service.live)} requests to finish")
+        self._notifier.stopping(f"draining {len(service.live)} requests", drain_s + 30)
+        await engine.stop(drain_s)
+        for _ in range(50):  # the last events are on their way to the sockets
+            if not service.live:
+                break
+            await asyncio.sleep(0.1)
+        say("  stopped")
+        return EXIT_OK
+
+    def _drain_by_command(self) -> None:
+        self._drain("drain command")
+
+    def _drain(self, reason: str) -> None:
+        if not self._stop.is_set():
+            self._stop_reason = reason
+            self._stop.set()
+
+    def _listen_for_signals(self, admin: AdminSocket) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal, number.name, admin)
+
+    def _on_signal(self, name: str, admin: AdminSocket) -> None:
+        """The first signal drains. The second leaves at once: what was sent is durable already.
+
+        After the `drain` command the first one changes nothing: service managers send it anyway.
+        """
+        now = asyncio.get_running_loop().time()
+        if not self._signal:
+            self._signal, self._signal_at = name, now
+            self._drain(name)
+            return
+        if name == self._signal and now - self._signal_at < SIGNAL_TWINS_S:
+            return
+        say(f"  forced  {name} again: leaving at once")
+        admin.unlink()
+        os._exit(EXIT_FORCED)
+
+
+def banner(config: Config) -> list[str]:
+    """What is known before anything is loaded."""
+    path = Path(config.model.path)
+    size = f"{path.stat().st_size / MIB:,.2f} MiB" if path.is_file() else "missing"
+    lines = [
+        f"batchengine {batchengine.__version__}",
+        f"  file    {path.name}  {size}",
+        f"  cpu     {os.cpu_count()} logical cores",
+        *(lane_line(lane) for lane in config.lanes),
+    ]
+    free_bytes = configuration.disk_free_bytes(config.store.dir)
+    free = "" if free_bytes is None else f"  ({free_bytes / GIB:,.0f} GiB free)"
+    lines += [
+        f"  kv      {config.store.dir}  budget {config.store.budget_bytes / GIB:,.1f} GiB{free}",
+        f"  admin   {config.server.admin_socket}",
+    ]
+    found = configuration.warnings(config) + configuration.disk_warnings(config)
+    lines += [f"  warning {text}" for text in found]
+    return lines
+
+
+def lane_line(lane: LaneConfig) -> str:
+    """`  lane    fast  cpu, tier fast, 4 threads on cores 0,1,2,3`"""
+    cores = ",".join(map(str, lane.cores))
+    tier = "" if lane.tier in ("", "any") else f", tier {lane.tier}"
+    threads = "1 thread" if lane.threads == 1 else f"{lane.threads} threads"
+    return f"  lane    {lane.name}  {lane.kind}{tier}, {threads} on cores {cores}"
+
+
+def stage_line(stage: Stage) -> str:
+    """`  [2/5] cpu kernels        self-test ok   0.4 s`"""
+    return (
+        f"  [{stage.index}/{stage.count}] {stage.name:<16} {stage.detail}   {stage.seconds:.1f} s"
+    )

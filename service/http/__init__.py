@@ -1,0 +1,1 @@
+"""The HTTP server: routes, access checks, admission, streaming, errors."""

@@ -1,0 +1,136 @@
+"""Access checks: API keys, the Host and Origin headers, the type of the body.
+
+Owns the checks that run before any route. Refuses to compare keys by anything but a constant-time
+comparison of their SHA-256, and to leave a single route open once a key exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from multidict import CIMultiDictProxy
+
+from batchengine import errors
+from batchengine.config import ApiKey, Config, is_loopback
+from service.protocols.carriers import Caller
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s]+)(:[0-9]{0,5})?")
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+class Keyring:
+    """The configured API keys, kept as digests only."""
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self._callers: list[tuple[bytes, Caller]] = []
+        for key in keys:
+            self._callers.append((_digest(key.key), Caller(key.name, key.sla_class)))
+
+    def __bool__(self) -> bool:
+        return bool(self._callers)
+
+    def __repr__(self) -> str:
+        return f"<Keyring {len(self._callers)} keys>"
+
+    def identify(self, headers: CIMultiDictProxy[str]) -> Caller:
+        """The caller behind `Authorization: Bearer` or `x-api-key`; raises 401."""
+        if not self._callers:
+            return Caller()
+        sent = _sent_key(headers)
+        digest = _digest(sent)
+        found: Caller | None = None
+        for known, caller in self._callers:  # every key is compared: no early exit to time
+            if hmac.compare_digest(known, digest):
+                found = caller
+        if found is None:
+            raise errors.INVALID_API_KEY(problem="wrong" if sent else "missing")
+        return found
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+
+
+def _sent_key(headers: CIMultiDictProxy[str]) -> str:
+    scheme, _, value = headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    return headers.get("x-api-key", "").strip()
+
+
+def key_lines(path: Path) -> list[str]:
+    """The keys in a file, one per line, # comments left out; refuses a file others can read."""
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        fix = "name a text file with one key per line"
+        raise errors.API_KEY_FILE(
+            path=path, problem="cannot be read", why=reason or "unreadable", fix=fix
+        ) from None
+    if stat.S_IMODE(mode) & 0o077 and os.name == "posix":
+        problem, why = "is open to other users", f"its mode is {stat.S_IMODE(mode):04o}"
+        raise errors.API_KEY_FILE(path=path, problem=problem, why=why, fix=f"chmod 600 {path}")
+    lines = [line.strip() for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+class OriginPolicy:
+    """Host, Origin and content headers against what the configuration allows."""
+
+    def __init__(self, config: Config) -> None:
+        names = {*config.server.allowed_hosts, *LOOPBACK, config.server.host}
+        self._hosts = {_host_name(name) for name in names if name} - {"0.0.0.0", "::"}
+        self._origins = {origin.lower().rstrip("/") for origin in config.server.allowed_origins}
+
+    def check(self, headers: CIMultiDictProxy[str]) -> None:
+        """Raises BatchEngineError 400 or 403 for a host or origin that is not ours."""
+        hosts = headers.getall("Host", [])
+        if len(hosts) != 1 or not hosts[0]:
+            raise errors.MALFORMED_HTTP()
+        if not _HOST.fullmatch(hosts[0]) or _host_name(hosts[0]) not in self._hosts:
+            raise errors.WRONG_HOST()
+        for origin in headers.getall("Origin", []):
+            own = (f"http://{hosts[0]}".lower(), f"https://{hosts[0]}".lower())
+            if origin.lower() not in self._origins and origin.lower() not in own:
+                raise errors.WRONG_ORIGIN()
+
+
+def check_content(headers: Mapping[str, str], content_type: str, charset: str | None) -> None:
+    """Raises 415 unless the body is plain, uncompressed application/json in UTF-8."""
+    encoding = headers.get("Content-Encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise errors.CONTENT_ENCODED(seen=encoding)
+    if "Content-Type" not in headers:
+        raise errors.WRONG_CONTENT_TYPE(seen="missing")
+    if content_type != "application/json" or (charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        raise errors.WRONG_CONTENT_TYPE(seen=repr(headers["Content-Type"]))
+
+
+def _host_name(host: str) -> str:
+    """Lower-case name without port and without a trailing dot: `[::1]:7717` -> `::1`."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    if host.count(":") == 1:
+        host = host.partition(":")[0]
+    return host.rstrip(".")
+
+
+def check_bind(config: Config) -> None:
+    """Raises HOST_EXPOSED: an address others can reach needs keys, and TLS in front (R18)."""
+    server = config.server
+    if is_loopback(server.host):
+        return
+    lacks = [] if config.auth else ["an API key: --api-key-file FILE"]
+    if not server.tls_terminated:
+        lacks.append("a TLS proxy in front: server.tls_terminated = true says that there is one")
+    if lacks:
+        raise errors.HOST_EXPOSED(host=server.host, lacks=" and ".join(lacks))

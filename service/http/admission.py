@@ -1,0 +1,125 @@
+"""State of the HTTP side: admission of requests, their bodies' memory, and what runs.
+
+Owns the one `Service` object and the keys under which aiohttp keeps a request's data. Routes are
+in `service.http.app` and `service.http.sessions`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from batchengine import errors
+from batchengine.config import Config
+from service.engine_api import EngineApi, GenerationApi
+from service.http.access import Keyring, OriginPolicy
+from service.protocols import requests
+from service.protocols.carriers import Caller
+
+log = logging.getLogger("batchengine.service")
+
+BODIES_BYTES_MAX = 256 << 20  # of all requests that are being read, parsed and tokenised
+
+
+@dataclass(slots=True)
+class Live:
+    """One HTTP request that has generations running: what `cancel` and `requests` look at."""
+
+    job: requests.HttpJob
+    generations: list[GenerationApi]
+    began: float
+
+
+@dataclass(slots=True)
+class Service:
+    """State of the HTTP side: the engine, the settings, and the requests that run."""
+
+    engine: EngineApi
+    config: Config
+    keyring: Keyring
+    origin_policy: OriginPolicy
+    live: dict[str, Live] = field(default_factory=dict[str, Live])
+    accepting: bool = True
+    preparing: int = 0  # requests on their way to `live`
+    bodies_bytes: int = 0  # of their bodies
+
+    @classmethod
+    def create(cls, engine: EngineApi, config: Config) -> Service:
+        return cls(engine, config, Keyring(config.auth), OriginPolicy(config))
+
+    def __repr__(self) -> str:
+        return f"<Service {self.engine.phase} live={len(self.live)} accepting={self.accepting}>"
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancels one request; False if it is not running."""
+        live = self.live.get(request_id)
+        if live is None:
+            return False
+        for generation in live.generations:
+            generation.cancel()
+        return True
+
+    @contextmanager
+    def admit(self) -> Generator[Admission, None, None]:
+        """Counts a request from before its body until it is live or refused; raises 429.
+
+        Bodies and tokenising cost as much as streams do: `streams_max` bounds both together.
+        """
+        busy, limit = len(self.live) + self.preparing, self.config.limits.streams_max
+        if busy >= limit:
+            raise errors.TOO_MANY_REQUESTS(running=busy, limit=limit)
+        admission = Admission(self)
+        self.preparing += 1
+        try:
+            yield admission
+        finally:
+            self.preparing -= 1
+            self.bodies_bytes -= admission.body_bytes
+
+    def enter(self, live: Live) -> Live:
+        """Registers a request that runs; a resumed one replaces the stream it takes over."""
+        self.live[live.job.request_id] = live
+        return live
+
+    def leave(self, live: Live, outcome: str) -> None:
+        """Ends a request: one line in the log, without any of the prompt or the answer."""
+        job = live.job
+        if self.live.get(job.request_id) is live:
+            del self.live[job.request_id]
+        log.info(
+            "%s %s class=%s session=%s choices=%d prompt_tokens=%d %.0f ms",
+            job.request_id,
+            outcome,
+            job.sla.sla_class,
+            live.generations[0].session_id or "-",
+            len(job.requests),
+            len(job.requests[0].prompt) if job.requests else 0,
+            1000 * (time.monotonic() - live.began),
+        )
+
+
+@dataclass(slots=True)
+class Admission:
+    """The memory that a request holds while it is prepared: the bytes of its body."""
+
+    service: Service
+    body_bytes: int = 0
+
+    def hold(self, byte_count: int) -> None:
+        """Adds bytes of its body; raises 503 when those of all requests are too many."""
+        self.body_bytes += byte_count
+        self.service.bodies_bytes += byte_count
+        bytes_max = max(BODIES_BYTES_MAX, self.service.config.server.body_bytes_max)
+        if self.service.bodies_bytes > bytes_max:
+            raise errors.TOO_MANY_BODIES(bytes_max=bytes_max)
+
+
+SERVICE = web.AppKey("service", Service)
+REQUEST_ID = web.RequestKey("request_id", str)
+HEADERS = web.RequestKey("headers", dict[str, str])  # for the reply, whatever it will be
+CALLER = web.RequestKey("caller", Caller)

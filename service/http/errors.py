@@ -1,0 +1,54 @@
+"""Errors as HTTP: the status of each kind, and the headers that go with it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from batchengine.core import BatchEngineError, Kind
+from service.protocols.openai import error_object
+
+STATUS: dict[Kind, int] = {
+    Kind.INVALID: 400,
+    Kind.UNAUTHENTICATED: 401,
+    Kind.FORBIDDEN: 403,
+    Kind.NOT_FOUND: 404,
+    Kind.MISSING: 404,
+    Kind.METHOD: 405,
+    Kind.TIMEOUT: 408,
+    Kind.CONFLICT: 409,
+    Kind.TOO_LARGE: 413,
+    Kind.MEDIA_TYPE: 415,
+    Kind.BUSY: 429,
+    Kind.INTERNAL: 500,
+    Kind.UNSUPPORTED: 501,
+    Kind.UNAVAILABLE: 503,
+}
+RETRY_MS = 1000  # where an error that passes by itself names no time
+
+
+def status_of(error: BatchEngineError) -> int:
+    """The HTTP status that answers `error`."""
+    return STATUS[error.kind]
+
+
+def error_bytes(error: BatchEngineError) -> bytes:
+    """OpenAI's error object as JSON, of routes that belong to no protocol."""
+    return msgspec.json.encode(error_object(error))
+
+
+def error_headers(error: BatchEngineError) -> dict[str, str]:
+    """Retry headers that the OpenAI and Anthropic SDKs obey; only where a retry makes sense."""
+    if error.kind not in (Kind.BUSY, Kind.UNAVAILABLE):
+        headers = {"x-should-retry": "false"}
+    else:
+        retry_ms = RETRY_MS if error.retry_ms is None else max(1, error.retry_ms)
+        headers = {
+            "Retry-After": str(-(-retry_ms // 1000)),
+            "retry-after-ms": str(retry_ms),
+            "x-should-retry": "true",
+        }
+    if error.kind is Kind.METHOD:
+        headers["Allow"] = str(error.details["allowed"])
+    if error.kind is Kind.UNAUTHENTICATED:
+        headers["WWW-Authenticate"] = 'Bearer realm="batchengine"'
+    return headers

@@ -1,0 +1,221 @@
+"""Events of submitted generations to an HTTP answer, streaming or whole.
+
+Owns the order of events of API 1.3 and the fan-in of several choices. However a handler ends
+(finish, error, disconnect, slow reader), every generation that still runs is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from batchengine import errors
+from batchengine.config import ServerConfig
+from batchengine.core import (
+    BatchEngineError,
+    DoneEvent,
+    ErrorEvent,
+    GenerationEvent,
+    QueuedEvent,
+    TokenEvent,
+)
+from service.engine_api import GenerationApi
+from service.http import sse
+from service.protocols.formatter import EventIds, Formatter, SseEvent
+
+log = logging.getLogger("batchengine.service")
+
+BATCHES_MAX = 256  # of all choices of one request, between their tasks and the socket
+
+Indexed = tuple[int, GenerationEvent]  # with the index of its choice
+
+
+class EventSource(Protocol):
+    """Events of all choices of one request; each choice ends with one DoneEvent or ErrorEvent."""
+
+    async def next(self, timeout_s: float | None) -> list[Indexed]:
+        """The next events, all that are ready; [] after `timeout_s`."""
+        ...
+
+    def close(self) -> None:
+        """Cancels what still runs. Idempotent."""
+        ...
+
+
+def source_of(generations: list[GenerationApi]) -> EventSource:
+    """One choice is read directly; several need a task each."""
+    return OneChoice(generations[0]) if len(generations) == 1 else FanIn(generations)
+
+
+class OneChoice:
+    """Batches of one generation, straight from its own buffer."""
+
+    def __init__(self, generation: GenerationApi) -> None:
+        self._generation = generation
+
+    async def next(self, timeout_s: float | None) -> list[Indexed]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return [(0, event) for event in await _batch(self._generation)]
+        except TimeoutError:
+            return []
+
+    def close(self) -> None:
+        self._generation.cancel()
+
+
+class FanIn:
+    """Batches of several generations through one bounded queue."""
+
+    def __init__(self, generations: list[GenerationApi]) -> None:
+        self._generations = generations
+        self._queue: asyncio.Queue[list[Indexed]] = asyncio.Queue(BATCHES_MAX)
+        self._tasks = [
+            asyncio.create_task(self._pump(index, generation))
+            for index, generation in enumerate(generations)
+        ]
+
+    async def _pump(self, index: int, generation: GenerationApi) -> None:
+        is_over = False
+        while not is_over:
+            batch = await _batch(generation)
+            is_over = isinstance(batch[-1], DoneEvent | ErrorEvent)
+            await self._queue.put([(index, event) for event in batch])
+
+    async def next(self, timeout_s: float | None) -> list[Indexed]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                events = await self._queue.get()
+        except TimeoutError:
+            return []
+        while not self._queue.empty():
+            events += self._queue.get_nowait()
+        return events
+
+    def close(self) -> None:
+        for generation in self._generations:
+            generation.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+
+async def _batch(generation: GenerationApi) -> list[GenerationEvent]:
+    """The next events of a generation, never none; a fault of the engine becomes an ErrorEvent."""
+    try:
+        events = await generation.events()
+    except BatchEngineError as error:
+        return [ErrorEvent(error)]
+    except Exception:
+        log.exception("request %s failed", generation.request_id)
+        return [ErrorEvent(errors.INTERNAL_ERROR(request_id=generation.request_id))]
+    return events or [ErrorEvent(errors.CANCELLED())]  # only a cancelled one has no last event
+
+
+async def answer_whole(formatter: Formatter, generations: list[GenerationApi]) -> web.Response:
+    """Waits for every choice; raises the error of the first that fails."""
+    source = source_of(generations)
+    try:
+        while not formatter.is_done:
+            for index, event in await source.next(None):
+                match event:
+                    case TokenEvent() | DoneEvent():
+                        formatter.collect(index, event)
+                    case ErrorEvent():
+                        raise event.error
+                    case QueuedEvent():
+                        pass
+    finally:
+        source.close()
+    return web.Response(
+        body=msgspec.json.encode(formatter.whole()), content_type="application/json"
+    )
+
+
+async def answer_stream(
+    request: web.Request,
+    formatter: Formatter,
+    generations: list[GenerationApi],
+    headers: dict[str, str],
+    server: ServerConfig,
+    on_end: Callable[[str], None],
+    first_id: int | None = None,
+) -> web.StreamResponse:
+    """Streams until every choice is done. `on_end` is called once, with how it ended.
+
+    A stream ends with the formatter's last events only when every choice finished; after an error
+    event it just ends. With `first_id` events carry ids: the turn of the only choice, and how many
+    of its tokens were sent so far, counted from there.
+    """
+    stream = sse.EventStream(request, headers, server.reader_stall_s)
+    if first_id is not None:
+        formatter.ids = EventIds(first_id, lambda: generations[0].turn_id)
+    source = source_of(generations)
+    outcome = "disconnected"
+    try:
+        await stream.open()
+        await stream.send(sse.encode(formatter.opening()))
+        outcome = await _relay(stream, formatter, source, server)
+        await stream.close()
+    except sse.SlowReader:
+        outcome = "client_too_slow"
+        error = errors.CLIENT_TOO_SLOW(seconds=server.reader_stall_s)
+        log.warning("%s: %s", formatter.job.request_id, error)
+        stream.abort()
+    except ConnectionResetError:
+        pass  # the client is gone; `finally` cancels its generations
+    except Exception:
+        outcome = "failed"
+        raise
+    finally:
+        source.close()
+        on_end(outcome)
+    return stream.response
+
+
+async def _relay(
+    stream: sse.EventStream, formatter: Formatter, source: EventSource, server: ServerConfig
+) -> str:
+    """Events to the socket until the end; returns how it ended."""
+    queued: QueuedEvent | None = None
+    wrote_at = visible_at = time.monotonic()
+    while not formatter.is_done:
+        quiet_s = time.monotonic() - wrote_at
+        out: list[SseEvent] = []
+        for index, event in await source.next(max(0.001, server.keepalive_s - quiet_s)):
+            match event:
+                case TokenEvent():
+                    queued = None
+                    out += formatter.token(index, event)
+                case DoneEvent():
+                    out += formatter.finish(index, event)
+                case ErrorEvent():
+                    await stream.send(sse.encode(out + formatter.failure(event.error)))
+                    return event.error.name
+                case QueuedEvent():
+                    queued = event
+        now = time.monotonic()
+        if not out and now - visible_at >= server.noop_event_s:
+            out = formatter.noop()
+        payload = sse.encode(out)
+        if out:
+            visible_at = now
+        elif now - wrote_at >= server.keepalive_s:
+            ids = formatter.ids
+            payload = sse.comment(_waiting_text(queued), after_id=ids is not None and ids.has_begun)
+        if payload:
+            await stream.send(payload)
+            wrote_at = time.monotonic()
+    return "finished"
+
+
+def _waiting_text(queued: QueuedEvent | None) -> str:
+    if queued is None:
+        return "working"
+    eta = "unknown" if queued.eta_ms is None else str(round(queued.eta_ms))
+    return f"queued pos={queued.position} eta_ms={eta}"

@@ -1,0 +1,226 @@
+"""The routes about sessions: one per row of `service.operations`, the listing, and resume.
+
+A caller reaches the sessions of its own key only: a foreign id is answered word for word like one
+that does not exist. The operator's commands (store, lanes, other tenants) have no route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from batchengine import errors
+from batchengine.core import BatchEngineError, Kind
+from service import operations
+from service.engine_api import check_serving
+from service.http import relay
+from service.http.access import check_content
+from service.http.admission import CALLER, HEADERS, SERVICE, Live, Service
+from service.operations import OPERATIONS, Operation
+from service.protocols import requests, strict_json
+from service.protocols.table import BY_NAME
+from service.session_ids import printable
+
+BODY_BYTES_MAX = 16 << 10
+BODY_SECONDS_MAX = 10.0
+LAST_EVENT = "Last-Event-ID"
+TURN_CHARS_MAX = 128
+TOKENS_MAX = 1 << 24
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Expect = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
+
+
+def add(app: web.Application, expect: Expect) -> None:
+    """Every route of this module; `expect` answers the Expect header."""
+    app.router.add_get("/v1/sessions", _list, expect_handler=expect)
+    router = app.router
+    adders = {"GET": router.add_get, "POST": router.add_post, "DELETE": router.add_delete}
+    for operation in OPERATIONS:
+        adders[operation.method](operation.path, _handler(operation), expect_handler=expect)
+    # no HEAD: it would take the turn over from its reader, and has no body for its events
+    app.router.add_get("/v1/stream", _stream, allow_head=False, expect_handler=expect)
+
+
+def _text(chars_max: int) -> Any:
+    text: Any = Annotated[str, Meta(min_length=1, max_length=chars_max)]
+    return text | None
+
+
+def _handler(operation: Operation) -> Handler:
+    """The route of one row."""
+    fields: list[tuple[str, Any, Any]] = [
+        (one.body, _text(one.chars_max), None) for one in operation.arguments
+    ]
+    body = msgspec.defstruct(operation.name, fields, forbid_unknown_fields=True)
+
+    async def handle(request: web.Request) -> web.Response:
+        given = await _body(request, body) if operation.method == "POST" else body()
+        engine = _ready(request).engine
+        subject = operations.own_subject(
+            operation, engine, request[CALLER].tenant, request.match_info[operation.subject]
+        )
+        arguments = {one.name: getattr(given, one.body) for one in operation.arguments}
+        found = await operations.perform(operation, engine, subject, arguments)
+        return _json(operations.public(found))
+
+    return handle
+
+
+def _ready(request: web.Request) -> Service:
+    """The service, once its engine can answer; raises 503."""
+    service = request.app[SERVICE]
+    check_serving(service.engine)
+    return service
+
+
+async def _body(request: web.Request, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    """A small JSON body; none at all means the defaults."""
+    if (request.content_length or 0) > BODY_BYTES_MAX:
+        raise errors.BODY_TOO_LARGE(bytes_max=BODY_BYTES_MAX)
+    try:
+        async with asyncio.timeout(BODY_SECONDS_MAX):
+            data = await request.content.read(BODY_BYTES_MAX + 1)
+            while len(data) <= BODY_BYTES_MAX and (
+                more := await request.content.read(BODY_BYTES_MAX + 1)
+            ):
+                data += more
+    except TimeoutError:
+        raise errors.BODY_TOO_SLOW(seconds=BODY_SECONDS_MAX) from None
+    if len(data) > BODY_BYTES_MAX:
+        raise errors.BODY_TOO_LARGE(bytes_max=BODY_BYTES_MAX)
+    if not data:
+        return kind()
+    check_content(request.headers, request.content_type, request.charset)
+    try:
+        return msgspec.convert(strict_json.parse_object(data), kind, strict=True)
+    except msgspec.ValidationError as error:
+        why = str(error).replace("`", "")
+        raise errors.INVALID_FIELD(
+            what="the body has a wrong value",
+            why=why[:1].lower() + why[1:],
+            fix="the body may hold " + (", ".join(kind.__struct_fields__) or "nothing"),
+        ) from None
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+async def _list(request: web.Request) -> web.Response:
+    """The caller's sessions that are in memory, or were interrupted."""
+    service, tenant = _ready(request), request[CALLER].tenant
+    rows = service.engine.sessions(tenant)
+    return _json({"object": "list", "data": [operations.public(row) for row in rows]})
+
+
+# ---- GET /v1/stream ----
+
+
+async def _stream(request: web.Request) -> web.StreamResponse:
+    """Streams the last turn of a session again from token `from` of its answer, and what follows.
+
+    A reader that has tokens names their turn: the tokens of another turn are never sent as its
+    rest.
+    """
+    service, caller = _ready(request), request[CALLER]
+    if not service.accepting:
+        raise errors.DRAINING()
+    given = request.query.get("session_id") or request.headers.get("x-batchengine-session-id", "")
+    if not given:
+        what, fix = "session_id is required", "GET /v1/stream?session_id=…&from=0"
+        raise errors.INVALID_FIELD(param="session_id", what=what, fix=fix)
+    turn_id, from_token = _position(request)
+    with service.admit():
+        session_id = operations.own_session(service.engine, caller.tenant, given)
+        try:
+            generation = await service.engine.resume(caller.tenant, session_id, from_token, turn_id)
+        except BatchEngineError as error:
+            if error.kind is Kind.NOT_FOUND:
+                raise errors.UNKNOWN_SESSION(given=printable(given)) from None
+            raise
+        job = _job(service, request, generation.request)
+        formatter = BY_NAME[job.protocol].formatter(job)
+        headers = request[HEADERS]
+        headers["x-batchengine-route"] = job.route
+        headers["x-batchengine-session-id"] = generation.session_id or session_id
+        live = service.enter(Live(job, [generation], time.monotonic()))
+    outcome = "failed"
+
+    def on_end(how: str) -> None:
+        nonlocal outcome
+        outcome = how
+
+    try:
+        return await relay.answer_stream(
+            request, formatter, [generation], headers, service.config.server, on_end,
+            first_id=from_token,
+        )  # fmt: skip
+    finally:
+        service.leave(live, f"resumed from {from_token}, {outcome}")
+
+
+def _position(request: web.Request) -> tuple[str, int]:
+    """(turn, tokens of it that the reader has): what it last saw wins over what it once asked for.
+
+    The turn is "" = the last one, whichever that is, only for a reader that has nothing yet.
+    """
+    param, text = LAST_EVENT, request.headers.get(LAST_EVENT)
+    turn_id = request.query.get("turn", "")
+    if text is None:
+        param, text = "from", request.query.get("from", "0")
+    else:
+        named, _, text = text.rpartition(":")
+        turn_id = named or turn_id
+    if not (text.isascii() and text.isdecimal() and len(text) <= 8) or int(text) > TOKENS_MAX:
+        raise errors.INVALID_FIELD(
+            param=param,
+            what=f"{param} has a wrong value",
+            why="it says how many tokens of the answer were received",
+            fix="send all of the last id: line, or from=0",
+        )
+    if len(turn_id) > TURN_CHARS_MAX or not (turn_id.isascii() and turn_id.isprintable()):
+        raise errors.INVALID_FIELD(
+            param="turn",
+            what="there is no such turn",
+            why=f"its name is printable ASCII, {TURN_CHARS_MAX} characters at most",
+            fix="send the part of the last id: line before the colon",
+        )
+    if int(text) and not turn_id:
+        raise errors.INVALID_FIELD(
+            param="turn",
+            what=f"tokens after {text} can only be sent of a turn that is named",
+            why="the session may have had another turn since, and its tokens would be taken for"
+            " the rest of the first one's",
+            fix=f"send all of the last id: line as {LAST_EVENT} (TURN:{text}), or turn=TURN beside"
+            " the number; from=0 streams the last turn from its beginning",
+        )
+    return turn_id, int(text)
+
+
+def _job(
+    service: Service, request: web.Request, asked: requests.GenerationRequest
+) -> requests.HttpJob:
+    """The job of the turn that goes on: its own request id, class and seed."""
+    return requests.HttpJob(
+        request_id=asked.request_id,
+        protocol=asked.form,
+        caller=request[CALLER],
+        model=service.engine.info.model_id,
+        created=int(time.time()),
+        stream=True,
+        include_usage=request.query.get("include_usage", "1") != "0",
+        sla=asked.sla,
+        session=None,
+        route=requests.route_name(service.engine),
+        service_tier=None,
+        seed=asked.sampling.seed,
+        predict=lambda: service.engine.predicted(asked.request_id),
+        requests=[asked],
+    )

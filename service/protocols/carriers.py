@@ -1,0 +1,230 @@
+"""What a request says beside its prompt: its caller, its session, and the SLA it asks for.
+
+Clients carry these in many fields and headers. For each value the first carrier of API 1.5 and
+1.6 that sets it wins. Model aliases carry a class for clients that can set nothing else, and are
+rows of /v1/models.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from multidict import CIMultiDictProxy
+
+from batchengine import errors
+from batchengine.config import Config
+from batchengine.core import Sla, SlaClass
+from service.protocols.schema import Common, binary32
+from service.session_ids import session_key
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The owner of a request, by its API key. `tenant` "" = no keys configured: one for all."""
+
+    tenant: str = ""
+    sla_class: SlaClass | None = None
+
+
+ALIAS_CLASSES = (SlaClass.INTERACTIVE, SlaClass.BACKGROUND, SlaClass.BATCH)
+MILLIS_MAX = 86_400_000.0
+PRIORITY_MAX = 1 << 31
+
+# service_tier -> class; None = whatever the key or the configuration says
+TIERS: dict[str, SlaClass | None] = {
+    "priority": SlaClass.INTERACTIVE,
+    "fast": SlaClass.INTERACTIVE,
+    "ultrafast": SlaClass.INTERACTIVE,
+    "auto": None,
+    "default": None,
+    "standard": None,
+    "scale": None,
+    "standard_only": SlaClass.STANDARD,
+    "flex": SlaClass.BACKGROUND,
+    "batch": SlaClass.BATCH,
+}
+SERVED_TIER = {
+    SlaClass.INTERACTIVE: "priority",
+    SlaClass.STANDARD: "default",
+    SlaClass.BACKGROUND: "flex",
+    SlaClass.BATCH: "flex",
+}
+HEADER_CLASS = "x-llm-d-inference-objective"
+HEADERS_TTFT = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+HEADERS_TPOT = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+HEADERS_TTLT = ("x-batchengine-ttlt-ms",)
+HEADERS_PRIORITY = ("x-dynamo-request-priority", "x-dynamo-request-strict-priority")
+
+
+# ---- the session ----
+
+_GENERIC = re.compile(r"x-.+-session-id", re.IGNORECASE)
+
+# API 1.5, after the body's own field; names are case-insensitive
+HEADERS_EXACT = (
+    "x-batchengine-session-id",
+    "x-dynamo-session-id",
+    "x-claude-code-agent-id",
+    "x-claude-code-session-id",
+    "x-session-id",
+    "session-id",
+    "session_id",
+    "thread-id",
+    "conversation_id",
+    "x-session-affinity",
+)
+HEADER_LAST = "x-conversation-id"
+# They match the generic rule but name another session or another thing.
+NOT_SESSIONS = {"x-parent-session-id", "x-dynamo-parent-session-id"}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionName:
+    """Where the id came from (for logs and tests) and the tenant-bound key."""
+
+    carrier: str
+    session_id: str
+
+
+def session_of(body: Common, headers: CIMultiDictProxy[str], tenant: str) -> SessionName | None:
+    """The session of a request, or None for an anonymous one; raises 400 for an absurd id."""
+    for carrier, value in session_carriers(body, headers):
+        value = value.strip()
+        if value:
+            return SessionName(carrier, session_key(tenant, value, carrier))
+    return None
+
+
+def session_carriers(body: Common, headers: CIMultiDictProxy[str]) -> Iterable[tuple[str, str]]:
+    """Every carrier that is set, first match first."""
+    if body.batchengine is not None and body.batchengine.session_id is not None:
+        yield "batchengine.session_id", body.batchengine.session_id
+    for name in HEADERS_EXACT:
+        if name in headers:
+            yield name, headers[name]
+    for name in headers:
+        lower = name.lower()
+        if lower not in NOT_SESSIONS and lower not in HEADERS_EXACT and _GENERIC.fullmatch(lower):
+            yield lower, headers[name]
+    if HEADER_LAST in headers:
+        yield HEADER_LAST, headers[HEADER_LAST]
+    if body.session_id is not None:
+        yield "session_id", body.session_id
+    if body.prompt_cache_key is not None:
+        yield "prompt_cache_key", body.prompt_cache_key
+    if body.metadata is not None and isinstance(body.metadata.get("session_id"), str):
+        yield "metadata.session_id", body.metadata["session_id"]
+
+
+# ---- the SLA ----
+
+
+def model_names(model_id: str, aliases: tuple[str, ...]) -> list[str]:
+    """Every id that /v1/models lists: the model, its aliases, and each with its class suffixes."""
+    names: list[str] = []
+    for name in dict.fromkeys((model_id, *aliases)):
+        names.append(name)
+        names.extend(f"{name}:{sla_class}" for sla_class in ALIAS_CLASSES)
+    return names
+
+
+def alias_class(model: str | None) -> SlaClass | None:
+    """The class in a model id such as `qwen:background`."""
+    suffix = (model or "").rpartition(":")[2]
+    return next((c for c in ALIAS_CLASSES if suffix == c and model != suffix), None)
+
+
+def sla_of(body: Common, headers: CIMultiDictProxy[str], caller: Caller, config: Config) -> Sla:
+    """The SLA of one request; raises 400 naming the carrier that holds nonsense."""
+    extension = body.batchengine
+    sla_class = next(
+        _classes(body, headers, caller),
+        config.sla.default_class,
+    )
+    ttft = extension.ttft_ms if extension else None
+    tpot = extension.tpot_ms if extension else None
+    ttlt = extension.ttlt_ms if extension else None
+    return Sla(
+        sla_class=sla_class,
+        ttft_ms=_target(ttft, headers, HEADERS_TTFT),
+        tpot_ms=_target(tpot, headers, HEADERS_TPOT),
+        ttlt_ms=_target(ttlt, headers, HEADERS_TTLT),
+        priority=next(_priorities(body, headers), 0),
+    )
+
+
+def _classes(body: Common, headers: CIMultiDictProxy[str], caller: Caller) -> Iterator[SlaClass]:
+    """Classes in order of precedence; generated lazily, so a later carrier is not even parsed."""
+    if body.batchengine is not None and body.batchengine.sla_class is not None:
+        yield _class_of(body.batchengine.sla_class, "batchengine.class")
+    if HEADER_CLASS in headers:
+        yield _class_of(headers[HEADER_CLASS], HEADER_CLASS)
+    if body.service_tier is not None:
+        tier = body.service_tier
+        if tier not in TIERS:
+            raise errors.INVALID_FIELD(
+                param="service_tier",
+                what=f"service_tier {tier[:40]!r} is unknown",
+                fix="use one of " + ", ".join(TIERS),
+            )
+        if (mapped := TIERS[tier]) is not None:
+            yield mapped
+    if body.speed == "fast":
+        yield SlaClass.INTERACTIVE
+    if (alias := alias_class(body.model)) is not None:
+        yield alias
+    if caller.sla_class is not None:
+        yield caller.sla_class
+
+
+def _class_of(text: str, param: str) -> SlaClass:
+    name = text.strip().lower()
+    if name not in set(SlaClass):
+        what, fix = f"{param} {name[:40]!r} is unknown", "use one of " + ", ".join(SlaClass)
+        raise errors.INVALID_FIELD(param=param, what=what, fix=fix)
+    return SlaClass(name)
+
+
+def _target(
+    given: float | None, headers: CIMultiDictProxy[str], names: tuple[str, ...]
+) -> float | None:
+    if given is not None:
+        return binary32(given)
+    for name in names:
+        if name in headers:
+            return binary32(_number(headers[name], name, 0.001, MILLIS_MAX))
+    return None
+
+
+def _priorities(body: Common, headers: CIMultiDictProxy[str]) -> Iterator[int]:
+    """Higher = sooner. The top-level field has vLLM's polarity and is turned around."""
+    if body.batchengine is not None and body.batchengine.priority is not None:
+        yield body.batchengine.priority
+    hints = body.nvext.agent_hints if body.nvext else None
+    if hints is not None:
+        for value in (hints.priority, hints.strict_priority):
+            if value is not None:
+                yield value
+    for name in HEADERS_PRIORITY:
+        if name in headers:
+            yield int(_number(headers[name], name, -PRIORITY_MAX, PRIORITY_MAX))
+    if body.priority is not None:
+        yield -body.priority
+
+
+def _number(text: str, param: str, low: float, high: float) -> float:
+    try:
+        value = float(text) if len(text) <= 32 and text.isascii() else math.nan
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:  # also refuses NaN
+        raise errors.INVALID_FIELD(
+            param=param,
+            what=f"{param} has a wrong value",
+            why=f"expected a number from {low:g} to {high:g}",
+            fix=f"correct the header {param} or leave it out",
+        )
+    return value

@@ -1,0 +1,263 @@
+"""POST /v1/chat/completions: messages in, OpenAI chat objects and chunks out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from batchengine import errors
+from batchengine.core import FORM_CHAT, TokenEvent, TokenLogprob
+from service.engine_api import EngineApi
+from service.protocols import requests
+from service.protocols.openai import Chunk, OpenAIFormatter, error_object, logprob_number
+from service.protocols.output import OutputPart, Text, plain_text
+from service.protocols.protocol import Protocol
+from service.protocols.requests import HttpJob, Prompt
+from service.protocols.schema import ChatRequest
+from service.protocols.strict_json import off_loop
+from service.session_ids import CALL_CHARS_MAX
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+REASONING_NAMES = ("reasoning_content", "reasoning", "reasoning_text")
+CALLS_MAX = 64  # tool calls of one conversation that are looked up
+KWARGS = {"enable_thinking": bool}  # what a client may set in a template (RELIABILITY R15)
+
+
+def check(body: ChatRequest) -> None:
+    """Refuses what would change the answer and is not implemented; raises 400."""
+    if not (body.tool_choice is None or body.tool_choice in ("auto", "none")):
+        what, fix = "a forced tool choice is not supported", 'use "auto" or "none"'
+        raise errors.UNSUPPORTED_FIELD(param="tool_choice", what=what, fix=fix)
+    if body.top_logprobs is not None and not body.logprobs:
+        what, fix = "top_logprobs needs logprobs: true", "set logprobs to true"
+        raise errors.INVALID_FIELD(param="top_logprobs", what=what, fix=fix)
+
+
+async def read_prompt(
+    body: ChatRequest, body_bytes: int, engine: EngineApi, tokens_max_default: int
+) -> Prompt:
+    """The tokens of the conversation; raises 400."""
+    context = engine.info.context_tokens
+    messages, text_bytes, calls = await off_loop(body_bytes, _messages, body.messages)
+    requests.check_text_size(text_bytes, context, "messages")
+    tools = None if body.tool_choice == "none" else _tools(body.tools)
+    prompt = await engine.text.encode_chat(messages, tools, _kwargs(body))
+    requests.check_prompt(prompt, context, "messages")
+    tokens_max = body.max_completion_tokens or body.max_tokens
+    if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
+        tokens_max = min(tokens_max_default, context - len(prompt))
+    logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    return Prompt([prompt], tokens_max, logprobs, "messages", calls)
+
+
+def _messages(
+    messages: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], int, tuple[str, ...]]:
+    """Messages as templates know them, the bytes of their text, and the tool calls in them."""
+    clean = [_message(message, index) for index, message in enumerate(messages)]
+    return clean, sum(map(_text_bytes, clean)), _tool_calls(clean)
+
+
+def _tool_calls(messages: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Ids of the calls in the messages, the newest last: a parked session may wait for one of them.
+
+    Of many only the newest count; what is no id is no reason to refuse a conversation.
+    """
+    found: dict[str, None] = {}
+    for message in messages:
+        calls: list[dict[str, Any]] = message.get("tool_calls") or []
+        for value in [*(call.get("id") for call in calls), message.get("tool_call_id")]:
+            if isinstance(value, str) and 0 < len(value) <= CALL_CHARS_MAX and value.isprintable():
+                found.pop(value, None)
+                found[value] = None
+    return tuple(found)[-CALLS_MAX:]
+
+
+def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """One message as templates know it: known fields only, text content as one string."""
+    where = f"messages[{index}]"
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        what, fix = f"{where}.role is missing or unknown", "use " + ", ".join(ROLES)
+        raise errors.INVALID_FIELD(param=f"{where}.role", what=what, fix=fix)
+    clean: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    clean["content"] = _content(message, role, where)
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            if not isinstance(message[name], str):
+                param = f"{where}.{name}"
+                raise errors.INVALID_FIELD(param=param, what=f"{param} must be a string")
+            clean[name] = message[name]
+    calls = message.get("tool_calls")
+    if calls is not None:
+        clean["tool_calls"] = _objects(calls, f"{where}.tool_calls")
+    for name in REASONING_NAMES:
+        if isinstance(message.get(name), str):
+            clean["reasoning_content"] = message[name]
+            break
+    return clean
+
+
+def _content(message: dict[str, Any], role: str, where: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":  # only tool calls, or an empty turn
+        return ""
+    if not isinstance(content, list):
+        raise errors.INVALID_FIELD(
+            param=f"{where}.content",
+            what=f"{where}.content is missing or neither text nor a list of text parts",
+            fix="send a string",
+        )
+    texts: list[str] = []
+    for number, part in enumerate(cast("list[object]", content)):
+        param = f"{where}.content[{number}]"
+        if not isinstance(part, dict):
+            raise errors.INVALID_FIELD(param=param, what=f"{param} must be an object")
+        fields = cast("dict[str, object]", part)
+        kind = fields.get("type")
+        text = fields.get("refusal" if kind == "refusal" else "text")
+        if kind not in TEXT_PARTS or not isinstance(text, str):
+            raise errors.INVALID_FIELD(
+                param=f"{param}.type",
+                what=f"{param} is not a text part",
+                why="this daemon reads text only",
+                fix='send {"type": "text", "text": "…"}',
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _objects(value: object, param: str) -> list[dict[str, Any]]:
+    items = cast("list[object]", value) if isinstance(value, list) else None
+    if items is None or len(items) > 512 or not all(isinstance(item, dict) for item in items):
+        what = f"{param} must be a list of at most 512 objects"
+        raise errors.INVALID_FIELD(param=param, what=what)
+    return cast("list[dict[str, Any]]", items)
+
+
+def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    for index, tool in enumerate(tools or []):
+        function: object = tool.get("function")
+        named = isinstance(function, dict) and isinstance(
+            cast("dict[str, object]", function).get("name"), str
+        )
+        if tool.get("type") != "function" or not named:
+            raise errors.INVALID_FIELD(
+                param=f"tools[{index}]",
+                what=f"tools[{index}] is not a function with a name",
+                fix='send {"type": "function", "function": {"name": "…", "parameters": {…}}}',
+            )
+    return tools or None
+
+
+def _kwargs(body: ChatRequest) -> dict[str, Any]:
+    """Arguments of the template beside the messages; a template may ignore them."""
+    given = dict(body.chat_template_kwargs or {})
+    for name, value in given.items():
+        if name not in KWARGS or not isinstance(value, KWARGS[name]):
+            raise errors.INVALID_FIELD(
+                param=f"chat_template_kwargs.{name[:64]}",
+                what="this template argument is not allowed, or has the wrong type",
+                fix="only enable_thinking: true or false may be set",
+            )
+    if body.reasoning_effort is not None:
+        given["reasoning_effort"] = body.reasoning_effort
+    return given
+
+
+def _text_bytes(message: dict[str, Any]) -> int:
+    return len(message["content"].encode()) + len(message.get("reasoning_content", "").encode())
+
+
+class ChatFormatter(OpenAIFormatter):
+    """Chat chunks and the whole chat object."""
+
+    def __init__(self, job: HttpJob) -> None:
+        super().__init__(job, "chatcmpl-")
+
+    def _first_chunk(self, index: int) -> Chunk:
+        return self._chunk(index, {"role": "assistant", "content": ""})
+
+    def _noop_chunk(self) -> Chunk:
+        return self._chunk(0, {})
+
+    def _token_chunks(
+        self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
+    ) -> list[Chunk]:
+        logprobs: Chunk | None = None
+        if event.logprob is not None:
+            logprobs = {"content": [_entry(event)], "refusal": None}
+        first, *others = [_delta(part) for part in parts or (Text(""),)]
+        chunks = [self._chunk(index, first, logprobs=logprobs)]
+        return chunks + [self._chunk(index, delta) for delta in others]
+
+    def _finish_chunks(self, index: int, parts: Sequence[OutputPart]) -> list[Chunk]:
+        chunks = [self._chunk(index, _delta(part)) for part in parts]
+        return [*chunks, self._chunk(index, {}, self.answers[index].finish_reason)]
+
+    def _usage_chunk(self) -> Chunk:
+        return self._envelope("chat.completion.chunk", [])
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Chunk,
+        finish_reason: str | None = None,
+        logprobs: Chunk | None = None,
+    ) -> Chunk:
+        choice: Chunk = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return self._envelope("chat.completion.chunk", [choice])
+
+    def whole(self) -> Chunk:
+        choices: list[Chunk] = []
+        for index, answer in enumerate(self.answers):
+            text = plain_text(answer.parts)
+            entries = [_entry(event) for event in answer.logprobs]
+            wanted = self.job.requests[index].sampling.logprobs >= 0
+            choices.append(
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "logprobs": {"content": entries, "refusal": None} if wanted else None,
+                    "finish_reason": answer.finish_reason,
+                }
+            )
+        return self._with_facts(self._envelope("chat.completion", choices))
+
+
+def _delta(part: OutputPart) -> Chunk:
+    match part:
+        case Text(text):
+            return {"content": text}
+
+
+def _entry(event: TokenEvent) -> Chunk:
+    assert event.logprob is not None  # callers look first
+    return _logprob(event.logprob) | {"top_logprobs": [_logprob(one) for one in event.top]}
+
+
+def _logprob(one: TokenLogprob) -> Chunk:
+    return {
+        "token": one.text.decode("utf-8", "replace"),
+        "logprob": logprob_number(one.logprob),
+        "bytes": list(one.text),
+    }
+
+
+CHAT = Protocol(
+    name=FORM_CHAT,
+    routes=("/v1/chat/completions",),
+    body=ChatRequest,
+    check=check,
+    read_prompt=read_prompt,
+    formatter=ChatFormatter,
+    error=error_object,
+)

@@ -1,0 +1,190 @@
+"""POST /v1/completions: prompts as text or token ids in, OpenAI text completions out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from batchengine import errors
+from batchengine.core import FORM_TEXT, TokenEvent, TokenLogprob
+from service.engine_api import EngineApi
+from service.protocols import requests
+from service.protocols.openai import Chunk, OpenAIFormatter, error_object, logprob_number
+from service.protocols.output import OutputPart, plain_text
+from service.protocols.protocol import Protocol
+from service.protocols.requests import HttpJob, Prompt
+from service.protocols.schema import PROMPTS_MAX, CompletionRequest
+from service.protocols.strict_json import off_loop
+
+TOKENS_DEFAULT = 16  # what every client of this older API expects
+
+
+def check(body: CompletionRequest) -> None:
+    """Refuses what would change the answer and is not implemented; raises 400."""
+    for name in ("echo", "suffix"):
+        if getattr(body, name):
+            what, fix = f"{name} is not supported", f"leave out {name}"
+            raise errors.UNSUPPORTED_FIELD(param=name, what=what, fix=fix)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        what = "best_of other than n is not supported"
+        raise errors.UNSUPPORTED_FIELD(param="best_of", what=what, fix="use n")
+
+
+async def read_prompt(
+    body: CompletionRequest, body_bytes: int, engine: EngineApi, tokens_max_default: int
+) -> Prompt:
+    """The tokens of every prompt; raises 400."""
+    info = engine.info
+    prompts: list[list[int]] = []
+    forms = await off_loop(body_bytes, _prompts, body.prompt, info.vocab_size)
+    for prompt in forms:
+        if isinstance(prompt, str):
+            requests.check_text_size(len(prompt.encode()), info.context_tokens, "prompt")
+            tokens = await engine.text.encode(prompt, special=True)
+        else:
+            tokens = prompt
+        requests.check_prompt(tokens, info.context_tokens, "prompt")
+        prompts.append(tokens)
+    tokens_max = body.max_tokens
+    if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
+        tokens_max = min(
+            TOKENS_DEFAULT, tokens_max_default, *(info.context_tokens - len(p) for p in prompts)
+        )
+    return Prompt(prompts, tokens_max, -1 if body.logprobs is None else body.logprobs, "prompt")
+
+
+def _prompts(value: object, vocab_size: int) -> list[str | list[int]]:
+    """The four forms of `prompt`: text, texts, token ids, lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        items = cast("list[object]", value)
+        if all(isinstance(item, str) for item in items) and len(items) <= PROMPTS_MAX:
+            return list(cast("list[str]", items))
+        if all(type(item) is int for item in items):
+            return [_token_ids(items, vocab_size)]
+        if all(isinstance(item, list) for item in items) and len(items) <= PROMPTS_MAX:
+            return [_token_ids(cast("list[object]", item), vocab_size) for item in items]
+    raise errors.INVALID_FIELD(
+        param="prompt",
+        what="prompt has a wrong value",
+        why=f"expected text, token ids, or a list of at most {PROMPTS_MAX} of either",
+        fix="send a string",
+    )
+
+
+def _token_ids(items: list[object], vocab_size: int) -> list[int]:
+    for index, item in enumerate(items):
+        if type(item) is not int or not 0 <= item < vocab_size:
+            raise errors.INVALID_FIELD(
+                param=f"prompt[{index}]",
+                what=f"prompt[{index}] is not a token id of this model",
+                why=f"token ids are whole numbers from 0 to {vocab_size - 1:,}",
+                fix="send text, or ids made with this model's tokenizer",
+            )
+    return cast("list[int]", items)
+
+
+class CompletionFormatter(OpenAIFormatter):
+    """Text completion chunks and the whole object; both have `object` "text_completion"."""
+
+    def __init__(self, job: HttpJob) -> None:
+        super().__init__(job, "cmpl-")
+        self._offsets = [0] * len(job.requests)  # characters sent so far, per choice
+
+    def _first_chunk(self, index: int) -> Chunk:
+        return self._chunk(index, "")
+
+    def _noop_chunk(self) -> Chunk:
+        return self._chunk(0, "")
+
+    def _token_chunks(
+        self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
+    ) -> list[Chunk]:
+        logprobs = None
+        if event.logprob is not None:
+            logprobs = _logprobs([event], [self._offsets[index]])
+        self._offsets[index] += len(event.text)
+        return [self._chunk(index, plain_text(parts), logprobs=logprobs)]
+
+    def _finish_chunks(self, index: int, parts: Sequence[OutputPart]) -> list[Chunk]:
+        return [self._chunk(index, plain_text(parts), self.answers[index].finish_reason)]
+
+    def _usage_chunk(self) -> Chunk:
+        return self._envelope("text_completion", [])
+
+    def _chunk(
+        self,
+        index: int,
+        text: str,
+        finish_reason: str | None = None,
+        logprobs: Chunk | None = None,
+    ) -> Chunk:
+        choice: Chunk = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return self._envelope("text_completion", [choice])
+
+    def whole(self) -> Chunk:
+        choices: list[Chunk] = []
+        for index, answer in enumerate(self.answers):
+            logprobs = None
+            if self.job.requests[index].sampling.logprobs >= 0:
+                offsets: list[int] = []
+                offset = 0
+                for event in answer.logprobs:
+                    offsets.append(offset)
+                    offset += len(event.text)
+                logprobs = _logprobs(answer.logprobs, offsets)
+            choices.append(
+                {
+                    "index": index,
+                    "text": plain_text(answer.parts),
+                    "logprobs": logprobs,
+                    "finish_reason": answer.finish_reason,
+                }
+            )
+        return self._with_facts(self._envelope("text_completion", choices))
+
+
+def _logprobs(events: list[TokenEvent], offsets: list[int]) -> Chunk:
+    """Parallel lists, one entry per token."""
+    tokens: list[str] = []
+    numbers: list[float] = []
+    tops: list[dict[str, float]] = []
+    starts: list[int] = []
+    for event, offset in zip(events, offsets, strict=True):
+        if event.logprob is None:
+            continue
+        tokens.append(_token_text(event.logprob))
+        numbers.append(logprob_number(event.logprob.logprob))
+        tops.append({_token_text(one): logprob_number(one.logprob) for one in event.top})
+        starts.append(offset)
+    return {
+        "tokens": tokens,
+        "token_logprobs": numbers,
+        "top_logprobs": tops,
+        "text_offset": starts,
+    }
+
+
+def _token_text(one: TokenLogprob) -> str:
+    """The token as text; half a character as `bytes:\\xe2`, so that two halves stay two keys."""
+    try:
+        return one.text.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.text)
+
+
+COMPLETIONS = Protocol(
+    name=FORM_TEXT,
+    routes=("/v1/completions",),
+    body=CompletionRequest,
+    check=check,
+    read_prompt=read_prompt,
+    formatter=CompletionFormatter,
+    error=error_object,
+)

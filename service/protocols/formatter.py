@@ -1,0 +1,149 @@
+"""Generation events to server-sent events or one whole answer: what every protocol has in common.
+
+Owns the answers as they grow and the ids of events that can be resumed. A formatter knows nothing
+of sockets: `service.http.relay` writes what it returns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from batchengine.core import BatchEngineError, DoneEvent, TokenEvent, Usage
+from service.protocols.output import OutputParser, OutputPart, PlainText
+from service.protocols.requests import HttpJob
+
+
+class SseEvent(NamedTuple):
+    """One server-sent event; `name` and `id` "" = none. `data` is one line of UTF-8."""
+
+    data: bytes
+    name: str = ""
+    id: str = ""
+
+
+class EventIds:
+    """Ids of the events of a stream that can be resumed: its turn, and how many tokens were sent.
+
+    Tokens that show no text count too, so the number is exactly what `from=` takes. The turn is
+    part of the id: by the time the rest is asked for, the session may have had another.
+    """
+
+    def __init__(self, first: int, turn_of: Callable[[], str]) -> None:
+        """`turn_of` is called once a token was sent: an earlier request may have begun the turn."""
+        self._first = first
+        self._sent = first
+        self._turn_of = turn_of
+
+    @property
+    def has_begun(self) -> bool:
+        """A token was sent: events have ids from now on."""
+        return self._sent > self._first
+
+    def count(self) -> None:
+        """One more token is sent."""
+        self._sent += 1
+
+    @property
+    def current(self) -> str:
+        """The id of an event that is sent now, which `Last-Event-ID` brings back; "" = none yet."""
+        return f"{self._turn_of()}:{self._sent}" if self.has_begun else ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice as it grows.
+
+    `parts` and `logprobs` are filled for whole answers only, `logprobs` only where wanted.
+    `bare` counts tokens without a log-probability: an earlier stream computed and sent theirs.
+    """
+
+    parser: OutputParser
+    parts: list[OutputPart] = field(default_factory=list[OutputPart])
+    logprobs: list[TokenEvent] = field(default_factory=list[TokenEvent])
+    finish_reason: str = ""
+    usage: Usage = field(default_factory=Usage)
+    bare: int = 0
+
+
+class Formatter(ABC):
+    """Formats the events of one job, whose choices have the indices of `job.requests`.
+
+    A stream calls `opening`, `token`, `finish`, `noop` and `failure` in the order of events; a
+    whole answer calls `collect`, then `whole`.
+    """
+
+    def __init__(self, job: HttpJob, parser: Callable[[], OutputParser] = PlainText) -> None:
+        self.job = job
+        self.answers = [Answer(parser()) for _ in job.requests]
+        self.ids: EventIds | None = None  # of a stream that can be resumed
+        self._unfinished = len(job.requests)
+
+    @property
+    def is_done(self) -> bool:
+        """Every choice has finished."""
+        return not self._unfinished
+
+    # ---- streams ----
+
+    @abstractmethod
+    def opening(self) -> list[SseEvent]:
+        """The events that show a client that it was admitted."""
+
+    def token(self, index: int, event: TokenEvent) -> list[SseEvent]:
+        """The events of one token of choice `index`; none where it shows nothing yet."""
+        if self.ids is not None:
+            self.ids.count()
+        answer = self.answers[index]
+        answer.bare += event.logprob is None
+        parts = answer.parser.push(event.text)
+        return self._token(index, event, parts) if parts or event.logprob is not None else []
+
+    def finish(self, index: int, event: DoneEvent) -> list[SseEvent]:
+        """The last events of choice `index`, and those of the stream once every choice is over."""
+        return self._finish(index, self._end(index, event))
+
+    @abstractmethod
+    def noop(self) -> list[SseEvent]:
+        """Events that change nothing but reset a client's watchdog."""
+
+    @abstractmethod
+    def failure(self, error: BatchEngineError) -> list[SseEvent]:
+        """The last events of a stream that fails."""
+
+    # ---- whole answers ----
+
+    def collect(self, index: int, event: TokenEvent | DoneEvent) -> None:
+        """Keeps what a whole answer will hold."""
+        answer = self.answers[index]
+        if isinstance(event, DoneEvent):
+            answer.parts += self._end(index, event)
+            return
+        answer.parts += answer.parser.push(event.text)
+        if event.logprob is None:
+            answer.bare += 1
+        else:
+            answer.logprobs.append(event)
+
+    @abstractmethod
+    def whole(self) -> dict[str, object]:
+        """The answer of a request that does not stream, once every choice is over."""
+
+    # ---- inner ----
+
+    @abstractmethod
+    def _token(self, index: int, event: TokenEvent, parts: Sequence[OutputPart]) -> list[SseEvent]:
+        """The events of `parts`; the first also has the token's log-probability, if any."""
+
+    @abstractmethod
+    def _finish(self, index: int, parts: Sequence[OutputPart]) -> list[SseEvent]:
+        """As `finish`: `parts` were held back until the end, which is noted in the answer."""
+
+    def _end(self, index: int, event: DoneEvent) -> list[OutputPart]:
+        """Notes the end of a choice; returns the parts that were held back until it."""
+        answer = self.answers[index]
+        answer.finish_reason, answer.usage = event.finish_reason, event.usage
+        self._unfinished -= 1
+        return [*answer.parser.push(event.text), *answer.parser.flush()]

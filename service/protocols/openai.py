@@ -1,0 +1,211 @@
+"""What chat and completions share: OpenAI's envelope, usage, error object, and serving facts."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import msgspec
+
+from batchengine.core import BatchEngineError, Kind, TokenEvent
+from service.protocols.formatter import Answer, Formatter, SseEvent
+from service.protocols.output import OutputPart
+from service.protocols.requests import HttpJob
+
+LOGPROB_MIN = -9999.0  # JSON has no minus infinity; OpenAI's servers send this number
+DONE = SseEvent(b"[DONE]")  # ends every stream that does not fail
+
+_INVALID = "invalid_request_error"
+ERROR_TYPES: dict[Kind, str] = {
+    Kind.INVALID: _INVALID,
+    Kind.UNAUTHENTICATED: "authentication_error",
+    Kind.FORBIDDEN: "permission_error",
+    Kind.NOT_FOUND: "not_found_error",
+    Kind.MISSING: _INVALID,
+    Kind.METHOD: _INVALID,
+    Kind.TIMEOUT: _INVALID,
+    Kind.CONFLICT: _INVALID,
+    Kind.TOO_LARGE: _INVALID,
+    Kind.MEDIA_TYPE: _INVALID,
+    Kind.BUSY: "rate_limit_error",
+    Kind.INTERNAL: "server_error",
+    Kind.UNSUPPORTED: "not_supported_error",
+    Kind.UNAVAILABLE: "server_error",
+}
+
+Chunk = dict[str, object]
+
+_encoder = msgspec.json.Encoder()
+
+
+class OpenAIFormatter(Formatter):
+    """One JSON chunk per event. A protocol defines its chunks; all else is the same for both."""
+
+    def __init__(self, job: HttpJob, id_prefix: str) -> None:
+        super().__init__(job)
+        self._object_id = id_prefix + job.request_id.removeprefix("req_")
+
+    def opening(self) -> list[SseEvent]:
+        return [self._event(self._first_chunk(index)) for index in range(len(self.answers))]
+
+    def noop(self) -> list[SseEvent]:
+        return [self._event(self._noop_chunk())]
+
+    def failure(self, error: BatchEngineError) -> list[SseEvent]:
+        return [SseEvent(_encoder.encode(error_object(error)), name="error")]
+
+    def _token(self, index: int, event: TokenEvent, parts: Sequence[OutputPart]) -> list[SseEvent]:
+        return [self._event(chunk) for chunk in self._token_chunks(index, event, parts)]
+
+    def _finish(self, index: int, parts: Sequence[OutputPart]) -> list[SseEvent]:
+        chunks = self._finish_chunks(index, parts)
+        if not self.is_done:
+            return [self._event(chunk) for chunk in chunks]
+        return [*(self._event(chunk) for chunk in self._with_closing(chunks)), DONE]
+
+    @abstractmethod
+    def _first_chunk(self, index: int) -> Chunk: ...
+
+    @abstractmethod
+    def _noop_chunk(self) -> Chunk: ...
+
+    @abstractmethod
+    def _token_chunks(
+        self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
+    ) -> list[Chunk]: ...
+
+    @abstractmethod
+    def _finish_chunks(self, index: int, parts: Sequence[OutputPart]) -> list[Chunk]: ...
+
+    @abstractmethod
+    def _usage_chunk(self) -> Chunk:
+        """A chunk without choices."""
+
+    def _with_closing(self, chunks: list[Chunk]) -> list[Chunk]:
+        """`chunks` (the last of the stream) and the facts about serving.
+
+        They travel in the usage chunk where a client asked for one, else in the last chunk.
+        """
+        if self.job.include_usage:
+            return [*chunks, self._with_facts(self._usage_chunk())]
+        facts = self._with_facts({})
+        del facts["usage"]
+        return [*chunks[:-1], chunks[-1] | facts]
+
+    def _event(self, chunk: Chunk) -> SseEvent:
+        return SseEvent(_encoder.encode(chunk), id="" if self.ids is None else self.ids.current)
+
+    def _envelope(self, kind: str, choices: list[Chunk]) -> Chunk:
+        """The outer object of a chunk or a whole answer."""
+        body: Chunk = {
+            "id": self._object_id,
+            "object": kind,
+            "created": self.job.created,
+            "model": self.job.model,
+            "choices": choices,
+        }
+        if self.job.stream and self.job.include_usage:
+            body["usage"] = None
+        return body
+
+    def _with_facts(self, body: Chunk) -> Chunk:
+        """`body` with usage, tier, timings and our own object."""
+        body["usage"] = usage_object(self.job, self.answers)
+        if self.job.service_tier is not None:
+            body["service_tier"] = self.job.service_tier
+        body["timings"] = timings_object(self.answers)
+        body["batchengine"] = serving_object(self.job, self.answers)
+        return body
+
+
+def error_object(error: BatchEngineError) -> Chunk:
+    """The OpenAI error object: message, type, param, code, and our what, why, fix beside them."""
+    body: Chunk = {
+        "message": str(error),
+        "type": ERROR_TYPES[error.kind],
+        "param": error.param,
+        "code": error.name,
+        "batchengine_code": error.code,
+        "what": error.what,
+        "why": error.why,
+        "fix": error.fix,
+    }
+    body.update(error.details)
+    return {"error": body}
+
+
+def logprob_number(value: float) -> float:
+    return value if math.isfinite(value) else LOGPROB_MIN
+
+
+def usage_object(job: HttpJob, answers: list[Answer]) -> Chunk:
+    """Every prompt counts once, however many choices were drawn from it."""
+    firsts = answers[:: job.choices_per_prompt]
+    prompt = sum(answer.usage.prompt_tokens for answer in firsts)
+    cached = sum(answer.usage.cached_tokens for answer in firsts)
+    made = sum(answer.usage.completion_tokens for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def timings_object(answers: list[Answer]) -> Chunk:
+    """The timings of llama-server, which local user interfaces read; of the first choice."""
+    usage = answers[0].usage
+    computed = usage.prompt_tokens - usage.cached_tokens
+    prompt_ms = max(0.0, usage.ttft_ms - usage.queue_ms)
+    decode_ms = max(0.0, usage.total_ms - usage.ttft_ms)
+    made = usage.completion_tokens - usage.resumed_tokens  # by this stream
+    later = max(0, made - 1)
+    return {
+        "cache_n": usage.cached_tokens,
+        "prompt_n": computed,
+        "prompt_ms": round(prompt_ms, 3),
+        "prompt_per_second": _per_second(computed, prompt_ms),
+        "predicted_n": made,
+        "predicted_ms": round(decode_ms, 3),
+        "predicted_per_second": _per_second(later, decode_ms),
+    }
+
+
+def _per_second(count: int, ms: float) -> float:
+    return round(1000.0 * count / ms, 3) if ms > 0 else 0.0
+
+
+def serving_object(job: HttpJob, answers: list[Answer]) -> Chunk:
+    """Session, lane, times and reuse of the answer: what `promote` and a log reader need."""
+    usage = answers[0].usage
+    session_id = usage.session_id or (job.session.session_id if job.session else "")
+    predicted = job.predict() or {}
+    predicted_ms = predicted.get("ttft_ms")
+    found: Chunk = {
+        "request_id": job.request_id,
+        "session_id": session_id or None,
+        "class": str(job.sla.sla_class),
+        "route": job.route,
+        "lane": usage.lane,
+        "queue_ms": round(usage.queue_ms, 3),
+        "ttft_ms": round(usage.ttft_ms, 3),
+        "predicted_ttft_ms": _finite(predicted_ms),
+        "total_ms": round(usage.total_ms, 3),
+        "tokens_reused": usage.cached_tokens,
+        "reuse_reason": usage.reuse_reason,
+        "seed": job.seed,
+    }
+    if usage.resumed_tokens:
+        found["resumed_tokens"] = usage.resumed_tokens
+    bare = sum(answer.bare for answer in answers)
+    if bare and any(asked.sampling.logprobs >= 0 for asked in job.requests):
+        found["tokens_without_logprobs"] = bare
+    if not usage.durable:
+        found["durable"] = False
+    return found
+
+
+def _finite(ms: float | None) -> float | None:
+    return round(ms, 3) if ms is not None and math.isfinite(ms) else None

@@ -1,0 +1,302 @@
+"""One HTTP request as generation requests: checked parameters in, requests of the engine out.
+
+Owns what all protocols share between a parsed body and `engine.submit`: model and size checks,
+sampling parameters, derived seeds, and submitting several generations as one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from multidict import CIMultiDictProxy
+
+from batchengine import errors
+from batchengine.config import Config
+from batchengine.core import Constraint, GenerationRequest, ModelInfo, Sampling, Sla
+from service.engine_api import EngineApi, GenerationApi
+from service.protocols import carriers
+from service.protocols.carriers import Caller
+from service.protocols.schema import (
+    GENERATIONS_MAX,
+    Common,
+    Extension,
+    binary32,
+    stop_strings,
+)
+
+# No vocabulary averages this many bytes per token: a text beyond it cannot fit, and is refused
+# before the tokenizer spends seconds on it.
+BYTES_PER_TOKEN_MAX = 128
+BODY_BYTES_MIN = 1 << 20  # room for tools and fields beside the prompt
+SEED_MASK = (1 << 64) - 1
+HEADER_KEY = "Idempotency-Key"
+KEY_CHARS_MAX = 255
+HEADER_FINAL = "x-dynamo-session-final"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """What a request asks for its session beside an answer."""
+
+    promote: bool = False
+    park: bool = False
+    expected_output_tokens: int | None = None
+    idempotency_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a protocol reads out of its body; all else is common to all protocols.
+
+    `param` is the field that errors about the size name. `logprobs` as in `core.Sampling`.
+    """
+
+    tokens: list[list[int]]  # of every prompt
+    tokens_max: int
+    logprobs: int
+    param: str
+    tool_call_ids: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class HttpJob:
+    """Everything about one HTTP request that outlives its body."""
+
+    request_id: str
+    protocol: str  # its name
+    caller: Caller
+    model: str  # as the client named it: echoed back
+    created: int  # seconds since the epoch
+    stream: bool
+    include_usage: bool
+    sla: Sla
+    session: carriers.SessionName | None
+    route: str
+    service_tier: str | None
+    seed: int
+    choices_per_prompt: int = 1
+    options: SessionOptions = SessionOptions()
+    constraint: Constraint | None = None
+    predict: Callable[[], Mapping[str, Any] | None] = lambda: None
+    requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
+
+
+def new_request_id() -> str:
+    """Made here, never taken from a client (RELIABILITY R10)."""
+    return "req_" + secrets.token_hex(12)
+
+
+def route_name(engine: EngineApi) -> str:
+    """The kind of lane that serves today."""
+    kinds = sorted({str(lane.get("kind", "cpu")) for lane in engine.lanes()})
+    return "+".join(kinds) or "cpu"
+
+
+def open_job(
+    protocol: str,
+    body: Common,
+    headers: CIMultiDictProxy[str],
+    caller: Caller,
+    engine: EngineApi,
+    config: Config,
+    request_id: str,
+) -> HttpJob:
+    """Names, class and session of a request; raises 400 or 404."""
+    served = carriers.model_names(engine.info.model_id, config.model.aliases)
+    model = body.model if body.model is not None else engine.info.model_id
+    if model not in served:
+        raise errors.UNKNOWN_MODEL(asked=model, served=", ".join(served))
+    constraint = constraint_of(body.response_format)
+    if constraint is not None:
+        name, what = "response_format", "response_format must be of type text"
+        raise errors.UNSUPPORTED_FIELD(param=name, what=what, fix="ask for JSON in the prompt")
+    promised = carriers.sla_of(body, headers, caller, config)
+    options = body.stream_options
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    return HttpJob(
+        request_id=request_id,
+        protocol=protocol,
+        caller=caller,
+        model=model,
+        created=int(time.time()),
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+        sla=promised,
+        session=carriers.session_of(body, headers, caller.tenant),
+        route=route_name(engine),
+        service_tier=None
+        if body.service_tier is None
+        else carriers.SERVED_TIER[promised.sla_class],
+        seed=seed,
+        choices_per_prompt=body.n or 1,
+        options=_session_options(body, headers),
+        constraint=constraint,
+        predict=lambda: engine.predicted(request_id),
+    )
+
+
+def constraint_of(response_format: dict[str, Any] | None) -> Constraint | None:
+    """What `response_format` demands of the answer's text; None = nothing."""
+    if response_format is None or response_format.get("type") == "text":
+        return None
+    return Constraint(msgspec.json.encode(response_format.get("json_schema") or {}).decode())
+
+
+def _session_options(body: Common, headers: CIMultiDictProxy[str]) -> SessionOptions:
+    """Raises 400 for an unusable idempotency key."""
+    asked = body.batchengine or Extension()
+    key = headers.get(HEADER_KEY, "").strip()
+    if len(key) > KEY_CHARS_MAX or not key.isprintable():
+        raise errors.INVALID_FIELD(
+            param=HEADER_KEY,
+            what=f"{HEADER_KEY} is not usable",
+            why=f"it must be printable and at most {KEY_CHARS_MAX} characters",
+            fix="send a UUID",
+        )
+    hints = body.nvext.agent_hints if body.nvext else None
+    expected = asked.expected_output_tokens or (hints.osl if hints else None)
+    ends = asked.final or headers.get(HEADER_FINAL, "").strip().lower() == "true"
+    return SessionOptions(
+        promote=bool(asked.promote),
+        park=bool(asked.park or ends),
+        expected_output_tokens=expected,
+        idempotency_key=key,
+    )
+
+
+def sampling_of(body: Common, logprobs: int, seed: int, vocab_size: int) -> Sampling:
+    """Sampling parameters with OpenAI's defaults (temperature 1, everything else off)."""
+
+    def number(value: float | None, default: float) -> float:
+        return default if value is None else binary32(value)
+
+    return Sampling(
+        temperature=number(body.temperature, 1.0),
+        top_k=max(0, body.top_k or 0),  # -1 means "off" to vLLM clients
+        top_p=number(body.top_p, 1.0),
+        min_p=number(body.min_p, 0.0),
+        repetition_penalty=number(body.repetition_penalty, 1.0),
+        presence_penalty=number(body.presence_penalty, 0.0),
+        frequency_penalty=number(body.frequency_penalty, 0.0),
+        seed=seed,
+        logprobs=logprobs,
+        logit_bias=_bias_of(body.logit_bias, vocab_size),
+    )
+
+
+def _bias_of(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for name, value in (bias or {}).items():
+        if not (name.isascii() and name.isdecimal() and len(name) <= 10) or (
+            int(name) >= vocab_size
+        ):
+            raise errors.INVALID_FIELD(
+                param="logit_bias",
+                what=f"logit_bias names {name[:20]!r}",
+                why=f"a token id is a whole number below {vocab_size:,}",
+                fix="use token ids of this model",
+            )
+        pairs[int(name)] = binary32(value)
+    return tuple(sorted(pairs.items()))
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`: the client's own for 0, independent ones after it."""
+    if index == 0:
+        return seed & SEED_MASK
+    text = f"batchengine choice {seed & SEED_MASK} {index}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+
+
+def body_bytes_max(context_tokens: int) -> int:
+    """The largest body that can hold a prompt of this context: more is refused unread (F59)."""
+    return BODY_BYTES_MIN + BYTES_PER_TOKEN_MAX * context_tokens
+
+
+def check_text_size(byte_count: int, context_tokens: int, param: str) -> None:
+    """Raises 400 for a text that cannot fit however well it tokenises."""
+    least = byte_count // BYTES_PER_TOKEN_MAX
+    if least > context_tokens:
+        asked = f"at least {least:,} tokens"
+        raise errors.PROMPT_TOO_LONG(
+            asked=asked, n_prompt_tokens=least, n_ctx=context_tokens, param=param
+        )
+
+
+def check_prompt(tokens: list[int], context_tokens: int, param: str) -> None:
+    """Raises 400 for an empty prompt and for one that leaves no room for a single token."""
+    if not tokens:
+        what, fix = "the prompt is empty", "send at least one token"
+        raise errors.INVALID_FIELD(param=param, what=what, fix=fix)
+    if len(tokens) >= context_tokens:
+        n = len(tokens)
+        raise errors.PROMPT_TOO_LONG(
+            asked=f"{n:,} tokens", n_prompt_tokens=n, n_ctx=context_tokens, param=param
+        )
+
+
+def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
+    """Writes `job.requests`: prompts x choices; raises 400."""
+    if len(prompt.tokens) * job.choices_per_prompt > GENERATIONS_MAX:
+        raise errors.INVALID_FIELD(
+            param="n",
+            what=f"{len(prompt.tokens)} prompts x n {job.choices_per_prompt} is more than"
+            f" {GENERATIONS_MAX}",
+            fix="send fewer at once",
+        )
+    context, options = info.context_tokens, job.options
+    sampling = sampling_of(body, prompt.logprobs, derived_seed(job.seed, 0), info.vocab_size)
+    stop = stop_strings(body.stop)
+    for prompt_index, tokens in enumerate(prompt.tokens):
+        if len(tokens) + prompt.tokens_max > context:
+            n, asked = len(tokens), f"{len(tokens):,} tokens + max {prompt.tokens_max:,}"
+            raise errors.PROMPT_TOO_LONG(
+                asked=asked, n_prompt_tokens=n, n_ctx=context, param=prompt.param
+            )
+        for choice in range(job.choices_per_prompt):
+            index = prompt_index * job.choices_per_prompt + choice
+            job.requests.append(
+                GenerationRequest(
+                    request_id=job.request_id if index == 0 else f"{job.request_id}-{index}",
+                    prompt=tuple(tokens),
+                    tokens_max=prompt.tokens_max,
+                    sampling=msgspec.structs.replace(sampling, seed=derived_seed(job.seed, choice)),
+                    stop=stop,
+                    ignore_eos=bool(body.ignore_eos),
+                    sla=job.sla,
+                    # one timeline cannot grow in two directions: other choices are anonymous
+                    session_id=job.session.session_id if job.session and index == 0 else None,
+                    tenant=job.caller.tenant,
+                    tool_call_ids=prompt.tool_call_ids if index == 0 else (),
+                    park=options.park,
+                    idempotency_key=_key_of_choice(options.idempotency_key, index),
+                    promote=options.promote,
+                    expected_output_tokens=options.expected_output_tokens,
+                    form=job.protocol,
+                    constraint=job.constraint,
+                )
+            )
+
+
+def _key_of_choice(key: str, index: int) -> str:
+    """Every choice is a turn of its own, so a repetition finds each of them."""
+    return f"{key}#{index}" if key and index else key
+
+
+def submit_all(engine: EngineApi, job: HttpJob) -> list[GenerationApi]:
+    """All generations of a job, or none: a failure half-way cancels those before it."""
+    made: list[GenerationApi] = []
+    try:
+        for request in job.requests:
+            made.append(engine.submit(request))
+    except BaseException:
+        for generation in made:
+            generation.cancel()
+        raise
+    return made

@@ -1,0 +1,196 @@
+"""The request bodies of the OpenAI routes as structs, with a bound on every number and list.
+
+Owns field names, types and limits; `decode_request` turns a body into a struct or into an
+error that names the field. Floats become binary32 here, once (NUMERICS 2.7): what is sampled
+with is what the struct holds. Unknown fields are reported, never guessed at.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from batchengine import errors
+from batchengine.core import BatchEngineError
+from service.protocols.strict_json import parse_object
+from service.session_ids import printable
+
+MESSAGES_MAX = 8192
+PROMPTS_MAX = 32
+CHOICES_MAX = 8
+GENERATIONS_MAX = 32  # prompts x choices of one request
+STOP_MAX = 4
+TEXT_MAX = 64 << 20  # the body cap is smaller by default; this bounds the type
+TOKENS_MAX = 1 << 24
+
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Name = Annotated[str, Meta(max_length=256)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+TokenId = Annotated[int, Meta(ge=0, le=0x7FFFFFFF)]
+# Small enough for any wish, far above what binary32 rounds to zero.
+Millis = Annotated[float, Meta(ge=0.001, le=86_400_000)]
+TokenCount = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Extension(Struct, forbid_unknown_fields=True):
+    """The `batchengine` object: everything a client may ask of this daemon in particular."""
+
+    sla_class: str | None = msgspec.field(default=None, name="class")
+    ttft_ms: Millis | None = None
+    tpot_ms: Millis | None = None
+    ttlt_ms: Millis | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    expected_output_tokens: TokenCount | None = None
+    max_context_tokens: TokenCount | None = None
+    session_id: str | None = None
+    parent_session_id: str | None = None
+    final: bool | None = None  # the session's last turn, as far as the client knows
+    park: bool | None = None  # after this turn it will wait for a tool
+    promote: bool | None = None
+
+
+class AgentHints(Struct):
+    priority: Annotated[int, Meta(ge=-1_000_000, le=1_000_000)] | None = None
+    strict_priority: Annotated[int, Meta(ge=-1_000_000, le=1_000_000)] | None = None
+    osl: TokenCount | None = None
+
+
+class DynamoHints(Struct):
+    agent_hints: AgentHints | None = None
+
+
+class Common(Struct, kw_only=True):
+    """Fields that chat and plain completions share. None = not given."""
+
+    model: Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=STOP_MAX)] | None = None
+    seed: Seed | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]],
+            Meta(max_length=1024),
+        ]
+        | None
+    ) = None
+    ignore_eos: bool | None = None
+    user: Name | None = None
+    metadata: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    service_tier: Name | None = None
+    speed: Name | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
+    nvext: DynamoHints | None = None
+    batchengine: Extension | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class ChatRequest(Common, kw_only=True):
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=512)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=16)] | None = None
+    store: bool | None = None
+
+
+class CompletionRequest(Common, kw_only=True):
+    prompt: Any
+    max_tokens: TokenCount | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    suffix: str | None = None
+
+
+Body = TypeVar("Body", ChatRequest, CompletionRequest)
+
+# Of the `batchengine` object: known by name, and nothing reads them yet.
+EXTENSION_UNREAD = ("max_context_tokens", "parent_session_id")
+
+_PATH = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
+_MISSING = re.compile(r"required field `(?P<name>[^`]*)`")
+_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
+
+
+def decode_request(kind: type[Body], data: bytes | bytearray) -> tuple[Body, list[str]]:
+    """The bytes of a body as a `kind`, and the names of ignored fields; raises 400."""
+    return read_request(kind, parse_object(data))
+
+
+def read_request(kind: type[Body], values: dict[str, object]) -> tuple[Body, list[str]]:
+    """`values` as a `kind`, and the names of fields that change nothing: unknown or unread.
+
+    Raises BatchEngineError 400 whose `param` is the path of the first wrong field.
+    """
+    known = set(kind.__struct_encode_fields__)
+    try:
+        body = msgspec.convert(values, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    unknown = [printable(name) for name in values if name not in known]
+    for name in EXTENSION_UNREAD:
+        if getattr(body.batchengine, name, None) is not None:
+            unknown.append(f"batchengine.{name}")
+    return body, unknown
+
+
+def _field_error(text: str) -> BatchEngineError:
+    """A msgspec message such as "Expected `int` >= 1 - at `$.n`" as our error."""
+    found = _PATH.search(text)
+    path = found["path"] if found else ""
+    what = text[: found.start()] if found else text
+    for pattern, row in ((_MISSING, errors.MISSING_FIELD), (_UNKNOWN, errors.UNKNOWN_FIELD)):
+        if named := pattern.search(what):
+            param = f"{path}.{named['name']}" if path else named["name"]
+            return row(param=printable(param))
+    param = printable(path.replace("[...]", "")) or None
+    what = what[:1].lower() + what[1:]
+    return errors.INVALID_FIELD(
+        param=param,
+        what=f"{param or 'body'} has a wrong value",
+        why=what.replace("`", ""),
+        fix=_fix(param),
+    )
+
+
+def _fix(param: str | None) -> str:
+    return f"correct {param} or leave it out" if param else "send a JSON object"
+
+
+def binary32(value: float) -> float:
+    """The nearest binary32 number, as a Python float."""
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Stop strings in order, without repeats."""
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop))

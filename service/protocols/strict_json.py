@@ -1,0 +1,120 @@
+"""Strict JSON of request bodies: bytes to plain values, or one error that names the fault.
+
+Promises that every string is encodable UTF-8 text, every number finite, no key occurs twice and
+nothing nests deeper than DEPTH_MAX. `off_loop` keeps large bodies off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
+
+from batchengine import errors
+from batchengine.core import BatchEngineError
+from service.session_ids import printable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+DEPTH_MAX = 64  # tool schemas of real agents stay below 20
+INLINE_BYTES_MAX = 16 * 1024  # parses in well under a millisecond
+DIGITS_MAX = 40  # no field of any request holds a longer integer
+
+
+async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`work(...)` here for a small body of `size` bytes, on a thread for a large one (R16)."""
+    if size <= INLINE_BYTES_MAX:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
+
+
+def parse_object(body: bytes | bytearray) -> dict[str, object]:
+    """The JSON object in `body`; raises BatchEngineError 400."""
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise errors.INVALID_JSON(why=f"invalid UTF-8 at byte {error.start}") from None
+    try:
+        value: object = json.loads(
+            text,
+            object_pairs_hook=_unique_pairs,
+            parse_int=_short_int,
+        )
+    except json.JSONDecodeError as error:
+        raise errors.INVALID_JSON(why=f"{error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if not isinstance(value, dict):
+        raise errors.INVALID_JSON(why="the top level must be an object")
+    root = cast("dict[str, object]", value)
+    _check_tree(root)
+    return root
+
+
+def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                name = printable(key)
+                raise errors.INVALID_JSON(why=f"the key {name!r} occurs twice", param=name)
+            seen.add(key)
+    return made
+
+
+def _short_int(text: str) -> int:
+    if len(text) > DIGITS_MAX:
+        raise errors.INVALID_JSON(why=f"the number {text[:12]}… has {len(text):,} digits")
+    return int(text)
+
+
+def _check_tree(root: dict[str, object]) -> None:
+    """Depth, surrogates, NaN and infinity, without recursion; blames the top-level key."""
+    for name, value in root.items():
+        if not _encodable(name):
+            raise errors.INVALID_JSON(
+                why="a key holds half a surrogate pair", param=printable(name)
+            )
+        level: list[object] = [value]
+        depth = 1
+        while level:
+            depth += 1
+            if depth > DEPTH_MAX:
+                raise _too_deep(printable(name))
+            below: list[object] = []
+            for item in level:
+                if isinstance(item, str):
+                    if not _encodable(item):
+                        raise errors.INVALID_JSON(
+                            why="a string holds half a surrogate pair", param=printable(name)
+                        )
+                elif isinstance(item, float):
+                    if not math.isfinite(item):  # NaN, Infinity and 1e999 end up here
+                        raise errors.INVALID_JSON(
+                            why="a number is not finite", param=printable(name)
+                        )
+                elif isinstance(item, dict):
+                    entries = cast("dict[str, object]", item)
+                    below.extend(entries.keys())
+                    below.extend(entries.values())
+                elif isinstance(item, list):
+                    below.extend(cast("list[object]", item))
+            level = below
+
+
+def _encodable(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _too_deep(param: str | None = None) -> BatchEngineError:
+    return errors.INVALID_JSON(why=f"it nests deeper than {DEPTH_MAX} levels", param=param)

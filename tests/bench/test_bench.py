@@ -1,0 +1,135 @@
+"""Every bench runs its quick form here, so that it cannot rot; figures are not checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kernels
+from bench import synthetic
+from bench.engine import SETTINGS
+from bench.llama import LlamaContext, LlamaModel
+
+ROOT = Path(__file__).resolve().parents[2]
+DECODE = ("b1", "b4", "b8", "b16", "b32", "4k_b1", "4k_b4")
+ROWS = {
+    "engine": ("prefill_512", *(f"decode_{row}" for row in DECODE)),
+    "kernels": (
+        "peaks",
+        "linear_q4_0_16",
+        "linear_q6_k_1",
+        "attend_decode_g2_1024",
+        "model_prefill_gops",
+        "model_decode_gbps",
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the benches keep their model between the tests here, instead of the user's cache."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def run_bench(name: str, json_path: Path, cache: Path) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", name, "--quick", "--json", str(json_path)],
+        cwd=ROOT,
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("RESULT "), last
+    result = json.loads(last.removeprefix("RESULT "))
+    assert json.loads(json_path.read_text())["result"] == result
+    return result
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_quick_bench_reports_every_row(name: str, tmp_path: Path, cache: Path) -> None:
+    result = run_bench(name, tmp_path / "result.json", cache)
+    for row in ROWS[name]:
+        entry = result[row]
+        assert isinstance(entry, dict)
+        assert all(value > 0 for value in entry.values()), (row, entry)
+
+
+@pytest.mark.timeout(180)
+def test_invariance_is_total(tmp_path: Path, cache: Path) -> None:
+    result = run_bench("invariance", tmp_path / "result.json", cache)
+    assert isinstance(result["sequences"], int)
+    assert result["sequences"] >= 100
+    assert result["identical"] == result["sequences"], result
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif("avx512-vnni" not in kernels.isa_levels(), reason="both builds are the same")
+def test_canonical_cost_reports_every_row(tmp_path: Path, cache: Path) -> None:
+    """Builds the free-order module if it is missing (a minute), so that its variants compile."""
+    result = run_bench("canonical", tmp_path / "result.json", cache)["canonical_cost"]
+    assert isinstance(result, dict)
+    for row in ("prefill_512", "decode_b1", "decode_b16", "linear_q4_0_512", "attend_decode"):
+        assert result[row]["canonical_us"] > 0, row
+        assert result[row]["free_us"] > 0, row
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("kv_unified", [False, True])
+def test_restored_kv_is_the_prefilled_kv(
+    setting: dict[str, Any], kv_unified: bool, tmp_path: Path
+) -> None:
+    """The peer's long rows start from copied state: it must read all of it, as if prefilled."""
+    path = tmp_path / "small.gguf"
+    synthetic.write_synthetic(path, synthetic.PRESETS["small"])
+    with LlamaModel(path) as model:
+        tokens = np.random.default_rng(3).integers(3, model.n_vocab, 40).tolist()
+        with LlamaContext(model, n_ctx=256, **setting) as context:
+            context.prefill(tokens)
+            state = context.save_sequence(0)
+            expected = context.prefill([7], start=40)
+        with LlamaContext(
+            model, n_ctx=1024, n_seq_max=2, kv_unified=kv_unified, **setting
+        ) as context:
+            for sequence in range(2):
+                context.load_sequence(sequence, state)
+            context.step([7, 7], [40, 40])
+            for sequence in range(2):
+                np.testing.assert_allclose(context.logits(sequence), expected, rtol=0.02, atol=0.02)
+            context.clear()
+            context.load_sequence(1, state.repeated(3))  # restores 120 positions, or raises
+            context.cut(1, 40)  # the first of the three is the sequence itself
+            np.testing.assert_allclose(
+                context.prefill([7], sequence=1, start=40), expected, rtol=0.02, atol=0.02
+            )
+
+
+@pytest.mark.timeout(180)
+def test_calls_on_a_store_are_short(tmp_path: Path, cache: Path) -> None:
+    """The limits are far above the figures, which are those of a million pages too."""
+    result = run_bench("store", tmp_path / "result.json", cache)
+    assert set(result) == {"lookup_us", "stat_us", "longest_hold_ms"}
+    assert 0.0 < result["lookup_us"] < 200.0
+    assert 0.0 < result["stat_us"] < 5_000.0
+    assert 0.0 < result["longest_hold_ms"] < 200.0
+
+
+@pytest.mark.timeout(180)
+def test_router_decides_in_microseconds(tmp_path: Path, cache: Path) -> None:
+    """The limit is far above the figure (see bench/results): this machine may be busy."""
+    result = run_bench("router", tmp_path / "result.json", cache)
+    median_us, p99_us = result["median_us"], result["p99_us"]
+    assert isinstance(median_us, float)
+    assert isinstance(p99_us, float)
+    assert 0.0 < median_us < 200.0
+    assert median_us <= p99_us

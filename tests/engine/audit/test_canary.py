@@ -1,0 +1,196 @@
+"""The canary (F46): a page that every lane computes when it rests, and that must come out alike.
+
+In the simulated world: a lane is wrong by one bit of one row, or by NaN, when its script says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from batchengine.engine.audit.canary import canary_tokens
+from batchengine.engine.lane.recompute import KEY
+from tests.engine.audit.scene import is_recompute, logged, no_fresh_worker
+from tests.simulation.stage import Plan, Stage, play, words
+
+EVERY_S = 60.0
+
+
+def canaries(stage: Stage, lane: str, result: str) -> float:
+    """How often a lane's canary came out so."""
+    return stage.up.metrics.canaries_total.labels(lane, result)._value.get()
+
+
+def wrong(stage: Stage, lane: str, is_wrong: Callable[[Any], bool], **how: bool) -> list[str]:
+    """The lane is wrong in the frames that `is_wrong` names; they are noted."""
+    struck: list[str] = []
+
+    def plan(of: Any, step: Any) -> Plan | None:
+        if of.name == lane and step.entries and is_wrong(step):
+            struck.append(of.name)
+            return Plan(0.004, **(how or {"flip": True}))  # type: ignore[arg-type]
+        return None
+
+    stage.plans.append(plan)
+    return struck
+
+
+def test_tokens_are_in_the_vocabulary() -> None:
+    for n_vocab in (1, 40, 2048, 151_936):
+        tokens = canary_tokens(n_vocab)
+        assert len(tokens) == 256
+        assert 0 <= min(tokens) <= max(tokens) < n_vocab
+
+
+def test_lanes_that_rest_compute_the_same_again_and_again() -> None:
+    """They keep nothing of it: no page in the store, no place in the arena, no session."""
+
+    async def scene(stage: Stage) -> None:
+        await asyncio.sleep(2.5 * EVERY_S)
+        for name in ("left", "right"):
+            assert canaries(stage, name, "equal") == 3
+            assert stage.lane(name).pages.slots.available == stage.slots
+        store = stage.now.seam.opened
+        assert store is not None
+        assert store.stat()["pages_published"] == 0
+        assert stage.up.stats()["troubles"] == []
+
+    play(scene, limits__canary_s=EVERY_S)
+
+
+def test_zero_is_off() -> None:
+    async def scene(stage: Stage) -> None:
+        frames = wrong(stage, "left", is_recompute)
+        await asyncio.sleep(100)
+        assert not frames
+
+    play(scene, limits__canary_s=0)
+
+
+def test_a_lane_that_serves_computes_none_and_one_that_begins_gives_it_up() -> None:
+    """The first frame after a request came is its own, but for the piece that was on its way."""
+
+    async def scene(stage: Stage) -> None:
+        frames: list[tuple[str, int, bool]] = []
+
+        def plan(lane: Any, step: Any) -> Plan | None:
+            frames.extend((lane.name, e.n_tokens, e.session == KEY) for e in step.entries)
+            return Plan(0.5) if is_recompute(step) else None
+
+        stage.plans.append(plan)
+        await stage.until(lambda: any(canary for _, _, canary in frames))
+        name = frames[0][0]
+        assert frames[0][1] == 16, "in pieces"
+        loops = [loop for loop in stage.now.loops if loop.lane.name != name]
+        for loop in loops:
+            loop.assigned += 9  # no request goes there
+        asked = stage.ask(words(1, 40), 200, "s")
+        reader = stage.start(asked)
+        await stage.until(lambda: canaries(stage, name, "given_up") == 1)
+        await reader
+        for loop in loops:
+            loop.assigned -= 9
+        assert asked.lane == name
+        mine = [canary for lane, _, canary in frames if lane == name]
+        assert mine == sorted(mine, reverse=True), "canary frames, then those of the turn"
+        await stage.until(lambda: canaries(stage, name, "equal") == 1)
+
+    play(scene)
+
+
+def test_it_takes_no_place_from_a_session_that_rests() -> None:
+    """An arena full of reclaimable slots has no room for a canary: no session loses a row."""
+
+    async def scene(stage: Stage) -> None:
+        prompts = [words(10 + i, 100) for i in range(2 * stage.slots)]
+        for i, prompt in enumerate(prompts):
+            await stage.answer(prompt, 2, f"s{i}")
+        before = {
+            s.session_id: (s.frontier, list(s.kv.open)) for s in stage.up.state.sessions.values()
+        }
+        await asyncio.sleep(60)
+        assert before == {
+            s.session_id: (s.frontier, list(s.kv.open)) for s in stage.up.state.sessions.values()
+        }
+        given_up = sum(canaries(stage, name, "given_up") for name in ("left", "right"))
+        assert given_up >= 1
+
+    play(scene, slots=4)
+
+
+@pytest.mark.parametrize("bad", ["left", "right"])
+@pytest.mark.parametrize("how", ["flip", "nan"])
+def test_the_lane_that_differs_is_drained_whichever_was_first(bad: str, how: str) -> None:
+    """With a fresh worker's vote; health and metrics say so; the other lane serves on."""
+
+    async def scene(stage: Stage) -> None:
+        wrong(stage, bad, is_recompute, **{how: True})
+        good = "right" if bad == "left" else "left"
+        await stage.until(lambda: bool(stage.lane(bad).draining))
+        assert not stage.lane(good).draining
+        assert stage.up.phase == "degraded"
+        row = next(row for row in stage.up.lanes() if row["name"] == bad)
+        assert row["state"] == "drained"
+        assert "a fresh worker" in row["why"]
+        await asyncio.sleep(3 * EVERY_S)
+        assert stage.up.stats()["troubles"] == [f"lane {bad} drained: {row['why']}"]
+        assert canaries(stage, good, "equal") >= 2
+        assert stage.up.metrics.registry.get_sample_value("batchengine_numeric_faults_total") >= 1
+        asked = stage.ask(words(2, 300), 20)
+        await stage.read(asked)
+        assert asked.lane == good
+        logged(stage, "two contents")
+        stage.plans.clear()
+
+    play(scene, limits__canary_s=EVERY_S)
+
+
+def test_a_lane_that_is_alone_differs_from_itself() -> None:
+    """It gets a new worker, which is looked at as soon as it rests; then health is well again."""
+
+    async def scene(stage: Stage) -> None:
+        alone(stage)
+        await stage.until(lambda: canaries(stage, "left", "equal") == 1)
+        struck = wrong(stage, "left", lambda step: is_recompute(step) and not struck)
+        await stage.until(lambda: stage.lane("left").lane.incarnation == 2)
+        assert canaries(stage, "left", "different") == 1
+        assert any("canary of lane left differs" in line for line in stage.up.stats()["troubles"])
+        await stage.until(lambda: canaries(stage, "left", "equal") == 2)
+        assert not any("canary" in line for line in stage.up.stats()["troubles"])
+        logged(stage, "lane left was wrong")
+        assert len((await stage.answer(words(3, 300), 20)).tokens) == 20
+
+    play(scene, limits__canary_s=EVERY_S)
+
+
+def alone(stage: Stage) -> None:
+    """The other lane is out of order for another reason."""
+    stage.lane("right").drain("the scene has one lane")
+
+
+def test_without_a_majority_the_reference_goes_and_health_says_so() -> None:
+    """No worker can be started: no lane is drained on the statement of one against another."""
+
+    async def scene(stage: Stage) -> None:
+        no_fresh_worker(stage)
+        wrong(stage, "right", is_recompute)
+        await stage.until(lambda: canaries(stage, "left", "equal") == 1)
+        left = stage.lane("left")
+        left.draining = "it is busy"  # it has no vote
+        await stage.until(lambda: canaries(stage, "right", "different") == 1)
+        await stage.until(lambda: not left.is_paused)
+        left.draining = ""
+        stage.plans.clear()
+        assert not stage.lane("right").draining
+        troubles = stage.up.stats()["troubles"]
+        assert any("canary of lane right" in line for line in troubles)
+        assert any("no majority" in line for line in troubles)
+        logged(stage, "no majority")
+        await stage.until(lambda: canaries(stage, "right", "equal") == 1)
+        await stage.until(lambda: canaries(stage, "left", "equal") == 2)
+        assert not any("canary" in line for line in stage.up.stats()["troubles"])
+
+    play(scene, limits__canary_s=EVERY_S)

@@ -1,0 +1,446 @@
+"""What an await leaves behind: the table, the lane or the validity of a page changed meanwhile.
+
+Each of these computed with KV that was not there, or was known to be wrong, before it was fixed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchengine.core import GenerationRequest
+from batchengine.engine import Engine, housekeeping
+from batchengine.engine.lane.recompute import PageRecompute, RecomputeFailed
+from batchengine.session import LOG_UNKNOWN, Session
+from kv_store.pages.index import PageRef
+from kv_store.threads import new_future
+from tests.engine.placement.test_migration import other, two_lanes
+from tests.engine.placement.test_migration_faults import lanes_of, plant, start
+from tests.support.engines import Reference, read, request, run, running_engine, until, words
+
+PAGES = 3
+PROMPT = words(1, PAGES * 256 + 20)
+
+
+@pytest.fixture(scope="module")
+def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
+    made = Reference(pocket_path, cache_dir)
+    yield made
+    made.close()
+
+
+class SlowDisk:
+    """Answers of `store.pages.load` wait until they are let through."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._store: Any = engine.running.store
+        self._real: Callable[[Sequence[PageRef]], Future[list[bool]]] = self._store.pages.load
+        self._held: list[tuple[Future[list[bool]], Future[list[bool]]]] = []
+        self._store.pages.load = self._load
+
+    def _load(self, refs: Sequence[PageRef]) -> Future[list[bool]]:
+        late: Future[list[bool]] = new_future()
+        self._held.append((late, self._real(refs)))
+        return late
+
+    @property
+    def is_asked(self) -> bool:
+        return bool(self._held)
+
+    async def answer(self) -> None:
+        self._store.pages.load = self._real
+        for late, real in self._held:
+            late.set_result(await asyncio.wrap_future(real))
+
+
+async def evicted(engine: Engine, session: Session) -> None:
+    """What a full store does to the oldest reclaimable session."""
+    assert engine.state.home[session.key].pages.slots.evict_oldest(Session(0, "", ""))
+
+
+async def invalidated(engine: Engine, session: Session) -> None:
+    loop = engine.state.home[session.key]
+    engine.running.store.pages.invalidate(session.kv.sealed[1])
+    loop.recheck()
+    await until(lambda: not loop.is_rechecking)
+
+
+@pytest.mark.parametrize("fault", [evicted, invalidated])
+def test_pages_that_go_while_they_are_read(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference,
+    caplog: pytest.LogCaptureFixture, fault: Any,
+) -> None:  # fmt: skip
+    async def work() -> None:
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            await read(engine.submit(request(PROMPT, 4, session="s")))
+            session = engine.state.sessions["", "s"]
+            await until(lambda: len(session.kv.sealed) == PAGES)
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            disk = SlowDisk(engine)
+            longer = [*PROMPT, 5]
+            reader = asyncio.ensure_future(read(engine.submit(request(longer, 30, session="s"))))
+            await until(lambda: disk.is_asked)
+            session = engine.state.sessions["", "s"]
+            await engine.promote("", "s", to=other(engine, "s"))
+            await fault(engine, session)
+            assert len(session.kv.sealed) < PAGES
+            await disk.answer()
+            answer = await reader
+            assert answer.tokens == reference.tokens(longer, 30)
+            assert answer.done is not None
+            if fault is invalidated:
+                assert answer.done.usage.cached_tokens <= 256
+
+    with caplog.at_level(logging.ERROR, "batchengine.kv"):
+        run(work())
+    assert not caplog.records
+
+
+def test_a_page_is_invalidated_while_its_session_moves(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    async def work() -> None:
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            generation, reader = await start(engine, "s", PROMPT, 300)
+            session = engine.state.sessions["", "s"]
+            await until(lambda: len(session.kv.sealed) == PAGES)
+            _, there = lanes_of(engine, "s")
+            bad = session.kv.sealed[0]
+
+            async def invalidate() -> None:
+                engine.running.store.pages.invalidate(bad)
+                for loop in engine.state.lanes:
+                    loop.recheck()
+                await until(lambda: not any(loop.is_rechecking for loop in engine.state.lanes))
+
+            plant(engine, "P2", invalidate)
+            await engine.promote("", "s", to=there.lane.name)
+            before = generation.completion_tokens
+            await until(lambda: generation.completion_tokens > before + 2)
+            assert bad not in session.kv.sealed
+            assert (await reader).tokens == reference.tokens(PROMPT, 300)
+
+    run(work())
+
+
+@pytest.mark.parametrize("where", ["store", "arena"])
+def test_an_invalid_tail_is_not_taken(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, where: str
+) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = await read(engine.submit(request(PROMPT, 20, session="s")))
+            session = engine.state.sessions["", "s"]
+            loop = engine.state.home[session.key]
+            loop.pages.sealing.park(session)
+            loop.wake()
+            await until(lambda: session.kv.parked is not None)
+            assert session.kv.parked is not None
+            tail = session.kv.parked.ref
+            if where == "store":
+                loop.pages.slots.vacate(session)
+            engine.running.store.pages.invalidate(tail)
+            loop.recheck()
+            await until(lambda: not loop.is_rechecking)
+            assert session.kv.parked is None
+            again = await read(
+                engine.submit(request([*PROMPT, *first.tokens, 5, 6], 4, session="s"))
+            )
+            assert again.done is not None
+            cached = again.done.usage.cached_tokens
+            assert (cached <= PAGES * 256) is (where == "store")
+
+    run(work())
+
+
+def test_a_recompute_closed_in_flight(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            loop = engine.state.lanes[0]
+            late, next_one = (PageRecompute(words(n, 512), [], urgent=True) for n in (1, 2))
+            real, asked = loop.lane.run, asyncio.Event()
+
+            async def slow(*given: Any, **how: Any) -> Any:
+                asked.set()
+                done = await real(*given, **how)
+                await asyncio.sleep(0.05)
+                return done
+
+            loop.lane.run = slow  # type: ignore[method-assign]
+            loop.ask_recompute(late)
+            loop.ask_recompute(next_one)
+            await asked.wait()
+            loop.recomputes.close(late)
+            with pytest.raises(RecomputeFailed):
+                await late.digest
+            digest = await next_one.digest
+            loop.recomputes.close(next_one)
+            loop.lane.run = real  # type: ignore[method-assign]
+            again = PageRecompute(words(2, 512), [], urgent=True)
+            loop.ask_recompute(again)
+            assert await again.digest == digest, "it was given the answer to another's frame"
+            loop.recomputes.close(again)
+            assert engine.fatal is None
+
+    run(work())
+
+
+def test_a_frontier_without_pages_is_computed_again(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """No path leads there that we know of; attention over empty slots must not be the answer."""
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            generation, reader = await start(engine, "s", PROMPT, 200)
+            session = engine.state.sessions["", "s"]
+            loop = engine.state.home[session.key]
+            frozen = await loop.freeze(session)
+            assert frozen is not None
+            frontier = session.frontier
+            loop.pages.slots.truncate(session, 1)
+            session.frontier = frontier
+            loop.thaw(session, frozen)
+            await until(lambda: generation.finished)
+            assert (await reader).tokens == reference.tokens(PROMPT, 200)
+
+    with caplog.at_level(logging.ERROR, "batchengine.kv"):
+        run(work())
+    assert "fewer pages than its frontier" in caplog.text
+
+
+class SlowLedger:
+    """Sessions are read from the ledger, but answers wait for `answer`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._ledger: Any = engine.running.store.ledger
+        self._real = self._ledger.load_session
+        self.held: list[tuple[Future[Any], Future[Any]]] = []
+        self._ledger.load_session = self._load
+
+    def _load(self, name: str) -> Future[Any]:
+        late: Future[Any] = new_future()
+        self.held.append((late, self._real(name)))
+        return late
+
+    async def answer(self) -> None:
+        """To who asked last."""
+        self._ledger.load_session = self._real
+        late, real = self.held.pop()
+        late.set_result(await asyncio.wrap_future(real))
+
+
+def test_a_move_while_the_ledger_is_asked(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """The record names the owner of before; written back it would have every later turn refused."""
+
+    async def work() -> None:
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            first = await read(engine.submit(request(PROMPT, 20, session="s")))
+            session = engine.state.sessions["", "s"]
+            ledger = SlowLedger(engine)
+            again = engine.submit(request(PROMPT, 20, session="s"))  # a prefix: asks the ledger
+            reader = asyncio.ensure_future(read(again))
+            await until(lambda: bool(ledger.held))
+            await engine.promote("", "s", to=other(engine, "s"))
+            await ledger.answer()
+            answer = await reader
+            assert answer.error is None, answer.error
+            assert answer.tokens == first.tokens
+            assert session.logged_epoch == session.epoch
+            longer = [*PROMPT, *answer.tokens, 7]
+            more = await read(engine.submit(request(longer, 9, session="s")))
+            assert more.error is None, more.error
+            assert more.tokens == reference.tokens(longer, 9)
+
+    run(work())
+
+
+def test_a_session_dropped_while_its_request_begins(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    async def work() -> None:
+        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+            await read(engine.submit(request(PROMPT, 20, session="s")))
+            epoch = engine.state.sessions["", "s"].epoch
+            ledger = SlowLedger(engine)
+            reader = asyncio.ensure_future(read(engine.submit(request(PROMPT, 20, session="s"))))
+            await until(lambda: bool(ledger.held))
+            dropping = asyncio.ensure_future(engine.drop("", "s"))
+            await until(lambda: len(ledger.held) == 2)
+            await ledger.answer()
+            answer = await reader
+            await ledger.answer()
+            async with asyncio.timeout(10):
+                await dropping
+            assert answer.error is not None
+            assert answer.error.code == "BE2414"
+            assert not answer.tokens
+            assert (
+                await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs")) is None
+            )
+            await read(engine.submit(request(PROMPT, 2, session="s")))
+            assert engine.state.sessions["", "s"].epoch > epoch, (
+                "its old rows would pass for its own"
+            )
+
+    run(work())
+
+
+def test_a_cut_by_the_ledger_takes_the_table_along(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """A turn that is sent again computes nothing: only the cut fits the table to what is left."""
+
+    def asked(prompt: list[int], n: int) -> GenerationRequest:
+        return dataclasses.replace(request(prompt, n, session="s"), idempotency_key="k")
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = await read(engine.submit(asked(PROMPT[:100], 3)))
+            longer = [*PROMPT[:100], *first.tokens, *PROMPT[100:400]]
+            await read(engine.submit(request(longer, 60, session="s")))
+            session, pages = (
+                engine.state.sessions["", "s"],
+                engine.state.lanes[0].pages,
+            )
+            pages.sealing.park(session)
+            engine.state.lanes[0].wake()
+            await until(lambda: session.kv.parked is not None)
+            pages.slots.vacate(session)
+            ledger = (
+                engine.running.store.ledger
+            )  # it has less than the session, as after a full disk
+            cut = ledger.truncate_tokens("\x1fs", session.logged_epoch, 150)
+            ledger.commit()
+            await asyncio.wrap_future(cut)
+            session.logged = LOG_UNKNOWN
+            again = await read(engine.submit(asked(PROMPT[:100], 3)))
+            assert again.tokens == first.tokens
+            engine.state.lanes[0].wake()
+            more = await read(engine.submit(request(longer, 9, session="s")))
+            assert engine.fatal is None
+            assert more.tokens == reference.tokens(longer, 9)
+
+    run(work())
+
+
+def test_a_turn_is_sent_again_after_an_edit_that_a_full_disk_refused(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+) -> None:
+    """Memory has the edit, the ledger the turn: what goes on is the turn, from its own prompt."""
+    prompt = PROMPT[:50]
+    whole = reference.tokens(prompt, 30)
+
+    def full(_: object) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorname = "SQLITE_FULL"
+        raise error
+
+    async def refused(engine: Engine, asked: list[int]) -> None:
+        ledger: Any = engine.running.store.ledger
+        real, ledger._transact_once = ledger._transact_once, full
+        edit = await read(engine.submit(request(asked, 5, session="s")))
+        ledger._transact_once = real
+        assert edit.error is not None
+        assert edit.error.name == "durability_unavailable"
+        session = engine.state.sessions["", "s"]
+        assert (session.logged, session.tokens[: len(asked)]) == (LOG_UNKNOWN, asked)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = engine.submit(request(prompt, 30, session="s"))
+            assert (await read(first)).tokens == whole
+            await refused(engine, [*prompt[:20], *words(9, 40)])
+            rest = await read(await engine.resume("", "s", 5, first.turn_id))
+            assert rest.tokens == whole[5:]
+            await refused(engine, [*prompt[:20], *words(9, 70)])
+            again = await read(engine.submit(request(prompt, 30, session="s")))
+            assert again.tokens == whole
+            assert sum(loop.meter.generated for loop in engine.state.lanes) < 40, (
+                "it was computed again"
+            )
+            longer = [*prompt, *whole, 7]
+            more = await read(engine.submit(request(longer, 9, session="s")))
+            assert more.tokens == reference.tokens(longer, 9)
+
+    run(work())
+
+
+def test_a_resume_that_finds_another_prompt_is_refused_and_cuts_nothing(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """No path leads there that we know of; another's tokens must not be the answer."""
+    prompt = PROMPT[:50]
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = engine.submit(request(prompt, 10, session="s"))
+            sent = (await read(first)).tokens
+            session = engine.state.sessions["", "s"]
+            kept, session.tokens = session.tokens, [*prompt[:20], *words(9, 40)]
+            other_one = list(session.tokens)
+            late = await read(await engine.resume("", "s", 5, first.turn_id))
+            assert late.error is not None
+            assert (late.error.name, late.tokens) == ("nothing_to_resume", [])
+            assert session.tokens == other_one
+            session.tokens = kept
+            rest = await read(await engine.resume("", "s", 5, first.turn_id))
+            assert rest.tokens == sent[5:]
+
+    run(work())
+
+
+def test_an_idle_session_with_a_broken_table_is_forgotten_alone(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """One wrong number of one session was the end of the daemon, and so of all the others."""
+    monkeypatch.setattr(housekeeping, "HOUSEKEEPING_S", 0.02)
+    monkeypatch.setattr(housekeeping, "MAINTAIN_S", 0.05)
+
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            first = await read(engine.submit(request(PROMPT, 9, session="s")))
+            await read(engine.submit(request(PROMPT[:40], 2, session="other")))
+            engine.state.sessions["", "s"].frontier = -1
+            forgotten = engine.metrics.sessions_forgotten_total._value
+            await until(lambda: forgotten.get() == 1)
+            assert ("", "s") not in engine.state.sessions
+            assert ("", "other") in engine.state.sessions
+            assert (await read(await engine.resume("", "s", 2))).tokens == first.tokens[2:]
+            longer = [*PROMPT, *first.tokens, 5]
+            more = await read(engine.submit(request(longer, 9, session="s")))
+            assert more.tokens == reference.tokens(longer, 9)
+            assert (engine.phase, forgotten.get()) == ("ready", 1)
+
+    with caplog.at_level(logging.ERROR, "batchengine.background"):
+        run(work())
+    assert "frontier outside the timeline" in caplog.text
+
+
+def test_who_comes_after_a_forgotten_session_stays(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    async def work() -> None:
+        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+            await read(engine.submit(request(PROMPT[:50], 2, session="s")))
+            old = engine.state.sessions["", "s"]
+            engine.state.forget(old)
+            await read(engine.submit(request(PROMPT[:60], 2, session="s")))
+            new = engine.state.sessions["", "s"]
+            assert new is not old
+            engine.state.forget(old)
+            assert engine.state.sessions["", "s"] is new
+
+    run(work())

@@ -1,0 +1,539 @@
+"""Admission, decisions with their log, automatic moves: the engine's router on plain data."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from batchengine import errors
+from batchengine.config import ClassConfig, LaneConfig, RouterConfig, load
+from batchengine.core import BatchEngineError, GenerationRequest, Kind, Sla, SlaClass
+from batchengine.engine import report
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.placement.decision_log import DecisionLog, DecisionRecord
+from batchengine.engine.placement.dispatcher import Dispatcher
+from batchengine.engine.placement.migration import Migrator
+from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
+from batchengine.engine.state import EngineState
+from batchengine.engine.turns.stream import Generation
+from batchengine.engine.turns.turn import Turn
+from batchengine.policy.cost import CostModel, StepCost
+from batchengine.policy.router import Reason
+from batchengine.session import Session, State
+
+FAST = StepCost(2.0, 0.1, 0.2, 1e-4, 1e-6)
+SLOW = StepCost(8.0, 1.4, 2.0, 5e-4, 1e-5)
+
+
+@dataclass
+class FakeLoop:
+    """A lane as the dispatcher reads it."""
+
+    name: str
+    tier: str = "any"
+    step_cost: StepCost = SLOW
+    queue_max: int = 0
+    seats: int = 8
+    alive: bool = True
+    running: dict[int, Any] = field(default_factory=dict)
+    waiting: dict[int, Any] = field(default_factory=dict)
+    assigned: int = 0
+    context_max: int = 100_000
+    meter: Any = field(default_factory=lambda: SimpleNamespace(steps=0, overhead_ms=0.0))
+    draining: str = ""
+    pages: Any = field(
+        default_factory=lambda: SimpleNamespace(slots=SimpleNamespace(is_attached=True))
+    )
+    hurried: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lane = SimpleNamespace(name=self.name, alive=self.alive)
+        self.config = LaneConfig(
+            name=self.name, tier=self.tier, entries_max=self.seats, queue_max=self.queue_max
+        )
+        self.cost = CostModel(self.step_cost)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @property
+    def up(self) -> bool:
+        return self.lane.alive
+
+    def hurry(self, turn: object, *given: object) -> None:
+        self.hurried.append((turn, *given))
+
+
+@dataclass
+class House:
+    """A dispatcher over two fake lanes, a clock in the test's hands, and moves that succeed."""
+
+    tables: EngineState
+    dispatch: Dispatcher
+    fast: FakeLoop
+    bulk: FakeLoop
+    spawned: list[Coroutine[Any, Any, None]]
+    now_ms: float = 1_000_000.0
+    moves: list[tuple[str, str, str]] = field(default_factory=list)
+    refusal: BatchEngineError | None = None
+
+    async def move(self, session: Session, to: LaneLoop, cause: MoveCause) -> MoveReport:
+        if self.refusal is not None:
+            raise self.refusal
+        source = self.tables.home[session.key].lane.name
+        self.tables.home[session.key] = to
+        self.moves.append((source, to.lane.name, cause))
+        return MoveReport(
+            session.session_id, source, to.lane.name, cause, tokens=300, rows_copied=44,
+            gap_ms=4.0, total_ms=30.0,
+        )  # fmt: skip
+
+    def run_spawned(self) -> None:
+        for work in self.spawned:
+            asyncio.run(cast("Coroutine[Any, Any, None]", work))
+        self.spawned.clear()
+
+    def session(self, name: str, home: FakeLoop | None = None, tokens: int = 300) -> Session:
+        session = Session(len(self.tables.sessions) + 1, name, "")
+        session.tokens = list(range(tokens))
+        session.frontier = tokens
+        self.tables.sessions["", name] = session
+        if home is not None:
+            self.tables.home[session.key] = cast("LaneLoop", home)
+        return session
+
+    def generation(self, session: Session, sla: str = "standard", **given: Any) -> Generation:
+        request = GenerationRequest(
+            request_id=given.pop("request_id", f"r-{session.session_id}-{sla}"),
+            prompt=tuple(given.pop("prompt", [*session.tokens, 7])),
+            tokens_max=given.pop("tokens_max", 100),
+            sla=Sla(SlaClass(sla)),
+            session_id=session.session_id,
+            **given,
+        )
+        nothing: Any = lambda _: None  # noqa: E731
+        return Generation(
+            request, session.session_id, cast("Any", None), self.now_ms, nothing, nothing
+        )
+
+    def turn(self, session: Session, sla: str = "standard", **given: Any) -> Turn:
+        return Turn(
+            session,
+            self.generation(session, sla, **given),
+            rank=list(SlaClass).index(SlaClass(sla)),
+            deadline_ms=0.0,
+            horizon_ms=0.0,
+            tpot_ms=100.0,
+            now_ms=self.now_ms,
+        )
+
+    def occupy(self, loop: FakeLoop, n: int, *, waiting: bool = False, tokens: int = 100) -> None:
+        for index in range(n):
+            key = 10_000 + len(loop.running) + len(loop.waiting) + index
+            session = Session(key, f"busy{key}", "")
+            session.tokens, session.frontier = list(range(tokens)), 0 if waiting else tokens - 1
+            (loop.waiting if waiting else loop.running)[key] = self.turn(session)
+        loop.meter.steps += 1
+
+    def record(self, request_id: str) -> DecisionRecord:
+        found = self.dispatch.log.of_request(request_id)
+        assert found is not None
+        return found
+
+
+def house(monkeypatch: pytest.MonkeyPatch, **router: Any) -> House:
+    config = dataclasses.replace(
+        load(None, {"server.admin_socket": "/tmp/unused.sock"}), router=RouterConfig(**router)
+    )
+    tables = EngineState(config)
+    spawned: list[Coroutine[Any, Any, None]] = []
+    fast, bulk = FakeLoop("gpu", "fast", FAST), FakeLoop("cpu", "bulk")
+    tables.lanes[:] = cast("list[LaneLoop]", [fast, bulk])
+    migrator = SimpleNamespace()
+    dispatch = Dispatcher(tables, cast("Migrator", migrator), lambda work, _: spawned.append(work))
+    built = House(tables, dispatch, fast, bulk, spawned)
+    monkeypatch.setattr(tables, "now_ms", lambda: built.now_ms)
+    migrator.move = built.move
+    return built
+
+
+def samples(tables: EngineState, name: str) -> dict[tuple[str, ...], float]:
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in tables.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == f"batchengine_{name}"
+    }
+
+
+# ---- decisions ----
+
+
+def test_a_decision_is_logged_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    fresh = h.session("s1")
+    assert h.dispatch.choose(fresh, h.generation(fresh, request_id="req-1")) is h.bulk
+    record = h.record("req-1")
+    assert (record.lane, record.decision.reason) == ("cpu", Reason.SHORT)
+    assert samples(h.tables, "route_decisions_total") == {("cpu", "short"): 1}
+    assert samples(h.tables, "ttft_predicted_seconds_count") == {("standard", "cpu"): 1}
+    told = h.dispatch.explain("req-1")
+    assert (told["kind"], told["lane"], told["reason_id"]) == ("request", "cpu", "short")
+    assert told["predicted"]["ttft_ms"] > 0
+    assert {c["lane"] for c in told["candidates"]} == {"gpu", "cpu"}
+    assert told["happened"] is None
+    assert told["request"]["ttlt_ms"] is None  # infinity is no JSON
+    json.dumps(told, allow_nan=False)
+
+
+def test_the_outcome_is_compared_with_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    session = h.session("s1")
+    turn = h.turn(session, request_id="req-1", tokens_max=10)
+    loop = h.dispatch.choose(session, turn.generation)
+    generation = turn.generation
+    generation.lane, generation.completion_tokens = loop.lane.name, 5
+    generation.first_token_ms = h.now_ms + 600.0
+    generation.last_token_ms = h.now_ms + 700.0
+    h.dispatch.ended(turn, "stop")
+    happened = h.dispatch.explain("req-1")["happened"]
+    assert (happened["ttft_ms"], happened["tpot_ms"], happened["finish"]) == (600.0, 25.0, "stop")
+    predicted = h.record("req-1").decision.predicted
+    assert predicted is not None
+    assert happened["ttft_ratio"] == pytest.approx(600.0 / predicted.ttft_ms, rel=1e-3)
+    assert samples(h.tables, "prediction_ratio_count") == {("ttft", "cpu"): 1, ("tpot", "cpu"): 1}
+
+
+def test_answers_shorter_than_allowed_are_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    for index in range(200):
+        session = h.session(f"s{index}")
+        turn = h.turn(session, tokens_max=1000)
+        h.dispatch.choose(session, turn.generation)
+        turn.generation.completion_tokens = 100
+        h.dispatch.ended(turn, "stop")
+    session = h.session("last")
+    h.dispatch.choose(session, h.generation(session, tokens_max=1000, request_id="req-l"))
+    assert 90 < h.record("req-l").request.tokens_out < 150
+    told = h.generation(session, tokens_max=1000, request_id="r2", expected_output_tokens=40)
+    h.dispatch.choose(session, told)
+    assert h.record("r2").request.tokens_out == 40
+
+
+def test_a_long_queue_is_estimated_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at every row of a long queue for every request would be quadratic."""
+    h = house(monkeypatch)
+    h.occupy(h.bulk, 400, waiting=True)
+    looks = 0
+    look = h.dispatch._lanes._count
+
+    def counted(loop: LaneLoop) -> Any:
+        nonlocal looks
+        looks += loop.lane.name == "cpu"
+        return look(loop)
+
+    monkeypatch.setattr(h.dispatch._lanes, "_count", counted)
+    waits: list[float] = []
+    for index in range(100):
+        session = h.session(f"b{index}", tokens=50)
+        generation = h.generation(session, "batch", request_id=f"b{index}")
+        assert h.dispatch.choose(session, generation) is h.bulk
+        h.bulk.meter.steps += 1
+        waits.append(h.dispatch.wait_ms(generation.request, cast("LaneLoop", h.bulk)))
+    assert looks == 1
+    assert waits == sorted(waits)
+    assert waits[-1] > waits[0]
+    h.now_ms += 50.0
+    h.dispatch.state()
+    assert looks == 2
+
+
+def test_no_lane_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for the workers, at home or where least is assigned."""
+    h = house(monkeypatch)
+    h.fast.lane.alive = h.bulk.lane.alive = False
+    h.fast.assigned = 3
+    fresh, at_home = h.session("a"), h.session("b", h.fast)
+    h.dispatch.admit(h.generation(fresh).request)
+    assert h.dispatch.choose(fresh, h.generation(fresh)) is h.bulk
+    assert h.dispatch.choose(at_home, h.generation(at_home)) is h.fast
+    assert h.record("r-a-standard").decision.reason is Reason.NO_LANE
+
+
+# ---- admission ----
+
+
+def test_patience_sheds_with_the_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    impatient = dataclasses.replace(
+        h.tables.config.sla, standard=ClassConfig(2000.0, 100.0, patience_s=1.0)
+    )
+    h.tables.config = dataclasses.replace(h.tables.config, sla=impatient)
+    session = h.session("s")
+    for loop in (h.fast, h.bulk):
+        h.occupy(loop, 8, tokens=200)
+        h.occupy(loop, 30, waiting=True, tokens=4000)
+    with pytest.raises(BatchEngineError) as caught:
+        h.dispatch.admit(h.generation(session).request)
+    error = caught.value
+    assert (error.code, error.kind) == ("BE1208", Kind.BUSY)
+    assert error.retry_ms is not None
+    wait_ms = h.dispatch.wait_ms(h.generation(session).request)
+    assert error.retry_ms == pytest.approx(min(60_000, wait_ms - 1000.0), abs=1)
+    assert samples(h.tables, "shed_total") == {("standard", "patience"): 1}
+    h.dispatch.admit(h.generation(session, "batch").request)  # batch waits as long as it takes
+    h.dispatch.admit(h.generation(session, "interactive").request)  # and this one overtakes
+    h.fast.waiting.clear()
+    h.fast.running.clear()
+    h.fast.meter.steps += 1
+    h.dispatch.admit(h.generation(session).request)
+
+
+def test_full_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    h.bulk.config = dataclasses.replace(h.bulk.config, queue_max=2)
+    h.occupy(h.bulk, 2, waiting=True)
+    session = h.session("s")
+    h.dispatch.admit(h.generation(session).request)
+    assert h.dispatch.choose(session, h.generation(session)) is h.fast
+    assert h.record("r-s-standard").decision.candidates[1].excluded == "its queue is full"
+    h.fast.config = dataclasses.replace(h.fast.config, queue_max=1)
+    h.occupy(h.fast, 1, waiting=True)
+    with pytest.raises(BatchEngineError) as caught:
+        h.dispatch.admit(h.generation(session).request)
+    assert (caught.value.code, caught.value.kind) == ("BE1204", Kind.BUSY)
+    assert samples(h.tables, "shed_total") == {("standard", "queue_full"): 1}
+
+
+# ---- promotion and demotion ----
+
+
+def test_an_interactive_request_asks_for_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    session = h.session("s", h.bulk)
+    to = h.dispatch.choose(session, h.generation(session, "interactive", request_id="r1"))
+    assert to is h.fast
+    moved = asyncio.run(h.dispatch.move(session, to, MoveCause.PROMOTION))
+    assert moved.outcome is MoveOutcome.MOVED
+    assert h.moves == [("cpu", "gpu", "promotion")]
+    assert samples(h.tables, "promotions_total") == {("cpu", "gpu", "moved"): 1}
+    assert samples(h.tables, "promotion_gap_seconds_count") == {(): 1}
+    (told,) = h.dispatch.explain("r1")["moves"]
+    assert (told["from"], told["to"], told["gap_ms"], told["rows_copied"]) == ("cpu", "gpu", 4, 44)
+
+
+def test_the_reason_why_a_session_stays_is_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch, promote_auto=False)
+    session = h.session("s", h.bulk)
+    assert h.dispatch.choose(session, h.generation(session, "interactive")) is h.bulk
+    (note,) = h.dispatch.explain("s")["decisions"][0]["notes"]
+    assert note == "it stays on cpu: router.promote_auto is off"
+
+
+def test_a_failed_move_is_counted_and_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    h.refusal = errors.STEP_MISMATCH()
+    session = h.session("s", h.bulk)
+    to = h.dispatch.choose(session, h.generation(session, "interactive"))
+    moved = asyncio.run(h.dispatch.move(session, to, MoveCause.PROMOTION))
+    assert moved.outcome is MoveOutcome.FAILED
+    assert samples(h.tables, "promotions_total") == {("cpu", "gpu", "failed"): 1}
+    assert not h.dispatch.explain("s")["moving"]
+
+
+def test_who_waits_behind_a_running_turn_hurries_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The human waits for the background turn of the session: it is promoted while it runs."""
+    h = house(monkeypatch)
+    session = h.session("s", h.bulk)
+    turn = h.turn(session, "background")
+    h.bulk.running[session.key] = turn
+    h.dispatch.waits_behind(session, h.generation(session, "background", request_id="r2"))
+    assert (h.bulk.hurried, h.spawned) == ([], [])
+    h.dispatch.waits_behind(session, h.generation(session, "interactive"))
+    assert h.bulk.hurried == [(turn, 0, 500.0, 50.0)]
+    h.run_spawned()
+    assert h.moves == [("cpu", "gpu", "promotion")]
+
+
+def test_idle_sessions_give_the_fast_lane_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch, demote_idle_s=60.0)
+    for index in range(6):
+        h.session(f"idle{index}", h.fast)
+    busy, slow = h.session("busy", h.fast), h.session("slow", h.bulk)
+    busy.state = State.RUNNING
+    h.dispatch.tick()
+    for session in h.tables.sessions.values():
+        h.dispatch._times.of(session)  # used now
+    h.now_ms += 59_000.0
+    h.dispatch.tick()
+    assert h.spawned == []
+    h.now_ms += 2_000.0
+    h.dispatch.tick()
+    assert len(h.spawned) == 4  # not all at once
+    h.run_spawned()
+    h.dispatch.tick()
+    h.run_spawned()
+    assert [move[:2] for move in h.moves] == [("gpu", "cpu")] * 6
+    assert h.tables.home[busy.key] is h.fast
+    assert h.tables.home[slow.key] is h.bulk
+    h.dispatch.tick()
+    assert h.spawned == []
+
+
+def test_sessions_do_not_ping_pong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A human and a heartbeat take turns on one session for ten minutes."""
+    h = house(monkeypatch)
+    session = h.session("s", h.bulk)
+    for turn in range(120):
+        h.now_ms += 5_000.0
+        h.fast.running.clear()
+        h.occupy(h.fast, turn % 8)
+        sla = "interactive" if turn % 6 == 0 else "background"
+        generation = h.generation(session, sla, request_id=f"r{turn}")
+        to = h.dispatch.choose(session, generation)
+        if to is not h.tables.home[session.key]:
+            asyncio.run(h.dispatch.move(session, to, MoveCause.ROUTER))
+        h.dispatch.tick()
+        h.run_spawned()
+    assert [move[:2] for move in h.moves] == [("cpu", "gpu")]
+    told = h.dispatch.explain("r1")
+    assert told["reason_id"] in ("dwell", "ceiling")
+    assert any("left a background model" in note for note in told["notes"])
+
+
+def test_explicit_moves_have_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    slow, quick = h.session("slow", h.bulk), h.session("quick", h.fast)
+    assert h.dispatch.lane_for(slow, "fast") is h.fast
+    assert h.dispatch.lane_for(quick, "bulk") is h.bulk
+    assert h.dispatch.lane_for(quick, "fast") is None
+    h.bulk.lane.alive = False
+    assert h.dispatch.lane_for(quick, "bulk") is None
+
+
+# ---- the log ----
+
+
+def test_the_log_is_a_ring() -> None:
+    log = DecisionLog(3)
+    records = [cast("Any", DecisionRecord)(f"req-{i}", "s", "", *[None] * 7) for i in range(5)]
+    for record in records:
+        log.add(record)
+    assert list(log) == records[:1:-1]
+    assert log.of_request("req-1") is None
+    assert log.of_request("req-4") is records[4]
+    again = cast("Any", DecisionRecord)("req-4", "s", "", *[None] * 7)
+    log.add(again)  # an id may come twice: clients choose them
+    for _ in range(2):
+        log.add(cast("Any", DecisionRecord)("other", "s", "", *[None] * 7))
+    assert log.of_request("req-4") is again
+    assert len(log) == 3
+
+
+def test_requests_are_found_by_unique_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    one, other = h.session("conversation-1"), h.session("conversation-22")
+    for session, request_id in ((one, "abcd-1"), (other, "abcd2-1"), (one, "other-1")):
+        h.dispatch.choose(session, h.generation(session, request_id=request_id))
+    assert h.dispatch.explain("conversation-22")["kind"] == "session"
+    assert h.dispatch.explain("abcd-1")["request_id"] == "abcd-1"
+    assert h.dispatch.explain("abcd-")["request_id"] == "abcd-1"
+    for given, code in (
+        ("abc-", "not_found"),
+        ("abc", "not_found"),
+        ("conversation-2", "not_found"),
+    ):
+        with pytest.raises(BatchEngineError) as caught:
+            h.dispatch.explain(given)
+        assert caught.value.name == code, given
+    unknown = h.session("quiet-one", h.bulk)  # in memory, but nothing was decided lately
+    told = h.dispatch.explain(unknown.session_id)
+    assert (told["lane"], told["decisions"], told["moved_ago_s"]) == ("cpu", [], None)
+
+
+def test_whose_it_is_counts_before_hits_are_counted() -> None:
+    """Ids made of idempotency keys are the same for all; so may ids be that clients choose."""
+    log = DecisionLog(4)
+    for request_id, session, tenant in (
+        ("req-1", "idem_1", "alpha"),
+        ("req-1", "idem_1", "beta"),
+        ("req-2", "be_req-2", "beta"),
+    ):
+        log.add(cast("Any", DecisionRecord)(request_id, session, tenant, *[None] * 7))
+    alpha, beta = (("session", tenant, "idem_1") for tenant in ("alpha", "beta"))
+    assert log.find("idem_1") == [alpha, beta]
+    assert log.find("idem_1", (), "alpha") == [alpha]
+    assert log.find("idem_1", [("gamma", "idem_1")], "gamma") == [("session", "gamma", "idem_1")]
+    assert log.find("req-1", (), "alpha") == [("request", "req-1")]
+    found = log.of_request("req-1", "alpha")
+    assert found is not None
+    assert found.tenant == "alpha"
+    assert log.find("req-2", (), "alpha") == []
+    assert log.find("idem") == []  # the service searches sessions
+    assert log.find("be_r", (), "beta") == []  # three characters of a request are too few
+    assert log.find("be_req-2", (), "beta") == [("session", "beta", "be_req-2")]
+    assert log.find("be_req-", (), "beta") == [("request", "req-1"), ("request", "req-2")]
+    for _ in range(3):
+        log.add(cast("Any", DecisionRecord)("other", "s", "", *[None] * 7))
+    assert log.find("idem_1") == []  # the ring has forgotten both
+
+
+def test_rows_of_one_tenant_are_all_that_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    for index, tenant in enumerate(("alpha", "beta", "beta")):
+        session = Session(index + 1, f"s{index}", tenant)
+        h.tables.sessions[tenant, session.session_id] = session
+    built: list[Session] = []
+
+    def count(_: EngineState, session: Session) -> dict[str, Any]:
+        built.append(session)
+        return {}
+
+    monkeypatch.setattr(report, "parked_facts", count)
+    assert [row["tenant"] for row in report.session_rows(h.tables, "alpha")] == ["alpha"]
+    assert [session.tenant for session in built] == ["alpha"]
+    assert len(report.session_rows(h.tables)) == 3
+
+
+def test_times_of_gone_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = house(monkeypatch)
+    session = h.session("s", h.bulk)
+    h.dispatch.choose(session, h.generation(session))
+    assert h.dispatch._times._times
+    h.tables.sessions.clear()
+    h.dispatch.tick()
+    assert h.dispatch._times._times == {}
+
+
+# ---- load, recompute or share ----
+
+
+@pytest.mark.parametrize(
+    ("rate", "choice"), [(50e6, "recompute"), (5e9, "load"), (0.0, "load"), (math.inf, "load")]
+)
+def test_restore_follows_the_measured_rate(
+    rate: float, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8K tokens at 28 KiB each: 4.6 s from a disk of 50 MB/s, 1.1 s of compute on the GPU."""
+    h = house(monkeypatch)
+    monkeypatch.setattr(h.dispatch.restores, "_read_rate", lambda: rate)
+    session = h.session("s", h.fast, tokens=8300)
+    turn = h.turn(session, request_id="r1")
+    h.dispatch.choose(session, turn.generation)
+    plan = h.dispatch.restores.plan(turn, cast("LaneLoop", h.fast), 8192, 8192, 8192 * 28 << 10)
+    assert plan.choice == choice
+    h.dispatch.restores.done(turn, 2 * plan.load_ms if plan.choice == "load" else 900.0)
+    told = h.dispatch.explain("r1")["restore"]
+    assert told["choice"] == choice
+    assert told["recompute_ms"] == pytest.approx(853, rel=0.05)
+    assert samples(h.tables, "restores_total") == {(choice,): 1}
+    audited = samples(h.tables, "restore_ratio_sum").get((), 0.0)
+    assert audited == pytest.approx(2.0 if rate == 5e9 else 0.0)

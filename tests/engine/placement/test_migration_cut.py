@@ -1,0 +1,154 @@
+"""A session whose client has just cut its history moves like any other, when it is asked to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchengine.config import LaneConfig
+from batchengine.core import BatchEngineError
+from batchengine.engine import Engine
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.placement import migration
+from batchengine.session import Session, State
+from tests.support.engines import (
+    Answer,
+    Reference,
+    read,
+    request,
+    run,
+    running_engine,
+    until,
+    words,
+)
+
+LANES = tuple(LaneConfig(name=n, threads=1, entries_max=1) for n in ("left", "right"))
+PROMPT = words(1, 700)
+EDITED = [*PROMPT[:640], *words(2, 40)]  # cut inside the open page: 128 of its rows stay good
+
+
+@pytest.fixture(scope="module")
+def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
+    made = Reference(pocket_path, cache_dir)
+    yield made
+    made.close()
+
+
+class Cut:
+    """A session waits for a seat right after the cut; its lane has not carried that out.
+
+    The worker of its lane is stopped: before it is sent the frame that brings the session's rows
+    under their new epoch, or with that frame on the way.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def begin(self, when: str) -> asyncio.Future[Answer]:
+        engine = self.engine
+        await read(engine.submit(request(PROMPT, 20, session="s")))
+        self.session: Session = engine.state.sessions["", "s"]
+        others = [engine.submit(request(words(3 + i, 30), 3000)) for i in range(2)]
+        self.busy = [asyncio.ensure_future(read(other)) for other in others]
+        await until(lambda: all(len(loop.running) == 1 for loop in engine.state.lanes))
+        self.source: LaneLoop = engine.state.home[self.session.key]
+        self.target = next(loop for loop in engine.state.lanes if loop is not self.source)
+        self.pid = self.source.lane.pid
+        pages = self.source.pages
+        if when == "yet to be sent":
+            os.kill(self.pid, signal.SIGSTOP)
+            await asyncio.sleep(0.05)  # what it had answered is dealt with, the next step is sent
+        else:
+            self._stop_at_the_frame()
+        answer = asyncio.ensure_future(read(engine.submit(request(EDITED, 30, session="s"))))
+        await until(lambda: self.session.state is State.WAITING)
+        if when == "on the way":
+            await until(lambda: pages.slots._relabeling)
+        assert bool(pages.slots._relabels) == (when == "yet to be sent")
+        assert pages.slots.is_relabeling(self.session)
+        assert engine.state.home[self.session.key] is self.source
+        assert len(self.session.tokens) - self.session.frontier == 40
+        for other in others:
+            if other.lane == self.target.lane.name:
+                other.cancel()
+        await until(lambda: not self.target.running)
+        self.others = others
+        return answer
+
+    def _stop_at_the_frame(self) -> None:
+        lane, real = self.source.lane, self.source.lane.post
+
+        def post(step: Any, payload: bytes, **limits: Any) -> Any:
+            if step.relabel:
+                os.kill(self.pid, signal.SIGSTOP)
+            return real(step, payload, **limits)
+
+        lane.post = post  # type: ignore[method-assign]
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    async def end(self) -> None:
+        for other in self.others:
+            other.cancel()
+        await asyncio.gather(*self.busy)
+
+
+@pytest.mark.parametrize("when", ["yet to be sent", "on the way"])
+def test_a_move_waits_until_the_cut_is_carried_out(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, when: str
+) -> None:
+    """Rows under their old epoch prove nothing; asked again, the move would have succeeded."""
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, lanes=LANES, router__promote_auto=False
+        ) as engine:
+            cut = Cut(engine)
+            answer = await cut.begin(when)
+            before = engine.stats()["tokens_recomputed"]
+            moving = asyncio.ensure_future(engine.promote("", "s", to=cut.target.lane.name))
+            await until(lambda: bool(cut.source.pages.touches) or moving.done())
+            assert not moving.done()
+            cut.go_on()
+            report = await moving
+            assert (report["result"], report["rows_recomputed"]) == ("moved", 0)
+            assert report["rows_copied"] == 640 % 256
+            assert (await answer).tokens == reference.tokens(EDITED, 30)
+            assert engine.stats()["tokens_recomputed"] == before
+            await cut.end()
+
+    run(work())
+
+
+def test_a_cut_that_is_never_carried_out_ends_the_move_aloud(
+    pocket_path: Path,
+    tmp_path: Path,
+    cache_dir: Path,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lane does not answer in time: the caller hears so, and the session stays."""
+    monkeypatch.setattr(migration, "ANSWER_S", 0.3)
+
+    async def work() -> None:
+        async with running_engine(
+            pocket_path, tmp_path, cache_dir, lanes=LANES, router__promote_auto=False
+        ) as engine:
+            cut = Cut(engine)
+            answer = await cut.begin("yet to be sent")
+            with pytest.raises(BatchEngineError, match="does not answer") as caught:
+                await engine.promote("", "s", to=cut.target.lane.name)
+            assert caught.value.code == "BE3005"
+            assert engine.state.home[cut.session.key] is cut.source
+            cut.go_on()
+            await cut.end()
+            assert (await answer).tokens == reference.tokens(EDITED, 30)
+
+    run(work())

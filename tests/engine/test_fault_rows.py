@@ -1,0 +1,211 @@
+"""Rows of the fault table that need two lanes, in the simulated world: real engine, store, workers.
+
+Each test names its row (RELIABILITY section 5). What must hold is checked by the stage: every
+token is the right one, one owner, everything given back at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+from typing import Any
+
+import pytest
+
+from batchengine.core import BatchEngineError
+from bench.hashlm import POINTS
+from tests.simulation.stage import Plan, Stage, play, words
+
+
+def both_seal(stage: Stage) -> None:
+    """The store's page thread lags: pages of both lanes are under way at once."""
+    stage.now.threads.delay = lambda name: 0.3 if name == "kv-pages" else 0.0005
+
+
+def test_f8_two_lanes_seal_one_page_at_once() -> None:
+    """First wins, the second is a no-op, their digests are equal."""
+
+    async def scene(stage: Stage) -> None:
+        both_seal(stage)
+        prompt = words(1, 300)
+        left = stage.ask(prompt, 12, "l")
+        right = stage.ask(prompt, 12, "r")
+        readers = [stage.start(left), stage.start(right)]
+        await stage.until(lambda: bool(left.lane and right.lane))
+        assert {left.lane, right.lane} == {"left", "right"}
+        told = await asyncio.gather(*readers)
+        assert [len(t.tokens) for t in told] == [12, 12]
+        store = stage.now.seam.opened
+        assert store is not None
+        await stage.until(lambda: not any(loop.pages.sealing.in_flight for loop in stage.now.loops))
+        await stage.until(lambda: sum(loop.pages.sealing.sealed for loop in stage.now.loops) == 2)
+        assert store.counters["pages_published"] == 1
+        assert store.counters["pages_deduplicated"] == 1
+        assert store.counters["numerics_faults"] == 0
+
+    play(scene)
+
+
+def test_f20_a_client_leaves_while_its_rows_are_copied() -> None:
+    """The late copy meets nobody: the slots it wrote to are given back, and used again."""
+
+    async def scene(stage: Stage) -> None:
+        stage.plans.append(lambda lane, step: Plan(0.4) if step.import_rows else None)
+        generation = stage.ask(words(2, 300), 90, "s")
+        reader = stage.start(generation)
+        await stage.computed(generation, 5)
+        source, target = stage.home("s"), stage.other("s")
+        move = asyncio.ensure_future(stage.up.promote("", "s", to=target))
+        await stage.until(lambda: bool(stage.lane(target).pages.importing.imports) and
+                          not stage.lane(target).pages.importing.queue)  # fmt: skip
+        await asyncio.sleep(0.02)
+        generation.cancel()
+        others = [stage.start(stage.ask(words(20 + i, 200), 20)) for i in range(6)]
+        with pytest.raises(BatchEngineError, match=r"cancelled|stays"):
+            await move
+        assert [len(t.tokens) for t in await asyncio.gather(*others)] == [20] * 6
+        assert stage.home("s") == source
+        reader.cancel()
+        await stage.answer([*words(2, 300), 77], 20, "s")
+
+    play(scene)
+
+
+def test_f28_the_daemon_is_told_to_stop_during_moves_and_seals() -> None:
+    """Every stream ends with a reason, and the next life goes on from what was told."""
+
+    async def scene(stage: Stage, at: str) -> None:
+        both_seal(stage)
+        prompts = [words(30 + i, 250) for i in range(4)]
+        asked = [stage.ask(p, 60, f"s{i}") for i, p in enumerate(prompts)]
+        readers = [stage.start(generation) for generation in asked]
+        for generation in asked:
+            await stage.computed(generation, 10)
+        stopping: list[asyncio.Task[None]] = []
+
+        async def on_point(point: str) -> None:
+            if point == at and not stopping:
+                stopping.append(asyncio.ensure_future(stage.up.stop(0.0)))
+                stage.tasks.add(stopping[0])
+
+        stage.up.running.migrator.on_point = on_point
+        stage.stopping = True
+        try:
+            await stage.up.promote("", "s0", to=stage.other("s0"))
+        except BatchEngineError:
+            assert at < "P5", "what is committed is not taken back"
+        await stopping[0]
+        told = await asyncio.gather(*readers)
+        assert all(t.done is not None and t.done.finish_reason == "shutdown" for t in told)
+        stage.now.dead = True
+        await stage.boot()
+        for i, prompt in enumerate(prompts):
+            again = await stage.read(await stage.up.resume("", f"s{i}", len(told[i].tokens)))
+            assert len(told[i].tokens) + len(again.tokens) == 60
+            await stage.answer([*prompt, 78], 4, f"s{i}")
+
+    for point in (f"P{i}" for i in range(9)):
+        play(lambda stage, at=point: scene(stage, at))
+
+
+def test_f29_one_poisoned_session_is_alone_in_quarantine() -> None:
+    """Whatever computes it dies; after the second time alone it is refused, the others go on."""
+
+    async def scene(stage: Stage) -> None:
+        bad = stage.ask(words(40, 100), 40, "bad")
+        key = next(s.key for s in stage.up.state.sessions.values())
+
+        def plan(lane: Any, step: Any) -> Plan | None:
+            guilty = any(e.session == key and e.start > 110 for e in step.entries)
+            return Plan(0.004, die="before_rows", by=signal.SIGSEGV) if guilty else None
+
+        stage.plans.append(plan)
+        good = [stage.ask(words(41 + i, 100), 60, f"g{i}") for i in range(4)]
+        told = await asyncio.gather(*[stage.start(g) for g in (bad, *good)])
+        assert told[0].error == "session_quarantined"
+        assert [len(t.tokens) for t in told[1:]] == [60] * 4
+        deaths = sum(loop.lane.incarnation - 1 for loop in stage.now.loops)
+        assert deaths <= 3
+
+    play(scene)
+
+
+def test_f45_a_poisoned_row_is_in_no_page_and_no_record() -> None:
+    """The turn ends, its rows are imported by nobody, the page it would have filled is not
+    found."""
+
+    async def scene(stage: Stage) -> None:
+        prompt = words(45, 250)
+        struck: list[str] = []
+
+        def plan(lane: Any, step: Any) -> Plan | None:
+            if not struck and any(e.start == 253 for e in step.entries):
+                struck.append(lane.name)
+                return Plan(0.004, nan=True, flip=True)
+            return None
+
+        stage.plans.append(plan)
+        told = await stage.read(stage.ask(prompt, 20, "s"))
+        assert told.error == "numeric_fault"
+        assert len(told.tokens) == 4
+        store = stage.now.seam.opened
+        assert store is not None
+        longer = [*prompt, *told.tokens, 1, 2]
+        assert not store.pages.match_prefix(longer[:256], b"")
+        stage.process(struck[0]).end(-9)
+        await stage.answer([*prompt, *told.tokens], 20, "s")
+
+    play(scene)
+
+
+@pytest.mark.parametrize("lane", ["left", "right"])
+def test_f73_a_worker_dies_at_any_point_of_a_step(lane: str) -> None:
+    """Of either lane, by either signal: the stream goes on, no token is told twice."""
+
+    async def scene(stage: Stage, point: str, by: int) -> None:
+        asked = [stage.ask(words(60 + i, 240), 40, f"s{i}") for i in range(4)]
+        readers = [stage.start(generation) for generation in asked]
+        struck: list[int] = []
+
+        def plan(of: Any, step: Any) -> Plan | None:
+            if of.name == lane and not struck and any(e.start > 250 for e in step.entries):
+                struck.append(sum(e.n_tokens for e in step.entries))
+                return Plan(0.004, die=point, by=by)
+            return None
+
+        stage.plans.append(plan)
+        told = await asyncio.gather(*readers)
+        assert struck
+        assert [len(t.tokens) for t in told] == [40] * 4
+        recomputed = sum(loop.meter.recomputed for loop in stage.now.loops)
+        assert recomputed <= struck[0], f"{recomputed} tokens for a step of {struck[0]}"
+
+    for point, by in itertools.product(POINTS, (signal.SIGKILL, signal.SIGSEGV)):
+        try:
+            play(lambda stage, point=point, by=by: scene(stage, point, by))
+        except AssertionError as error:
+            raise AssertionError(f"{signal.Signals(by).name} at {point}: {error}") from None
+
+
+def test_f76_a_worker_that_is_stopped_and_wakes_late() -> None:
+    """Declared dead at its deadline; what it says afterwards is heard by nobody."""
+
+    async def scene(stage: Stage) -> None:
+        generation = stage.ask(words(70, 300), 60, "s")
+        reader = stage.start(generation)
+        await stage.computed(generation, 20)
+        name = stage.home("s")
+        old = stage.process(name)
+        frames: list[bytes] = []
+        old.protocol.data_received, hear = frames.append, old.protocol.data_received
+        lane = stage.lane(name).lane
+        await stage.until(lambda: lane.incarnation == 2 and lane.alive, 200.0)
+        assert frames, "it had answered before it was killed"
+        before = lane.late_frames
+        for frame in frames:
+            hear(frame)
+        assert lane.late_frames == before + len(frames)
+        assert len((await reader).tokens) == 60
+
+    play(scene)

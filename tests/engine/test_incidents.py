@@ -1,0 +1,359 @@
+"""Published silent-wrong-KV incidents, on the engine's side: each as a scene that ends well, and
+ends badly when the incident's mechanism is built back in.
+
+Letters and sources are those of RELIABILITY section 2; what a store alone can show is in
+`test_kv_incidents`. The scenes run in the simulated world: real engine, store and workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import batchengine.lanes.host_memory as memory_module
+import kv_store.layout as layout_module
+from batchengine.core import PAGE_TOKENS, BatchEngineError
+from batchengine.engine.lane import loop as loop_module
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.lane.step import StepWriter
+from batchengine.engine.tasks import Tasks
+from batchengine.kv.prefix import PrefixMatcher
+from batchengine.kv.slots import Slots
+from batchengine.lanes.host_device import HostOutput
+from batchengine.lanes.step_input import StepInput
+from batchengine.session import Session
+from kv_store.arenas.arena import ArenaShape
+from tests.simulation.lanes import SimDevice
+from tests.simulation.stage import Plan, Script, Stage, play, words
+
+Mechanism = Callable[[pytest.MonkeyPatch], None]
+
+
+def shown(scene: Script, mechanism: Mechanism, symptom: str, **how: Any) -> None:
+    """The scene ends well; with the mechanism built in it is caught by what it does wrong."""
+    play(scene, **how)
+    with pytest.MonkeyPatch.context() as patch:
+        mechanism(patch)
+        with pytest.raises(AssertionError, match=symptom):
+            play(scene, **how)
+
+
+async def restart(stage: Stage) -> None:
+    """The engine is killed and comes back."""
+    await stage.crash()
+
+
+# -- A: keys restored without the state that gives them meaning ------------------------------------
+
+
+async def other_model_after_a_restart(stage: Stage) -> None:
+    prompt = words(1, 600)
+    told = await stage.answer(prompt, 20, "s")
+    await stage.until(lambda: stage.lane(stage.home("s")).pages.sealing.sealed == 2)
+    stage.records.clear()
+    stage.model = "another"  # the file was replaced while nobody ran
+    await restart(stage)
+    await stage.answer([*prompt, *told.tokens, 40], 20, "s")
+
+
+def keys_without_identity(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(layout_module.Descriptor, "repr_id", property(lambda self: bytes(range(32))))
+
+
+def test_incident_a_pages_of_another_model_are_not_found() -> None:
+    """LMCache #4492: 38 of 38 answers wrong after a restart, HTTP 200, no log."""
+    shown(other_model_after_a_restart, keys_without_identity, "wrong token")
+
+
+# -- E: a reference without a generation -----------------------------------------------------------
+
+
+async def a_source_is_used_again(stage: Stage) -> None:
+    """While a hand-over is about to copy an open page, its slot comes to hold another's rows."""
+    mine, other = words(2, 200), words(3, 200)
+    generation = stage.ask(mine, 60, "s")
+    reader = stage.start(generation)
+    await stage.computed(generation, 5)
+    source = stage.home("s")
+    thief = stage.ask(other, 60, "t")
+    loop = stage.lane(source)
+    await stage.until(lambda: "t" in [s.session_id for s in loop.sessions.values()] or
+                      thief.completion_tokens > 0)  # fmt: skip
+    if stage.home("t") != source:
+        await stage.now.wait(stage.up.promote("", "t", to=source))
+    thief_reader = stage.start(thief)
+    await stage.computed(thief, 5)
+
+    async def on_point(point: str) -> None:
+        if point == "P2":
+            copy_slot(loop, "t", "s")
+            stage.process(source).end(-9)
+            await stage.until(lambda: not loop.lane.alive)
+
+    stage.up.running.migrator.on_point = on_point
+    with contextlib.suppress(BatchEngineError):  # or it stays, and computes what is gone again
+        await stage.up.promote("", "s", to=stage.other("s"))
+    assert len((await reader).tokens) == 60
+    assert len((await thief_reader).tokens) == 60
+
+
+def copy_slot(loop: LaneLoop, of: str, over: str) -> None:
+    """What a producer that reuses a slot leaves there: another session's page and records."""
+    sessions = {session.session_id: session for session in loop.sessions.values()}
+    arena = loop.pages.slots.arena
+    assert arena is not None
+    source, target = sessions[of].kv.open[0].slot, sessions[over].kv.open[0].slot
+    shape: ArenaShape = arena.shape
+    for offset, size in (
+        (shape.page_offset, shape.layout.page_bytes),
+        (shape.rows_offset, memory_module.SIDECAR_BYTES),
+    ):
+        os.pwrite(arena.fd, os.pread(arena.fd, size, offset(source)), offset(target))
+
+
+def rows_without_generation(patch: pytest.MonkeyPatch) -> None:
+    def take(files: Any, file: Any, slot: int, owner: Any, ids: Any, page: Any, _: Any) -> int:
+        files.read_all(file.fd, page, file.shape.page_offset(slot))
+        return len(ids)
+
+    patch.setattr(memory_module, "proven_rows", take)
+
+
+def test_incident_e_a_place_used_again_gives_no_rows() -> None:
+    """vLLM #52234: the previous prompt's answer, failed_transfers=0."""
+    shown(a_source_is_used_again, rows_without_generation, "wrong token")
+
+
+# -- F: pages freed under a writer -----------------------------------------------------------------
+
+
+async def dropped_while_it_is_sealed(stage: Stage) -> None:
+    """A session ends while the store copies its page, and another one takes its place."""
+    slow = stage.now.threads
+    normal, slow.delay = slow.delay, lambda name: 0.5 if name == "kv-pages" else 0.0005
+    told = stage.ask(words(4, 256), 3)
+    lane = await where(stage, told)
+    await stage.start(told)
+    await stage.until(lambda: not stage.up.state.turns)
+    for i in range(stage.slots):
+        await stage.read(stage.ask(words(50 + i, 20), 2))
+    slow.delay = normal
+    await stage.until(lambda: not any(loop.pages.sealing.in_flight for loop in stage.now.loops))
+    pages = stage.lane(lane).pages
+    assert pages.sealing.seal_failures == 0, "a page was given away under its writer"
+    assert sum(loop.pages.sealing.sealed for loop in stage.now.loops) == 1
+    assert len(stage.now.seam.opened.pages.match_prefix(words(4, 256), b"")) == 1  # type: ignore[union-attr]
+
+
+async def where(stage: Stage, generation: Any) -> str:
+    await stage.until(lambda: bool(generation.lane))
+    return generation.lane
+
+
+def one_lifetime(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: Slots, slot: Any) -> None:
+        seal = self.seals.get(slot)
+        if seal is not None:
+            seal.session = None
+        self.free(slot)
+
+    patch.setattr(Slots, "drop", drop)
+
+
+def test_incident_f_a_place_under_a_writer_is_kept() -> None:
+    """SGLang #24527: an abort frees pages while a writer is in flight."""
+    shown(dropped_while_it_is_sealed, one_lifetime, "under its writer|is not open", slots=6)
+
+
+# -- H: a restore that is rejected leaves something behind -----------------------------------------
+
+
+async def a_damaged_page_amid_good_ones(stage: Stage) -> None:
+    prompt = words(5, 800)
+    told = await stage.answer(prompt, 5, "s")
+    await stage.until(lambda: sum(loop.pages.sealing.sealed for loop in stage.now.loops) == 3)
+    store = stage.now.seam.opened
+    assert store is not None
+    ref = store.pages.match_prefix(prompt, b"")[1]
+    info = store.pages.allocator.info(ref.page_id)
+    await restart(stage)
+    flip_byte(info.path, info.slot_of(ref.page_id) * info.page_bytes + 100)
+    await stage.answer([*prompt, *told.tokens, 41], 20, "s")
+    await stage.answer([*prompt[:700], 42], 20)  # and whoever comes next
+
+
+def flip_byte(path: str, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def keep_what_was_rejected(patch: pytest.MonkeyPatch) -> None:
+    def loaded(self: PrefixMatcher, session: Session, good: list[bool]) -> None:
+        session.frontier = len(good) * PAGE_TOKENS
+
+    patch.setattr(PrefixMatcher, "loaded", loaded)
+
+
+def test_incident_h_a_rejected_restore_leaves_nothing() -> None:
+    """llama.cpp #27068: K/V of a restore that was refused answers later requests."""
+    shown(a_damaged_page_amid_good_ones, keep_what_was_rejected, "wrong token")
+
+
+# -- J: a NaN that is made a number ----------------------------------------------------------------
+
+
+async def a_row_that_is_no_number(stage: Stage) -> None:
+    """The step that fills a page goes wrong in the row that only poison can stand for."""
+    prompt = words(6, 250)
+    struck: list[int] = []
+
+    def plan(lane: Any, step: Any) -> Plan | None:
+        if not struck and any(entry.start + entry.n_tokens == 254 for entry in step.entries):
+            struck.append(1)
+            return Plan(0.004, nan=True, flip=True)
+        return None
+
+    stage.plans.append(plan)
+    told = await stage.read(stage.ask(prompt, 20))
+    assert told.error == "numeric_fault", f"nobody heard of it: {told}"
+    assert struck
+    await stage.answer(prompt, 20)
+    await stage.answer([*prompt, *told.tokens], 20)
+
+
+def sanitise(patch: pytest.MonkeyPatch) -> None:
+    real = SimDevice.compute
+
+    def run(self: SimDevice, batch: StepInput, addresses: Any, seeds: Any) -> HostOutput:
+        output = real(self, batch, addresses, seeds)
+        rows = {row.session: row for row in output.rows}
+        for index in output.nonfinite:
+            key = batch.entries[index].session
+            rows[key] = loop_module.wire.SampledRow(key, 20, 0.0, ())
+        wanting = [e.session for e in batch.entries if e.sampling is not None]
+        return HostOutput(tuple(rows[key] for key in wanting), (), output.row_digests)
+
+    patch.setattr(SimDevice, "compute", run)
+
+
+def test_incident_j_a_nan_ends_its_turn_and_enters_no_cache() -> None:
+    """SGLang #33187: sanitised to a constant, random tokens, NaN KV in the prefix cache."""
+    shown(a_row_that_is_no_number, sanitise, "wrong token|nobody heard")
+
+
+# -- K: a slot of a batch taken for an identity ----------------------------------------------------
+
+
+async def answers_in_other_slots(stage: Stage) -> None:
+    """A worker answers a step of two sessions in another order than it was asked."""
+    swapped: list[int] = []
+    real = SimDevice.compute
+
+    def run(self: SimDevice, batch: StepInput, addresses: Any, seeds: Any) -> HostOutput:
+        output = real(self, batch, addresses, seeds)
+        if len(output.rows) == 2 and len(swapped) == 0 and batch.entries[0].start > 30:
+            swapped.append(1)
+            return dataclasses.replace(output, rows=(output.rows[1], output.rows[0]))
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimDevice, "compute", run)
+        asked = [stage.ask(words(i, 25), 40, f"s{i}") for i in range(4)]
+        told = await asyncio.gather(*[stage.start(generation) for generation in asked])
+    assert swapped
+    assert [len(t.tokens) for t in told] == [40] * 4
+
+
+def slots_are_identities(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(loop_module, "check_answer", lambda in_flight, done: None)
+
+
+def test_incident_k_a_slot_is_no_identity() -> None:
+    """GHSA-v97p-wpxp-px84: tokens of a batch slot fed into another user's request."""
+    shown(answers_in_other_slots, slots_are_identities, "wrong token")
+
+
+# -- L: a worker nobody watches --------------------------------------------------------------------
+
+
+async def a_loop_that_raises(stage: Stage) -> None:
+    """A defect ends the loop of a lane: whoever waits there hears of it."""
+    generation = stage.ask(words(7, 30), 200)
+    reader = stage.start(generation)
+    await stage.computed(generation, 5)
+    lane = stage.lane(generation.lane)
+    lane.pages.poll = bad_intent  # type: ignore[method-assign]
+    await asyncio.wait([reader], timeout=60)
+    assert reader.done(), "somebody waits for ever"
+    told = reader.result()
+    assert told.error == "engine_failed"
+    assert stage.up.fatal is not None
+    stage._wrong.clear()  # it was logged, as it must be
+    await restart(stage)
+
+
+def bad_intent() -> None:
+    raise RuntimeError("one bad intent")
+
+
+def unwatched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tasks, "_fail_on_end", lambda self, name, error: None)
+
+
+def test_incident_l_a_task_that_ends_is_seen() -> None:
+    """pegaflow 0.24.2: the save thread died of one bad intent, requests waited for ever."""
+    shown(a_loop_that_raises, unwatched, "waits for ever")
+
+
+# -- N: a restore that reports success and is not used ---------------------------------------------
+
+
+async def a_session_that_is_restored(stage: Stage) -> None:
+    prompt = words(8, 700)
+    told = await stage.answer(prompt, 30, "s")
+    await stage.until(lambda: sum(loop.pages.sealing.sealed for loop in stage.now.loops) == 2)
+    await restart(stage)
+    again = await stage.answer([*prompt, *told.tokens, 43], 10, "s")
+    assert again.done is not None
+    cached = again.done.usage.cached_tokens
+    metric = stage.up.metrics.kv_restored_tokens_used_total
+    used = next(s.value for s in metric.collect()[0].samples if s.name.endswith("_total"))
+    computed = sum(loop.meter.tokens for loop in stage.now.loops)
+    assert cached >= 729, f"only {cached} of 730 tokens came back"
+    assert used == cached
+    assert computed == 731 - cached + 9, f"{computed} tokens computed, {cached} said to be reused"
+
+
+def restored_but_not_used(patch: pytest.MonkeyPatch) -> None:
+    real = StepWriter._report
+
+    def report(self: StepWriter, turn: Any) -> None:
+        real(self, turn)
+        self._pages.slots.truncate(turn.session, 0)
+
+    patch.setattr(StepWriter, "_report", report)
+
+
+def test_incident_n_what_is_said_to_be_restored_is_used() -> None:
+    """llama.cpp #26676: the restore reports success, the next request recomputes everything."""
+    shown(a_session_that_is_restored, restored_but_not_used, "said to be reused")
+
+
+def test_a_flipped_bit_is_heard() -> None:
+    """The scenes' oracle: one bit of one row is another token."""
+
+    async def scene(stage: Stage) -> None:
+        stage.plans.append(lambda lane, step: Plan(0.004, flip=bool(step.entries)))
+        await stage.answer(words(9, 20), 3)
+
+    with pytest.raises(AssertionError, match="wrong token"):
+        play(scene)

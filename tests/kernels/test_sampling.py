@@ -1,0 +1,280 @@
+"""Sampling: counter-based randomness, documented order of steps, one answer on every level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import kernels as K
+
+F32 = NDArray[np.float32]
+LEVELS = K.isa_levels()
+POOL = K.Pool(2)
+
+# A binary64 oracle against sequential fp32 sums and a 1-ulp exp: how far a cumsum may be off.
+CUMSUM_TOLERANCE = 2e-5
+LOGPROB_TOLERANCE = 1e-5
+
+
+def draw(logits: F32, *specs: K.SampleSpec) -> list[K.Sampled]:
+    """Every spec on the same logits row, on all levels; they must agree."""
+    rows = K.Rows(len(specs), logits.size)
+    rows.view(len(specs))[:] = logits
+    results: list[list[K.Sampled]] = []
+    for level in LEVELS:
+        K.set_isa(level)
+        results.append(K.sample(POOL, rows, list(specs)))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert (a.token, a.nonfinite, a.top) == (b.token, b.nonfinite, b.top)
+            assert a.logprob == b.logprob
+    return results[0]
+
+
+def one(logits: F32, **kwargs: Any) -> K.Sampled:
+    return draw(logits, K.SampleSpec(**kwargs))[0]
+
+
+def random_logits(seed: int, vocab: int, size: float = 3.0) -> F32:
+    return (np.random.default_rng(seed).standard_normal(vocab) * size).astype(np.float32)
+
+
+# The published known answers of Philox4x32-10 use all four counter words, of which the fourth is 0
+# here; the first is theirs, the others were computed once with the plain Python below.
+def plain_philox(seed: int, position: int, number: int) -> tuple[int, ...]:
+    key = [seed & 0xFFFFFFFF, seed >> 32]
+    c = [position & 0xFFFFFFFF, position >> 32, number, 0]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [
+            (b >> 32) ^ c[1] ^ key[0],
+            b & 0xFFFFFFFF,
+            (a >> 32) ^ c[3] ^ key[1],
+            a & 0xFFFFFFFF,
+        ]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return tuple(c)
+
+
+def test_philox_known_answer() -> None:
+    assert K.philox(0, 0, 0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
+def test_philox_equals_plain_python(seed: int, position: int, number: int) -> None:
+    assert K.philox(seed, position, number) == plain_philox(seed, position, number)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 15, 16, 17, 1000, 151_936])
+def test_greedy_takes_the_largest_and_the_lowest_id(vocab: int) -> None:
+    logits = random_logits(vocab, vocab)
+    assert one(logits).token == int(np.argmax(logits))
+    logits[vocab // 3 :: 5] = 50.0
+    assert one(logits).token == vocab // 3
+    logits[:] = -0.0
+    logits[vocab // 2] = 0.0
+    assert one(logits).token == 0, "both zeros are equal"
+
+
+def penalised(logits: F32, spec: dict[str, Any]) -> F32:
+    x = logits.copy()
+    for token, bias in spec.get("bias", []):
+        x[token] += np.float32(bias)
+    tokens, counts = np.unique(np.array(spec.get("history", []), int), return_counts=True)
+    repetition = np.float32(spec.get("repetition_penalty", 1))
+    for token, count in zip(tokens, counts.astype(np.float32), strict=True):
+        y = x[token]
+        y = y / repetition if y > 0 else y * repetition
+        x[token] = (y - count * np.float32(spec.get("frequency_penalty", 0))) - np.float32(
+            spec.get("presence_penalty", 0)
+        )
+    return x
+
+
+@given(st.integers(0, 2**32), st.data())
+@settings(max_examples=40, deadline=None)
+def test_penalties_and_bias_in_the_documented_order(seed: int, data: st.DataObject) -> None:
+    logits = random_logits(seed, 50)
+    token = st.integers(0, 49)
+    spec: dict[str, Any] = {
+        "bias": data.draw(st.lists(st.tuples(token, st.floats(-8, 8, width=32)), max_size=4)),
+        "history": data.draw(st.lists(token, max_size=30)),
+        "repetition_penalty": data.draw(st.floats(0.5, 2, width=32)),
+        "presence_penalty": data.draw(st.floats(-2, 2, width=32)),
+        "frequency_penalty": data.draw(st.floats(-2, 2, width=32)),
+    }
+    expected = int(np.argmax(penalised(logits, spec)))
+    spec["history"] = np.array(spec["history"], np.int32)
+    assert one(logits, **spec).token == expected
+
+
+def test_minus_infinity_bans() -> None:
+    logits = random_logits(1, 40)
+    best = int(np.argmax(logits))
+    ban = [(best, float("-inf"))]
+    assert one(logits, bias=ban).token == int(np.argsort(-logits)[1])
+    tokens = {one(logits, bias=ban, temperature=5.0, seed=s).token for s in range(200)}
+    assert best not in tokens
+    assert len(tokens) > 10
+
+
+def check_against_oracle(logits: F32, spec: dict[str, Any], token: int) -> None:
+    """Replays the steps in binary64; the chosen token must own u within the cumsum tolerance."""
+    x = penalised(logits, spec)
+    order = np.argsort(-x, kind="stable")
+    w = np.exp((x[order].astype(float) - float(x.max())) / spec["temperature"])
+    kept = spec.get("top_k", 0) or w.size
+    cumsum = np.cumsum(w[:kept])
+    slack = CUMSUM_TOLERANCE * cumsum[-1]
+    target = spec.get("top_p", 1.0) * cumsum[-1]
+    shortest = int(np.searchsorted(cumsum, target - slack)) + 1
+    longest = min(int(np.searchsorted(cumsum, target + slack)) + 1, kept)
+    if spec.get("top_p", 1.0) == 1.0:
+        shortest = longest = kept
+    minimum = spec.get("min_p", 0.0)
+    shortest = max(1, min(shortest, int((w >= minimum * (1 + 1e-6)).sum())))
+    longest = max(1, min(longest, int((w >= minimum * (1 - 1e-6)).sum())))
+    u = (plain_philox(spec["seed"], spec["position"], spec.get("draw", 0))[0] >> 8) * 2.0**-24
+    rank = int(np.flatnonzero(order == token)[0])
+    before = cumsum[rank - 1] if rank else 0.0
+    assert rank < longest
+    assert before <= u * cumsum[longest - 1] + slack
+    assert cumsum[rank] >= u * cumsum[shortest - 1] - slack
+
+
+@given(st.integers(0, 2**63), st.data())
+@settings(max_examples=150, deadline=None)
+def test_draws_follow_the_documented_steps(seed: int, data: st.DataObject) -> None:
+    vocab = data.draw(st.sampled_from([3, 40, 700, 5000]))
+    logits = random_logits(seed % 1000, vocab, data.draw(st.sampled_from([0.0, 0.1, 2.0, 8.0])))
+    spec: dict[str, Any] = {
+        "temperature": data.draw(st.sampled_from([0.01, 0.7, 1.0, 2.0, 30.0])),
+        "top_k": data.draw(st.sampled_from([0, 1, 2, 20, 256, 257, 600, vocab, vocab + 5])),
+        "top_p": data.draw(st.sampled_from([0.0, 0.3, 0.95, 1.0])),
+        "min_p": data.draw(st.sampled_from([0.0, 0.05, 1.0])),
+        "seed": seed,
+        "position": data.draw(st.integers(0, 2**40)),
+        "draw": data.draw(st.integers(0, 3)),
+    }
+    check_against_oracle(logits, spec, one(logits, **spec).token)
+
+
+def test_selections_that_leave_one_token_are_greedy() -> None:
+    logits = random_logits(2, 3000)
+    best = int(np.argmax(logits))
+    for narrow in ({"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}):
+        specs = [K.SampleSpec(temperature=9.0, seed=s, **narrow) for s in range(50)]
+        assert {r.token for r in draw(logits, *specs)} == {best}
+    assert one(logits, temperature=1e-30, seed=3).token == best
+
+
+def test_shortcuts_change_nothing() -> None:
+    """A limit that limits nothing, a bias that adds nothing: other paths, not other tokens."""
+    for vocab in (100, 4000):
+        logits = np.round(random_logits(3, vocab, 2.0), 1)  # many ties
+        for seed in range(60):
+            base = {"temperature": 1.3, "seed": seed, "position": seed * 7}
+            tokens = {
+                r.token
+                for r in draw(
+                    logits,
+                    K.SampleSpec(**base),
+                    K.SampleSpec(top_k=vocab, **base),
+                    K.SampleSpec(top_k=vocab + 1, **base),
+                    K.SampleSpec(bias=[(0, 0.0)], **base),
+                )
+            }
+            assert len(tokens) == 1
+
+
+def test_a_draw_depends_on_seed_position_and_number_only() -> None:
+    """Alone or in a batch, first or last row: the same token."""
+    logits = random_logits(4, 2000, 1.0)
+    specs = [
+        K.SampleSpec(temperature=1.0, seed=s, position=p, draw=d)
+        for s in (0, 1)
+        for p in (5, 6, 2**33)
+        for d in (0, 1)
+    ]
+    together = [r.token for r in draw(logits, *specs)]
+    assert together == [draw(logits, spec)[0].token for spec in specs]
+    assert together[::-1] == [r.token for r in draw(logits, *specs[::-1])]
+    assert len(set(together)) > 8
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    logits = np.array([2.0, 1.0, 0.0, -1.0, 1.0], np.float32)
+    n = 20_000
+    specs = [K.SampleSpec(temperature=1.0, seed=7, position=i) for i in range(n)]
+    counts = np.bincount([r.token for r in draw(logits, *specs)], minlength=5)
+    p = np.exp(logits) / np.exp(logits).sum()
+    chi_square = float(((counts - n * p) ** 2 / (n * p)).sum())
+    assert chi_square < 18.5, "4 degrees of freedom: one in a thousand"
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 65, 1000, 32_001])
+def test_logprobs_come_from_the_raw_logits(vocab: int) -> None:
+    logits = random_logits(5, vocab, 4.0)
+    logits[vocab // 2] = logits[0]
+    exact = logits - np.log(np.exp(logits.astype(float) - logits.max()).sum()) - logits.max()
+    r = one(logits, temperature=0.8, seed=1, logprobs=min(20, vocab), bias=[(0, 3.0)])
+    assert abs(r.logprob - exact[r.token]) < LOGPROB_TOLERANCE
+    order = np.argsort(-logits, kind="stable")[:20]
+    assert [t for t, _ in r.top] == order.tolist()
+    np.testing.assert_allclose([p for _, p in r.top], exact[order], atol=LOGPROB_TOLERANCE)
+    assert one(logits, logprobs=0).top == []
+    assert one(logits).logprob == 0.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", [0, 15, 16, 99])
+def test_a_nonfinite_row_gives_no_token(bad: float, where: int) -> None:
+    logits = random_logits(6, 100)
+    logits[where] = bad
+    for spec in ({}, {"temperature": 1.0}, {"bias": [(where, 1.0)], "logprobs": 3}):
+        r = one(logits, **spec)
+        assert r.nonfinite
+        assert r.token == -1
+    rows = K.Rows(2, 100)
+    rows.view(2)[0] = logits
+    rows.view(2)[1] = random_logits(7, 100)
+    results = K.sample(POOL, rows, [K.SampleSpec(), K.SampleSpec()])
+    assert [r.nonfinite for r in results] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": float("inf")},
+        {"logprobs": 21},
+        {"bias": [(0, float("nan"))]},
+        {"bias": [(0, float("inf"))]},
+    ],
+)
+def test_bad_parameters_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="SampleSpec"):
+        K.SampleSpec(**bad)
+
+
+def test_tokens_outside_the_vocabulary_are_refused() -> None:
+    rows = K.Rows(1, 10)
+    for spec in (
+        K.SampleSpec(history=np.array([10], np.int32)),
+        K.SampleSpec(history=np.array([-1], np.int32)),
+        K.SampleSpec(bias=[(10, 1.0)]),
+    ):
+        with pytest.raises(ValueError, match="not in the vocabulary"):
+            K.sample(POOL, rows, [spec])
+    with pytest.raises(ValueError, match="do not fit"):
+        K.sample(POOL, rows, [K.SampleSpec(), K.SampleSpec()])

@@ -1,0 +1,235 @@
+"""Parts of a lane's KV, each alone: arenas of dead workers, slots, digests, touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchengine.kv.arenas import DeadArenas
+from batchengine.kv.digests import REST_TICKS, DigestQueue
+from batchengine.kv.importing import RowImporter
+from batchengine.kv.provenance import Provenance
+from batchengine.kv.slots import Seal, Slots
+from batchengine.kv.touching import PageTouches
+from batchengine.session import Event, Loss, Session
+from batchengine.session_kv import PendingRows
+from batchengine.wire import FromArena
+from kv_store import PAGE_TOKENS, Store
+from kv_store.arenas.arena import Arena
+from tests.support import kv_scene
+from tests.support.kv_workload import descriptor, settings
+
+tmp_path = kv_scene.tmp_path
+SLOTS = 4
+SOURCE = FromArena("cpu.9", 0, 0, 1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store.open(tmp_path / "store", descriptor(), settings())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def arena(store: Store) -> Arena:
+    return store.create_arena("cpu", 1, SLOTS)
+
+
+@pytest.fixture
+def slots(store: Store, arena: Arena) -> Iterator[Slots]:
+    made = Slots(store)
+    made.attach(arena)
+    yield made
+    lost = made.lose_arena()
+    if lost is not None:
+        lost.arena.close(delete=True)
+
+
+def member(slots: Slots, key: int, tokens: int) -> Session:
+    """A waiting session that has computed so many tokens."""
+    session = Session(key, f"s{key}", "")
+    session.tokens = list(range(tokens + 1))
+    session.on(Event.START)
+    slots.enter(session)
+    assert slots.ensure(session, tokens)
+    session.frontier = tokens
+    slots.make_reclaimable(session)
+    return session
+
+
+def seal_of(slots: Slots, session: Session) -> Seal:
+    """A seal of the first open page that waits for a ticket."""
+    assert slots.arena is not None
+    slot = session.kv.open[0]
+    seal = slots.seals[slot] = Seal(session, 0, slot, slots.arena, b"", b"")
+    return seal
+
+
+# ------------------------------------------------------------------------------ dead arenas
+
+
+def test_a_dead_arena_is_deleted_with_its_last_holder(arena: Arena) -> None:
+    arenas = DeadArenas()
+    first, second = arenas.hold(arena), arenas.hold(arena)
+    arenas.retire(arena)
+    first()
+    first()
+    assert arenas.dead == [arena], "the second call of one holder counts for nothing"
+    assert Path(arena.path).exists()
+    second()
+    assert not arenas
+    assert not Path(arena.path).exists()
+
+
+def test_an_arena_that_is_not_held_goes_when_its_worker_dies(arena: Arena) -> None:
+    arenas = DeadArenas()
+    arenas.hold(arena)()
+    assert Path(arena.path).exists(), "its worker is up"
+    arenas.retire(arena)
+    assert not Path(arena.path).exists()
+
+
+# ------------------------------------------------------------------------------ slots
+
+
+def test_the_oldest_session_gives_its_slots_to_the_next_and_is_reported(slots: Slots) -> None:
+    old, young = member(slots, 1, 2 * PAGE_TOKENS), member(slots, 2, 2 * PAGE_TOKENS)
+    assert slots.available == SLOTS
+    third = member(slots, 3, 1)
+    assert len(third.kv.open) == 1
+    assert not old.kv.open
+    assert old.loss is Loss.RECLAIMED
+    assert len(young.kv.open) == 2
+    assert slots.take_changed() == [old]
+    assert not slots.take_changed()
+
+
+def test_a_slot_with_a_ticket_stays_with_its_seal(slots: Slots) -> None:
+    session = member(slots, 1, 2 * PAGE_TOKENS)
+    seal = seal_of(slots, session)
+    slots.truncate(session, 0)
+    assert seal.slot not in slots.seals, "without a ticket the seal is over"
+    assert slots.available == SLOTS
+    again = member(slots, 2, PAGE_TOKENS)
+    seal = seal_of(slots, again)
+    seal.ticket = object()  # type: ignore[assignment]
+    slots.truncate(again, 0)
+    assert slots.seals == {seal.slot: seal}
+    assert seal.session is None
+    assert slots.available == SLOTS - 1
+
+
+def test_a_lost_arena_says_the_epoch_of_every_slot(slots: Slots) -> None:
+    session = member(slots, 1, PAGE_TOKENS + 1)
+    session.epoch = 7
+    slots.fit(session)
+    held = list(session.kv.open)
+    assert slots.is_relabeling(session) is False, "not sent: the first frame reserves them"
+    lost = slots.lose_arena()
+    assert lost is not None
+    assert lost.epochs == dict.fromkeys(held, 7)
+    assert not slots.is_attached
+    assert not slots.ensure(session, 3 * PAGE_TOKENS)
+    slots.attach(lost.arena)
+
+
+# ------------------------------------------------------------------------------ digests
+
+
+def test_a_tail_is_digested_once_its_session_has_rested(slots: Slots) -> None:
+    digests, session = DigestQueue(slots), member(slots, 1, 10)
+    session.on(Event.FINISH)
+    assert [digests.tick() for _ in range(REST_TICKS)] == [*[[]] * (REST_TICKS - 1), [session]]
+    assert digests.add_tail(session)
+    assert digests.has_tails
+    (due,) = digests.take()
+    assert due == (session, 0, 10, session.kv.open[0])
+    assert not digests
+
+
+def test_a_tail_whose_session_runs_again_is_not_digested(slots: Slots) -> None:
+    digests, session = DigestQueue(slots), member(slots, 1, 10)
+    assert digests.add_tail(session)
+    session.on(Event.ADMIT)
+    assert not digests.take()
+
+
+# ------------------------------------------------------------------------------ importing
+
+
+@pytest.mark.parametrize("change", ["rows", "epoch", "frozen", "moved"])
+def test_an_import_that_its_session_does_not_wait_for_is_ended(
+    store: Store, slots: Slots, change: str
+) -> None:
+    arenas, released = DeadArenas(), list[int]()
+    digests = DigestQueue(slots)
+    importer = RowImporter(store, slots, digests, arenas, Provenance(store), lambda: None)
+    session = Session(1, "s", "")
+    session.tokens = list(range(300))
+    session.on(Event.START)
+    session.on(Event.ADMIT)
+    slots.enter(session)
+    slots.claim_pending(session, [PendingRows(0, 20, SOURCE, lambda: released.append(0))])
+    assert importer.has_chores
+    messages, tokens, row_imports = importer.take_imports()
+    assert [message.rows for message in messages] == [20]
+    assert len(tokens) == 20 * 4
+    assert slots.available == SLOTS - 1
+    if change == "rows":
+        slots.drop_pending(session)
+    elif change == "epoch":
+        session.epoch += 1
+    elif change == "frozen":
+        session.on(Event.FREEZE)
+    else:
+        slots.detach(session)
+    assert importer.has_chores, "a slot is to be poisoned"
+    importer.arrived(row_imports, [20])
+    assert not importer.imports
+    assert not session.kv.open
+    assert slots.available == SLOTS
+    assert released == [0] * (change == "rows")
+
+
+def test_rows_that_arrive_become_the_table(store: Store, slots: Slots) -> None:
+    importer = RowImporter(
+        store, slots, DigestQueue(slots), DeadArenas(), Provenance(store), lambda: None
+    )
+    session = Session(1, "s", "")
+    session.tokens = list(range(300))
+    session.on(Event.START)
+    session.on(Event.ADMIT)
+    slots.enter(session)
+    slots.claim_pending(session, [PendingRows(0, 20, SOURCE, lambda: None)])
+    _, _, row_imports = importer.take_imports()
+    importer.arrived(row_imports, [15])
+    assert session.frontier == importer.rows_imported == 15
+    assert len(session.kv.open) == 1
+    assert slots.take_changed() == [session]
+    assert not importer.has_chores
+
+
+# ------------------------------------------------------------------------------ touches
+
+
+def test_touches_end_with_their_last_page_or_with_the_worker() -> None:
+    ended: list[str] = []
+    touches = PageTouches(32 << 20, lambda: None)  # two pages of a frame
+    touches.touch([1, 2, 3], lambda: ended.append("three"))
+    touches.touch([], lambda: ended.append("none"))
+    codes, owners = touches.take()
+    assert codes == [1, 2]
+    touches.touched(owners)
+    assert not ended
+    codes, owners = touches.take()
+    assert codes == [3]
+    assert not touches
+    touches.touched(owners)
+    assert ended == ["three", "none"]
+    touches.touch([4], lambda: ended.append("dead"))
+    touches.arena_died()
+    assert ended[-1] == "dead"
+    assert not touches

@@ -1,0 +1,379 @@
+"""Manifest rows follow what memory decided: an invalid page is gone for every later run, and no
+page is published in an extent without a row. Also with pins, and on a full disk."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kv_store import (
+    PAGE_TOKENS,
+    ROOT_KEY,
+    LedgerRefused,
+    NumericsFault,
+    PageInvalid,
+    PageRef,
+    PageState,
+    StaleRef,
+    Store,
+    StoreFull,
+)
+from kv_store.fsck import fsck
+from kv_store.ledger import writes
+from kv_store.pages.index import FAILURES_MAX
+from tests.support import kv_scene
+from tests.support.kv_workload import (
+    SALT,
+    CountedDb,
+    Lane,
+    counted_connect,
+    descriptor,
+    page_state,
+    pin,
+    settings,
+    sqlite_error,
+    tokens_of,
+)
+
+tmp_path = kv_scene.tmp_path
+IDS = tokens_of(1, 1)
+
+
+@pytest.fixture
+def room() -> Iterator[list[bool]]:
+    """Whether a commit of the stores here finds room."""
+    found = [True]
+
+    def commit(sql: str) -> None:
+        if sql == "COMMIT" and not found[0]:
+            raise sqlite_error("SQLITE_FULL")
+
+    CountedDb.on_statement = staticmethod(commit)
+    yield found
+    CountedDb.on_statement = staticmethod(lambda sql: None)
+
+
+@pytest.fixture
+def store(tmp_path: Path, room: list[bool]) -> Iterator[Store]:
+    changes = settings(32, 4, ballast_bytes=0)
+    opened = Store.open(tmp_path / "s", descriptor(), changes, connect=counted_connect)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def lane(store: Store) -> Iterator[Lane]:
+    made = Lane(store)
+    yield made
+    made.close()
+
+
+def left_behind(store: Store, folder: Path) -> Path:
+    """What a power cut leaves now: everything that is durable, and nothing else."""
+    store.ledger.read(lambda _: None).result(20)
+    return Path(shutil.copytree(store.path, folder))
+
+
+def rows(store: Store, sql: str) -> list[tuple[int, ...]]:
+    return store.ledger.read(lambda db: db.execute(sql).fetchall()).result(20)
+
+
+def next_life(path: Path) -> closing[Store]:
+    return closing(Store.open(path, descriptor(), settings(32, 4, ballast_bytes=0)))
+
+
+def check_gone(path: Path, ref: PageRef) -> None:
+    """A next life neither finds the page nor gives its slot a generation it had before."""
+    report = fsck(path)
+    assert report.ok, report.findings
+    with next_life(path) as store:
+        assert store.pages.match_prefix(IDS, SALT) == []
+        assert store.recovery.pages_dropped == {}
+        lane = Lane(store, incarnation=9)
+        (again,) = lane.add_chain(IDS)
+        lane.close()
+        assert again.page_id == ref.page_id
+        assert again.gen > ref.gen
+
+
+# -- invalid pages --------------------------------------------------------------------------------
+
+
+def test_a_pinned_invalid_page_stays_gone(store: Store, lane: Lane, tmp_path: Path) -> None:
+    ref, _ = lane.add(ROOT_KEY, IDS)  # pinned
+    store.pages.invalidate(ref)
+    assert page_state(store, ref) is PageState.QUARANTINE
+    check_gone(left_behind(store, tmp_path / "crashed"), ref)
+    # the slot is not reused before its pin has gone, and then a generation it never had
+    other = lane.add_chain(tokens_of(2, 2))
+    assert ref.page_id not in [page.page_id for page in other]
+    store.pages.unpin(ref)
+    store.drain().result(20)
+    (again,) = lane.add_chain(IDS)
+    assert again == PageRef(ref.page_id, ref.gen + 1)
+    store.check_integrity()
+
+
+def test_an_invalid_page_is_freed_once(
+    store: Store, lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed, append = list[tuple[PageRef, bool]](), store.ledger.append
+
+    def noted(*ops: writes.Op) -> object:
+        freed.extend((op.ref, op.bad) for op in ops if isinstance(op, writes.FreePage))
+        return append(*ops)
+
+    monkeypatch.setattr(store.ledger, "append", noted)
+    ref, _ = lane.add(ROOT_KEY, IDS)
+    store.pages.invalidate(ref)
+    store.pages.invalidate(ref)
+    store.pages.unpin(ref)
+    assert freed == [(PageRef(ref.page_id, ref.gen + 1), False)]
+    (again,) = lane.add_chain(IDS)
+    store.pages.invalidate(again, slot_failed=True)
+    (again,) = lane.add_chain(IDS)
+    store.pages.invalidate(again, slot_failed=True)  # the second failure of this slot
+    assert freed[-1] == (again, True)
+    store.ledger.commit().result(20)
+    bad = rows(store, f"SELECT page_id FROM page WHERE state = 'bad' AND page_id = {ref.page_id}")
+    assert bad == [(ref.page_id,)]
+
+
+def test_a_pinned_invalid_page_stays_gone_after_closing(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with next_life(path) as store:
+        lane = Lane(store)
+        ref, _ = lane.add(ROOT_KEY, IDS)
+        store.pages.invalidate(ref)
+        lane.close()
+    check_gone(path, ref)
+
+
+def test_a_page_invalidated_on_a_full_disk_is_freed_when_its_pin_goes(
+    store: Store, lane: Lane, room: list[bool], tmp_path: Path
+) -> None:
+    ref, _ = lane.add(ROOT_KEY, IDS)
+    room[0] = False
+    store.pages.invalidate(ref)
+    store.ledger.read(lambda _: None).result(20)
+    room[0] = True
+    store.pages.unpin(ref)
+    store.ledger.commit().result(20)
+    check_gone(left_behind(store, tmp_path / "crashed"), ref)
+
+
+def test_a_page_invalidated_while_it_is_read_is_not_served(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with next_life(path) as store:
+        lane = Lane(store)
+        (ref,) = lane.add_chain(IDS)
+        lane.close()
+    with next_life(path) as store:
+        gate = threading.Event()
+        store.core.thread.submit(gate.wait)  # a busy page thread
+        loaded = store.pages.load([ref])
+        assert page_state(store, ref) is PageState.LOADING
+        store.pages.invalidate(ref)
+        gate.set()
+        assert loaded.result(20) == [False]
+        assert store.pages.match_prefix(IDS, SALT) == []
+        store.check_integrity()
+    check_gone(path, ref)
+
+
+def test_wrong_content_retires_no_slot_and_its_key_is_reported(store: Store, lane: Lane) -> None:
+    """Free slots are used again lowest first: a lane that computes nonsense would use them up."""
+    for _ in range(FAILURES_MAX + 1):
+        ref, key = lane.add(ROOT_KEY, IDS)
+        store.pages.unpin(ref)
+        store.pages.invalidate(ref)
+        assert store.events.drain() == [PageInvalid(key, ref)]
+    assert store.stat()["pages_bad"] == 0
+    for _ in range(FAILURES_MAX):
+        (ref,) = lane.add_chain(IDS)
+        store.pages.invalidate(ref, slot_failed=True)
+    assert store.stat()["pages_bad"] == 1
+
+
+def test_descendants_of_any_life_go_in_one_commit(tmp_path: Path) -> None:
+    path, ids = tmp_path / "s", tokens_of(7, 3)
+    with next_life(path) as store:
+        lane = Lane(store)
+        lane.add_chain(ids)
+        lane.add_chain(np.concatenate([ids[:PAGE_TOKENS], tokens_of(8, 1)]))
+        lane.add_chain(IDS)
+        lane.close()
+    with next_life(path) as store:
+        lane = Lane(store, incarnation=2)
+        commits, refs = store.ledger.stats.commits, store.pages.match_prefix(ids, SALT)
+        pin(store, refs[0])
+        key = store.pages.key_of(ROOT_KEY, ids[:PAGE_TOKENS], SALT)
+        found = store.pages.invalidate(key, descendants=True)
+        left = left_behind(store, tmp_path / "crashed")
+        assert store.ledger.stats.commits == commits + 1
+        assert len(found) == 4
+        assert {event.key for event in store.events.drain()} == found
+        assert not any(store.pages.is_resident(ref) for ref in refs)
+        store.pages.unpin(refs[0])
+        lane.add_chain(ids[:PAGE_TOKENS])
+        assert len(store.pages.match_prefix(ids, SALT)) == 1
+        assert len(store.pages.match_prefix(IDS, SALT)) == 1
+        assert store.stat()["pages_bad"] == 0
+        lane.close()
+        store.check_integrity()
+    with next_life(left) as store:
+        assert store.recovery.pages_listed == 1
+
+
+def test_a_page_without_its_parent_goes_only_if_asked(store: Store, lane: Lane) -> None:
+    ids = tokens_of(9, 3)
+    refs = lane.add_chain(ids)
+    other = lane.add_chain(IDS)
+    store.pages.invalidate(refs[1])  # as bit rot would: what comes after it stays
+    key = store.pages.key_of(ROOT_KEY, ids[:PAGE_TOKENS], SALT)
+    assert store.pages.invalidate(bytes(31) + b"x", descendants=True) == {bytes(31) + b"x"}
+    store.pages.invalidate(key, descendants=True)
+    assert [store.pages.is_resident(ref) for ref in refs] == [False, False, True]
+    store.pages.invalidate(key, descendants=True, rootless=True)
+    assert [store.pages.is_resident(ref) for ref in refs] == [False, False, False]
+    assert store.pages.is_resident(other[0])
+
+
+# -- a page of an older life that is computed again -------------------------------------------
+
+
+def again(store: Store, flip: int) -> PageRef:
+    """A lane of this life has the page, too."""
+    lane = Lane(store, incarnation=3)
+    try:
+        published = store.pages.publish(lane.seal(ROOT_KEY, IDS, flip=flip))
+        store.ledger.commit()
+        ref = published.result(20)
+        store.pages.unpin(ref)
+        return ref
+    finally:
+        lane.close()
+
+
+def test_an_older_page_with_other_bytes_is_not_replaced_unseen(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with next_life(path) as store:
+        lane = Lane(store)
+        (ref,) = lane.add_chain(IDS)
+        lane.close()
+    with next_life(path) as store:
+        with pytest.raises(NumericsFault):
+            again(store, flip=1)
+        assert store.counters["numerics_faults"] == 1
+        assert page_state(store, ref) is PageState.LISTED
+        assert again(store, flip=0) == ref
+        assert page_state(store, ref) is PageState.PUBLISHED
+        store.check_integrity()
+
+
+def test_an_older_page_that_rotted_is_found_out_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with next_life(path) as store:
+        lane = Lane(store)
+        (ref,) = lane.add_chain(IDS)
+        lane.close()
+        info = store.pages.allocator.infos[0]
+    with open(info.path, "r+b") as file:
+        file.seek(info.slot_of(ref.page_id) * info.page_bytes + 100)
+        file.write(b"rot")
+    with next_life(path) as store:
+        with pytest.raises(StaleRef):
+            again(store, flip=0)
+        assert store.pages.match_prefix(IDS, SALT) == []
+        new = again(store, flip=0)
+        assert new != ref
+        assert store.pages.load([new]).result(20) == [True]
+        store.check_integrity()
+
+
+# -- extents whose row was refused ------------------------------------------------------------
+
+
+def publish(store: Store, lane: Lane, name: int) -> BaseException | None:
+    """Why a page of this timeline is not published, if it is not."""
+    future = store.pages.publish(lane.seal(ROOT_KEY, tokens_of(name, 1)))
+    store.ledger.commit()
+    error = future.exception(20)
+    if error is None:
+        store.pages.unpin(future.result())
+    return error
+
+
+def grown_without_room(store: Store, lane: Lane, room: list[bool]) -> None:
+    """Another extent is there, and the ledger had no room to say so."""
+    room[0] = False
+    assert isinstance(publish(store, lane, 100), StoreFull)  # and an extent is added ahead
+    store.drain().result(20)
+    with pytest.raises(StoreFull):
+        store.ledger.commit().result(20)
+    room[0] = True
+    assert len(store.pages.allocator.infos) == 2
+    assert rows(store, "SELECT extent_index FROM extent") == [(1,)]
+
+
+def fill(store: Store, lane: Lane, count: int) -> list[int]:
+    for name in range(count):
+        store.drain().result(20)
+        assert publish(store, lane, name) is None
+    return list(range(count))
+
+
+def check_whole(path: Path, names: list[int]) -> None:
+    """Every page is there in a next life, and fsck has nothing to say."""
+    report = fsck(path)
+    assert report.ok, report.findings
+    with next_life(path) as store:
+        assert store.recovery.pages_dropped == {}
+        for name in names:
+            (ref,) = store.pages.match_prefix(tokens_of(name, 1), SALT)
+            assert store.pages.load([ref]).result(20) == [True]
+
+
+def test_pages_bring_the_row_of_their_extent_along(
+    store: Store, lane: Lane, room: list[bool], tmp_path: Path
+) -> None:
+    grown_without_room(store, lane, room)
+    names = fill(store, lane, 7)  # the second extent's first pages
+    extents = rows(store, "SELECT extent_index, first_page_id FROM extent")
+    assert (
+        extents == [(i.index, i.first_page_id) for i in store.pages.allocator.infos][: len(extents)]
+    )
+    assert len(extents) > 1
+    store.ledger.commit().result(20)
+    check_whole(left_behind(store, tmp_path / "crashed"), names)
+
+
+def test_maintenance_writes_the_row_that_a_full_disk_refused(
+    store: Store, lane: Lane, room: list[bool], tmp_path: Path
+) -> None:
+    grown_without_room(store, lane, room)
+    store.maintain()
+    store.ledger.commit().result(20)
+    assert (2, 4) in rows(store, "SELECT extent_index, first_page_id FROM extent")
+    assert 2 not in store.core.unrecorded
+    names = fill(store, lane, 7)
+    check_whole(left_behind(store, tmp_path / "crashed"), names)
+
+
+def test_an_extent_recorded_late_takes_no_number_back(tmp_path: Path, store: Store) -> None:
+    """Its row comes after that of a younger one, and twice; another with its number is refused."""
+    late = writes.AddExtent(7, 70, 4, 4096, bytes(32))
+    for row in (writes.AddExtent(8, 74, 4, 4096, bytes(32)), late, late):
+        store.ledger.append(row)
+    store.ledger.commit().result(20)
+    assert rows(store, "SELECT next_extent, next_page_id FROM store") == [(9, 78)]
+    refused = store.ledger.append(writes.AddExtent(7, 71, 4, 4096, bytes(32)))
+    store.ledger.commit()
+    with pytest.raises(LedgerRefused, match="another"):
+        refused.result(20)

@@ -1,0 +1,183 @@
+"""Bytes of a page, their names and checksums: sizes, order, and that every field counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_store import PAGE_TOKENS, ROOT_KEY, PageLayout, chain_keys, content_key, differing_fields
+from kv_store import keys as k
+from tests.support.kv_workload import LAYOUT, SALT, descriptor, payload_of, tokens_of
+
+REPR = b"r" * 32
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+def test_sizes_follow_the_layout(dim: int) -> None:
+    layout = PageLayout(3, 2, dim)
+    assert layout.head_bytes == 2 * 256 * dim + 16 * (dim // 32) * 16 * 2 + 256 * 2
+    assert layout.payload_bytes == 3 * 2 * layout.head_bytes
+    assert layout.page_bytes % 65536 == 0
+    assert 0 <= layout.page_bytes - layout.payload_bytes < 65536
+    assert layout.row_bytes == 3 * 2 * (2 * dim + dim // 16 + 2)
+
+
+@pytest.mark.parametrize("bad", [(0, 1, 32), (1, 0, 32), (1, 1, 0), (1, 1, 48)])
+def test_impossible_shapes_are_refused(bad: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"head|layers"):
+        PageLayout(*bad)
+
+
+def test_rows_are_gathered_by_the_written_definition() -> None:
+    """Byte by byte from the layout's formula, against the array form."""
+    layout = PageLayout(2, 3, 64)
+    dim, page = 64, payload_of(b"g", layout)
+    rows = layout.gather_rows(page.tobytes(), 0, PAGE_TOKENS)
+    for t in (0, 1, 15, 16, 100, 255):
+        expected: list[int] = []
+        for head in range(6):
+            at = head * layout.head_bytes
+            expected += [
+                page[at + ((t // 16 * (dim // 4) + d // 4) * 16 + t % 16) * 4 + d % 4]
+                for d in range(dim)
+            ]
+            at += layout.k_bytes
+            for g in range(dim // 32):
+                scale = at + ((t // 16 * (dim // 32) + g) * 16 + t % 16) * 2
+                expected += [page[scale], page[scale + 1]]
+            at += layout.k_scale_bytes
+            expected += [page[at + (t // 4 * dim + d) * 4 + t % 4] for d in range(dim)]
+            at += layout.v_bytes + t * 2
+            expected += [page[at], page[at + 1]]
+        assert rows[t].tolist() == expected, t
+    assert rows[7:9].tolist() == layout.gather_rows(page.tobytes(), 7, 2).tolist()
+
+
+def test_every_descriptor_field_changes_the_representation() -> None:
+    base = descriptor()
+    others = [
+        dataclasses.replace(base, **{name: value})
+        for name, value in {
+            "model_hash": "cc" * 32,
+            "arith_id": "cc",
+            "arch": "llama",
+            "layout": PageLayout(1, 1, 64),
+            "first_layer": 4,
+            "provenance": "fast",
+            "rope_digest": "x",
+            "tokenizer_hash": "y",
+            "extra": (("eps", "1e-6"),),
+        }.items()
+    ]
+    assert len(others) == len(dataclasses.fields(base))
+    ids = [d.repr_id for d in (base, *others)]
+    assert len(set(ids)) == len(ids)
+    assert differing_fields(base, base.to_json()) == []
+    assert differing_fields(base, others[0].to_json()) == ["model_hash"]
+    assert differing_fields(base, "[]") == differing_fields(base, "{") == ["unreadable"]
+
+
+def test_every_shape_has_its_own_layout_id() -> None:
+    shapes = [PageLayout(*s) for s in itertools.product((1, 2), (1, 2), (32, 64))]
+    assert len({s.layout_id for s in shapes}) == len(shapes)
+
+
+def test_content_key_separates_every_input() -> None:
+    ids = tokens_of(0, 1)
+    base = content_key(ROOT_KEY, ids, REPR, SALT)
+    changed = [
+        content_key(base, ids, REPR, SALT),
+        content_key(ROOT_KEY, ids[:255], REPR, SALT),
+        content_key(ROOT_KEY, ids[::-1], REPR, SALT),
+        content_key(ROOT_KEY, ids, b"q" * 32, SALT),
+        content_key(ROOT_KEY, ids, REPR, b"other"),
+        content_key(ROOT_KEY, ids, REPR + SALT, b""),  # same bytes, another border
+    ]
+    assert len({base, *changed}) == 7
+    assert base == content_key(ROOT_KEY, ids.tolist(), REPR, SALT)
+    assert base == content_key(ROOT_KEY, k.token_bytes(ids), REPR, SALT)
+
+
+def test_content_key_is_pinned() -> None:
+    """The format may not drift: stores of the past must be found again."""
+    key = content_key(ROOT_KEY, range(256), bytes(32), b"")
+    assert key.hex() == "afcb8d4e98ce29ba928ae1f95a4a93d02361cff75bf84847cd8ff9bee3bae9a2"
+    assert k.sealed_seed(bytes(16), 1, 2, key, "l") == 8132417788143123635
+    assert k.blob_checksum("s", 3, b"abcd").hex() == "a57f47d83adde493"
+    assert (
+        descriptor().repr_id.hex()
+        == "8cf782ac4d1017faea6094a4fb118ae86caccc9cec1246048361e6efe883a9e3"
+    )
+    assert LAYOUT.layout_id == "28be79d04771c0860bbd35c958e7d4d4bf1ec6a4b6cc7a83dca4e222557964b9"
+
+
+@pytest.mark.parametrize("bad", [[-1], [1 << 32], []])
+def test_impossible_token_ids_are_refused(bad: list[int]) -> None:
+    with pytest.raises(ValueError, match="token"):
+        content_key(ROOT_KEY, bad, REPR)
+
+
+def test_numpy_ids_outside_u32_are_refused() -> None:
+    with pytest.raises(ValueError, match="u32"):
+        k.token_bytes(np.array([-1]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 800), st.integers(0, 800))
+def test_chains_share_exactly_the_common_full_pages(n: int, cut: int) -> None:
+    ids = tokens_of(3, 4)[:n]
+    other = ids.copy()
+    if cut < n:
+        other[cut] ^= 1
+    left, right = chain_keys(ids, REPR), chain_keys(other, REPR)
+    assert len(left) == len(right) == n // PAGE_TOKENS
+    same = sum(a == b for a, b in zip(left, right, strict=True))
+    assert same == min(min(cut, n) // PAGE_TOKENS, len(left))
+    assert left[:same] == right[:same]
+
+
+def test_sealed_seed_names_one_page_of_one_store() -> None:
+    seeds = {
+        k.sealed_seed(uuid, page, gen, key, layout)
+        for uuid in (b"a" * 16, b"b" * 16)
+        for page in (0, 1)
+        for gen in (0, 1)
+        for key in (b"k" * 32, b"l" * 32)
+        for layout in ("x", "y")
+    }
+    assert len(seeds) == 32
+
+
+def test_row_seeds_wrap_and_never_repeat() -> None:
+    seeds = k.row_seeds(b"a" * 16, 1, 2, b"s", 3, 1 << 40, 4096)
+    assert len(set(seeds.tolist())) == 4096
+    again = k.row_seeds(b"a" * 16, 1, 2, b"s", 3, (1 << 40) + 100, 5)
+    assert again.tolist() == seeds[100:105].tolist()
+    assert seeds[0] != k.row_seeds(b"a" * 16, 1, 2, b"s", 4, 1 << 40, 1)[0]
+
+
+def test_lanes_write_the_rows_we_read() -> None:
+    """The kernels' row digests equal the definition here."""
+    kernels = pytest.importorskip("kernels")
+    layout = PageLayout(2, 2, 64)
+    shape = kernels.PageShape(2, 2, 64)
+    assert shape.head_bytes == layout.head_bytes
+    assert shape.payload_bytes == layout.payload_bytes
+    memory = np.zeros(layout.page_bytes + 64, np.uint8)
+    page = memory[-kernels.address_of(memory) % 64 :][: layout.page_bytes]
+    page[:] = payload_of(b"n", layout)
+    first, count = 11, 40
+    batch = kernels.Batch(64, 1, 1)
+    batch.set(
+        np.arange(count, dtype=np.int32),
+        np.array([[count, first, 1]], np.int32),
+        np.array([kernels.address_of(page)], np.uint64),
+    )
+    seeds = k.row_seeds(b"a" * 16, 0, 0, b"s", 1, first, count)
+    ours = k.row_digests(layout, page.tobytes(), seeds, first)
+    assert np.array_equal(np.asarray(kernels.row_digests(batch, shape, seeds)), ours)

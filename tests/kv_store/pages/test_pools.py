@@ -1,0 +1,159 @@
+"""Several representations in one store: one byte budget, one page thread, one ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from kv_store import (
+    PAGE_TOKENS,
+    ROOT_KEY,
+    Arena,
+    ArenaMapping,
+    NoRoom,
+    PageInvalid,
+    PagePool,
+    PageRef,
+    SlotOwner,
+    Store,
+    Ticket,
+)
+from tests.support import kv_scene
+from tests.support.kv_workload import SALT, descriptor, payload_of, settings, tokens_of
+
+tmp_path = kv_scene.tmp_path
+OURS = descriptor()
+THEIRS = descriptor(model_hash="cc" * 32)
+
+
+def add_chain(store: Store, pool: PagePool, ids: np.ndarray, incarnation: int) -> list[PageRef]:
+    """Seal and publish a timeline in a pool; gives its references, unpinned."""
+    arena = store.create_arena("cpu", incarnation, 2, pool)
+    mapping = ArenaMapping(arena.path, pool.layout)
+    assert mapping.repr_id == pool.repr_id
+    parent, refs = ROOT_KEY, list[PageRef]()
+    for first in range(0, len(ids), PAGE_TOKENS):
+        ticket = pool.reserve(parent, ids[first : first + PAGE_TOKENS], SALT)
+        while isinstance(ticket, NoRoom):
+            assert pool.is_growing, ticket
+            store.drain().result(20)
+            ticket = pool.reserve(parent, ids[first : first + PAGE_TOKENS], SALT)
+        refs.append(seal(store, pool, arena, mapping, ticket))
+        parent = ticket.key
+    mapping.close()
+    arena.close(delete=True)
+    store.drain().result(20)
+    return refs
+
+
+def seal(
+    store: Store, pool: PagePool, arena: Arena, mapping: ArenaMapping, ticket: Ticket
+) -> PageRef:
+    at = arena.reserve()
+    mapping.reserve(at.slot, SlotOwner(b"s", 1, at.gen, 0))
+    np.frombuffer(mapping.page(at.slot), np.uint8)[:] = payload_of(ticket.key)
+    pool.seal(ticket, arena, at, mapping.digest(at.slot)).result(20)
+    arena.release(at)
+    mapping.poison(at.slot)
+    arena.freed(at)
+    future = pool.publish(ticket)
+    store.ledger.commit()
+    ref = future.result(20)
+    pool.unpin(ref)
+    return ref
+
+
+def check(store: Store, pool: PagePool, ids: np.ndarray, pages: int) -> None:
+    """The pool has so many leading pages of a timeline, and their bytes are right."""
+    refs = pool.match_prefix(ids, SALT)
+    assert len(refs) == pages
+    assert pool.load(refs).result(20) == [True] * pages
+    for ref in refs:
+        info = pool.allocator.info(ref.page_id)
+        into = memoryview(bytearray(info.page_bytes))
+        store.core.extents.read_page(info, info.slot_of(ref.page_id), into)
+        assert bytes(into) == payload_of(pool.index.get(ref).key).tobytes()
+
+
+def test_two_representations_seal_and_load_side_by_side(tmp_path: Path) -> None:
+    ids = tokens_of(1, 3)
+    store = Store.open(tmp_path / "s", OURS, settings(pages=32))
+    other = store.pool(THEIRS)
+    assert other is store.pool(THEIRS)
+    assert store.pool(OURS) is store.pages
+    mine = add_chain(store, store.pages, ids, 1)
+    theirs = add_chain(store, other, ids, 2)
+    assert not {ref.page_id for ref in mine} & {ref.page_id for ref in theirs}
+    for pool in (store.pages, other):
+        check(store, pool, ids, 3)
+    assert store.stat()["pages_published"] == 6
+    other.invalidate(theirs[1])
+    assert [event.ref for event in store.events.drain() if isinstance(event, PageInvalid)] == [
+        theirs[1]
+    ]
+    check(store, store.pages, ids, 3)
+    store.check_integrity()
+    store.maintain()
+    store.close()
+
+
+def test_a_second_representation_is_kept_over_a_restart(tmp_path: Path) -> None:
+    ids = tokens_of(1, 3)
+    store = Store.open(tmp_path / "s", OURS, settings(pages=32))
+    add_chain(store, store.pool(THEIRS), ids, 1)
+    add_chain(store, store.pages, ids, 2)
+    store.close()
+    store = Store.open(tmp_path / "s", OURS, settings(pages=32))
+    assert store.stat()["extent_bytes_other_reprs"]
+    other = store.pool(THEIRS)
+    assert store.stat()["extent_bytes_other_reprs"] == 0
+    check(store, other, ids, 3)
+    check(store, store.pages, ids, 3)
+    store.check_integrity()
+    store.close()
+
+
+def test_the_budget_is_shared_and_the_pool_that_holds_most_gives(tmp_path: Path) -> None:
+    """Four extents of four pages: one pool has them all, and gives until both hold the same."""
+    budget = settings(pages=16)
+    store = Store.open(tmp_path / "s", OURS, budget)
+    for name in range(4):
+        add_chain(store, store.pages, tokens_of(name, 4), 1 + name)
+    full = store.pages.allocator.file_bytes
+    assert full == budget.budget_bytes
+    held = store.pages.match_prefix(tokens_of(3, 4), SALT, pin=True)
+    other = store.pool(THEIRS)
+    for name in range(4):
+        add_chain(store, other, tokens_of(name, 4), 11 + name)
+        assert store.core.extent_bytes <= budget.budget_bytes
+        store.check_integrity()
+    assert other.allocator.file_bytes == full // 2
+    assert store.pages.allocator.file_bytes == full // 2
+    assert store.counters["extents_reclaimed"] == 2
+    for ref in held:
+        assert store.pages.is_resident(ref), "a page in use went to another pool"
+        store.pages.unpin(ref)
+    check(store, other, tokens_of(3, 4), 4)
+    for pool in (store.pages, other):  # no page is left whose prefix is gone
+        assert pool.index.rootless() == []
+    path = store.path
+    store.close()
+    store = Store.open(path, OURS, budget)
+    assert not store.recovery.pages_dropped
+    check(store, store.pool(THEIRS), tokens_of(3, 4), 4)
+    store.close()
+
+
+def test_pages_of_no_open_pool_go_first(tmp_path: Path) -> None:
+    budget = settings(pages=16)
+    store = Store.open(tmp_path / "s", THEIRS, budget)
+    add_chain(store, store.pages, tokens_of(1, 4), 1)
+    store.close()
+    store = Store.open(tmp_path / "s", OURS, budget)
+    for name in range(4):
+        add_chain(store, store.pages, tokens_of(name, 3), 2 + name)
+    assert store.stat()["extent_bytes_other_reprs"] == 0
+    assert "extents_reclaimed" not in store.counters
+    store.check_integrity()
+    store.close()

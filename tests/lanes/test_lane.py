@@ -1,0 +1,321 @@
+"""A lane worker seen from outside: what it refuses, what it leaves behind, when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+import kernels
+from batchengine import wire
+from batchengine.core import GREEDY, PAGE_TOKENS, BatchEngineError
+from batchengine.lanes.step_input import ARENA_BIT, BadStep, StepLimits, unpack
+from batchengine.lanes.worker_process import Lane, LaneDied
+from kv_store import keys, layout, osio
+from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner, valid_rows
+from kv_store.errors import StoreError
+from kv_store.layout import PageLayout
+from tests.support.engines import run, words
+
+LAYOUT = PageLayout(4, 2, 64)
+LIMITS = StepLimits(tokens_max=600, entries_max=4, context_tokens=2048, vocab_size=2048)
+
+
+def frame_of(
+    entries: list[tuple[int, list[int], list[int]]], **chores: object
+) -> tuple[wire.Step, bytes]:
+    """(start, tokens, slot codes) per entry -> a Step that wants a token of each."""
+    made = tuple(
+        wire.Entry(i + 1, 1, start, len(tokens), len(codes), GREEDY)
+        for i, (start, tokens, codes) in enumerate(entries)
+    )
+    codes, tokens = array("Q"), array("i")
+    for _, some_tokens, some_codes in entries:
+        codes.extend(some_codes)
+        tokens.extend(some_tokens)
+    return wire.Step(made, **chores), codes.tobytes() + tokens.tobytes()  # type: ignore[arg-type]
+
+
+OPEN = [ARENA_BIT | i for i in range(8)]
+MALFORMED = [
+    ("no tokens", [(0, [], [])]),
+    ("start below zero", [(-1, [1], [])]),
+    ("beyond the context", [(2048, [1], [*OPEN, ARENA_BIT | 8])]),
+    ("too few pages", [(256, [1], OPEN[:1])]),
+    ("too many pages", [(0, [1], OPEN[:2])]),
+    ("too many tokens", [(0, [1] * 601, OPEN[:3])]),
+    ("too many entries", [(0, [1], [code]) for code in OPEN[:5]]),
+    ("token outside the vocabulary", [(0, [2048], OPEN[:1])]),
+    ("negative token", [(0, [-1], OPEN[:1])]),
+    ("writes a sealed page", [(0, [1], [3])]),
+    ("writes a sealed page late", [(300, [1], [OPEN[0], 7])]),
+    ("two writers", [(0, [1], OPEN[:1]), (5, [1], OPEN[:1])]),
+]
+
+
+@pytest.mark.parametrize(("name", "entries"), MALFORMED, ids=[name for name, _ in MALFORMED])
+def test_unpack_refuses(name: str, entries: list[tuple[int, list[int], list[int]]]) -> None:
+    step, payload = frame_of(entries)
+    with pytest.raises(BadStep):
+        unpack(step, payload, LIMITS)
+
+
+def test_unpack_takes_what_is_right_and_checks_the_payload() -> None:
+    step, payload = frame_of([(0, [1, 2], OPEN[:1]), (300, [3], [7, OPEN[1]])])
+    batch = unpack(step, payload, LIMITS)
+    assert batch.shape.tolist() == [[2, 0, 1], [1, 300, 2]]
+    assert batch.tokens.tolist() == [1, 2, 3]
+    assert batch.codes.tolist() == [OPEN[0], 7, OPEN[1]]
+    for wrong in (payload[:-1], payload + b"\0", b""):
+        with pytest.raises(BadStep):
+            unpack(step, wrong, LIMITS)
+
+
+def load_message(model: Path, cache_dir: Path) -> wire.Load:
+    return wire.Load(str(model), str(cache_dir), wire.CpuResources(1, (), 60), 600, 4, 2048)
+
+
+async def attached(model: Path, cache_dir: Path, folder: Path) -> tuple[Lane, Arena]:
+    lane = Lane("cpu")
+    await lane.start(load_message(model, cache_dir))
+    (folder / "ext").mkdir(exist_ok=True)
+    path = str(folder / f"cpu.{lane.incarnation}")
+    arena = Arena.create(path, LAYOUT, 8, lane.incarnation)
+    await lane.attach(wire.Attach(path, 8, LAYOUT.page_bytes, str(folder / "ext")))
+    return lane, arena
+
+
+def slot(index: int, page: int, session: bytes = b"s") -> wire.ReserveSlot:
+    return wire.ReserveSlot(index, 0, session, 1, page)
+
+
+def test_steps_and_refusals_of_a_real_worker(
+    pocket_path: Path, cache_dir: Path, tmp_path: Path
+) -> None:
+    tokens = words(1, 300)
+
+    async def work() -> None:
+        lane, arena = await attached(pocket_path, cache_dir, tmp_path)
+        step, payload = frame_of([(0, tokens, OPEN[:2])])
+        with pytest.raises(BatchEngineError, match="before it was reserved"):
+            await lane.run(step, payload, deadline_s=10)
+        step, payload = frame_of([(0, tokens, [ARENA_BIT | 8, ARENA_BIT | 9])])
+        with pytest.raises(BatchEngineError, match="arena slot 9 of 8"):
+            await lane.run(step, payload, deadline_s=10)
+        step, payload = frame_of([(256, [1], [0, OPEN[0]])], reserve=(slot(0, 1),))
+        with pytest.raises(BatchEngineError, match="extent 0 cannot be mapped"):
+            await lane.run(step, payload, deadline_s=10)
+        for bad in (8, -1, 2**31):
+            for chores in ({"poison": (bad,)}, {"digest": (wire.Digest(bad, 256),)}):
+                step, payload = frame_of([], **chores)
+                with pytest.raises(BatchEngineError):
+                    await lane.run(step, payload, deadline_s=10)
+        missing = wire.Verify(5 << 32, 1, bytes(16))
+        step, payload = frame_of([], verify=(missing,))
+        done = await lane.run(step, payload, deadline_s=10)
+        assert done.verified == (False,)
+        # Refusals cost nothing: the same worker computes.
+        step, payload = frame_of(
+            [(0, tokens, OPEN[:2])],
+            reserve=(slot(0, 0), slot(1, 1)),
+            digest=(wire.Digest(0, 256),),
+        )
+        done = await lane.run(step, payload, deadline_s=10)
+        assert lane.incarnation == 1
+        assert [row.session for row in done.rows] == [1]
+        page = memoryview(bytearray(LAYOUT.page_bytes))
+        os.preadv(arena.fd, [page], arena.shape.page_offset(0))
+        assert done.digests == (keys.payload_digest(page),)
+        # Every row is recorded: a later reader can prove which rows are whole, and whose.
+        files = osio.Files()
+        for index, part in enumerate((tokens[:256], tokens[256:])):
+            owner = SlotOwner(b"s", 1, 0, index)
+            shape, ident = arena.shape, arena.arena_id
+            assert valid_rows(files, arena.fd, shape, ident, index, owner, part) == len(part)
+            other = SlotOwner(b"t", 1, 0, index)
+            assert valid_rows(files, arena.fd, shape, ident, index, other, part) == 0
+        with pytest.raises(StoreError):  # the worker holds the arena's lock
+            ArenaMapping(arena.path, LAYOUT)
+        step, payload = frame_of([], poison=(0,))
+        await lane.run(step, payload, deadline_s=10)
+        os.preadv(arena.fd, [page], arena.shape.page_offset(0))
+        assert set(bytes(page)) == {0xFF}
+        await lane.close()
+        arena.close(delete=True)
+
+    run(work())
+
+
+def test_a_worker_limits_the_damage_it_can_do(
+    pocket_path: Path, cache_dir: Path, tmp_path: Path
+) -> None:
+    async def work() -> None:
+        lane, arena = await attached(pocket_path, cache_dir, tmp_path)
+        limits = proc(lane.pid, "limits")
+        core = next(line for line in limits.splitlines() if line.startswith("Max core"))
+        assert core.split()[4] == "0", "a core file holds prompts"
+        assert proc(lane.pid, "oom_score_adj").strip() == "300"
+        await lane.close()
+        arena.close(delete=True)
+
+    run(work())
+
+
+def test_frames_of_another_incarnation_are_ignored(pocket_path: Path, cache_dir: Path) -> None:
+    async def work() -> None:
+        lane = Lane("cpu")
+        await lane.start(load_message(pocket_path, cache_dir))
+        assert lane._protocol is not None
+        for incarnation in (0, 2, 99):
+            lane._protocol.send(wire.LANE_LINK.encode(wire.Shutdown(), incarnation=incarnation))
+            lane._protocol.send(wire.LANE_LINK.encode(wire.Ping(), incarnation=incarnation, step=1))
+        answer = await lane._ask(wire.Ping(), b"", 5.0)
+        assert isinstance(answer, wire.Pong)
+        assert lane.late_frames == 0
+        await lane.close()
+
+    run(work())
+
+
+def test_errors_of_loading_arrive_whole(tmp_path: Path, cache_dir: Path) -> None:
+    model = tmp_path / "broken.gguf"
+    model.write_bytes(b"GGUF" + bytes(100))
+
+    async def work() -> None:
+        lane = Lane("cpu")
+        with pytest.raises(BatchEngineError) as caught:
+            await lane.start(load_message(model, cache_dir))
+        assert caught.value.code.startswith("BE13")
+        assert not lane.alive
+
+    run(work())
+
+
+def test_death_is_one_exception_with_its_reason(pocket_path: Path, cache_dir: Path) -> None:
+    async def work() -> None:
+        lane = Lane("cpu")
+        for number, name in ((signal.SIGSEGV, "SIGSEGV"), (signal.SIGKILL, "SIGKILL")):
+            await lane.start(load_message(pocket_path, cache_dir))
+            os.kill(lane.pid, number)
+            death = await lane.died()
+            assert name in death.reason
+            assert death.blames_step is (number == signal.SIGSEGV)
+            if number == signal.SIGSEGV:
+                assert "Segmentation fault" in death.report
+            with pytest.raises(LaneDied):
+                await lane.run(*frame_of([]), deadline_s=1)
+        assert lane.incarnation == 2
+        assert lane.backoff_s() > 0.0
+
+    run(work())
+
+
+def test_a_deadline_ends_a_worker_that_does_not_answer(pocket_path: Path, cache_dir: Path) -> None:
+    async def work() -> None:
+        lane = Lane("cpu")
+        await lane.start(load_message(pocket_path, cache_dir))
+        os.kill(lane.pid, signal.SIGSTOP)
+        with pytest.raises(LaneDied, match="deadline") as caught:
+            await lane.run(*frame_of([]), deadline_s=0.2)
+        assert caught.value.blames_step
+
+    run(work())
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_an_engine_that_was_stopped_itself_takes_the_answer_that_waits(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], pocket_path: Path, cache_dir: Path
+) -> None:
+    """When it wakes, its timer is due and the answer is unread: the engine was late."""
+
+    async def work() -> None:
+        lane = Lane("cpu")
+        await lane.start(load_message(pocket_path, cache_dir))
+        reply = lane._send(wire.Ping(), b"", 0.2, 0)
+        time.sleep(1.0)  # noqa: ASYNC251  as SIGSTOP does it; the worker answers meanwhile
+        assert isinstance(await lane._receive(reply), wire.Pong)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(lane.died(), 0.5)
+        assert lane.incarnation == 1
+        await lane.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(work())
+
+
+def test_an_engine_that_was_stopped_grants_the_time_once(
+    pocket_path: Path, cache_dir: Path
+) -> None:
+    """Up to a whole deadline: then a worker that hangs is killed all the same."""
+
+    async def work() -> None:
+        lane = Lane("cpu")
+        await lane.start(load_message(pocket_path, cache_dir))
+        os.kill(lane.pid, signal.SIGSTOP)
+        reply = lane._send(wire.Ping(), b"", 0.4, 0)
+        time.sleep(1.5)  # noqa: ASYNC251  the engine's own stop
+        began = time.monotonic()
+        with pytest.raises(LaneDied, match="deadline"):
+            await lane._receive(reply)
+        assert 0.35 < time.monotonic() - began < 5.0
+
+    run(work())
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from batchengine import wire
+from batchengine.lanes.worker_process import Lane
+
+async def main():
+    lane = Lane("cpu")
+    await lane.start(wire.Load(*sys.argv[1:3], wire.CpuResources(1, (), 60), 64, 4, 512))
+    print(lane.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_never_outlives_its_engine(pocket_path: Path, cache_dir: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(pocket_path), str(cache_dir)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        worker = int(parent.stdout.readline())
+    os.kill(worker, signal.SIGSTOP)  # not even a stopped one
+    parent.kill()
+    parent.wait()
+    for _ in range(500):
+        if not _is_running(worker):
+            break
+        time.sleep(0.01)
+    assert not _is_running(worker)
+
+
+def proc(pid: int, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return proc(pid, "stat").rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_page_tokens_agree_everywhere() -> None:
+    assert PAGE_TOKENS == layout.PAGE_TOKENS == kernels.PAGE_TOKENS

@@ -1,0 +1,218 @@
+"""Our logits against llama.cpp's on the same file: the only place where tolerances are allowed.
+
+llama.cpp is the independent implementation of the architectures. It rounds too: on a quantised
+file its activations are int8 as ours are. Hence two oracles: llama.cpp on the same weights
+dequantised to F32 with F32 KV, where all the rounding left is ours and every row must agree; and
+llama.cpp on the very file, where the two roundings add up and the typical row must.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import gguf.quants
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from bench.llama import LlamaContext, LlamaModel
+from bench.local_runner import LocalRunner
+from bench.synthetic import Shape, write_synthetic
+from tests.hostile.rewrite import edited
+
+COSINE_MIN = 0.999
+F32 = npt.NDArray[np.float32]
+
+LLAMA = Shape(arch="llama", n_embd=256, n_ff=512, n_head=4, n_kv_head=2, head_dim=64)
+QWEN2 = replace(LLAMA, arch="qwen2", bias=0.3, k_bias=0.3, rope_base=1e6)
+QWEN3 = replace(LLAMA, arch="qwen3", rope_base=1e6)
+
+# Odd sizes, every head_dim and GQA ratio, both heads, every storage type
+SHAPES: dict[str, Shape] = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "llama_untied": replace(LLAMA, tied=False),
+    "qwen2_untied": replace(QWEN2, tied=False),
+    "qwen3_untied": replace(QWEN3, tied=False),
+    "head_dim_32": replace(QWEN3, head_dim=32, n_head=8),
+    "head_dim_96": replace(QWEN3, head_dim=96, n_head=3, n_kv_head=1),
+    "head_dim_128": replace(QWEN3, head_dim=128, n_head=4, n_kv_head=4),
+    "head_dim_256": replace(QWEN3, head_dim=256, n_head=2, n_kv_head=1),
+    "llama_head_dim_96": replace(LLAMA, n_embd=288, head_dim=96, n_head=3, n_kv_head=3),
+    "llama_head_dim_128": replace(LLAMA, n_embd=512, head_dim=128, n_head=4, n_kv_head=1),
+    "gqa_1": replace(QWEN3, n_head=4, n_kv_head=4),
+    "gqa_3": replace(QWEN3, n_head=6, n_kv_head=2),
+    "gqa_5": replace(QWEN3, n_head=5, n_kv_head=1),
+    "gqa_7": replace(QWEN3, n_head=14, n_kv_head=2),
+    "gqa_8": replace(QWEN3, n_head=8, n_kv_head=1),
+    "odd_widths": replace(QWEN3, n_embd=224, n_ff=608, n_vocab=351),
+    "odd_layers": replace(
+        LLAMA, n_layer=5, n_embd=160, n_head=5, n_kv_head=5, head_dim=32, n_ff=96
+    ),
+    "large_k_bias": replace(QWEN2, k_outlier=10.0),
+    "llama_biases": replace(LLAMA, bias=0.5, k_bias=0.5),
+    "llama3_factors": replace(LLAMA, rope_factors=True, rope_base=500000.0),
+    "linear_scaling": replace(LLAMA, linear_factor=4.0),
+    "neox_linear_scaling": replace(QWEN3, linear_factor=2.5),
+    "fused_qkv": replace(QWEN2, arch="llama", fused=True),
+    "f32": replace(QWEN3, base="f32"),
+    "f16": replace(QWEN3, base="f16", tied=False),
+    "bf16": replace(LLAMA, base="bf16"),
+    "q8_0": replace(QWEN3, base="q8_0"),
+    "q4_1": replace(QWEN3, base="q4_1"),
+    "q6_k": replace(QWEN3, base="q6_k"),
+    "imatrix_mix": replace(QWEN3, kinds={"ffn_down": "q4_1", "attn_k": "q8_0", "attn_v": "q8_0"}),
+    "float_mix": replace(LLAMA, kinds={"attn_q": "f16", "attn_v": "bf16", "ffn_up": "f32"}),
+    "pure_q4_0": replace(QWEN3, kinds={"token_embd": "q4_0"}),
+    "untied_f16_head": replace(QWEN3, tied=False, kinds={"output": "f16"}),
+}
+
+
+def cosines(ours: F32, theirs: F32) -> F32:
+    """Cosine per row."""
+    a, b = ours.astype(np.float64), theirs.astype(np.float64)
+    return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+
+
+def theirs_of(path: Path, tokens: list[int]) -> F32:
+    """llama.cpp's logits after every token, KV in f32."""
+    with LlamaModel(path) as model, LlamaContext(model, kv_type="f32", threads=1) as context:
+        return context.all_logits(tokens)
+
+
+def ours_of(path: Path, tokens: list[int], cache_dir: Path) -> F32:
+    """Our logits after every token."""
+    with LocalRunner(path, cache_dir=cache_dir, n_pages=8, logits_max=64) as runner:
+        return runner.all_logits(tokens)
+
+
+def dequantise(_: Any, tensors: dict[str, Any]) -> None:
+    """Every matrix as F32, its values unchanged."""
+    for name, (data, kind) in tensors.items():
+        if data.ndim == 2:
+            values = gguf.quants.dequantize(data, kind).astype(np.float32)
+            tensors[name] = (values, gguf.GGMLQuantizationType.F32)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits(name: str, tmp_path: Path, cache_dir: Path) -> None:
+    shape = SHAPES[name]
+    path = tmp_path / f"{name}.gguf"
+    write_synthetic(path, shape)
+    tokens = np.random.default_rng(5).integers(0, shape.n_vocab, 300).tolist()
+    ours, theirs = ours_of(path, tokens, cache_dir), theirs_of(path, tokens)
+    exact = cosines(ours, theirs_of(edited(path, dequantise), tokens))
+    same = cosines(ours, theirs)
+    print(
+        f"AGREEMENT {name} on F32 values: min={exact.min():.6f} median={np.median(exact):.6f}; "
+        f"on the file: min={same.min():.6f} median={np.median(same):.6f}"
+    )
+    assert float(exact.min()) > COSINE_MIN
+    assert float(np.median(same)) > COSINE_MIN
+    assert float(same.min()) > COSINE_MIN - 0.001
+    # A constant or a shifted answer could not pass: rows differ from each other.
+    assert float(cosines(ours[1:], theirs[:-1]).mean()) < 0.8
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_logits_past_a_super_page(name: str, tmp_path: Path, cache_dir: Path) -> None:
+    """1,300 tokens: six pages, two super-pages to fold."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, SHAPES[name])
+    tokens = np.random.default_rng(6).integers(0, SHAPES[name].n_vocab, 1300).tolist()
+    exact = cosines(ours_of(path, tokens, cache_dir), theirs_of(edited(path, dequantise), tokens))[
+        256:
+    ]
+    print(f"AGREEMENT {name} tokens 256..1300 min={exact.min():.6f} median={np.median(exact):.6f}")
+    assert float(exact.min()) > COSINE_MIN
+
+
+@pytest.mark.parametrize("name", ["llama3_factors", "linear_scaling"])
+def test_scaling_matters_at_these_positions(name: str, tmp_path: Path, cache_dir: Path) -> None:
+    """Without the scaling the agreement is lost, so the tests above can fail."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, SHAPES[name])
+    plain = tmp_path / "plain.gguf"
+    write_synthetic(plain, replace(SHAPES[name], rope_factors=False, linear_factor=0.0))
+    tokens = np.random.default_rng(5).integers(0, 320, 300).tolist()
+    with LocalRunner(path, cache_dir=cache_dir, n_pages=4, logits_max=64) as runner:
+        scaled = runner.all_logits(tokens)
+    with LocalRunner(plain, cache_dir=cache_dir, n_pages=4, logits_max=64) as runner:
+        unscaled = runner.all_logits(tokens)
+    assert float(cosines(scaled, unscaled).min()) < COSINE_MIN
+
+
+# -- the pocket model: language, not noise
+
+WORDS = ("amber", "cello", "bronze", "walnut", "mint", "prairie", "opal", "robin", "garden")
+FILLER = (
+    "Here are some notes. It was a cold evening at the lake. Nobody knew why the owl was so lost.",
+    "Here are some notes. The wind was cold, but the sky was blue. The farm was soft and broken.",
+    "Here are some notes. The dog walked slowly to the museum. A carpenter came to visit.",
+)
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+def conversations(count: int) -> list[str]:
+    """Prompts of the kinds the pocket model was trained on, each ending where it must answer."""
+    source = random.Random(20)
+    prompts: list[str] = []
+    for index in range(count):
+        words = source.sample(WORDS, 4)
+        facts = " ".join(f"The code for {w} is {source.randint(0, 9999):04d}." for w in words)
+        text = turn("user", facts) + turn("assistant", "Okay, I will remember these facts.")
+        for filler in source.sample(FILLER, 1 + index % 3):
+            text += turn("user", filler) + turn("assistant", "Thank you, I have read the notes.")
+        first = source.randint(1, 150)
+        text += turn(
+            "user",
+            (
+                f"What is the code for {words[0]}?",
+                f"Count from {first} to {first + 7}.",
+                f"Copy these words: {', '.join(words)}.",
+                f"Reverse this list: {', '.join(words[:3])}.",
+                f"Tell me a story about Eva and a {words[1]}.",
+            )[index % 5],
+        )
+        prompts.append(text + "<|im_start|>assistant\n")
+    return prompts
+
+
+def test_greedy_agreement_on_the_pocket_model(pocket_path: Path, cache_dir: Path) -> None:
+    """Over 2,000 tokens that llama.cpp chose greedily: ours would be chosen in 99 % of places."""
+    agreed = total = 0
+    cosine_min = 1.0
+    with (
+        LlamaModel(pocket_path) as model,
+        LlamaContext(model, kv_type="f32", threads=1) as context,
+        LocalRunner(pocket_path, cache_dir=cache_dir, n_pages=8, logits_max=64) as runner,
+    ):
+        end = model.tokenize("<|im_end|>")[0]
+        for prompt in conversations(100):
+            tokens = model.tokenize(prompt)
+            n_prompt = len(tokens)
+            context.clear()
+            logits = context.prefill(tokens)
+            theirs: list[F32] = []
+            while len(theirs) < 96:
+                theirs.append(logits)
+                tokens.append(int(logits.argmax()))
+                if tokens[-1] == end:
+                    break
+                logits = context.prefill(tokens[-1:], start=len(tokens) - 1)
+            ours = runner.all_logits(tokens[:-1])[n_prompt - 1 :]
+            agreed += int((ours.argmax(1) == np.array(tokens[n_prompt:])).sum())
+            total += len(theirs)
+            cosine_min = min(cosine_min, float(cosines(ours, np.stack(theirs)).min()))
+    print(f"AGREEMENT pocket greedy={agreed}/{total} cosine_min={cosine_min:.6f}")
+    assert total >= 2000
+    assert agreed >= 0.99 * total
+    assert cosine_min > COSINE_MIN

@@ -1,0 +1,371 @@
+"""The forward pass: one answer in bits, whatever the batch, chunk, threads, level or layer split.
+
+Bits are compared, never tolerances: logits and KV pages of two ways to compute the same
+timeline must be the same bytes. (Tolerances against llama.cpp: test_llama_agreement.py.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from msgspec import structs
+
+import kernels
+from batchengine.core import Sampling
+from bench.local_runner import LocalRunner, LocalSequence, RunnerError
+from bench.synthetic import Shape, write_synthetic
+from tests.hostile.rewrite import edited
+
+MIXED = Shape(
+    arch="qwen3",
+    n_layer=3,
+    n_embd=96,
+    n_ff=160,
+    n_head=6,
+    n_kv_head=2,
+    head_dim=32,
+    n_vocab=333,
+    tied=False,
+    kinds={"attn_k": "q8_0", "attn_v": "f16", "ffn_up": "q4_1", "ffn_down": "bf16"},
+)
+LLAMA = Shape(
+    arch="llama", n_layer=2, n_embd=256, n_ff=320, n_head=4, n_kv_head=4, head_dim=64,
+    tied=False, rope_factors=True, fused=True, bias=0.3, k_bias=2.0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, pocket_path: Path) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    paths = {"pocket": pocket_path}
+    for name, shape in (("mixed", MIXED), ("llama", LLAMA)):
+        paths[name] = folder / f"{name}.gguf"
+        write_synthetic(paths[name], shape)
+    return paths
+
+
+@pytest.fixture(params=["pocket", "mixed", "llama"])
+def model(request: pytest.FixtureRequest, models: dict[str, Path]) -> Path:
+    return models[request.param]
+
+
+@pytest.fixture
+def level() -> Iterator[None]:
+    """Restores the instruction set that was in use."""
+    before = kernels.isa()
+    yield
+    kernels.set_isa(before)
+
+
+def tokens_of(runner: LocalRunner, count: int, seed: int = 0) -> list[int]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, runner.spec.n_vocab, count).tolist()
+
+
+def digest(runner: LocalRunner, prompt: list[int], chunk: int) -> tuple[bytes, list[bytes]]:
+    """Logits after the prompt, and the KV pages it left."""
+    sequence = LocalSequence()
+    logits = runner.prefill(sequence, prompt, chunk)
+    pages = [runner.page(sequence, i) for i in range(len(sequence.pages))]
+    runner.release(sequence)
+    return logits.tobytes(), pages
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path], cache_dir: Path) -> dict[str, tuple[bytes, list[bytes]]]:
+    """The reference arrangement: one thread, one chunk of 37 tokens at a time, default level."""
+    found: dict[str, tuple[bytes, list[bytes]]] = {}
+    for name, path in models.items():
+        with LocalRunner(path, cache_dir=cache_dir, n_pages=8) as runner:
+            found[name] = digest(runner, tokens_of(runner, 300), 37)
+    return found
+
+
+def reference_of(
+    expected: dict[str, tuple[bytes, list[bytes]]], models: dict[str, Path], path: Path
+) -> tuple[bytes, list[bytes]]:
+    return next(expected[name] for name, value in models.items() if value == path)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 64, 100, 256, 300])
+def test_chunks(
+    chunk: int, model: Path, models: dict[str, Path], expected: Any, cache_dir: Path
+) -> None:
+    with LocalRunner(model, cache_dir=cache_dir, n_pages=8) as runner:
+        ours = digest(runner, tokens_of(runner, 300), chunk)
+    assert ours == reference_of(expected, models, model)
+
+
+def test_two_threads(model: Path, models: dict[str, Path], expected: Any, cache_dir: Path) -> None:
+    with LocalRunner(model, threads=2, cache_dir=cache_dir, n_pages=8) as runner:
+        for chunk in (64, 300):
+            ours = digest(runner, tokens_of(runner, 300), chunk)
+            assert ours == reference_of(expected, models, model)
+
+
+@pytest.mark.parametrize("isa", kernels.isa_levels())
+def test_instruction_sets(
+    isa: str, level: None, model: Path, models: dict[str, Path], expected: Any, cache_dir: Path
+) -> None:
+    kernels.set_isa(isa)
+    with LocalRunner(model, cache_dir=cache_dir, n_pages=8) as runner:
+        ours = digest(runner, tokens_of(runner, 300), 100)
+    assert ours == reference_of(expected, models, model)
+
+
+def test_alone_or_in_a_batch_of_sixteen(model: Path, cache_dir: Path) -> None:
+    """Sixteen timelines of different lengths, decoded together and alone; logits and pages."""
+    with LocalRunner(model, cache_dir=cache_dir, n_pages=64) as runner:
+        prompts = [tokens_of(runner, 3 + 19 * i, seed=i) for i in range(16)]
+        extra = [tokens_of(runner, 6, seed=100 + i) for i in range(16)]
+
+        def run(group: list[int]) -> dict[int, tuple[list[bytes], list[bytes]]]:
+            timelines = {i: LocalSequence() for i in group}
+            rows: dict[int, list[bytes]] = {i: [] for i in group}
+            for i in group:
+                runner.prefill(timelines[i], prompts[i])
+            for position in range(6):
+                entries = [(timelines[i], [extra[i][position]]) for i in group]
+                for i, row in zip(group, runner.step(entries), strict=True):
+                    rows[i].append(row.tobytes())
+            result = {}
+            for i, timeline in timelines.items():
+                pages = [runner.page(timeline, p) for p in range(len(timeline.pages))]
+                result[i] = rows[i], pages
+                runner.release(timeline)
+            return result
+
+        together = run(list(range(16)))
+        for i in range(16):
+            assert run([i])[i] == together[i], i
+
+
+def test_mixed_prefill_and_decode_in_one_step(model: Path, cache_dir: Path) -> None:
+    """A step with a chunk of one timeline and single tokens of others changes neither."""
+    with LocalRunner(model, cache_dir=cache_dir, n_pages=32) as runner:
+        long, short = tokens_of(runner, 280, 1), tokens_of(runner, 40, 2)
+
+        def alone(tokens: list[int]) -> bytes:
+            sequence = LocalSequence()
+            logits = runner.prefill(sequence, tokens).tobytes()
+            runner.release(sequence)
+            return logits
+
+        a, b = LocalSequence(), LocalSequence()
+        runner.prefill(a, long[:250])
+        runner.prefill(b, short[:-1])
+        rows = runner.step([(b, short[-1:]), (a, long[250:])])
+        assert rows[0].tobytes() == alone(short)
+        assert rows[1].tobytes() == alone(long)
+
+
+def test_layer_range_in_two_forwards(model: Path, cache_dir: Path) -> None:
+    """The residual stream taken out after layer 1 and put back gives the same bits (a pipeline)."""
+    with LocalRunner(model, cache_dir=cache_dir, n_pages=8) as runner:
+        tokens = tokens_of(runner, 50)
+        whole = runner.all_logits(tokens).tobytes()
+        n_layer = runner.spec.n_layer
+        for cut in range(1, n_layer):
+            sequence = LocalSequence()
+            runner.set_step([(sequence, tokens)])
+            stepper = runner.stepper
+            stepper.embed()
+            stepper.forward(range(cut))
+            carried = stepper.hidden.view(50).copy()
+            stepper.hidden.view(50)[:] = np.nan  # nothing may be left over from the first stage
+            stepper.hidden.view(50)[:] = carried
+            stepper.forward(range(cut, n_layer))
+            parts: list[bytes] = []
+            for start in range(0, 50, 10):
+                stepper.take(np.arange(start, start + 10, dtype=np.int32))
+                parts.append(stepper.logits(10).view(10).tobytes())
+            runner.release(sequence)
+            assert b"".join(parts) == whole
+
+
+def test_fused_qkv_equals_separate(tmp_path: Path, cache_dir: Path) -> None:
+    """The rows of q, k and v in one matrix, with their biases in one vector: the same bits."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, replace(LLAMA, fused=False))
+
+    def fuse(_: Any, tensors: dict[str, Any]) -> None:
+        for i in range(LLAMA.n_layer):
+            for kind in ("weight", "bias"):
+                parts = [tensors.pop(f"blk.{i}.attn_{letter}.{kind}") for letter in "qkv"]
+                joined = np.concatenate([data for data, _ in parts])
+                tensors[f"blk.{i}.attn_qkv.{kind}"] = (joined, parts[0][1])
+
+    results: list[bytes] = []
+    for file in (path, edited(path, fuse)):
+        with LocalRunner(file, cache_dir=cache_dir, n_pages=8) as runner:
+            results.append(runner.all_logits(tokens_of(runner, 40)).tobytes())
+    assert results[0] == results[1]
+
+
+def test_rows_that_are_not_wanted_are_skipped_without_a_trace(model: Path, cache_dir: Path) -> None:
+    """The last layer computes wanted rows only; each row is the same as when all are wanted."""
+    with LocalRunner(model, cache_dir=cache_dir, n_pages=8, logits_max=64) as runner:
+        tokens = tokens_of(runner, 40)
+        every = runner.all_logits(tokens)
+        for wanted in ([39], [0, 17, 39], [5]):
+            sequence = LocalSequence()
+            rows = runner.step([(sequence, tokens)], wanted)
+            assert rows.tobytes() == every[wanted].tobytes()
+            runner.release(sequence)
+
+
+def test_sampled_text_is_a_function_of_its_own_timeline(model: Path, cache_dir: Path) -> None:
+    """Temperature, seed and prompt decide; batch, chunk and threads do not."""
+    sampling = [
+        Sampling(temperature=0.8, top_p=0.9, top_k=40, seed=7 + i, repetition_penalty=1.1)
+        for i in range(5)
+    ]
+    with LocalRunner(model, cache_dir=cache_dir, n_pages=32) as runner:
+        prompts = [tokens_of(runner, 10 + 30 * i, seed=i) for i in range(5)]
+        together = runner.generate(prompts, 24, sampling=sampling)
+        alone = [
+            runner.generate([p], 24, sampling=s, chunk=7)[0]
+            for p, s in zip(prompts, sampling, strict=True)
+        ]
+        other = runner.generate(prompts[:1], 24, sampling=structs.replace(sampling[0], seed=99))[0]
+    with LocalRunner(model, cache_dir=cache_dir, n_pages=32, threads=2) as runner:
+        assert runner.generate(prompts, 24, sampling=sampling) == together
+    assert alone == together
+    assert other != together[0]
+
+
+def test_recomputed_page_equals_the_lost_one(model: Path, cache_dir: Path) -> None:
+    """A page in the middle is overwritten, recomputed in place, and later pages stay valid."""
+    with LocalRunner(model, cache_dir=cache_dir, n_pages=8, tokens_max=256) as runner:
+        tokens = tokens_of(runner, 600)
+        sequence = LocalSequence()
+        before = runner.prefill(sequence, tokens[:-1])
+        pages = [runner.page(sequence, i) for i in range(3)]
+        start = sequence.pages[1] * runner.page_bytes
+        runner._memory[start : start + runner.page_bytes] = b"\xff" * runner.page_bytes
+        again = LocalSequence(tokens[:256], sequence.pages[:2])
+        runner.step([(again, tokens[256:512])], rows=())
+        assert [runner.page(sequence, i) for i in range(3)] == pages
+        last = runner.step([(sequence, tokens[-1:])])[0].tobytes()
+        fresh = LocalSequence()
+        assert runner.prefill(fresh, tokens).tobytes() == last
+        assert before.tobytes() != last
+
+
+# -- rows that are not finite
+
+
+def with_nan(path: Path, matrix: str) -> Path:
+    """A model in which one matrix of layer 0 overflows for token 7 and for no other."""
+
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        kind = GGMLQuantizationType.F32
+        embedding = np.random.default_rng(3).normal(size=(333, 96)).astype(np.float32)
+        embedding[:, 0] = 0.0
+        embedding[7] = 0.0
+        embedding[7, 0] = 1.0
+        name = f"blk.0.{matrix}.weight"
+        rows = 192 if matrix == "attn_q" else 64
+        values = np.random.default_rng(4).normal(size=(rows, 96)).astype(np.float32)
+        values[:, 0] = 3e38  # times a normed 9.8: infinite; times 0: nothing
+        tensors["token_embd.weight"] = (embedding, kind)
+        tensors[name] = (values, kind)
+
+    return edited(path, edit)
+
+
+@pytest.mark.parametrize("matrix", ["attn_q", "attn_k", "attn_v"])
+def test_nonfinite_rows_stay_in_their_entry(matrix: str, tmp_path: Path, cache_dir: Path) -> None:
+    """Of three timelines in a step one overflows: it is named, the others keep their bits."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, MIXED)
+    with LocalRunner(with_nan(path, matrix), cache_dir=cache_dir, n_pages=8) as runner:
+        good = [[1, 2, 3], [4, 5, 6, 8]]
+        expected = [runner.prefill(LocalSequence(), tokens).tobytes() for tokens in good]
+        for bad in ([9, 7, 9], [7], [9, 9, 7]):
+            entries = [
+                (LocalSequence(), good[0]),
+                (LocalSequence(), bad),
+                (LocalSequence(), good[1]),
+            ]
+            last_rows = runner.set_step(entries)
+            assert runner.stepper.run(np.array(last_rows, np.int32)) == [1]
+            rows = runner.stepper.logits(3).view(3)
+            assert [rows[0].tobytes(), rows[2].tobytes()] == expected
+            for sequence, _ in entries:
+                runner.release(sequence)
+        # Rows that are not wanted count too: their KV holds the NaN all the same.
+        runner.set_step([(LocalSequence(), [1, 7])])
+        assert runner.stepper.run(np.array([0], np.int32)) == [0]
+        with pytest.raises(RunnerError, match="nonfinite"):
+            runner.step([(LocalSequence(), [7])])
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("matrix", ["attn_output", "ffn_gate", "ffn_up", "ffn_down"])
+def test_overflow_anywhere_is_seen(
+    matrix: str, layer: int, tmp_path: Path, cache_dir: Path
+) -> None:
+    """No operation on the way to the logits swallows an infinity or a NaN."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, MIXED)
+
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        name = f"blk.{layer}.{matrix}.weight"
+        rows, cols = {"attn_output": (96, 192), "ffn_down": (96, 160)}.get(matrix, (160, 96))
+        values = np.full((rows, cols), 3e38, np.float32)
+        tensors[name] = (values, GGMLQuantizationType.F32)
+
+    with LocalRunner(edited(path, edit), cache_dir=cache_dir, n_pages=8) as runner:
+        last_rows = runner.set_step([(LocalSequence(), [1, 2]), (LocalSequence(), [3])])
+        assert runner.stepper.run(np.array(last_rows, np.int32)) == [0, 1]
+
+
+# -- limits and cost
+
+
+def test_step_that_does_not_fit_is_refused(models: dict[str, Path], cache_dir: Path) -> None:
+    with LocalRunner(
+        models["pocket"], cache_dir=cache_dir, n_pages=2, tokens_max=32, entries_max=2
+    ) as runner:
+        with pytest.raises(ValueError, match="tokens"):
+            runner.set_step([(LocalSequence(), [1] * 33)])
+        with pytest.raises(ValueError, match="entries"):
+            runner.set_step([(LocalSequence(), [1])] * 3)
+    with LocalRunner(models["pocket"], cache_dir=cache_dir, n_pages=2) as runner:
+        sequence = LocalSequence()
+        with pytest.raises(RunnerError, match="no free KV page"):
+            runner.reserve(sequence, 600)
+
+
+def test_token_outside_the_vocabulary_is_refused(models: dict[str, Path], cache_dir: Path) -> None:
+    with LocalRunner(models["pocket"], cache_dir=cache_dir, n_pages=2) as runner:
+        for token in (-1, runner.spec.n_vocab):
+            with pytest.raises(ValueError, match="token"):
+                runner.step([(LocalSequence(), [token])])
+
+
+def test_python_per_layer_is_cheap(models: dict[str, Path], cache_dir: Path) -> None:
+    """With kernels that do nothing, what is left is Python: 0.3 ms for 28 layers at most."""
+    with LocalRunner(models["pocket"], cache_dir=cache_dir, n_pages=2) as runner:
+        runner.set_step([(LocalSequence(), [1])])
+
+        def nothing(*_: Any) -> None: ...
+
+        names = ("norm_quantise", "linear", "place_kv", "attend", "quantise", "linear_add")
+        for name in (*names, "linear_gated"):
+            setattr(runner.stepper.ops, name, nothing)
+        best = 1e9
+        for _ in range(20):
+            start = time.perf_counter()
+            for _ in range(7):
+                runner.stepper.forward(range(4))
+            best = min(best, time.perf_counter() - start)
+    assert best < 0.3e-3

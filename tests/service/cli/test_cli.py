@@ -1,0 +1,374 @@
+"""The command line as a user meets it: output, exit codes, errors, and import time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import batchengine
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# A daemon around the fake engine: everything is real but the arithmetic.
+DAEMON = """
+import sys
+from batchengine import config
+from batchengine.core import BatchEngineError
+from service import daemon as server
+from tests.support.fake_engine import FakeEngine
+reply, delay, port, sock, model = sys.argv[1:6]
+loaded = config.load(None, {
+    "server.port": int(port), "server.admin_socket": sock, "model.path": model,
+    "store.dir": sock + ".store", "server.drain_s": 5.0, "lane.threads": 1,
+})
+try:
+    sys.exit(server.run(loaded, lambda c: FakeEngine(["w "] * int(reply), float(delay))))
+except BatchEngineError as error:
+    sys.exit(str(error))
+"""
+
+
+def cli(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "service.cli.main", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "100", **environment},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+class Running:
+    """A daemon process of a test, and what it printed."""
+
+    def __init__(self, process: subprocess.Popen[str], admin: Path) -> None:
+        self.process = process
+        self.admin = str(admin)
+        self.lines: list[str] = []
+        self.url = ""
+        self.ready = threading.Event()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if found := re.match(r"\s+ready\s+(http\S+)", line):
+                self.url = found[1]
+                self.ready.set()
+        self.ready.set()
+
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+
+@contextmanager
+def daemon(
+    tmp_path: Path, reply: int = 3, delay_s: float = 0.0, **environment: str
+) -> Iterator[Running]:
+    model = tmp_path / "fake.gguf"
+    model.write_bytes(b"GGUF")
+    admin = tmp_path / "a.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-c", DAEMON, str(reply), str(delay_s), "0", str(admin), str(model)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    running = Running(process, admin)
+    try:
+        assert running.ready.wait(30), running.output()
+        assert running.url, running.output()
+        yield running
+    finally:
+        process.kill()
+        process.wait()
+        running.reader.join(10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_version_is_instant_and_light() -> None:
+    done = cli("version")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"batchengine {batchengine.__version__}")
+    assert json.loads(cli("version", "--json").stdout)["batchengine"] == batchengine.__version__
+    assert cli("--version").stdout.strip() == batchengine.__version__
+    code = (
+        "import sys, service.cli.main; service.cli.main.run(['version']);"
+        "heavy = {'aiohttp', 'llama_cpp', 'numpy', 'uvloop', 'prometheus_client', 'psutil',"
+        " 'torch', 'kernels'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    seconds: list[float] = []
+    for _ in range(3):
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+        )
+        seconds.append(time.monotonic() - began)
+        assert done.returncode == 0, done.stderr
+    assert min(seconds) < 1.0, seconds  # 0.2 s on an idle machine
+
+
+def test_help_names_every_command_and_the_exit_codes() -> None:
+    text = cli("--help").stdout
+    for command in ("serve", "chat", "ps", "sessions", "version", "check"):
+        assert re.search(rf"\b{command}\b", text), command
+    assert "Exit codes" in text
+    serve = cli("serve", "--help").stdout
+    for option in ("--port", "--host", "--threads", "--ctx", "--store", "--api-key-file",
+                   "--config", "--allow-volatile-store", "--cache-dir"):  # fmt: skip
+        assert option in serve, option
+
+
+# arguments, exit code, words the one line must hold
+BAD_USAGE: list[tuple[list[str], int, tuple[str, ...]]] = [
+    (["srve"], 2, ("serve",)),
+    (["serve", "--port", "abc"], 2, ("--port",)),
+    (["serve", "--prot", "1"], 2, ("--prot",)),
+    (["serve"], 2, ("BE1115", "Fix:", "MODEL.gguf")),
+    (["serve", "/nowhere/x.gguf"], 2, ("BE1116", "/nowhere/x.gguf", "Fix:")),
+    (["serve", "/nowhere/x.gguf", "--port", "70000"], 2, ("port", "70000")),
+    (["serve", "/nowhere/x.gguf", "--host", "0.0.0.0"], 2, ("0.0.0.0", "Fix:")),
+    (["serve", "/nowhere/x.gguf", "--api-key-file", "/nowhere/k"], 2, ("BE1112", "Fix:")),
+    (["serve", "--config", "/nowhere/c.toml"], 2, ("/nowhere/c.toml",)),
+    (["ps", "--admin-socket", "/nowhere/a.sock"], 4, ("BE1132", "no daemon", "Fix:")),
+    (["sessions", "--admin-socket", "/nowhere/a.sock"], 4, ("BE1132",)),
+    (["chat", "--url", "http://127.0.0.1:9"], 4, ("BE1132", "refused", "Fix:")),
+    (["chat", "--url", "nonsense"], 1, ("BE1130", "Fix:")),
+    (["chat", "--url", "http://127.0.0.1:99999"], 1, ("BE1130", "Fix:")),
+    (["chat", "--url", "http://[::1"], 1, ("BE1130", "Fix:")),
+    (["chat", "--url", "http://a b/v1"], 1, ("BE1130", "Fix:")),
+    (["chat", "/nowhere/x.gguf"], 2, ("BE1116", "no such file", "Fix:")),
+    (["serve", "/dev/null"], 2, ("BE1116", "not a regular file")),
+    (["serve", "x" * 5000], 2, ("BE1116", "name too long", "Fix:")),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), BAD_USAGE)
+def test_errors_are_one_readable_line(
+    arguments: list[str], code: int, words: tuple[str, ...]
+) -> None:
+    done = cli(*arguments)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("batchengine: ")
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in lines[0], (word, lines[0])
+
+
+def test_a_key_that_no_header_can_hold_is_one_line() -> None:
+    for key in ("one\ntwo", "schlüssel"):
+        done = cli("chat", BATCHENGINE_API_KEY=key)
+        assert done.returncode == 1
+        assert done.stderr.startswith("batchengine: BE1136"), done.stderr
+        assert key not in done.stderr
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = cli("serve", "/nowhere/x.gguf", "--debug")
+    assert "Traceback" in done.stderr
+
+
+def test_check_reads_a_configuration(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    path = tmp_path / "c.toml"
+    path.write_text(f'[model]\npath = "{model}"\n[server]\nport = 8123\n')
+    done = cli("check", "--config", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"] is True
+    path.write_text('[model]\npath = "m.gguf"\n[server]\nprot = 8123\n')
+    done = cli("check", "--config", str(path))
+    assert done.returncode == 2
+    assert "line 4" in done.stderr
+    assert "server.port" in done.stderr
+
+
+def test_a_daemon_from_banner_to_drain(tmp_path: Path) -> None:
+    notify = tmp_path / "n"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(notify))
+        manager.settimeout(10)
+        with daemon(tmp_path, 40, 0.05, NOTIFY_SOCKET=str(notify)) as running:
+            text = running.output()
+            assert re.search(r"\[1/2\] map weights +pretended +0\.0 s", text)
+            assert "fake.gguf" in text
+            messages = [manager.recv(4096).decode() for _ in range(3)]
+            assert messages[0].startswith("STATUS=[1/2] map weights")
+            assert "EXTEND_TIMEOUT_USEC=" in messages[0]
+            assert messages[2].startswith("READY=1")
+
+            done = cli("ps", "--json", "--admin-socket", running.admin)
+            assert json.loads(done.stdout)["status"]["state"] == "ready"
+            assert "nothing is running" in cli("ps", "--admin-socket", running.admin).stdout
+            done = cli("sessions", BATCHENGINE_ADMIN_SOCKET=running.admin)
+            assert (done.returncode, done.stdout.strip()) == (0, "no sessions yet")
+
+            answers: list[Any] = []
+            stream = threading.Thread(target=lambda: answers.append(ask(running.url)))
+            stream.start()
+            wait_for(lambda: len(requests_of(running)) == 1)
+            assert "req_" in cli("ps", "--admin-socket", running.admin).stdout
+            running.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: "drain" in running.output())
+            stream.join(20)
+            assert running.process.wait(20) == 0
+            assert answers[0]["choices"][0]["finish_reason"] == "stop"  # it was allowed to finish
+            assert manager.recv(4096).startswith(b"STOPPING=1")
+    assert not Path(running.admin).exists()
+
+
+def ask(url: str) -> Any:
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+    request = urllib.request.Request(
+        url + "/chat/completions", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.load(reply)
+
+
+def requests_of(running: Running) -> list[Any]:
+    from service.admin.client import admin
+
+    return admin(running.admin, "requests")["requests"]
+
+
+def wait_for(condition: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(0.02)
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    with daemon(tmp_path, 2000, 0.05) as running:
+        threading.Thread(target=lambda: swallow(ask, running.url), daemon=True).start()
+        wait_for(lambda: len(requests_of(running)) == 1)
+        running.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "drain" in running.output())
+        began = time.monotonic()
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(5) == 130
+        assert time.monotonic() - began < 2
+        assert not Path(running.admin).exists()
+
+
+def test_the_first_signal_after_a_drain_command_cuts_nothing(tmp_path: Path) -> None:
+    from service.admin.client import admin
+
+    with daemon(tmp_path, 40, 0.05) as running:
+        answers: list[Any] = []
+        stream = threading.Thread(target=lambda: answers.append(ask(running.url)))
+        stream.start()
+        wait_for(lambda: len(requests_of(running)) == 1)
+        admin(running.admin, "drain")
+        wait_for(lambda: "drain command" in running.output())
+        running.process.send_signal(signal.SIGTERM)  # as `systemctl stop` does
+        stream.join(20)
+        assert answers[0]["choices"][0]["finish_reason"] == "stop"
+        assert running.process.wait(20) == 0
+    with daemon(tmp_path, 2000, 0.05) as running:
+        threading.Thread(target=lambda: swallow(ask, running.url), daemon=True).start()
+        wait_for(lambda: len(requests_of(running)) == 1)
+        admin(running.admin, "drain")
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)  # two signals, in this order
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(5) == 130
+
+
+def swallow(function: Any, *arguments: Any) -> None:
+    with suppress(OSError):
+        function(*arguments)
+
+
+def test_drain_over_the_admin_socket(tmp_path: Path) -> None:
+    from service.admin.client import admin
+
+    with daemon(tmp_path) as running:
+        assert admin(running.admin, "drain") == {"ok": True, "draining": True}
+        assert running.process.wait(10) == 0
+        assert "drain command" in running.output()
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    with daemon(tmp_path) as running:
+        port = running.url.split(":")[2].split("/")[0]
+        model = tmp_path / "fake.gguf"
+        done = subprocess.run(
+            [sys.executable, "-c", DAEMON, "1", "0", port, str(tmp_path / "b.sock"), str(model)],
+            cwd=ROOT, capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert "BE1110" in done.stderr
+        assert "--port" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_chat_holds_a_conversation(tmp_path: Path) -> None:
+    with daemon(tmp_path) as running:
+        done = cli("chat", "--url", running.url, stdin="hello\nagain\n/reset\nonce more\n/quit\n")
+        assert done.returncode == 0, done.stderr
+        answers = [line for line in done.stdout.splitlines() if line]
+        assert answers == ["w w w ", "w w w ", "(new session)", "w w w "]
+        assert done.stderr == ""
+        done = cli("chat", "--url", running.url, "--class", "vip", stdin="hello\n")
+        assert done.returncode == 1
+        assert "batchengine.class" in done.stderr
+
+
+LOST = DAEMON.replace('lambda c: FakeEngine(["w "] * int(reply), float(delay))', "make").replace(
+    "try:\n",
+    """
+import asyncio
+def make(c):
+    engine = FakeEngine()
+    real = engine.start
+    async def start(on_stage):
+        await real(on_stage)
+        if model.endswith("raises.gguf"):
+            raise RuntimeError("boom")
+        what = ("phase", "stopped") if "stops" in model else ("fatal", OSError(5, "ledger"))
+        asyncio.get_running_loop().call_later(0.3, setattr, engine, *what)
+    engine.start = start
+    return engine
+try:
+""",
+)
+
+
+def test_an_engine_that_stops_by_itself_ends_the_daemon(tmp_path: Path) -> None:
+    """Exit code 75 makes the service manager start it again."""
+    for name, code in (("stops.gguf", 75), ("fatal.gguf", 75), ("raises.gguf", 1)):
+        (tmp_path / name).write_bytes(b"GGUF")
+        done = subprocess.run(
+            [sys.executable, "-c", LOST, "1", "0", "0", str(tmp_path / "a.sock"),
+             str(tmp_path / name)],
+            cwd=ROOT, capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert not (tmp_path / "a.sock").exists()

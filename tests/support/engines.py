@@ -1,0 +1,160 @@
+"""What engine tests share: an engine on a scratch store, requests in one line, and references."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from batchengine.config import LaneConfig, load
+from batchengine.core import (
+    BatchEngineError,
+    DoneEvent,
+    ErrorEvent,
+    GenerationRequest,
+    Sampling,
+    Sla,
+    SlaClass,
+    TokenEvent,
+)
+from batchengine.engine import Engine, Generation
+from bench.local_runner import LocalRunner
+
+T = TypeVar("T")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run one coroutine; a test that hangs fails by its own timeout."""
+    return asyncio.run(work)
+
+
+@contextlib.asynccontextmanager
+async def running_engine(
+    model: Path,
+    folder: Path,
+    cache_dir: Path,
+    worker_command: tuple[str, ...] = (),
+    lanes: tuple[LaneConfig, ...] = (),
+    **overrides: object,
+) -> AsyncIterator[Engine]:
+    """A started engine; keys of `overrides` are dotted with __ (store__budget_bytes=...)."""
+    config = load(
+        None,
+        {
+            "model.path": str(model),
+            "store.dir": str(folder / "kv"),
+            "store.allow_volatile": True,
+            "store.budget_bytes": 192 << 20,
+            "server.admin_socket": "/tmp/unused.sock",
+            **{name.replace("__", "."): value for name, value in overrides.items()},
+        },
+    )
+    config = dataclasses.replace(config, cache_dir=str(cache_dir), lanes=lanes or config.lanes)
+    engine = Engine(config, worker_command=worker_command)
+    await engine.start(lambda _: None)
+    try:
+        yield engine
+    finally:
+        await engine.stop(0.0)
+        for loop in engine.state.lanes:  # invariants hold at the end of every test
+            for session in loop.sessions.values():
+                session.check()
+
+
+@dataclass(slots=True)
+class Answer:
+    """A generation read to its end."""
+
+    tokens: list[int]
+    text: str
+    done: DoneEvent | None
+    error: BatchEngineError | None
+    events: list[Any]
+
+    @property
+    def reason(self) -> str:
+        return self.done.finish_reason if self.done else "error"
+
+
+async def read(generation: Generation) -> Answer:
+    """Every event until the last."""
+    answer = Answer([], "", None, None, [])
+    async for event in generation:
+        answer.events.append(event)
+        match event:
+            case TokenEvent():
+                answer.tokens.append(event.token)
+                answer.text += event.text
+            case DoneEvent():
+                assert answer.done is None
+                assert answer.error is None
+                answer.done = event
+                answer.text += event.text
+            case ErrorEvent():
+                answer.error = event.error
+            case _:
+                pass
+    return answer
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Poll a fact of the engine; a test that waits in vain fails after 30 s."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  the engine has no event for every fact
+            await asyncio.sleep(0.002)
+
+
+_count = 0
+
+
+def request(
+    prompt: Sequence[int],
+    tokens_max: int = 32,
+    *,
+    session: str | None = None,
+    sla: str = "standard",
+    sampling: Sampling | None = None,
+    stop: tuple[str, ...] = (),
+    ignore_eos: bool = True,
+    tenant: str = "",
+) -> GenerationRequest:
+    """A request with a fresh id."""
+    global _count
+    _count += 1
+    return GenerationRequest(
+        request_id=f"req-{_count}",
+        prompt=tuple(prompt),
+        tokens_max=tokens_max,
+        sampling=sampling or Sampling(),
+        stop=stop,
+        ignore_eos=ignore_eos,
+        sla=Sla(SlaClass(sla)),
+        session_id=session,
+        tenant=tenant,
+    )
+
+
+class Reference:
+    """Undisturbed runs: one timeline at a time, one chunk, no engine."""
+
+    def __init__(self, model: Path, cache_dir: Path) -> None:
+        self.runner = LocalRunner(model, threads=1, cache_dir=cache_dir, n_pages=64)
+
+    def tokens(self, prompt: Sequence[int], n: int, sampling: Sampling | None = None) -> list[int]:
+        return self.runner.generate([list(prompt)], n, sampling=sampling)[0]
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+def words(seed: int, n: int, vocab: int = 1800) -> list[int]:
+    """A prompt of ordinary tokens; a pure function of its arguments."""
+    value, out = seed * 2654435761 + 12345, list[int]()
+    for _ in range(n):
+        value = (value * 6364136223846793005 + 1442695040888963407) & ((1 << 64) - 1)
+        out.append(20 + (value >> 33) % (vocab - 20))
+    return out

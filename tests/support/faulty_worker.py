@@ -1,0 +1,51 @@
+"""A worker whose arithmetic goes wrong at fault tokens of the prompt.
+
+Same process, frames and memory as the real one; only `compute` is wrapped. Started by exec as
+`python -m tests.support.faulty_worker ...`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+
+from batchengine import wire
+from batchengine.lanes.cpu import CpuDevice
+from batchengine.lanes.host_device import HostOutput
+from batchengine.lanes.step_input import StepInput, U64Array
+from batchengine.lanes.worker import Worker, main
+
+# Ordinary words of the pocket vocabulary that tests otherwise avoid.
+SEGV, NAN, HANG, RAISE, CRASH_ENGINE, KILL_ENGINE = 2001, 2002, 2003, 2004, 2005, 2006
+
+
+class FaultyDevice(CpuDevice):
+    """Acts when a fault token is among the tokens of a step, after the KV was written."""
+
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
+        output = super().compute(batch, addresses, seeds)
+        tokens = set(batch.tokens.tolist())
+        if SEGV in tokens:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if tokens & {CRASH_ENGINE, KILL_ENGINE}:
+            its_own = CRASH_ENGINE in tokens
+            os.kill(os.getppid(), signal.SIGSEGV if its_own else signal.SIGKILL)
+            time.sleep(3600)  # the death of its parent ends it
+        if HANG in tokens:
+            time.sleep(3600)
+        if RAISE in tokens:
+            raise RuntimeError("planted")
+        if NAN in tokens:
+            ends = batch.shape[:, 0].cumsum()
+            hit = [int((ends <= i).sum()) for i, t in enumerate(batch.tokens) if t == NAN]
+            rows = tuple(
+                r for r in output.rows if r.session not in {batch.entries[i].session for i in hit}
+            )
+            return HostOutput(rows, tuple(sorted(set(hit))), output.row_digests)
+        return output
+
+
+if __name__ == "__main__":
+    main(partial(Worker, devices={wire.CpuResources: FaultyDevice}))

@@ -1,0 +1,55 @@
+"""A worker whose arithmetic is wrong without noticing: other KV, no error.
+
+Same process, frames and memory as the real one; one token is taken for another. Started by exec as
+`python -m tests.support.wrong_worker ...`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import partial
+
+import numpy as np
+
+from batchengine import wire
+from batchengine.lanes.cpu import CpuDevice
+from batchengine.lanes.host_device import HostOutput
+from batchengine.lanes.step_input import StepInput, U64Array
+from batchengine.lanes.worker import Worker, main
+
+WRONG = 2008  # other KV, on the lane that is named "bad";
+WRONG_AGAIN = 2009  # or once, on any lane that serves: the second time it is computed
+
+
+class WrongDevice(CpuDevice):
+    """Sound records of wrong rows, as wrong arithmetic makes them."""
+
+    lane = ""
+    seen = 0
+
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
+        return super().compute(self._misread(batch), addresses, seeds)
+
+    def _misread(self, batch: StepInput) -> StepInput:
+        tokens = batch.tokens.tolist()
+        is_wrong = WRONG in tokens and self.lane == "bad"
+        if WRONG_AGAIN in tokens and self.lane != "fresh":
+            self.seen += 1
+            is_wrong = self.seen == 2
+        if not is_wrong:
+            return batch
+        other = [99 if token in (WRONG, WRONG_AGAIN) else token for token in tokens]
+        return dataclasses.replace(batch, tokens=np.array(other, np.int32))
+
+
+class WrongWorker(Worker):
+    """Remembers the name of its lane."""
+
+    def _attach(self, attach: wire.Attach) -> wire.LaneMessage:
+        WrongDevice.lane = os.path.basename(attach.arena_path).partition(".")[0]
+        return super()._attach(attach)
+
+
+if __name__ == "__main__":
+    main(partial(WrongWorker, devices={wire.CpuResources: WrongDevice}))

@@ -1,0 +1,181 @@
+"""The catalogue of errors: one row per code, templates that every call fills, kinds HTTP knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from batchengine import errors
+from batchengine.core import BatchEngineError, Kind
+from batchengine.errors import CATALOGUE, Problem
+from service.http.errors import STATUS, error_headers, status_of
+from service.protocols.openai import ERROR_TYPES, error_object
+
+ROOT = Path(__file__).resolve().parent.parent
+CATALOGUE_FILE = ROOT / "batchengine" / "errors.py"
+ROWS = {name: row for name, row in vars(errors).items() if isinstance(row, Problem)}
+OPTIONAL = {"why", "fix"}
+SETTINGS = {"param", "retry_ms"}
+# names that clients know from more than one situation, each with its own kind
+SHARED_NAMES = {"session_busy", "session_not_found", "store_unusable"}
+
+
+class Call(NamedTuple):
+    row: str  # "" = of a variable called `row`
+    keywords: frozenset[str]
+    where: str
+
+
+def product() -> Iterator[tuple[Path, ast.Module]]:
+    for package in ("batchengine", "kv_store", "kernels", "service"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield path, ast.parse(path.read_text())
+
+
+def name_of(node: ast.AST, path: Path) -> str | None:
+    """NAME for `errors.NAME` (in the catalogue's own file for NAME); "" for `row`."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="errors"), attr=name) if name in ROWS:
+            return name
+        case ast.Attribute(value=ast.Name(id="errors"), attr=name) if name.isupper():
+            raise AssertionError(f"{path}:{node.lineno}: there is no row {name}")
+        case ast.Name(id=name, ctx=ast.Load()) if path == CATALOGUE_FILE and name in ROWS:
+            return name
+        case ast.Name(id="row"):
+            return ""
+    return None
+
+
+def uses() -> tuple[list[Call], set[str]]:
+    """Every call of a row, and the names of rows that are passed on instead of called."""
+    calls: list[Call] = []
+    passed: set[str] = set()
+    for path, tree in product():
+        nodes = list(ast.walk(tree))
+        inside: set[int] = set()  # nodes that are called, or of which only `.code` is read
+        for node in nodes:
+            if isinstance(node, ast.Call) and (name := name_of(node.func, path)) is not None:
+                where = f"{path.relative_to(ROOT)}:{node.lineno} {name}"
+                assert not node.args, f"{where}: values have names"
+                assert all(k.arg for k in node.keywords), f"{where}: no **values"
+                calls.append(Call(name, frozenset(k.arg or "" for k in node.keywords), where))
+                inside.add(id(node.func))
+            elif isinstance(node, ast.Attribute) and node.attr == "code":
+                inside.add(id(node.value))
+        passed |= {name for n in nodes if id(n) not in inside and (name := name_of(n, path))}
+    return calls, passed
+
+
+def fields(template: str) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(template) if name}
+
+
+def misfit(row: Problem, given: frozenset[str]) -> str:
+    """What is wrong with a call of `row` with these keywords, "" = nothing."""
+    wanted = fields(row.what) | fields(row.why) | fields(row.fix) | set(row.details)
+    free = {name for name in OPTIONAL if f"{{{name}}}" in (row.why, row.fix)}
+    missing, unused = wanted - given - free, given - wanted - SETTINGS
+    return f"missing {missing}" if missing else f"unused {unused}" if unused else ""
+
+
+def test_a_code_has_one_row_and_a_meaning_one_code() -> None:
+    rows = list(ROWS.values())
+    codes = [row.code for row in rows]
+    assert codes == sorted(codes)
+    assert codes == list(CATALOGUE)  # a dict: unique
+    assert all(re.fullmatch(r"BE[1-3]\d{3}", code) for code in codes)
+    whats = Counter(row.what for row in rows if row.what != "{what}")
+    assert whats.most_common(1)[0][1] == 1
+    kinds: dict[str, set[Kind]] = {}
+    for row in rows:
+        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", row.name), row
+        kinds.setdefault(row.name, set()).add(row.kind)
+    assert {name for name, found in kinds.items() if len(found) > 1} == SHARED_NAMES
+
+
+def test_every_call_fills_exactly_its_templates() -> None:
+    calls, passed = uses()
+    for call in calls:
+        if call.row:
+            assert not misfit(ROWS[call.row], call.keywords), call
+    by_variable = [call.keywords for call in calls if not call.row]
+    by_variable.append(frozenset({"why"}))  # exceptions with a class of their own: WireError
+    for name in passed:
+        assert any(not misfit(ROWS[name], given) for given in by_variable), name
+
+
+def test_every_row_is_raised() -> None:
+    calls, passed = uses()
+    assert {call.row for call in calls if call.row} | passed == set(ROWS)
+
+
+def test_codes_stand_in_the_catalogue_only() -> None:
+    hits = [
+        f"{path.relative_to(ROOT)}: {node.value!r}"
+        for path, tree in product()
+        if path != CATALOGUE_FILE
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.search(r"\bBE\d{4}\b", node.value)
+    ]
+    assert not hits, hits
+
+
+def test_every_kind_has_a_status() -> None:
+    assert set(STATUS) == set(Kind) == {row.kind for row in ROWS.values()}
+    answers = {(STATUS[kind], ERROR_TYPES[kind]) for kind in Kind}
+    assert len(answers) == len(Kind)  # HTTP tells every two kinds apart
+
+
+def test_a_row_fills_its_templates() -> None:
+    error = errors.PROMPT_TOO_LONG(asked="9,000 tokens", n_prompt_tokens=9000, n_ctx=4096)
+    assert str(error) == (
+        "BE1203 prompt does not fit: 9,000 tokens, the context holds 4,096: neither prompts nor"
+        " answers are truncated. Fix: shorten the prompt or max_tokens, or start the daemon with a"
+        " larger --ctx"
+    )
+    body = error_object(error)["error"]
+    assert isinstance(body, dict)
+    assert body["param"] == "prompt"
+    assert body["type"] == "invalid_request_error"
+    assert (body["code"], body["batchengine_code"]) == ("context_length_exceeded", "BE1203")
+    assert (body["n_prompt_tokens"], body["n_ctx"]) == (9000, 4096)
+    hostile = errors.INVALID_FIELD(param="{param}", what="{what} {0}", fix="{fix.__class__}")
+    assert (hostile.what, hostile.why) == ("{what} {0}", "")
+    assert hostile.fix == "{fix.__class__}"
+    with pytest.raises(KeyError):
+        errors.SESSION_BUSY()
+
+
+def test_headers_say_whether_and_when_to_retry() -> None:
+    assert error_headers(errors.INVALID_JSON(why="no")) == {"x-should-retry": "false"}
+    assert error_headers(errors.OVERLOADED(waiting=1, retry_ms=1200)) == {
+        "Retry-After": "2",
+        "retry-after-ms": "1200",
+        "x-should-retry": "true",
+    }
+    assert error_headers(errors.NOT_DURABLE(why="full"))["retry-after-ms"] == "1000"
+    method = errors.WRONG_METHOD(method="PUT", usable="GET", allowed="GET, HEAD")
+    assert error_headers(method)["Allow"] == "GET, HEAD"
+    assert "WWW-Authenticate" in error_headers(errors.INVALID_API_KEY(problem="missing"))
+
+
+def test_an_error_of_another_process_keeps_its_kind() -> None:
+    sent = errors.SESSION_BUSY(queued=3)
+    got = errors.received(sent.code, sent.what, sent.why, sent.fix)
+    assert (got.kind, got.name, str(got)) == (sent.kind, sent.name, str(sent))
+    unknown = errors.received("BE9999", "what", "why", "fix")
+    assert (unknown.kind, unknown.name) == (Kind.INTERNAL, "internal_error")
+    assert errors.of_request(sent) is sent
+    defect = errors.of_request(ZeroDivisionError("secret"))
+    assert isinstance(defect, BatchEngineError)
+    assert "secret" not in str(defect)
+    assert status_of(defect) == 500

@@ -1,0 +1,331 @@
+"""Chat templates: what they may see, and what a faulty or hostile one can cost.
+
+Every hostile template must end in one clear error within its limits, and the same object must
+serve the next request.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from batchengine.core import BatchEngineError, Kind
+from batchengine.text import CHATML, ChatTemplate, TemplateLimits, prepare_chat
+
+USER = [{"role": "user", "content": "hi"}]
+# Small limits keep hostile cases short; the address space must still hold an interpreter.
+TIGHT = TemplateLimits(wall_s=1.5, address_bytes=256 << 20, output_bytes_max=1 << 20)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., ChatTemplate]]:
+    made: list[ChatTemplate] = []
+
+    def build(source: str | None, limits: TemplateLimits = TIGHT) -> ChatTemplate:
+        made.append(ChatTemplate(source, limits=limits, today=datetime.date(2026, 2, 3)))
+        return made[-1]
+
+    yield build
+    for template in made:
+        template.close()
+
+
+def run(template: ChatTemplate, messages: object = None, **kwargs: object) -> str:
+    chat = prepare_chat(messages or USER, None, kwargs)  # type: ignore[arg-type]
+    return template.render(chat, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+# --- what a template sees ------------------------------------------------------------------------
+
+
+def test_default_is_chatml_and_says_so(make: Callable[..., ChatTemplate]) -> None:
+    template = make(None)
+    assert run(template) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert template.warning is not None
+    assert make(CHATML).warning is None
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("{{ messages[0].content }}{{ bos_token }}{{ eos_token }}", "hi<s></s>"),
+        ("{% if tools is none %}no tools{% endif %}", "no tools"),
+        ("{% for x in [1] %}\n  {% if x %}\n  a\n  {% endif %}\n{% endfor %}", "  a\n"),
+        ("{{ strftime_now('%d %b %Y') }}", "03 Feb 2026"),
+        ("{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}", "2"),
+        ("{% for i in range(9) %}{% if i > 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "012"),
+        ("a{% generation %}{{ messages[0].content }}{% endgeneration %}b", "ahib"),
+        ("{{ messages[0].content.upper().strip() }}{{ 'a-b'.split('-')[1] }}", "HIb"),
+        ("{{ lipsum is defined }}{{ cycler is defined }}{{ self is defined }}", "FalseFalseTrue"),
+    ],
+)
+def test_language(make: Callable[..., ChatTemplate], source: str, wanted: str) -> None:
+    assert run(make(source)) == wanted
+
+
+def test_json_is_written_as_transformers_does(make: Callable[..., ChatTemplate]) -> None:
+    value = {"b": "<é>&'\"", "a": [1, 2.5, None, True], "deep": {"x": "\n"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": value}}
+    chat = prepare_chat(USER, [tool], None)
+    template = make("{{ tools[0] | tojson }}")
+    assert template.render(chat) == json.dumps(tool, ensure_ascii=False)
+    indented = make("{{ tools[0] | tojson(indent=2) }}")
+    assert indented.render(chat) == json.dumps(tool, ensure_ascii=False, indent=2)
+
+
+def test_allowed_variables_reach_the_template(make: Callable[..., ChatTemplate]) -> None:
+    template = make("{{ enable_thinking }} {{ reasoning_effort }} {{ add_generation_prompt }}")
+    assert run(template, enable_thinking=False, reasoning_effort="low") == "False low True"
+    assert run(template, add_generation_prompt=False) == "  False"
+
+
+# --- requests that are refused ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "kwargs", "param"),
+    [
+        ([], None, {}, "messages"),
+        ([{"role": "im_end", "content": "x"}], None, {}, "messages[0].role"),
+        ([{"content": "x"}], None, {}, "messages[0].role"),
+        ([{"role": ["user"], "content": "x"}], None, {}, "messages[0].role"),
+        ([{"role": "user", "content": 3}], None, {}, "messages[0].content"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            None,
+            {},
+            "messages[0].content",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+            None,
+            {},
+            "messages[0].tool_calls[0]",
+        ),
+        ([{"role": "assistant", "tool_calls": "x"}], None, {}, "messages[0].tool_calls"),
+        (USER, [{"type": "function"}], {}, "tools[0]"),
+        (USER, None, {"chat_template": "{{ 1 }}"}, "chat_template_kwargs.chat_template"),
+        (USER, None, {"messages": []}, "chat_template_kwargs.messages"),
+        (USER, None, {"enable_thinking": 1}, "chat_template_kwargs.enable_thinking"),
+        (USER, None, {"enable_thinking": "yes"}, "chat_template_kwargs.enable_thinking"),
+        (USER, None, {"reasoning_effort": "{{ 1 }}"}, "chat_template_kwargs.reasoning_effort"),
+    ],
+)
+def test_bad_requests_name_the_field(
+    messages: list[dict[str, object]],
+    tools: list[dict[str, object]] | None,
+    kwargs: dict[str, object],
+    param: str,
+) -> None:
+    with pytest.raises(BatchEngineError) as caught:
+        prepare_chat(messages, tools, kwargs)
+    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+
+
+def test_messages_take_the_shape_templates_expect() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    torn = {"type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+    chat = prepare_chat(
+        [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call, torn]},
+            {"role": "tool", "content": "3", "tool_call_id": "1", "name": None},
+        ],
+        None,
+        None,
+    )
+    system, assistant, tool = chat["messages"]  # type: ignore[misc]
+    assert system == {"role": "system", "content": "a\nb"}
+    assert assistant["content"] == ""
+    assert [c["function"]["arguments"] for c in assistant["tool_calls"]] == [{"a": 1}, '{"a": ']
+    assert tool == {"role": "tool", "content": "3", "tool_call_id": "1"}
+
+
+def test_templates_may_refuse(make: Callable[..., ChatTemplate]) -> None:
+    template = make("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(BatchEngineError, match="roles must alternate") as caught:
+        run(template)
+    assert (caught.value.code, caught.value.kind) == ("BE1515", Kind.INVALID)
+
+
+def test_lone_surrogates_and_huge_messages_are_refused(make: Callable[..., ChatTemplate]) -> None:
+    template = make("{{ messages[0].content }}", TemplateLimits(input_bytes_max=1 << 20))
+    for content in ("\ud800", "x" * (1 << 20)):
+        with pytest.raises(BatchEngineError) as caught:
+            run(template, [{"role": "user", "content": content}])
+        assert caught.value.kind is Kind.INVALID
+    assert run(template) == "hi"
+
+
+# --- templates that attack --------------------------------------------------------------------
+
+# Each attack runs for the message "bomb" only, so that the same template must serve the next one.
+ATTACKS = {
+    "endless loop": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "BE1513",
+    ),
+    "endless power": ("{{ (messages | length + 9) ** (10 ** 10) }}", "BE1513"),
+    "1 GB by repetition": ("{{ messages[0].content * 250000000 }}", "BE1513"),
+    "1 GB by pieces": (
+        "{% for a in range(99999) %}{{ '%01000d' | format(a) }}{% endfor %}",
+        "BE1513",
+    ),
+    "1 GB by padding": ("{{ '%1000000000d' | format(messages | length) }}", "BE1513"),
+    "memory by lists": (
+        "{% set n = namespace(l=[1]) %}{% for a in range(60) %}{% set n.l = n.l + n.l %}"
+        "{% endfor %}",
+        "BE1513",
+    ),
+    "endless recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "BE1512"),
+    "class walk": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "BE1512"),
+    "class walk by format": ("{{ '{0.__class__.__init__.__globals__}'.format(range) }}", "BE1512"),
+    "class walk by attr": ("{{ '' | attr('__class__') }}", "BE1512"),
+    "generator frames": ("{{ (messages | map('upper')).gi_frame.f_globals }}", "BE1512"),
+    "function globals": ("{{ raise_exception.__globals__['os'].system('true') }}", "BE1512"),
+    "environment": ("{{ self._TemplateReference__context.environment }}", "BE1512"),
+    "include": ("{% include '/etc/passwd' %}", "BE1512"),
+    "mutation": ("{{ messages.append(1) }}", "BE1512"),
+    "huge range": ("{{ range(10 ** 12) | length }}", "BE1512"),
+    "undefined": ("{{ nothing.here.at_all }}", "BE1512"),
+    "lone surrogate": ("{{ '\\ud800' }}", "BE1512"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacks_cost_one_request(make: Callable[..., ChatTemplate], name: str) -> None:
+    attack, code = ATTACKS[name]
+    template = make("{% if messages[0].content == 'bomb' %}" + attack + "{% else %}fine{% endif %}")
+    assert run(template) == "fine"
+    started = time.monotonic()
+    with pytest.raises(BatchEngineError) as caught:
+        run(template, [{"role": "user", "content": "bomb"}])
+    assert (caught.value.code, caught.value.kind) == (code, Kind.INTERNAL), str(caught.value)
+    assert time.monotonic() - started < TIGHT.wall_s + 5
+    assert "/etc" not in str(caught.value) or name == "include"
+    assert run(template) == "fine"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{% for %}", "line 1"),
+        ("{% if x %}", "line 1"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", ""),
+        ("{{ 10 ** (10 ** 10) }}", "took too long"),
+    ],
+    ids=["syntax", "unclosed", "nesting", "endless"],
+)
+def test_templates_that_do_not_compile(
+    make: Callable[..., ChatTemplate], source: str, why: str
+) -> None:
+    template = make(source)
+    codes: list[str] = []
+    for _ in range(3):
+        with pytest.raises(BatchEngineError) as caught:
+            run(template)
+        codes.append(caught.value.code)
+        assert caught.value.kind is Kind.INTERNAL
+    assert why in str(caught.value)
+    assert codes[-1] == "BE1511"
+    # From then on it costs nothing: no child is started for it.
+    started = time.monotonic()
+    with pytest.raises(BatchEngineError):
+        run(template)
+    assert time.monotonic() - started < 0.5
+
+
+# --- the process --------------------------------------------------------------------------------
+
+
+def child_pid(template: ChatTemplate) -> int:
+    child = template._child
+    assert child is not None
+    return child._process.pid
+
+
+def test_killed_child_is_replaced(make: Callable[..., ChatTemplate]) -> None:
+    template = make("{{ messages[0].content }}")
+    assert run(template) == "hi"
+    first = child_pid(template)
+    os.kill(first, signal.SIGKILL)
+    for _ in range(3):
+        assert run(template) == "hi"
+    assert child_pid(template) != first
+
+
+def test_one_child_serves_many(make: Callable[..., ChatTemplate]) -> None:
+    template = make("{{ messages[0].content }}")
+    run(template)
+    first = child_pid(template)
+    for number in range(50):
+        text = f"{number} " * number * 50
+        assert run(template, [{"role": "user", "content": text}]) == text
+    assert child_pid(template) == first
+
+
+def test_child_is_confined(
+    make: Callable[..., ChatTemplate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_KEY", "s3cr3t-value")
+    template = make("{{ messages[0].content }}")
+    run(template)
+    proc = Path("/proc") / str(child_pid(template))
+    assert b"s3cr3t-value" not in (proc / "environ").read_bytes()
+    lines = (proc / "limits").read_text().splitlines()
+    limits = {line[:26].strip(): line[26:].split()[0] for line in lines}
+    assert limits["Max address space"] == str(TIGHT.address_bytes)
+    assert (limits["Max file size"], limits["Max processes"]) == ("0", "0")
+    assert limits["Max open files"] == "3"
+    assert int(limits["Max cpu time"]) < 60
+    status = (proc / "status").read_text()
+    assert "NoNewPrivs:\t1" in status
+    links = {os.readlink(link) for link in (proc / "fd").iterdir()}
+    assert len([link for link in links if link.startswith("socket:")]) == 1
+
+
+def test_child_dies_with_its_parent() -> None:
+    code = (
+        "import os, signal; from batchengine.text import ChatTemplate, prepare_chat\n"
+        "t = ChatTemplate('{{ messages[0].content }}')\n"
+        "t.render(prepare_chat([{'role': 'user', 'content': 'x'}], None, None))\n"
+        "print(t._child._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    stat = Path("/proc") / done.stdout.strip() / "stat"
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        # Where no process reaps it, a zombie stays; it has ended all the same.
+        if not stat.exists() or stat.read_text().rsplit(") ", 1)[1][0] == "Z":
+            return
+        time.sleep(0.02)
+    pytest.fail("the child outlived its parent")
+
+
+def test_import_is_light() -> None:
+    code = "import sys, batchengine.text; assert 'jinja2' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_warm_rendering_is_quick(make: Callable[..., ChatTemplate]) -> None:
+    template = make(None)
+    run(template)
+    times: list[float] = []
+    for _ in range(100):
+        started = time.perf_counter()
+        run(template)
+        times.append(time.perf_counter() - started)
+    # 0.1 ms on an idle core; the bound is what a request would notice on a loaded one.
+    assert statistics.median(times) < 0.01

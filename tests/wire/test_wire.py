@@ -1,0 +1,381 @@
+"""Frames: what goes in comes out whatever the chunking, and each defect has its own error."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchengine.core import Sampling
+from batchengine.wire import (
+    LANE_LINK,
+    Attach,
+    CpuResources,
+    Digest,
+    Entry,
+    Failed,
+    FromArena,
+    FromPage,
+    ImportRows,
+    LaneFrame,
+    LaneMessage,
+    Load,
+    ModelFacts,
+    Ping,
+    Ready,
+    Relabel,
+    ReserveSlot,
+    SampledRow,
+    Step,
+    StepDone,
+    Verify,
+    frames,
+)
+from batchengine.wire.frames import (
+    HEADER,
+    BlockingLink,
+    Decoder,
+    Frame,
+    FrameProtocol,
+    LinkSchema,
+    Message,
+)
+
+u31 = st.integers(0, 2**31 - 1)
+u64 = st.integers(0, 2**64 - 1)
+number = st.floats(allow_nan=False, width=32)
+samplings = st.builds(
+    Sampling, number, u31, number, number, number, number, number, u31, u64, st.integers(-1, 20),
+    st.lists(st.tuples(u31, number), max_size=3).map(tuple),
+)  # fmt: skip
+entries = st.builds(Entry, u64, u31, u31, u31, u31, st.none() | samplings, u31)
+slots = st.lists(u31, max_size=4).map(tuple)
+digest = st.binary(min_size=16, max_size=16)
+whole_slots = st.builds(ReserveSlot, u31, u31, digest, u64, u31)
+sources = st.builds(FromArena, st.text(max_size=30), u31, u31, u64) | st.builds(
+    FromPage, u64, u64, digest
+)
+
+
+def few(items: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(items, max_size=3).map(tuple)
+
+
+messages: st.SearchStrategy[LaneMessage] = st.one_of(
+    st.just(Ping()),
+    st.builds(
+        Load, st.text(max_size=30), st.text(max_size=30),
+        st.builds(CpuResources, u31, st.lists(u31, max_size=4).map(tuple), u31), u31, u31, u31,
+    ),
+    st.builds(
+        Ready,
+        st.builds(
+            ModelFacts, st.text(max_size=9), st.text(max_size=9), u31, u31, u31, u31, u31, u31,
+            st.dictionaries(st.text(max_size=9), st.text(max_size=9) | u31 | number, max_size=3),
+        ),
+    ),
+    st.builds(Attach, st.text(max_size=30), u31, u31, st.text(max_size=30), st.text(max_size=30)),
+    st.builds(Failed, st.text(), st.text(), st.text(), st.text(), st.booleans()),
+    st.builds(
+        Step, st.lists(entries, max_size=4).map(tuple), slots,
+        few(whole_slots), few(st.builds(Digest, u31, u31)),
+        few(st.builds(Verify, u64, u64, digest)),
+        few(st.builds(Relabel, u31, u31, digest, u64, u31, u31)),
+        few(st.builds(ImportRows, whole_slots, u31, sources)), few(u64),
+    ),
+    st.builds(
+        StepDone,
+        st.lists(st.builds(SampledRow, u64, u31, number), max_size=4).map(tuple),
+        slots, st.lists(digest, max_size=3).map(tuple),
+        st.lists(st.booleans(), max_size=3).map(tuple), u31, slots,
+    ),
+)  # fmt: skip
+whole_frames = st.builds(
+    Frame, messages, st.binary(max_size=200), u64, u64, st.integers(0, 2**32 - 1)
+)
+
+
+def pack(frame: LaneFrame) -> bytes:
+    return LANE_LINK.encode(
+        frame.message,
+        frame.payload,
+        step=frame.step,
+        incarnation=frame.incarnation,
+        attempt=frame.attempt,
+    )
+
+
+def forge(*, magic: bytes = b"BEWF", version: int = 3, kind: int = 9, flags: int = 0,
+          meta: bytes = b"\x91\x09", meta_len: int | None = None, payload_len: int = 0,
+          crc: int | None = None) -> bytes:  # fmt: skip
+    head = HEADER.pack(
+        magic, version, kind, flags, len(meta) if meta_len is None else meta_len, payload_len,
+        0, 0, 0, 0,
+    )[:-4]  # fmt: skip
+    return head + struct.pack("<I", zlib.crc32(head) if crc is None else crc) + meta
+
+
+def test_forge_is_a_valid_frame_by_default() -> None:
+    assert [f.message for f in Decoder(LANE_LINK).feed(forge())] == [Ping()]
+
+
+@given(st.lists(whole_frames, max_size=4), st.integers(1, 97))
+@settings(max_examples=150, deadline=None)
+def test_round_trip_in_any_chunking(sent: list[LaneFrame], chunk: int) -> None:
+    data = b"".join(pack(f) for f in sent)
+    assert list(Decoder(LANE_LINK).feed(data)) == sent
+    for size in (1, chunk):
+        decoder = Decoder(LANE_LINK)
+        got = [f for i in range(0, len(data), size) for f in decoder.feed(data[i : i + size])]
+        decoder.end()
+        assert got == sent
+
+
+@given(st.binary(max_size=400))
+@settings(max_examples=300, deadline=None)
+def test_noise_never_becomes_a_frame_or_another_error(noise: bytes) -> None:
+    decoder = Decoder(LANE_LINK)
+    try:
+        assert list(decoder.feed(noise)) == []
+        decoder.end()
+    except frames.WireError:
+        pass
+
+
+@given(whole_frames, st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_flipped_byte_is_refused_or_stays_inside_its_field(
+    frame: LaneFrame, data: st.DataObject
+) -> None:
+    good = pack(frame)
+    at = data.draw(st.integers(0, len(good) - 1))
+    bad = bytearray(good)
+    bad[at] ^= data.draw(st.integers(1, 255))
+    whole: list[LaneFrame] | type[Exception]
+    try:
+        whole = list(Decoder(LANE_LINK).feed(bytes(bad)))
+    except frames.WireError as error:
+        whole = type(error)
+    decoder = Decoder(LANE_LINK)
+    bytewise: list[LaneFrame] | type[Exception]
+    try:
+        bytewise = [f for b in bad for f in decoder.feed(bytes([b]))]
+    except frames.WireError as error:
+        bytewise = type(error)
+    assert repr(whole) == repr(bytewise)  # repr: a NaN inside a flipped float equals itself
+    if at < HEADER.size:
+        assert isinstance(whole, type), "a damaged header must never yield a frame"
+
+
+HOSTILE = [
+    (forge(magic=b"HTTP"), frames.BadMagic),
+    (forge(version=2), frames.BadVersion),
+    (forge(crc=1), frames.BadHeaderChecksum),
+    (forge(flags=1), frames.BadFlags),
+    (forge(kind=999), frames.UnknownKind),
+    (forge(meta_len=frames.META_BYTES_MAX + 1), frames.MetaTooLong),
+    (forge(meta_len=2**32 - 1), frames.MetaTooLong),
+    (forge(payload_len=frames.PAYLOAD_BYTES_MAX + 1), frames.PayloadTooLong),
+    (forge(payload_len=2**64 - 1), frames.PayloadTooLong),
+    (forge(meta=b"\xc1"), frames.BadMeta),
+    (forge(meta=b""), frames.BadMeta),
+    (forge(meta=b"\x91\x09" * 2), frames.BadMeta),  # trailing bytes
+    (forge(meta=b"\x92\x09\x01"), frames.BadMeta),  # one field too many
+    (forge(meta=b"\x91\x63"), frames.BadMeta),  # unknown tag
+    (forge(kind=6, meta=b"\x92\x06\xa1x", payload_len=0), frames.BadMeta),  # entries: text
+    (
+        forge(kind=6, meta=b"\x95\x06\x90\x90\x90\x91\x00"),
+        frames.BadMeta,
+    ),  # a bare digest: version 1
+    (forge(kind=1, meta=b"\x97\x01\xa1m\xa1c\x91\xa3tpu\x01\x01\x01"), frames.BadMeta),  # device
+    (forge(meta=b"\x91" * 5000), frames.BadMeta),  # deep nesting
+    (forge(kind=11), frames.KindMismatch),
+]
+
+
+@pytest.mark.parametrize(("data", "error"), HOSTILE)
+def test_every_defect_has_its_error(data: bytes, error: type[frames.WireError]) -> None:
+    decoder = Decoder(LANE_LINK)
+    with pytest.raises(error) as caught:
+        list(decoder.feed(data))
+    assert type(caught.value) is error
+    with pytest.raises(error):  # the link stays dead
+        list(decoder.feed(forge()))
+    left, right = socket.socketpair()
+    with left, right:
+        threading.Thread(target=left.sendall, args=(data,)).start()
+        with pytest.raises(error):
+            BlockingLink(right, LANE_LINK).receive()
+
+
+def test_error_codes_are_distinct() -> None:
+    errors = frames.WireError.__subclasses__()
+    assert len({e.row.code for e in errors}) == len(errors) == 10
+
+
+def test_a_huge_length_allocates_nothing() -> None:
+    import tracemalloc
+
+    tracemalloc.start()
+    with pytest.raises(frames.PayloadTooLong):
+        list(Decoder(LANE_LINK).feed(forge(payload_len=1 << 40)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_end_inside_a_frame() -> None:
+    for cut in (1, 47, 48, 49):
+        decoder = Decoder(LANE_LINK)
+        assert list(decoder.feed(forge()[:cut])) == []
+        with pytest.raises(frames.Truncated):
+            decoder.end()
+        left, right = socket.socketpair()
+        with left, right:
+            left.sendall(forge()[:cut])
+            left.shutdown(socket.SHUT_WR)
+            with pytest.raises(frames.Truncated):
+                BlockingLink(right, LANE_LINK).receive()
+
+
+def test_a_sampling_travels_by_field_name_and_a_field_of_a_wrong_type_is_refused() -> None:
+    entry = Entry(1, 2, 3, 4, 5, Sampling(temperature=0.5, logit_bias=((7, -1.0),)))
+    good = LANE_LINK.encode(Step((entry,)))
+    (frame,) = Decoder(LANE_LINK).feed(good)
+    assert frame.message == Step((entry,))
+    meta = good[HEADER.size :].replace(b"\xa5top_k\x00", b"\xa5top_k\xc0")
+    assert len(meta) == len(good) - HEADER.size
+    with pytest.raises(frames.BadMeta, match="top_k"):
+        list(Decoder(LANE_LINK).feed(forge(kind=6, meta=meta)))
+
+
+def test_encode_refuses_what_the_reader_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "PAYLOAD_BYTES_MAX", 8)
+    with pytest.raises(frames.PayloadTooLong):
+        LANE_LINK.encode(Ping(), b"123456789")
+    monkeypatch.setattr(frames, "META_BYTES_MAX", 8)
+    with pytest.raises(frames.MetaTooLong):
+        LANE_LINK.encode(Failed("BE1", "x" * 9, "", "", True))
+
+
+def test_blocking_and_asyncio_ends_talk() -> None:
+    left, right = socket.socketpair()
+    sent: LaneFrame = Frame(Step((Entry(1, 2, 3, 4, 5, None),)), bytes(range(256)) * 4000, 7, 8, 9)
+
+    def echo() -> None:
+        link = BlockingLink(right, LANE_LINK)
+        while (frame := link.receive()) is not None:
+            link.send(pack(frame))
+        link.close()
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+
+    async def talk() -> list[LaneFrame]:
+        loop = asyncio.get_running_loop()
+        got: list[LaneFrame] = []
+        done: asyncio.Future[Exception | None] = loop.create_future()
+        enough = asyncio.Event()
+
+        def on_frame(frame: LaneFrame) -> None:
+            got.append(frame)
+            if len(got) == 3:
+                enough.set()
+
+        protocol = FrameProtocol(LANE_LINK, on_frame, done.set_result)
+        await loop.create_connection(lambda: protocol, sock=left)
+        for _ in range(3):
+            protocol.send(pack(sent))
+        await enough.wait()
+        protocol.close()
+        assert await done is None
+        return got
+
+    assert asyncio.run(talk()) == [sent] * 3
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+class Hello(Message, tag=1, frozen=True):
+    """A message of another kind of link, whose tag is in use on the lane link too."""
+
+    name: str
+
+
+OTHER_LINK = LinkSchema[Hello](7, Hello)
+
+
+def test_each_kind_of_link_has_its_own_messages_and_version() -> None:
+    hello = OTHER_LINK.encode(Hello("b"), b"payload", step=3)
+    (frame,) = Decoder(OTHER_LINK).feed(hello)
+    assert (frame.message, frame.payload, frame.step) == (Hello("b"), b"payload", 3)
+    with pytest.raises(frames.BadVersion):
+        list(Decoder(LANE_LINK).feed(hello))
+    same_version = LinkSchema[Hello](LANE_LINK.version, Hello)
+    with pytest.raises(frames.UnknownKind):
+        list(Decoder(same_version).feed(LANE_LINK.encode(Ping())))
+    with pytest.raises(frames.BadMeta):
+        list(Decoder(LANE_LINK).feed(same_version.encode(Hello("b"))))
+
+
+def test_a_received_payload_is_aligned_and_read_only_whatever_its_size() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        link = BlockingLink(right, LANE_LINK)
+        for size in (0, 8, 100_000, 24, 300_000, 16):
+            sent = bytes(range(256)) * (size // 256 + 1)
+            frame: LaneFrame = Frame(Failed("BE1", "x" * (size % 7), "", "", False), sent, size)
+            writer = threading.Thread(target=left.sendall, args=(pack(frame),))
+            writer.start()
+            got = link.receive()
+            writer.join()
+            assert got == frame
+            payload = memoryview(got.payload)
+            assert payload.readonly
+            assert np.frombuffer(payload, np.uint8).ctypes.data % 8 == 0
+
+
+def test_asyncio_end_reports_bad_bytes_once() -> None:
+    left, right = socket.socketpair()
+
+    async def talk() -> Exception | None:
+        lost: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        protocol = FrameProtocol(LANE_LINK, lambda _: None, lost.set_result)
+        await asyncio.get_running_loop().create_connection(lambda: protocol, sock=left)
+        right.sendall(forge(flags=4))
+        return await lost
+
+    with right:
+        assert isinstance(asyncio.run(talk()), frames.BadFlags)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_frame_for_a_worker_that_just_died_is_no_error(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """Its link may end before its pidfd reports it; uvloop does not write to closed transports."""
+    left, right = socket.socketpair()
+
+    async def talk() -> None:
+        lost: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        protocol = FrameProtocol(LANE_LINK, lambda _: None, lost.set_result)
+        await asyncio.get_running_loop().create_connection(lambda: protocol, sock=left)
+        right.close()
+        await lost
+        for _ in range(2):
+            protocol.send(b"a frame")
+            await asyncio.sleep(0)
+        protocol.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(talk())
