@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
@@ -255,7 +257,7 @@ RANKS = 4  # classes of promise, 0 = most urgent
 QUANTUM_URGENT_MS = 100.0  # how soon a more urgent class may take a seat (scheduler.Policy)
 
 
-class LaneLoad(NamedTuple):
+class LaneLoad(msgspec.Struct, frozen=True):
     """What a lane has to do already, summed up: a prediction costs the same at any queue length.
 
     Every number grows with load, and every prediction grows with every number.
@@ -282,7 +284,7 @@ class LoadRow(NamedTuple):
     seated: bool
 
 
-class Prediction(NamedTuple):
+class Prediction(msgspec.Struct, frozen=True, gc=False):
     """Milliseconds from now to the first token, and per later token."""
 
     ttft_ms: float
@@ -380,7 +382,7 @@ def joined(load: LaneLoad, rank: int, frontier: int, n_tokens: int) -> LaneLoad:
     own_ms = prefill_ms(load.cost, frontier, n_tokens)
     ahead = load.prefill_ms
     sums = tuple(ahead[r] + own_ms if r >= rank else ahead[r] for r in range(RANKS))
-    return load._replace(waiting=load.waiting + 1, prefill_ms=sums)
+    return msgspec.structs.replace(load, waiting=load.waiting + 1, prefill_ms=sums)
 
 
 # ---- load, recompute or share ----

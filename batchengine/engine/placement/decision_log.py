@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import msgspec
+
 from batchengine.core import ID_PREFIX_CHARS_MIN
 from batchengine.engine.placement.move_report import MoveReport
 from batchengine.policy.cost import LaneLoad, RestorePlan
@@ -123,7 +125,7 @@ class DecisionRecord:
                 }
             ),
             "candidates": [
-                {**_plain(candidate._asdict()), **_lane_dict(lane)}
+                {**_plain(msgspec.structs.asdict(candidate)), **_lane_dict(lane)}
                 for candidate, lane in zip(decision.candidates, self.state.lanes, strict=False)
             ],
             "happened": self._happened(),

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+
 from batchengine import errors
 from batchengine.config import Config
 from batchengine.core import GenerationRequest, SlaClass
@@ -218,7 +220,7 @@ class Dispatcher:
         """Lane, ttft_ms, tpot_ms and move_ms as they were predicted; None = there is none."""
         record = self.log.of_request(request_id)
         found = None if record is None else record.decision.predicted
-        return None if found is None else found._asdict()
+        return None if found is None else msgspec.structs.asdict(found)
 
     # ---------------------------------------------------------------------------------- moves
 
