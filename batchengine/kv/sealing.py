@@ -130,17 +130,6 @@ class SealPipeline:
             seal.is_tail for seal in (*self.in_flight, *self.queued)
         )
 
-    def give_up_tails(self, timeline: Sequence[int]) -> bool:
-        """The session of a timeline is dropped: no tail of it that is on its way is published.
-
-        False while the manifest is about to name one: that is not called back, so ask again.
-        """
-        tails = [seal for seal in self.in_flight if seal.is_tail and seal.timeline is timeline]
-        for seal in tails:
-            if not seal.written:
-                seal.dropped = True
-        return not any(seal.written for seal in tails)
-
     def digested(
         self, session: Session, index: int, rows: int, slot: ArenaSlot, digest: bytes
     ) -> None:

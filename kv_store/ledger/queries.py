@@ -5,9 +5,7 @@ A damaged row is a `StoreCorrupt` for its session alone: values of a damaged fil
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +14,6 @@ from kv_store.errors import StoreCorrupt
 from kv_store.ledger import writes
 
 PRUNED_AT_ONCE_MAX = 1000  # sessions: bounds the transaction that everybody's commit waits for
-SHARED_SESSIONS_MAX, SHARED_READ_TOKENS_MAX = 2000, 1 << 19  # so does a read
 _TURN_COLUMNS = (
     "id, idempotency_key, prompt_start, prompt_end, sampling, seed, status, finish_reason, seq"
 )
@@ -96,32 +93,6 @@ def infos(db: sqlite3.Connection) -> list[SessionInfo]:
 def suspects(db: sqlite3.Connection) -> list[SuspectInfo]:
     rows = db.execute("SELECT session, incarnation, strikes, alone FROM suspect ORDER BY session")
     return [SuspectInfo(name, inc, strikes, bool(alone)) for name, inc, strikes, alone in rows]
-
-
-def longest_shared(db: sqlite3.Connection, tenant: str, ids: bytes, lengths: Sequence[int]) -> int:
-    """The longest of `lengths` (tokens, rising) up to which some session of `tenant` has `ids`.
-
-    The last of them where finding that out would cost more than a commit should wait for.
-    """
-    count: int = db.execute(
-        "SELECT count(*) FROM session WHERE tenant = ? AND ledger_len >= ?", (tenant, lengths[0])
-    ).fetchone()[0]
-    if count > SHARED_SESSIONS_MAX:
-        return lengths[-1]
-    others = db.execute(
-        "SELECT id, ledger_len FROM session JOIN token_blob ON session = id AND start = 0"
-        " WHERE tenant = ?1 AND ledger_len >= ?2"
-        " AND substr(ids, 1, ?2 * 4) = substr(?3, 1, min(length(ids), ?2 * 4))",
-        (tenant, lengths[0], ids),  # most begin otherwise, and that is seen at little cost
-    ).fetchall()
-    if sum(length for _, length in others) > SHARED_READ_TOKENS_MAX:
-        return lengths[-1]
-    found = 0
-    for name, _ in others:
-        with contextlib.suppress(StoreCorrupt):  # what cannot be read refers to nothing
-            theirs = writes.read_tokens(db, name)
-            found = max([found, *(n for n in lengths if theirs.startswith(ids[: n * 4]))])
-    return found
 
 
 def prunable(

@@ -8,19 +8,17 @@ recomputed by the caller, not here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
-from kv_store import keys
 from kv_store.errors import StaleRef
-from kv_store.layout import PAGE_TOKENS
-from kv_store.ledger import queries, writes
+from kv_store.ledger import writes
 from kv_store.pages.allocator import EVICT_BATCH, EVICT_TO_PERCENT, SlotAllocator
 from kv_store.pages.core import StoreCore
 from kv_store.pages.index import EVICTABLE, SLICE_PAGES, SUPERSEDED, PageRef, PageState
 from kv_store.pages.load import PageLoader
-from kv_store.threads import new_future, settle
+from kv_store.threads import new_future
 
 SESSIONS_MAX = 10_000
 COMMIT_PAGES = 256  # evicted pages whose rows one commit of `collect` writes
@@ -254,59 +252,6 @@ class PageMaintenance:
                 break
         wait([self._core.ledger.commit()])
         return evicted
-
-    def drop_tails(self, tokens: keys.Tokens | bytes, tenant: str, salt: bytes) -> Future[int]:
-        """Free the parked tails of a timeline whose session was dropped; gives how many.
-
-        Not those in use, and none up to which another session of `tenant` has the same tokens: a
-        fork resumes from it. Never fails; what stays is evicted in time as any page is.
-        """
-        ids = keys.token_bytes(tokens)
-        parents = [keys.ROOT_KEY, *keys.chain_keys(ids, self._slots.repr_id, salt)]
-        with self._core.lock:
-            tails = self._tails_of(ids, parents, salt)
-        result: Future[int] = new_future()
-        if not tails:
-            result.set_result(0)
-            return result
-        ends = [end for end, _ in tails]
-
-        def free(done: Future[int]) -> int:
-            shared = ends[-1] if done.exception() is not None else done.result()
-            freed = 0
-            with self._core.lock:
-                for end, ref in tails:
-                    if end > shared and self._is_idle(ref):
-                        self._slots.release(self._index.get(ref))
-                        freed += 1
-                self._core.counters["tails_dropped"] += freed
-            self._core.ledger.commit()
-            return freed
-
-        asked = self._core.ledger.read(lambda db: queries.longest_shared(db, tenant, ids, ends))
-        asked.add_done_callback(lambda done: settle(result, lambda: free(done)))
-        return result
-
-    def _is_idle(self, ref: PageRef) -> bool:
-        """The page is there and not pinned."""
-        page = self._index.find(ref.page_id)
-        return page is not None and page.ref == ref and page.state in EVICTABLE and not page.pins
-
-    def _tails_of(
-        self, ids: bytes, parents: Sequence[bytes], salt: bytes
-    ) -> list[tuple[int, PageRef]]:
-        """(tokens before its end, tail) of every resident tail of a timeline, in that order."""
-        found: list[tuple[int, PageRef]] = []
-        for index, parent in enumerate(parents):
-            rest = ids[index * PAGE_TOKENS * 4 : (index + 1) * PAGE_TOKENS * 4]
-            for n in reversed(self._index.tail_lengths(parent, len(rest) // 4)):
-                part = rest[: n * 4]
-                page = self._index.resident(
-                    keys.content_key(parent, part, self._slots.repr_id, salt)
-                )
-                if page is not None and page.tokens == part:
-                    found.append((index * PAGE_TOKENS + n, page.ref))
-        return found
 
 
 def _counted(

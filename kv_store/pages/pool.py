@@ -41,7 +41,7 @@ class PagePool:
     """The pages of one representation. Methods without a Future do no I/O.
 
     From the parts: `load`, `cold`, `verify` of PageLoader; `reserve`, `seal`, `publish`, `abort` of
-    PageSealer; `scrub_next`, `verify_all`, `drop_tails` of PageMaintenance.
+    PageSealer; `scrub_next`, `verify_all` of PageMaintenance.
     """
 
     def __init__(self, core: StoreCore, descriptor: Descriptor) -> None:
@@ -59,7 +59,6 @@ class PagePool:
         self.publish, self.abort = self.sealer.publish, self.sealer.abort
         self.scrub_next = self.maintenance.scrub_next
         self.verify_all = self.maintenance.verify_all
-        self.drop_tails = self.maintenance.drop_tails
         core.pools.append(self.allocator)
 
     @property

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from batchengine import errors
 from batchengine.config import LaneConfig
@@ -222,12 +222,6 @@ class LaneLoop:
         if not self.pages.sealing.park(session):
             return None
         return self._transfers.when(lambda: not _is_parking(session))
-
-    def drop_tails(self, timeline: Sequence[int]) -> asyncio.Future[None]:
-        """Publish no tail of this timeline: resolved once none is on its way to the store."""
-        future = self._transfers.when(lambda: self.pages.sealing.give_up_tails(timeline))
-        self.wake()
-        return future
 
     def drop_open(self) -> None:
         """Drop every row that is not sealed. Call while the lane is paused."""

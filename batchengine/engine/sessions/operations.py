@@ -45,7 +45,6 @@ ROLE_TOKENS_MAX = 32_768  # how far back the beginning of a message is looked fo
 ROLE_MARK = re.compile(rb"<\|(im_start|start_header_id|start)\|>")  # ChatML, Llama 3, Harmony
 ROLE = re.compile(r"\s*(system|developer|user|assistant|tool|ipython)\b")
 DROP_WAIT_S = 30.0  # a step ends long before
-TAILS_WAIT_S = 5.0  # a commit that is under way
 
 
 class SessionOperations:
@@ -159,23 +158,18 @@ class SessionOperations:
         }
 
     async def drop(self, tenant: str, session_id: str) -> dict[str, Any]:
-        """The session and its history end; a running turn hears it."""
+        """The session and its history end; a running turn hears it.
+
+        Pages that it has in the store stay until they are evicted.
+        """
         found = await self._record(tenant, session_id)
         session = self._state.sessions.get((tenant, session_id))
         if session is not None:
             await self._end_requests(session)
             self._state.forget(session)
-            self._drop_tails(session.tokens)
         self._recovery.forget(tenant, session_id)
         await self._wait(self._store.ledger.drop_session(durable_name(tenant, session_id)))
         self._recovery.forget(tenant, session_id)  # a call that it was parked for meanwhile
-        tokens = found.tokens if session is None else session.tokens  # its last turn's, too
-        _, late = await asyncio.wait(self._drop_tails(tokens), timeout=TAILS_WAIT_S)
-        for future in late:
-            future.cancel()
-        if late:
-            log.warning("a tail of session %s may be published after it was dropped", session_id)
-        await asyncio.wrap_future(self._store.pages.drop_tails(tokens, tenant, tenant.encode()))
         return {"session_id": session_id, "tokens": len(found.tokens), "state": "dropped"}
 
     async def why(self, tenant: str, session_id: str) -> dict[str, Any]:
@@ -288,10 +282,6 @@ class SessionOperations:
             raise
         except StoreError as error:
             raise errors.NOT_DURABLE(why=error) from error
-
-    def _drop_tails(self, tokens: Sequence[int]) -> list[asyncio.Future[None]]:
-        """Of all lanes, for a seal stays with the lane that its session left."""
-        return [loop.drop_tails(tokens) for loop in self._state.lanes]
 
     async def _end_requests(self, session: Session) -> None:
         """Every reader of the session gets an error; returns once it computes and moves no more."""

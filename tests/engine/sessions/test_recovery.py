@@ -107,7 +107,7 @@ def test_a_dropped_session_is_gone_and_its_name_is_free(
     run(work())
 
 
-def test_a_dropped_session_takes_its_tail_along_unless_a_fork_has_it(
+def test_the_tail_of_a_dropped_session_is_found_by_its_fork(
     pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
 ) -> None:
     prompt = words(15, 90)
@@ -126,8 +126,7 @@ def test_a_dropped_session_takes_its_tail_along_unless_a_fork_has_it(
             assert two.done.usage.cached_tokens > 100
             await engine.park("", "twin", None)
             await engine.drop("", "twin")
-            assert engine.stats()["store"]["tails"] == 0
-            assert engine.stats()["store"]["tails_dropped_total"] == 2
+            assert engine.stats()["store"]["pages_pinned"] == 0, "what is left may be evicted"
 
     run(work())
 

@@ -19,15 +19,12 @@ from kv_store import (
     payload_digest,
     sealed_checksum,
 )
-from kv_store.ledger import queries
 from tests.support import kv_scene
 from tests.support.kv_workload import (
     SALT,
     Lane,
     descriptor,
     evict,
-    fork_session,
-    open_session,
     page_state,
     payload_of,
     read_page,
@@ -215,92 +212,3 @@ def test_a_damaged_tail_is_rejected_and_parked_again(tmp_path: Path) -> None:
     assert store.pages.load([again]).result(20) == [True]
     lane.close()
     store.close()
-
-
-# -- a dropped session leaves no tail ---------------------------------------------------------
-
-TENANT = SALT.decode()
-
-
-def keep_session(store: Store, name: str, ids: np.ndarray, tenant: str = TENANT) -> None:
-    open_session(store.ledger, name, tenant)
-    store.ledger.append_tokens(name, 1, 0, ids)
-    store.ledger.commit().result(20)
-
-
-def drop(store: Store, ids: np.ndarray) -> int:
-    store.ledger.drop_session("s")
-    store.ledger.commit().result(20)
-    return store.pages.drop_tails(ids, TENANT, SALT).result(20)
-
-
-def test_a_dropped_session_leaves_no_tail(tmp_path: Path) -> None:
-    store = Store.open(tmp_path / "s", descriptor(), settings())
-    lane = Lane(store)
-    keep_session(store, "s", IDS[:400])
-    first, parent = lane.add(ROOT_KEY, FIRST)
-    store.pages.unpin(first)
-    for ids in (FIRST[:50], FIRST[:90]):  # outgrown ones too
-        parked(lane, ROOT_KEY, ids)
-    parked(lane, parent, IDS[256:399])
-    beyond = parked(lane, parent, IDS[256:450])
-    other = IDS[256:399].copy()
-    other[5] ^= 1
-    strange = parked(lane, parent, other)
-    assert drop(store, IDS[:400]) == 3
-    assert store.stat()["tails"] == 2
-    assert store.stat()["tails_dropped_total"] == 3
-    assert store.pages.find(beyond) is not None, "longer than what is dropped"
-    assert store.pages.find(strange) is not None, "of another timeline"
-    assert store.pages.match_prefix(IDS, SALT) == [first], "full pages are everybody's"
-    assert store.pages.drop_tails(IDS[:400], TENANT, SALT).result(20) == 0
-    store.drain().result(20)
-    store.check_integrity()
-    store.ledger.commit().result(20)
-    lane.close()
-    store._stop(clean=False)
-    again = Store.open(tmp_path / "s", descriptor(), settings())
-    assert again.stat()["tails"] == 2, "what was freed stays free"
-    assert all(
-        again.pages.load(
-            [r for r in (again.pages.find(beyond), again.pages.find(strange)) if r]
-        ).result(20)
-    )
-    again.close()
-
-
-def test_a_tail_that_a_fork_resumes_from_stays(store: Store, lane: Lane) -> None:
-    keep_session(store, "s", FIRST[:200])
-    short, long = parked(lane, ROOT_KEY, FIRST[:60]), parked(lane, ROOT_KEY, FIRST[:199])
-    fork_session(store.ledger, "s", "fork", 120, TENANT)
-    keep_session(store, "strangers", FIRST[:200], tenant="other")
-    assert drop(store, FIRST[:200]) == 1
-    assert store.pages.find(long) is None, "the fork ends before it"
-    assert store.pages.find(short) is not None
-    store.ledger.drop_session("fork")
-    store.ledger.commit().result(20)
-    assert store.pages.drop_tails(FIRST[:120], TENANT, SALT).result(20) == 1
-
-
-def test_a_tail_in_use_stays(store: Store, lane: Lane) -> None:
-    keep_session(store, "s", FIRST[:100])
-    ref, _ = lane.add(ROOT_KEY, FIRST[:99])  # pinned, as a session that shares it does
-    assert drop(store, FIRST[:100]) == 0
-    assert store.pages.page_tokens(ref) == 99
-    store.pages.unpin(ref)
-    assert store.pages.drop_tails(FIRST[:100], TENANT, SALT).result(20) == 1
-
-
-@pytest.mark.parametrize("limit", ["SHARED_READ_TOKENS_MAX", "SHARED_SESSIONS_MAX"])
-def test_tails_stay_where_asking_would_cost_too_much(
-    store: Store, lane: Lane, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
-    keep_session(store, "s", FIRST[:100])
-    keep_session(store, "other", np.concatenate([FIRST[:60], SECOND[:60]]))
-    parked(lane, ROOT_KEY, FIRST[:50])
-    parked(lane, ROOT_KEY, FIRST[:99])
-    with monkeypatch.context() as few:
-        few.setattr(queries, limit, 0)
-        assert drop(store, FIRST[:100]) == 0
-    assert store.pages.drop_tails(FIRST[:100], TENANT, SALT).result(20) == 1
-    assert store.stat()["tails"] == 1, "the shorter one belongs to the other, too"
