@@ -17,7 +17,7 @@ from typing import Any
 from batchengine import errors
 from batchengine.core import ID_PREFIX_CHARS_MIN, BatchEngineError, Kind, Presence
 from service import session_ids
-from service.engine_api import EngineApi
+from service.engine_api import EngineApi, Facts
 from service.session_ids import CALL_CHARS_MAX, printable
 
 STORED_MAX = 1000  # sessions on disk that a listing shows and a prefix may mean
@@ -25,8 +25,6 @@ CANDIDATES_SHOWN = 8
 MOVE_SECONDS_MAX = 120.0  # a move takes milliseconds, unless the lane is busy with a long step
 PAGES_SECONDS_MAX = 60.0  # of park, fork and drop, which wait for pages
 ANSWER_SECONDS_MAX = 10.0  # of everything else
-
-Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import pytest
 from batchengine import errors
 from batchengine.core import BatchEngineError, Kind
 from batchengine.errors import CATALOGUE, Problem
-from service.http.errors import STATUS, error_headers, status_of
+from service.http.answers import STATUS, error_headers, status_of
 from service.protocols.openai import ERROR_TYPES, error_object
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,6 +10,7 @@ import http.client
 import json
 import socket
 from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -40,22 +41,22 @@ class Client:
 
     def get(self, path: str) -> Json:
         """The JSON of `path` below the host (not below /v1), whatever the status."""
-        with _closing(self._ask("GET", path, None)) as reply:
-            return _object(reply.read())
+        with self._ask("GET", path) as reply:
+            return _object(_read(reply))
 
     def models(self) -> list[str]:
         """Model ids, the model itself first."""
-        with _closing(self._ask("GET", "/v1/models", None)) as reply:
-            body = _object(reply.read())
+        with self._ask("GET", "/v1/models") as reply:
+            body = _object(_read(reply))
             _check(reply.status, body)
         return [row["id"] for row in body["data"]]
 
     def stream_chat(self, body: Json) -> Generator[Json, None, None]:
         """The chunks of one streamed chat completion; closing the iterator cancels it."""
         wanted = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        with _closing(self._ask("POST", "/v1/chat/completions", wanted)) as reply:
+        with self._ask("POST", "/v1/chat/completions", wanted) as reply:
             if reply.status != 200:
-                _check(reply.status, _object(reply.read()))
+                _check(reply.status, _object(_read(reply)))
             event = ""
             finished = False
             for raw in _lines(reply):
@@ -72,7 +73,11 @@ class Client:
             if not finished:
                 raise errors.CONNECTION_LOST(why="the stream ended before its end")
 
-    def _ask(self, method: str, path: str, body: Json | None) -> _Reply:
+    @contextmanager
+    def _ask(
+        self, method: str, path: str, body: Json | None = None
+    ) -> Generator[http.client.HTTPResponse]:
+        """The answer to one request; leaving cancels what the daemon still computes for it."""
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(
             parts.hostname or "", parts.port or 80, timeout=CONNECT_SECONDS
@@ -82,23 +87,23 @@ class Client:
             headers["Content-Type"] = "application/json"
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        try:
-            connection.connect()
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise errors.NO_DAEMON(where=self.url, why=_reason(error)) from None
-        try:
-            connection.sock.settimeout(SILENCE_SECONDS)
-            connection.request(
-                method, path, None if body is None else json.dumps(body).encode(), headers
-            )
-            return _Reply(connection, connection.getresponse())
-        except OSError as error:  # a closed connection too, which is an HTTPException besides
-            connection.close()
-            raise errors.CONNECTION_LOST(why=str(error) or "no answer came") from None
-        except http.client.HTTPException as error:  # what listens there is no daemon
-            connection.close()
-            raise errors.NO_DAEMON(where=self.url, why=_reason(error)) from None
+        with closing(connection):
+            try:
+                connection.connect()
+            except (OSError, http.client.HTTPException) as error:
+                raise errors.NO_DAEMON(where=self.url, why=_reason(error)) from None
+            try:
+                connection.sock.settimeout(SILENCE_SECONDS)
+                connection.request(
+                    method, path, None if body is None else json.dumps(body).encode(), headers
+                )
+                reply = connection.getresponse()
+            except OSError as error:  # a closed connection too, which is an HTTPException besides
+                raise errors.CONNECTION_LOST(why=str(error) or "no answer came") from None
+            except http.client.HTTPException as error:  # what listens there is no daemon
+                raise errors.NO_DAEMON(where=self.url, why=_reason(error)) from None
+            with reply:
+                yield reply
 
 
 def _is_http(url: str) -> bool:
@@ -110,39 +115,16 @@ def _is_http(url: str) -> bool:
     return named and url.isascii() and url.isprintable() and " " not in url
 
 
-@dataclass(slots=True)
-class _Reply:
-    connection: http.client.HTTPConnection
-    response: http.client.HTTPResponse
-
-    @property
-    def status(self) -> int:
-        return self.response.status
-
-    def read(self) -> bytes:
-        try:
-            return self.response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise errors.CONNECTION_LOST(why=str(error)) from None
-
-
-class _closing:
-    """Closes the connection of a reply, which cancels what the daemon still computes for it."""
-
-    def __init__(self, reply: _Reply) -> None:
-        self._reply = reply
-
-    def __enter__(self) -> _Reply:
-        return self._reply
-
-    def __exit__(self, *_: object) -> None:
-        self._reply.response.close()
-        self._reply.connection.close()
-
-
-def _lines(reply: _Reply) -> Iterator[bytes]:
+def _read(reply: http.client.HTTPResponse) -> bytes:
     try:
-        yield from reply.response
+        return reply.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise errors.CONNECTION_LOST(why=str(error)) from None
+
+
+def _lines(reply: http.client.HTTPResponse) -> Iterator[bytes]:
+    try:
+        yield from reply
     except (OSError, http.client.HTTPException) as error:
         raise errors.CONNECTION_LOST(why=str(error)) from None
 

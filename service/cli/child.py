@@ -28,6 +28,7 @@ READY_SECONDS_MAX = 300.0
 STOP_SECONDS_MAX = 30.0
 LINES_KEPT = 40  # of the child's output, for the error message
 ROOT = Path(__file__).resolve().parents[2]
+_CODE = re.compile(r"\bBE\d{4}\b")  # of an error
 _READY = re.compile(r"\s+ready\s+(?P<url>http://\S+)")
 
 
@@ -113,7 +114,7 @@ class ChildDaemon:
         return found
 
     def _failed(self, why: str) -> BatchEngineError:
-        last = next((line for line in reversed(self._kept) if "BE" in line), "")
+        last = next((line for line in reversed(self._kept) if _CODE.search(line)), "")
         return errors.START_FAILED(why=why + (f"; it said: {last.strip()}" if last else ""))
 
     def stop(self) -> int:

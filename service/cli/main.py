@@ -35,8 +35,8 @@ from service.cli.options import (
     Json,
     Socket,
     admin_path,
-    print_json,
-    print_table,
+    show,
+    table_lines,
 )
 
 EXIT_CODES = {
@@ -220,12 +220,9 @@ def check(*, config: ConfigFile = None, json: Json = False, debug: Debug = False
     loaded = _load(config, {}, needs_model=config is not None)
     access.check_bind(loaded)
     found = configuration.warnings(loaded) + configuration.disk_warnings(loaded)
-    if json:
-        print_json({"ok": True, "warnings": found, "model": loaded.model.path})
-        return 0
-    for text in found:
-        print(f"warning: {text}")
-    print(f"ok: {config if config is not None else 'built-in defaults'}")
+    lines = [f"warning: {text}" for text in found]
+    lines += [f"ok: {config if config is not None else 'built-in defaults'}"]
+    show({"ok": True, "warnings": found, "model": loaded.model.path}, json, *lines)
     return 0
 
 
@@ -275,23 +272,20 @@ def ps(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False)
     path = admin_path(admin_socket)
     status = admin(path, "status")["status"]
     requests = admin(path, "requests")["requests"]
-    if json:
-        print_json({"status": status, "requests": requests})
-        return 0
-    print(
+    lines = [
         f"{status['model'] or '(loading)'}  {status['state']}  {status['address']}"
         f"  pid {status['pid']}  batchengine {status['version']}"
-    )
+    ]
     for lane in status["lanes"]:
         shown = {name: value for name, value in lane.items() if value != ""}
-        print("lane  " + "  ".join(f"{name}={value}" for name, value in shown.items()))
+        lines.append("lane  " + "  ".join(f"{name}={value}" for name, value in shown.items()))
     stats = status["stats"]
     if "kv_tier" in stats:
         kv, ledger, durability = stats["kv_tier"], stats["ledger"], stats["durability"]
-        print(f"store  kv={kv}  ledger={ledger}  durability={durability}")
-    for trouble in stats.get("troubles", ()):
-        print(f"warning  {trouble}")
-    print_table([_request_row(row) for row in requests], "nothing is running")
+        lines.append(f"store  kv={kv}  ledger={ledger}  durability={durability}")
+    lines += [f"warning  {trouble}" for trouble in stats.get("troubles", ())]
+    lines += table_lines([_request_row(row) for row in requests], "nothing is running")
+    show({"status": status, "requests": requests}, json, *lines)
     return 0
 
 
@@ -318,10 +312,8 @@ def version(*, json: Json = False, debug: Debug = False) -> int:
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
-    if json:
-        print_json(facts)
-    else:
-        print(f"batchengine {facts['batchengine']}  python {facts['python']}  {facts['machine']}")
+    line = f"batchengine {facts['batchengine']}  python {facts['python']}  {facts['machine']}"
+    show(facts, json, line)
     return 0
 
 

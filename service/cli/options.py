@@ -54,8 +54,12 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
-def print_table(rows: Sequence[dict[str, Any]], nothing: str) -> None:
-    print("\n".join(table_lines(rows, nothing)))
+def show(value: object, json: bool, *lines: str) -> None:
+    """The answer of a command: as JSON, or as lines."""
+    if json:
+        print_json(value)
+    else:
+        print("\n".join(lines))
 
 
 def table_lines(rows: Sequence[dict[str, Any]], nothing: str) -> list[str]:

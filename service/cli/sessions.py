@@ -26,7 +26,7 @@ from service.cli.options import (
     Socket,
     admin_path,
     print_json,
-    print_table,
+    show,
     table_lines,
 )
 from service.operations import OPERATIONS, Operation
@@ -73,10 +73,7 @@ def _command(operation: Operation) -> Callable[..., int]:
         found = _ask(
             operation, admin_socket, **{operation.subject: subject}, tenant=key_name, **given
         )
-        if json:
-            print_json(found)
-        else:
-            print("\n".join(LINES[operation.name](found, given)))
+        show(found, json, *LINES[operation.name](found, given))
         return EXIT_FAILED if found.get("result", "moved") not in DONE else 0
 
     def option(name: str, kind: Any, default: object = None) -> inspect.Parameter:
@@ -117,10 +114,8 @@ def list_sessions(
 ) -> int:
     """Sessions the daemon knows: where they are, how long, what their last turn reused."""
     rows: list[Answer] = admin(admin_path(admin_socket), "sessions", stored=all)["sessions"]
-    if json:
-        print_json({"sessions": rows})
-    else:
-        print_table([_listed(row, rows) for row in rows], "no sessions yet")
+    table = table_lines([_listed(row, rows) for row in rows], "no sessions yet")
+    show({"sessions": rows}, json, *table)
     return 0
 
 

@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from batchengine import errors
 from service.admin.client import admin
 from service.cli import render
-from service.cli.options import Debug, Json, Socket, admin_path, print_json
+from service.cli.options import Debug, Json, Socket, admin_path, print_json, show
 
 if TYPE_CHECKING:
     from kv_store.fsck import Finding, FsckReport
@@ -35,11 +35,7 @@ def add(app: cyclopts.App) -> None:
 def stat(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
     """How full the store is, how fast, and what has happened to its pages."""
     found = _op(admin_socket, "stat")
-    if json:
-        print_json(found)
-        return 0
-    for name, value in sorted(found.items()):
-        print(f"{name:<26} {_number(name, value)}")
+    show(found, json, *(f"{name:<26} {_number(name, found[name])}" for name in sorted(found)))
     return 0
 
 
@@ -57,16 +53,14 @@ def _number(name: str, value: Any) -> str:
 def verify(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
     """Read every page and drop those that are damaged; serving goes on. Exit code 1 = some were."""
     found = _op(admin_socket, "verify")
-    if json:
-        print_json(found)
-    else:
-        print(
-            f"{found['total']:,} pages, {render.size(found['read_bytes'])} read in"
-            f" {found['seconds']:,.1f} s: {found['good']:,} good, {found['bad']:,} damaged and"
-            f" dropped, {found['gone']:,} evicted meanwhile"
-        )
-        if found["bad"]:
-            print("sessions that had damaged pages compute them again; answers do not change")
+    lines = [
+        f"{found['total']:,} pages, {render.size(found['read_bytes'])} read in"
+        f" {found['seconds']:,.1f} s: {found['good']:,} good, {found['bad']:,} damaged and"
+        f" dropped, {found['gone']:,} evicted meanwhile"
+    ]
+    if found["bad"]:
+        lines += ["sessions that had damaged pages compute them again; answers do not change"]
+    show(found, json, *lines)
     return 1 if found["bad"] else 0
 
 
@@ -74,14 +68,13 @@ def verify(*, admin_socket: Socket = None, json: Json = False, debug: Debug = Fa
 def gc(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
     """Forget what may go: pages beyond the target, other models' KV, the oldest history."""
     found = _op(admin_socket, "gc")
-    if json:
-        print_json(found)
-    else:
-        print(
-            f"forgotten: {found['pages_evicted']:,} pages, {found['tails_superseded']:,} outgrown"
-            f" tails, {found['extents_other_reprs']:,} extents of other models,"
-            f" {found['sessions']:,} sessions, {found['turns']:,} turns"
-        )
+    show(
+        found,
+        json,
+        f"forgotten: {found['pages_evicted']:,} pages, {found['tails_superseded']:,} outgrown"
+        f" tails, {found['extents_other_reprs']:,} extents of other models,"
+        f" {found['sessions']:,} sessions, {found['turns']:,} turns",
+    )
     return 0
 
 
@@ -169,21 +162,10 @@ def _print_report(report: FsckReport) -> None:
 
 
 def _plain(report: FsckReport) -> dict[str, Any]:
+    fields = ("path", "ok", "repaired", "store_uuid", "epoch", "clean")
+    of_finding = ("severity", "what", "why", "repair")
     return {
-        "path": report.path,
-        "ok": report.ok,
-        "repaired": report.repaired,
-        "store_uuid": report.store_uuid,
-        "epoch": report.epoch,
-        "clean": report.clean,
+        **{name: getattr(report, name) for name in fields},
         "counts": dict(report.counts),
-        "findings": [
-            {
-                "severity": finding.severity,
-                "what": finding.what,
-                "why": finding.why,
-                "repair": finding.repair,
-            }
-            for finding in report.findings
-        ],
+        "findings": [{name: getattr(one, name) for name in of_finding} for one in report.findings],
     }

@@ -1,11 +1,12 @@
-"""State of the HTTP side: admission of requests, their bodies' memory, and what runs.
+"""State of the HTTP side: admission of requests, their bodies, and what runs.
 
-Owns the one `Service` object and the keys under which aiohttp keeps a request's data. Routes are
-in `service.http.app` and `service.http.sessions`.
+Owns the one `Service` object, the reading of bodies within their limits, and the keys under which
+aiohttp keeps a request's data. Routes are in `service.http.app` and `service.http.sessions`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Generator
@@ -28,11 +29,12 @@ BODIES_BYTES_MAX = 256 << 20  # of all requests that are being read, parsed and 
 
 @dataclass(slots=True)
 class Live:
-    """One HTTP request that has generations running: what `cancel` and `requests` look at."""
+    """One HTTP request that has generations running. `outcome` is for the log."""
 
     job: requests.HttpJob
     generations: list[GenerationApi]
     began: float
+    outcome: str = "disconnected"
 
 
 @dataclass(slots=True)
@@ -117,6 +119,26 @@ class Admission:
         bytes_max = max(BODIES_BYTES_MAX, self.service.config.server.body_bytes_max)
         if self.service.bodies_bytes > bytes_max:
             raise errors.TOO_MANY_BODIES(bytes_max=bytes_max)
+
+
+async def read_body(
+    request: web.Request, bytes_max: int, seconds_max: float, admission: Admission | None = None
+) -> bytearray:
+    """The bytes of a body, never more than allowed; raises 408, 413, or 503 from `admission`."""
+    if (request.content_length or 0) > bytes_max:
+        raise errors.BODY_TOO_LARGE(bytes_max=bytes_max)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds_max):
+            while part := await request.content.readany():  # a chunked body has no Content-Length
+                if admission is not None:
+                    admission.hold(len(part))
+                body += part
+                if len(body) > bytes_max:
+                    raise errors.BODY_TOO_LARGE(bytes_max=bytes_max)
+    except TimeoutError:
+        raise errors.BODY_TOO_SLOW(seconds=seconds_max) from None
+    return body
 
 
 SERVICE = web.AppKey("service", Service)

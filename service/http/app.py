@@ -7,14 +7,12 @@ whose cost grows with the input runs on the event loop.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from aiohttp import HttpVersion11, web
 
 import batchengine
@@ -23,8 +21,17 @@ from batchengine.core import BatchEngineError
 from service.engine_api import check_serving
 from service.http import relay, sessions
 from service.http.access import check_content
-from service.http.admission import CALLER, HEADERS, REQUEST_ID, SERVICE, Admission, Live, Service
-from service.http.errors import error_headers, status_of
+from service.http.admission import (
+    CALLER,
+    HEADERS,
+    REQUEST_ID,
+    SERVICE,
+    Admission,
+    Live,
+    Service,
+    read_body,
+)
+from service.http.answers import error_headers, json_answer, status_of
 from service.protocols import carriers, requests, strict_json
 from service.protocols.chat import CHAT
 from service.protocols.formatter import Formatter
@@ -141,12 +148,8 @@ def _error_of(request: web.Request, error: Exception) -> tuple[BatchEngineError,
 
 def _error_response(error: BatchEngineError, status: int, path: str) -> web.Response:
     """The error object of the protocol that `path` belongs to; of other paths OpenAI's."""
-    response = web.Response(
-        status=status,
-        body=msgspec.json.encode(BY_ROUTE.get(path, CHAT).error(error)),
-        content_type="application/json",
-        headers=error_headers(error),
-    )
+    body = BY_ROUTE.get(path, CHAT).error(error)
+    response = json_answer(body, status, error_headers(error))
     if status in (408, 413, 417) or error.code == errors.TOO_MANY_BODIES.code:
         response.force_close()  # the rest of the body is not worth reading
     return response
@@ -180,19 +183,7 @@ async def _read_body(request: web.Request, admission: Admission) -> bytearray:
     bytes_max = service.config.server.body_bytes_max
     if service.engine.phase != "loading":
         bytes_max = min(bytes_max, requests.body_bytes_max(service.engine.info.context_tokens))
-    if (request.content_length or 0) > bytes_max:
-        raise errors.BODY_TOO_LARGE(bytes_max=bytes_max)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS_MAX):
-            while part := await request.content.readany():  # a chunked body has no Content-Length
-                admission.hold(len(part))
-                body += part
-                if len(body) > bytes_max:
-                    raise errors.BODY_TOO_LARGE(bytes_max=bytes_max)
-    except TimeoutError:
-        raise errors.BODY_TOO_SLOW(seconds=BODY_SECONDS_MAX) from None
-    return body
+    return await read_body(request, bytes_max, BODY_SECONDS_MAX, admission)
 
 
 async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatter, Live]:
@@ -233,33 +224,13 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     session_id = generations[0].session_id or (job.session.session_id if job.session else None)
     if session_id:
         headers["x-batchengine-session-id"] = session_id
-    outcome = "failed"
     try:
         if not job.stream:
-            response = await relay.answer_whole(formatter, generations)
-            outcome = "finished"
-            return response
-
-        def on_end(how: str) -> None:
-            nonlocal outcome
-            outcome = how
-
+            return await relay.answer_whole(formatter, live)
         can_resume = len(generations) == 1 and generations[0].request.session_id is not None
-        return await relay.answer_stream(
-            request, formatter, generations, headers, service.config.server, on_end,
-            first_id=0 if can_resume else None,
-        )  # fmt: skip
-    except asyncio.CancelledError:
-        outcome = "disconnected"
-        raise
+        return await relay.answer_stream(request, formatter, live, 0 if can_resume else None)
     finally:
-        service.leave(live, outcome)
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(
-        status=status, body=msgspec.json.encode(value), content_type="application/json"
-    )
+        service.leave(live, live.outcome)
 
 
 def _model_row(service: Service, name: str) -> dict[str, object]:
@@ -296,7 +267,7 @@ def _served(service: Service) -> list[str]:
 async def _models(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     rows = [_model_row(service, name) for name in _served(service)]
-    return _json({"object": "list", "data": rows})
+    return json_answer({"object": "list", "data": rows})
 
 
 async def _model(request: web.Request) -> web.Response:
@@ -306,7 +277,7 @@ async def _model(request: web.Request) -> web.Response:
     if asked not in names:
         asked = printable(asked)
         raise errors.UNKNOWN_MODEL(asked=asked, served=", ".join(names))
-    return _json(_model_row(service, asked))
+    return json_answer(_model_row(service, asked))
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -316,18 +287,14 @@ async def _health(request: web.Request) -> web.Response:
     state = engine.phase if service.accepting or engine.phase == "loading" else "draining"
     if state == "loading":
         body = {"status": "loading model", "progress": round(engine.progress, 4)}
-        response = _json(body, 503)
-        response.headers["Retry-After"] = "1"
-        return response
+        return json_answer(body, 503, {"Retry-After": "1"})
     lanes = [{k: v for k, v in lane.items() if k != "pid"} for lane in engine.lanes()]
     body = {"status": "ok" if state == "ready" else state, "lanes": lanes, **engine.stats()}
     if engine.fatal is not None:
         body["status"] = "failed"
     elif state in ("ready", "degraded"):
-        return _json(body)
-    response = _json(body, 503)
-    response.headers["Retry-After"] = "5"
-    return response
+        return json_answer(body)
+    return json_answer(body, 503, {"Retry-After": "5"})
 
 
 async def _metrics(request: web.Request) -> web.Response:
@@ -340,7 +307,7 @@ async def _props(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     _served(service)
     info = service.engine.info
-    return _json(
+    return json_answer(
         {
             "default_generation_settings": {
                 "n_ctx": info.context_tokens,

@@ -12,12 +12,14 @@ import logging
 import socket
 from typing import Any, cast
 
+import msgspec
 from aiohttp import web
 from aiohttp.http_parser import HttpRequestParser
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from service.http.errors import error_bytes, error_headers
+from service.http.answers import error_headers, json_answer
+from service.protocols.openai import error_object
 
 log = logging.getLogger("batchengine.service")
 
@@ -100,10 +102,7 @@ class Connection(web.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun: nothing can be added")
         error = errors.INTERNAL_ERROR(request_id="-") if status >= 500 else errors.MALFORMED_HTTP()
-        response = web.Response(
-            status=status, body=error_bytes(error), content_type="application/json"
-        )
-        response.headers["Server"] = "batchengine"
+        response = json_answer(error_object(error), status, {"Server": "batchengine"})
         response.force_close()
         return response
 
@@ -113,7 +112,7 @@ class Refusal(asyncio.Protocol):
 
     def __init__(self, connections_max: int) -> None:
         error = errors.TOO_MANY_CONNECTIONS(connections_max=connections_max)
-        body = error_bytes(error)
+        body = msgspec.json.encode(error_object(error))
         head = ["HTTP/1.1 503 Service Unavailable", "Content-Type: application/json"]
         head += [f"{name}: {value}" for name, value in error_headers(error).items()]
         head += [f"Content-Length: {len(body)}", "Connection: close", "", ""]

@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import Protocol
 
-import msgspec
 from aiohttp import web
 
 from batchengine import errors
@@ -27,6 +24,8 @@ from batchengine.core import (
 )
 from service.engine_api import GenerationApi
 from service.http import sse
+from service.http.admission import HEADERS, SERVICE, Live
+from service.http.answers import json_answer
 from service.protocols.formatter import EventIds, Formatter, SseEvent
 
 log = logging.getLogger("batchengine.service")
@@ -36,20 +35,12 @@ BATCHES_MAX = 256  # of all choices of one request, between their tasks and the 
 Indexed = tuple[int, GenerationEvent]  # with the index of its choice
 
 
-class EventSource(Protocol):
-    """Events of all choices of one request; each choice ends with one DoneEvent or ErrorEvent."""
+def source_of(generations: list[GenerationApi]) -> OneChoice | FanIn:
+    """One choice is read directly; several need a task each.
 
-    async def next(self, timeout_s: float | None) -> list[Indexed]:
-        """The next events, all that are ready; [] after `timeout_s`."""
-        ...
-
-    def close(self) -> None:
-        """Cancels what still runs. Idempotent."""
-        ...
-
-
-def source_of(generations: list[GenerationApi]) -> EventSource:
-    """One choice is read directly; several need a task each."""
+    `next` returns all events that are ready, [] after its timeout; each choice ends with one
+    DoneEvent or ErrorEvent. `close` cancels what still runs, and is idempotent.
+    """
     return OneChoice(generations[0]) if len(generations) == 1 else FanIn(generations)
 
 
@@ -117,9 +108,9 @@ async def _batch(generation: GenerationApi) -> list[GenerationEvent]:
     return events or [ErrorEvent(errors.CANCELLED())]  # only a cancelled one has no last event
 
 
-async def answer_whole(formatter: Formatter, generations: list[GenerationApi]) -> web.Response:
+async def answer_whole(formatter: Formatter, live: Live) -> web.Response:
     """Waits for every choice; raises the error of the first that fails."""
-    source = source_of(generations)
+    source = source_of(live.generations)
     try:
         while not formatter.is_done:
             for index, event in await source.next(None):
@@ -130,56 +121,52 @@ async def answer_whole(formatter: Formatter, generations: list[GenerationApi]) -
                         raise event.error
                     case QueuedEvent():
                         pass
+        answer = json_answer(formatter.whole())
+        live.outcome = "finished"
+        return answer
+    except Exception:
+        live.outcome = "failed"
+        raise
     finally:
         source.close()
-    return web.Response(
-        body=msgspec.json.encode(formatter.whole()), content_type="application/json"
-    )
 
 
 async def answer_stream(
-    request: web.Request,
-    formatter: Formatter,
-    generations: list[GenerationApi],
-    headers: dict[str, str],
-    server: ServerConfig,
-    on_end: Callable[[str], None],
-    first_id: int | None = None,
+    request: web.Request, formatter: Formatter, live: Live, first_id: int | None = None
 ) -> web.StreamResponse:
-    """Streams until every choice is done. `on_end` is called once, with how it ended.
+    """Streams until every choice is done.
 
     A stream ends with the formatter's last events only when every choice finished; after an error
     event it just ends. With `first_id` events carry ids: the turn of the only choice, and how many
     of its tokens were sent so far, counted from there.
     """
-    stream = sse.EventStream(request, headers, server.reader_stall_s)
+    server = request.app[SERVICE].config.server
+    stream = sse.EventStream(request, request[HEADERS], server.reader_stall_s)
     if first_id is not None:
-        formatter.ids = EventIds(first_id, lambda: generations[0].turn_id)
-    source = source_of(generations)
-    outcome = "disconnected"
+        formatter.ids = EventIds(first_id, lambda: live.generations[0].turn_id)
+    source = source_of(live.generations)
     try:
         await stream.open()
         await stream.send(sse.encode(formatter.opening()))
-        outcome = await _relay(stream, formatter, source, server)
+        live.outcome = await _relay(stream, formatter, source, server)
         await stream.close()
     except sse.SlowReader:
-        outcome = "client_too_slow"
+        live.outcome = "client_too_slow"
         error = errors.CLIENT_TOO_SLOW(seconds=server.reader_stall_s)
         log.warning("%s: %s", formatter.job.request_id, error)
         stream.abort()
     except ConnectionResetError:
         pass  # the client is gone; `finally` cancels its generations
     except Exception:
-        outcome = "failed"
+        live.outcome = "failed"
         raise
     finally:
         source.close()
-        on_end(outcome)
     return stream.response
 
 
 async def _relay(
-    stream: sse.EventStream, formatter: Formatter, source: EventSource, server: ServerConfig
+    stream: sse.EventStream, formatter: Formatter, source: OneChoice | FanIn, server: ServerConfig
 ) -> str:
     """Events to the socket until the end; returns how it ended."""
     queued: QueuedEvent | None = None

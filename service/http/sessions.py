@@ -6,7 +6,6 @@ that does not exist. The operator's commands (store, lanes, other tenants) have 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
@@ -21,7 +20,8 @@ from service import operations
 from service.engine_api import check_serving
 from service.http import relay
 from service.http.access import check_content
-from service.http.admission import CALLER, HEADERS, SERVICE, Live, Service
+from service.http.admission import CALLER, HEADERS, SERVICE, Live, Service, read_body
+from service.http.answers import json_answer
 from service.operations import OPERATIONS, Operation
 from service.protocols import requests, strict_json
 from service.protocols.table import BY_NAME
@@ -68,7 +68,7 @@ def _handler(operation: Operation) -> Handler:
         )
         arguments = {one.name: getattr(given, one.body) for one in operation.arguments}
         found = await operations.perform(operation, engine, subject, arguments)
-        return _json(operations.public(found))
+        return json_answer(operations.public(found))
 
     return handle
 
@@ -82,19 +82,7 @@ def _ready(request: web.Request) -> Service:
 
 async def _body(request: web.Request, kind: type[msgspec.Struct]) -> msgspec.Struct:
     """A small JSON body; none at all means the defaults."""
-    if (request.content_length or 0) > BODY_BYTES_MAX:
-        raise errors.BODY_TOO_LARGE(bytes_max=BODY_BYTES_MAX)
-    try:
-        async with asyncio.timeout(BODY_SECONDS_MAX):
-            data = await request.content.read(BODY_BYTES_MAX + 1)
-            while len(data) <= BODY_BYTES_MAX and (
-                more := await request.content.read(BODY_BYTES_MAX + 1)
-            ):
-                data += more
-    except TimeoutError:
-        raise errors.BODY_TOO_SLOW(seconds=BODY_SECONDS_MAX) from None
-    if len(data) > BODY_BYTES_MAX:
-        raise errors.BODY_TOO_LARGE(bytes_max=BODY_BYTES_MAX)
+    data = await read_body(request, BODY_BYTES_MAX, BODY_SECONDS_MAX)
     if not data:
         return kind()
     check_content(request.headers, request.content_type, request.charset)
@@ -109,15 +97,11 @@ async def _body(request: web.Request, kind: type[msgspec.Struct]) -> msgspec.Str
         ) from None
 
 
-def _json(value: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-
 async def _list(request: web.Request) -> web.Response:
     """The caller's sessions that are in memory, or were interrupted."""
     service, tenant = _ready(request), request[CALLER].tenant
     rows = service.engine.sessions(tenant)
-    return _json({"object": "list", "data": [operations.public(row) for row in rows]})
+    return json_answer({"object": "list", "data": [operations.public(row) for row in rows]})
 
 
 # ---- GET /v1/stream ----
@@ -151,19 +135,10 @@ async def _stream(request: web.Request) -> web.StreamResponse:
         headers["x-batchengine-route"] = job.route
         headers["x-batchengine-session-id"] = generation.session_id or session_id
         live = service.enter(Live(job, [generation], time.monotonic()))
-    outcome = "failed"
-
-    def on_end(how: str) -> None:
-        nonlocal outcome
-        outcome = how
-
     try:
-        return await relay.answer_stream(
-            request, formatter, [generation], headers, service.config.server, on_end,
-            first_id=from_token,
-        )  # fmt: skip
+        return await relay.answer_stream(request, formatter, live, first_id=from_token)
     finally:
-        service.leave(live, f"resumed from {from_token}, {outcome}")
+        service.leave(live, f"resumed from {from_token}, {live.outcome}")
 
 
 def _position(request: web.Request) -> tuple[str, int]:

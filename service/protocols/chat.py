@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from batchengine import errors
 from batchengine.core import FORM_CHAT, TokenEvent, TokenLogprob
 from service.engine_api import EngineApi
 from service.protocols import requests
+from service.protocols.formatter import Answer
 from service.protocols.openai import Chunk, OpenAIFormatter, error_object, logprob_number
 from service.protocols.output import OutputPart, Text, plain_text
 from service.protocols.protocol import Protocol
-from service.protocols.requests import HttpJob, Prompt
+from service.protocols.requests import Prompt
 from service.protocols.schema import ChatRequest
 from service.protocols.strict_json import off_loop
 from service.session_ids import CALL_CHARS_MAX
@@ -175,14 +176,12 @@ def _text_bytes(message: dict[str, Any]) -> int:
 class ChatFormatter(OpenAIFormatter):
     """Chat chunks and the whole chat object."""
 
-    def __init__(self, job: HttpJob) -> None:
-        super().__init__(job, "chatcmpl-")
-
-    def _first_chunk(self, index: int) -> Chunk:
-        return self._chunk(index, {"role": "assistant", "content": ""})
-
-    def _noop_chunk(self) -> Chunk:
-        return self._chunk(0, {})
+    id_prefix = "chatcmpl-"
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+    content_field = "delta"
+    opening_content: ClassVar[object] = {"role": "assistant", "content": ""}
+    empty_content: ClassVar[object] = {}
 
     def _token_chunks(
         self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
@@ -198,39 +197,16 @@ class ChatFormatter(OpenAIFormatter):
         chunks = [self._chunk(index, _delta(part)) for part in parts]
         return [*chunks, self._chunk(index, {}, self.answers[index].finish_reason)]
 
-    def _usage_chunk(self) -> Chunk:
-        return self._envelope("chat.completion.chunk", [])
-
-    def _chunk(
-        self,
-        index: int,
-        delta: Chunk,
-        finish_reason: str | None = None,
-        logprobs: Chunk | None = None,
-    ) -> Chunk:
-        choice: Chunk = {
+    def _choice(self, index: int, answer: Answer) -> Chunk:
+        text = plain_text(answer.parts)
+        entries = [_entry(event) for event in answer.logprobs]
+        wanted = self.job.requests[index].sampling.logprobs >= 0
+        return {
             "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": {"content": entries, "refusal": None} if wanted else None,
+            "finish_reason": answer.finish_reason,
         }
-        return self._envelope("chat.completion.chunk", [choice])
-
-    def whole(self) -> Chunk:
-        choices: list[Chunk] = []
-        for index, answer in enumerate(self.answers):
-            text = plain_text(answer.parts)
-            entries = [_entry(event) for event in answer.logprobs]
-            wanted = self.job.requests[index].sampling.logprobs >= 0
-            choices.append(
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
-                    "logprobs": {"content": entries, "refusal": None} if wanted else None,
-                    "finish_reason": answer.finish_reason,
-                }
-            )
-        return self._with_facts(self._envelope("chat.completion", choices))
 
 
 def _delta(part: OutputPart) -> Chunk:

@@ -9,6 +9,7 @@ from batchengine import errors
 from batchengine.core import FORM_TEXT, TokenEvent, TokenLogprob
 from service.engine_api import EngineApi
 from service.protocols import requests
+from service.protocols.formatter import Answer
 from service.protocols.openai import Chunk, OpenAIFormatter, error_object, logprob_number
 from service.protocols.output import OutputPart, plain_text
 from service.protocols.protocol import Protocol
@@ -86,83 +87,52 @@ def _token_ids(items: list[object], vocab_size: int) -> list[int]:
 
 
 class CompletionFormatter(OpenAIFormatter):
-    """Text completion chunks and the whole object; both have `object` "text_completion"."""
+    """Text completion chunks and the whole object."""
+
+    id_prefix = "cmpl-"
+    chunk_object = whole_object = "text_completion"
+    content_field = "text"
+    opening_content = empty_content = ""
 
     def __init__(self, job: HttpJob) -> None:
-        super().__init__(job, "cmpl-")
+        super().__init__(job)
         self._offsets = [0] * len(job.requests)  # characters sent so far, per choice
-
-    def _first_chunk(self, index: int) -> Chunk:
-        return self._chunk(index, "")
-
-    def _noop_chunk(self) -> Chunk:
-        return self._chunk(0, "")
 
     def _token_chunks(
         self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
     ) -> list[Chunk]:
         logprobs = None
         if event.logprob is not None:
-            logprobs = _logprobs([event], [self._offsets[index]])
+            logprobs = _logprobs([event], self._offsets[index])
         self._offsets[index] += len(event.text)
         return [self._chunk(index, plain_text(parts), logprobs=logprobs)]
 
     def _finish_chunks(self, index: int, parts: Sequence[OutputPart]) -> list[Chunk]:
         return [self._chunk(index, plain_text(parts), self.answers[index].finish_reason)]
 
-    def _usage_chunk(self) -> Chunk:
-        return self._envelope("text_completion", [])
-
-    def _chunk(
-        self,
-        index: int,
-        text: str,
-        finish_reason: str | None = None,
-        logprobs: Chunk | None = None,
-    ) -> Chunk:
-        choice: Chunk = {
+    def _choice(self, index: int, answer: Answer) -> Chunk:
+        wanted = self.job.requests[index].sampling.logprobs >= 0
+        return {
             "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
+            "text": plain_text(answer.parts),
+            "logprobs": _logprobs(answer.logprobs, 0) if wanted else None,
+            "finish_reason": answer.finish_reason,
         }
-        return self._envelope("text_completion", [choice])
-
-    def whole(self) -> Chunk:
-        choices: list[Chunk] = []
-        for index, answer in enumerate(self.answers):
-            logprobs = None
-            if self.job.requests[index].sampling.logprobs >= 0:
-                offsets: list[int] = []
-                offset = 0
-                for event in answer.logprobs:
-                    offsets.append(offset)
-                    offset += len(event.text)
-                logprobs = _logprobs(answer.logprobs, offsets)
-            choices.append(
-                {
-                    "index": index,
-                    "text": plain_text(answer.parts),
-                    "logprobs": logprobs,
-                    "finish_reason": answer.finish_reason,
-                }
-            )
-        return self._with_facts(self._envelope("text_completion", choices))
 
 
-def _logprobs(events: list[TokenEvent], offsets: list[int]) -> Chunk:
-    """Parallel lists, one entry per token."""
+def _logprobs(events: list[TokenEvent], offset: int) -> Chunk:
+    """Parallel lists, one entry per token; the text of the first begins at character `offset`."""
     tokens: list[str] = []
     numbers: list[float] = []
     tops: list[dict[str, float]] = []
     starts: list[int] = []
-    for event, offset in zip(events, offsets, strict=True):
-        if event.logprob is None:
-            continue
+    for event in events:
+        assert event.logprob is not None  # callers look first
         tokens.append(_token_text(event.logprob))
         numbers.append(logprob_number(event.logprob.logprob))
         tops.append({_token_text(one): logprob_number(one.logprob) for one in event.top})
         starts.append(offset)
+        offset += len(event.text)
     return {
         "tokens": tokens,
         "token_logprobs": numbers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -40,17 +41,25 @@ _encoder = msgspec.json.Encoder()
 
 
 class OpenAIFormatter(Formatter):
-    """One JSON chunk per event. A protocol defines its chunks; all else is the same for both."""
+    """One JSON chunk per event. A protocol defines the content of its choices and its names."""
 
-    def __init__(self, job: HttpJob, id_prefix: str) -> None:
+    id_prefix: ClassVar[str]
+    chunk_object: ClassVar[str]  # of a chunk, as its field `object`
+    whole_object: ClassVar[str]
+    content_field: ClassVar[str]  # of a chunk's choice
+    opening_content: ClassVar[object]  # of the first chunk
+    empty_content: ClassVar[object]
+
+    def __init__(self, job: HttpJob) -> None:
         super().__init__(job)
-        self._object_id = id_prefix + job.request_id.removeprefix("req_")
+        self._object_id = self.id_prefix + job.request_id.removeprefix("req_")
 
     def opening(self) -> list[SseEvent]:
-        return [self._event(self._first_chunk(index)) for index in range(len(self.answers))]
+        chunks = (self._chunk(index, self.opening_content) for index in range(len(self.answers)))
+        return [self._event(chunk) for chunk in chunks]
 
     def noop(self) -> list[SseEvent]:
-        return [self._event(self._noop_chunk())]
+        return [self._event(self._chunk(0, self.empty_content))]
 
     def failure(self, error: BatchEngineError) -> list[SseEvent]:
         return [SseEvent(_encoder.encode(error_object(error)), name="error")]
@@ -64,11 +73,9 @@ class OpenAIFormatter(Formatter):
             return [self._event(chunk) for chunk in chunks]
         return [*(self._event(chunk) for chunk in self._with_closing(chunks)), DONE]
 
-    @abstractmethod
-    def _first_chunk(self, index: int) -> Chunk: ...
-
-    @abstractmethod
-    def _noop_chunk(self) -> Chunk: ...
+    def whole(self) -> Chunk:
+        choices = [self._choice(index, answer) for index, answer in enumerate(self.answers)]
+        return self._with_facts(self._envelope(self.whole_object, choices))
 
     @abstractmethod
     def _token_chunks(
@@ -79,8 +86,23 @@ class OpenAIFormatter(Formatter):
     def _finish_chunks(self, index: int, parts: Sequence[OutputPart]) -> list[Chunk]: ...
 
     @abstractmethod
-    def _usage_chunk(self) -> Chunk:
-        """A chunk without choices."""
+    def _choice(self, index: int, answer: Answer) -> Chunk:
+        """One choice of a whole answer."""
+
+    def _chunk(
+        self,
+        index: int,
+        content: object,
+        finish_reason: str | None = None,
+        logprobs: Chunk | None = None,
+    ) -> Chunk:
+        choice: Chunk = {
+            "index": index,
+            self.content_field: content,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return self._envelope(self.chunk_object, [choice])
 
     def _with_closing(self, chunks: list[Chunk]) -> list[Chunk]:
         """`chunks` (the last of the stream) and the facts about serving.
@@ -88,7 +110,7 @@ class OpenAIFormatter(Formatter):
         They travel in the usage chunk where a client asked for one, else in the last chunk.
         """
         if self.job.include_usage:
-            return [*chunks, self._with_facts(self._usage_chunk())]
+            return [*chunks, self._with_facts(self._envelope(self.chunk_object, []))]
         facts = self._with_facts({})
         del facts["usage"]
         return [*chunks[:-1], chunks[-1] | facts]

@@ -16,7 +16,7 @@ from batchengine.core import BatchEngineError, Kind, Presence
 from batchengine.engine import Engine
 from kv_store.ledger import writes
 from service import operations
-from service.http.errors import error_headers, status_of
+from service.http.answers import error_headers, status_of
 from tests.support.engines import read, request, run, running_engine, until, words
 
 

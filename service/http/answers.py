@@ -1,11 +1,13 @@
-"""Errors as HTTP: the status of each kind, and the headers that go with it."""
+"""Answers as HTTP: JSON bodies, and the status and the headers of each kind of error."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
+from aiohttp import web
 
 from batchengine.core import BatchEngineError, Kind
-from service.protocols.openai import error_object
 
 STATUS: dict[Kind, int] = {
     Kind.INVALID: 400,
@@ -31,9 +33,16 @@ def status_of(error: BatchEngineError) -> int:
     return STATUS[error.kind]
 
 
-def error_bytes(error: BatchEngineError) -> bytes:
-    """OpenAI's error object as JSON, of routes that belong to no protocol."""
-    return msgspec.json.encode(error_object(error))
+def json_answer(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """A whole answer of JSON."""
+    return web.Response(
+        status=status,
+        body=msgspec.json.encode(value),
+        headers=headers,
+        content_type="application/json",
+    )
 
 
 def error_headers(error: BatchEngineError) -> dict[str, str]:
