@@ -99,7 +99,7 @@ class LaneFactory:
             metrics=self._state.metrics,
             cost=cost.prior_cost(info.file_bytes, info.n_params, config.threads),
         )
-        await self.supervisor.attach(lane, config, loop.pages)
+        await self.supervisor.attach(lane, config, loop.kv)
         return loop
 
     @contextlib.asynccontextmanager
@@ -117,7 +117,7 @@ class LaneFactory:
                 loop.stopping = True
                 loop.wake()
                 await asyncio.wait([running])
-                loop.pages.close()
+                loop.kv.close()
         finally:
             await lane.close()
 
@@ -164,7 +164,7 @@ class Running:
         self.crash_marker.close()
         await asyncio.to_thread(self.store.close)
         for loop in lanes:
-            loop.pages.close()  # after the store, whose page thread may still read an arena
+            loop.kv.close()  # after the store, whose page thread may still read an arena
         await self.text.close()
 
 
@@ -215,7 +215,7 @@ async def _start(
     loops: list[LaneLoop] = []
     for lane, lane_config in zip(lanes, config.lanes, strict=True):
         loops.append(await factory.lane(lane, lane_config))
-        undo.callback(loops[-1].pages.close)
+        undo.callback(loops[-1].kv.close)
     detail = f"{store.path}, {store.pages.slots_max} pages"
     on_stage(Stage(4, STAGES, "kv store", detail, time.monotonic() - started))
     state.open(store, loops)

@@ -52,9 +52,9 @@ class Housekeeping:
             self._state.forget_old_sessions()
             self._dispatcher.tick()
             for loop in self._state.lanes:
-                loop.pages.sealing.retry()
-                loop.pages.sealing.park_resting()
-                if loop.pages.is_busy:
+                loop.kv.sealing.retry()
+                loop.kv.sealing.park_resting()
+                if loop.kv.is_busy:
                     loop.wake()
             since_s = now_ms / 1000 - self._maintained
             if since_s > (MAINTAIN_BUSY_S if self._state.turns else MAINTAIN_S):
@@ -105,8 +105,8 @@ class Housekeeping:
                 (metrics.tokens_total, ("computed",), loop.meter.tokens),
                 (metrics.tokens_total, ("generated",), loop.meter.generated),
                 (metrics.step_predicted_seconds_total, (name,), loop.meter.predicted_ms / 1000),
-                (metrics.kv_pages_total, ("sealed",), loop.pages.sealing.sealed),
-                (metrics.kv_pages_total, ("seal_failed",), loop.pages.sealing.seal_failures),
+                (metrics.kv_pages_total, ("sealed",), loop.kv.sealing.sealed),
+                (metrics.kv_pages_total, ("seal_failed",), loop.kv.sealing.seal_failures),
             ):
                 key = (counter, labels)
                 counter.labels(*labels).inc(value - counted.get(key, 0))

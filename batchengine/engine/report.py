@@ -50,7 +50,7 @@ def _lane_state(loop: LaneLoop) -> str:
     """ready, restarting, drained or down."""
     if loop.draining:
         return "drained"
-    if loop.lane.alive and loop.pages.slots.is_attached:
+    if loop.lane.alive and loop.kv.slots.is_attached:
         return "ready"
     return "down" if loop.down else "restarting"
 
@@ -59,9 +59,7 @@ def _lane_why(loop: LaneLoop) -> str:
     """Why it is not ready, or not all of it."""
     if loop.draining or (loop.down and not loop.lane.alive):
         return loop.draining or loop.down
-    return (
-        "" if loop.pages.sealing.publishes else "its pages were wrong too often: none is published"
-    )
+    return "" if loop.kv.sealing.publishes else "its pages were wrong too often: none is published"
 
 
 def ledger_state(state: EngineState) -> str:
@@ -177,9 +175,9 @@ def numbers(state: EngineState) -> dict[str, Any]:
         "sessions": len(state.sessions),
         "tokens_computed": sum(loop.meter.tokens for loop in loops),
         "tokens_recomputed": sum(loop.meter.recomputed for loop in loops),
-        "rows_adopted": sum(loop.pages.importing.rows_imported for loop in loops),
-        "pages_sealed": sum(loop.pages.sealing.sealed for loop in loops),
-        "seal_failures": sum(loop.pages.sealing.seal_failures for loop in loops),
+        "rows_adopted": sum(loop.kv.importing.rows_imported for loop in loops),
+        "pages_sealed": sum(loop.kv.sealing.sealed for loop in loops),
+        "seal_failures": sum(loop.kv.sealing.seal_failures for loop in loops),
         "durability": state.config.store.durability,
         "ledger": ledger_state(state),
         "kv_tier": "off: not open yet" if state.store is None else state.store.tier,

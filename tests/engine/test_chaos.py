@@ -114,4 +114,4 @@ def test_chaos(
 
 def _lent(loop: LaneLoop) -> int:
     """Slots nobody holds on to: free, lent by idle sessions, or freed when their seal ends."""
-    return loop.pages.slots.available + len(loop.pages.slots.seals)
+    return loop.kv.slots.available + len(loop.kv.slots.seals)

@@ -175,7 +175,7 @@ def test_cancel_frees_everything(pocket_path: Path, tmp_path: Path, cache_dir: P
             assert not loop.running
             assert not loop.waiting
             assert not loop.sessions
-            assert loop.pages.slots.available == 20
+            assert loop.kv.slots.available == 20
             assert [e async for e in generations[1]] == []
 
     run(work())

@@ -38,8 +38,8 @@ def test_f8_two_lanes_seal_one_page_at_once() -> None:
         assert [len(t.tokens) for t in told] == [12, 12]
         store = stage.now.seam.opened
         assert store is not None
-        await stage.until(lambda: not any(loop.pages.sealing.in_flight for loop in stage.now.loops))
-        await stage.until(lambda: sum(loop.pages.sealing.sealed for loop in stage.now.loops) == 2)
+        await stage.until(lambda: not any(loop.kv.sealing.in_flight for loop in stage.now.loops))
+        await stage.until(lambda: sum(loop.kv.sealing.sealed for loop in stage.now.loops) == 2)
         assert store.counters["pages_published"] == 1
         assert store.counters["pages_deduplicated"] == 1
         assert store.counters["numerics_faults"] == 0
@@ -57,8 +57,8 @@ def test_f20_a_client_leaves_while_its_rows_are_copied() -> None:
         await stage.computed(generation, 5)
         source, target = stage.home("s"), stage.other("s")
         move = asyncio.ensure_future(stage.up.promote("", "s", to=target))
-        await stage.until(lambda: bool(stage.lane(target).pages.importing.imports) and
-                          not stage.lane(target).pages.importing.queue)  # fmt: skip
+        await stage.until(lambda: bool(stage.lane(target).kv.importing.imports) and
+                          not stage.lane(target).kv.importing.queue)  # fmt: skip
         await asyncio.sleep(0.02)
         generation.cancel()
         others = [stage.start(stage.ask(words(20 + i, 200), 20)) for i in range(6)]

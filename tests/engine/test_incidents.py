@@ -55,7 +55,7 @@ async def restart(stage: Stage) -> None:
 async def other_model_after_a_restart(stage: Stage) -> None:
     prompt = words(1, 600)
     told = await stage.answer(prompt, 20, "s")
-    await stage.until(lambda: stage.lane(stage.home("s")).pages.sealing.sealed == 2)
+    await stage.until(lambda: stage.lane(stage.home("s")).kv.sealing.sealed == 2)
     stage.records.clear()
     stage.model = "another"  # the file was replaced while nobody ran
     await restart(stage)
@@ -106,7 +106,7 @@ async def a_source_is_used_again(stage: Stage) -> None:
 def copy_slot(loop: LaneLoop, of: str, over: str) -> None:
     """What a producer that reuses a slot leaves there: another session's page and records."""
     sessions = {session.session_id: session for session in loop.sessions.values()}
-    arena = loop.pages.slots.arena
+    arena = loop.kv.slots.arena
     assert arena is not None
     source, target = sessions[of].kv.open[0].slot, sessions[over].kv.open[0].slot
     shape: ArenaShape = arena.shape
@@ -144,10 +144,10 @@ async def dropped_while_it_is_sealed(stage: Stage) -> None:
     for i in range(stage.slots):
         await stage.read(stage.ask(words(50 + i, 20), 2))
     slow.delay = normal
-    await stage.until(lambda: not any(loop.pages.sealing.in_flight for loop in stage.now.loops))
-    pages = stage.lane(lane).pages
+    await stage.until(lambda: not any(loop.kv.sealing.in_flight for loop in stage.now.loops))
+    pages = stage.lane(lane).kv
     assert pages.sealing.seal_failures == 0, "a page was given away under its writer"
-    assert sum(loop.pages.sealing.sealed for loop in stage.now.loops) == 1
+    assert sum(loop.kv.sealing.sealed for loop in stage.now.loops) == 1
     assert len(stage.now.seam.opened.pages.match_prefix(words(4, 256), b"")) == 1  # type: ignore[union-attr]
 
 
@@ -177,7 +177,7 @@ def test_incident_f_a_place_under_a_writer_is_kept() -> None:
 async def a_damaged_page_amid_good_ones(stage: Stage) -> None:
     prompt = words(5, 800)
     told = await stage.answer(prompt, 5, "s")
-    await stage.until(lambda: sum(loop.pages.sealing.sealed for loop in stage.now.loops) == 3)
+    await stage.until(lambda: sum(loop.kv.sealing.sealed for loop in stage.now.loops) == 3)
     store = stage.now.seam.opened
     assert store is not None
     ref = store.pages.match_prefix(prompt, b"")[1]
@@ -291,7 +291,7 @@ async def a_loop_that_raises(stage: Stage) -> None:
     reader = stage.start(generation)
     await stage.computed(generation, 5)
     lane = stage.lane(generation.lane)
-    lane.pages.poll = bad_intent  # type: ignore[method-assign]
+    lane.kv.poll = bad_intent  # type: ignore[method-assign]
     await asyncio.wait([reader], timeout=60)
     assert reader.done(), "somebody waits for ever"
     told = reader.result()
@@ -320,7 +320,7 @@ def test_incident_l_a_task_that_ends_is_seen() -> None:
 async def a_session_that_is_restored(stage: Stage) -> None:
     prompt = words(8, 700)
     told = await stage.answer(prompt, 30, "s")
-    await stage.until(lambda: sum(loop.pages.sealing.sealed for loop in stage.now.loops) == 2)
+    await stage.until(lambda: sum(loop.kv.sealing.sealed for loop in stage.now.loops) == 2)
     await restart(stage)
     again = await stage.answer([*prompt, *told.tokens, 43], 10, "s")
     assert again.done is not None
@@ -338,7 +338,7 @@ def restored_but_not_used(patch: pytest.MonkeyPatch) -> None:
 
     def report(self: StepWriter, turn: Any) -> None:
         real(self, turn)
-        self._pages.slots.truncate(turn.session, 0)
+        self._kv.slots.truncate(turn.session, 0)
 
     patch.setattr(StepWriter, "_report", report)
 

@@ -137,8 +137,8 @@ def test_a_fault_of_ours_before_a_turn_ends_its_request_not_its_session(
         async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
             owner, name = {
                 "lane": (engine.running.dispatcher, "choose"),
-                "pages": (engine.state.lanes[0].pages.prefix, "extend"),
-                "pages on disk": (engine.state.lanes[0].pages.prefix, "loaded"),
+                "pages": (engine.state.lanes[0].kv.prefix, "extend"),
+                "pages on disk": (engine.state.lanes[0].kv.prefix, "loaded"),
             }[broken]
             real, broke = getattr(owner, name), []
 

@@ -104,7 +104,7 @@ class Life:
         store.orphaned.close()
         os.close(store._lock_fd)
         for loop in engine.state.lanes:
-            pages = loop.pages
+            pages = loop.kv
             for arena in (*pages.arenas.dead, *([pages.slots.arena] if pages.slots.arena else [])):
                 os.close(arena.fd)
                 arena.close = _nothing  # type: ignore[method-assign]
@@ -420,7 +420,7 @@ class World:
         if self.life is not None and not self.life.dead:
             self.count("evicted")
             for loop in self.life.loops:
-                loop.pages.slots.evict_oldest(Session(0, "", ""))
+                loop.kv.slots.evict_oldest(Session(0, "", ""))
 
     async def _move(self) -> None:
         """People at the control socket: sessions are sent to and fro, as long as anybody asks."""
@@ -496,7 +496,7 @@ class World:
         seen: dict[int, str] = {}
         for loop in life.loops:
             held: dict[Any, Any] = {}
-            for session in loop.pages.slots.members.values():
+            for session in loop.kv.slots.members.values():
                 before = seen.setdefault(session.key, loop.lane.name)
                 if before != loop.lane.name:
                     raise AssertionError(f"{session!r} is at home on {before} and {loop.lane.name}")
@@ -506,9 +506,9 @@ class World:
                 for slot in session.kv.open:
                     if held.setdefault(slot, session) is not session:
                         raise AssertionError(f"{slot} has two owners: {held[slot]!r}, {session!r}")
-            for row_import in loop.pages.importing.imports:
+            for row_import in loop.kv.importing.imports:
                 for slot in row_import.slots:
-                    if row_import.arena is loop.pages.slots.arena and slot in held:
+                    if row_import.arena is loop.kv.slots.arena and slot in held:
                         raise AssertionError(f"{slot} is adopted into and owned by {held[slot]!r}")
             for key in (*loop.running, *loop.waiting):
                 if home.get(key) is not loop:
@@ -555,17 +555,13 @@ class World:
         for loop in life.loops:
             if (
                 not loop.lane.alive
-                or loop.pages.slots.arena is None
-                or loop.pages.is_busy
-                or loop.pages.is_sealing
+                or loop.kv.slots.arena is None
+                or loop.kv.is_busy
+                or loop.kv.is_sealing
             ):
-                return f"{loop!r} {loop.pages!r}"
-            if (
-                loop.pages.sealing.in_flight
-                or loop.pages.sealing.queued
-                or loop.pages.importing.imports
-            ):
-                return f"{loop.pages!r}"
+                return f"{loop!r} {loop.kv!r}"
+            if loop.kv.sealing.in_flight or loop.kv.sealing.queued or loop.kv.importing.imports:
+                return f"{loop.kv!r}"
         return ""
 
     def _check_baseline(self, life: Life) -> None:
@@ -575,7 +571,7 @@ class World:
                 raise AssertionError(f"{loop!r}: expected, assigned, running, waiting are {seats}")
             if loop.seats.arrivals or loop._transfers.due:
                 raise AssertionError(f"{loop!r}: a waiter waits for an arrival or a freeze")
-            pages, arena = loop.pages, loop.pages.slots.arena
+            pages, arena = loop.kv, loop.kv.slots.arena
             assert arena is not None
             arena.check()
             held = sum(len(session.kv.open) for session in pages.slots.members.values())
@@ -594,7 +590,7 @@ class World:
         """A canary sits in an arena, the scrub reads a page, a lane just died: it ends."""
         assert life.seam.opened is not None
         reads = any(p.pins or p.writers for p in life.seam.opened.pages.index._pages.values())
-        pages = [loop.pages for loop in life.loops]
+        pages = [loop.kv for loop in life.loops]
         return reads or any(one.importing.imports or one.slots.arena is None for one in pages)
 
     def _check_empty(self, life: Life) -> None:
@@ -602,7 +598,7 @@ class World:
         store = life.seam.opened
         assert store is not None
         for loop in life.loops:
-            pages, arena = loop.pages, loop.pages.slots.arena
+            pages, arena = loop.kv, loop.kv.slots.arena
             assert arena is not None
             if arena.count(SlotState.FREE) != loop.config.places or pages.slots.members:
                 raise AssertionError(f"{arena!r} after the last session: {pages!r}")
@@ -612,7 +608,7 @@ class World:
         if pinned:
             raise AssertionError(f"pages are held without a holder: {pinned}")
         files = set(os.listdir(os.path.join(store.path, "arena"))) - set(store.orphaned.names)
-        names = {os.path.basename(loop.pages.slots.arena.path) for loop in life.loops}  # type: ignore
+        names = {os.path.basename(loop.kv.slots.arena.path) for loop in life.loops}  # type: ignore
         if files - names - set(store.orphaned.busy):
             raise AssertionError(f"arenas of the dead remain: {files - names}")
 

@@ -209,7 +209,7 @@ class Audit:
 
     async def _votes(self, page: PageContent) -> list[Statement]:
         """By every lane that is up and answers."""
-        able = [loop for loop in self._state.lanes if loop.up and loop.pages.slots.is_attached]
+        able = [loop for loop in self._state.lanes if loop.up and loop.kv.slots.is_attached]
         found = await asyncio.gather(*(self._vote(loop, loop.lane.name, page) for loop in able))
         return [statement for statements in found for statement in statements]
 
@@ -260,8 +260,8 @@ class Audit:
             elif not loop.draining:
                 loop.lane.kill("computes other numbers than it did")
                 await loop.lane.died()
-            if self._faults[name] >= FAULTS_MAX and loop.pages.sealing.publishes:
-                loop.pages.sealing.stop_publishing()
+            if self._faults[name] >= FAULTS_MAX and loop.kv.sealing.publishes:
+                loop.kv.sealing.stop_publishing()
                 log.critical("lane %s was wrong twice: it publishes no more", name)
         for loop in self._state.lanes:
             loop.recheck()

@@ -150,17 +150,13 @@ class Maintenance:
         """From its slot in the arena into the store, as a seal does it."""
         row_import, store = recompute.row_import, self._store
         parent, key = page.link(store.pages.repr_id)
-        if (
-            row_import is None
-            or not loop.pages.sealing.publishes
-            or store.pages.find(key) is not None
-        ):
+        if row_import is None or not loop.kv.sealing.publishes or store.pages.find(key) is not None:
             return
         ids = page.tokens[page.page * PAGE_TOKENS :]
         ticket = store.pages.reserve(parent, ids, page.salt, page.priority)
         if isinstance(ticket, NoRoom):
             raise StoreError(f"there is no room: {ticket.why}")
-        release = loop.pages.arenas.hold(row_import.arena)
+        release = loop.kv.arenas.hold(row_import.arena)
         try:
             sealing = store.pages.seal(ticket, row_import.arena, row_import.slots[-1], digest)
             await asyncio.shield(asyncio.wrap_future(sealing))

@@ -68,16 +68,16 @@ class LaneLoop:
         """`cost` is what a step is assumed to cost until steps were measured."""
         self._event_loop = asyncio.get_running_loop()
         self.lane = lane
-        self.pages = LaneKv(store, provenance, self._wake_threadsafe, journal.note)
+        self.kv = LaneKv(store, provenance, self._wake_threadsafe, journal.note)
         self.config = config
         self.cost = CostModel(cost)
         self.meter = StepMeter(self.cost, metrics.step_seconds.labels(lane.name))
-        self.seats = Seats(self.pages, config, store.pages.slots_max, metrics, self.now_ms)
+        self.seats = Seats(self.kv, config, store.pages.slots_max, metrics, self.now_ms)
         self.running, self.waiting = self.seats.running, self.seats.waiting
-        self.sessions = self.pages.slots.members  # every session with pages on this lane
+        self.sessions = self.kv.slots.members  # every session with pages on this lane
         self.stopping = False
         self.assigned = 0  # turns that were given to this lane and have not ended
-        self.recomputes = RecomputeQueue(self.pages, config)
+        self.recomputes = RecomputeQueue(self.kv, config)
         self.draining = ""  # why the lane computes no more,
         self.down = ""  # or why no worker can be started
         self.is_rechecking = False
@@ -86,10 +86,10 @@ class LaneLoop:
         self._metrics = metrics
         self._clock = clock
         self._emissions = Emissions(text.piece)
-        self._transfers = Transfers(lane.name, self.pages, self.seats)
+        self._transfers = Transfers(lane.name, self.kv, self.seats)
         self._steps = StepWriter(
             lane.name,
-            self.pages,
+            self.kv,
             self.seats,
             self._emissions,
             self.meter,
@@ -125,8 +125,8 @@ class LaneLoop:
     def join(self, turn: Turn) -> None:
         """Queue a turn; its session is IDLE and this lane is its home."""
         self.seats.wait(turn)
-        self.pages.slots.enter(turn.session)
-        self.pages.slots.make_reclaimable(turn.session)
+        self.kv.slots.enter(turn.session)
+        self.kv.slots.make_reclaimable(turn.session)
         self.wake()
 
     def cancel(self, turn: Turn) -> None:
@@ -151,11 +151,11 @@ class LaneLoop:
 
     def close_session(self, session: Session) -> None:
         """Close an idle session: its slots are freed, its pages unpinned."""
-        self.pages.slots.protect(session)
-        self.pages.slots.truncate(session, 0)
+        self.kv.slots.protect(session)
+        self.kv.slots.truncate(session, 0)
         self.sessions.pop(session.key, None)
         session.on(Event.CLOSE)
-        if self.pages.has_chores:
+        if self.kv.has_chores:
             self.wake()
 
     def fail_turns(self, error: BatchEngineError) -> None:
@@ -166,7 +166,7 @@ class LaneLoop:
     def drain(self, why: str) -> None:
         """Compute no more: turns wait to be evacuated, with their sealed pages only."""
         self.draining = why
-        self.pages.sealing.stop_publishing()
+        self.kv.sealing.stop_publishing()
         self.recheck()
 
     def recheck(self) -> None:
@@ -198,7 +198,7 @@ class LaneLoop:
     @property
     def is_paused(self) -> bool:
         """Whether the lane computes recomputes only: an audit is under way, or about to begin."""
-        return self._paused or bool(self.pages.provenance.disputed)
+        return self._paused or bool(self.kv.provenance.disputed)
 
     async def pause(self) -> None:
         """Plan nothing until `unpause`; returns once no step is in flight.
@@ -219,13 +219,13 @@ class LaneLoop:
         """Have the open tail of an idle session sealed: resolved once it is, or is no longer to be.
         None: there is nothing to seal.
         """
-        if not self.pages.sealing.park(session):
+        if not self.kv.sealing.park(session):
             return None
         return self._transfers.when(lambda: not _is_parking(session))
 
     def drop_open(self) -> None:
         """Drop every row that is not sealed. Call while the lane is paused."""
-        for session in self.pages.invalidation.drop_open():
+        for session in self.kv.invalidation.drop_open():
             self.session_cut(session)
 
     # ------------------------------------------------------------------------------ the loop
@@ -286,7 +286,7 @@ class LaneLoop:
         suspects = self._on_death(death)
         self._freeze_due()
         # A page that cannot be read ends the worker too, and would end the next one as well.
-        await self.pages.invalidation.recheck(suspects)
+        await self.kv.invalidation.recheck(suspects)
         await self._restart()
 
     async def _restart(self) -> None:
@@ -295,9 +295,9 @@ class LaneLoop:
         while not self.stopping:
             await asyncio.sleep(lane.backoff_s())
             started = self._clock()
-            self.pages.poll()  # the dead worker's arena goes once its last seals have ended
+            self.kv.poll()  # the dead worker's arena goes once its last seals have ended
             try:
-                await self._supervisor.restart(lane, self.config, self.pages)
+                await self._supervisor.restart(lane, self.config, self.kv)
             except (LaneDied, BatchEngineError, OSError) as error:
                 failures += 1
                 log.error("lane %s cannot start: %s", lane.name, error)
@@ -384,8 +384,8 @@ class LaneLoop:
                 turn.finish(TurnEnd("cancelled"))
         if self.is_rechecking:
             self._recheck()
-        self.pages.poll()
-        self.pages.sealing.start_seals()
+        self.kv.poll()
+        self.kv.sealing.start_seals()
         self._look_at_changed()
         self._transfers.settle_waits()
 
@@ -397,12 +397,12 @@ class LaneLoop:
             self._look_at(session)
 
     def _look_at_changed(self) -> None:
-        for session in self.pages.slots.take_changed():
+        for session in self.kv.slots.take_changed():
             self.session_cut(session)
 
     def _look_at(self, session: Session) -> None:
         """Drop its invalid pages, and its open rows if the lane is draining."""
-        if self.pages.invalidation.fall_back(session, only_sealed=bool(self.draining)):
+        if self.kv.invalidation.fall_back(session, only_sealed=bool(self.draining)):
             self.session_cut(session)
 
     def _emit(self) -> None:
@@ -420,17 +420,17 @@ class LaneLoop:
         in_flight, self._in_flight = self._in_flight, None
         self._emit()
         self.recomputes.died()
-        self.pages.lane_died(None if in_flight is None else in_flight.chores)
+        self.kv.lane_died(None if in_flight is None else in_flight.chores)
         if in_flight is not None:
-            self.pages.sealing.unverified(in_flight.verify)
+            self.kv.sealing.unverified(in_flight.verify)
         self.seats.match_all_again()
         self._transfers.settle_waits()
         self._metrics.worker_restarts_total.labels(self.lane.name).inc()
         if in_flight is None or not death.blames_step:
             return []
         for row_import in in_flight.chores.row_imports:  # what it copied may be the cause
-            if self.pages.slots.owns(row_import.session):
-                self.pages.slots.drop_pending(row_import.session)
+            if self.kv.slots.owns(row_import.session):
+                self.kv.slots.drop_pending(row_import.session)
         for turn in self._suspects.blame(in_flight.parts):
             if self.seats.holds(turn):
                 self.seats.fail(turn, errors.WORKER_KILLER(request_id=turn.generation.request_id))

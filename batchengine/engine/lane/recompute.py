@@ -72,8 +72,8 @@ class PageRecompute:
 class RecomputeQueue:
     """Recomputes of one lane, one at a time. The lane's loop sends the frames."""
 
-    def __init__(self, pages: LaneKv, config: LaneConfig) -> None:
-        self._pages = pages
+    def __init__(self, kv: LaneKv, config: LaneConfig) -> None:
+        self._kv = kv
         self._tokens_max = min(config.tokens_per_step, config.chunk_tokens_max)
         self._due: deque[PageRecompute] = deque()
         self._asked: PageRecompute | None = None  # its frame is in flight,
@@ -93,7 +93,7 @@ class RecomputeQueue:
         recompute.fail("it was cancelled")
         recompute.digest.exception()  # retrieved: there may be no waiter
         if recompute.row_import is not None:
-            self._pages.importing.abandon(recompute.row_import)
+            self._kv.importing.abandon(recompute.row_import)
 
     def is_due(self, *, idle: bool) -> bool:
         """Whether a frame may be sent now. Turns end a recompute that is not urgent."""
@@ -150,7 +150,7 @@ class RecomputeQueue:
     def _take_slots(self, recompute: PageRecompute) -> tuple[wire.ReserveSlot, ...]:
         owner = Session(KEY, "", "")  # of the slots
         n_new = recompute.n_pages - recompute.first
-        recompute.row_import = self._pages.importing.prepare(
+        recompute.row_import = self._kv.importing.prepare(
             owner, EPOCH, n_new, lambda _: None, reclaim=recompute.urgent
         )
         if recompute.row_import is None:

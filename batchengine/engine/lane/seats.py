@@ -29,7 +29,7 @@ class Seats:
 
     def __init__(
         self,
-        pages: LaneKv,
+        kv: LaneKv,
         config: LaneConfig,
         pages_budget: int,
         metrics: Metrics,
@@ -42,7 +42,7 @@ class Seats:
         self.pages_budget = pages_budget
         self.now_ms = now_ms
         self.arrivals: dict[int, asyncio.Future[float]] = {}  # see `first_commit`
-        self._pages = pages
+        self._kv = kv
         self._config = config
         self._metrics = metrics
         self._stalled_ms: float | None = None  # since when no running turn could compute
@@ -85,8 +85,8 @@ class Seats:
         turn.session.on(Event.ADMIT)
         self.running[key] = turn
         self.forget_row(turn)
-        self._pages.slots.protect(turn.session)
-        self._pages.slots.unpark(turn.session)
+        self._kv.slots.protect(turn.session)
+        self._kv.slots.unpark(turn.session)
         return turn
 
     def preempt(self, key: int) -> None:
@@ -96,7 +96,7 @@ class Seats:
         turn.deadline_ms = self.now_ms() + turn.horizon_ms
         self.waiting[key] = turn
         self.forget_row(turn)
-        self._pages.slots.make_reclaimable(turn.session)
+        self._kv.slots.make_reclaimable(turn.session)
         sla_class = turn.generation.request.sla.sla_class.value
         self._metrics.preemptions_total.labels(sla_class).inc()
 
@@ -109,7 +109,7 @@ class Seats:
         turn.session.on(Event.FINISH)
         self.forget_arrival(turn.session)
         turn.session.suspect = False
-        self._pages.slots.make_reclaimable(turn.session)
+        self._kv.slots.make_reclaimable(turn.session)
 
     def fail(self, turn: Turn, error: BatchEngineError) -> None:
         """Remove the turn and end it with this error."""
@@ -143,7 +143,7 @@ class Seats:
         which the plan cannot see. A turn that is alone and still finds none fails.
         """
         able = [t for t in self.running.values() if not (t.paused or t.session.kv.pending)]
-        if not able or self._pages.is_sealing:
+        if not able or self._kv.is_sealing:
             self._stalled_ms = None
             return
         now_ms = self.now_ms()
@@ -202,7 +202,7 @@ class Seats:
             entries_max=max(1, config.entries_max - self.expected),
             chunk_tokens_max=config.chunk_tokens_max,
             step_ms_max=config.step_ms_max,
-            slots_free=self._pages.slots.available,
+            slots_free=self._kv.slots.available,
             pages_free=max(0, self.pages_budget - held),
             pages_budget=self.pages_budget,
             cost=cost,

@@ -31,7 +31,7 @@ class StepWriter:
     def __init__(
         self,
         lane_name: str,
-        pages: LaneKv,
+        kv: LaneKv,
         seats: Seats,
         emissions: Emissions,
         meter: StepMeter,
@@ -43,7 +43,7 @@ class StepWriter:
     ) -> None:
         """`end_tokens`: tokens that end a generation."""
         self._lane_name = lane_name
-        self._pages = pages
+        self._kv = kv
         self._seats = seats
         self._emissions = emissions
         self._meter = meter
@@ -94,17 +94,17 @@ class StepWriter:
             entries.append(wire.Entry(key, session.epoch, start, n, n_pages, sampling, history_len))
             parts.append(StepEntry(turn, n, wants))
             if full_pages(start) != full_pages(end):
-                fills += [(turn, i, slot) for _, i, slot in self._pages.sealing.fills(session, n)]
-        if not entries and not self._pages.has_chores:
+                fills += [(turn, i, slot) for _, i, slot in self._kv.sealing.fills(session, n)]
+        if not entries and not self._kv.has_chores:
             return None
-        chores, verify = self._pages.chores()
+        chores, verify = self._kv.chores()
         digest = tuple([wire.Digest(slot.slot, PAGE_TOKENS) for _, _, slot in fills])
         step = wire.Step(
             tuple(entries),
             chores.poison,
             chores.reserve,
             digest + chores.digest,
-            tuple([self._pages.sealing.verify_message(seal) for seal in verify]),
+            tuple([self._kv.sealing.verify_message(seal) for seal in verify]),
             chores.relabel,
             chores.import_rows,
             chores.touch,
@@ -137,9 +137,9 @@ class StepWriter:
     def _match(self, turn: Turn) -> None:
         """Take the pages that the store has, unless they must be read from disk first."""
         turn.needs_match = False
-        pending = self._pages.prefix.extend(turn.session, turn.salt, turn.priority, _never)
+        pending = self._kv.prefix.extend(turn.session, turn.salt, turn.priority, _never)
         if pending is not None:
-            self._pages.prefix.loaded(turn.session, [False])
+            self._kv.prefix.loaded(turn.session, [False])
 
     def _room(self, turn: Turn, planned: int) -> int:
         """Tokens of this entry that have a slot; the plan counted slots, but not exactly."""
@@ -152,7 +152,7 @@ class StepWriter:
             self._report(turn)
         n = min(planned, len(session.tokens) - session.frontier)
         end = session.frontier + n
-        if end > session.kv.reach() and not self._pages.slots.ensure(session, end):
+        if end > session.kv.reach() and not self._kv.slots.ensure(session, end):
             n = session.kv.reach() - session.frontier
         return n
 
@@ -186,11 +186,11 @@ class StepWriter:
             in_flight.fills, done.digests[:n_fills], strict=True
         ):
             if turn not in nonfinite and slot in turn.session.kv.open:
-                self._pages.sealing.filled(turn.session, index, slot, digest)
-        self._pages.answered(in_flight.chores, done.digests[n_fills:], done.imported)
+                self._kv.sealing.filled(turn.session, index, slot, digest)
+        self._kv.answered(in_flight.chores, done.digests[n_fills:], done.imported)
         for seal, good in zip(in_flight.verify, done.verified, strict=True):
             session = seal.session
-            self._pages.sealing.verified(seal, good)
+            self._kv.sealing.verified(seal, good)
             if session is not None and session.key in seats.waiting:
                 seats.forget_row(seats.waiting[session.key])  # a slot less is reclaimable
         for turn in nonfinite:
@@ -231,7 +231,7 @@ class StepWriter:
         """Fail a turn with NaN or Inf in a row; every page that it computed is invalid (F45)."""
         self._metrics.numeric_faults_total.inc()
         session = turn.session
-        self._pages.invalidation.invalidate_turn(session, turn.generation.cached_tokens)
+        self._kv.invalidation.invalidate_turn(session, turn.generation.cached_tokens)
         if self._seats.holds(turn):
             self._seats.leave(turn)
         request_id = turn.generation.request_id

@@ -69,12 +69,12 @@ class WorkerSupervisor:
         self._store = store
         self._budget_bytes = budget_bytes
 
-    async def restart(self, lane: Lane, config: LaneConfig, pages: LaneKv) -> None:
+    async def restart(self, lane: Lane, config: LaneConfig, kv: LaneKv) -> None:
         """One attempt. Raises LaneDied, BatchEngineError or OSError."""
         await self._loader.load(lane, config)
-        await self.attach(lane, config, pages)
+        await self.attach(lane, config, kv)
 
-    async def attach(self, lane: Lane, config: LaneConfig, pages: LaneKv) -> None:
+    async def attach(self, lane: Lane, config: LaneConfig, kv: LaneKv) -> None:
         """A new arena for the worker that is up, mapped by it."""
         store, layout = self._store, self._store.pages.layout
         slots = config.places or min(
@@ -87,7 +87,7 @@ class WorkerSupervisor:
             try:
                 arena = await asyncio.to_thread(create)
             except StoreFull:  # rows of earlier runs are worth less than a worker
-                pages.drop_dead_arenas()
+                kv.drop_dead_arenas()
                 await asyncio.to_thread(store.orphaned.sweep, everything=True)
                 arena = await asyncio.to_thread(create)
         except StoreGone as error:
@@ -109,7 +109,7 @@ class WorkerSupervisor:
             await lane.died()
             arena.close(delete=True)
             raise
-        pages.attach(arena)
+        kv.attach(arena)
 
 
 def store_error(row: errors.Problem, error: StoreError) -> BatchEngineError:

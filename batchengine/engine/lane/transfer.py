@@ -32,11 +32,11 @@ class Transfers:
     """Freeze and thaw of one lane's sessions, and what is awaited of its pages meanwhile. All
     methods run between two steps, except `at_boundary` and `when`."""
 
-    def __init__(self, lane_name: str, pages: LaneKv, seats: Seats) -> None:
+    def __init__(self, lane_name: str, kv: LaneKv, seats: Seats) -> None:
         self.due: list[tuple[Session, asyncio.Future[Frozen | None]]] = []  # at the next boundary
         self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._lane_name = lane_name
-        self._pages = pages
+        self._kv = kv
         self._seats = seats
 
     def at_boundary(self, session: Session) -> asyncio.Future[Frozen | None]:
@@ -77,9 +77,9 @@ class Transfers:
         turn, seated = self._seats.take(session)
         session.on(Event.FREEZE)
         self._seats.forget_arrival(session)
-        self._pages.slots.protect(session)
+        self._kv.slots.protect(session)
         last_ms = self._seats.now_ms() if turn is None else turn.served_ms
-        return Frozen(turn, seated, last_ms, self._pages.provenance.audits)
+        return Frozen(turn, seated, last_ms, self._kv.provenance.audits)
 
     def thaw(self, session: Session, frozen: Frozen) -> bool:
         """The session goes on here, with the seat and the deadline it had.
@@ -88,9 +88,9 @@ class Transfers:
         turn is to look again for what the store has.
         """
         session.on(Event.THAW)
-        self._pages.slots.enter(session)
+        self._kv.slots.enter(session)
         turn = frozen.turn
-        self._pages.slots.make_reclaimable(session)
+        self._kv.slots.make_reclaimable(session)
         if turn is not None:
             self._seats.wait(turn)
             self._seats.forget_row(turn)
@@ -98,7 +98,7 @@ class Transfers:
                 turn.generation.lane = self._lane_name
             if frozen.seated and (turn.paused or self._seats.free > 0):
                 self._seats.seat(session.key)
-        if frozen.audits == self._pages.provenance.audits:
+        if frozen.audits == self._kv.provenance.audits:
             return False
-        self._pages.slots.keep_sealed(session)
+        self._kv.slots.keep_sealed(session)
         return True

@@ -307,7 +307,7 @@ class Dispatcher:
             lanes = " or ".join(loop.lane.name for loop in self._state.lanes)
             raise errors.UNKNOWN_LANE(given=to, lanes=lanes)
         if loop is None and home is not None:  # asked twice is not asked to go back
-            settled = home.config.tier == tier and home.lane.alive and home.pages.slots.is_attached
+            settled = home.config.tier == tier and home.lane.alive and home.kv.slots.is_attached
             loop = home if settled else self._refuge(home)
         if loop is None:
             raise errors.NO_OTHER_LANE(lane=name or "here")
@@ -375,10 +375,7 @@ class Dispatcher:
         able = [
             loop
             for loop in self._state.lanes
-            if loop is not away_from
-            and loop.up
-            and loop.pages.slots.is_attached
-            and not loop.stopping
+            if loop is not away_from and loop.up and loop.kv.slots.is_attached and not loop.stopping
         ]
         best = max(able, key=lambda loop: loop.seats.free, default=None)
         return best if best is not None and best.seats.free > 0 else None
@@ -389,7 +386,7 @@ class Dispatcher:
         try:
             for session in self._evacuees(loop):
                 to = self._refuge(loop)
-                if (loop.pages.slots.is_attached and not loop.draining) or to is None:
+                if (loop.kv.slots.is_attached and not loop.draining) or to is None:
                     return
                 await self.move(session, to, MoveCause.EVACUATION)
         finally:
@@ -398,7 +395,7 @@ class Dispatcher:
     def _evacuees(self, loop: LaneLoop) -> list[Session]:
         """Sessions with turns on a lane that is down, except suspects; or on a drained one, once
         they have dropped what it computed."""
-        settled = not loop.is_rechecking if loop.draining else not loop.pages.slots.is_attached
+        settled = not loop.is_rechecking if loop.draining else not loop.kv.slots.is_attached
         if not settled or loop.stopping:
             return []
         turns = [*loop.running.values(), *loop.waiting.values()]

@@ -88,7 +88,7 @@ class Migration:
     def undo(self) -> None:
         """As if nothing had been asked."""
         if self.row_import is not None:
-            self.to.pages.importing.abandon(self.row_import)
+            self.to.kv.importing.abandon(self.row_import)
         self.release_seats()
         if self.frozen is not None and self.session.state is State.FROZEN:
             self.source.thaw(self.session, self.frozen)
@@ -160,7 +160,7 @@ class Migrator:
         self._check(session, to)
         if source is None:  # it never computed: there is nothing to hand over
             self._state.home[session.key] = to
-            to.pages.slots.enter(session)
+            to.kv.slots.enter(session)
             return report, None
         move = Migration(session, source, to)
         try:
@@ -178,7 +178,7 @@ class Migrator:
         """Reasons to stay that may come up at any time before P5."""
         if self._stopping or to.stopping:
             raise Abort("the daemon is shutting down")
-        if not to.up or not to.pages.slots.is_attached:
+        if not to.up or not to.kv.slots.is_attached:
             raise Abort(f"lane {to.lane.name} is {'drained' if to.draining else 'down'}")
         if session.suspect:
             raise Abort("it was in a step that killed a worker, and proves itself where it is")
@@ -200,16 +200,16 @@ class Migrator:
                     " by sessions as urgent"
                 )
         n_pages = max(len(session.kv.open), len(session.kv.pending)) + (turn is not None)
-        move.row_import = to.pages.importing.prepare(
+        move.row_import = to.kv.importing.prepare(
             session, move.epoch, n_pages, move.on_imported, warm=True
         )
         if move.row_import is None:
             raise Abort(
                 f"no room: {n_pages} open pages are needed on lane {to.lane.name}, and it has"
-                f" {to.pages.slots.available} places to give"
+                f" {to.kv.slots.available} places to give"
             )
         await self._touch(to, session.kv.codes[: len(session.kv.sealed)])
-        if move.source.pages.slots.is_relabeling(session):
+        if move.source.kv.slots.is_relabeling(session):
             # The client cut its history just now: rows prove themselves once they are recorded
             # under the epoch of what is left. It is not cut again before the move has ended.
             await self._touch(move.source, ())
@@ -220,9 +220,7 @@ class Migrator:
         """Returns once the lane has answered a frame that was yet to be sent, and has faulted
         these pages in; or once its worker died, which is noticed later."""
         touched: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        loop.pages.touches.touch(
-            sealed, lambda: None if touched.done() else touched.set_result(None)
-        )
+        loop.kv.touches.touch(sealed, lambda: None if touched.done() else touched.set_result(None))
         loop.wake()
         await asyncio.wait([touched], timeout=ANSWER_S)
         if not touched.done():
@@ -236,7 +234,7 @@ class Migrator:
         if move.frozen is None:
             raise Abort("it ended meanwhile")
         if session.kv.parked is not None:
-            source.pages.slots.vacate(session)
+            source.kv.slots.vacate(session)
         await self._at("P2")
 
     async def _copy(self, move: Migration) -> None:
@@ -245,9 +243,9 @@ class Migrator:
         if row_import is None:
             raise RuntimeError("copy before prepare")
         self._check(session, to)
-        pending_rows = source.pages.importing.sources(session)
+        pending_rows = source.kv.importing.sources(session)
         rows = [pending for pending in pending_rows if isinstance(pending.source, FromArena)]
-        if not to.pages.importing.import_rows(row_import, rows):
+        if not to.kv.importing.import_rows(row_import, rows):
             raise Abort(f"no room: lane {to.lane.name} has no place for {len(rows)} open pages")
         to.wake()
         await self._at("P3")
@@ -263,7 +261,7 @@ class Migrator:
         missing = session.frontier - move.reach()
         if missing > RECOMPUTE_MAX and source.lane.alive:
             raise Abort(f"{missing} of its rows could not be proven; they are good where they are")
-        if move.frozen is not None and move.frozen.audits != to.pages.provenance.audits:
+        if move.frozen is not None and move.frozen.audits != to.kv.provenance.audits:
             raise Abort("an audit invalidated its open rows")
         turn = None if move.frozen is None else move.frozen.turn
         if turn is not None and (turn.generation.cancelled or turn.generation.finished):
@@ -295,11 +293,11 @@ class Migrator:
             move.undo()
             raise Abort(CLOSED)
         before = session.frontier
-        left = source.pages.slots.detach(session)
+        left = source.kv.slots.detach(session)
         tails = session.kv.take_pending(lambda o: not isinstance(o.source, FromArena))
-        rows_copied = to.pages.importing.rows_imported
-        to.pages.importing.install(row_import)
-        to.pages.importing.bring(session, tails)
+        rows_copied = to.kv.importing.rows_imported
+        to.kv.importing.install(row_import)
+        to.kv.importing.bring(session, tails)
         self._state.home[session.key] = to
         if frozen.turn is not None or self._has_turn(session):
             source.assigned -= 1
@@ -310,14 +308,14 @@ class Migrator:
             tokens=len(session.tokens),
             pages_shared=len(session.kv.sealed) + sum(o in tails for o in session.kv.pending),
             pages_copied=len(row_import.pending_rows),
-            rows_copied=to.pages.importing.rows_imported - rows_copied,
+            rows_copied=to.kv.importing.rows_imported - rows_copied,
             rows_recomputed=max(0, before - session.frontier) if not session.kv.pending else 0,
         )
         if frozen.turn is not None and frozen.seated:
             move.arrival = to.seats.first_commit(session)
         to.thaw(session, frozen)
         await self._at("P6")
-        source.pages.slots.release(left)
+        source.kv.slots.release(left)
         source.wake()
         await self._at("P7")
         await self._at("P8")

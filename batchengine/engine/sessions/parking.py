@@ -47,5 +47,5 @@ class Parking:
             parked.cancel()
         is_still_there = self._state.home.get(session.key) is loop
         if leave and is_still_there and self._state.is_at_rest(session):
-            loop.pages.slots.truncate(session, 0)
+            loop.kv.slots.truncate(session, 0)
             loop.wake()

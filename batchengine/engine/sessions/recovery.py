@@ -220,7 +220,7 @@ class SessionRecovery:
         """As `Session.rebase`, of a session without a turn; its lane's table follows."""
         session.rebase(tokens)
         if (home := self._state.home.get(session.key)) is not None:
-            home.pages.slots.fit(session)
+            home.kv.slots.fit(session)
 
     # -------------------------------------------------------------------------------- begin
 
@@ -259,7 +259,7 @@ class SessionRecovery:
 
     # ----------------------------------------------------------------------------- open rows
 
-    def import_open_rows(self, turn: Turn, pages: LaneKv) -> None:
+    def import_open_rows(self, turn: Turn, kv: LaneKv) -> None:
         """After the sealed pages of the prefix: an open page that exists somewhere, row by row.
 
         It is in an arena of the life before this one, if the session was killed with it, or in the
@@ -278,11 +278,11 @@ class SessionRecovery:
         left = self._left_open(session, first)
         tail = self._tail(session, first, ids, turn.priority)
         if tail is not None and (not left or left[0].rows <= tail.rows):
-            pages.slots.claim_pending(session, [tail])
+            kv.slots.claim_pending(session, [tail])
         elif left:
             if tail is not None:
                 tail.release()
-            pages.slots.claim_pending(session, left)
+            kv.slots.claim_pending(session, left)
 
     def _left_open(self, session: Session, first: int) -> list[PendingRows]:
         """Pages from `first` on that the last life left in its arenas, without a gap.

@@ -360,7 +360,7 @@ class Requests:
         state.turns[generation] = turn
         state.home[session.key] = loop
         loop.assigned += 1
-        loop.pages.slots.protect(session)
+        loop.kv.slots.protect(session)
         session.priority = turn.priority
         return turn
 
@@ -374,7 +374,7 @@ class Requests:
             if session.state is not State.IDLE:
                 raise  # half of a lane's tables have the turn
             log.exception("a request of session %s cannot begin", session.session_id)
-            self._state.home[session.key].pages.slots.truncate(session, 0)  # it may be half done
+            self._state.home[session.key].kv.slots.truncate(session, 0)  # it may be half done
             turn.finish(TurnEnd(error=errors.of_request(error)))
 
     async def _find_kv(self, turn: Turn) -> None:
@@ -387,8 +387,8 @@ class Requests:
             plan = self._dispatcher.restores.plan(turn, loop, tokens, cold_tokens, cold_bytes)
             return plan.choice != "recompute"
 
-        loop.pages.slots.fit(session)
-        pending = loop.pages.prefix.extend(session, turn.salt, turn.priority, is_worth_reading)
+        loop.kv.slots.fit(session)
+        pending = loop.kv.prefix.extend(session, turn.salt, turn.priority, is_worth_reading)
         if pending is not None:
             asked_ms = self._state.now_ms()
             try:
@@ -398,14 +398,14 @@ class Requests:
                 good = [False]
             self._dispatcher.restores.done(turn, self._state.now_ms() - asked_ms)
             await self._state.moved(session)
-            self._state.home[session.key].pages.prefix.loaded(session, good)
+            self._state.home[session.key].kv.prefix.loaded(session, good)
 
     def _enqueue(self, turn: Turn) -> None:
         generation, loop = turn.generation, self._state.home[turn.session.key]
         if generation.cancelled or generation.finished:
             turn.finish(TurnEnd("cancelled"))
             return
-        self._recovery.import_open_rows(turn, loop.pages)
+        self._recovery.import_open_rows(turn, loop.kv)
         ahead = sum(other.rank <= turn.rank for other in loop.waiting.values())
         loop.join(turn)
         if ahead or len(loop.running) >= loop.config.entries_max:

@@ -110,7 +110,7 @@ async def publish(stage: Stage, lane: str, prompt: Sequence[int]) -> None:
 
 async def settled(stage: Stage) -> None:
     """No page is on its way to the store."""
-    await stage.until(lambda: not any(loop.pages.is_sealing for loop in stage.now.loops))
+    await stage.until(lambda: not any(loop.kv.is_sealing for loop in stage.now.loops))
 
 
 async def expose(stage: Stage, lane: str) -> None:

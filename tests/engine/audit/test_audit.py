@@ -118,12 +118,12 @@ def test_when_no_majority_says_which_is_right_both_contents_go() -> None:
         await read_wrong(asked)
         logged(stage, "no majority")
         assert not stage.lane("right").draining
-        assert stage.lane("right").pages.sealing.publishes
+        assert stage.lane("right").kv.sealing.publishes
         assert any("no majority" in line for line in stage.up.stats()["troubles"])
         await stage.until(lambda: pages_of(stage, prompt) == 1)
         await stage.answer([*prompt, 83], 20, "good")  # the page that was computed again is right
         del stage.plans[0]
-        stage.lane("left").draining, stage.lane("left").pages.sealing.publishes = "", True
+        stage.lane("left").draining, stage.lane("left").kv.sealing.publishes = "", True
         await expose(stage, "right")
         assert not any("no majority" in line for line in stage.up.stats()["troubles"])
 
@@ -138,7 +138,7 @@ def test_the_only_lane_gets_a_new_worker_and_publishes_no_more_after_two_faults(
         stage.lane("right").drain("it is out of order")
         left = stage.lane("left")
         for incarnation, prompt in ((2, first), (3, second)):
-            assert left.pages.sealing.publishes
+            assert left.kv.sealing.publishes
             strike(stage, "left", lambda e: e.start == 0)
             with no_prefix():
                 asked = stage.ask(prompt, 1, f"bad {incarnation}")
@@ -154,7 +154,7 @@ def test_the_only_lane_gets_a_new_worker_and_publishes_no_more_after_two_faults(
         await stage.answer(third, 20, "third")
         await asyncio.sleep(5.0)
         assert pages_of(stage, third) == 0
-        left.pages.sealing.publishes = True  # what waits for that would wait for ever
+        left.kv.sealing.publishes = True  # what waits for that would wait for ever
         left.wake()
 
     play(scene, limits__canary_s=0)
@@ -506,7 +506,7 @@ def test_a_tail_that_a_turn_parked_on_its_way_goes_too() -> None:
         await stage.computed(asked, 2)
         left, session = stage.lane("left"), stage.up.state.sessions["", "s"]
         left.seats.preempt(session.key)
-        left.pages.sealing.park(session)
+        left.kv.sealing.park(session)
         session.priority = 0
         left.wake()
         await asyncio.sleep(0)

@@ -52,7 +52,7 @@ def test_lanes_that_rest_compute_the_same_again_and_again() -> None:
         await asyncio.sleep(2.5 * EVERY_S)
         for name in ("left", "right"):
             assert canaries(stage, name, "equal") == 3
-            assert stage.lane(name).pages.slots.available == stage.slots
+            assert stage.lane(name).kv.slots.available == stage.slots
         store = stage.now.seam.opened
         assert store is not None
         assert store.stat()["pages_published"] == 0

@@ -163,7 +163,7 @@ def test_a_page_that_a_seal_found_bad_goes_from_every_holder(
             left = engine.state.lanes[0]
             await held(engine, "a", PROMPT[:20], 0)
             await put(engine, "a", "left")
-            left.pages.prefix.extend = lambda *_: None  # type: ignore[method-assign]
+            left.kv.prefix.extend = lambda *_: None  # type: ignore[method-assign]
             rot(engine, bad)
             died = die_at(left, lambda step: dies and bool(step.verify))
             seen = at_revival(engine, lambda: lets_go(engine, b, bad))
@@ -178,7 +178,7 @@ def test_a_page_that_a_seal_found_bad_goes_from_every_holder(
                 await died.wait()
                 await until(lambda: bool(seen))
                 assert all(seen)
-            del left.pages.prefix.extend
+            del left.kv.prefix.extend
             await prove(engine, b, bad, reference)
 
     run(work())
@@ -210,9 +210,9 @@ class Unreadable:
 
 def is_every_slot_owned(loop: LaneLoop) -> bool:
     held = sum(len(member.kv.open) for member in loop.sessions.values())
-    arena = loop.pages.slots.arena
+    arena = loop.kv.slots.arena
     assert arena is not None
-    return arena.count(SlotState.OPEN) <= held + len(loop.pages.slots.seals)
+    return arena.count(SlotState.OPEN) <= held + len(loop.kv.slots.seals)
 
 
 @pytest.mark.parametrize("moved", [True, False])
@@ -251,7 +251,7 @@ def test_a_suspect_that_moves_while_its_pages_are_read(
             longer = [*session.tokens, 9]
             more = await read(engine.submit(request(longer, 20, session="s")))
             assert more.tokens == reference.tokens(longer, 20)
-            await until(lambda: here.pages.slots.is_attached and there.pages.slots.is_attached)
+            await until(lambda: here.kv.slots.is_attached and there.kv.slots.is_attached)
             # a table cut by the wrong lane leaves slots without an owner
             await until(lambda: all(is_every_slot_owned(loop) for loop in (here, there)))
 
@@ -266,7 +266,7 @@ def test_a_tail_on_its_way_to_the_store_is_held_by_no_dropped_session(
         async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
             session = await held(engine, "s", PROMPT[:300], 1)
             loop = engine.state.home[session.key]
-            slots = loop.pages.slots.available
+            slots = loop.kv.slots.available
             store: Any = engine.running.store.pages
             real, late = getattr(store, stage), list[tuple[Future[Any], Future[Any]]]()
 
@@ -276,7 +276,7 @@ def test_a_tail_on_its_way_to_the_store_is_held_by_no_dropped_session(
                 return future
 
             setattr(store, stage, slow)
-            loop.pages.sealing.park(session)
+            loop.kv.sealing.park(session)
             loop.wake()
             await until(lambda: bool(late))
             dropping = asyncio.ensure_future(engine.drop("", "s"))
@@ -285,8 +285,8 @@ def test_a_tail_on_its_way_to_the_store_is_held_by_no_dropped_session(
             future, answer = late[0]
             future.set_result(await asyncio.wrap_future(answer))
             await dropping
-            await until(lambda: not loop.pages.sealing.in_flight)
+            await until(lambda: not loop.kv.sealing.in_flight)
             assert engine.stats()["store"]["pages_pinned"] == 0
-            await until(lambda: loop.pages.slots.available == slots)
+            await until(lambda: loop.kv.slots.available == slots)
 
     run(work())

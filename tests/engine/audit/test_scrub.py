@@ -198,15 +198,15 @@ def test_of_lanes_that_differ_the_wrong_one_is_drained(
             loops = {loop.lane.name: loop for loop in engine.state.lanes}
             late = [loop for name, loop in loops.items() if (name == "bad") == (first == "good")]
             for loop in late:
-                loop.pages.sealing.publishes = False  # held back by the test
+                loop.kv.sealing.publishes = False  # held back by the test
             right = engine.submit(request(prompt, 300, sla="interactive"))
             wrong = engine.submit(request(prompt, 300, sla="batch"))
             tasks = [asyncio.ensure_future(read(g)) for g in (right, wrong)]
             await until(
-                lambda: any(one.pages.sealing.sealed for one in loops.values() if one not in late)
+                lambda: any(one.kv.sealing.sealed for one in loops.values() if one not in late)
             )
             for loop in late:
-                loop.pages.sealing.publishes = True
+                loop.kv.sealing.publishes = True
                 loop.wake()
             await until(lambda: bool(loops["bad"].draining))
             answers = await asyncio.gather(*tasks)

@@ -63,7 +63,7 @@ class SlowDisk:
 
 async def evicted(engine: Engine, session: Session) -> None:
     """What a full store does to the oldest reclaimable session."""
-    assert engine.state.home[session.key].pages.slots.evict_oldest(Session(0, "", ""))
+    assert engine.state.home[session.key].kv.slots.evict_oldest(Session(0, "", ""))
 
 
 async def invalidated(engine: Engine, session: Session) -> None:
@@ -140,13 +140,13 @@ def test_an_invalid_tail_is_not_taken(
             first = await read(engine.submit(request(PROMPT, 20, session="s")))
             session = engine.state.sessions["", "s"]
             loop = engine.state.home[session.key]
-            loop.pages.sealing.park(session)
+            loop.kv.sealing.park(session)
             loop.wake()
             await until(lambda: session.kv.parked is not None)
             assert session.kv.parked is not None
             tail = session.kv.parked.ref
             if where == "store":
-                loop.pages.slots.vacate(session)
+                loop.kv.slots.vacate(session)
             engine.running.store.pages.invalidate(tail)
             loop.recheck()
             await until(lambda: not loop.is_rechecking)
@@ -207,7 +207,7 @@ def test_a_frontier_without_pages_is_computed_again(
             frozen = await loop.freeze(session)
             assert frozen is not None
             frontier = session.frontier
-            loop.pages.slots.truncate(session, 1)
+            loop.kv.slots.truncate(session, 1)
             session.frontier = frontier
             loop.thaw(session, frozen)
             await until(lambda: generation.finished)
@@ -312,7 +312,7 @@ def test_a_cut_by_the_ledger_takes_the_table_along(
             await read(engine.submit(request(longer, 60, session="s")))
             session, pages = (
                 engine.state.sessions["", "s"],
-                engine.state.lanes[0].pages,
+                engine.state.lanes[0].kv,
             )
             pages.sealing.park(session)
             engine.state.lanes[0].wake()

@@ -133,7 +133,7 @@ def test_idle_sessions_give_their_pins_even_after_the_worker_died(
         ) as engine:  # fmt: skip
             for i in range(4):
                 await read(engine.submit(request(words(40 + i, 800), 4, session=f"s{i}")))
-                await until(lambda: not engine.state.lanes[0].pages.is_sealing)
+                await until(lambda: not engine.state.lanes[0].kv.is_sealing)
             os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
             await until(lambda: engine.lanes()[0]["incarnation"] == 2)
             prompt = words(50, 2300)

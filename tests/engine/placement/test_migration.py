@@ -37,7 +37,7 @@ async def two_lanes(
         await until(lambda: not engine.state.turns)
         for loop in engine.state.lanes:
             assert loop.seats.expected == 0
-            await until(lambda loop=loop: not loop.pages.importing.imports)
+            await until(lambda loop=loop: not loop.kv.importing.imports)
             assert not loop.seats.arrivals
             for session in loop.sessions.values():
                 session.check()

@@ -60,7 +60,7 @@ class Cut:
         self.source: LaneLoop = engine.state.home[self.session.key]
         self.target = next(loop for loop in engine.state.lanes if loop is not self.source)
         self.pid = self.source.lane.pid
-        pages = self.source.pages
+        pages = self.source.kv
         if when == "yet to be sent":
             os.kill(self.pid, signal.SIGSTOP)
             await asyncio.sleep(0.05)  # what it had answered is dealt with, the next step is sent
@@ -114,7 +114,7 @@ def test_a_move_waits_until_the_cut_is_carried_out(
             answer = await cut.begin(when)
             before = engine.stats()["tokens_recomputed"]
             moving = asyncio.ensure_future(engine.promote("", "s", to=cut.target.lane.name))
-            await until(lambda: bool(cut.source.pages.touches) or moving.done())
+            await until(lambda: bool(cut.source.kv.touches) or moving.done())
             assert not moving.done()
             cut.go_on()
             report = await moving

@@ -59,9 +59,7 @@ def plant(engine: Engine, point: str, fault: Callable[[], Awaitable[None]]) -> N
 
 
 async def all_up(engine: Engine) -> None:
-    await until(
-        lambda: all(loop.lane.alive and loop.pages.slots.arena for loop in engine.state.lanes)
-    )
+    await until(lambda: all(loop.lane.alive and loop.kv.slots.arena for loop in engine.state.lanes))
 
 
 async def start(
@@ -95,7 +93,7 @@ def slots_held(loop: LaneLoop) -> int:
 
 
 def slots_open(loop: LaneLoop) -> int:
-    arena = loop.pages.slots.arena
+    arena = loop.kv.slots.arena
     return -1 if arena is None else arena.count(SlotState.OPEN)
 
 
@@ -297,7 +295,7 @@ def test_rows_that_do_not_prove_themselves_stay(
 
 def flip_record(loop: LaneLoop, session: Session) -> None:
     """Damage the digest of the first row of the session's last open page."""
-    arena = loop.pages.slots.arena
+    arena = loop.kv.slots.arena
     assert arena is not None
     at = arena.shape.rows_offset(session.kv.open[-1].slot)
     record = os.pread(arena.fd, 16, at)

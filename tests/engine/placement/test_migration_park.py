@@ -32,7 +32,7 @@ def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
 async def parked(engine: Engine, name: str) -> Session:
     """Park an idle session's tail and wait until it is in the store."""
     session = engine.state.sessions["", name]
-    pages = engine.state.home[session.key].pages
+    pages = engine.state.home[session.key].kv
     assert pages.sealing.park(session)
     assert not pages.sealing.digests.may_park(session) or pages.sealing.is_parking
     await until(lambda: session.kv.parked is not None)
@@ -53,7 +53,7 @@ def test_a_parked_session_loses_its_place_and_no_row(
             session = await parked(engine, "s")
             assert session.kv.parked is not None
             assert (session.kv.parked.page, session.kv.parked.rows) == (2, 729 - 512)
-            pages = engine.state.lanes[0].pages
+            pages = engine.state.lanes[0].kv
             wanted = pages.slots.available  # every slot there is, and that of the session
             taken = pages.importing.prepare(Session(0, "other", ""), 1, wanted, lambda _: None)
             assert taken is not None
@@ -154,7 +154,7 @@ def test_sessions_that_rest_are_parked(
                 elif turn % 3 == 1:
                     await asyncio.sleep(0.06 + turn / 1000)
                 history += [*answer.tokens, 40 + turn]
-            assert engine.state.lanes[0].pages.sealing.tails_parked >= 4
+            assert engine.state.lanes[0].kv.sealing.tails_parked >= 4
             assert engine.stats()["tokens_recomputed"] == 0
 
     run(work())

@@ -129,7 +129,7 @@ def storm(model: Path, folder: Path, cache_dir: Path, seed: int, kills: int) -> 
             for loop in engine.state.lanes:
                 await until(lambda loop=loop: slots_held(loop) == slots_open(loop))
                 assert loop.seats.expected == 0
-                assert not loop.pages.importing.imports
+                assert not loop.kv.importing.imports
             tally["recomputed"] = engine.stats()["tokens_recomputed"]
             tally["computed"] = engine.stats()["tokens_computed"]
 

@@ -205,7 +205,7 @@ def test_a_parked_session_leaves_its_lane_and_comes_back_by_its_tool_call(
             await engine.park("", "s", "call-1")
             loop = engine.state.lanes[0]
             await until(lambda: engine.sessions()[0]["pages"] == 0)
-            await until(lambda: loop.pages.slots.available == 12)
+            await until(lambda: loop.kv.slots.available == 12)
             assert int(engine.stats()["store"]["pages_pinned"]) == 0
             history = [*start, *one.tokens]
             stranger = dataclasses.replace(after(history, "call-1"), tenant="other")
