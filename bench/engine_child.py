@@ -313,7 +313,9 @@ def _config(settings: dict[str, Any]) -> Config:
 
 
 async def _live(child: Child, settings: dict[str, Any], commands: int) -> int:
-    engine = child.engine = Engine(_config(settings), worker_command=("worker",))
+    engine = child.engine = Engine(
+        _config(settings), worker_command=("worker",), on_point=child.switch.point
+    )
     await engine.start(lambda _: None)
     child.switch.watch(engine)
     reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)

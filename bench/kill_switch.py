@@ -65,8 +65,7 @@ class KillSwitch:
         worker_process.Lane._send = counted
 
     def watch(self, engine: Engine) -> None:
-        """Once it has started: its hand-overs and its workers too."""
-        engine.running.migrator.on_point = self.point
+        """Once it has started: its workers can be killed too."""
         self._workers = lambda: [pid for loop in engine.state.lanes if (pid := loop.lane.pid)]
 
 

@@ -97,10 +97,9 @@ class Length:
 class Moves:
     """One engine, and sessions of several lengths moved about in it."""
 
-    def __init__(self, engine: Engine, moves: int) -> None:
-        self.engine, self.moves = engine, moves
+    def __init__(self, config: Config, moves: int) -> None:
+        self.engine, self.moves = Engine(config, on_point=self._at), moves
         self.points: dict[str, float] = {}  # ms, of the last move
-        engine.running.migrator.on_point = self._at
 
     def _at(self, point: str) -> None:
         self.points[point] = time.perf_counter() * 1000
@@ -240,16 +239,15 @@ async def _moves(path: Path, lengths: list[int], moves: int, folder: str) -> lis
         router=RouterConfig(promote_auto=False, demote_idle_s=0.0),
         cache_dir=str(DISK if DISK.is_dir() else folder),
     )
-    engine = Engine(config)
-    await engine.start(lambda _: None)
+    bench, found = Moves(config, moves), list[Length]()
+    await bench.engine.start(lambda _: None)
     try:
-        bench, found = Moves(engine, moves), list[Length]()
         for length in lengths:
             found.append(await bench.measure(length))
             _print(found[-1])
         return found
     finally:
-        await engine.stop(0.0)
+        await bench.engine.stop(0.0)
 
 
 def _print(row: Length) -> None:

@@ -61,7 +61,7 @@ def test_parking_during_a_move_parks(pocket_path: Path, tmp_path: Path, cache_di
                     begun.set()
                     await go_on.wait()
 
-            engine.running.migrator.on_point = hold
+            engine.plant(hold)
             lane = {row["session_id"]: row["lane"] for row in engine.sessions()}["s"]
             to = "bulk" if lane == "fast" else "fast"
             move = asyncio.ensure_future(engine.promote("", "s", to=to))

@@ -30,7 +30,7 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.supervisor import ModelLoader, WorkerSupervisor, store_error
 from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.placement.dispatcher import Dispatcher
-from batchengine.engine.placement.migration import Migrator
+from batchengine.engine.placement.migration import Migrator, OnPoint
 from batchengine.engine.sessions.crash_marker import CrashMarker
 from batchengine.engine.sessions.operations import SessionOperations
 from batchengine.engine.sessions.parking import Parking
@@ -174,10 +174,13 @@ async def start(
     command: tuple[str, ...],
     on_stage: OnStage,
     on_progress: OnProgress,
+    on_point: OnPoint,
 ) -> Running:
     """Everything up and nothing running yet, or an error with nothing left behind."""
     async with contextlib.AsyncExitStack() as undo:
-        running = await _start(config, state, command or WORKER, on_stage, on_progress, undo)
+        running = await _start(
+            config, state, command or WORKER, on_stage, on_progress, on_point, undo
+        )
         undo.pop_all()
         return running
 
@@ -188,6 +191,7 @@ async def _start(
     command: tuple[str, ...],
     on_stage: OnStage,
     on_progress: OnProgress,
+    on_point: OnPoint,
     undo: contextlib.AsyncExitStack,
 ) -> Running:
     model = Path(config.model.path)
@@ -219,22 +223,22 @@ async def _start(
     detail = f"{store.path}, {store.pages.slots_max} pages"
     on_stage(Stage(4, STAGES, "kv store", detail, time.monotonic() - started))
     state.open(store, loops)
-    return await _compose(config, state, info, text, store, journal, factory)
+    return await _compose(state, info, text, store, journal, factory, on_point)
 
 
 async def _compose(
-    config: Config,
     state: EngineState,
     info: ModelInfo,
     text: TextFrontend,
     store: Store,
     journal: Journal,
     factory: LaneFactory,
+    on_point: OnPoint,
 ) -> Running:
     tasks, crash_marker = Tasks(), CrashMarker(store.path)
     recovery = SessionRecovery(state, store, journal, factory.suspects)
     await recovery.start(crash_marker)
-    migrator = Migrator(state, journal)
+    migrator = Migrator(state, journal, on_point)
     dispatcher = Dispatcher(state, migrator, tasks.spawn)
     audit = Audit(state, store, factory.provenance, factory.fresh_worker)
     audit.watch_store()

@@ -18,6 +18,7 @@ from batchengine.config import Config
 from batchengine.core import GenerationRequest, ModelInfo, Presence, Stage
 from batchengine.engine import boot, report
 from batchengine.engine.boot import Running
+from batchengine.engine.placement.migration import OnPoint, pass_point
 from batchengine.engine.sessions.recovery import durable_name
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation
@@ -36,12 +37,20 @@ STORE_OPS = ("stat", "verify", "gc")
 class Engine:
     """One model, its lanes, its store. Use: `start`, `submit`..., `stop`."""
 
-    def __init__(self, config: Config, *, worker_command: tuple[str, ...] = ()) -> None:
-        """`worker_command` replaces the worker program (tests of the same protocol)."""
+    def __init__(
+        self,
+        config: Config,
+        *,
+        worker_command: tuple[str, ...] = (),
+        on_point: OnPoint = pass_point,
+    ) -> None:
+        """`worker_command` replaces the worker program (tests of the same protocol); `on_point`
+        is called at each point of a migration."""
         self.config = config
         self.state = EngineState(config)
         self.metrics = self.state.metrics
         self._worker_command = worker_command
+        self._on_point = on_point
         self._phase = "loading"
         self._progress = 0.0
         self._running: Running | None = None
@@ -94,7 +103,12 @@ class Engine:
         """Load the model on every lane and open the store; requests may come afterwards."""
         try:
             running = await boot.start(
-                self.config, self.state, self._worker_command, on_stage, self._set_progress
+                self.config,
+                self.state,
+                self._worker_command,
+                on_stage,
+                self._set_progress,
+                self._on_point,
             )
         except BaseException:
             self._phase = "stopped"

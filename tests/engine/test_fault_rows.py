@@ -89,7 +89,7 @@ def test_f28_the_daemon_is_told_to_stop_during_moves_and_seals() -> None:
                 stopping.append(asyncio.ensure_future(stage.up.stop(0.0)))
                 stage.tasks.add(stopping[0])
 
-        stage.up.running.migrator.on_point = on_point
+        stage.plant(on_point)
         stage.stopping = True
         try:
             await stage.up.promote("", "s0", to=stage.other("s0"))

@@ -96,7 +96,7 @@ async def a_source_is_used_again(stage: Stage) -> None:
             stage.process(source).end(-9)
             await stage.until(lambda: not loop.lane.alive)
 
-    stage.up.running.migrator.on_point = on_point
+    stage.plant(on_point)
     with contextlib.suppress(BatchEngineError):  # or it stays, and computes what is gone again
         await stage.up.promote("", "s", to=stage.other("s"))
     assert len((await reader).tokens) == 60

@@ -20,7 +20,7 @@ import signal
 import tempfile
 import traceback
 from collections import Counter, deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from batchengine.core import BatchEngineError, Kind
 from batchengine.engine import Engine
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.recompute import KEY as RECOMPUTE
+from batchengine.engine.placement.migration import OnPoint
 from batchengine.session import Session, State
 from kv_store.arenas.arena import SlotState
 from tests.simulation import faults
@@ -66,7 +67,7 @@ class Life:
         self.threads = Threads(world.loop, world.store_delay)
         self.files = SimFiles(world.disk_fault)
         self.seam = StoreSeam(self.threads, self.files, world.ledger_fault)
-        self.engine = Engine(world.config)
+        self.engine = Engine(world.config, on_point=world.at_point)
 
     async def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The work's result; Broken if the engine dies before."""
@@ -143,6 +144,7 @@ class World:
         self._up = asyncio.Event()
         self._digest = hashlib.blake2b(digest_size=16)
         self._lines: deque[str] = deque(maxlen=self.lines_kept)
+        self._planted: OnPoint = self._on_point
         self._wrong: list[str] = []
         self._pids = 1000
         self._people: list[Person] = []
@@ -283,7 +285,7 @@ class World:
             uses
         )  # to the end: an audit may start a fresh worker at any time
         await life.engine.start(lambda _: None)
-        life.engine.running.migrator.on_point = self._on_point
+        self.plant(self._on_point)
         store = life.seam.opened
         assert store is not None
         self.life = life
@@ -446,6 +448,14 @@ class World:
                 continue
             self.count(str(report["result"]))
             self.trace("moved", session, *report.values())
+
+    def plant(self, planted: OnPoint) -> None:
+        """Call this at each point of a hand-over, until the next life begins."""
+        self._planted = planted
+
+    def at_point(self, point: str) -> Awaitable[None] | None:
+        """A hand-over of the life that is up has come to this point."""
+        return self._planted(point)
 
     async def _on_point(self, point: str) -> None:
         """A point of a hand-over: something may happen exactly here."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from batchengine.config import LaneConfig, load
+from batchengine.config import Config, LaneConfig, load
 from batchengine.core import (
     BatchEngineError,
     DoneEvent,
@@ -22,6 +22,7 @@ from batchengine.core import (
     TokenEvent,
 )
 from batchengine.engine import Engine, Generation
+from batchengine.engine.placement.migration import OnPoint, pass_point
 from bench.local_runner import LocalRunner
 
 T = TypeVar("T")
@@ -32,6 +33,21 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(work)
 
 
+class WatchedEngine(Engine):
+    """An engine whose migrations run, at each of their points, what a test plants."""
+
+    def __init__(self, config: Config, worker_command: tuple[str, ...]) -> None:
+        super().__init__(config, worker_command=worker_command, on_point=self._at)
+        self._planted: OnPoint = pass_point
+
+    def plant(self, planted: OnPoint) -> None:
+        """Call this at each point from now on, instead of what was planted before."""
+        self._planted = planted
+
+    def _at(self, point: str) -> Awaitable[None] | None:
+        return self._planted(point)
+
+
 @contextlib.asynccontextmanager
 async def running_engine(
     model: Path,
@@ -40,7 +56,7 @@ async def running_engine(
     worker_command: tuple[str, ...] = (),
     lanes: tuple[LaneConfig, ...] = (),
     **overrides: object,
-) -> AsyncIterator[Engine]:
+) -> AsyncIterator[WatchedEngine]:
     """A started engine; keys of `overrides` are dotted with __ (store__budget_bytes=...)."""
     config = load(
         None,
@@ -54,7 +70,7 @@ async def running_engine(
         },
     )
     config = dataclasses.replace(config, cache_dir=str(cache_dir), lanes=lanes or config.lanes)
-    engine = Engine(config, worker_command=worker_command)
+    engine = WatchedEngine(config, worker_command)
     await engine.start(lambda _: None)
     try:
         yield engine

@@ -43,6 +43,13 @@ RECOMPUTE_MAX = 16  # unproven rows that are not worth staying for
 CLOSED = "it was dropped, or its request ended"
 
 
+OnPoint = Callable[[str], Awaitable[None] | None]
+
+
+def pass_point(point: str) -> None:
+    """Nothing happens at a point of the protocol."""
+
+
 class Abort(Exception):
     """The session stays where it is, and why."""
 
@@ -107,11 +114,12 @@ class Migration:
 class Migrator:
     """Moves sessions between lanes; moves of one session follow one another."""
 
-    def __init__(self, state: EngineState, journal: Journal) -> None:
+    def __init__(self, state: EngineState, journal: Journal, on_point: OnPoint) -> None:
+        """`on_point` is called, and awaited, at each point of the protocol: "P0", "P1"..."""
         self._state = state
         self._journal = journal
+        self._on_point = on_point
         self._stopping = False
-        self.on_point: Callable[[str], Awaitable[None] | None] = _pass  # tests plant faults here
 
     def __repr__(self) -> str:
         return f"<Migrator moving={len(self._state.moves)}>"
@@ -336,10 +344,5 @@ class Migrator:
         return any(turn.session is session for turn in self._state.turns.values())
 
     async def _at(self, point: str) -> None:
-        planted = self.on_point(point)
-        if planted is not None:
-            await planted
-
-
-def _pass(point: str) -> None:
-    """Nothing happens at a point of the protocol."""
+        if (waited := self._on_point(point)) is not None:
+            await waited

@@ -378,7 +378,7 @@ def test_a_page_is_disputed_while_a_session_moves(point: str) -> None:
                 exposed.append(at)
                 await expose(stage, "left")
 
-        stage.up.running.migrator.on_point = on_point
+        stage.plant(on_point)
         try:
             result = (await stage.up.promote("", "s", to="right"))["result"]
         except Exception as error:

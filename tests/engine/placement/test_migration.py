@@ -14,7 +14,16 @@ from batchengine.core import BatchEngineError, Kind, Sampling
 from batchengine.engine import Engine
 from batchengine.kv import importing
 from batchengine.session import State
-from tests.support.engines import Reference, read, request, run, running_engine, until, words
+from tests.support.engines import (
+    Reference,
+    WatchedEngine,
+    read,
+    request,
+    run,
+    running_engine,
+    until,
+    words,
+)
 
 LANES = (LaneConfig(name="left", threads=1), LaneConfig(name="right", threads=1))
 
@@ -29,7 +38,7 @@ def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
 @asynccontextmanager
 async def two_lanes(
     model: Path, folder: Path, cache_dir: Path, **overrides: object
-) -> AsyncIterator[Engine]:
+) -> AsyncIterator[WatchedEngine]:
     """An engine with two lanes; nothing moves by itself. All is given back at the end."""
     overrides.setdefault("router__promote_auto", False)
     async with running_engine(model, folder, cache_dir, lanes=LANES, **overrides) as engine:
@@ -304,7 +313,7 @@ def test_a_request_that_comes_during_a_move_waits_for_it(
                     one = engine.submit(request([*longer, len(answers) + 30], 20, session="s"))
                     answers.append(asyncio.ensure_future(read(one)))
 
-            engine.running.migrator.on_point = at
+            engine.plant(at)
             assert (await engine.promote("", "s", to=to))["result"] == "moved"
             for i, answer in enumerate(await asyncio.gather(*answers)):
                 assert answer.tokens == reference.tokens([*longer, i + 30], 20)  # type: ignore[attr-defined]
@@ -336,7 +345,7 @@ def test_a_resting_lane_computes_for_its_guest_first(
             def at(point: str) -> None:
                 free[point] = target._in_flight is None
 
-            engine.running.migrator.on_point = at
+            engine.plant(at)
             report = await engine.promote("", "s", to=target.lane.name)
             assert (report["result"], report["pages_copied"]) == ("moved", 1)
             assert free["P4"]

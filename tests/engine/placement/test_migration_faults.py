@@ -20,7 +20,7 @@ from batchengine.session import Session
 from kv_store.arenas.arena import SlotState
 from kv_store.errors import LedgerRefused, StoreFull
 from tests.engine.placement.test_migration import other, two_lanes
-from tests.support.engines import Answer, Reference, read, request, run, until, words
+from tests.support.engines import Answer, Reference, WatchedEngine, read, request, run, until, words
 
 POINTS = [f"P{i}" for i in range(9)]
 BEFORE_COMMIT = POINTS[:5]
@@ -47,15 +47,15 @@ async def kill(loop: LaneLoop) -> None:
     await until(lambda: not lane.alive or lane.incarnation > incarnation)
 
 
-def plant(engine: Engine, point: str, fault: Callable[[], Awaitable[None]]) -> None:
+def plant(engine: WatchedEngine, point: str, fault: Callable[[], Awaitable[None]]) -> None:
     """Run `fault` the next time a move comes to `point`."""
 
     async def at(now: str) -> None:
         if now == point:
-            engine.running.migrator.on_point = lambda _: None
+            engine.plant(migration.pass_point)
             await fault()
 
-    engine.running.migrator.on_point = at
+    engine.plant(at)
 
 
 async def all_up(engine: Engine) -> None:

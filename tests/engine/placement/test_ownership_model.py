@@ -223,7 +223,7 @@ def scene(point: str, fault: str, kind: str) -> None:
                 struck.append(at)
                 await strike(stage, fault, (source, target))
 
-        stage.up.running.migrator.on_point = on_point
+        stage.plant(on_point)
         life, result = stage.now, "broken"
         try:
             report = await life.wait(life.engine.promote("", name, to=target))
