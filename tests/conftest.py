@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.tracebacks import give_lines
+
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """A failure inside an instruction without a line is a failed test, not the end of pytest."""
+    if call.excinfo is not None:
+        give_lines(call.excinfo.value)
+        call.excinfo = pytest.ExceptionInfo.from_exception(call.excinfo.value)
+    return (yield)
 
 
 @pytest.fixture(scope="session")
