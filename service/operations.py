@@ -10,17 +10,17 @@ table before it knows which command runs.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batchengine import errors
-from batchengine.core import ID_PREFIX_CHARS_MIN, BatchEngineError, Kind, Presence
+from batchengine.core import BatchEngineError, Kind, Presence
 from service import session_ids
 from service.engine_api import EngineApi, Facts
 from service.session_ids import CALL_CHARS_MAX, printable
 
-STORED_MAX = 1000  # sessions on disk that a listing shows and a prefix may mean
+STORED_MAX = 1000  # sessions on disk that a listing shows
 CANDIDATES_SHOWN = 8
 MOVE_SECONDS_MAX = 120.0  # a move takes milliseconds, unless the lane is busy with a long step
 PAGES_SECONDS_MAX = 60.0  # of park, fork and drop, which wait for pages
@@ -305,11 +305,7 @@ async def find(
     of that is on disk only.
     """
     tenants = ["", *key_names] if tenant is None else [tenant]
-    found = _among(engine.sessions(tenant), given, tenants)
-    if not found:
-        stored = await engine.stored_sessions(STORED_MAX)
-        mine = [row for row in stored if tenant in (None, row.get("tenant", ""))]
-        found = _among(mine, given, tenants)
+    found = await engine.find_sessions(given, _keys_of(given, tenants), tenant)
     if len(found) == 1:
         return found[0]
     if found:
@@ -328,22 +324,6 @@ async def find(
         fix = f"name one of: {names}" if names else "leave --key-name out: none is set"
         raise errors.UNKNOWN_KEY_NAME(given=printable(tenant), fix=fix)
     raise errors.UNKNOWN_SESSION(given=printable(given))
-
-
-def _among(rows: Iterable[Facts], given: str, tenants: Sequence[str]) -> list[tuple[str, str]]:
-    """(tenant, id) of the rows that `given` names: exactly, else by the client's id, else by the
-    beginning of an id."""
-    pairs = list(
-        dict.fromkeys((str(row.get("tenant", "")), str(row["session_id"])) for row in rows)
-    )
-    exact = [pair for pair in pairs if pair[1] == given]
-    if exact:
-        return exact
-    own = _keys_of(given, tenants)
-    theirs = [pair for pair in pairs if pair in own]
-    if theirs or len(given.removeprefix("be_")) < ID_PREFIX_CHARS_MIN:
-        return theirs
-    return [pair for pair in pairs if pair[1].startswith((given, f"be_{given}"))]
 
 
 def _keys_of(given: str, tenants: Sequence[str]) -> set[tuple[str, str]]:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from batchengine import errors
@@ -19,7 +19,8 @@ from batchengine.core import GenerationRequest, ModelInfo, Presence, Stage
 from batchengine.engine import boot, report
 from batchengine.engine.boot import Running
 from batchengine.engine.placement.migration import OnPoint, pass_point
-from batchengine.engine.sessions.recovery import durable_name
+from batchengine.engine.sessions import directory
+from batchengine.engine.sessions.directory import durable_name
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation
 from batchengine.policy.router import BULK, FAST
@@ -202,6 +203,14 @@ class Engine:
         if self._running is not None:
             rows += report.interrupted_rows(self._running.recovery.interrupted, tenant)
         return rows
+
+    async def find_sessions(
+        self, given: str, own: Collection[tuple[str, str]], tenant: str | None
+    ) -> list[tuple[str, str]]:
+        """(tenant, id) of the sessions that `given` may mean; see `directory.find`."""
+        running = self.running
+        names = [*self.state.names(), *running.recovery.interrupted]
+        return await directory.find(names, running.store, given, own, tenant)
 
     def has_session(self, tenant: str, session_id: str) -> bool:
         """Whether `sessions` has this one."""

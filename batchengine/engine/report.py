@@ -12,6 +12,7 @@ from typing import Any
 
 from batchengine.core import SlaClass
 from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.sessions.directory import name_of
 from batchengine.engine.state import EngineState, parked_facts
 from batchengine.engine.turns.journal import PARKED
 from batchengine.engine.turns.records import parked_row, session_meta
@@ -217,7 +218,7 @@ async def stored_rows(store: Store, count_max: int) -> list[dict[str, Any]]:
         parked = info.state == PARKED
         rows.append(
             {
-                "session_id": info.id.partition("\x1f")[2],  # see recovery.durable_name
+                "session_id": name_of(info.id)[1],
                 "tenant": info.tenant,
                 "state": "on disk",
                 "tokens": info.ledger_len,

@@ -96,6 +96,11 @@ class EngineState:
         computing = (turn.session for turn in self.turns.values())
         return next((s for s in computing if (s.tenant, s.session_id) == name), None)
 
+    def names(self) -> list[tuple[str, str]]:
+        """(tenant, id) of every session that `find` has."""
+        computing = (turn.session for turn in self.turns.values())
+        return [*self.sessions, *((s.tenant, s.session_id) for s in computing)]
+
     def lane(self, name: str) -> LaneLoop | None:
         """The lane of this name."""
         return next((loop for loop in self.lanes if loop.lane.name == name), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,7 @@ from batchengine.core import (
     TokenLogprob,
     Usage,
 )
+from batchengine.engine.sessions import directory
 from batchengine.metrics import Metrics
 from service.http import app
 from service.http.listener import Listener, bind
@@ -354,6 +355,14 @@ class FakeEngine:
             return Presence.IN_MEMORY
         is_known = (tenant, session_id) in self.known
         return Presence.STORED if is_known else Presence.UNKNOWN
+
+    async def find_sessions(
+        self, given: str, own: Collection[tuple[str, str]], tenant: str | None
+    ) -> list[tuple[str, str]]:
+        awake = [(row["tenant"], row["session_id"]) for row in self.sessions()]
+        return directory.matching(awake, given, own, tenant) or directory.matching(
+            self.known, given, own, tenant
+        )
 
     def has_session(self, tenant: str, session_id: str) -> bool:
         return any(row["session_id"] == session_id for row in self.sessions(tenant))

@@ -19,8 +19,7 @@ def explain(
     With `tenant` only requests and sessions of that tenant are found. Raises AMBIGUOUS_ID or
     NOTHING_TO_EXPLAIN.
     """
-    computing = ((t.session.tenant, t.session.session_id) for t in state.turns.values())
-    names = log.find(given, [*state.sessions, *computing], tenant)
+    names = log.find(given, state.names(), tenant)
     if len(names) > 1:
         raise errors.AMBIGUOUS_ID(given=given, found=", ".join(name[-1] for name in names[:8]))
     if not names:

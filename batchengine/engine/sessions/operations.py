@@ -16,8 +16,9 @@ import msgspec
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
+from batchengine.engine.sessions.directory import durable_name
 from batchengine.engine.sessions.parking import Parking
-from batchengine.engine.sessions.recovery import SessionRecovery, durable_name
+from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.sessions.requests import Requests
 from batchengine.engine.state import EngineState, parked_facts
 from batchengine.engine.turns.journal import IDLE, PARKED, RUNNING, Journal

@@ -23,6 +23,7 @@ from batchengine import errors
 from batchengine.core import PAGE_TOKENS, GenerationRequest
 from batchengine.engine.lane.suspects import STRIKES_MAX, Suspects
 from batchengine.engine.sessions.crash_marker import CrashMarker
+from batchengine.engine.sessions.directory import durable_name, name_of
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns import records
 from batchengine.engine.turns.journal import DONE, INCARNATIONS, RUNNING, Journal
@@ -101,11 +102,11 @@ class SessionRecovery:
         await self._suspects.load(suspects, crashed=bool(crash_marker.text))
         crash_marker.listen()
         self._store.orphaned.retain(info.id.encode() for info in infos[:ORPHANED_SESSIONS])
-        self.interrupted = {_identity(i.id): i for i in infos if i.state == RUNNING}
+        self.interrupted = {name_of(i.id): i for i in infos if i.state == RUNNING}
         recent = [info for info in infos[:CALLS_ALL] if CALLS_FIELD in info.meta]
         for info in reversed(recent):  # the newest is remembered last
             for call in session_meta(info.meta).calls:
-                self.remember_call(info.tenant, call, _identity(info.id)[1])
+                self.remember_call(info.tenant, call, name_of(info.id)[1])
 
     async def tidy(self) -> None:
         """Delete arenas of earlier runs once their rows are wanted no more; ends within minutes."""
@@ -518,14 +519,3 @@ def _in_order(turns: list[TurnInfo]) -> list[TurnInfo]:
     asked = ((turn, turn_record(turn.sampling)) for turn in turns)
     numbers = {turn.id: 0 if known is None else known.number for turn, known in asked}
     return sorted(turns, key=lambda turn: (turn.seq, numbers[turn.id]))
-
-
-def durable_name(tenant: str, session_id: str) -> str:
-    """What the ledger calls the session: the same in every life."""
-    return f"{tenant}\x1f{session_id}"
-
-
-def _identity(name: str) -> tuple[str, str]:
-    """(tenant, session id) of a session's durable name."""
-    tenant, _, session_id = name.partition("\x1f")
-    return tenant, session_id
