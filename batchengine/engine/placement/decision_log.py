@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,80 +20,41 @@ from batchengine.policy.cost import LaneLoad, RestorePlan
 from batchengine.policy.router import Decision, LaneState, RouteRequest, RouteSession, RouteState
 
 DECISIONS_MAX = 4096
+PREDICTED = ("lane", "ttft_ms", "tpot_ms", "move_ms")  # of a candidate, in a report
 NOTES_MAX = 16  # moves and remarks of one record: a session that swings fills no memory
 
 
-class RequestOutcome:
+class RequestOutcome(NamedTuple):
     """How a request ended. Times are milliseconds since the decision."""
 
-    __slots__ = ("cached_tokens", "finish", "lane", "tokens", "tpot_ms", "ttft_ms")
-
-    def __init__(
-        self,
-        lane: str,
-        finish: str,
-        tokens: int,
-        cached_tokens: int,
-        ttft_ms: float | None,
-        tpot_ms: float | None,
-    ) -> None:
-        self.lane = lane
-        self.finish = finish
-        self.tokens = tokens
-        self.cached_tokens = cached_tokens
-        self.ttft_ms = ttft_ms
-        self.tpot_ms = tpot_ms
+    lane: str
+    finish: str
+    tokens: int
+    cached_tokens: int
+    ttft_ms: float | None
+    tpot_ms: float | None
 
 
+@dataclass(slots=True, eq=False)
 class DecisionRecord:
-    """One decision and its aftermath."""
+    """One decision and its aftermath. `lane` is where the session went: not always where the
+    router would have it."""
 
-    __slots__ = (
-        "decided_ms",
-        "decision",
-        "lane",
-        "moves",
-        "notes",
-        "outcome",
-        "request",
-        "request_id",
-        "restore",
-        "restored_ms",
-        "session",
-        "session_id",
-        "sla_class",
-        "state",
-        "tenant",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        session_id: str,
-        tenant: str,
-        sla_class: str,
-        decided_ms: float,
-        request: RouteRequest,
-        session: RouteSession | None,
-        state: RouteState,
-        decision: Decision,
-        lane: str,
-    ) -> None:
-        self.request_id = request_id
-        self.session_id = session_id
-        self.tenant = tenant
-        self.sla_class = sla_class
-        self.decided_ms = decided_ms
-        self.request = request
-        self.session = session
-        self.state = state
-        self.decision = decision
-        self.lane = lane  # where it went: not always where the router would have it
-        self.moves: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-        self.restore: RestorePlan | None = None
-        self.restored_ms: float | None = None
-        self.outcome: RequestOutcome | None = None
+    request_id: str
+    session_id: str
+    tenant: str
+    sla_class: str
+    decided_ms: float
+    request: RouteRequest
+    session: RouteSession | None
+    state: RouteState
+    decision: Decision
+    lane: str
+    moves: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    notes: list[str] = field(default_factory=list[str])
+    restore: RestorePlan | None = None
+    restored_ms: float | None = None
+    outcome: RequestOutcome | None = None
 
     def note(self, text: str) -> None:
         """A remark for `explain`."""
@@ -114,16 +76,7 @@ class DecisionRecord:
             "strategy": decision.strategy._asdict(),
             "request": _plain(self.request._asdict()),
             "session": None if self.session is None else _plain(self.session._asdict()),
-            "predicted": None
-            if decision.predicted is None
-            else _plain(
-                {
-                    "lane": decision.predicted.lane,
-                    "ttft_ms": decision.predicted.ttft_ms,
-                    "tpot_ms": decision.predicted.tpot_ms,
-                    "move_ms": decision.predicted.move_ms,
-                }
-            ),
+            "predicted": self._predicted(),
             "candidates": [
                 {**_plain(msgspec.structs.asdict(candidate)), **_lane_dict(lane)}
                 for candidate, lane in zip(decision.candidates, self.state.lanes, strict=False)
@@ -134,18 +87,16 @@ class DecisionRecord:
             "notes": list(self.notes),
         }
 
+    def _predicted(self) -> dict[str, Any] | None:
+        if (found := self.decision.predicted) is None:
+            return None
+        return _plain({name: getattr(found, name) for name in PREDICTED})
+
     def _happened(self) -> dict[str, Any] | None:
         outcome, predicted = self.outcome, self.decision.predicted
         if outcome is None:
             return None
-        found: dict[str, Any] = {
-            "lane": outcome.lane,
-            "finish": outcome.finish,
-            "tokens": outcome.tokens,
-            "cached_tokens": outcome.cached_tokens,
-            "ttft_ms": outcome.ttft_ms,
-            "tpot_ms": outcome.tpot_ms,
-        }
+        found: dict[str, Any] = outcome._asdict()
         if predicted is not None and outcome.ttft_ms is not None:
             found["ttft_ratio"] = outcome.ttft_ms / max(predicted.ttft_ms, 1e-9)
         if predicted is not None and outcome.tpot_ms is not None:
@@ -184,21 +135,9 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
 
 def move_dict(moved: MoveReport) -> dict[str, Any]:
     """A migration as plain data."""
-    return _plain(
-        {
-            "from": moved.source,
-            "to": moved.target,
-            "cause": moved.cause.value,
-            "result": moved.result,
-            "tokens": moved.tokens,
-            "pages_shared": moved.pages_shared,
-            "pages_copied": moved.pages_copied,
-            "rows_copied": moved.rows_copied,
-            "rows_recomputed": moved.rows_recomputed,
-            "gap_ms": moved.gap_ms,
-            "total_ms": moved.total_ms,
-        }
-    )
+    fields = moved.as_dict()
+    del fields["session_id"]
+    return _plain({"from": fields.pop("source"), "to": fields.pop("target"), **fields})
 
 
 class DecisionLog:

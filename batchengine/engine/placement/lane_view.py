@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from batchengine.core import GenerationRequest
 from batchengine.engine.lane.loop import LaneLoop
@@ -21,15 +22,13 @@ FEW_ROWS = 128  # a lane of fewer is counted whenever something happened
 ANSWER_GAIN = 0.05  # of the average share of tokens_max that answers really take
 
 
+@dataclass(slots=True)
 class _Counted:
     """A lane's state and what it was made from."""
 
-    __slots__ = ("at_ms", "mark", "state")
-
-    def __init__(self, state: router.LaneState, mark: tuple[object, ...], at_ms: float) -> None:
-        self.state = state
-        self.mark = mark
-        self.at_ms = at_ms
+    state: router.LaneState
+    mark: tuple[object, ...]
+    at_ms: float
 
 
 class LaneViews:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from dataclasses import dataclass
 from typing import Any
@@ -52,17 +53,6 @@ class MoveReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        return {
-            "session_id": self.session_id,
-            "source": self.source,
-            "target": self.target,
-            "cause": self.cause.value,
-            "tokens": self.tokens,
-            "pages_shared": self.pages_shared,
-            "pages_copied": self.pages_copied,
-            "rows_copied": self.rows_copied,
-            "rows_recomputed": self.rows_recomputed,
-            "gap_ms": self.gap_ms,
-            "total_ms": self.total_ms,
-            "result": self.result,
-        }
+        fields = dataclasses.asdict(self)
+        del fields["outcome"], fields["why"]
+        return {**fields, "cause": self.cause.value, "result": self.result}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from batchengine.engine.state import EngineState
 from batchengine.session import Session
@@ -14,15 +15,13 @@ from batchengine.session import Session
 NO_TIME = -math.inf
 
 
+@dataclass(slots=True)
 class SessionTimes:
     """Times of one session."""
 
-    __slots__ = ("moved_ms", "urgent_ms", "used_ms")
-
-    def __init__(self, now_ms: float) -> None:
-        self.moved_ms = NO_TIME
-        self.urgent_ms = NO_TIME
-        self.used_ms = now_ms
+    used_ms: float
+    moved_ms: float = NO_TIME
+    urgent_ms: float = NO_TIME
 
 
 class TimesOfSessions:
