@@ -41,7 +41,7 @@ from batchengine.engine.tasks import Tasks
 from batchengine.engine.turns.journal import Journal
 from batchengine.gguf import GgufFile
 from batchengine.kv import Provenance
-from batchengine.lanes.worker_process import WORKER, Lane
+from batchengine.lanes.worker_process import Lane
 from batchengine.policy import cost
 from batchengine.text import ChatTemplate, TextFrontend
 from batchengine.weights import read_spec
@@ -52,8 +52,18 @@ log = logging.getLogger("batchengine.engine")
 
 STAGES = 4
 FRESH, FRESH_SLOTS = "fresh", 10  # enough for one page and what may be missing before it
-OnStage = Callable[[Stage], None]
-OnProgress = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What an engine is started with."""
+
+    config: Config
+    state: EngineState
+    command: tuple[str, ...]  # the worker program
+    on_stage: Callable[[Stage], None]
+    on_progress: Callable[[float], None]
+    on_point: OnPoint
 
 
 class LaneFactory:
@@ -61,26 +71,22 @@ class LaneFactory:
 
     def __init__(
         self,
-        config: Config,
+        launch: Launch,
         info: ModelInfo,
         text: TextFrontend,
         store: Store,
         journal: Journal,
-        state: EngineState,
         loader: ModelLoader,
-        command: tuple[str, ...],
     ) -> None:
-        self._config = config
+        self._launch = launch
         self._info = info
         self._text = text
         self._store = store
         self._journal = journal
-        self._state = state
         self._loader = loader
-        self._command = command
         self.provenance = Provenance(store)
         self.suspects = Suspects(store, journal)
-        self.supervisor = WorkerSupervisor(loader, store, config.store.budget_bytes)
+        self.supervisor = WorkerSupervisor(loader, store, launch.config.store.budget_bytes)
 
     async def lane(
         self, lane: Lane, config: LaneConfig, provenance: Provenance | None = None
@@ -96,7 +102,7 @@ class LaneFactory:
             journal=self._journal,
             suspects=self.suspects,
             supervisor=self.supervisor,
-            metrics=self._state.metrics,
+            metrics=self._launch.state.metrics,
             cost=cost.prior_cost(info.file_bytes, info.n_params, config.threads),
         )
         await self.supervisor.attach(lane, config, loop.kv)
@@ -105,8 +111,8 @@ class LaneFactory:
     @contextlib.asynccontextmanager
     async def fresh_worker(self) -> AsyncGenerator[LaneLoop]:
         """A lane of a new worker that serves no request: one more vote in an audit."""
-        config = dataclasses.replace(self._config.lanes[0], name=FRESH, places=FRESH_SLOTS)
-        lane = Lane(FRESH, command=self._command)
+        config = dataclasses.replace(self._launch.config.lanes[0], name=FRESH, places=FRESH_SLOTS)
+        lane = Lane(FRESH, command=self._launch.command)
         try:
             await self._loader.load(lane, config)
             loop = await self.lane(lane, config, Provenance(self._store))
@@ -168,39 +174,23 @@ class Running:
         await self.text.close()
 
 
-async def start(
-    config: Config,
-    state: EngineState,
-    command: tuple[str, ...],
-    on_stage: OnStage,
-    on_progress: OnProgress,
-    on_point: OnPoint,
-) -> Running:
+async def start(launch: Launch) -> Running:
     """Everything up and nothing running yet, or an error with nothing left behind."""
     async with contextlib.AsyncExitStack() as undo:
-        running = await _start(
-            config, state, command or WORKER, on_stage, on_progress, on_point, undo
-        )
+        running = await _start(launch, undo)
         undo.pop_all()
         return running
 
 
-async def _start(
-    config: Config,
-    state: EngineState,
-    command: tuple[str, ...],
-    on_stage: OnStage,
-    on_progress: OnProgress,
-    on_point: OnPoint,
-    undo: contextlib.AsyncExitStack,
-) -> Running:
+async def _start(launch: Launch, undo: contextlib.AsyncExitStack) -> Running:
+    config, state = launch.config, launch.state
     model = Path(config.model.path)
     state.model_identity = await asyncio.to_thread(identity_of, model)
     info = await asyncio.to_thread(inspect_model, config)
     vocabulary = await asyncio.to_thread(tokenizer_hash, config.model.path)
     loader = ModelLoader(config, info.context_tokens)
-    lanes = [Lane(lane_config.name, command=command) for lane_config in config.lanes]
-    text, facts = await _load(config, lanes, loader, on_stage, on_progress, undo)
+    lanes = [Lane(lane_config.name, command=launch.command) for lane_config in config.lanes]
+    text, facts = await _load(launch, lanes, loader, undo)
     info.has_chat_template = text.tokenizer.chat_template is not None
     started = time.monotonic()
     store = await asyncio.to_thread(_open_store, config, facts, vocabulary)
@@ -215,30 +205,30 @@ async def _start(
         level=config.store.durability,
         finish_when_full=config.store.full_disk == "finish",
     )
-    factory = LaneFactory(config, info, text, store, journal, state, loader, command)
+    factory = LaneFactory(launch, info, text, store, journal, loader)
     loops: list[LaneLoop] = []
     for lane, lane_config in zip(lanes, config.lanes, strict=True):
         loops.append(await factory.lane(lane, lane_config))
         undo.callback(loops[-1].kv.close)
     detail = f"{store.path}, {store.pages.slots_max} pages"
-    on_stage(Stage(4, STAGES, "kv store", detail, time.monotonic() - started))
+    launch.on_stage(Stage(4, STAGES, "kv store", detail, time.monotonic() - started))
     state.open(store, loops)
-    return await _compose(state, info, text, store, journal, factory, on_point)
+    return await _compose(launch, info, text, store, journal, factory)
 
 
 async def _compose(
-    state: EngineState,
+    launch: Launch,
     info: ModelInfo,
     text: TextFrontend,
     store: Store,
     journal: Journal,
     factory: LaneFactory,
-    on_point: OnPoint,
 ) -> Running:
+    state = launch.state
     tasks, crash_marker = Tasks(), CrashMarker(store.path)
     recovery = SessionRecovery(state, store, journal, factory.suspects)
     await recovery.start(crash_marker)
-    migrator = Migrator(state, journal, on_point)
+    migrator = Migrator(state, journal, launch.on_point)
     dispatcher = Dispatcher(state, migrator, tasks.spawn)
     audit = Audit(state, store, factory.provenance, factory.fresh_worker)
     audit.watch_store()
@@ -273,20 +263,18 @@ async def _compose(
 
 
 async def _load(
-    config: Config,
+    launch: Launch,
     lanes: list[Lane],
     loader: ModelLoader,
-    on_stage: OnStage,
-    on_progress: OnProgress,
     undo: contextlib.AsyncExitStack,
 ) -> tuple[TextFrontend, wire.ModelFacts]:
     """Tokenizer and workers side by side; the stages of the first worker are reported."""
-    started = time.monotonic()
+    config, started = launch.config, time.monotonic()
     opening = asyncio.ensure_future(TextFrontend.open(config.model.path, ChatTemplate))
     try:
         for index, (lane, lane_config) in enumerate(zip(lanes, config.lanes, strict=True)):
             undo.push_async_callback(lane.close)
-            report = functools.partial(_report_loading, on_stage, on_progress, is_first=not index)
+            report = functools.partial(_report_loading, launch, is_first=not index)
             await loader.load(lane, lane_config, report)
     except BaseException:
         opening.cancel()
@@ -296,19 +284,17 @@ async def _load(
     text = await opening
     undo.push_async_callback(text.close)
     detail = f"{text.tokenizer.vocab_size:,} tokens"
-    on_stage(Stage(3, STAGES, "tokenizer", detail, time.monotonic() - started))
+    launch.on_stage(Stage(3, STAGES, "tokenizer", detail, time.monotonic() - started))
     if (facts := lanes[0].facts) is None:
         raise RuntimeError("a worker that has loaded said nothing about itself")
     return text, facts
 
 
-def _report_loading(
-    on_stage: OnStage, on_progress: OnProgress, message: wire.Loading, *, is_first: bool
-) -> None:
-    on_progress(message.progress)
+def _report_loading(launch: Launch, message: wire.Loading, *, is_first: bool) -> None:
+    launch.on_progress(message.progress)
     if message.detail and is_first:
         index = 1 if message.stage == "map weights" else 2
-        on_stage(Stage(index, STAGES, message.stage, message.detail, message.seconds))
+        launch.on_stage(Stage(index, STAGES, message.stage, message.detail, message.seconds))
 
 
 def _open_store(config: Config, facts: wire.ModelFacts, vocabulary: str) -> Store:

@@ -17,12 +17,13 @@ from batchengine import errors
 from batchengine.config import Config
 from batchengine.core import GenerationRequest, ModelInfo, Presence, Stage
 from batchengine.engine import boot, report
-from batchengine.engine.boot import Running
+from batchengine.engine.boot import Launch, Running
 from batchengine.engine.placement.migration import OnPoint, pass_point
 from batchengine.engine.sessions import directory
 from batchengine.engine.sessions.directory import durable_name
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation
+from batchengine.lanes.worker_process import WORKER
 from batchengine.policy.router import BULK, FAST
 from batchengine.text import TextFrontend
 from kv_store.errors import StoreError
@@ -42,7 +43,7 @@ class Engine:
         self,
         config: Config,
         *,
-        worker_command: tuple[str, ...] = (),
+        worker_command: tuple[str, ...] = WORKER,
         on_point: OnPoint = pass_point,
     ) -> None:
         """`worker_command` replaces the worker program (tests of the same protocol); `on_point`
@@ -104,12 +105,14 @@ class Engine:
         """Load the model on every lane and open the store; requests may come afterwards."""
         try:
             running = await boot.start(
-                self.config,
-                self.state,
-                self._worker_command,
-                on_stage,
-                self._set_progress,
-                self._on_point,
+                Launch(
+                    self.config,
+                    self.state,
+                    self._worker_command,
+                    on_stage,
+                    self._set_progress,
+                    self._on_point,
+                )
             )
         except BaseException:
             self._phase = "stopped"

@@ -28,6 +28,7 @@ from batchengine.core import (
     TokenEvent,
 )
 from batchengine.engine import Engine, Generation
+from batchengine.lanes.worker_process import WORKER
 
 
 class EngineProcess:
@@ -201,7 +202,7 @@ async def child(settings: dict[str, Any]) -> int:
         },
     )
     config = dataclasses.replace(config, cache_dir=settings["cache_dir"])
-    engine = Engine(config, worker_command=tuple(settings["command"]))
+    engine = Engine(config, worker_command=tuple(settings["command"]) or WORKER)
     await engine.start(lambda _: None)
     made = Child(engine)
     reader = asyncio.StreamReader(limit=1 << 24)

@@ -23,6 +23,7 @@ from batchengine.core import (
 )
 from batchengine.engine import Engine, Generation
 from batchengine.engine.placement.migration import OnPoint, pass_point
+from batchengine.lanes.worker_process import WORKER
 from bench.local_runner import LocalRunner
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ async def running_engine(
     model: Path,
     folder: Path,
     cache_dir: Path,
-    worker_command: tuple[str, ...] = (),
+    worker_command: tuple[str, ...] = WORKER,
     lanes: tuple[LaneConfig, ...] = (),
     **overrides: object,
 ) -> AsyncIterator[WatchedEngine]:
