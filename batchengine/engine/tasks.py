@@ -19,13 +19,13 @@ class Tasks:
 
     def __init__(self) -> None:
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._tasks: dict[asyncio.Task[None], str] = {}
+        self._tasks: dict[asyncio.Task[Any], str] = {}
         self._stopping = False
 
     def __repr__(self) -> str:
         return f"<Tasks {sorted(self._tasks.values())}>"
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any]:
         """Run it; an exception is logged."""
         return self._run(work, name, self._note_error)
 
@@ -53,14 +53,14 @@ class Tasks:
 
     def _run(
         self,
-        work: Coroutine[Any, Any, None],
+        work: Coroutine[Any, Any, object],
         name: str,
         ended: Callable[[str, BaseException | None], None],
-    ) -> asyncio.Task[None]:
+    ) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks[task] = name
 
-        def done(task: asyncio.Task[None]) -> None:
+        def done(task: asyncio.Task[Any]) -> None:
             del self._tasks[task]
             if not (task.cancelled() or self._stopping):
                 ended(name, task.exception())

@@ -158,11 +158,6 @@ class LaneLoop:
         if self.kv.has_chores:
             self.wake()
 
-    def fail_turns(self, error: BatchEngineError) -> None:
-        """End every turn with this error: the lane cannot compute."""
-        for turn in self.seats.turns:
-            self.seats.fail(turn, error)
-
     def drain(self, why: str) -> None:
         """Compute no more: turns wait to be evacuated, with their sealed pages only."""
         self.draining = why
@@ -306,7 +301,8 @@ class LaneLoop:
                 is_stuck = not isinstance(error, LaneDied) or started - down_since > DOWN_MAX_S
                 if failures >= FAILED_STARTS_MAX and is_stuck:  # now, and at every later failure
                     self.down = str(error)
-                    self.fail_turns(cannot_start(lane.name, error))
+                    for turn in self.seats.turns:
+                        self.seats.fail(turn, cannot_start(lane.name, error))
             else:
                 self.down = ""
                 log.warning("%r is back after %.2f s", lane, self._clock() - started)

@@ -42,7 +42,7 @@ log = logging.getLogger("batchengine.engine")
 
 DEMOTIONS_MAX = 4  # idle sessions that leave the fast lanes per second
 MOVE_GAIN = 0.2  # of the average cost of a hand-over
-Spawn = Callable[[Coroutine[Any, Any, None], str], object]
+Spawn = Callable[[Coroutine[Any, Any, object], str], object]
 
 
 class Dispatcher:
@@ -154,7 +154,9 @@ class Dispatcher:
         known = self._known(session, home, request.prompt)
         state = self.state()
         decision = router.route(asked, known, state)
-        loop = self._state.lane(decision.lane) or home or self._least_assigned()
+        loop = self._state.lane(decision.lane) or home
+        if loop is None:
+            loop = min(self._state.lanes, key=lambda lane: lane.assigned)
         record = DecisionRecord(
             request.request_id,
             session.session_id,
@@ -213,9 +215,6 @@ class Dispatcher:
             metrics.ttft_predicted_seconds.labels(*labels).observe(predicted.ttft_ms / 1000)
             metrics.tpot_predicted_seconds.labels(*labels).observe(predicted.tpot_ms / 1000)
 
-    def _least_assigned(self) -> LaneLoop:
-        return min(self._state.lanes, key=lambda loop: loop.assigned)
-
     def predicted(self, request_id: str) -> dict[str, Any] | None:
         """Lane, ttft_ms, tpot_ms and move_ms as they were predicted; None = there is none."""
         record = self.log.of_request(request_id)
@@ -243,7 +242,7 @@ class Dispatcher:
         decision = router.route(asked, known, self.state())
         to = self._state.lane(decision.lane)
         if to is not None and to is not home and not self._held_back(session, home):
-            self._spawn(self._move_aside(session, to, MoveCause.PROMOTION), "move")
+            self._spawn(self.move(session, to, MoveCause.PROMOTION), "move")
 
     async def move(self, session: Session, to: LaneLoop, cause: MoveCause) -> MoveReport:
         """Have the session migrate; write down what that did and learn what it costs."""
@@ -264,9 +263,6 @@ class Dispatcher:
         self.learn(session, moved)
         return moved
 
-    async def _move_aside(self, session: Session, to: LaneLoop, cause: MoveCause) -> None:
-        await self.move(session, to, cause)
-
     def learn(self, session: Session, moved: MoveReport) -> None:
         """Write a migration down and learn what it costs."""
         metrics = self._state.metrics
@@ -286,11 +282,7 @@ class Dispatcher:
         metrics.promotion_seconds.observe(moved.total_ms / 1000)
         if moved.gap_ms > 0.0:
             metrics.promotion_gap_seconds.observe(moved.gap_ms / 1000)
-        self._learn_move(moved)
-
-    def _learn_move(self, moved: MoveReport) -> None:
-        """What a hand-over costs at all; the share of copied rows keeps its prior."""
-        policy = self._policy
+        policy = self._policy  # the share of copied rows keeps its prior
         fixed_ms = max(0.1, moved.total_ms - policy.move_row_ms * moved.rows_copied)
         move_ms = policy.move_ms + MOVE_GAIN * (fixed_ms - policy.move_ms)
         self._policy = policy._replace(move_ms=move_ms)
@@ -342,7 +334,7 @@ class Dispatcher:
         if not fast or not state.config.router.promote_auto:
             return
         for session, to in self._demotions():
-            self._spawn(self._move_aside(session, to, MoveCause.IDLE), "move")
+            self._spawn(self.move(session, to, MoveCause.IDLE), "move")
 
     def _demotions(self) -> list[tuple[Session, LaneLoop]]:
         """Idle sessions that stand on a fast lane for no reason, oldest use first."""

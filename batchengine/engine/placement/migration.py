@@ -30,7 +30,7 @@ from batchengine.engine.turns.journal import INCARNATIONS, Journal
 from batchengine.engine.turns.turn import Turn
 from batchengine.kv import RowImport
 from batchengine.session import NOT_LOGGED, Session, State
-from batchengine.session_kv import PendingRows, page_start
+from batchengine.session_kv import page_start
 from batchengine.wire import FromArena
 from kv_store.errors import StoreError
 
@@ -66,7 +66,6 @@ class Migration:
         self.row_import: RowImport | None = None
         self.frozen: Frozen | None = None
         self.expects = False  # the destination keeps a seat
-        self.tails: list[PendingRows] = []  # parked rows: they go by reference too
         self.arrival: asyncio.Future[float] | None = None  # the target's first commit, to come
         self.is_owned = False  # P5 is durable, or was asked for and never answered
 
@@ -78,11 +77,6 @@ class Migration:
     def turn(self) -> Turn | None:
         key = self.session.key
         return self.source.running.get(key) or self.source.waiting.get(key)
-
-    def expect(self) -> None:
-        if not self.expects:
-            self.expects = True
-            self.to.seats.expected += 1
 
     def release_seats(self) -> None:
         """Seats that were kept for the session on either side."""
@@ -201,7 +195,8 @@ class Migrator:
         session, to, turn = move.session, move.to, move.turn
         if turn is not None and session.state is State.RUNNING and not turn.paused:
             if to.seats.free > 0:
-                move.expect()
+                move.expects = True
+                to.seats.expected += 1
             elif turn.rank >= max((other.rank for other in to.running.values()), default=0):
                 raise Abort(
                     f"no room: all {to.config.entries_max} seats of lane {to.lane.name} are taken"

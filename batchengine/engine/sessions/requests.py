@@ -161,18 +161,14 @@ class Requests:
 
     def cancel_all(self) -> None:
         """Requests that have not begun are refused; turns end at a token boundary."""
-        for generation in self._state.requests:
-            if generation not in self._state.turns:
-                generation.fail(errors.DRAINING())
+        _refuse_waiting(self._state)
         for turn in self._state.turns.values():
             if turn.session.state in (State.RUNNING, State.WAITING):
                 self._state.home[turn.session.key].cancel(turn)
 
     def end_all(self) -> None:
         """After the lanes have stopped: whatever is left ends now, turns with "shutdown"."""
-        for generation in self._state.requests:
-            if generation not in self._state.turns:
-                generation.fail(errors.DRAINING())
+        _refuse_waiting(self._state)
         for turn in list(self._state.turns.values()):
             self._closing.close(turn, TurnEnd("shutdown"))
 
@@ -445,6 +441,13 @@ class Requests:
         turn = self._state.turns.get(generation)
         if turn is not None and turn.paused:
             self._state.home[turn.session.key].resume(turn)
+
+
+def _refuse_waiting(state: EngineState) -> None:
+    """Requests that have not begun hear that the engine stops."""
+    for generation in state.requests:
+        if generation not in state.turns:
+            generation.fail(errors.DRAINING())
 
 
 def _with_session(request: GenerationRequest, recovery: SessionRecovery) -> GenerationRequest:

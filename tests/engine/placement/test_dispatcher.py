@@ -49,7 +49,7 @@ class FakeLoop:
     context_max: int = 100_000
     meter: Any = field(default_factory=lambda: SimpleNamespace(steps=0, overhead_ms=0.0))
     draining: str = ""
-    pages: Any = field(
+    kv: Any = field(
         default_factory=lambda: SimpleNamespace(slots=SimpleNamespace(is_attached=True))
     )
     hurried: list[Any] = field(default_factory=list)
