@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import asyncio
+import inspect
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.engines import Reference, Site
 from tests.support.tracebacks import give_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,3 +37,27 @@ def pocket_path() -> Path:
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One packed-weights cache for the whole run, so that a model is packed once."""
     return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture
+def site(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> Site:
+    """The pocket model and an empty folder."""
+    return Site(pocket_path, tmp_path, cache_dir)
+
+
+@pytest.fixture(scope="session")
+def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
+    """What the pocket model answers when it computes one timeline alone."""
+    made = Reference(pocket_path, cache_dir)
+    yield made
+    made.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine function runs in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

@@ -17,7 +17,7 @@ from tests.engine.test_worker_faults import FAULTY
 from tests.service.cli.test_sessions import with_daemon
 from tests.service.http.test_sessions import call
 from tests.support.engine_process import engine_process
-from tests.support.engines import read, request, run, running_engine, until, words
+from tests.support.engines import Site, read, request, running_engine, until, words
 from tests.support.fake_engine import FakeEngine, chat, post, serving
 from tests.support.faulty_worker import KILL_ENGINE
 from tests.support.kv_workload import descriptor, settings
@@ -28,57 +28,43 @@ TIERS = (
 )
 
 
-def test_promoting_twice_does_not_demote(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
+async def test_promoting_twice_does_not_demote(site: Site) -> None:
     """Without a lane named, a session on the only fast lane was sent to "another": the slow one."""
 
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, lanes=TIERS, router__promote_auto=False
-        ) as engine:
-            await read(engine.submit(request(words(1, 40), 3, session="s")))
-            for verb, lane in ((engine.promote, "fast"), (engine.demote, "bulk")):
-                await verb("", "s", to=lane)
-                again = await verb("", "s")
-                assert (again["target"], again["result"]) == (lane, "already there")
-
-    run(work())
+    async with running_engine(site, lanes=TIERS, router__promote_auto=False) as engine:
+        await read(engine.submit(request(words(1, 40), 3, session="s")))
+        for verb, lane in ((engine.promote, "fast"), (engine.demote, "bulk")):
+            await verb("", "s", to=lane)
+            again = await verb("", "s")
+            assert (again["target"], again["result"]) == (lane, "already there")
 
 
-def test_parking_during_a_move_parks(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
+async def test_parking_during_a_move_parks(site: Site) -> None:
     """An idle session that was being moved was promised to park "at the end of its turn": never."""
 
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, lanes=TIERS, router__promote_auto=False
-        ) as engine:
-            await read(engine.submit(request(words(2, 300), 3, session="s")))
-            begun, go_on = asyncio.Event(), asyncio.Event()
+    async with running_engine(site, lanes=TIERS, router__promote_auto=False) as engine:
+        await read(engine.submit(request(words(2, 300), 3, session="s")))
+        begun, go_on = asyncio.Event(), asyncio.Event()
 
-            async def hold(point: str) -> None:
-                if point == "P3":
-                    begun.set()
-                    await go_on.wait()
+        async def hold(point: str) -> None:
+            if point == "P3":
+                begun.set()
+                await go_on.wait()
 
-            engine.plant(hold)
-            lane = {row["session_id"]: row["lane"] for row in engine.sessions()}["s"]
-            to = "bulk" if lane == "fast" else "fast"
-            move = asyncio.ensure_future(engine.promote("", "s", to=to))
-            await begun.wait()
-            park = asyncio.ensure_future(engine.park("", "s"))
-            await asyncio.sleep(0.02)
-            go_on.set()
-            assert (await move)["result"] == "moved"
-            assert (await park)["state"] == "parked"
-            assert (await engine.session_detail("", "s"))["pages"] == 0
-
-    run(work())
+        engine.plant(hold)
+        lane = {row["session_id"]: row["lane"] for row in engine.sessions()}["s"]
+        to = "bulk" if lane == "fast" else "fast"
+        move = asyncio.ensure_future(engine.promote("", "s", to=to))
+        await begun.wait()
+        park = asyncio.ensure_future(engine.park("", "s"))
+        await asyncio.sleep(0.02)
+        go_on.set()
+        assert (await move)["result"] == "moved"
+        assert (await park)["state"] == "parked"
+        assert (await engine.session_detail("", "s"))["pages"] == 0
 
 
-def test_readers_of_a_dropped_session_hear_that_it_was_dropped(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
+async def test_readers_of_a_dropped_session_hear_that_it_was_dropped(site: Site) -> None:
     """In the middle of their stream they heard that the session "was never used here"."""
 
     async def work(engine: Engine) -> None:
@@ -91,11 +77,8 @@ def test_readers_of_a_dropped_session_hear_that_it_was_dropped(
             assert answer.error is not None
             assert "dropped while" in str(answer.error)
 
-    async def around() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await work(engine)
-
-    run(around())
+    async with running_engine(site) as engine:
+        await work(engine)
 
 
 def test_a_key_name_that_is_not_configured_is_named(
@@ -115,23 +98,14 @@ def test_a_key_name_that_is_not_configured_is_named(
     with_daemon(tmp_path, capsys, scenario)
 
 
-def test_kills_of_the_engine_quarantine_no_session(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
+async def test_kills_of_the_engine_quarantine_no_session(site: Site) -> None:
     """A session that computed alone when the engine was killed, twice, was refused for ever."""
     prompt = [*words(5, 30), KILL_ENGINE, *words(6, 5)]
 
-    async def work() -> None:
-        for life in range(4):
-            async with engine_process(
-                pocket_path, tmp_path, cache_dir, FAULTY, store__durability="power"
-            ) as engine:
-                sent, last = await engine.tokens(
-                    engine.ask("submit", prompt=prompt, n=5, session="s")
-                )
-                assert (sent, last) == ([], {"gone": True}), life
-
-    run(work())
+    for life in range(4):
+        async with engine_process(site, FAULTY, store__durability="power") as engine:
+            sent, last = await engine.tokens(engine.ask("submit", prompt=prompt, n=5, session="s"))
+            assert (sent, last) == ([], {"gone": True}), life
 
 
 def opened(path: Path) -> closing[Store]:
@@ -162,42 +136,34 @@ def test_a_folder_where_an_extent_was_does_not_stop_the_daemon(tmp_path: Path) -
         assert any("is in the way" in warning for warning in store.warnings)
 
 
-def test_a_session_on_disk_is_not_called_unknown() -> None:
+async def test_a_session_on_disk_is_not_called_unknown() -> None:
     """After a restart, promoting over HTTP said that it was never used here."""
 
-    async def scenario() -> None:
-        engine = FakeEngine()
-        engine.lane_names = ["fast", "bulk"]
-        async with serving(engine) as served:
-            await post(served, "/v1/chat/completions", chat(session_id="mine"))
-            engine.asleep = list(engine.known)
-            for name, sent in (("mine", (409, "not_moved")), ("no", (404, "session_not_found"))):
-                status, body = await call(served, "POST", f"/v1/sessions/{name}/promote")
-                assert (status, body["error"]["code"]) == sent
-
-    run(scenario())
+    engine = FakeEngine()
+    engine.lane_names = ["fast", "bulk"]
+    async with serving(engine) as served:
+        await post(served, "/v1/chat/completions", chat(session_id="mine"))
+        engine.asleep = list(engine.known)
+        for name, sent in (("mine", (409, "not_moved")), ("no", (404, "session_not_found"))):
+            status, body = await call(served, "POST", f"/v1/sessions/{name}/promote")
+            assert (status, body["error"]["code"]) == sent
 
 
-def test_a_full_disk_does_not_flood_the_log(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
+async def test_a_full_disk_does_not_flood_the_log(
+    site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every tick of every turn wrote the same line."""
 
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, store__full_disk="finish"
-        ) as engine:
-            generation = engine.submit(request(words(7, 30), 900, session="s"))
-            reader = asyncio.ensure_future(read(generation))
-            await until(lambda: generation.completion_tokens > 20)
+    async with running_engine(site, store__full_disk="finish") as engine:
+        generation = engine.submit(request(words(7, 30), 900, session="s"))
+        reader = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > 20)
 
-            def refuse(_: Any) -> Any:
-                raise StoreFull("the disk is full")
+        def refuse(_: Any) -> Any:
+            raise StoreFull("the disk is full")
 
-            ledger = engine.running.store.ledger
-            real, ledger._transact = ledger._transact, refuse
-            assert (await reader).done is not None
-            ledger._transact = real
-
-    run(work())
+        ledger = engine.running.store.ledger
+        real, ledger._transact = ledger._transact, refuse
+        assert (await reader).done is not None
+        ledger._transact = real
     assert sum("the ledger refused" in line for line in caplog.messages) == 1

@@ -22,7 +22,7 @@ from bench import hashlm
 from bench.hashlm import LAYOUT, HashDevice, HashTimeline, hashlm_tokens
 from kv_store.arenas.arena import Arena, SlotOwner, valid_rows
 from kv_store.osio import Files
-from tests.support.engines import read, request, run, running_engine, until, words
+from tests.support.engines import Site, read, request, running_engine, until, words
 
 VOCAB = 2048
 SLOTS = 8
@@ -162,97 +162,70 @@ def test_a_timeline_may_be_fed_in_parts() -> None:
 LANE = LaneConfig("cpu", tokens_per_step=512, chunk_tokens_max=256, entries_max=4)
 
 
-def test_the_engine_says_what_the_definition_says(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
+async def test_the_engine_says_what_the_definition_says(site: Site) -> None:
     """Batches, chunks, preemption for want of places, prefix hits: no byte is ever wrong."""
 
-    async def work() -> None:
-        shared = words(6, 700)
-        prompts = [words(i, 40 * i) for i in range(7, 17)]
-        prompts += [[*shared, *words(20 + i, 90)] for i in range(6)]
-        lane = LaneConfig("cpu", tokens_per_step=512, entries_max=4, places=10)
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, hashlm.WORKER_COMMAND, (lane,)
-        ) as engine:
-            for _ in range(2):  # the second time, prefixes are found
-                answers = await asyncio.gather(
-                    *(
-                        read(engine.submit(request(p, 40, sampling=Sampling(seed=i))))
-                        for i, p in enumerate(prompts)
-                    )
+    shared = words(6, 700)
+    prompts = [words(i, 40 * i) for i in range(7, 17)]
+    prompts += [[*shared, *words(20 + i, 90)] for i in range(6)]
+    lane = LaneConfig("cpu", tokens_per_step=512, entries_max=4, places=10)
+    async with running_engine(site, hashlm.WORKER_COMMAND, (lane,)) as engine:
+        for _ in range(2):  # the second time, prefixes are found
+            answers = await asyncio.gather(
+                *(
+                    read(engine.submit(request(p, 40, sampling=Sampling(seed=i))))
+                    for i, p in enumerate(prompts)
                 )
-                for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-                    assert answer.error is None
-                    assert answer.tokens == hashlm_tokens(prompt, 40, seed=i)
-            assert int(engine.stats()["pages_sealed"]) > 0
-            assert engine.metrics.prefix_hit_tokens_total._value.get() > 0
+            )
+            for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+                assert answer.error is None
+                assert answer.tokens == hashlm_tokens(prompt, 40, seed=i)
+        assert int(engine.stats()["pages_sealed"]) > 0
+        assert engine.metrics.prefix_hit_tokens_total._value.get() > 0
 
-    run(work())
 
-
-def test_a_changed_byte_of_a_sealed_page_is_heard(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
+async def test_a_changed_byte_of_a_sealed_page_is_heard(site: Site) -> None:
     """No part of the engine checks a page per step, so the oracle must."""
     prompt = words(8, 300)
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, hashlm.WORKER_COMMAND
-        ) as engine:
-            first = await read(engine.submit(request(prompt, 3)))
-            assert first.tokens == hashlm_tokens(prompt, 3)
-            await until(lambda: int(engine.stats()["pages_sealed"]) >= 1)
-            with (tmp_path / "kv" / "ext" / "000001.kv").open("r+b") as file:
-                byte = file.read(1)[0]
-                file.seek(0)
-                file.write(bytes([byte ^ 1]))
-            second = await read(engine.submit(request(prompt, 3)))
-            assert second.tokens != first.tokens
-
-    run(work())
+    async with running_engine(site, hashlm.WORKER_COMMAND) as engine:
+        first = await read(engine.submit(request(prompt, 3)))
+        assert first.tokens == hashlm_tokens(prompt, 3)
+        await until(lambda: int(engine.stats()["pages_sealed"]) >= 1)
+        with (site.folder / "kv" / "ext" / "000001.kv").open("r+b") as file:
+            byte = file.read(1)[0]
+            file.seek(0)
+            file.write(bytes([byte ^ 1]))
+        second = await read(engine.submit(request(prompt, 3)))
+        assert second.tokens != first.tokens
 
 
 @pytest.mark.parametrize("point", hashlm.POINTS)
-def test_a_death_anywhere_in_a_step_changes_no_token(
-    point: str, pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_death_anywhere_in_a_step_changes_no_token(
+    point: str, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = {"die": point, "at": 7, "life": 1}
     monkeypatch.setenv(hashlm.FAULTS, json.dumps(faults))
     prompts = [words(9, 250), words(10, 30)]
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, hashlm.WORKER_COMMAND, (LANE,)
-        ) as engine:
-            answers = await asyncio.gather(*(read(engine.submit(request(p, 30))) for p in prompts))
-            for prompt, answer in zip(prompts, answers, strict=True):
-                assert answer.error is None
-                assert answer.tokens == hashlm_tokens(prompt, 30)
-            assert engine.lanes()[0]["incarnation"] == 2
-
-    run(work())
+    async with running_engine(site, hashlm.WORKER_COMMAND, (LANE,)) as engine:
+        answers = await asyncio.gather(*(read(engine.submit(request(p, 30))) for p in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.error is None
+            assert answer.tokens == hashlm_tokens(prompt, 30)
+        assert engine.lanes()[0]["incarnation"] == 2
 
 
-def test_planted_nan_ends_that_turn_alone(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+async def test_planted_nan_ends_that_turn_alone(
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(hashlm.FAULTS, json.dumps({"nan_at": 5}))
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, hashlm.WORKER_COMMAND, (LANE,)
-        ) as engine:
-            prompts = [words(9, 20), words(10, 30)]
-            answers = await asyncio.gather(*(read(engine.submit(request(p, 30))) for p in prompts))
-            failed = [a for a in answers if a.error is not None]
-            assert [a.error.code for a in failed if a.error] == ["BE2302"]
-            for prompt, answer in zip(prompts, answers, strict=True):
-                if answer.error is None:
-                    assert answer.tokens == hashlm_tokens(prompt, 30)
-
-    run(work())
+    async with running_engine(site, hashlm.WORKER_COMMAND, (LANE,)) as engine:
+        prompts = [words(9, 20), words(10, 30)]
+        answers = await asyncio.gather(*(read(engine.submit(request(p, 30))) for p in prompts))
+        failed = [a for a in answers if a.error is not None]
+        assert [a.error.code for a in failed if a.error] == ["BE2302"]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if answer.error is None:
+                assert answer.tokens == hashlm_tokens(prompt, 30)
 
 
 def test_a_misspelt_fault_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
-"""Everything at once: named and anonymous requests, edits, cancels, kills, few pages.
+"""An engine under random requests, edits, cancels and kills answers as an undisturbed run does.
 
-The claim is the project's first promise: whatever happens, no token differs from an undisturbed
-run. One seed decides what is asked; when things happen is up to the machine.
+The seed decides what is requested; when each thing happens depends on the machine.
 """
 
 from __future__ import annotations
@@ -10,34 +9,25 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from batchengine.core import Sampling
 from batchengine.engine import Engine
 from batchengine.engine.lane.loop import LaneLoop
-from tests.support.engines import Reference, read, request, run, running_engine, until, words
+from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
 CLASSES = ["interactive", "standard", "background", "batch"]
 PAGE_BYTES = 327_680
 
 
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
-
-
 class Chaos:
-    """Users of one engine, each with its own session, and what they were told."""
+    """Users of one engine, each with its own session, and the tokens they received."""
 
     def __init__(self, engine: Engine, rng: random.Random) -> None:
         self.engine = engine
         self.rng = rng
-        self.told: list[tuple[list[int], int, Sampling, list[int]]] = []
+        self.received: list[tuple[list[int], int, Sampling, list[int]]] = []
         self.cancelled = 0
 
     def prompt(self, history: list[int]) -> list[int]:
@@ -66,7 +56,7 @@ class Chaos:
                 continue
             answer = await read(generation)
             assert answer.error is None, answer.error
-            self.told.append((prompt, n, sampling, answer.tokens))
+            self.received.append((prompt, n, sampling, answer.tokens))
             history = prompt + answer.tokens
 
     async def killer(self, kills: int) -> None:
@@ -80,38 +70,31 @@ class Chaos:
 @pytest.mark.parametrize(
     "seed", [0, 1, *[pytest.param(s, marks=pytest.mark.slow) for s in range(2, 12)]]
 )
-def test_chaos(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, seed: int
-) -> None:
+async def test_chaos(site: Site, reference: Reference, seed: int) -> None:
     rng = random.Random(seed)
-
-    async def work() -> Chaos:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir,
-            store__budget_bytes=rng.choice([18, 40, 400]) * PAGE_BYTES,
-            lane__places=rng.choice([6, 12]),
-            lane__entries_max=rng.choice([2, 4]),
-            lane__chunk_tokens_max=rng.choice([32, 256]),
-            lane__tokens_per_step=288,
-        ) as engine:  # fmt: skip
-            chaos = Chaos(engine, rng)
-            names = ["a", "b", "c", None, None, None]
-            async with asyncio.timeout(100):
-                await asyncio.gather(*(chaos.user(s, 5) for s in names), chaos.killer(3))
-                await until(lambda: not engine.state.turns and engine.phase == "ready")
-                # rows of idle sessions may still be on their way into the last worker's arena
-                await until(
-                    lambda: all(_lent(loop) == loop.config.places for loop in engine.state.lanes)
-                )
-            engine.running.store.check_integrity()
-            return chaos
-
-    chaos = run(work())
-    assert chaos.cancelled + len(chaos.told) == 30
-    for prompt, n, sampling, tokens in chaos.told:
+    async with running_engine(
+        site,
+        store__budget_bytes=rng.choice([18, 40, 400]) * PAGE_BYTES,
+        lane__places=rng.choice([6, 12]),
+        lane__entries_max=rng.choice([2, 4]),
+        lane__chunk_tokens_max=rng.choice([32, 256]),
+        lane__tokens_per_step=288,
+    ) as engine:
+        chaos = Chaos(engine, rng)
+        names = ["a", "b", "c", None, None, None]
+        async with asyncio.timeout(100):
+            await asyncio.gather(*(chaos.user(s, 5) for s in names), chaos.killer(3))
+            await until(lambda: not engine.state.turns and engine.phase == "ready")
+            # rows of idle sessions may still be on their way into the last worker's arena
+            await until(
+                lambda: all(_available(loop) == loop.config.places for loop in engine.state.lanes)
+            )
+        engine.running.store.check_integrity()
+    assert chaos.cancelled + len(chaos.received) == 30
+    for prompt, n, sampling, tokens in chaos.received:
         assert tokens == reference.tokens(prompt, n, sampling), (len(prompt), n, sampling)
 
 
-def _lent(loop: LaneLoop) -> int:
-    """Slots nobody holds on to: free, lent by idle sessions, or freed when their seal ends."""
+def _available(loop: LaneLoop) -> int:
+    """Slots that can be had: free, reclaimable from idle sessions, or freed when a seal ends."""
     return loop.kv.slots.available + len(loop.kv.slots.seals)

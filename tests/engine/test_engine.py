@@ -1,4 +1,4 @@
-"""The engine over a real worker process and the pocket model: the same bits, whatever happens."""
+"""The engine over a real worker process and the pocket model: every answer is bit-identical."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,20 +13,11 @@ from batchengine import errors
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError, Constraint, Kind, Sampling, TokenEvent
 from batchengine.engine import Engine
-from tests.support.engines import Reference, read, request, run, running_engine, until, words
+from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
 
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
-
-
-def test_batch_chunks_and_seeds_change_no_token(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """Mixed lengths decoded together, prefilled in chunks of 48: equal to each one alone."""
+async def test_batch_chunks_and_seeds_change_no_token(site: Site, reference: Reference) -> None:
+    """Prompts of mixed lengths, in chunks of 48 and one batch, get the tokens of each alone."""
     jobs = [
         (words(i, n), Sampling(temperature=t, seed=i, top_p=p, repetition_penalty=r))
         for i, (n, t, p, r) in enumerate(
@@ -36,50 +25,38 @@ def test_batch_chunks_and_seeds_change_no_token(
              (700, 0, 1, 1), (300, 0.7, 0.95, 1.2), (33, 1.0, 1, 1)]
         )
     ]  # fmt: skip
-
-    async def work() -> list[list[int]]:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir,
-            lane__chunk_tokens_max=48, lane__entries_max=5, lane__tokens_per_step=64,
-        ) as engine:  # fmt: skip
-            running = [engine.submit(request(p, 40, sampling=s)) for p, s in jobs]
-            answers = await asyncio.gather(*(read(g) for g in running))
-            assert all(a.reason == "length" for a in answers)
-            return [a.tokens for a in answers]
-
-    got = run(work())
-    assert got == [reference.tokens(p, 40, s) for p, s in jobs]
+    async with running_engine(
+        site, lane__chunk_tokens_max=48, lane__entries_max=5, lane__tokens_per_step=64
+    ) as engine:
+        running = [engine.submit(request(p, 40, sampling=s)) for p, s in jobs]
+        answers = await asyncio.gather(*(read(g) for g in running))
+    assert all(a.reason == "length" for a in answers)
+    assert [a.tokens for a in answers] == [reference.tokens(p, 40, s) for p, s in jobs]
 
 
-def test_prefix_is_found_and_changes_nothing(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
+async def test_prefix_is_found_and_changes_nothing(site: Site, reference: Reference) -> None:
     prompt = words(7, 1100)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            first = await read(engine.submit(request(prompt, 16)))
-            assert first.done is not None
-            assert first.done.usage.cached_tokens == 0
-            await sealed(engine, 4)
-            again = await read(engine.submit(request(prompt, 16)))
-            branch = [*prompt[:600], *words(8, 50)]
-            other = await read(engine.submit(request(branch, 16)))
-            exact = await read(engine.submit(request(prompt[:512], 8)))
-            foreign = await read(engine.submit(request(prompt, 16, tenant="someone")))
-        assert again.done is not None
-        assert other.done is not None
-        assert exact.done is not None
-        assert foreign.done is not None
-        assert again.done.usage.cached_tokens == 1024
-        assert other.done.usage.cached_tokens == 512
-        assert exact.done.usage.cached_tokens == 256  # one token must be left to compute
-        assert foreign.done.usage.cached_tokens == 0  # another tenant shares nothing
-        assert first.tokens == again.tokens == foreign.tokens == reference.tokens(prompt, 16)
-        assert other.tokens == reference.tokens(branch, 16)
-        assert exact.tokens == reference.tokens(prompt[:512], 8)
-
-    run(work())
+    async with running_engine(site) as engine:
+        first = await read(engine.submit(request(prompt, 16)))
+        assert first.done is not None
+        assert first.done.usage.cached_tokens == 0
+        await sealed(engine, 4)
+        again = await read(engine.submit(request(prompt, 16)))
+        branch = [*prompt[:600], *words(8, 50)]
+        other = await read(engine.submit(request(branch, 16)))
+        exact = await read(engine.submit(request(prompt[:512], 8)))
+        foreign = await read(engine.submit(request(prompt, 16, tenant="someone")))
+    assert again.done is not None
+    assert other.done is not None
+    assert exact.done is not None
+    assert foreign.done is not None
+    assert again.done.usage.cached_tokens == 1024
+    assert other.done.usage.cached_tokens == 512
+    assert exact.done.usage.cached_tokens == 256  # one token must be left to compute
+    assert foreign.done.usage.cached_tokens == 0  # another tenant shares nothing
+    assert first.tokens == again.tokens == foreign.tokens == reference.tokens(prompt, 16)
+    assert other.tokens == reference.tokens(branch, 16)
+    assert exact.tokens == reference.tokens(prompt[:512], 8)
 
 
 async def sealed(engine: Engine, pages: int) -> None:
@@ -87,387 +64,303 @@ async def sealed(engine: Engine, pages: int) -> None:
     await until(lambda: int(engine.stats()["pages_sealed"]) >= pages)
 
 
-def test_named_session_keeps_its_kv_and_follows_edits(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_named_session_keeps_its_kv_and_follows_edits(
+    site: Site, reference: Reference
 ) -> None:
     start = words(11, 300)
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(request(start, 20, session="s")))
+        longer = [*start, *one.tokens, *words(12, 30)]
+        two = await read(engine.submit(request(longer, 20, session="s")))
+        edited = [*start[:280], *words(13, 40)]
+        three = await read(engine.submit(request(edited, 20, session="s")))
+        assert one.done is not None
+        assert two.done is not None
+        assert three.done is not None
+        assert two.done.usage.cached_tokens == 319  # all but the last generated token
+        assert three.done.usage.cached_tokens in (256, 280)  # sealed by then or still open
+        assert one.tokens == reference.tokens(start, 20)
+        assert two.tokens == reference.tokens(longer, 20)
+        assert three.tokens == reference.tokens(edited, 20)
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(start, 20, session="s")))
-            longer = [*start, *one.tokens, *words(12, 30)]
-            two = await read(engine.submit(request(longer, 20, session="s")))
-            edited = [*start[:280], *words(13, 40)]
-            three = await read(engine.submit(request(edited, 20, session="s")))
-            assert one.done is not None
-            assert two.done is not None
-            assert three.done is not None
-            assert two.done.usage.cached_tokens == 319  # all but the last generated token
-            assert three.done.usage.cached_tokens in (256, 280)  # sealed by then or still open
-            assert one.tokens == reference.tokens(start, 20)
-            assert two.tokens == reference.tokens(longer, 20)
-            assert three.tokens == reference.tokens(edited, 20)
-
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            again = await read(engine.submit(request(edited, 20, session="s")))
-            assert again.done is not None
-            assert again.done.usage.resumed_tokens == 20  # a repetition is told, not computed
-            assert again.tokens == three.tokens
-            other = [*edited[:300], *words(14, 30)]
-            four = await read(engine.submit(request(other, 20, session="s")))
-            assert four.done is not None
-            assert four.done.usage.cached_tokens >= 256  # from disk, verified
-            assert four.tokens == reference.tokens(other, 20)
-
-    run(work())
+    async with running_engine(site) as engine:
+        again = await read(engine.submit(request(edited, 20, session="s")))
+        assert again.done is not None
+        assert again.done.usage.resumed_tokens == 20  # a repetition is not computed
+        assert again.tokens == three.tokens
+        other = [*edited[:300], *words(14, 30)]
+        four = await read(engine.submit(request(other, 20, session="s")))
+        assert four.done is not None
+        assert four.done.usage.cached_tokens >= 256  # from disk, verified
+        assert four.tokens == reference.tokens(other, 20)
 
 
-def test_same_session_twice_runs_one_after_the_other(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_same_session_twice_runs_one_after_the_other(
+    site: Site, reference: Reference
 ) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            prompts = [words(20 + i, 40) for i in range(3)]
-            running = [engine.submit(request(p, 12, session="one")) for p in prompts]
-            answers = await asyncio.gather(*(read(g) for g in running))
-            assert [a.tokens for a in answers] == [reference.tokens(p, 12) for p in prompts]
-
-    run(work())
+    async with running_engine(site) as engine:
+        prompts = [words(20 + i, 40) for i in range(3)]
+        running = [engine.submit(request(p, 12, session="one")) for p in prompts]
+        answers = await asyncio.gather(*(read(g) for g in running))
+        assert [a.tokens for a in answers] == [reference.tokens(p, 12) for p in prompts]
 
 
 @pytest.mark.parametrize("kills", [1, 3])
-def test_stream_survives_kill_9_of_the_worker(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, kills: int
+async def test_stream_survives_kill_9_of_the_worker(
+    site: Site, reference: Reference, kills: int
 ) -> None:
-    """Killed while prefilling and while decoding: the stream goes on, nothing repeats."""
+    """A stream goes on without repetition when the worker is killed during prefill and decode."""
     prompts = [words(30 + i, 200 + 150 * i) for i in range(3)]
     n = 120
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, lane__chunk_tokens_max=64
-        ) as engine:
-            running = [engine.submit(request(p, n)) for p in prompts]
-            tasks = [asyncio.ensure_future(read(g)) for g in running]
-            for kill in range(kills):
-                await until(lambda: running[0].completion_tokens > 25 * kill)  # noqa: B023
-                os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
-            answers = await asyncio.gather(*tasks)
-            assert [a.tokens for a in answers] == [reference.tokens(p, n) for p in prompts]
-            assert engine.lanes()[0]["incarnation"] == kills + 1
-            assert engine.phase == "ready"
-
-    run(work())
+    async with running_engine(site, lane__chunk_tokens_max=64) as engine:
+        running = [engine.submit(request(p, n)) for p in prompts]
+        tasks = [asyncio.ensure_future(read(g)) for g in running]
+        for kill in range(kills):
+            await until(lambda: running[0].completion_tokens > 25 * kill)  # noqa: B023
+            os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+        answers = await asyncio.gather(*tasks)
+        assert [a.tokens for a in answers] == [reference.tokens(p, n) for p in prompts]
+        assert engine.lanes()[0]["incarnation"] == kills + 1
+        assert engine.phase == "ready"
 
 
-def test_cancel_frees_everything(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir, lane__places=20) as engine:
-            generations = [engine.submit(request(words(i, 100), 4000)) for i in range(6)]
-            async for event in generations[0]:
-                if isinstance(event, TokenEvent):
-                    break
-            for generation in generations:
-                generation.cancel()
-                generation.cancel()
-            await until(lambda: not engine.state.turns)
-            loop = engine.state.lanes[0]
-            assert not loop.running
-            assert not loop.waiting
-            assert not loop.sessions
-            assert loop.kv.slots.available == 20
-            assert [e async for e in generations[1]] == []
-
-    run(work())
+async def test_cancel_frees_everything(site: Site) -> None:
+    async with running_engine(site, lane__places=20) as engine:
+        generations = [engine.submit(request(words(i, 100), 4000)) for i in range(6)]
+        async for event in generations[0]:
+            if isinstance(event, TokenEvent):
+                break
+        for generation in generations:
+            generation.cancel()
+            generation.cancel()
+        await until(lambda: not engine.state.turns)
+        loop = engine.state.lanes[0]
+        assert not loop.running
+        assert not loop.waiting
+        assert not loop.sessions
+        assert loop.kv.slots.available == 20
+        assert [e async for e in generations[1]] == []
 
 
-def test_two_hundred_at_once(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
+async def test_two_hundred_at_once(site: Site, reference: Reference) -> None:
     prompts = [words(1000 + i, 5 + i % 37) for i in range(200)]
-
-    async def work() -> list[list[int]]:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            running = [engine.submit(request(p, 10)) for p in prompts]
-            answers = await asyncio.gather(*(read(g) for g in running))
-            return [a.tokens for a in answers]
-
-    assert run(work()) == [reference.tokens(p, 10) for p in prompts]
+    async with running_engine(site) as engine:
+        running = [engine.submit(request(p, 10)) for p in prompts]
+        answers = await asyncio.gather(*(read(g) for g in running))
+    assert [a.tokens for a in answers] == [reference.tokens(p, 10) for p in prompts]
 
 
-def test_page_pressure_preempts_but_every_answer_is_right(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_page_pressure_preempts_but_every_answer_is_right(
+    site: Site, reference: Reference
 ) -> None:
-    """Eight sessions of three pages on a store of sixteen pages and six open slots."""
+    """Eight sessions of three pages are right on a store of sixteen pages and six open slots."""
     prompts = [words(50 + i, 700) for i in range(8)]
-
-    async def work() -> list[list[int]]:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir,
-            store__budget_bytes=16 * 327_680, lane__places=6, lane__entries_max=4,
-        ) as engine:  # fmt: skip
-            assert engine.stats()["store"]["pages_max"] == 16
-            running = [engine.submit(request(p, 60)) for p in prompts]
-            answers = await asyncio.gather(*(read(g) for g in running))
-            assert all(a.reason == "length" for a in answers), answers
-            return [a.tokens for a in answers]
-
-    assert run(work()) == [reference.tokens(p, 60) for p in prompts]
+    async with running_engine(
+        site, store__budget_bytes=16 * 327_680, lane__places=6, lane__entries_max=4
+    ) as engine:
+        assert engine.stats()["store"]["pages_max"] == 16
+        running = [engine.submit(request(p, 60)) for p in prompts]
+        answers = await asyncio.gather(*(read(g) for g in running))
+    assert all(a.reason == "length" for a in answers), answers
+    assert [a.tokens for a in answers] == [reference.tokens(p, 60) for p in prompts]
 
 
-def test_idle_sessions_give_way_when_the_store_is_full(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_idle_sessions_give_way_when_the_store_is_full(
+    site: Site, reference: Reference
 ) -> None:
-    """Seven idle sessions pin more pages than the store has; each is still continued rightly."""
+    """Seven idle sessions that pin more pages than the store has can all be continued."""
     prompts = [words(120 + i, 800) for i in range(7)]
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, store__budget_bytes=16 * 327_680, lane__places=10
-        ) as engine:
-            for i, prompt in enumerate(prompts):
-                answer = await read(engine.submit(request(prompt, 10, session=f"s{i}")))
-                assert answer.tokens == reference.tokens(prompt, 10)
-            for i, prompt in enumerate(prompts):
-                longer = [*prompt, *words(i, 300)]
-                answer = await read(engine.submit(request(longer, 10, session=f"s{i}")))
-                assert answer.tokens == reference.tokens(longer, 10)
-            engine.running.store.check_integrity()
-
-    run(work())
+    async with running_engine(site, store__budget_bytes=16 * 327_680, lane__places=10) as engine:
+        for i, prompt in enumerate(prompts):
+            answer = await read(engine.submit(request(prompt, 10, session=f"s{i}")))
+            assert answer.tokens == reference.tokens(prompt, 10)
+        for i, prompt in enumerate(prompts):
+            longer = [*prompt, *words(i, 300)]
+            answer = await read(engine.submit(request(longer, 10, session=f"s{i}")))
+            assert answer.tokens == reference.tokens(longer, 10)
+        engine.running.store.check_integrity()
 
 
-def test_urgent_requests_preempt_and_nothing_changes(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_urgent_requests_preempt_and_nothing_changes(
+    site: Site, reference: Reference
 ) -> None:
     slow = [words(70 + i, 60) for i in range(3)]
     fast = [words(80 + i, 40) for i in range(4)]
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir, lane__entries_max=2) as engine:
-            background = [engine.submit(request(p, 300, sla="batch")) for p in slow]
-            tasks = [asyncio.ensure_future(read(g)) for g in background]
-            await asyncio.sleep(0.1)
-            urgent = [engine.submit(request(p, 30, sla="interactive")) for p in fast]
-            answers = await asyncio.gather(*(read(g) for g in urgent))
-            assert [a.tokens for a in answers] == [reference.tokens(p, 30) for p in fast]
-            slow_answers = await asyncio.gather(*tasks)
-            assert [a.tokens for a in slow_answers] == [reference.tokens(p, 300) for p in slow]
-
-    run(work())
+    async with running_engine(site, lane__entries_max=2) as engine:
+        background = [engine.submit(request(p, 300, sla="batch")) for p in slow]
+        tasks = [asyncio.ensure_future(read(g)) for g in background]
+        await asyncio.sleep(0.1)
+        urgent = [engine.submit(request(p, 30, sla="interactive")) for p in fast]
+        answers = await asyncio.gather(*(read(g) for g in urgent))
+        assert [a.tokens for a in answers] == [reference.tokens(p, 30) for p in fast]
+        slow_answers = await asyncio.gather(*tasks)
+        assert [a.tokens for a in slow_answers] == [reference.tokens(p, 300) for p in slow]
 
 
-def test_refusals_name_their_reason(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
-    async def work() -> None:
-        async with running_engine(
-            pocket_path,
-            tmp_path,
-            cache_dir,
-            limits__queue_max=2,
-            lane__entries_max=1,
-            sla__standard__patience_s=0,
-        ) as engine:
-            context = engine.info.context_tokens
+async def test_refusals_name_their_reason(site: Site) -> None:
+    async with running_engine(
+        site, limits__queue_max=2, lane__entries_max=1, sla__standard__patience_s=0
+    ) as engine:
+        context = engine.info.context_tokens
+        with pytest.raises(BatchEngineError) as caught:
+            engine.submit(request(words(1, context), 1))
+        assert caught.value.name == "context_length_exceeded"
+        assert caught.value.kind is Kind.INVALID
+        assert caught.value.details == {"n_prompt_tokens": context, "n_ctx": context}
+        asked = dataclasses.replace(request(words(1, 9), 1), constraint=Constraint("{}"))
+        with pytest.raises(BatchEngineError) as caught:
+            engine.submit(asked)
+        assert caught.value.code == errors.CONSTRAINT_UNSUPPORTED.code
+        assert not engine.requests()
+        for bad in ([], [-1], [2048]):
             with pytest.raises(BatchEngineError) as caught:
-                engine.submit(request(words(1, context), 1))
-            assert caught.value.name == "context_length_exceeded"
+                engine.submit(request(bad, 1))
             assert caught.value.kind is Kind.INVALID
-            assert caught.value.details == {"n_prompt_tokens": context, "n_ctx": context}
-            asked = dataclasses.replace(request(words(1, 9), 1), constraint=Constraint("{}"))
-            with pytest.raises(BatchEngineError) as caught:
-                engine.submit(asked)
-            assert caught.value.code == errors.CONSTRAINT_UNSUPPORTED.code
-            assert not engine.requests()
-            for bad in ([], [-1], [2048]):
-                with pytest.raises(BatchEngineError) as caught:
-                    engine.submit(request(bad, 1))
-                assert caught.value.kind is Kind.INVALID
-            with pytest.raises(BatchEngineError):
-                engine.submit(request([1], 0))
-            made = [engine.submit(request(words(1, 20), 9000)) for _ in range(2)]
-            reading = [asyncio.ensure_future(read(g)) for g in made]
-            await until(lambda: made[0].completion_tokens > 0)  # it has the only seat
-            made.append(engine.submit(request(words(1, 20), 9000)))
-            reading.append(asyncio.ensure_future(read(made[2])))
-            with pytest.raises(BatchEngineError) as caught:
-                engine.submit(request(words(1, 20), 9000))
-            assert caught.value.kind is Kind.BUSY
-            assert caught.value.retry_ms is not None
-            stopping = asyncio.ensure_future(engine.stop(0.05))
-            await asyncio.sleep(0)
-            with pytest.raises(BatchEngineError) as caught:
-                engine.submit(request([1], 1))
-            assert caught.value.kind is Kind.UNAVAILABLE
-            await stopping
-            answers = await asyncio.gather(*reading)
-            assert {a.reason for a in answers} == {"shutdown"}
-
-    run(work())
+        with pytest.raises(BatchEngineError):
+            engine.submit(request([1], 0))
+        made = [engine.submit(request(words(1, 20), 9000)) for _ in range(2)]
+        reading = [asyncio.ensure_future(read(g)) for g in made]
+        await until(lambda: made[0].completion_tokens > 0)  # it has the only seat
+        made.append(engine.submit(request(words(1, 20), 9000)))
+        reading.append(asyncio.ensure_future(read(made[2])))
+        with pytest.raises(BatchEngineError) as caught:
+            engine.submit(request(words(1, 20), 9000))
+        assert caught.value.kind is Kind.BUSY
+        assert caught.value.retry_ms is not None
+        stopping = asyncio.ensure_future(engine.stop(0.05))
+        await asyncio.sleep(0)
+        with pytest.raises(BatchEngineError) as caught:
+            engine.submit(request([1], 1))
+        assert caught.value.kind is Kind.UNAVAILABLE
+        await stopping
+        answers = await asyncio.gather(*reading)
+        assert {a.reason for a in answers} == {"shutdown"}
 
 
-def test_a_request_that_never_began_is_to_be_sent_again_after_the_stop(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    """It waited for its session: an empty answer would look like a whole one."""
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            running = engine.submit(request(words(1, 20), 4000, session="s"))
-            queued = engine.submit(request(words(2, 20), 50, session="s"))
-            reading = [asyncio.ensure_future(read(g)) for g in (running, queued)]
-            await until(lambda: running.completion_tokens > 0)
-            await engine.stop(0.0)
-            cut, never = await asyncio.gather(*reading)
-            assert cut.reason == "shutdown"
-            assert cut.tokens
-            assert never.error is not None
-            assert (never.error.kind, never.error.name) == (Kind.UNAVAILABLE, "draining")
-            assert never.error.retry_ms is not None
-
-    run(work())
+async def test_a_request_that_never_began_is_to_be_sent_again_after_the_stop(site: Site) -> None:
+    """A request that still waits for its session ends with a retryable error, not an empty
+    answer."""
+    async with running_engine(site) as engine:
+        running = engine.submit(request(words(1, 20), 4000, session="s"))
+        queued = engine.submit(request(words(2, 20), 50, session="s"))
+        reading = [asyncio.ensure_future(read(g)) for g in (running, queued)]
+        await until(lambda: running.completion_tokens > 0)
+        await engine.stop(0.0)
+        cut, never = await asyncio.gather(*reading)
+        assert cut.reason == "shutdown"
+        assert cut.tokens
+        assert never.error is not None
+        assert (never.error.kind, never.error.name) == (Kind.UNAVAILABLE, "draining")
+        assert never.error.retry_ms is not None
 
 
-def test_stop_strings_hide_themselves_and_end_the_stream(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            prompt = await engine.text.encode_chat(
-                [{"role": "user", "content": "Copy: the red fox and the blue bird"}]
+async def test_stop_strings_hide_themselves_and_end_the_stream(site: Site) -> None:
+    async with running_engine(site) as engine:
+        prompt = await engine.text.encode_chat(
+            [{"role": "user", "content": "Copy: the red fox and the blue bird"}]
+        )
+        whole = await read(engine.submit(request(prompt, 40)))
+        middle = whole.text[len(whole.text) // 2 :][:4]
+        assert len(middle) == 4
+        cut = await read(engine.submit(request(prompt, 40, stop=(middle,))))
+        assert cut.reason == "stop"
+        assert cut.text == whole.text[: whole.text.index(middle)]
+        assert whole.tokens[: len(cut.tokens)] == cut.tokens
+
+
+async def test_logprobs_and_usage(site: Site) -> None:
+    async with running_engine(site) as engine:
+        answer = await read(engine.submit(request(words(3, 30), 5, sampling=Sampling(logprobs=4))))
+        tokens = [e for e in answer.events if isinstance(e, TokenEvent)]
+        assert len(tokens) == 5
+        for event in tokens:
+            assert event.logprob is not None
+            assert event.logprob.token == event.token
+            assert event.logprob.logprob <= 0.0
+            assert [t.logprob for t in event.top] == sorted(
+                (t.logprob for t in event.top), reverse=True
             )
-            whole = await read(engine.submit(request(prompt, 40)))
-            middle = whole.text[len(whole.text) // 2 :][:4]
-            assert len(middle) == 4
-            cut = await read(engine.submit(request(prompt, 40, stop=(middle,))))
-            assert cut.reason == "stop"
-            assert cut.text == whole.text[: whole.text.index(middle)]
-            assert whole.tokens[: len(cut.tokens)] == cut.tokens
-
-    run(work())
+            assert len(event.top) == 4
+            assert event.top[0].token == event.token  # greedy
+        assert answer.done is not None
+        usage = answer.done.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (30, 5)
+        assert 0 <= usage.queue_ms <= usage.ttft_ms <= usage.total_ms
+        assert usage.lane == "cpu"
 
 
-def test_logprobs_and_usage(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+async def test_recall_over_five_thousand_tokens(site: Site) -> None:
+    """A fact at the start is found after 5,000 tokens; a wrong page would lose it."""
+    async with running_engine(site) as engine:
+        messages = [
+            {"role": "user", "content": "Remember this: The code for banana is 4829."},
+            {"role": "assistant", "content": "OK."},
+        ]
+        while True:
+            for ask, answer in (("3 + 4?", "7"), ("What is 12 + 5?", "17")):
+                messages.append({"role": "user", "content": ask})
+                messages.append({"role": "assistant", "content": answer})
+            if len(messages) % 40 == 2 and len(await engine.text.encode_chat(messages)) > 5000:
+                break
+        messages.append({"role": "user", "content": "What is the code for banana?"})
+        prompt = await engine.text.encode_chat(messages)
+        assert len(prompt) > 5000
+        for session in ("recall", "recall", None):
             answer = await read(
-                engine.submit(request(words(3, 30), 5, sampling=Sampling(logprobs=4)))
+                engine.submit(request(prompt, 30, session=session, ignore_eos=False))
             )
-            tokens = [e for e in answer.events if isinstance(e, TokenEvent)]
-            assert len(tokens) == 5
-            for event in tokens:
-                assert event.logprob is not None
-                assert event.logprob.token == event.token
-                assert event.logprob.logprob <= 0.0
-                assert [t.logprob for t in event.top] == sorted(
-                    (t.logprob for t in event.top), reverse=True
-                )
-                assert len(event.top) == 4
-                assert event.top[0].token == event.token  # greedy
-            assert answer.done is not None
-            usage = answer.done.usage
-            assert (usage.prompt_tokens, usage.completion_tokens) == (30, 5)
-            assert 0 <= usage.queue_ms <= usage.ttft_ms <= usage.total_ms
-            assert usage.lane == "cpu"
-
-    run(work())
+            assert answer.reason == "stop"
+            assert "4829" in answer.text, answer.text
 
 
-def test_recall_over_five_thousand_tokens(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    """A wrong page would lose the fact: placed first, asked for after 5,000 tokens."""
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            messages = [
-                {"role": "user", "content": "Remember this: The code for banana is 4829."},
-                {"role": "assistant", "content": "OK."},
-            ]
-            while True:
-                for ask, answer in (("3 + 4?", "7"), ("What is 12 + 5?", "17")):
-                    messages.append({"role": "user", "content": ask})
-                    messages.append({"role": "assistant", "content": answer})
-                if len(messages) % 40 == 2 and len(await engine.text.encode_chat(messages)) > 5000:
-                    break
-            messages.append({"role": "user", "content": "What is the code for banana?"})
-            prompt = await engine.text.encode_chat(messages)
-            assert len(prompt) > 5000
-            for session in ("recall", "recall", None):
-                answer = await read(
-                    engine.submit(request(prompt, 30, session=session, ignore_eos=False))
-                )
-                assert answer.reason == "stop"
-                assert "4829" in answer.text, answer.text
-
-    run(work())
-
-
-def test_sessions_never_see_each_other(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """Two sessions take turns with different histories of the same shape."""
+async def test_sessions_never_see_each_other(site: Site, reference: Reference) -> None:
+    """Two sessions with histories of the same shape, computed in turn, do not mix."""
     base = {name: words(90 + i, 290) for i, name in enumerate(("a", "b"))}
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            history = {name: list(tokens) for name, tokens in base.items()}
-            for _ in range(4):
-                answers = await asyncio.gather(
-                    *(read(engine.submit(request(h, 9, session=s))) for s, h in history.items())
-                )
-                for (name, timeline), answer in zip(history.items(), answers, strict=True):
-                    assert answer.tokens == reference.tokens(timeline, 9), name
-                    timeline += answer.tokens + words(ord(name), 21)
-
-    run(work())
+    async with running_engine(site) as engine:
+        history = {name: list(tokens) for name, tokens in base.items()}
+        for _ in range(4):
+            answers = await asyncio.gather(
+                *(read(engine.submit(request(h, 9, session=s))) for s, h in history.items())
+            )
+            for (name, timeline), answer in zip(history.items(), answers, strict=True):
+                assert answer.tokens == reference.tokens(timeline, 9), name
+                timeline += answer.tokens + words(ord(name), 21)
 
 
-def test_two_lanes_share_the_store_and_agree(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """What one lane sealed the other reads; a dead lane takes nobody with it."""
+async def test_two_lanes_share_the_store_and_agree(site: Site, reference: Reference) -> None:
+    """A lane reads pages that another lane sealed, and survives that lane's death."""
     prompts = [words(140 + i, 600) for i in range(4)]
     lanes = (LaneConfig(name="a", threads=1), LaneConfig(name="b", threads=1))
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir, lanes=lanes) as engine:
-            first = await asyncio.gather(*(read(engine.submit(request(p, 9))) for p in prompts))
-            await sealed(engine, 8)
-            again = [engine.submit(request(p, 200)) for p in reversed(prompts)]
-            tasks = [asyncio.ensure_future(read(g)) for g in again]
-            await until(lambda: again[0].completion_tokens > 5)
-            os.kill(int(engine.lanes()[1]["pid"]), signal.SIGKILL)
-            second = await asyncio.gather(*tasks)
-            expected = [reference.tokens(p, 200) for p in prompts]
-            assert [a.tokens for a in first] == [e[:9] for e in expected]
-            assert [a.tokens for a in reversed(second)] == expected
-            used = {a.done.usage.lane for a in first if a.done}
-            assert used == {"a", "b"}
-            assert {a.done.usage.cached_tokens for a in second if a.done} == {512}
-
-    run(work())
+    async with running_engine(site, lanes=lanes) as engine:
+        first = await asyncio.gather(*(read(engine.submit(request(p, 9))) for p in prompts))
+        await sealed(engine, 8)
+        again = [engine.submit(request(p, 200)) for p in reversed(prompts)]
+        tasks = [asyncio.ensure_future(read(g)) for g in again]
+        await until(lambda: again[0].completion_tokens > 5)
+        os.kill(int(engine.lanes()[1]["pid"]), signal.SIGKILL)
+        second = await asyncio.gather(*tasks)
+        expected = [reference.tokens(p, 200) for p in prompts]
+        assert [a.tokens for a in first] == [e[:9] for e in expected]
+        assert [a.tokens for a in reversed(second)] == expected
+        used = {a.done.usage.lane for a in first if a.done}
+        assert used == {"a", "b"}
+        assert {a.done.usage.cached_tokens for a in second if a.done} == {512}
 
 
-def test_shutdown_ends_named_streams_with_a_reason(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """What was told before the stop is in the ledger: the next life continues it."""
+async def test_shutdown_ends_named_streams_with_a_reason(site: Site, reference: Reference) -> None:
+    """The tokens sent before a stop are in the ledger, and the next engine continues them."""
     prompt = words(150, 30)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            generation = engine.submit(request(prompt, 5000, session="s"))
-            task = asyncio.ensure_future(read(generation))
-            await until(lambda: generation.completion_tokens > 20)
-            await engine.stop(0.0)
-            answer = await task
-            assert answer.reason == "shutdown"
-            assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            assert engine.running.store is not None
-            record = engine.running.store.ledger.load_session("\x1fs").result()
-            assert record is not None
-            assert record.tokens[: 30 + len(answer.tokens)] == prompt + answer.tokens
-            assert [turn.finish_reason for turn in record.turns] == ["shutdown"]
-
-    run(work())
+    async with running_engine(site) as engine:
+        generation = engine.submit(request(prompt, 5000, session="s"))
+        task = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > 20)
+        await engine.stop(0.0)
+        answer = await task
+        assert answer.reason == "shutdown"
+        assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
+    async with running_engine(site) as engine:
+        assert engine.running.store is not None
+        record = engine.running.store.ledger.load_session("\x1fs").result()
+        assert record is not None
+        assert record.tokens[: 30 + len(answer.tokens)] == prompt + answer.tokens
+        assert [turn.finish_reason for turn in record.turns] == ["shutdown"]

@@ -1,7 +1,8 @@
-"""Rows of the fault table that need two lanes, in the simulated world: real engine, store, workers.
+"""Rows of the fault table that need two lanes, with the real engine, store and worker code in the
+simulation.
 
-Each test names its row (RELIABILITY section 5). What must hold is checked by the stage: every
-token is the right one, one owner, everything given back at the end.
+Each test names its row (RELIABILITY section 5). The stage checks at the end that every token is
+right, that each session has one owner, and that all resources are free again.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from tests.simulation.stage import Plan, Stage, play, words
 
 
 def both_seal(stage: Stage) -> None:
-    """The store's page thread lags: pages of both lanes are under way at once."""
+    """The store's page thread lags, so that pages of both lanes are under way at once."""
     stage.now.threads.delay = lambda name: 0.3 if name == "kv-pages" else 0.0005
 
 
 def test_f8_two_lanes_seal_one_page_at_once() -> None:
-    """First wins, the second is a no-op, their digests are equal."""
+    """The first seal counts, the second changes nothing, and their digests are equal."""
 
     async def scene(stage: Stage) -> None:
         both_seal(stage)
@@ -34,8 +35,8 @@ def test_f8_two_lanes_seal_one_page_at_once() -> None:
         readers = [stage.start(left), stage.start(right)]
         await stage.until(lambda: bool(left.lane and right.lane))
         assert {left.lane, right.lane} == {"left", "right"}
-        told = await asyncio.gather(*readers)
-        assert [len(t.tokens) for t in told] == [12, 12]
+        answers = await asyncio.gather(*readers)
+        assert [len(t.tokens) for t in answers] == [12, 12]
         store = stage.now.seam.opened
         assert store is not None
         await stage.until(lambda: not any(loop.kv.sealing.in_flight for loop in stage.now.loops))
@@ -48,7 +49,7 @@ def test_f8_two_lanes_seal_one_page_at_once() -> None:
 
 
 def test_f20_a_client_leaves_while_its_rows_are_copied() -> None:
-    """The late copy meets nobody: the slots it wrote to are given back, and used again."""
+    """The slots of a copy that ends after its client left are freed and used again."""
 
     async def scene(stage: Stage) -> None:
         stage.plans.append(lambda lane, step: Plan(0.4) if step.import_rows else None)
@@ -72,8 +73,8 @@ def test_f20_a_client_leaves_while_its_rows_are_copied() -> None:
     play(scene)
 
 
-def test_f28_the_daemon_is_told_to_stop_during_moves_and_seals() -> None:
-    """Every stream ends with a reason, and the next life goes on from what was told."""
+def test_f28_the_daemon_is_stopped_during_moves_and_seals() -> None:
+    """Every stream ends with a reason, and the next engine continues each from its last token."""
 
     async def scene(stage: Stage, at: str) -> None:
         both_seal(stage)
@@ -96,13 +97,13 @@ def test_f28_the_daemon_is_told_to_stop_during_moves_and_seals() -> None:
         except BatchEngineError:
             assert at < "P5", "what is committed is not taken back"
         await stopping[0]
-        told = await asyncio.gather(*readers)
-        assert all(t.done is not None and t.done.finish_reason == "shutdown" for t in told)
+        answers = await asyncio.gather(*readers)
+        assert all(t.done is not None and t.done.finish_reason == "shutdown" for t in answers)
         stage.now.dead = True
         await stage.boot()
         for i, prompt in enumerate(prompts):
-            again = await stage.read(await stage.up.resume("", f"s{i}", len(told[i].tokens)))
-            assert len(told[i].tokens) + len(again.tokens) == 60
+            again = await stage.read(await stage.up.resume("", f"s{i}", len(answers[i].tokens)))
+            assert len(answers[i].tokens) + len(again.tokens) == 60
             await stage.answer([*prompt, 78], 4, f"s{i}")
 
     for point in (f"P{i}" for i in range(9)):
@@ -110,7 +111,7 @@ def test_f28_the_daemon_is_told_to_stop_during_moves_and_seals() -> None:
 
 
 def test_f29_one_poisoned_session_is_alone_in_quarantine() -> None:
-    """Whatever computes it dies; after the second time alone it is refused, the others go on."""
+    """A session that ends every worker is refused after its second crash alone; others go on."""
 
     async def scene(stage: Stage) -> None:
         bad = stage.ask(words(40, 100), 40, "bad")
@@ -122,9 +123,9 @@ def test_f29_one_poisoned_session_is_alone_in_quarantine() -> None:
 
         stage.plans.append(plan)
         good = [stage.ask(words(41 + i, 100), 60, f"g{i}") for i in range(4)]
-        told = await asyncio.gather(*[stage.start(g) for g in (bad, *good)])
-        assert told[0].error == "session_quarantined"
-        assert [len(t.tokens) for t in told[1:]] == [60] * 4
+        answers = await asyncio.gather(*[stage.start(g) for g in (bad, *good)])
+        assert answers[0].error == "session_quarantined"
+        assert [len(t.tokens) for t in answers[1:]] == [60] * 4
         deaths = sum(loop.lane.incarnation - 1 for loop in stage.now.loops)
         assert deaths <= 3
 
@@ -132,8 +133,7 @@ def test_f29_one_poisoned_session_is_alone_in_quarantine() -> None:
 
 
 def test_f45_a_poisoned_row_is_in_no_page_and_no_record() -> None:
-    """The turn ends, its rows are imported by nobody, the page it would have filled is not
-    found."""
+    """After NaN the turn ends, no session imports its rows, and its page is not published."""
 
     async def scene(stage: Stage) -> None:
         prompt = words(45, 250)
@@ -146,22 +146,22 @@ def test_f45_a_poisoned_row_is_in_no_page_and_no_record() -> None:
             return None
 
         stage.plans.append(plan)
-        told = await stage.read(stage.ask(prompt, 20, "s"))
-        assert told.error == "numeric_fault"
-        assert len(told.tokens) == 4
+        answer = await stage.read(stage.ask(prompt, 20, "s"))
+        assert answer.error == "numeric_fault"
+        assert len(answer.tokens) == 4
         store = stage.now.seam.opened
         assert store is not None
-        longer = [*prompt, *told.tokens, 1, 2]
+        longer = [*prompt, *answer.tokens, 1, 2]
         assert not store.pages.match_prefix(longer[:256], b"")
         stage.process(struck[0]).end(-9)
-        await stage.answer([*prompt, *told.tokens], 20, "s")
+        await stage.answer([*prompt, *answer.tokens], 20, "s")
 
     play(scene)
 
 
 @pytest.mark.parametrize("lane", ["left", "right"])
 def test_f73_a_worker_dies_at_any_point_of_a_step(lane: str) -> None:
-    """Of either lane, by either signal: the stream goes on, no token is told twice."""
+    """The stream goes on and repeats no token, whichever lane dies, by either signal."""
 
     async def scene(stage: Stage, point: str, by: int) -> None:
         asked = [stage.ask(words(60 + i, 240), 40, f"s{i}") for i in range(4)]
@@ -175,9 +175,9 @@ def test_f73_a_worker_dies_at_any_point_of_a_step(lane: str) -> None:
             return None
 
         stage.plans.append(plan)
-        told = await asyncio.gather(*readers)
+        answers = await asyncio.gather(*readers)
         assert struck
-        assert [len(t.tokens) for t in told] == [40] * 4
+        assert [len(t.tokens) for t in answers] == [40] * 4
         recomputed = sum(loop.meter.recomputed for loop in stage.now.loops)
         assert recomputed <= struck[0], f"{recomputed} tokens for a step of {struck[0]}"
 
@@ -189,7 +189,7 @@ def test_f73_a_worker_dies_at_any_point_of_a_step(lane: str) -> None:
 
 
 def test_f76_a_worker_that_is_stopped_and_wakes_late() -> None:
-    """Declared dead at its deadline; what it says afterwards is heard by nobody."""
+    """What a worker sends after its deadline, when it has been declared dead, is ignored."""
 
     async def scene(stage: Stage) -> None:
         generation = stage.ask(words(70, 300), 60, "s")

@@ -1,8 +1,8 @@
-"""Published silent-wrong-KV incidents, on the engine's side: each as a scene that ends well, and
-ends badly when the incident's mechanism is built back in.
+"""Published incidents of silently wrong KV, on the engine's side: each scene passes, and fails when
+the incident's mechanism is built in again.
 
-Letters and sources are those of RELIABILITY section 2; what a store alone can show is in
-`test_kv_incidents`. The scenes run in the simulated world: real engine, store and workers.
+Letters and sources are those of RELIABILITY section 2; `tests/kv_store/test_incidents.py` has those
+that a store alone can show. The scenes run the real engine, store and workers in the simulation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Mechanism = Callable[[pytest.MonkeyPatch], None]
 
 
 def shown(scene: Script, mechanism: Mechanism, symptom: str, **how: Any) -> None:
-    """The scene ends well; with the mechanism built in it is caught by what it does wrong."""
+    """The scene passes; with the mechanism built in it fails, by what it does wrong."""
     play(scene, **how)
     with pytest.MonkeyPatch.context() as patch:
         mechanism(patch)
@@ -45,7 +45,7 @@ def shown(scene: Script, mechanism: Mechanism, symptom: str, **how: Any) -> None
 
 
 async def restart(stage: Stage) -> None:
-    """The engine is killed and comes back."""
+    """The engine is killed and started again."""
     await stage.crash()
 
 
@@ -54,12 +54,12 @@ async def restart(stage: Stage) -> None:
 
 async def other_model_after_a_restart(stage: Stage) -> None:
     prompt = words(1, 600)
-    told = await stage.answer(prompt, 20, "s")
+    answer = await stage.answer(prompt, 20, "s")
     await stage.until(lambda: stage.lane(stage.home("s")).kv.sealing.sealed == 2)
     stage.records.clear()
-    stage.model = "another"  # the file was replaced while nobody ran
+    stage.model = "another"  # the file was replaced while no engine ran
     await restart(stage)
-    await stage.answer([*prompt, *told.tokens, 40], 20, "s")
+    await stage.answer([*prompt, *answer.tokens, 40], 20, "s")
 
 
 def keys_without_identity(patch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_incident_a_pages_of_another_model_are_not_found() -> None:
 
 
 async def a_source_is_used_again(stage: Stage) -> None:
-    """While a hand-over is about to copy an open page, its slot comes to hold another's rows."""
+    """While a migration is about to copy an open page, its slot is given to other rows."""
     mine, other = words(2, 200), words(3, 200)
     generation = stage.ask(mine, 60, "s")
     reader = stage.start(generation)
@@ -104,7 +104,7 @@ async def a_source_is_used_again(stage: Stage) -> None:
 
 
 def copy_slot(loop: LaneLoop, of: str, over: str) -> None:
-    """What a producer that reuses a slot leaves there: another session's page and records."""
+    """What a lane that reuses a slot leaves there: another session's page and records."""
     sessions = {session.session_id: session for session in loop.sessions.values()}
     arena = loop.kv.slots.arena
     assert arena is not None
@@ -134,12 +134,12 @@ def test_incident_e_a_place_used_again_gives_no_rows() -> None:
 
 
 async def dropped_while_it_is_sealed(stage: Stage) -> None:
-    """A session ends while the store copies its page, and another one takes its place."""
+    """A session ends while the store copies its page, and another one takes its slot."""
     slow = stage.now.threads
     normal, slow.delay = slow.delay, lambda name: 0.5 if name == "kv-pages" else 0.0005
-    told = stage.ask(words(4, 256), 3)
-    lane = await where(stage, told)
-    await stage.start(told)
+    generation = stage.ask(words(4, 256), 3)
+    lane = await where(stage, generation)
+    await stage.start(generation)
     await stage.until(lambda: not stage.up.state.turns)
     for i in range(stage.slots):
         await stage.read(stage.ask(words(50 + i, 20), 2))
@@ -176,7 +176,7 @@ def test_incident_f_a_place_under_a_writer_is_kept() -> None:
 
 async def a_damaged_page_amid_good_ones(stage: Stage) -> None:
     prompt = words(5, 800)
-    told = await stage.answer(prompt, 5, "s")
+    answer = await stage.answer(prompt, 5, "s")
     await stage.until(lambda: sum(loop.kv.sealing.sealed for loop in stage.now.loops) == 3)
     store = stage.now.seam.opened
     assert store is not None
@@ -184,8 +184,8 @@ async def a_damaged_page_amid_good_ones(stage: Stage) -> None:
     info = store.pages.allocator.info(ref.page_id)
     await restart(stage)
     flip_byte(info.path, info.slot_of(ref.page_id) * info.page_bytes + 100)
-    await stage.answer([*prompt, *told.tokens, 41], 20, "s")
-    await stage.answer([*prompt[:700], 42], 20)  # and whoever comes next
+    await stage.answer([*prompt, *answer.tokens, 41], 20, "s")
+    await stage.answer([*prompt[:700], 42], 20)  # and of the next request
 
 
 def flip_byte(path: str, at: int) -> None:
@@ -212,7 +212,7 @@ def test_incident_h_a_rejected_restore_leaves_nothing() -> None:
 
 
 async def a_row_that_is_no_number(stage: Stage) -> None:
-    """The step that fills a page goes wrong in the row that only poison can stand for."""
+    """The step that fills a page computes NaN in one row."""
     prompt = words(6, 250)
     struck: list[int] = []
 
@@ -223,11 +223,11 @@ async def a_row_that_is_no_number(stage: Stage) -> None:
         return None
 
     stage.plans.append(plan)
-    told = await stage.read(stage.ask(prompt, 20))
-    assert told.error == "numeric_fault", f"nobody heard of it: {told}"
+    answer = await stage.read(stage.ask(prompt, 20))
+    assert answer.error == "numeric_fault", f"it was not reported: {answer}"
     assert struck
     await stage.answer(prompt, 20)
-    await stage.answer([*prompt, *told.tokens], 20)
+    await stage.answer([*prompt, *answer.tokens], 20)
 
 
 def sanitise(patch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def sanitise(patch: pytest.MonkeyPatch) -> None:
 
 def test_incident_j_a_nan_ends_its_turn_and_enters_no_cache() -> None:
     """SGLang #33187: sanitised to a constant, random tokens, NaN KV in the prefix cache."""
-    shown(a_row_that_is_no_number, sanitise, "wrong token|nobody heard")
+    shown(a_row_that_is_no_number, sanitise, "wrong token|not reported")
 
 
 # -- K: a slot of a batch taken for an identity ----------------------------------------------------
@@ -268,9 +268,9 @@ async def answers_in_other_slots(stage: Stage) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimDevice, "compute", run)
         asked = [stage.ask(words(i, 25), 40, f"s{i}") for i in range(4)]
-        told = await asyncio.gather(*[stage.start(generation) for generation in asked])
+        answers = await asyncio.gather(*[stage.start(generation) for generation in asked])
     assert swapped
-    assert [len(t.tokens) for t in told] == [40] * 4
+    assert [len(t.tokens) for t in answers] == [40] * 4
 
 
 def slots_are_identities(patch: pytest.MonkeyPatch) -> None:
@@ -282,11 +282,11 @@ def test_incident_k_a_slot_is_no_identity() -> None:
     shown(answers_in_other_slots, slots_are_identities, "wrong token")
 
 
-# -- L: a worker nobody watches --------------------------------------------------------------------
+# -- L: a task that is not watched -----------------------------------------------------------------
 
 
 async def a_loop_that_raises(stage: Stage) -> None:
-    """A defect ends the loop of a lane: whoever waits there hears of it."""
+    """A defect ends the step loop of a lane; requests that wait there end with the reason."""
     generation = stage.ask(words(7, 30), 200)
     reader = stage.start(generation)
     await stage.computed(generation, 5)
@@ -294,8 +294,8 @@ async def a_loop_that_raises(stage: Stage) -> None:
     lane.kv.poll = bad_intent  # type: ignore[method-assign]
     await asyncio.wait([reader], timeout=60)
     assert reader.done(), "somebody waits for ever"
-    told = reader.result()
-    assert told.error == "engine_failed"
+    answer = reader.result()
+    assert answer.error == "engine_failed"
     assert stage.up.fatal is not None
     stage._wrong.clear()  # it was logged, as it must be
     await restart(stage)
@@ -319,10 +319,10 @@ def test_incident_l_a_task_that_ends_is_seen() -> None:
 
 async def a_session_that_is_restored(stage: Stage) -> None:
     prompt = words(8, 700)
-    told = await stage.answer(prompt, 30, "s")
+    answer = await stage.answer(prompt, 30, "s")
     await stage.until(lambda: sum(loop.kv.sealing.sealed for loop in stage.now.loops) == 2)
     await restart(stage)
-    again = await stage.answer([*prompt, *told.tokens, 43], 10, "s")
+    again = await stage.answer([*prompt, *answer.tokens, 43], 10, "s")
     assert again.done is not None
     cached = again.done.usage.cached_tokens
     metric = stage.up.metrics.kv_restored_tokens_used_total
@@ -348,8 +348,8 @@ def test_incident_n_what_is_said_to_be_restored_is_used() -> None:
     shown(a_session_that_is_restored, restored_but_not_used, "said to be reused")
 
 
-def test_a_flipped_bit_is_heard() -> None:
-    """The scenes' oracle: one bit of one row is another token."""
+def test_a_flipped_bit_changes_a_token() -> None:
+    """One flipped bit of one row changes a token: the oracle of these scenes works."""
 
     async def scene(stage: Stage) -> None:
         stage.plans.append(lambda lane, step: Plan(0.004, flip=bool(step.entries)))

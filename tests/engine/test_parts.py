@@ -1,4 +1,4 @@
-"""Sessions and streams on their own: transitions, timelines, bounded events."""
+"""Sessions and streams alone: transitions, timelines, bounded events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from batchengine.session import (
     common_prefix,
 )
 from batchengine.text import Detokeniser
-from tests.support.engines import read, request, run
+from tests.support.engines import read, request
 
 few = st.lists(st.integers(0, 2), max_size=40)
 
@@ -88,117 +88,96 @@ def done(text: str = "") -> DoneEvent:
     return DoneEvent("stop", Usage(), text)
 
 
-def test_tokens_wait_for_the_turn_to_be_durable() -> None:
-    async def work() -> None:
-        g = generation()
-        g.push(QueuedEvent(1, None))
+async def test_tokens_wait_for_the_turn_to_be_durable() -> None:
+    g = generation()
+    g.push(QueuedEvent(1, None))
+    g.add_token(0, None, ())
+    assert await g.events() == [QueuedEvent(1, None)]
+    waiting = asyncio.ensure_future(g.events())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    g.release()
+    assert [type(e) for e in await waiting] == [TokenEvent]
+    g.end(done())
+    g.end(done("twice"))
+    assert await g.events() == [done()]
+    assert await g.events() == []
+
+
+async def test_an_end_releases_what_was_held_but_an_error_drops_it() -> None:
+    """A turn that ends well is durable and sent whole; one that fails before its commit is not."""
+
+    g = generation()
+    g.add_token(1, None, ())
+    g.end(done())
+    assert [type(e) for e in await g.events()] == [TokenEvent, DoneEvent]
+    g = generation()
+    g.add_token(1, None, ())
+    g.fail(errors.STEP_MISMATCH())
+    assert [type(e) for e in await g.events()] == [ErrorEvent]
+
+
+async def test_abort_ends_the_reader_and_the_computing() -> None:
+    calls: list[str] = []
+    g = generation(calls=calls)
+    g.abort(errors.STEP_MISMATCH())
+    assert [type(e) for e in await g.events()] == [ErrorEvent]
+    assert calls == ["cancel"]
+
+
+async def test_text_is_whole_characters_and_stops_are_hidden() -> None:
+    g = generation(("cb",), pieces=[b"\xe2\x82", b"\xac", b"c", b"b"])
+    g.release()
+    assert [g.add_token(t, None, ()) for t in (0, 1, 2, 2, 3)] == [False] * 4 + [True]
+    g.end(done(g.rest(True)))
+    answer = await read(g)
+    assert answer.text == "€c"
+    assert [e.text for e in answer.events[:-1]] == ["", "€", "", "c", ""]
+    cut = generation(("cb",), pieces=[b"\xe2\x82", b"c"])
+    cut.release()
+    assert cut.add_token(1, None, ()) is False
+    assert cut.rest(False) == "c"  # held back, and no stop string after all
+
+
+async def test_cancel_is_idempotent_and_silent() -> None:
+    calls: list[str] = []
+    g = generation(calls=calls)
+    g.release()
+    g.add_token(0, None, ())
+    waiting = asyncio.ensure_future(read(g))
+    g.cancel()
+    g.cancel()
+    g.add_token(1, None, ())
+    g.end(done())
+    assert (await waiting).events == []
+    assert calls == ["cancel"]
+    after = generation(calls=calls)
+    after.end(done())
+    after.cancel()
+    assert calls == ["cancel"], "the engine is not told about what it has finished"
+
+
+async def test_buffer_is_bounded_and_room_is_reported_once_there_is_some() -> None:
+    calls: list[str] = []
+    g = generation(calls=calls)
+    g.release()
+    for _ in range(EVENTS_MAX):
+        assert not g.full
         g.add_token(0, None, ())
-        assert await g.events() == [QueuedEvent(1, None)]
-        waiting = asyncio.ensure_future(g.events())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        g.release()
-        assert [type(e) for e in await waiting] == [TokenEvent]
-        g.end(done())
-        g.end(done("twice"))
-        assert await g.events() == [done()]
-        assert await g.events() == []
-
-    run(work())
-
-
-def test_an_end_releases_what_was_held_but_an_error_drops_it() -> None:
-    """A turn that ends well is durable; one that fails before its release may not be."""
-
-    async def work() -> None:
-        g = generation()
-        g.add_token(1, None, ())
-        g.end(done())
-        assert [type(e) for e in await g.events()] == [TokenEvent, DoneEvent]
-        g = generation()
-        g.add_token(1, None, ())
-        g.fail(errors.STEP_MISMATCH())
-        assert [type(e) for e in await g.events()] == [ErrorEvent]
-
-    run(work())
-
-
-def test_abort_tells_the_reader_and_stops_the_work() -> None:
-    async def work() -> None:
-        calls: list[str] = []
-        g = generation(calls=calls)
-        g.abort(errors.STEP_MISMATCH())
-        assert [type(e) for e in await g.events()] == [ErrorEvent]
-        assert calls == ["cancel"]
-
-    run(work())
-
-
-def test_text_is_whole_characters_and_stops_are_hidden() -> None:
-    async def work() -> None:
-        g = generation(("cb",), pieces=[b"\xe2\x82", b"\xac", b"c", b"b"])
-        g.release()
-        assert [g.add_token(t, None, ()) for t in (0, 1, 2, 2, 3)] == [False] * 4 + [True]
-        g.end(done(g.rest(True)))
-        answer = await read(g)
-        assert answer.text == "€c"
-        assert [e.text for e in answer.events[:-1]] == ["", "€", "", "c", ""]
-        cut = generation(("cb",), pieces=[b"\xe2\x82", b"c"])
-        cut.release()
-        assert cut.add_token(1, None, ()) is False
-        assert cut.rest(False) == "c"  # held back, and no stop string after all
-
-    run(work())
-
-
-def test_cancel_is_idempotent_and_silent() -> None:
-    async def work() -> None:
-        calls: list[str] = []
-        g = generation(calls=calls)
-        g.release()
-        g.add_token(0, None, ())
-        waiting = asyncio.ensure_future(read(g))
-        g.cancel()
-        g.cancel()
-        g.add_token(1, None, ())
-        g.end(done())
-        assert (await waiting).events == []
-        assert calls == ["cancel"]
-        after = generation(calls=calls)
-        after.end(done())
-        after.cancel()
-        assert calls == ["cancel"], "the engine is not told about what it has finished"
-
-    run(work())
-
-
-def test_buffer_is_bounded_and_room_is_reported_once_there_is_some() -> None:
-    async def work() -> None:
-        calls: list[str] = []
-        g = generation(calls=calls)
-        g.release()
-        for _ in range(EVENTS_MAX):
-            assert not g.full
-            g.add_token(0, None, ())
-        assert g.full
-        g.paused_since_ms = 1.0
-        for _ in range(EVENTS_MAX - EVENTS_RESUME - 1):
-            await g.__anext__()
-        assert calls == []
+    assert g.full
+    g.paused_since_ms = 1.0
+    for _ in range(EVENTS_MAX - EVENTS_RESUME - 1):
         await g.__anext__()
-        assert calls == ["room"]
+    assert calls == []
+    await g.__anext__()
+    assert calls == ["room"]
 
-    run(work())
 
-
-def test_a_stream_has_one_reader() -> None:
-    async def work() -> None:
-        g = generation()
-        first = asyncio.ensure_future(g.events())
-        await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="one reader"):
-            await g.events()
-        g.end(done())
-        assert await first == [done()]
-
-    run(work())
+async def test_a_stream_has_one_reader() -> None:
+    g = generation()
+    first = asyncio.ensure_future(g.events())
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="one reader"):
+        await g.events()
+    g.end(done())
+    assert await first == [done()]

@@ -1,4 +1,4 @@
-"""Faults in a worker: who hears of it, who does not, and that the daemon goes on."""
+"""Faults of a worker: which turns they end, and that the daemon goes on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,225 +13,175 @@ from batchengine import errors
 from batchengine.core import PAGE_TOKENS, Kind, Sampling
 from batchengine.engine.lane import loop as engine_loop
 from batchengine.engine.lane import supervisor
-from tests.support.engines import Reference, read, request, run, running_engine, until, words
+from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 from tests.support.faulty_worker import HANG, NAN, RAISE, SEGV
 
 FAULTY = (sys.executable, "-m", "tests.support.faulty_worker")
 
 
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("fault", [SEGV, RAISE])
-def test_a_session_that_kills_the_worker_is_stopped_and_others_go_on(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, fault: int
+async def test_a_session_that_kills_the_worker_is_stopped_and_others_go_on(
+    site: Site, reference: Reference, fault: int
 ) -> None:
-    """Everybody in the crashed step is suspect; alone, only the guilty crashes again."""
+    """All sessions of the crashed step are suspects; computed alone, only the guilty one
+    crashes."""
     good = [words(i, 40) for i in range(3)]
     bad = [*words(9, 30), fault, *words(10, 5)]
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir, FAULTY) as engine:
-            running = [engine.submit(request(p, 60)) for p in good]
-            tasks = [asyncio.ensure_future(read(g)) for g in running]
-            await until(lambda: running[0].completion_tokens > 3)
-            guilty = await read(engine.submit(request(bad, 60)))
-            assert guilty.error is not None
-            assert guilty.error.name == "session_quarantined"
-            assert guilty.tokens == []
-            answers = await asyncio.gather(*tasks)
-            assert [a.tokens for a in answers] == [reference.tokens(p, 60) for p in good]
-            after = await read(engine.submit(request(good[0], 8)))
-            assert after.tokens == answers[0].tokens[:8]
-            assert engine.lanes()[0]["incarnation"] <= 4
-
-    run(work())
+    async with running_engine(site, FAULTY) as engine:
+        running = [engine.submit(request(p, 60)) for p in good]
+        tasks = [asyncio.ensure_future(read(g)) for g in running]
+        await until(lambda: running[0].completion_tokens > 3)
+        guilty = await read(engine.submit(request(bad, 60)))
+        assert guilty.error is not None
+        assert guilty.error.name == "session_quarantined"
+        assert guilty.tokens == []
+        answers = await asyncio.gather(*tasks)
+        assert [a.tokens for a in answers] == [reference.tokens(p, 60) for p in good]
+        after = await read(engine.submit(request(good[0], 8)))
+        assert after.tokens == answers[0].tokens[:8]
+        assert engine.lanes()[0]["incarnation"] <= 4
 
 
-def test_a_number_that_is_not_finite_ends_only_its_turn(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_number_that_is_not_finite_ends_only_its_turn(
+    site: Site, reference: Reference
 ) -> None:
     prompt = words(1, 40)
     bad = [*words(2, 600), NAN]
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir, FAULTY) as engine:
-            fine = engine.submit(request(prompt, 60))
-            poisoned = engine.submit(request(bad, 60, session="s"))
-            answers = await asyncio.gather(read(fine), read(poisoned))
-            assert answers[0].tokens == reference.tokens(prompt, 60)
-            error = answers[1].error
-            assert error is not None
-            assert (error.name, error.kind) == ("numeric_fault", Kind.INTERNAL)
-            assert answers[1].tokens == []
-            again = await read(engine.submit(request([*bad[:-1], 77], 9, session="s")))
-            assert again.tokens == reference.tokens([*bad[:-1], 77], 9)
-            assert engine.lanes()[0]["incarnation"] == 1
-
-    run(work())
+    async with running_engine(site, FAULTY) as engine:
+        fine = engine.submit(request(prompt, 60))
+        poisoned = engine.submit(request(bad, 60, session="s"))
+        answers = await asyncio.gather(read(fine), read(poisoned))
+        assert answers[0].tokens == reference.tokens(prompt, 60)
+        error = answers[1].error
+        assert error is not None
+        assert (error.name, error.kind) == ("numeric_fault", Kind.INTERNAL)
+        assert answers[1].tokens == []
+        again = await read(engine.submit(request([*bad[:-1], 77], 9, session="s")))
+        assert again.tokens == reference.tokens([*bad[:-1], 77], 9)
+        assert engine.lanes()[0]["incarnation"] == 1
 
 
-def test_a_hang_is_killed_at_its_deadline(
-    pocket_path: Path,
-    tmp_path: Path,
-    cache_dir: Path,
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_hang_is_killed_at_its_deadline(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_loop, "STEP_DEADLINE_MIN_S", 0.5)
     monkeypatch.setattr(engine_loop, "STEP_DEADLINE_FACTOR", 0.0)
     prompt = words(1, 40)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir, FAULTY) as engine:
-            fine = asyncio.ensure_future(read(engine.submit(request(prompt, 200))))
-            hanging = await read(engine.submit(request([5, HANG, 6], 10)))
-            assert hanging.error is not None
-            assert (await fine).tokens == reference.tokens(prompt, 200)
-
-    run(work())
+    async with running_engine(site, FAULTY) as engine:
+        fine = asyncio.ensure_future(read(engine.submit(request(prompt, 200))))
+        hanging = await read(engine.submit(request([5, HANG, 6], 10)))
+        assert hanging.error is not None
+        assert (await fine).tokens == reference.tokens(prompt, 200)
 
 
-def test_a_stopped_worker_that_wakes_late_changes_nothing(
-    pocket_path: Path,
-    tmp_path: Path,
-    cache_dir: Path,
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_stopped_worker_that_wakes_late_changes_nothing(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGSTOP looks like a hang: killed at the deadline, and the next incarnation goes on."""
+    """A worker stopped by SIGSTOP is killed at its deadline, and the next incarnation goes on."""
     monkeypatch.setattr(engine_loop, "STEP_DEADLINE_MIN_S", 0.5)
     monkeypatch.setattr(engine_loop, "STEP_DEADLINE_FACTOR", 0.0)
     prompt = words(3, 300)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            generation = engine.submit(request(prompt, 150))
-            task = asyncio.ensure_future(read(generation))
-            await until(lambda: generation.completion_tokens > 20)
-            os.kill(int(engine.lanes()[0]["pid"]), signal.SIGSTOP)
-            assert (await task).tokens == reference.tokens(prompt, 150)
-            assert engine.lanes()[0]["incarnation"] == 2
-
-    run(work())
+    async with running_engine(site) as engine:
+        generation = engine.submit(request(prompt, 150))
+        task = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > 20)
+        os.kill(int(engine.lanes()[0]["pid"]), signal.SIGSTOP)
+        assert (await task).tokens == reference.tokens(prompt, 150)
+        assert engine.lanes()[0]["incarnation"] == 2
 
 
 @pytest.mark.parametrize("broken", ["lane", "pages", "pages on disk"])
-def test_a_fault_of_ours_before_a_turn_ends_its_request_not_its_session(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, broken: str
+async def test_a_fault_of_ours_before_a_turn_ends_its_request_not_its_session(
+    site: Site, reference: Reference, broken: str
 ) -> None:
-    """The next request of the session, which waited behind it, is served as ever."""
+    """The next request of the session, which waited behind the failed one, is served."""
     prompt = words(70, PAGE_TOKENS + 30)
+    async with running_engine(site) as engine:
+        first = await read(engine.submit(request(prompt, 8, session="s")))
+        longer = [*prompt, *first.tokens, 5]
+        await until(lambda: engine.stats()["pages_sealed"] >= 1)
+    async with running_engine(site) as engine:
+        owner, name = {
+            "lane": (engine.running.dispatcher, "choose"),
+            "pages": (engine.state.lanes[0].kv.prefix, "extend"),
+            "pages on disk": (engine.state.lanes[0].kv.prefix, "loaded"),
+        }[broken]
+        real, broke = getattr(owner, name), []
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            first = await read(engine.submit(request(prompt, 8, session="s")))
-            longer = [*prompt, *first.tokens, 5]
-            await until(lambda: engine.stats()["pages_sealed"] >= 1)
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            owner, name = {
-                "lane": (engine.running.dispatcher, "choose"),
-                "pages": (engine.state.lanes[0].kv.prefix, "extend"),
-                "pages on disk": (engine.state.lanes[0].kv.prefix, "loaded"),
-            }[broken]
-            real, broke = getattr(owner, name), []
+        def once(*given: object) -> object:
+            if not broke:
+                broke.append(given)
+                raise RuntimeError("a defect of ours")
+            return real(*given)
 
-            def once(*given: object) -> object:
-                if not broke:
-                    broke.append(given)
-                    raise RuntimeError("a defect of ours")
-                return real(*given)
-
-            setattr(owner, name, once)
-            running = [engine.submit(request(longer, 8, session="s")) for _ in range(2)]
-            ended, served = await asyncio.gather(*map(read, running))
-            assert broke
-            assert ended.error is not None
-            assert (ended.error.code, ended.error.kind) == ("BE1213", Kind.INTERNAL)
-            assert served.tokens == reference.tokens(longer, 8)
-            assert engine.stats()["requests_running"] == 0
-            assert engine.state.lanes[0].assigned == 0
-            assert engine.stats()["troubles"] == []
-
-    run(work())
+        setattr(owner, name, once)
+        running = [engine.submit(request(longer, 8, session="s")) for _ in range(2)]
+        ended, served = await asyncio.gather(*map(read, running))
+        assert broke
+        assert ended.error is not None
+        assert (ended.error.code, ended.error.kind) == ("BE1213", Kind.INTERNAL)
+        assert served.tokens == reference.tokens(longer, 8)
+        assert engine.stats()["requests_running"] == 0
+        assert engine.state.lanes[0].assigned == 0
+        assert engine.stats()["troubles"] == []
 
 
-def test_idle_death_is_noticed_and_named_sessions_stay_usable(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_idle_death_is_noticed_and_named_sessions_stay_usable(
+    site: Site, reference: Reference
 ) -> None:
     prompt = words(4, 400)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(prompt, 10, session="s")))
-            await until(lambda: int(engine.stats()["pages_sealed"]) == 1)
-            os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
-            await until(lambda: engine.lanes()[0]["incarnation"] == 2)
-            longer = [*prompt, *one.tokens, 55, 66]
-            two = await read(engine.submit(request(longer, 10, session="s")))
-            assert two.done is not None
-            assert two.done.usage.cached_tokens == 409  # pages and rows outlived the worker
-            assert two.tokens == reference.tokens(longer, 10)
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(request(prompt, 10, session="s")))
+        await until(lambda: int(engine.stats()["pages_sealed"]) == 1)
+        os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+        await until(lambda: engine.lanes()[0]["incarnation"] == 2)
+        longer = [*prompt, *one.tokens, 55, 66]
+        two = await read(engine.submit(request(longer, 10, session="s")))
+        assert two.done is not None
+        assert two.done.usage.cached_tokens == 409  # pages and rows outlived the worker
+        assert two.tokens == reference.tokens(longer, 10)
 
 
-def test_repeated_kills_from_outside_blame_nobody(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_repeated_kills_from_outside_blame_no_session(
+    site: Site, reference: Reference
 ) -> None:
-    """An operator's (or the OOM killer's) SIGKILL says nothing about the session."""
+    """A SIGKILL by the operator or the OOM killer makes no session a suspect."""
     prompt = words(5, 30)
     sampling = Sampling(temperature=0.9, seed=4)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            generation = engine.submit(request(prompt, 40, sampling=sampling))
-            task = asyncio.ensure_future(read(generation))
-            for life in range(1, 4):
-                await until(lambda: engine.lanes()[0]["incarnation"] == life)  # noqa: B023
-                await until(lambda: engine.lanes()[0]["steps"] > 0)
-                os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
-            assert (await task).tokens == reference.tokens(prompt, 40, sampling)
-
-    run(work())
+    async with running_engine(site) as engine:
+        generation = engine.submit(request(prompt, 40, sampling=sampling))
+        task = asyncio.ensure_future(read(generation))
+        for life in range(1, 4):
+            await until(lambda: engine.lanes()[0]["incarnation"] == life)  # noqa: B023
+            await until(lambda: engine.lanes()[0]["steps"] > 0)
+            os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+        assert (await task).tokens == reference.tokens(prompt, 40, sampling)
 
 
-def test_a_slow_reader_pauses_and_is_ended_at_last(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
+async def test_a_slow_reader_pauses_and_is_ended_at_last(site: Site, reference: Reference) -> None:
     prompt = words(6, 20)
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, server__reader_stall_s=2
-        ) as engine:
-            slow = engine.submit(request(prompt, 700))
-            never = engine.submit(request(words(7, 20), 700))
-            await until(lambda: any(r["state"] == "paused" for r in engine.requests()))
-            await asyncio.sleep(0.3)
-            assert slow.completion_tokens < 400, "it must not compute into a full buffer"
-            answer = await read(slow)
-            assert answer.tokens == reference.tokens(prompt, 700)
-            await until(lambda: never.finished)
-            ended = await read(never)
-            assert ended.error is not None
-            assert ended.error.name == "client_too_slow"
-
-    run(work())
+    async with running_engine(site, server__reader_stall_s=2) as engine:
+        slow = engine.submit(request(prompt, 700))
+        never = engine.submit(request(words(7, 20), 700))
+        await until(lambda: any(r["state"] == "paused" for r in engine.requests()))
+        await asyncio.sleep(0.3)
+        assert slow.completion_tokens < 400, "it must not compute into a full buffer"
+        answer = await read(slow)
+        assert answer.tokens == reference.tokens(prompt, 700)
+        await until(lambda: never.finished)
+        ended = await read(never)
+        assert ended.error is not None
+        assert ended.error.name == "client_too_slow"
 
 
 def test_a_worker_that_loaded_another_model_says_so_once() -> None:
-    """Of the error inside only what happened is told: one way out, not two."""
+    """The error has one fix: of the error inside, only what happened is reported."""
     inner = errors.LANE_OTHER_MODEL(lane="fast")
-    told = str(supervisor.cannot_start("fast", inner))
-    assert told.count("Fix: ") == 1
-    assert inner.code not in told
-    assert "the model file was written or replaced" in told
-    assert told.endswith(inner.fix)
+    reported = str(supervisor.cannot_start("fast", inner))
+    assert reported.count("Fix: ") == 1
+    assert inner.code not in reported
+    assert "the model file was written or replaced" in reported
+    assert reported.endswith(inner.fix)
     other = supervisor.cannot_start("fast", errors.LANE_DISAGREES(lane="fast"))
     assert "model file" not in str(other)
     assert supervisor.cannot_start("fast", OSError("no room")).why == "no room"

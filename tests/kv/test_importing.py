@@ -26,7 +26,7 @@ from kv_store.arenas.arena import FILE_HEADER, Arena, ArenaMapping, SlotOwner, v
 from kv_store.layout import PAGE_TOKENS, PageLayout
 from kv_store.osio import Files
 from tests.lanes.test_lane import frame_of, load_message, slot
-from tests.support.engines import Reference, run, words
+from tests.support.engines import Reference, words
 
 LAYOUT = PageLayout(2, 2, 64)
 SLOTS = 4
@@ -532,7 +532,7 @@ async def decode(lane: Lane, tokens: list[int], codes: list[int], n: int) -> Non
         tokens.append(done.rows[0].token)
 
 
-def test_a_new_worker_goes_on_where_the_killed_one_stopped(
+async def test_a_new_worker_goes_on_where_the_killed_one_stopped(
     pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:
     """Same tokens as an undisturbed run, and the same bytes in the page."""
@@ -542,77 +542,74 @@ def test_a_new_worker_goes_on_where_the_killed_one_stopped(
     expected = reference.tokens(prompt, 12)
     reference.close()
 
-    async def work() -> None:
-        lane = Lane("cpu")
-        first = await attach(lane, load_message(pocket_path, cache_dir), layout, tmp_path)
-        codes = [ARENA_BIT, ARENA_BIT | 1]
-        step, payload = frame_of([(0, prompt, codes)], reserve=(slot(0, 0), slot(1, 1)))
-        done = await lane.run(step, payload, deadline_s=10)
-        tokens = [*prompt, done.rows[0].token]
-        await decode(lane, tokens, codes, 5)
-        lane.kill("test")
-        await lane.died()
-        second = await attach(lane, load_message(pocket_path, cache_dir), layout, tmp_path)
-        assert lane.incarnation == 2
-        imports = tuple(
-            wire.ImportRows(
-                wire.ReserveSlot(5 - page, 0, b"s", 2, page),
-                rows,
-                wire.FromArena("cpu.1", page, 0, 1),
-            )
-            for page, rows in ((0, 256), (1, len(tokens) - 256))
+    lane = Lane("cpu")
+    first = await attach(lane, load_message(pocket_path, cache_dir), layout, tmp_path)
+    codes = [ARENA_BIT, ARENA_BIT | 1]
+    step, payload = frame_of([(0, prompt, codes)], reserve=(slot(0, 0), slot(1, 1)))
+    done = await lane.run(step, payload, deadline_s=10)
+    tokens = [*prompt, done.rows[0].token]
+    await decode(lane, tokens, codes, 5)
+    lane.kill("test")
+    await lane.died()
+    second = await attach(lane, load_message(pocket_path, cache_dir), layout, tmp_path)
+    assert lane.incarnation == 2
+    imports = tuple(
+        wire.ImportRows(
+            wire.ReserveSlot(5 - page, 0, b"s", 2, page),
+            rows,
+            wire.FromArena("cpu.1", page, 0, 1),
         )
-        codes = [ARENA_BIT | 5, ARENA_BIT | 4]
-        # The last token has no row yet: it is the one to compute.
-        step, payload = frame_of([(len(tokens) - 1, tokens[-1:], codes)], import_rows=imports)
-        done = await lane.run(step, payload + array("i", tokens).tobytes(), deadline_s=10)
-        assert done.imported == (256, len(tokens) - 257)
-        tokens.append(done.rows[0].token)
-        await decode(lane, tokens, codes, 5)
-        assert tokens[len(prompt) :] == expected
-        # Imported and computed rows prove themselves once more, under the new owner.
-        ident = second.arena_id
-        for page, at in ((0, 5), (1, 4)):
-            part = tokens[:-1][page * 256 :][:256]
-            owner = SlotOwner(b"s", 2, 0, page)
-            assert valid_rows(FILES, second.fd, second.shape, ident, at, owner, part) == len(part)
-        pages = [memoryview(bytearray(layout.page_bytes)) for _ in range(2)]
-        os.preadv(first.fd, [pages[0]], first.shape.page_offset(0))
-        os.preadv(second.fd, [pages[1]], second.shape.page_offset(5))
-        assert pages[0] == pages[1]
-        # The tail goes to a fork, is digested as a partial page, and pages that are not there
-        # are touched: all in one frame of chores.
-        rows = len(tokens) - 1 - 256
-        step, payload = frame_of(
-            [],
-            relabel=(wire.Relabel(4, 1, b"fork", 1, 1, rows),),
-            digest=(wire.Digest(4, rows - 2),),
-            touch=(0, 99 << 32),
-        )
-        done = await lane.run(step, payload, deadline_s=10)
-        owner, part = SlotOwner(b"fork", 1, 1, 1), tokens[256:-1]
-        assert valid_rows(FILES, second.fd, second.shape, ident, 4, owner, part) == rows - 2
-        os.preadv(second.fd, [pages[1]], second.shape.page_offset(4))
-        assert done.digests == (keys.payload_digest(pages[1]),)
-        # A bad source costs rows, a malformed one the step; neither the worker.
-        shutil.copy(folder / "cpu.1", folder / "cpu.3")
-        flip(str(folder / "cpu.3"), second.shape.page_offset(0) + 100)
-        lost = wire.ImportRows(
-            wire.ReserveSlot(6, 0, b"s", 3, 0), 256, wire.FromArena("cpu.3", 0, 0, 1)
-        )
-        step, payload = frame_of([], import_rows=(lost,))
-        done = await lane.run(step, payload + array("i", tokens[:256]).tobytes(), deadline_s=10)
-        assert done.imported[0] < 256
-        assert lane.alive
-        await lane.close()
-        first.close(delete=True)
-        second.close(delete=True)
-
-    run(work())
+        for page, rows in ((0, 256), (1, len(tokens) - 256))
+    )
+    codes = [ARENA_BIT | 5, ARENA_BIT | 4]
+    # The last token has no row yet: it is the one to compute.
+    step, payload = frame_of([(len(tokens) - 1, tokens[-1:], codes)], import_rows=imports)
+    done = await lane.run(step, payload + array("i", tokens).tobytes(), deadline_s=10)
+    assert done.imported == (256, len(tokens) - 257)
+    tokens.append(done.rows[0].token)
+    await decode(lane, tokens, codes, 5)
+    assert tokens[len(prompt) :] == expected
+    # Imported and computed rows prove themselves once more, under the new owner.
+    ident = second.arena_id
+    for page, at in ((0, 5), (1, 4)):
+        part = tokens[:-1][page * 256 :][:256]
+        owner = SlotOwner(b"s", 2, 0, page)
+        assert valid_rows(FILES, second.fd, second.shape, ident, at, owner, part) == len(part)
+    pages = [memoryview(bytearray(layout.page_bytes)) for _ in range(2)]
+    os.preadv(first.fd, [pages[0]], first.shape.page_offset(0))
+    os.preadv(second.fd, [pages[1]], second.shape.page_offset(5))
+    assert pages[0] == pages[1]
+    # The tail goes to a fork, is digested as a partial page, and pages that are not there
+    # are touched: all in one frame of chores.
+    rows = len(tokens) - 1 - 256
+    step, payload = frame_of(
+        [],
+        relabel=(wire.Relabel(4, 1, b"fork", 1, 1, rows),),
+        digest=(wire.Digest(4, rows - 2),),
+        touch=(0, 99 << 32),
+    )
+    done = await lane.run(step, payload, deadline_s=10)
+    owner, part = SlotOwner(b"fork", 1, 1, 1), tokens[256:-1]
+    assert valid_rows(FILES, second.fd, second.shape, ident, 4, owner, part) == rows - 2
+    os.preadv(second.fd, [pages[1]], second.shape.page_offset(4))
+    assert done.digests == (keys.payload_digest(pages[1]),)
+    # A bad source costs rows, a malformed one the step; neither the worker.
+    shutil.copy(folder / "cpu.1", folder / "cpu.3")
+    flip(str(folder / "cpu.3"), second.shape.page_offset(0) + 100)
+    lost = wire.ImportRows(
+        wire.ReserveSlot(6, 0, b"s", 3, 0), 256, wire.FromArena("cpu.3", 0, 0, 1)
+    )
+    step, payload = frame_of([], import_rows=(lost,))
+    done = await lane.run(step, payload + array("i", tokens[:256]).tobytes(), deadline_s=10)
+    assert done.imported[0] < 256
+    assert lane.alive
+    await lane.close()
+    first.close(delete=True)
+    second.close(delete=True)
 
 
 @pytest.mark.parametrize("point", hashlm.POINTS)
-def test_a_death_anywhere_in_a_step_costs_at_most_that_step(
+async def test_a_death_anywhere_in_a_step_costs_at_most_that_step(
     point: str, pocket_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F73, F77: rows are proven up to the last record, never beyond what was written."""
@@ -621,33 +618,30 @@ def test_a_death_anywhere_in_a_step_costs_at_most_that_step(
     expected = hashlm.hashlm_tokens(prompt, 20)
     load = wire.Load(str(pocket_path), "", wire.CpuResources(1, (), 0), 600, 4, 2048)
 
-    async def work() -> None:
-        lane = Lane("cpu", command=hashlm.WORKER_COMMAND)
-        await attach(lane, load, hashlm.LAYOUT, tmp_path)
-        codes = [ARENA_BIT]
-        step, payload = frame_of([(0, prompt, codes)], reserve=(slot(0, 0),))
-        done = await lane.run(step, payload, deadline_s=10)
-        tokens = [*prompt, done.rows[0].token]
-        with contextlib.suppress(LaneDied):  # in the fifth step
-            await decode(lane, tokens, codes, 4)
-        await lane.died()
-        heard = len(tokens) - 1 - len(prompt)
-        assert heard == (4 if point == "after_answer" else 3)
-        await attach(lane, load, hashlm.LAYOUT, tmp_path)
-        # Wanted: a row for every token that is known, the one that was to be computed included.
-        import_rows = wire.ImportRows(slot(0, 0), len(tokens), wire.FromArena("cpu.1", 0, 0, 1))
-        step, payload = frame_of([], import_rows=(import_rows,))
-        done = await lane.run(step, payload + array("i", tokens).tobytes(), deadline_s=10)
-        (proven,) = done.imported
-        recorded = point in ("before_answer", "inside_answer")
-        assert proven == len(prompt) + heard + recorded
-        tokens = tokens[: proven + 1]
-        if recorded:  # its row is there, but what it said is not known: computed once more
-            start = len(tokens) - 1
-            done = await lane.run(*frame_of([(start, tokens[-1:], codes)]), deadline_s=10)
-            tokens.append(done.rows[0].token)
-        await decode(lane, tokens, codes, 255 - len(tokens))
-        assert tokens[len(prompt) :] == expected[: len(tokens) - len(prompt)]
-        await lane.close()
-
-    run(work())
+    lane = Lane("cpu", command=hashlm.WORKER_COMMAND)
+    await attach(lane, load, hashlm.LAYOUT, tmp_path)
+    codes = [ARENA_BIT]
+    step, payload = frame_of([(0, prompt, codes)], reserve=(slot(0, 0),))
+    done = await lane.run(step, payload, deadline_s=10)
+    tokens = [*prompt, done.rows[0].token]
+    with contextlib.suppress(LaneDied):  # in the fifth step
+        await decode(lane, tokens, codes, 4)
+    await lane.died()
+    heard = len(tokens) - 1 - len(prompt)
+    assert heard == (4 if point == "after_answer" else 3)
+    await attach(lane, load, hashlm.LAYOUT, tmp_path)
+    # Wanted: a row for every token that is known, the one that was to be computed included.
+    import_rows = wire.ImportRows(slot(0, 0), len(tokens), wire.FromArena("cpu.1", 0, 0, 1))
+    step, payload = frame_of([], import_rows=(import_rows,))
+    done = await lane.run(step, payload + array("i", tokens).tobytes(), deadline_s=10)
+    (proven,) = done.imported
+    recorded = point in ("before_answer", "inside_answer")
+    assert proven == len(prompt) + heard + recorded
+    tokens = tokens[: proven + 1]
+    if recorded:  # its row is there, but what it said is not known: computed once more
+        start = len(tokens) - 1
+        done = await lane.run(*frame_of([(start, tokens[-1:], codes)]), deadline_s=10)
+        tokens.append(done.rows[0].token)
+    await decode(lane, tokens, codes, 255 - len(tokens))
+    assert tokens[len(prompt) :] == expected[: len(tokens) - len(prompt)]
+    await lane.close()

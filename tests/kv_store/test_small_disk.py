@@ -16,7 +16,7 @@ from kv_store import Store, StoreFull, keys
 from kv_store.pages.core import derived_floor_bytes
 from kv_store.store import StoreSettings
 from tests.support import kv_scene
-from tests.support.engines import Reference, read, request, run, running_engine, until, words
+from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 from tests.support.kv_workload import (
     LAYOUT,
     SALT,
@@ -133,71 +133,57 @@ def test_a_disk_that_was_full_before_says_why_nothing_is_cached(make_disk: MakeD
     store.close()
 
 
-def test_a_daemon_whose_small_disk_fills_answers_on(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, make_disk: MakeDisk
-) -> None:
+async def test_a_daemon_whose_small_disk_fills_answers_on(site: Site, make_disk: MakeDisk) -> None:
     """Pages that are there are used, reused and evicted; no token is another one than before; a
     named turn is refused in words while the ledger has no room, and served when it has."""
     disk = make_disk(96)
-    reference = Reference(pocket_path, cache_dir)
+    reference = Reference(site.model, site.cache_dir)
     prompts = {f"s{i}": words(60 + i, 600) for i in range(4)}
     whole = {name: reference.tokens(prompt, 12) for name, prompt in prompts.items()}
     filling = words(1, 4000)
     right = reference.tokens(filling, 5)
     reference.close()
 
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, disk, cache_dir, store__budget_bytes=48 << 20
-        ) as engine:
-            store = engine.running.store
-            assert store is not None
-            assert store.stat()["disk_free_floor_bytes"] == 24 * MIB
-            for name, prompt in prompts.items():
-                assert (await read(engine.submit(request(prompt, 12)))).tokens == whole[name]
-            await until(lambda: int(store.stat()["pages_published"]) > 0)
-            fill(disk)
-            for name, prompt in prompts.items():
-                assert (await read(engine.submit(request(prompt, 12)))).tokens == whole[name]
-            refused = 0
-            for number in range(200):
-                named = await read(engine.submit(request(filling, 5, session=f"n{number}")))
-                if named.error is not None:
-                    assert named.error.kind is Kind.UNAVAILABLE, named.error
-                    assert named.error.fix
-                    assert named.tokens == right[: len(named.tokens)], "told, but never durable"
-                    refused += 1
-                if refused == 3:
-                    break
-            assert refused == 3
-            assert any("ledger full" in text for text in engine.stats()["troubles"])
-            assert (await read(engine.submit(request(prompts["s0"], 12)))).tokens == whole["s0"]
-            os.unlink(disk / "filler")
-            for name, prompt in prompts.items():
-                answer = await read(engine.submit(request(prompt, 12, session=name)))
-                assert (answer.tokens, answer.error) == (whole[name], None)
-            assert not any("ledger" in text for text in engine.stats()["troubles"])
-            assert [lane["state"] for lane in engine.lanes()] == ["ready"]
-
-    run(work())
+    async with running_engine(site.at(disk), store__budget_bytes=48 << 20) as engine:
+        store = engine.running.store
+        assert store is not None
+        assert store.stat()["disk_free_floor_bytes"] == 24 * MIB
+        for name, prompt in prompts.items():
+            assert (await read(engine.submit(request(prompt, 12)))).tokens == whole[name]
+        await until(lambda: int(store.stat()["pages_published"]) > 0)
+        fill(disk)
+        for name, prompt in prompts.items():
+            assert (await read(engine.submit(request(prompt, 12)))).tokens == whole[name]
+        refused = 0
+        for number in range(200):
+            named = await read(engine.submit(request(filling, 5, session=f"n{number}")))
+            if named.error is not None:
+                assert named.error.kind is Kind.UNAVAILABLE, named.error
+                assert named.error.fix
+                assert named.tokens == right[: len(named.tokens)], "told, but never durable"
+                refused += 1
+            if refused == 3:
+                break
+        assert refused == 3
+        assert any("ledger full" in text for text in engine.stats()["troubles"])
+        assert (await read(engine.submit(request(prompts["s0"], 12)))).tokens == whole["s0"]
+        os.unlink(disk / "filler")
+        for name, prompt in prompts.items():
+            answer = await read(engine.submit(request(prompt, 12, session=name)))
+            assert (answer.tokens, answer.error) == (whole[name], None)
+        assert not any("ledger" in text for text in engine.stats()["troubles"])
+        assert [lane["state"] for lane in engine.lanes()] == ["ready"]
 
 
-def test_the_settings_of_a_daemon_reach_its_store(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, store__free_floor_bytes=12_345, store__sessions_max=7
-        ) as engine:
-            stat = await engine.store_op("stat")
-            assert (stat["disk_free_floor_bytes"], stat["sessions_max"]) == (12_345, 7)
-        async with running_engine(
-            pocket_path, tmp_path / "b", cache_dir, store__free_floor_bytes=1 << 50
-        ) as engine:
-            (trouble,) = engine.stats()["troubles"]
-            assert trouble.startswith("KV cache off: the disk has")
-            assert "free_floor_bytes" in trouble
-            answer = await asyncio.wait_for(read(engine.submit(request(words(1, 300), 5))), 30)
-            assert (answer.error, len(answer.tokens)) == (None, 5)
-
-    run(work())
+async def test_the_settings_of_a_daemon_reach_its_store(site: Site) -> None:
+    async with running_engine(
+        site, store__free_floor_bytes=12_345, store__sessions_max=7
+    ) as engine:
+        stat = await engine.store_op("stat")
+        assert (stat["disk_free_floor_bytes"], stat["sessions_max"]) == (12_345, 7)
+    async with running_engine(site.at("b"), store__free_floor_bytes=1 << 50) as engine:
+        (trouble,) = engine.stats()["troubles"]
+        assert trouble.startswith("KV cache off: the disk has")
+        assert "free_floor_bytes" in trouble
+        answer = await asyncio.wait_for(read(engine.submit(request(words(1, 300), 5))), 30)
+        assert (answer.error, len(answer.tokens)) == (None, 5)

@@ -24,7 +24,7 @@ from kv_store import keys, layout, osio
 from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner, valid_rows
 from kv_store.errors import StoreError
 from kv_store.layout import PageLayout
-from tests.support.engines import run, words
+from tests.support.engines import words
 
 LAYOUT = PageLayout(4, 2, 64)
 LIMITS = StepLimits(tokens_max=600, entries_max=4, context_tokens=2048, vocab_size=2048)
@@ -98,137 +98,123 @@ def slot(index: int, page: int, session: bytes = b"s") -> wire.ReserveSlot:
     return wire.ReserveSlot(index, 0, session, 1, page)
 
 
-def test_steps_and_refusals_of_a_real_worker(
+async def test_steps_and_refusals_of_a_real_worker(
     pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:
     tokens = words(1, 300)
 
-    async def work() -> None:
-        lane, arena = await attached(pocket_path, cache_dir, tmp_path)
-        step, payload = frame_of([(0, tokens, OPEN[:2])])
-        with pytest.raises(BatchEngineError, match="before it was reserved"):
-            await lane.run(step, payload, deadline_s=10)
-        step, payload = frame_of([(0, tokens, [ARENA_BIT | 8, ARENA_BIT | 9])])
-        with pytest.raises(BatchEngineError, match="arena slot 9 of 8"):
-            await lane.run(step, payload, deadline_s=10)
-        step, payload = frame_of([(256, [1], [0, OPEN[0]])], reserve=(slot(0, 1),))
-        with pytest.raises(BatchEngineError, match="extent 0 cannot be mapped"):
-            await lane.run(step, payload, deadline_s=10)
-        for bad in (8, -1, 2**31):
-            for chores in ({"poison": (bad,)}, {"digest": (wire.Digest(bad, 256),)}):
-                step, payload = frame_of([], **chores)
-                with pytest.raises(BatchEngineError):
-                    await lane.run(step, payload, deadline_s=10)
-        missing = wire.Verify(5 << 32, 1, bytes(16))
-        step, payload = frame_of([], verify=(missing,))
-        done = await lane.run(step, payload, deadline_s=10)
-        assert done.verified == (False,)
-        # Refusals cost nothing: the same worker computes.
-        step, payload = frame_of(
-            [(0, tokens, OPEN[:2])],
-            reserve=(slot(0, 0), slot(1, 1)),
-            digest=(wire.Digest(0, 256),),
-        )
-        done = await lane.run(step, payload, deadline_s=10)
-        assert lane.incarnation == 1
-        assert [row.session for row in done.rows] == [1]
-        page = memoryview(bytearray(LAYOUT.page_bytes))
-        os.preadv(arena.fd, [page], arena.shape.page_offset(0))
-        assert done.digests == (keys.payload_digest(page),)
-        # Every row is recorded: a later reader can prove which rows are whole, and whose.
-        files = osio.Files()
-        for index, part in enumerate((tokens[:256], tokens[256:])):
-            owner = SlotOwner(b"s", 1, 0, index)
-            shape, ident = arena.shape, arena.arena_id
-            assert valid_rows(files, arena.fd, shape, ident, index, owner, part) == len(part)
-            other = SlotOwner(b"t", 1, 0, index)
-            assert valid_rows(files, arena.fd, shape, ident, index, other, part) == 0
-        with pytest.raises(StoreError):  # the worker holds the arena's lock
-            ArenaMapping(arena.path, LAYOUT)
-        step, payload = frame_of([], poison=(0,))
+    lane, arena = await attached(pocket_path, cache_dir, tmp_path)
+    step, payload = frame_of([(0, tokens, OPEN[:2])])
+    with pytest.raises(BatchEngineError, match="before it was reserved"):
         await lane.run(step, payload, deadline_s=10)
-        os.preadv(arena.fd, [page], arena.shape.page_offset(0))
-        assert set(bytes(page)) == {0xFF}
-        await lane.close()
-        arena.close(delete=True)
+    step, payload = frame_of([(0, tokens, [ARENA_BIT | 8, ARENA_BIT | 9])])
+    with pytest.raises(BatchEngineError, match="arena slot 9 of 8"):
+        await lane.run(step, payload, deadline_s=10)
+    step, payload = frame_of([(256, [1], [0, OPEN[0]])], reserve=(slot(0, 1),))
+    with pytest.raises(BatchEngineError, match="extent 0 cannot be mapped"):
+        await lane.run(step, payload, deadline_s=10)
+    for bad in (8, -1, 2**31):
+        for chores in ({"poison": (bad,)}, {"digest": (wire.Digest(bad, 256),)}):
+            step, payload = frame_of([], **chores)
+            with pytest.raises(BatchEngineError):
+                await lane.run(step, payload, deadline_s=10)
+    missing = wire.Verify(5 << 32, 1, bytes(16))
+    step, payload = frame_of([], verify=(missing,))
+    done = await lane.run(step, payload, deadline_s=10)
+    assert done.verified == (False,)
+    # Refusals cost nothing: the same worker computes.
+    step, payload = frame_of(
+        [(0, tokens, OPEN[:2])],
+        reserve=(slot(0, 0), slot(1, 1)),
+        digest=(wire.Digest(0, 256),),
+    )
+    done = await lane.run(step, payload, deadline_s=10)
+    assert lane.incarnation == 1
+    assert [row.session for row in done.rows] == [1]
+    page = memoryview(bytearray(LAYOUT.page_bytes))
+    os.preadv(arena.fd, [page], arena.shape.page_offset(0))
+    assert done.digests == (keys.payload_digest(page),)
+    # Every row is recorded: a later reader can prove which rows are whole, and whose.
+    files = osio.Files()
+    for index, part in enumerate((tokens[:256], tokens[256:])):
+        owner = SlotOwner(b"s", 1, 0, index)
+        shape, ident = arena.shape, arena.arena_id
+        assert valid_rows(files, arena.fd, shape, ident, index, owner, part) == len(part)
+        other = SlotOwner(b"t", 1, 0, index)
+        assert valid_rows(files, arena.fd, shape, ident, index, other, part) == 0
+    with pytest.raises(StoreError):  # the worker holds the arena's lock
+        ArenaMapping(arena.path, LAYOUT)
+    step, payload = frame_of([], poison=(0,))
+    await lane.run(step, payload, deadline_s=10)
+    os.preadv(arena.fd, [page], arena.shape.page_offset(0))
+    assert set(bytes(page)) == {0xFF}
+    await lane.close()
+    arena.close(delete=True)
 
-    run(work())
 
-
-def test_a_worker_limits_the_damage_it_can_do(
+async def test_a_worker_limits_the_damage_it_can_do(
     pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:
-    async def work() -> None:
-        lane, arena = await attached(pocket_path, cache_dir, tmp_path)
-        limits = proc(lane.pid, "limits")
-        core = next(line for line in limits.splitlines() if line.startswith("Max core"))
-        assert core.split()[4] == "0", "a core file holds prompts"
-        assert proc(lane.pid, "oom_score_adj").strip() == "300"
-        await lane.close()
-        arena.close(delete=True)
-
-    run(work())
+    lane, arena = await attached(pocket_path, cache_dir, tmp_path)
+    limits = proc(lane.pid, "limits")
+    core = next(line for line in limits.splitlines() if line.startswith("Max core"))
+    assert core.split()[4] == "0", "a core file holds prompts"
+    assert proc(lane.pid, "oom_score_adj").strip() == "300"
+    await lane.close()
+    arena.close(delete=True)
 
 
-def test_frames_of_another_incarnation_are_ignored(pocket_path: Path, cache_dir: Path) -> None:
-    async def work() -> None:
-        lane = Lane("cpu")
-        await lane.start(load_message(pocket_path, cache_dir))
-        assert lane._protocol is not None
-        for incarnation in (0, 2, 99):
-            lane._protocol.send(wire.LANE_LINK.encode(wire.Shutdown(), incarnation=incarnation))
-            lane._protocol.send(wire.LANE_LINK.encode(wire.Ping(), incarnation=incarnation, step=1))
-        answer = await lane._ask(wire.Ping(), b"", 5.0)
-        assert isinstance(answer, wire.Pong)
-        assert lane.late_frames == 0
-        await lane.close()
+async def test_frames_of_another_incarnation_are_ignored(
+    pocket_path: Path, cache_dir: Path
+) -> None:
+    lane = Lane("cpu")
+    await lane.start(load_message(pocket_path, cache_dir))
+    assert lane._protocol is not None
+    for incarnation in (0, 2, 99):
+        lane._protocol.send(wire.LANE_LINK.encode(wire.Shutdown(), incarnation=incarnation))
+        lane._protocol.send(wire.LANE_LINK.encode(wire.Ping(), incarnation=incarnation, step=1))
+    answer = await lane._ask(wire.Ping(), b"", 5.0)
+    assert isinstance(answer, wire.Pong)
+    assert lane.late_frames == 0
+    await lane.close()
 
-    run(work())
 
-
-def test_errors_of_loading_arrive_whole(tmp_path: Path, cache_dir: Path) -> None:
+async def test_errors_of_loading_arrive_whole(tmp_path: Path, cache_dir: Path) -> None:
     model = tmp_path / "broken.gguf"
     model.write_bytes(b"GGUF" + bytes(100))
 
-    async def work() -> None:
-        lane = Lane("cpu")
-        with pytest.raises(BatchEngineError) as caught:
-            await lane.start(load_message(model, cache_dir))
-        assert caught.value.code.startswith("BE13")
-        assert not lane.alive
-
-    run(work())
+    lane = Lane("cpu")
+    with pytest.raises(BatchEngineError) as caught:
+        await lane.start(load_message(model, cache_dir))
+    assert caught.value.code.startswith("BE13")
+    assert not lane.alive
 
 
-def test_death_is_one_exception_with_its_reason(pocket_path: Path, cache_dir: Path) -> None:
-    async def work() -> None:
-        lane = Lane("cpu")
-        for number, name in ((signal.SIGSEGV, "SIGSEGV"), (signal.SIGKILL, "SIGKILL")):
-            await lane.start(load_message(pocket_path, cache_dir))
-            os.kill(lane.pid, number)
-            death = await lane.died()
-            assert name in death.reason
-            assert death.blames_step is (number == signal.SIGSEGV)
-            if number == signal.SIGSEGV:
-                assert "Segmentation fault" in death.report
-            with pytest.raises(LaneDied):
-                await lane.run(*frame_of([]), deadline_s=1)
-        assert lane.incarnation == 2
-        assert lane.backoff_s() > 0.0
-
-    run(work())
-
-
-def test_a_deadline_ends_a_worker_that_does_not_answer(pocket_path: Path, cache_dir: Path) -> None:
-    async def work() -> None:
-        lane = Lane("cpu")
+async def test_death_is_one_exception_with_its_reason(pocket_path: Path, cache_dir: Path) -> None:
+    lane = Lane("cpu")
+    for number, name in ((signal.SIGSEGV, "SIGSEGV"), (signal.SIGKILL, "SIGKILL")):
         await lane.start(load_message(pocket_path, cache_dir))
-        os.kill(lane.pid, signal.SIGSTOP)
-        with pytest.raises(LaneDied, match="deadline") as caught:
-            await lane.run(*frame_of([]), deadline_s=0.2)
-        assert caught.value.blames_step
+        os.kill(lane.pid, number)
+        death = await lane.died()
+        assert name in death.reason
+        assert death.blames_step is (number == signal.SIGSEGV)
+        if number == signal.SIGSEGV:
+            assert "Segmentation fault" in death.report
+        with pytest.raises(LaneDied):
+            await lane.run(*frame_of([]), deadline_s=1)
+    assert lane.incarnation == 2
+    assert lane.backoff_s() > 0.0
 
-    run(work())
+
+async def test_a_deadline_ends_a_worker_that_does_not_answer(
+    pocket_path: Path, cache_dir: Path
+) -> None:
+    lane = Lane("cpu")
+    await lane.start(load_message(pocket_path, cache_dir))
+    os.kill(lane.pid, signal.SIGSTOP)
+    with pytest.raises(LaneDied, match="deadline") as caught:
+        await lane.run(*frame_of([]), deadline_s=0.2)
+    assert caught.value.blames_step
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -252,23 +238,20 @@ def test_an_engine_that_was_stopped_itself_takes_the_answer_that_waits(
         runner.run(work())
 
 
-def test_an_engine_that_was_stopped_grants_the_time_once(
+async def test_an_engine_that_was_stopped_grants_the_time_once(
     pocket_path: Path, cache_dir: Path
 ) -> None:
     """Up to a whole deadline: then a worker that hangs is killed all the same."""
 
-    async def work() -> None:
-        lane = Lane("cpu")
-        await lane.start(load_message(pocket_path, cache_dir))
-        os.kill(lane.pid, signal.SIGSTOP)
-        reply = lane._send(wire.Ping(), b"", 0.4, 0)
-        time.sleep(1.5)  # noqa: ASYNC251  the engine's own stop
-        began = time.monotonic()
-        with pytest.raises(LaneDied, match="deadline"):
-            await lane._receive(reply)
-        assert 0.35 < time.monotonic() - began < 5.0
-
-    run(work())
+    lane = Lane("cpu")
+    await lane.start(load_message(pocket_path, cache_dir))
+    os.kill(lane.pid, signal.SIGSTOP)
+    reply = lane._send(wire.Ping(), b"", 0.4, 0)
+    time.sleep(1.5)  # noqa: ASYNC251  the engine's own stop
+    began = time.monotonic()
+    with pytest.raises(LaneDied, match="deadline"):
+        await lane._receive(reply)
+    assert 0.35 < time.monotonic() - began < 5.0
 
 
 PARENT = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import re
@@ -230,16 +229,13 @@ def test_oracle_file(tokenizer: Tokenizer) -> None:
         assert b"".join(map(tokenizer.piece, case.answer_tokens)).decode() == case.answer
 
 
-def test_oracle_prompts_are_what_the_daemon_makes_of_the_messages(pocket_path: Path) -> None:
-    async def main() -> None:
-        text = await TextFrontend.open(pocket_path, ChatTemplate)
-        for case in oracle.load():
-            assert await text.render_chat(case.messages, case.tools or None) == case.prompt
-            tokens = await text.encode_chat(case.messages, case.tools or None)
-            assert tokens == await text.encode(case.prompt, special=True)
-        await text.close()
-
-    asyncio.run(main())
+async def test_oracle_prompts_are_what_the_daemon_makes_of_the_messages(pocket_path: Path) -> None:
+    text = await TextFrontend.open(pocket_path, ChatTemplate)
+    for case in oracle.load():
+        assert await text.render_chat(case.messages, case.tools or None) == case.prompt
+        tokens = await text.encode_chat(case.messages, case.tools or None)
+        assert tokens == await text.encode(case.prompt, special=True)
+    await text.close()
 
 
 def test_oracle_answers_are_those_of_llama_cpp(pocket_path: Path) -> None:

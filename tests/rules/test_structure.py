@@ -34,7 +34,6 @@ BANNED: dict[str, str] = VOCABULARY["banned"]
 ALLOWED: frozenset[str] = frozenset(VOCABULARY["names"]["allowed"])
 MODULE_WORDS: dict[str, str] = VOCABULARY["modules"]
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "docs")
-OLD_PROSE = ROOT / "tests" / "engine"  # its words are not all plain yet
 
 
 def too_long(sources: dict[str, str]) -> list[str]:
@@ -117,7 +116,7 @@ def test_no_banned_word_in_names() -> None:
     hits = [
         f"{path.relative_to(ROOT)}:{hit}"
         for path in source_files((*PACKAGES, "tests", "bench"))
-        if path.suffix == ".py" and OLD_PROSE not in path.parents
+        if path.suffix == ".py"
         for hit in banned_names(path.read_text())
     ]
     assert not hits, "\n".join(hits)
@@ -126,8 +125,6 @@ def test_no_banned_word_in_names() -> None:
 def test_no_banned_word_in_prose() -> None:
     hits: list[str] = []
     for path in source_files((*PACKAGES, "tests", "bench")):
-        if OLD_PROSE in path.parents:
-            continue
         read = prose if path.suffix == ".py" else cpp_prose
         hits += [f"{path.relative_to(ROOT)}:{hit}" for hit in banned_prose(read(path.read_text()))]
     for path in tracked_files():

@@ -283,116 +283,101 @@ def test_notifications_reach_the_manager(tmp_path: Path) -> None:
     Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).close()
 
 
-def test_admin_socket(tmp_path: Path) -> None:
+async def test_admin_socket(tmp_path: Path) -> None:
     path = tmp_path / "run" / "admin.sock"
     drained: list[bool] = []
 
-    async def scenario() -> None:
-        engine = FakeEngine(delay_s=30.0)
-        async with serving(engine) as served:
-            admin = AdminSocket(path, served.service, lambda: drained.append(True))
-            await admin.open()
-            assert stat.S_IMODE(path.stat().st_mode) == 0o600
-            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    engine = FakeEngine(delay_s=30.0)
+    async with serving(engine) as served:
+        admin = AdminSocket(path, served.service, lambda: drained.append(True))
+        await admin.open()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
-            async def ask(command: str, **arguments: str) -> dict[str, Any]:
-                return await asyncio.to_thread(client.admin, str(path), command, **arguments)
+        async def ask(command: str, **arguments: str) -> dict[str, Any]:
+            return await asyncio.to_thread(client.admin, str(path), command, **arguments)
 
-            status = (await ask("status"))["status"]
-            assert (status["state"], status["model"]) == ("ready", "fake")
-            request = asyncio.create_task(post(served, "/v1/chat/completions", chat()))
-            for _ in range(500):
-                if served.service.live:
-                    break
-                await asyncio.sleep(0.01)
-            rows = (await ask("requests"))["requests"]
-            assert len(rows) == 1
-            assert len((await ask("sessions"))["sessions"]) == 1
-            await ask("cancel", request_id=rows[0]["request_id"])
-            status_code, reply, _ = await request
-            assert (status_code, reply["error"]["code"]) == (409, "cancelled")
-            with pytest.raises(BatchEngineError, match="no such request"):
-                await ask("cancel", request_id="req_unknown")
-            with pytest.raises(BatchEngineError, match="unknown command"):
-                await ask("shutdown")
-            await ask("drain")
-            assert drained == [True]
+        status = (await ask("status"))["status"]
+        assert (status["state"], status["model"]) == ("ready", "fake")
+        request = asyncio.create_task(post(served, "/v1/chat/completions", chat()))
+        for _ in range(500):
+            if served.service.live:
+                break
+            await asyncio.sleep(0.01)
+        rows = (await ask("requests"))["requests"]
+        assert len(rows) == 1
+        assert len((await ask("sessions"))["sessions"]) == 1
+        await ask("cancel", request_id=rows[0]["request_id"])
+        status_code, reply, _ = await request
+        assert (status_code, reply["error"]["code"]) == (409, "cancelled")
+        with pytest.raises(BatchEngineError, match="no such request"):
+            await ask("cancel", request_id="req_unknown")
+        with pytest.raises(BatchEngineError, match="unknown command"):
+            await ask("shutdown")
+        await ask("drain")
+        assert drained == [True]
 
-            reader, writer = await asyncio.open_unix_connection(str(path))
-            for line in (b"\n", b"[]\n", b"\xff\n", b'{"command": "status", "x": 1}\n', b"{\n"):
-                writer.write(line)
-                answer = json.loads(await reader.readline())
-                assert answer["ok"] is False
-            writer.write(b"x" * 100_000 + b"\n")  # beyond the limit: hung up, not buffered
-            assert await reader.read() == b""
-            writer.close()
-            assert (await ask("status"))["ok"]
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        for line in (b"\n", b"[]\n", b"\xff\n", b'{"command": "status", "x": 1}\n', b"{\n"):
+            writer.write(line)
+            answer = json.loads(await reader.readline())
+            assert answer["ok"] is False
+        writer.write(b"x" * 100_000 + b"\n")  # beyond the limit: hung up, not buffered
+        assert await reader.read() == b""
+        writer.close()
+        assert (await ask("status"))["ok"]
 
-            second = AdminSocket(path, served.service, lambda: None)
-            with pytest.raises(BatchEngineError, match="another daemon answers"):
-                await second.open()
-            await second.close()
-            assert path.exists()  # the loser leaves the winner's socket alone
-            await admin.close()
-            assert not path.exists()
-
-    asyncio.run(scenario())
+        second = AdminSocket(path, served.service, lambda: None)
+        with pytest.raises(BatchEngineError, match="another daemon answers"):
+            await second.open()
+        await second.close()
+        assert path.exists()  # the loser leaves the winner's socket alone
+        await admin.close()
+        assert not path.exists()
 
 
-def test_a_new_connection_of_the_admin_socket_is_closed_with_it(tmp_path: Path) -> None:
+async def test_a_new_connection_of_the_admin_socket_is_closed_with_it(tmp_path: Path) -> None:
     """Also a connection whose task has not begun to run: its transport would stay open for good."""
     path = tmp_path / "admin.sock"
-
-    async def scenario() -> None:
-        async with serving() as served:
-            admin = AdminSocket(path, served.service, lambda: None)
-            await admin.open()
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.setblocking(False)
-                connection.connect(str(path))
-                while not admin._connections:  # noqa: ASYNC110  nothing reports a new connection
-                    await asyncio.sleep(0)
-                (transport,) = [writer.transport for writer in admin._connections.values()]
-                await admin.close()
+    async with serving() as served:
+        admin = AdminSocket(path, served.service, lambda: None)
+        await admin.open()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.setblocking(False)
+            connection.connect(str(path))
+            while not admin._connections:  # noqa: ASYNC110  nothing reports a new connection
                 await asyncio.sleep(0)
-                assert transport.is_closing()
-                assert connection.recv(1) == b""
-            assert admin._connections == {}
+            (transport,) = [writer.transport for writer in admin._connections.values()]
+            await admin.close()
+            await asyncio.sleep(0)
+            assert transport.is_closing()
+            assert connection.recv(1) == b""
+        assert admin._connections == {}
 
-    asyncio.run(scenario())
 
-
-def test_a_stale_admin_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+async def test_a_stale_admin_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
-
-    async def scenario() -> None:
-        async with serving() as served:
-            admin = AdminSocket(path, served.service, lambda: None)
+    async with serving() as served:
+        admin = AdminSocket(path, served.service, lambda: None)
+        await admin.open()
+        await admin.close()
+        path.write_text("precious")
+        with pytest.raises(BatchEngineError, match="not a socket"):
             await admin.open()
-            await admin.close()
-            path.write_text("precious")
-            with pytest.raises(BatchEngineError, match="not a socket"):
-                await admin.open()
-            assert path.read_text() == "precious"
-
-    asyncio.run(scenario())
+        assert path.read_text() == "precious"
 
 
-def test_admin_refuses_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_admin_refuses_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "admin.sock"
     monkeypatch.setattr("service.admin.socket._peer_uid", lambda writer: 12345)
-
-    async def scenario() -> None:
-        async with serving() as served:
-            admin = AdminSocket(path, served.service, lambda: None)
-            await admin.open()
-            with pytest.raises(BatchEngineError):
-                await asyncio.to_thread(client.admin, str(path), "status")
-            await admin.close()
-
-    asyncio.run(scenario())
+    async with serving() as served:
+        admin = AdminSocket(path, served.service, lambda: None)
+        await admin.open()
+        with pytest.raises(BatchEngineError):
+            await asyncio.to_thread(client.admin, str(path), "status")
+        await admin.close()
 
 
 def test_no_daemon_answers(tmp_path: Path) -> None:
@@ -446,43 +431,37 @@ def test_a_lost_connection_is_not_called_absent(tmp_path: Path) -> None:
         assert caught.value.why
 
 
-def test_the_small_client_streams_and_reports_errors() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
-        async with serving(engine) as served:
+async def test_the_small_client_streams_and_reports_errors() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as served:
 
-            def talk() -> None:
-                caller = client.Client(served.base)
-                assert caller.models()[0] == "fake"
-                chunks = list(caller.stream_chat(chat()))
-                assert chunks[-1]["usage"]["completion_tokens"] == 3
-                with pytest.raises(BatchEngineError) as caught:
-                    list(caller.stream_chat(chat(temperature=9)))
-                assert (caught.value.kind, caught.value.code) == (Kind.INVALID, "BE1701")
-                engine.fail_after = 1
-                with pytest.raises(BatchEngineError, match="not finite"):
-                    list(caller.stream_chat(chat()))
+        def talk() -> None:
+            caller = client.Client(served.base)
+            assert caller.models()[0] == "fake"
+            chunks = list(caller.stream_chat(chat()))
+            assert chunks[-1]["usage"]["completion_tokens"] == 3
+            with pytest.raises(BatchEngineError) as caught:
+                list(caller.stream_chat(chat(temperature=9)))
+            assert (caught.value.kind, caught.value.code) == (Kind.INVALID, "BE1701")
+            engine.fail_after = 1
+            with pytest.raises(BatchEngineError, match="not finite"):
+                list(caller.stream_chat(chat()))
 
-            await asyncio.to_thread(talk)
-
-    asyncio.run(scenario())
+        await asyncio.to_thread(talk)
 
 
-def test_closing_a_stream_of_the_small_client_cancels_it() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine(reply=["x"] * 1000, delay_s=0.02)
-        async with serving(engine) as served:
+async def test_closing_a_stream_of_the_small_client_cancels_it() -> None:
+    engine = FakeEngine(reply=["x"] * 1000, delay_s=0.02)
+    async with serving(engine) as served:
 
-            def talk() -> None:
-                stream = client.Client(served.base).stream_chat(chat())
-                next(stream)
-                stream.close()
+        def talk() -> None:
+            stream = client.Client(served.base).stream_chat(chat())
+            next(stream)
+            stream.close()
 
-            await asyncio.to_thread(talk)
-            async with asyncio.timeout(5):
-                await engine.generations[0].cancelled.wait()
-
-    asyncio.run(scenario())
+        await asyncio.to_thread(talk)
+        async with asyncio.timeout(5):
+            await engine.generations[0].cancelled.wait()
 
 
 def test_service_imports_no_tokenizer_and_no_engine() -> None:

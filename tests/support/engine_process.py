@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from batchengine.config import load
@@ -29,6 +28,7 @@ from batchengine.core import (
 )
 from batchengine.engine import Engine, Generation
 from batchengine.lanes.worker_process import WORKER
+from tests.support.engines import Site
 
 
 class EngineProcess:
@@ -97,13 +97,13 @@ class EngineProcess:
 
 @contextlib.asynccontextmanager
 async def engine_process(
-    model: Path, folder: Path, cache_dir: Path, command: Sequence[str] = (), **overrides: object
+    site: Site, command: Sequence[str] = (), **overrides: object
 ) -> AsyncIterator[EngineProcess]:
     """A started engine process; killed at the end unless it has ended before."""
     settings = {
-        "model": str(model),
-        "folder": str(folder),
-        "cache_dir": str(cache_dir),
+        "model": str(site.model),
+        "folder": str(site.folder),
+        "cache_dir": str(site.cache_dir),
         "command": list(command),
         "overrides": {name.replace("__", "."): value for name, value in overrides.items()},
     }

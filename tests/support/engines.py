@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from batchengine.config import Config, LaneConfig, load
 from batchengine.core import (
@@ -26,12 +26,18 @@ from batchengine.engine.placement.migration import OnPoint, pass_point
 from batchengine.lanes.worker_process import WORKER
 from bench.local_runner import LocalRunner
 
-T = TypeVar("T")
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The files of one test: its model, the folder of its store, the cache of packed weights."""
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run one coroutine; a test that hangs fails by its own timeout."""
-    return asyncio.run(work)
+    model: Path
+    folder: Path
+    cache_dir: Path
+
+    def at(self, folder: str | Path) -> Site:
+        """The same model in another folder."""
+        return Site(self.model, self.folder / folder, self.cache_dir)
 
 
 class WatchedEngine(Engine):
@@ -51,9 +57,7 @@ class WatchedEngine(Engine):
 
 @contextlib.asynccontextmanager
 async def running_engine(
-    model: Path,
-    folder: Path,
-    cache_dir: Path,
+    site: Site,
     worker_command: tuple[str, ...] = WORKER,
     lanes: tuple[LaneConfig, ...] = (),
     **overrides: object,
@@ -62,15 +66,15 @@ async def running_engine(
     config = load(
         None,
         {
-            "model.path": str(model),
-            "store.dir": str(folder / "kv"),
+            "model.path": str(site.model),
+            "store.dir": str(site.folder / "kv"),
             "store.allow_volatile": True,
             "store.budget_bytes": 192 << 20,
             "server.admin_socket": "/tmp/unused.sock",
             **{name.replace("__", "."): value for name, value in overrides.items()},
         },
     )
-    config = dataclasses.replace(config, cache_dir=str(cache_dir), lanes=lanes or config.lanes)
+    config = dataclasses.replace(config, cache_dir=str(site.cache_dir), lanes=lanes or config.lanes)
     engine = WatchedEngine(config, worker_command)
     await engine.start(lambda _: None)
     try:

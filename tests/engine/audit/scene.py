@@ -1,6 +1,6 @@
-"""What the audit's scenes in the simulated world have in common: a lane that is wrong on demand.
+"""Parts of the audit's scenes in the simulation: a lane that computes wrong rows on demand.
 
-One bit of one row, or all of them, comes out differently in the frames that `strike` picks.
+One bit of one row, or every row, is wrong in the frames that `strike` selects.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pages_of(stage: Stage, tokens: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def no_prefix() -> Iterator[None]:
-    """No page of the store is found: everything is computed."""
+    """The store finds no page, so everything is computed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PagePool, "match_prefix", lambda *a, **k: [])
         yield
@@ -54,7 +54,7 @@ def is_recompute(step: Any) -> bool:
 def strike(
     stage: Stage, lane: str, is_struck: Callable[[Any], bool], times: int = 1, **how: bool
 ) -> list[int]:
-    """The lane is wrong in the first `times` frames of turns that `is_struck` picks."""
+    """Make the lane wrong in the first `times` frames of turns that `is_struck` selects."""
     struck: list[int] = []
 
     def plan(of: Any, step: Any) -> Plan | None:
@@ -92,7 +92,7 @@ async def ask(stage: Stage, lane: str, prompt: Sequence[int], n: int, session: s
 
 
 async def read_wrong(generation: Generation) -> tuple[int, str]:
-    """How many tokens, right or not, and the error at the end."""
+    """The number of tokens, right or not, and the error at the end."""
     tokens, error = 0, ""
     async for event in generation:
         if isinstance(event, ErrorEvent):
@@ -102,19 +102,19 @@ async def read_wrong(generation: Generation) -> tuple[int, str]:
 
 
 async def publish(stage: Stage, lane: str, prompt: Sequence[int]) -> None:
-    """The pages of a prompt are in the store, computed by this lane."""
+    """Publish the pages of a prompt, computed by this lane."""
     await stage.read(await ask(stage, lane, prompt, 1, f"first {prompt[0]} {len(prompt)}"))
     await stage.until(lambda: pages_of(stage, prompt) == len(prompt) // 256)
     await settled(stage)
 
 
 async def settled(stage: Stage) -> None:
-    """No page is on its way to the store."""
+    """Wait until no page is on its way to the store."""
     await stage.until(lambda: not any(loop.kv.is_sealing for loop in stage.now.loops))
 
 
 async def expose(stage: Stage, lane: str) -> None:
-    """The lane is wrong about a page that the other one has published, and is audited for it."""
+    """Make the lane compute a published page wrong, and wait for the audit."""
     prompt = words(7000 + len(stage.plans), 300)
     loop, audits = stage.lane(lane), audits_of(stage)
     await publish(stage, LANES[lane == LANES[0]], prompt)
@@ -133,12 +133,12 @@ def audits_of(stage: Stage) -> int:
 
 
 def seals_of(stage: Stage) -> set[Seal]:
-    """Seals of all lanes that are with the store."""
+    """The seals of all lanes that are with the store."""
     return stage.up.running.provenance.seals
 
 
 def logged(stage: Stage, *texts: str) -> None:
-    """These were logged as critical, which a seed takes for a failure."""
+    """Check that these were logged as critical, and forget them: the stage fails at such lines."""
     for text in texts:
         assert any(text in line for line in stage._wrong), stage._wrong
     stage._wrong.clear()

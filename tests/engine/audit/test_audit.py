@@ -1,7 +1,8 @@
-"""A page with two contents (F46), a turn that meets NaN (F45): what goes, and what is right then.
+"""A page with two contents (F46) and a turn that meets NaN (F45): which pages become invalid, and
+who is drained.
 
-In the simulated world. Whatever a lane that was wrong had a part in, wherever it went, the next
-answer is that of an undisturbed run: `Stage.answer` compares every token.
+In the simulation. `Stage.answer` compares every token of the next answers with an undisturbed run,
+wherever rows of the wrong lane have gone.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ PROMPT = words(90, 300)
 
 @pytest.mark.parametrize("bad", LANES)
 def test_a_lane_that_differs_in_one_bit_is_drained(bad: str) -> None:
-    """Its page is not published, and its session goes on elsewhere, from good rows only."""
+    """The wrong lane's page is not published, and its session goes on elsewhere from right rows."""
 
     async def scene(stage: Stage) -> None:
         good, prompt = LANES[bad == "left"], words(80, 300)
@@ -77,7 +78,7 @@ def test_a_lane_that_differs_in_one_bit_is_drained(bad: str) -> None:
 
 
 def test_no_token_is_sent_while_a_page_is_disputed() -> None:
-    """No lane plans a step from the dispute to its end; then the turn goes on, and ends."""
+    """No lane plans a step during an audit; afterwards the turn goes on and ends."""
 
     async def scene(stage: Stage) -> None:
         await publish(stage, "right", PROMPT)
@@ -101,7 +102,8 @@ def test_no_token_is_sent_while_a_page_is_disputed() -> None:
 
 
 def test_when_no_majority_says_which_is_right_both_contents_go() -> None:
-    """No lane is blamed, the turn computes the page again, and /health says so."""
+    """Both contents are invalid, no lane is drained, the turn recomputes, and /health reports
+    it."""
 
     async def scene(stage: Stage) -> None:
         prompt = words(82, 300)
@@ -163,7 +165,7 @@ def test_the_only_lane_gets_a_new_worker_and_publishes_no_more_after_two_faults(
 def test_a_turn_whose_pages_are_disputed_again_and_again_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each time it is wrong, and no lane is found to be: twice it goes on."""
+    """A turn whose pages are disputed, with no lane found wrong, fails at the third dispute."""
 
     def stored(statements: Iterable[Statement]) -> Outcome:
         return Outcome(list(statements)[1].digest, frozenset(), "no lane was wrong")
@@ -188,8 +190,8 @@ def test_a_turn_whose_pages_are_disputed_again_and_again_fails(
 
 @pytest.mark.parametrize("gap", [False, True])
 def test_pages_of_an_earlier_run_go_with_the_wrong_one_they_were_computed_from(gap: bool) -> None:
-    """Sound copies of wrong rows: they would be found again behind the page computed anew, even if
-    one between them was lost before."""
+    """Descendants of a wrong page are invalid even if one between them was lost before; otherwise
+    they would be found again behind the recomputed page."""
 
     async def scene(stage: Stage) -> None:
         prompt = words(88, 800)
@@ -219,7 +221,7 @@ def test_pages_of_an_earlier_run_go_with_the_wrong_one_they_were_computed_from(g
 
 
 async def wrong_tail(stage: Stage) -> None:
-    """An idle session on the left lane: its page is right, and the first row after it is not."""
+    """An idle session on the left lane: its page is right, and the first row after it is wrong."""
     await publish(stage, "right", PROMPT[:256])
     struck = strike(stage, "left", lambda e: e.start == 256)
     asked = await ask(stage, "left", PROMPT, 1, "s")
@@ -230,7 +232,7 @@ async def wrong_tail(stage: Stage) -> None:
 
 
 async def stays(stage: Stage) -> None:
-    """On the lane that is wrong."""
+    """The session is on the lane that is wrong."""
 
 
 async def is_parked(stage: Stage) -> None:
@@ -244,7 +246,7 @@ async def moved(stage: Stage) -> None:
 
 
 async def moved_and_filled(stage: Stage) -> None:
-    """The page that the wrong lane began is filled by the other one, and published."""
+    """The other lane fills and publishes the page that the wrong lane began."""
     await moved(stage)
     longer = [*PROMPT, *words(93, 300)]
     await read_wrong(stage.ask(longer, 1, "s"))
@@ -252,7 +254,7 @@ async def moved_and_filled(stage: Stage) -> None:
 
 
 async def moved_and_computing(stage: Stage) -> None:
-    """The other lane fills the page right now."""
+    """The other lane is filling the page."""
     await moved(stage)
     stage.plans.insert(
         0, lambda of, step: Plan(2.0) if of.name == "right" and step.entries else None
@@ -276,7 +278,7 @@ async def tail_taken(stage: Stage) -> None:
 
 
 async def tail_taken_and_filled(stage: Stage) -> None:
-    """And has published a page of it."""
+    """Another session has imported the parked tail and published its page."""
     await tail_taken(stage)
     longer = [*PROMPT, *words(93, 300)]
     with only(stage, "right"):
@@ -293,7 +295,7 @@ async def forked(stage: Stage) -> None:
 
 
 async def imported(stage: Stage) -> None:
-    """By the next worker of the lane, from the arena of its dead one."""
+    """The next worker of the lane has imported the rows from the arena of the dead one."""
     left, session = stage.lane("left"), stage.up.state.sessions["", "s"]
     stage.process("left").end(-9)
     await stage.until(lambda: left.lane.incarnation == 2 and left.up)
@@ -307,7 +309,7 @@ WAYS = (
 
 
 async def assert_right(stage: Stage) -> None:
-    """The sessions, and a stranger with the same prompt: only the first page is of any use."""
+    """The sessions and a new one with the same prompt answer right, and use the first page only."""
     stage.now.threads.delay = lambda name: 0.0005
     stage.plans.clear()
     await settled(stage)
@@ -338,7 +340,7 @@ def test_rows_of_a_lane_found_wrong_go_wherever_they_are(
 
 
 def test_a_page_that_is_on_its_way_to_the_store_is_not_published() -> None:
-    """The wrong lane began it, another one filled it, and the disk is slow: the audit is first."""
+    """A page that the wrong lane began is not published if the disk is slower than the audit."""
 
     async def scene(stage: Stage) -> None:
         await wrong_tail(stage)
@@ -367,7 +369,7 @@ def test_a_page_that_is_on_its_way_to_the_store_is_not_published() -> None:
 
 @pytest.mark.parametrize("point", ["P0", "P1", "P2", "P3", "P4", "P5"])
 def test_a_page_is_disputed_while_a_session_moves(point: str) -> None:
-    """Its open rows arrive nowhere; from P5 on it is the other lane's, before it stays."""
+    """Open rows of the session arrive nowhere; before P5 it stays, from P5 on it has moved."""
 
     async def scene(stage: Stage) -> None:
         await wrong_tail(stage)
@@ -399,7 +401,7 @@ def test_a_page_is_disputed_while_a_session_moves(point: str) -> None:
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 @pytest.mark.parametrize("when", ["in a step", "at its vote"])
 def test_a_lane_that_dies_or_hangs_does_not_hold_up_the_audit(how: str, when: str) -> None:
-    """It has no vote. A step that was in flight ends by its own deadline, with its worker."""
+    """The lane has no vote; a step that was in flight ends by its own deadline, with its worker."""
 
     async def scene(stage: Stage) -> None:
         await publish(stage, "right", PROMPT)
@@ -456,7 +458,7 @@ def test_an_audit_that_cannot_read_its_pages_lets_the_lanes_go_on(
 
 @pytest.mark.parametrize("lag_s", [0.0005, 0.05, 3.0])
 def test_no_page_of_a_turn_that_met_nan_stays_published(lag_s: float) -> None:
-    """Sealed before, on their way, or not begun: none is found afterwards."""
+    """Pages sealed before NaN was met, on their way, or not begun are not found afterwards."""
 
     async def scene(stage: Stage) -> None:
         stage.now.threads.delay = lambda name: lag_s if name == "kv-pages" else 0.0005
@@ -480,7 +482,7 @@ def test_no_page_of_a_turn_that_met_nan_stays_published(lag_s: float) -> None:
 
 
 def test_pages_on_their_way_from_the_lane_that_a_turn_left_go_too() -> None:
-    """It fills a page, moves while the disk is slow, and meets NaN on the other lane."""
+    """A page that a turn filled before it moved is invalid when it meets NaN on the other lane."""
 
     async def scene(stage: Stage) -> None:
         stage.now.threads.delay = lambda name: 2.0 if name == "kv-pages" else 0.0005
@@ -520,7 +522,7 @@ def test_a_tail_that_a_turn_parked_on_its_way_goes_too() -> None:
 
 
 def test_pages_from_before_the_turn_stay() -> None:
-    """What it found in the store, another turn had computed."""
+    """Pages that the turn found in the store, computed by another turn, stay valid."""
 
     async def scene(stage: Stage) -> None:
         prefix = words(46, 520)
@@ -537,7 +539,7 @@ def test_pages_from_before_the_turn_stay() -> None:
 
 @pytest.mark.parametrize("home", LANES)
 def test_other_holders_of_pages_of_a_turn_that_met_nan_fall_back(home: str) -> None:
-    """With a row that was wrong as well: none of their next tokens is computed from it."""
+    """No next token of another holder is computed from a page with a wrong row."""
 
     async def scene(stage: Stage) -> None:
         prompt = words(48, 600)
@@ -564,7 +566,7 @@ def test_other_holders_of_pages_of_a_turn_that_met_nan_fall_back(home: str) -> N
 
 @pytest.mark.parametrize("kept", [300, 200])
 def test_a_turn_that_waits_on_a_drained_lane_leaves_when_another_comes_back(kept: int) -> None:
-    """What the store has of its open page, parked or sealed, holds it nowhere."""
+    """A turn moves although its open page is parked or sealed in the store."""
 
     async def scene(stage: Stage) -> None:
         await publish(stage, "left", PROMPT[:256])
@@ -585,7 +587,7 @@ def test_a_turn_that_waits_on_a_drained_lane_leaves_when_another_comes_back(kept
 
 
 def test_a_page_that_is_computed_again_has_time_to_be_written() -> None:
-    """The limit is one of computing: the disk may take longer, and the page has its writer."""
+    """The limit counts computing only: a slow disk fails no turn, and the page names its writer."""
 
     async def scene(stage: Stage) -> None:
         prompt = words(62, 256)
@@ -609,7 +611,7 @@ def test_a_page_that_is_computed_again_has_time_to_be_written() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_lane_that_is_wrong_for_a_while_is_found_out(seed: int) -> None:
-    """More of them: `python -m tests.simulation --wrong`."""
+    """Every seed passes; `python -m tests.simulation --wrong` runs more of them."""
     outcome = wrong_lane(seed)
     assert outcome.counts["wrong steps"] > 0
     assert outcome.counts["right answers"] == 1

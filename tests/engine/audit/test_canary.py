@@ -1,6 +1,6 @@
-"""The canary (F46): a page that every lane computes when it rests, and that must come out alike.
+"""The canary (F46): a page that every idle lane computes, and that must come out alike.
 
-In the simulated world: a lane is wrong by one bit of one row, or by NaN, when its script says so.
+In the simulation: a lane is wrong by one bit of one row, or by NaN, in frames of the test's choice.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ EVERY_S = 60.0
 
 
 def canaries(stage: Stage, lane: str, result: str) -> float:
-    """How often a lane's canary came out so."""
+    """The number of canaries of a lane with this result."""
     return stage.up.metrics.canaries_total.labels(lane, result)._value.get()
 
 
 def wrong(stage: Stage, lane: str, is_wrong: Callable[[Any], bool], **how: bool) -> list[str]:
-    """The lane is wrong in the frames that `is_wrong` names; they are noted."""
+    """Make the lane wrong in the frames that `is_wrong` selects; they are noted."""
     struck: list[str] = []
 
     def plan(of: Any, step: Any) -> Plan | None:
@@ -46,7 +46,7 @@ def test_tokens_are_in_the_vocabulary() -> None:
 
 
 def test_lanes_that_rest_compute_the_same_again_and_again() -> None:
-    """They keep nothing of it: no page in the store, no place in the arena, no session."""
+    """A canary leaves no page in the store, no slot in the arena and no session."""
 
     async def scene(stage: Stage) -> None:
         await asyncio.sleep(2.5 * EVERY_S)
@@ -71,7 +71,7 @@ def test_zero_is_off() -> None:
 
 
 def test_a_lane_that_serves_computes_none_and_one_that_begins_gives_it_up() -> None:
-    """The first frame after a request came is its own, but for the piece that was on its way."""
+    """The first frame after a request belongs to it, except for the canary's piece in flight."""
 
     async def scene(stage: Stage) -> None:
         frames: list[tuple[str, int, bool]] = []
@@ -124,7 +124,8 @@ def test_it_takes_no_place_from_a_session_that_rests() -> None:
 @pytest.mark.parametrize("bad", ["left", "right"])
 @pytest.mark.parametrize("how", ["flip", "nan"])
 def test_the_lane_that_differs_is_drained_whichever_was_first(bad: str, how: str) -> None:
-    """With a fresh worker's vote; health and metrics say so; the other lane serves on."""
+    """A fresh worker's vote drains the wrong lane; health and metrics report it; the other
+    serves."""
 
     async def scene(stage: Stage) -> None:
         wrong(stage, bad, is_recompute, **{how: True})
@@ -149,7 +150,7 @@ def test_the_lane_that_differs_is_drained_whichever_was_first(bad: str, how: str
 
 
 def test_a_lane_that_is_alone_differs_from_itself() -> None:
-    """It gets a new worker, which is looked at as soon as it rests; then health is well again."""
+    """A lone lane gets a new worker, whose canary is computed at once; health is good again."""
 
     async def scene(stage: Stage) -> None:
         alone(stage)
@@ -167,12 +168,12 @@ def test_a_lane_that_is_alone_differs_from_itself() -> None:
 
 
 def alone(stage: Stage) -> None:
-    """The other lane is out of order for another reason."""
+    """Drain the other lane for another reason."""
     stage.lane("right").drain("the scene has one lane")
 
 
 def test_without_a_majority_the_reference_goes_and_health_says_so() -> None:
-    """No worker can be started: no lane is drained on the statement of one against another."""
+    """When no worker can be started, no lane is drained on the statement of one against another."""
 
     async def scene(stage: Stage) -> None:
         no_fresh_worker(stage)

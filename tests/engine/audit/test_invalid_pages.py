@@ -1,4 +1,4 @@
-"""An invalid page goes from every session that holds it, whatever found out and on what lane."""
+"""An invalid page is dropped by every session that holds it, whatever found it and on what lane."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from kv_store.pages.index import PageRef
 from kv_store.threads import new_future
 from tests.engine.placement.test_migration import LANES, other
 from tests.engine.placement.test_migration_faults import lanes_of, plant, start
-from tests.support.engines import Reference, read, request, run, running_engine, until, words
+from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 from tests.support.faulty_worker import SEGV
 
 PAGES = 3
@@ -32,21 +31,10 @@ FAULTY = (sys.executable, "-m", "tests.support.faulty_worker")
 ONE_LANE = (LaneConfig(name="left", threads=1),)
 
 
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
-
-
 @asynccontextmanager
-async def engine_of(
-    lanes: int, model: Path, folder: Path, cache_dir: Path, command: tuple[str, ...] = ()
-) -> AsyncIterator[Engine]:
+async def engine_of(lanes: int, site: Site, command: tuple[str, ...] = ()) -> AsyncIterator[Engine]:
     made = ONE_LANE if lanes == 1 else LANES
-    async with running_engine(
-        model, folder, cache_dir, command, lanes=made, router__promote_auto=False
-    ) as engine:
+    async with running_engine(site, command, lanes=made, router__promote_auto=False) as engine:
         yield engine
 
 
@@ -59,13 +47,13 @@ async def held(engine: Engine, name: str, prompt: list[int], pages: int) -> Sess
 
 
 async def put(engine: Engine, name: str, lane: str) -> None:
-    """Have the session on a lane, wherever it is now."""
+    """Bring the session to a lane, wherever it is now."""
     if engine.state.home[engine.state.sessions["", name].key].lane.name != lane:
         assert (await engine.promote("", name, to=lane))["result"] == "moved"
 
 
 def rot(engine: Engine, ref: PageRef) -> None:
-    """One byte of the page changes on the disk, and in memory with it."""
+    """Change one byte of the page on disk, and so in the mapped memory."""
     store = engine.running.store
     info = store.pages.allocator.info(ref.page_id)
     with open(info.path, "r+b") as file:
@@ -77,7 +65,7 @@ def rot(engine: Engine, ref: PageRef) -> None:
 
 
 def die_at(loop: LaneLoop, wanted: Callable[[Any], bool]) -> asyncio.Event:
-    """The worker crashes over the next such frame, before it looks at it."""
+    """The worker crashes at the next such frame, before it reads it."""
     real, died = loop.lane.post, asyncio.Event()
 
     def post(step: Any, payload: bytes, **how: Any) -> Any:
@@ -96,7 +84,7 @@ def die_at(loop: LaneLoop, wanted: Callable[[Any], bool]) -> asyncio.Event:
 
 
 def at_revival(engine: Engine, fact: Callable[[], bool]) -> list[bool]:
-    """What is so whenever a worker is about to be started again."""
+    """Call this whenever a worker is about to be started again."""
     seen: list[bool] = []
     supervisor = engine.running.supervisor
     real = supervisor.restart
@@ -110,12 +98,12 @@ def at_revival(engine: Engine, fact: Callable[[], bool]) -> list[bool]:
 
 
 def lets_go(engine: Engine, session: Session, bad: PageRef) -> bool:
-    """The session let go of the page, or will before its lane computes again."""
+    """The session dropped the page, or will before its lane computes again."""
     return bad not in session.kv.sealed or engine.state.home[session.key].is_rechecking
 
 
 async def prove(engine: Engine, session: Session, bad: PageRef, reference: Reference) -> None:
-    """The session goes on, without the page, to the tokens it should have."""
+    """The session goes on without the page to the right tokens."""
     longer = [*session.tokens, 9, 8]
     answer = await read(engine.submit(request(longer, 30, session=session.session_id)))
     assert answer.tokens == reference.tokens(longer, 30)
@@ -123,69 +111,62 @@ async def prove(engine: Engine, session: Session, bad: PageRef, reference: Refer
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_a_page_that_killed_a_worker_goes_from_every_holder(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, lanes: int
+async def test_a_page_that_killed_a_worker_goes_from_every_holder(
+    site: Site, reference: Reference, lanes: int
 ) -> None:
-    async def work() -> None:
-        async with engine_of(lanes, pocket_path, tmp_path, cache_dir, FAULTY) as engine:
-            a = await held(engine, "a", PROMPT, PAGES)
-            b = await held(engine, "b", [*PROMPT[:700], 9, 9], 2)
-            await put(engine, "a", "left")
-            await put(engine, "b", "left" if lanes == 1 else "right")
-            bad = a.kv.sealed[1]
-            assert bad in b.kv.sealed
-            rot(engine, bad)
-            seen = at_revival(
-                engine,
-                lambda: not engine.running.store.pages.is_resident(bad) and lets_go(engine, b, bad),
-            )
-            answer = await read(engine.submit(request([*a.tokens, SEGV], 4, session="a")))
-            assert answer.error is not None  # it dies of that token, too
-            assert seen
-            assert all(seen)
-            await prove(engine, b, bad, reference)
-
-    run(work())
+    async with engine_of(lanes, site, FAULTY) as engine:
+        a = await held(engine, "a", PROMPT, PAGES)
+        b = await held(engine, "b", [*PROMPT[:700], 9, 9], 2)
+        await put(engine, "a", "left")
+        await put(engine, "b", "left" if lanes == 1 else "right")
+        bad = a.kv.sealed[1]
+        assert bad in b.kv.sealed
+        rot(engine, bad)
+        seen = at_revival(
+            engine,
+            lambda: not engine.running.store.pages.is_resident(bad) and lets_go(engine, b, bad),
+        )
+        answer = await read(engine.submit(request([*a.tokens, SEGV], 4, session="a")))
+        assert answer.error is not None  # it dies of that token, too
+        assert seen
+        assert all(seen)
+        await prove(engine, b, bad, reference)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_page_that_a_seal_found_bad_goes_from_every_holder(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, lanes: int, dies: bool
+async def test_a_page_that_a_seal_found_bad_goes_from_every_holder(
+    site: Site, reference: Reference, lanes: int, dies: bool
 ) -> None:
-    """An equal page was in the store already, and the lane cannot read it, or dies over it."""
-
-    async def work() -> None:
-        async with engine_of(lanes, pocket_path, tmp_path, cache_dir) as engine:
-            b = await held(engine, "b", PROMPT[:500], 1)
-            await put(engine, "b", "left" if lanes == 1 else "right")
-            bad = b.kv.sealed[0]
-            left = engine.state.lanes[0]
-            await held(engine, "a", PROMPT[:20], 0)
-            await put(engine, "a", "left")
-            left.kv.prefix.extend = lambda *_: None  # type: ignore[method-assign]
-            rot(engine, bad)
-            died = die_at(left, lambda step: dies and bool(step.verify))
-            seen = at_revival(engine, lambda: lets_go(engine, b, bad))
-            longer = PROMPT[:300]
-            answer = await read(engine.submit(request(longer, 4, session="a")))
-            assert answer.tokens == reference.tokens(longer, 4)
-            await until(lambda: not engine.running.store.pages.is_resident(bad))
-            slot = engine.running.store.pages.index.find(bad.page_id)
-            assert slot is not None
-            assert slot.fails == 1, "it does not read back as written"
-            if dies:
-                await died.wait()
-                await until(lambda: bool(seen))
-                assert all(seen)
-            del left.kv.prefix.extend
-            await prove(engine, b, bad, reference)
-
-    run(work())
+    """Every holder drops a stored page that a seal compared with, and the lane could not read."""
+    async with engine_of(lanes, site) as engine:
+        b = await held(engine, "b", PROMPT[:500], 1)
+        await put(engine, "b", "left" if lanes == 1 else "right")
+        bad = b.kv.sealed[0]
+        left = engine.state.lanes[0]
+        await held(engine, "a", PROMPT[:20], 0)
+        await put(engine, "a", "left")
+        left.kv.prefix.extend = lambda *_: None  # type: ignore[method-assign]
+        rot(engine, bad)
+        died = die_at(left, lambda step: dies and bool(step.verify))
+        seen = at_revival(engine, lambda: lets_go(engine, b, bad))
+        longer = PROMPT[:300]
+        answer = await read(engine.submit(request(longer, 4, session="a")))
+        assert answer.tokens == reference.tokens(longer, 4)
+        await until(lambda: not engine.running.store.pages.is_resident(bad))
+        slot = engine.running.store.pages.index.find(bad.page_id)
+        assert slot is not None
+        assert slot.fails == 1, "it does not read back as written"
+        if dies:
+            await died.wait()
+            await until(lambda: bool(seen))
+            assert all(seen)
+        del left.kv.prefix.extend
+        await prove(engine, b, bad, reference)
 
 
 class Unreadable:
-    """The store cannot read pages again, but says so late."""
+    """A store that cannot read pages again, and answers late."""
 
     def __init__(self, engine: Engine) -> None:
         self._store: Any = engine.running.store
@@ -216,77 +197,70 @@ def is_every_slot_owned(loop: LaneLoop) -> bool:
 
 
 @pytest.mark.parametrize("moved", [True, False])
-def test_a_suspect_that_moves_while_its_pages_are_read(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, moved: bool
+async def test_a_suspect_that_moves_while_its_pages_are_read(
+    site: Site, reference: Reference, moved: bool
 ) -> None:
-    """Its table is another lane's by then, or the move's: it is not this lane's to cut."""
+    """A lane does not cut the page table of a session that has moved to another lane meanwhile."""
+    async with engine_of(2, site) as engine:
+        generation, reader = await start(engine, "s", PROMPT, 300)
+        session = engine.state.sessions["", "s"]
+        await until(lambda: len(session.kv.sealed) == PAGES)
+        assert not generation.finished
+        here, there = lanes_of(engine, "s")
+        disk, revived = Unreadable(engine), at_revival(engine, lambda: True)
+        session.alone_deaths = 1  # its next token ends the turn: an idle session may move
+        await die_at(here, lambda step: bool(step.entries)).wait()
+        assert (await reader).error is not None
+        await until(lambda: disk.is_asked)
+        before, kept = list(session.kv.sealed), list[bool]()
 
-    async def work() -> None:
-        async with engine_of(2, pocket_path, tmp_path, cache_dir) as engine:
-            generation, reader = await start(engine, "s", PROMPT, 300)
-            session = engine.state.sessions["", "s"]
-            await until(lambda: len(session.kv.sealed) == PAGES)
-            assert not generation.finished
-            here, there = lanes_of(engine, "s")
-            disk, revived = Unreadable(engine), at_revival(engine, lambda: True)
-            session.alone_deaths = 1  # its next ends the turn: who rests may move
-            await die_at(here, lambda step: bool(step.entries)).wait()
-            assert (await reader).error is not None
-            await until(lambda: disk.is_asked)
-            before, kept = list(session.kv.sealed), list[bool]()
+        async def answer() -> None:
+            assert (session.state is State.FROZEN) is not moved
+            disk.answer()
+            await until(lambda: bool(revived))
+            kept.append(session.kv.sealed == before)
 
-            async def answer() -> None:
-                assert (session.state is State.FROZEN) is not moved
-                disk.answer()
-                await until(lambda: bool(revived))
-                kept.append(session.kv.sealed == before)
-
-            if not moved:
-                plant(engine, "P2", answer)
-            await engine.promote("", "s", to=other(engine, "s"))
-            assert engine.state.home[session.key] is there
-            if moved:
-                await answer()
-            assert moved or kept == [True]
-            longer = [*session.tokens, 9]
-            more = await read(engine.submit(request(longer, 20, session="s")))
-            assert more.tokens == reference.tokens(longer, 20)
-            await until(lambda: here.kv.slots.is_attached and there.kv.slots.is_attached)
-            # a table cut by the wrong lane leaves slots without an owner
-            await until(lambda: all(is_every_slot_owned(loop) for loop in (here, there)))
-
-    run(work())
+        if not moved:
+            plant(engine, "P2", answer)
+        await engine.promote("", "s", to=other(engine, "s"))
+        assert engine.state.home[session.key] is there
+        if moved:
+            await answer()
+        assert moved or kept == [True]
+        longer = [*session.tokens, 9]
+        more = await read(engine.submit(request(longer, 20, session="s")))
+        assert more.tokens == reference.tokens(longer, 20)
+        await until(lambda: here.kv.slots.is_attached and there.kv.slots.is_attached)
+        # a table cut by the wrong lane leaves slots without an owner
+        await until(lambda: all(is_every_slot_owned(loop) for loop in (here, there)))
 
 
 @pytest.mark.parametrize("stage", ["seal", "publish"])
-def test_a_tail_on_its_way_to_the_store_is_held_by_no_dropped_session(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, stage: str
+async def test_a_tail_on_its_way_to_the_store_is_held_by_no_dropped_session(
+    site: Site, stage: str
 ) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            session = await held(engine, "s", PROMPT[:300], 1)
-            loop = engine.state.home[session.key]
-            slots = loop.kv.slots.available
-            store: Any = engine.running.store.pages
-            real, late = getattr(store, stage), list[tuple[Future[Any], Future[Any]]]()
+    async with running_engine(site) as engine:
+        session = await held(engine, "s", PROMPT[:300], 1)
+        loop = engine.state.home[session.key]
+        slots = loop.kv.slots.available
+        store: Any = engine.running.store.pages
+        real, late = getattr(store, stage), list[tuple[Future[Any], Future[Any]]]()
 
-            def slow(*given: Any) -> Future[Any]:
-                future: Future[Any] = new_future()
-                late.append((future, real(*given)))
-                return future
+        def slow(*given: Any) -> Future[Any]:
+            future: Future[Any] = new_future()
+            late.append((future, real(*given)))
+            return future
 
-            setattr(store, stage, slow)
-            loop.kv.sealing.park(session)
-            loop.wake()
-            await until(lambda: bool(late))
-            dropping = asyncio.ensure_future(engine.drop("", "s"))
-            await until(lambda: session.state is State.CLOSED)
-            await asyncio.sleep(0.05)  # the ledger forgets it before its tail has an answer
-            future, answer = late[0]
-            future.set_result(await asyncio.wrap_future(answer))
-            await dropping
-            await until(lambda: not loop.kv.sealing.in_flight)
-            assert engine.stats()["store"]["pages_pinned"] == 0
-            await until(lambda: loop.kv.slots.available == slots)
-
-    run(work())
+        setattr(store, stage, slow)
+        loop.kv.sealing.park(session)
+        loop.wake()
+        await until(lambda: bool(late))
+        dropping = asyncio.ensure_future(engine.drop("", "s"))
+        await until(lambda: session.state is State.CLOSED)
+        await asyncio.sleep(0.05)  # the ledger forgets it before its tail has an answer
+        future, answer = late[0]
+        future.set_result(await asyncio.wrap_future(answer))
+        await dropping
+        await until(lambda: not loop.kv.sealing.in_flight)
+        assert engine.stats()["store"]["pages_pinned"] == 0
+        await until(lambda: loop.kv.slots.available == slots)

@@ -1,4 +1,4 @@
-"""Which content of a page is right, and who was wrong: a pure function of what witnesses state."""
+"""Which content of a page is right, and which lanes were wrong: a pure function of statements."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""The model's files on disk change under a running engine: who is served, and what is said."""
+"""Changes of the model's files on disk under a running engine: which requests are served, and what
+is reported."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,14 +19,14 @@ from batchengine.core import BatchEngineError, Kind
 from batchengine.engine.audit import model_files, scrub
 from batchengine.engine.audit.model_files import identity_of
 from batchengine.weights import read_fingerprint
-from tests.support.engines import Reference, read, request, run, running_engine, until, words
+from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
 
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
+def with_own_model(site: Site) -> Site:
+    """The same site with a copy of the model, which the test may change."""
+    model = site.folder / "model.gguf"
+    shutil.copyfile(site.model, model)
+    return dataclasses.replace(site, model=model)
 
 
 def overwrite(path: Path, at: int, data: bytes) -> None:
@@ -33,49 +35,36 @@ def overwrite(path: Path, at: int, data: bytes) -> None:
         file.write(data)
 
 
-def test_a_replaced_model_file_ends_admission_not_running_turns(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """F11: another file under the name it was loaded from."""
-    model, prompt = tmp_path / "model.gguf", words(31, 40)
-    shutil.copyfile(pocket_path, model)
-    monkeypatch.setattr(scrub, "WATCH_S", 0.05)
-
-    async def work() -> None:
-        async with running_engine(model, tmp_path, cache_dir) as engine:
-            generation = engine.submit(request(prompt, 300))
-            task = asyncio.ensure_future(read(generation))
-            await until(lambda: generation.completion_tokens > 2)
-            shutil.copyfile(pocket_path, tmp_path / "new")
-            (tmp_path / "new").rename(model)
-            await until(lambda: engine.phase == "degraded")
-            assert not generation.finished
-            with pytest.raises(BatchEngineError) as caught:
-                engine.submit(request(prompt, 5))
-            assert caught.value.name == "model_changed"
-            assert caught.value.kind is Kind.UNAVAILABLE
-            assert "restart" in caught.value.fix
-            assert (await task).tokens == reference.tokens(prompt, 300)
-
-    run(work())
-
-
-def test_a_session_that_reopens_asks_for_the_model_at_once(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
+async def test_a_replaced_model_file_ends_admission_not_running_turns(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not only once a minute."""
-    model = tmp_path / "model.gguf"
-    shutil.copyfile(pocket_path, model)
+    """F11: another file under the model's name ends admission, and running turns go on."""
+    own, prompt = with_own_model(site), words(31, 40)
+    monkeypatch.setattr(scrub, "WATCH_S", 0.05)
+    async with running_engine(own) as engine:
+        generation = engine.submit(request(prompt, 300))
+        task = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > 2)
+        shutil.copyfile(site.model, site.folder / "new")
+        (site.folder / "new").rename(own.model)
+        await until(lambda: engine.phase == "degraded")
+        assert not generation.finished
+        with pytest.raises(BatchEngineError) as caught:
+            engine.submit(request(prompt, 5))
+        assert caught.value.name == "model_changed"
+        assert caught.value.kind is Kind.UNAVAILABLE
+        assert "restart" in caught.value.fix
+        assert (await task).tokens == reference.tokens(prompt, 300)
 
-    async def work() -> None:
-        async with running_engine(model, tmp_path, cache_dir) as engine:
-            overwrite(model, model.stat().st_size, b"more")
-            answer = await read(engine.submit(request(words(32, 20), 5, session="s")))
-            assert answer.error is not None
-            assert answer.error.name == "model_changed"
 
-    run(work())
+async def test_a_session_that_reopens_asks_for_the_model_at_once(site: Site) -> None:
+    """The model file is checked when a session is reopened, not only once a minute."""
+    own = with_own_model(site)
+    async with running_engine(own) as engine:
+        overwrite(own.model, own.model.stat().st_size, b"more")
+        answer = await read(engine.submit(request(words(32, 20), 5, session="s")))
+        assert answer.error is not None
+        assert answer.error.name == "model_changed"
 
 
 def hard_link(model: Path) -> None:
@@ -91,69 +80,63 @@ def write_the_same(model: Path) -> None:
 
 
 @pytest.mark.parametrize("touch", [hard_link, Path.touch, make_private, write_the_same])
-def test_a_model_file_that_was_only_touched_changes_nothing(
-    pocket_path: Path, tmp_path: Path, reference: Reference, touch: Callable[[Path], None],
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """Its times differ, its bytes do not: requests go on, also on a worker that starts again."""
-    model, prompt = tmp_path / "model.gguf", words(34, 20)
-    shutil.copyfile(pocket_path, model)
+async def test_a_model_file_that_was_only_touched_changes_nothing(
+    site: Site,
+    reference: Reference,
+    touch: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A file with other times and the same bytes is accepted, also by the next worker."""
+    own, prompt = with_own_model(site), words(34, 20)
+    own, model = dataclasses.replace(own, cache_dir=site.folder / "cache"), own.model
     monkeypatch.setattr(scrub, "WATCH_S", 0.05)
     caplog.set_level(logging.INFO, "batchengine.engine")
 
-    async def work() -> None:
-        async with running_engine(model, tmp_path, tmp_path / "cache") as engine:
-            before = identity_of(model)
-            touch(model)
-            assert identity_of(model) != before
-            answer = await read(engine.submit(request(prompt, 5, session="s")))
-            assert answer.tokens == reference.tokens(prompt, 5)
-            files = engine.running.maintenance._files
-            await until(lambda: files._identity == identity_of(model))
-            assert engine.phase == "ready"
-            assert caplog.text.count("still the model that was loaded") == 1
-            os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
-            await until(lambda: engine.lanes()[0]["incarnation"] == 2)
-            await until(lambda: "made again from the same model" in caplog.text)
-            await until(lambda: engine.phase == "ready")
-            answer = await read(engine.submit(request(prompt, 5, session="t")))
-            assert answer.tokens == reference.tokens(prompt, 5)
-
-    run(work())
+    async with running_engine(own) as engine:
+        before = identity_of(model)
+        touch(model)
+        assert identity_of(model) != before
+        answer = await read(engine.submit(request(prompt, 5, session="s")))
+        assert answer.tokens == reference.tokens(prompt, 5)
+        files = engine.running.maintenance._files
+        await until(lambda: files._identity == identity_of(model))
+        assert engine.phase == "ready"
+        assert caplog.text.count("still the model that was loaded") == 1
+        os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+        await until(lambda: engine.lanes()[0]["incarnation"] == 2)
+        await until(lambda: "made again from the same model" in caplog.text)
+        await until(lambda: engine.phase == "ready")
+        answer = await read(engine.submit(request(prompt, 5, session="t")))
+        assert answer.tokens == reference.tokens(prompt, 5)
 
 
 @pytest.mark.parametrize("at", [8, -1000])
-def test_a_model_file_overwritten_in_place_ends_admission_once_it_was_read(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, at: int, reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Of the same size, in its header or its last tensor. No lane computes from it meanwhile."""
-    model, prompt = tmp_path / "model.gguf", words(35, 20)
-    shutil.copyfile(pocket_path, model)
-    monkeypatch.setattr(scrub, "WATCH_S", 0.05)
-
-    async def work() -> None:
-        async with running_engine(model, tmp_path, cache_dir) as engine:
-            generation = engine.submit(request(prompt, 300))
-            where = at % model.stat().st_size
-            byte = model.read_bytes()[where]
-            overwrite(model, where, bytes([byte ^ 1]))
-            await until(lambda: engine.phase == "degraded")
-            with pytest.raises(BatchEngineError) as caught:
-                engine.submit(request(prompt, 5))
-            assert caught.value.name == "model_changed"
-            assert "overwritten" in caught.value.why
-            assert (await read(generation)).tokens == reference.tokens(prompt, 300)
-
-    run(work())
-
-
-def test_a_model_file_that_cannot_be_read_is_reported_until_it_can_be(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_model_file_overwritten_in_place_ends_admission_once_it_was_read(
+    site: Site, at: int, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A root user opens what it likes, so the rights are taken away by hand."""
-    model = tmp_path / "model.gguf"
-    shutil.copyfile(pocket_path, model)
+    """A change of the header or the last tensor, of the same size, is found; no lane uses it."""
+    own, prompt = with_own_model(site), words(35, 20)
+    model = own.model
+    monkeypatch.setattr(scrub, "WATCH_S", 0.05)
+    async with running_engine(own) as engine:
+        generation = engine.submit(request(prompt, 300))
+        where = at % model.stat().st_size
+        byte = model.read_bytes()[where]
+        overwrite(model, where, bytes([byte ^ 1]))
+        await until(lambda: engine.phase == "degraded")
+        with pytest.raises(BatchEngineError) as caught:
+            engine.submit(request(prompt, 5))
+        assert caught.value.name == "model_changed"
+        assert "overwritten" in caught.value.why
+        assert (await read(generation)).tokens == reference.tokens(prompt, 300)
+
+
+async def test_a_model_file_that_cannot_be_read_is_reported_until_it_can_be(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trouble is reported until the file can be read; a root user's rights are simulated."""
+    own = with_own_model(site)
     monkeypatch.setattr(scrub, "WATCH_S", 0.05)
     refused = [True]
 
@@ -164,15 +147,12 @@ def test_a_model_file_that_cannot_be_read_is_reported_until_it_can_be(
 
     monkeypatch.setattr(model_files, "read_fingerprint", read_again)
 
-    async def work() -> None:
-        async with running_engine(model, tmp_path, cache_dir) as engine:
-            model.touch()
-            await until(lambda: "cannot be read" in str(engine.stats()["troubles"]))
-            assert (await read(engine.submit(request(words(36, 20), 5)))).done is not None
-            refused.clear()
-            await until(lambda: engine.phase == "ready")
-
-    run(work())
+    async with running_engine(own) as engine:
+        own.model.touch()
+        await until(lambda: "cannot be read" in str(engine.stats()["troubles"]))
+        assert (await read(engine.submit(request(words(36, 20), 5)))).done is not None
+        refused.clear()
+        await until(lambda: engine.phase == "ready")
 
 
 def test_reading_a_model_again_ends_when_it_is_asked_to(pocket_path: Path) -> None:
@@ -180,25 +160,23 @@ def test_reading_a_model_again_ends_when_it_is_asked_to(pocket_path: Path) -> No
     assert read_fingerprint(pocket_path, lambda: False) is not None
 
 
-def test_weights_overwritten_in_place_end_everything_touched_ones_nothing(
-    pocket_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_weights_overwritten_in_place_end_everything_touched_ones_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lanes compute with the very bytes of the packed file: what is written there is seen."""
+    """A write into the packed file, which lanes map, drains them; other times change nothing."""
     monkeypatch.setattr(scrub, "WATCH_S", 0.05)
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, tmp_path / "cache") as engine:
-            (packed,) = (tmp_path / "cache").glob("*.weights")
-            packed.touch()
-            await asyncio.sleep(0.5)
-            assert engine.phase == "ready"
-            generation = engine.submit(request(words(33, 20), 2000))
-            task = asyncio.ensure_future(read(generation))
-            await until(lambda: generation.completion_tokens > 2)
-            overwrite(packed, 4096, bytes(64))
-            answer = await task
-            assert answer.error is not None
-            assert answer.error.name == "model_changed"
-            assert engine.lanes()[0]["state"] == "drained"
-
-    run(work())
+    own = dataclasses.replace(site, cache_dir=site.folder / "cache")
+    async with running_engine(own) as engine:
+        (packed,) = own.cache_dir.glob("*.weights")
+        packed.touch()
+        await asyncio.sleep(0.5)
+        assert engine.phase == "ready"
+        generation = engine.submit(request(words(33, 20), 2000))
+        task = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > 2)
+        overwrite(packed, 4096, bytes(64))
+        answer = await task
+        assert answer.error is not None
+        assert answer.error.name == "model_changed"
+        assert engine.lanes()[0]["state"] == "drained"

@@ -1,4 +1,4 @@
-"""What the engine does with its store beside serving: budgets, scrub, audit, garbage, health."""
+"""Work of the engine on its store beside serving: page budget, scrub, audit, garbage, health."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,17 +15,10 @@ from batchengine.engine import Engine
 from batchengine.engine.audit import scrub
 from batchengine.engine.lane import recompute
 from kv_store.pages.index import PageRef
-from tests.support.engines import Reference, read, request, run, running_engine, until, words
+from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 from tests.support.wrong_worker import WRONG, WRONG_AGAIN
 
 PAGE = 256
-
-
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
 
 
 def number(engine: Engine, name: str) -> int:
@@ -47,34 +38,27 @@ def lane(name: str = "cpu", **settings: object) -> LaneConfig:
 # --------------------------------------------------------------------------- the page budget
 
 
-def test_a_fleet_with_one_prefix_is_not_held_back_by_it(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_fleet_with_one_prefix_is_not_held_back_by_it(
+    site: Site, reference: Reference
 ) -> None:
-    """12 sessions share 8 pages of prefix in a store of 60: all are seated at once."""
+    """12 sessions that share 8 pages of prefix in a store of 60 all have seats at once."""
     fleet, prefix = 12, words(1, 8 * PAGE)
     prompts = [[*prefix, *words(100 + i, 20)] for i in range(fleet)]
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir,
-            lanes=(lane(entries_max=fleet, places=48),), store__budget_bytes=60 * page_bytes,
-        ) as engine:  # fmt: skip
-            await read(engine.submit(request(prefix, 1)))
-            await sealed(engine, 8)
-            running = [engine.submit(request(p, 120)) for p in prompts]
-            tasks = [asyncio.ensure_future(read(g)) for g in running]
-            await until(lambda: engine.stats()["requests_running"] == fleet)
-            answers = await asyncio.gather(*tasks)
-            assert [a.tokens for a in answers[:2]] == [
-                reference.tokens(p, 120) for p in prompts[:2]
-            ]
-
-    page_bytes = run(page_bytes_of(pocket_path, tmp_path / "probe", cache_dir))
-    run(work())
+    page_bytes = await page_bytes_of(site.at("probe"))
+    async with running_engine(
+        site, lanes=(lane(entries_max=fleet, places=48),), store__budget_bytes=60 * page_bytes
+    ) as engine:
+        await read(engine.submit(request(prefix, 1)))
+        await sealed(engine, 8)
+        running = [engine.submit(request(p, 120)) for p in prompts]
+        tasks = [asyncio.ensure_future(read(g)) for g in running]
+        await until(lambda: engine.stats()["requests_running"] == fleet)
+        answers = await asyncio.gather(*tasks)
+        assert [a.tokens for a in answers[:2]] == [reference.tokens(p, 120) for p in prompts[:2]]
 
 
-async def page_bytes_of(model: Path, folder: Path, cache_dir: Path) -> int:
-    async with running_engine(model, folder, cache_dir) as engine:
+async def page_bytes_of(site: Site) -> int:
+    async with running_engine(site) as engine:
         return number(engine, "page_bytes")
 
 
@@ -85,7 +69,7 @@ FAULTY = (sys.executable, "-m", "tests.support.wrong_worker")
 
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle at once, and pages are scrubbed as fast as they can be read."""
+    """Lanes count as idle at once, and pages are scrubbed as fast as they can be read."""
     monkeypatch.setattr(scrub, "IDLE_S", 0.05)
     monkeypatch.setattr(scrub, "REST_S", 0.05)
     monkeypatch.setattr(scrub, "SCRUB_S_MIN", 0.002)
@@ -111,175 +95,146 @@ def damage(engine: Engine, tokens: list[int], page: int) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-def test_a_flipped_bit_is_found_while_idle_and_the_page_is_computed_again(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, hurry: None
+async def test_a_flipped_bit_is_found_while_idle_and_the_page_is_computed_again(
+    site: Site, reference: Reference, hurry: None
 ) -> None:
-    """F52: the middle page of a session that rests. It is there again afterwards; the page after it
-    was computed in this run, perhaps from the flipped bit, and is not."""
+    """F52: the damaged middle page of an idle session is sealed anew; the page after it, which this
+    run may have computed from the flipped bit, is dropped."""
     prompt = words(21, 3 * PAGE + 40)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(prompt, 8, session="s")))
-            await sealed(engine, 3)
-            damage(engine, prompt, 1)
-            recomputed = "kv_pages_recomputed_total"
-            await until(lambda: metric(engine, recomputed, result="equal") == 1)
-            assert metric(engine, "kv_scrubbed_pages_total", result="bad") == 1
-            longer = [*prompt, *one.tokens, 77]
-            two = await read(engine.submit(request(longer, 8, session="s")))
-            assert two.done is not None
-            assert two.done.usage.cached_tokens == 2 * PAGE
-            assert two.tokens == reference.tokens(longer, 8)
-            assert engine.stats()["troubles"] == []
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(request(prompt, 8, session="s")))
+        await sealed(engine, 3)
+        damage(engine, prompt, 1)
+        recomputed = "kv_pages_recomputed_total"
+        await until(lambda: metric(engine, recomputed, result="equal") == 1)
+        assert metric(engine, "kv_scrubbed_pages_total", result="bad") == 1
+        longer = [*prompt, *one.tokens, 77]
+        two = await read(engine.submit(request(longer, 8, session="s")))
+        assert two.done is not None
+        assert two.done.usage.cached_tokens == 2 * PAGE
+        assert two.tokens == reference.tokens(longer, 8)
+        assert engine.stats()["troubles"] == []
 
 
-def test_pages_after_one_that_verify_found_bad_are_not_found_again(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_pages_after_one_that_verify_found_bad_are_not_found_again(
+    site: Site, reference: Reference
 ) -> None:
-    """They were computed in this run, perhaps from the flipped bit; the page is sealed anew."""
+    """Pages that this run may have computed from the flipped bit are dropped; the bad page is
+    sealed anew."""
     prompt = words(23, 3 * PAGE + 40)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(request(prompt, 8, session="s")))
-            await sealed(engine, 3)
-            damage(engine, prompt, 1)
-            assert (await engine.store_op("verify"))["bad"] == 1
-            await read(engine.submit(request(prompt[: 2 * PAGE + 40], 2)))
-            await sealed(engine, 4)
-            again = await read(engine.submit(request(prompt, 8)))
-            assert again.done is not None
-            assert again.done.usage.cached_tokens == 2 * PAGE
-            assert again.tokens == reference.tokens(prompt, 8)
-
-    run(work())
+    async with running_engine(site) as engine:
+        await read(engine.submit(request(prompt, 8, session="s")))
+        await sealed(engine, 3)
+        damage(engine, prompt, 1)
+        assert (await engine.store_op("verify"))["bad"] == 1
+        await read(engine.submit(request(prompt[: 2 * PAGE + 40], 2)))
+        await sealed(engine, 4)
+        again = await read(engine.submit(request(prompt, 8)))
+        assert again.done is not None
+        assert again.done.usage.cached_tokens == 2 * PAGE
+        assert again.tokens == reference.tokens(prompt, 8)
 
 
-def test_a_bad_page_of_a_session_on_disk_is_computed_again(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, hurry: None
-) -> None:
-    """No session in memory has it: the ledger knows its tokens."""
+async def test_a_bad_page_of_a_session_on_disk_is_computed_again(site: Site, hurry: None) -> None:
+    """A page of a session that is not in memory is computed from the ledger's tokens."""
     prompt = words(22, 2 * PAGE + 9)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(request(prompt, 8, session="s")))
-            await sealed(engine, 2)
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            damage(engine, prompt, 0)
-            recomputed = "kv_pages_recomputed_total"
-            await until(lambda: metric(engine, recomputed, result="equal") == 1)
-            again = await read(engine.submit(request([*prompt, 50, 51], 4)))
-            assert again.done is not None
-            assert again.done.usage.cached_tokens == 2 * PAGE
-
-    run(work())
+    async with running_engine(site) as engine:
+        await read(engine.submit(request(prompt, 8, session="s")))
+        await sealed(engine, 2)
+    async with running_engine(site) as engine:
+        damage(engine, prompt, 0)
+        recomputed = "kv_pages_recomputed_total"
+        await until(lambda: metric(engine, recomputed, result="equal") == 1)
+        again = await read(engine.submit(request([*prompt, 50, 51], 4)))
+        assert again.done is not None
+        assert again.done.usage.cached_tokens == 2 * PAGE
 
 
 @pytest.mark.parametrize("third", [False, True])
 @pytest.mark.parametrize("first", ["good", "bad"])
-def test_of_lanes_that_differ_the_wrong_one_is_drained(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, first: str,
-    third: bool,
+async def test_of_lanes_that_differ_the_wrong_one_is_drained(
+    site: Site, reference: Reference, first: str,
+    third: bool
 ) -> None:  # fmt: skip
-    """F46, whichever of them sealed the page first. Two lanes ask a fresh worker; three do not."""
+    """F46: the wrong lane is drained whichever sealed the page first; two lanes need a fresh
+    worker's vote, three do not."""
     prompt = [*words(23, 100), WRONG, *words(24, 250)]
     other = words(25, 30)
     lanes = (lane("good", tier="fast"), lane("bad", tier="bulk"))
     lanes += (lane("third", tier="fast", queue_max=1),) if third else ()
 
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, FAULTY, lanes=lanes, router__tolerance=10.0
-        ) as engine:
-            loops = {loop.lane.name: loop for loop in engine.state.lanes}
-            late = [loop for name, loop in loops.items() if (name == "bad") == (first == "good")]
-            for loop in late:
-                loop.kv.sealing.publishes = False  # held back by the test
-            right = engine.submit(request(prompt, 300, sla="interactive"))
-            wrong = engine.submit(request(prompt, 300, sla="batch"))
-            tasks = [asyncio.ensure_future(read(g)) for g in (right, wrong)]
-            await until(
-                lambda: any(one.kv.sealing.sealed for one in loops.values() if one not in late)
-            )
-            for loop in late:
-                loop.kv.sealing.publishes = True
-                loop.wake()
-            await until(lambda: bool(loops["bad"].draining))
-            answers = await asyncio.gather(*tasks)
-            assert [name for name, loop in loops.items() if loop.draining] == ["bad"]
-            assert answers[0].tokens == reference.tokens(prompt, 300)
-            assert answers[1].error is None
-            row = next(row for row in engine.lanes() if row["name"] == "bad")
-            assert row["state"] == "drained"
-            others = "good and third" if third else "a fresh worker and good"
-            assert row["why"] == f"{others} agree: lane bad was wrong"
-            assert engine.phase == "degraded"
-            assert any("lane bad drained" in line for line in engine.stats()["troubles"])
-            after = await read(engine.submit(request(other, 8, sla="batch")))
-            assert after.tokens == reference.tokens(other, 8)
-            again = await read(engine.submit(request(prompt, 40, sla="batch")))
-            assert again.tokens == reference.tokens(prompt, 40), "no wrong page is left"
-
-    run(work())
+    async with running_engine(site, FAULTY, lanes=lanes, router__tolerance=10.0) as engine:
+        loops = {loop.lane.name: loop for loop in engine.state.lanes}
+        late = [loop for name, loop in loops.items() if (name == "bad") == (first == "good")]
+        for loop in late:
+            loop.kv.sealing.publishes = False  # held back by the test
+        right = engine.submit(request(prompt, 300, sla="interactive"))
+        wrong = engine.submit(request(prompt, 300, sla="batch"))
+        tasks = [asyncio.ensure_future(read(g)) for g in (right, wrong)]
+        await until(lambda: any(one.kv.sealing.sealed for one in loops.values() if one not in late))
+        for loop in late:
+            loop.kv.sealing.publishes = True
+            loop.wake()
+        await until(lambda: bool(loops["bad"].draining))
+        answers = await asyncio.gather(*tasks)
+        assert [name for name, loop in loops.items() if loop.draining] == ["bad"]
+        assert answers[0].tokens == reference.tokens(prompt, 300)
+        assert answers[1].error is None
+        row = next(row for row in engine.lanes() if row["name"] == "bad")
+        assert row["state"] == "drained"
+        others = "good and third" if third else "a fresh worker and good"
+        assert row["why"] == f"{others} agree: lane bad was wrong"
+        assert engine.phase == "degraded"
+        assert any("lane bad drained" in line for line in engine.stats()["troubles"])
+        after = await read(engine.submit(request(other, 8, sla="batch")))
+        assert after.tokens == reference.tokens(other, 8)
+        again = await read(engine.submit(request(prompt, 40, sla="batch")))
+        assert again.tokens == reference.tokens(prompt, 40), "no wrong page is left"
 
 
-def test_a_lane_that_is_alone_and_wrong_gets_a_new_worker(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, hurry: None
+async def test_a_lane_that_is_alone_and_wrong_gets_a_new_worker(
+    site: Site, reference: Reference, hurry: None
 ) -> None:
-    """Its page was right once; computed again it is not; a fresh worker says which."""
+    """A fresh worker decides between a page as sealed and as computed again."""
     prompt = [*words(26, 100), WRONG_AGAIN, *words(27, 250)]
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir, FAULTY) as engine:
-            one = await read(engine.submit(request(prompt, 8, session="s")))
-            await sealed(engine, 1)
-            damage(engine, prompt, 0)
-            recomputed = "kv_pages_recomputed_total"
-            await until(lambda: metric(engine, recomputed, result="different") == 1)
-            await until(lambda: engine.lanes()[0]["incarnation"] == 2)
-            await until(lambda: engine.lanes()[0]["state"] == "ready")
-            longer = [*prompt, *one.tokens, 77]
-            two = await read(engine.submit(request(longer, 8, session="s")))
-            assert two.tokens == reference.tokens(longer, 8)
-
-    run(work())
+    async with running_engine(site, FAULTY) as engine:
+        one = await read(engine.submit(request(prompt, 8, session="s")))
+        await sealed(engine, 1)
+        damage(engine, prompt, 0)
+        recomputed = "kv_pages_recomputed_total"
+        await until(lambda: metric(engine, recomputed, result="different") == 1)
+        await until(lambda: engine.lanes()[0]["incarnation"] == 2)
+        await until(lambda: engine.lanes()[0]["state"] == "ready")
+        longer = [*prompt, *one.tokens, 77]
+        two = await read(engine.submit(request(longer, 8, session="s")))
+        assert two.tokens == reference.tokens(longer, 8)
 
 
-def test_a_recompute_that_can_wait_gives_way_to_a_turn(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    """It fails when a turn is there; an urgent one runs beside it."""
+async def test_a_recompute_that_can_wait_gives_way_to_a_turn(site: Site) -> None:
+    """A recompute fails when a turn comes; an urgent one runs beside it."""
     prompt = words(28, 2 * PAGE + 5)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            loop = engine.state.lanes[0]
-            await read(engine.submit(request(prompt, 2)))
-            await sealed(engine, 2)
-            codes = [engine.running.store.pages.slot_code(ref) for ref in pinned(engine, prompt, 1)]
-            generation = engine.submit(request(words(29, 20), 400))
-            task = asyncio.ensure_future(read(generation))
-            await until(lambda: generation.completion_tokens > 2)
-            lazy = recompute.PageRecompute(prompt[: 2 * PAGE], codes, urgent=False)
-            loop.ask_recompute(lazy)
-            with pytest.raises(recompute.RecomputeFailed, match="other work"):
-                await lazy.digest
-            keen = recompute.PageRecompute(prompt[: 2 * PAGE], codes, urgent=True)
-            loop.ask_recompute(keen)
-            digest = await keen.digest
-            assert not generation.finished
-            loop.recomputes.close(keen)
-            store = engine.state.store
-            assert store is not None
-            assert digest == store.pages.digest(store.pages.match_prefix(prompt, b"")[1])
-            generation.cancel()
-            await task
-
-    run(work())
+    async with running_engine(site) as engine:
+        loop = engine.state.lanes[0]
+        await read(engine.submit(request(prompt, 2)))
+        await sealed(engine, 2)
+        codes = [engine.running.store.pages.slot_code(ref) for ref in pinned(engine, prompt, 1)]
+        generation = engine.submit(request(words(29, 20), 400))
+        task = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > 2)
+        lazy = recompute.PageRecompute(prompt[: 2 * PAGE], codes, urgent=False)
+        loop.ask_recompute(lazy)
+        with pytest.raises(recompute.RecomputeFailed, match="other work"):
+            await lazy.digest
+        keen = recompute.PageRecompute(prompt[: 2 * PAGE], codes, urgent=True)
+        loop.ask_recompute(keen)
+        digest = await keen.digest
+        assert not generation.finished
+        loop.recomputes.close(keen)
+        store = engine.state.store
+        assert store is not None
+        assert digest == store.pages.digest(store.pages.match_prefix(prompt, b"")[1])
+        generation.cancel()
+        await task
 
 
 def pinned(engine: Engine, tokens: list[int], pages: int) -> list[PageRef]:
@@ -292,86 +247,72 @@ def pinned(engine: Engine, tokens: list[int], pages: int) -> list[PageRef]:
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["gone", "another store's"])
-def test_a_store_folder_that_was_moved_is_reported_and_taken_back(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, other: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Its worker goes on; the next one cannot start, which is no end of the engine."""
-    kv, moved, prompt = tmp_path / "kv", tmp_path / "moved", words(37, 20)
+async def test_a_store_folder_that_was_moved_is_reported_and_taken_back(
+    site: Site, reference: Reference, other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker goes on, the next one cannot start, and the engine does not end."""
+    kv, moved, prompt = site.folder / "kv", site.folder / "moved", words(37, 20)
     monkeypatch.setattr(scrub, "WATCH_S", 0.05)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            (arena,) = (kv / "arena").iterdir()
-            kv.rename(moved)
-            if other:
-                (kv / "arena").mkdir(parents=True)
-                (kv / "arena" / arena.name).write_bytes(b"of another daemon")
-            await until(lambda: "moved, removed or replaced" in str(engine.stats()["troubles"]))
-            answer = await read(engine.submit(request(prompt, 5)))
-            assert answer.tokens == reference.tokens(prompt, 5)
-            os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
-            await until(lambda: engine.lanes()[0]["state"] == "down")
-            assert "folder of the KV store" in str(engine.lanes()[0]["why"])
-            assert engine.fatal is None
-            if other:
-                assert [f.name for f in (kv / "arena").iterdir()] == [arena.name]
-                shutil.rmtree(kv)
-            moved.rename(kv)
-            await until(lambda: engine.phase == "ready")
-            answer = await read(engine.submit(request(prompt, 5)))
-            assert answer.tokens == reference.tokens(prompt, 5)
-
-    run(work())
+    async with running_engine(site) as engine:
+        (arena,) = (kv / "arena").iterdir()
+        kv.rename(moved)
+        if other:
+            (kv / "arena").mkdir(parents=True)
+            (kv / "arena" / arena.name).write_bytes(b"of another daemon")
+        await until(lambda: "moved, removed or replaced" in str(engine.stats()["troubles"]))
+        answer = await read(engine.submit(request(prompt, 5)))
+        assert answer.tokens == reference.tokens(prompt, 5)
+        os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+        await until(lambda: engine.lanes()[0]["state"] == "down")
+        assert "folder of the KV store" in str(engine.lanes()[0]["why"])
+        assert engine.fatal is None
+        if other:
+            assert [f.name for f in (kv / "arena").iterdir()] == [arena.name]
+            shutil.rmtree(kv)
+        moved.rename(kv)
+        await until(lambda: engine.phase == "ready")
+        answer = await read(engine.submit(request(prompt, 5)))
+        assert answer.tokens == reference.tokens(prompt, 5)
 
 
 # ----------------------------------------------------------------------------------- garbage
 
 
-def test_garbage_collection_keeps_who_is_in_memory(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+async def test_garbage_collection_keeps_who_is_in_memory(
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten sessions, room for two: the older ones go, but none that is in memory."""
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            for i in range(6):
-                await read(engine.submit(request(words(40 + i, 9), 2, session=f"old{i}")))
-        monkeypatch.setattr(scrub, "GC_S", 0.05)
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            for i in range(4):
-                await read(engine.submit(request(words(50 + i, 9), 2, session=f"new{i}")))
-            store = engine.state.store
-            assert store is not None
-            await asyncio.sleep(0.3)
-            assert number(engine, "sessions") == 10
-            store.sessions_max = 2
-            await until(lambda: number(engine, "sessions") == 4)
-            rows = await engine.stored_sessions(100)
-            assert {row["session_id"] for row in rows} == {f"new{i}" for i in range(4)}
-            assert (await engine.store_op("gc"))["sessions"] == 0
-
-    run(work())
+    """Of ten sessions with room for two, the oldest that are not in memory are removed."""
+    async with running_engine(site) as engine:
+        for i in range(6):
+            await read(engine.submit(request(words(40 + i, 9), 2, session=f"old{i}")))
+    monkeypatch.setattr(scrub, "GC_S", 0.05)
+    async with running_engine(site) as engine:
+        for i in range(4):
+            await read(engine.submit(request(words(50 + i, 9), 2, session=f"new{i}")))
+        store = engine.state.store
+        assert store is not None
+        await asyncio.sleep(0.3)
+        assert number(engine, "sessions") == 10
+        store.sessions_max = 2
+        await until(lambda: number(engine, "sessions") == 4)
+        rows = await engine.stored_sessions(100)
+        assert {row["session_id"] for row in rows} == {f"new{i}" for i in range(4)}
+        assert (await engine.store_op("gc"))["sessions"] == 0
 
 
 # ------------------------------------------------------------------------------------ health
 
 
-def test_health_says_what_is_wrong(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            stats = engine.stats()
-            assert (stats["kv_tier"], stats["ledger"], stats["troubles"]) == ("ok", "ok", [])
-            assert stats["durability"] == "turn"
-            assert engine.lanes()[0]["state"] == "ready"
-            engine.state.lanes[0].lane.kill("the test says so")
-            await until(lambda: engine.lanes()[0]["state"] == "restarting")
-            assert engine.phase == "degraded"
-            await until(lambda: engine.phase == "ready")
-        async with running_engine(
-            pocket_path, tmp_path / "tiny", cache_dir, store__budget_bytes=1 << 16
-        ) as engine:
-            assert engine.stats()["kv_tier"].startswith("off")
-            assert engine.phase == "degraded"
-
-    run(work())
+async def test_health_says_what_is_wrong(site: Site) -> None:
+    async with running_engine(site) as engine:
+        stats = engine.stats()
+        assert (stats["kv_tier"], stats["ledger"], stats["troubles"]) == ("ok", "ok", [])
+        assert stats["durability"] == "turn"
+        assert engine.lanes()[0]["state"] == "ready"
+        engine.state.lanes[0].lane.kill("the test says so")
+        await until(lambda: engine.lanes()[0]["state"] == "restarting")
+        assert engine.phase == "degraded"
+        await until(lambda: engine.phase == "ready")
+    async with running_engine(site.at("tiny"), store__budget_bytes=1 << 16) as engine:
+        assert engine.stats()["kv_tier"].startswith("off")
+        assert engine.phase == "degraded"

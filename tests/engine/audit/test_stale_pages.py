@@ -1,6 +1,6 @@
-"""What an await leaves behind: the table, the lane or the validity of a page changed meanwhile.
+"""What may change during an await: the page table, the lane of a session, the validity of a page.
 
-Each of these computed with KV that was not there, or was known to be wrong, before it was fixed.
+Before its fix, each of these cases computed with KV that was missing or known to be wrong.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import asyncio
 import dataclasses
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,17 +23,10 @@ from kv_store.pages.index import PageRef
 from kv_store.threads import new_future
 from tests.engine.placement.test_migration import other, two_lanes
 from tests.engine.placement.test_migration_faults import lanes_of, plant, start
-from tests.support.engines import Reference, read, request, run, running_engine, until, words
+from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
 PAGES = 3
 PROMPT = words(1, PAGES * 256 + 20)
-
-
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
 
 
 class SlowDisk:
@@ -74,16 +66,17 @@ async def invalidated(engine: Engine, session: Session) -> None:
 
 
 @pytest.mark.parametrize("fault", [evicted, invalidated])
-def test_pages_that_go_while_they_are_read(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference,
-    caplog: pytest.LogCaptureFixture, fault: Any,
+async def test_pages_that_go_while_they_are_read(
+    site: Site, reference: Reference,
+    caplog: pytest.LogCaptureFixture, fault: Any
 ) -> None:  # fmt: skip
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+
+    with caplog.at_level(logging.ERROR, "batchengine.kv"):
+        async with two_lanes(site) as engine:
             await read(engine.submit(request(PROMPT, 4, session="s")))
             session = engine.state.sessions["", "s"]
             await until(lambda: len(session.kv.sealed) == PAGES)
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
+        async with two_lanes(site) as engine:
             disk = SlowDisk(engine)
             longer = [*PROMPT, 5]
             reader = asyncio.ensure_future(read(engine.submit(request(longer, 30, session="s"))))
@@ -98,109 +91,93 @@ def test_pages_that_go_while_they_are_read(
             assert answer.done is not None
             if fault is invalidated:
                 assert answer.done.usage.cached_tokens <= 256
-
-    with caplog.at_level(logging.ERROR, "batchengine.kv"):
-        run(work())
     assert not caplog.records
 
 
-def test_a_page_is_invalidated_while_its_session_moves(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_page_is_invalidated_while_its_session_moves(
+    site: Site, reference: Reference
 ) -> None:
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            generation, reader = await start(engine, "s", PROMPT, 300)
-            session = engine.state.sessions["", "s"]
-            await until(lambda: len(session.kv.sealed) == PAGES)
-            _, there = lanes_of(engine, "s")
-            bad = session.kv.sealed[0]
+    async with two_lanes(site) as engine:
+        generation, reader = await start(engine, "s", PROMPT, 300)
+        session = engine.state.sessions["", "s"]
+        await until(lambda: len(session.kv.sealed) == PAGES)
+        _, there = lanes_of(engine, "s")
+        bad = session.kv.sealed[0]
 
-            async def invalidate() -> None:
-                engine.running.store.pages.invalidate(bad)
-                for loop in engine.state.lanes:
-                    loop.recheck()
-                await until(lambda: not any(loop.is_rechecking for loop in engine.state.lanes))
+        async def invalidate() -> None:
+            engine.running.store.pages.invalidate(bad)
+            for loop in engine.state.lanes:
+                loop.recheck()
+            await until(lambda: not any(loop.is_rechecking for loop in engine.state.lanes))
 
-            plant(engine, "P2", invalidate)
-            await engine.promote("", "s", to=there.lane.name)
-            before = generation.completion_tokens
-            await until(lambda: generation.completion_tokens > before + 2)
-            assert bad not in session.kv.sealed
-            assert (await reader).tokens == reference.tokens(PROMPT, 300)
-
-    run(work())
+        plant(engine, "P2", invalidate)
+        await engine.promote("", "s", to=there.lane.name)
+        before = generation.completion_tokens
+        await until(lambda: generation.completion_tokens > before + 2)
+        assert bad not in session.kv.sealed
+        assert (await reader).tokens == reference.tokens(PROMPT, 300)
 
 
 @pytest.mark.parametrize("where", ["store", "arena"])
-def test_an_invalid_tail_is_not_taken(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, where: str
-) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            first = await read(engine.submit(request(PROMPT, 20, session="s")))
-            session = engine.state.sessions["", "s"]
-            loop = engine.state.home[session.key]
-            loop.kv.sealing.park(session)
-            loop.wake()
-            await until(lambda: session.kv.parked is not None)
-            assert session.kv.parked is not None
-            tail = session.kv.parked.ref
-            if where == "store":
-                loop.kv.slots.vacate(session)
-            engine.running.store.pages.invalidate(tail)
-            loop.recheck()
-            await until(lambda: not loop.is_rechecking)
-            assert session.kv.parked is None
-            again = await read(
-                engine.submit(request([*PROMPT, *first.tokens, 5, 6], 4, session="s"))
-            )
-            assert again.done is not None
-            cached = again.done.usage.cached_tokens
-            assert (cached <= PAGES * 256) is (where == "store")
-
-    run(work())
+async def test_an_invalid_tail_is_not_taken(site: Site, where: str) -> None:
+    async with running_engine(site) as engine:
+        first = await read(engine.submit(request(PROMPT, 20, session="s")))
+        session = engine.state.sessions["", "s"]
+        loop = engine.state.home[session.key]
+        loop.kv.sealing.park(session)
+        loop.wake()
+        await until(lambda: session.kv.parked is not None)
+        assert session.kv.parked is not None
+        tail = session.kv.parked.ref
+        if where == "store":
+            loop.kv.slots.vacate(session)
+        engine.running.store.pages.invalidate(tail)
+        loop.recheck()
+        await until(lambda: not loop.is_rechecking)
+        assert session.kv.parked is None
+        again = await read(engine.submit(request([*PROMPT, *first.tokens, 5, 6], 4, session="s")))
+        assert again.done is not None
+        cached = again.done.usage.cached_tokens
+        assert (cached <= PAGES * 256) is (where == "store")
 
 
-def test_a_recompute_closed_in_flight(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            loop = engine.state.lanes[0]
-            late, next_one = (PageRecompute(words(n, 512), [], urgent=True) for n in (1, 2))
-            real, asked = loop.lane.run, asyncio.Event()
+async def test_a_recompute_closed_in_flight(site: Site) -> None:
+    async with running_engine(site) as engine:
+        loop = engine.state.lanes[0]
+        late, next_one = (PageRecompute(words(n, 512), [], urgent=True) for n in (1, 2))
+        real, asked = loop.lane.run, asyncio.Event()
 
-            async def slow(*given: Any, **how: Any) -> Any:
-                asked.set()
-                done = await real(*given, **how)
-                await asyncio.sleep(0.05)
-                return done
+        async def slow(*given: Any, **how: Any) -> Any:
+            asked.set()
+            done = await real(*given, **how)
+            await asyncio.sleep(0.05)
+            return done
 
-            loop.lane.run = slow  # type: ignore[method-assign]
-            loop.ask_recompute(late)
-            loop.ask_recompute(next_one)
-            await asked.wait()
-            loop.recomputes.close(late)
-            with pytest.raises(RecomputeFailed):
-                await late.digest
-            digest = await next_one.digest
-            loop.recomputes.close(next_one)
-            loop.lane.run = real  # type: ignore[method-assign]
-            again = PageRecompute(words(2, 512), [], urgent=True)
-            loop.ask_recompute(again)
-            assert await again.digest == digest, "it was given the answer to another's frame"
-            loop.recomputes.close(again)
-            assert engine.fatal is None
-
-    run(work())
+        loop.lane.run = slow  # type: ignore[method-assign]
+        loop.ask_recompute(late)
+        loop.ask_recompute(next_one)
+        await asked.wait()
+        loop.recomputes.close(late)
+        with pytest.raises(RecomputeFailed):
+            await late.digest
+        digest = await next_one.digest
+        loop.recomputes.close(next_one)
+        loop.lane.run = real  # type: ignore[method-assign]
+        again = PageRecompute(words(2, 512), [], urgent=True)
+        loop.ask_recompute(again)
+        assert await again.digest == digest, "it was given the answer to another's frame"
+        loop.recomputes.close(again)
+        assert engine.fatal is None
 
 
-def test_a_frontier_without_pages_is_computed_again(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference,
-    caplog: pytest.LogCaptureFixture,
+async def test_a_frontier_without_pages_is_computed_again(
+    site: Site, reference: Reference,
+    caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    """No path leads there that we know of; attention over empty slots must not be the answer."""
+    """A session with fewer pages than its frontier is computed again; no known path leads there."""
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+    with caplog.at_level(logging.ERROR, "batchengine.kv"):
+        async with running_engine(site) as engine:
             generation, reader = await start(engine, "s", PROMPT, 200)
             session = engine.state.sessions["", "s"]
             loop = engine.state.home[session.key]
@@ -212,9 +189,6 @@ def test_a_frontier_without_pages_is_computed_again(
             loop.thaw(session, frozen)
             await until(lambda: generation.finished)
             assert (await reader).tokens == reference.tokens(PROMPT, 200)
-
-    with caplog.at_level(logging.ERROR, "batchengine.kv"):
-        run(work())
     assert "fewer pages than its frontier" in caplog.text
 
 
@@ -233,112 +207,90 @@ class SlowLedger:
         return late
 
     async def answer(self) -> None:
-        """To who asked last."""
+        """Let through the newest answer."""
         self._ledger.load_session = self._real
         late, real = self.held.pop()
         late.set_result(await asyncio.wrap_future(real))
 
 
-def test_a_move_while_the_ledger_is_asked(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """The record names the owner of before; written back it would have every later turn refused."""
-
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            first = await read(engine.submit(request(PROMPT, 20, session="s")))
-            session = engine.state.sessions["", "s"]
-            ledger = SlowLedger(engine)
-            again = engine.submit(request(PROMPT, 20, session="s"))  # a prefix: asks the ledger
-            reader = asyncio.ensure_future(read(again))
-            await until(lambda: bool(ledger.held))
-            await engine.promote("", "s", to=other(engine, "s"))
-            await ledger.answer()
-            answer = await reader
-            assert answer.error is None, answer.error
-            assert answer.tokens == first.tokens
-            assert session.logged_epoch == session.epoch
-            longer = [*PROMPT, *answer.tokens, 7]
-            more = await read(engine.submit(request(longer, 9, session="s")))
-            assert more.error is None, more.error
-            assert more.tokens == reference.tokens(longer, 9)
-
-    run(work())
+async def test_a_move_while_the_ledger_is_asked(site: Site, reference: Reference) -> None:
+    """The lane in the record, which is older than the move, is not written back as the owner."""
+    async with two_lanes(site) as engine:
+        first = await read(engine.submit(request(PROMPT, 20, session="s")))
+        session = engine.state.sessions["", "s"]
+        ledger = SlowLedger(engine)
+        again = engine.submit(request(PROMPT, 20, session="s"))  # a prefix: asks the ledger
+        reader = asyncio.ensure_future(read(again))
+        await until(lambda: bool(ledger.held))
+        await engine.promote("", "s", to=other(engine, "s"))
+        await ledger.answer()
+        answer = await reader
+        assert answer.error is None, answer.error
+        assert answer.tokens == first.tokens
+        assert session.logged_epoch == session.epoch
+        longer = [*PROMPT, *answer.tokens, 7]
+        more = await read(engine.submit(request(longer, 9, session="s")))
+        assert more.error is None, more.error
+        assert more.tokens == reference.tokens(longer, 9)
 
 
-def test_a_session_dropped_while_its_request_begins(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(request(PROMPT, 20, session="s")))
-            epoch = engine.state.sessions["", "s"].epoch
-            ledger = SlowLedger(engine)
-            reader = asyncio.ensure_future(read(engine.submit(request(PROMPT, 20, session="s"))))
-            await until(lambda: bool(ledger.held))
-            dropping = asyncio.ensure_future(engine.drop("", "s"))
-            await until(lambda: len(ledger.held) == 2)
-            await ledger.answer()
-            answer = await reader
-            await ledger.answer()
-            async with asyncio.timeout(10):
-                await dropping
-            assert answer.error is not None
-            assert answer.error.code == "BE2414"
-            assert not answer.tokens
-            assert (
-                await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs")) is None
-            )
-            await read(engine.submit(request(PROMPT, 2, session="s")))
-            assert engine.state.sessions["", "s"].epoch > epoch, (
-                "its old rows would pass for its own"
-            )
-
-    run(work())
+async def test_a_session_dropped_while_its_request_begins(site: Site) -> None:
+    async with two_lanes(site) as engine:
+        await read(engine.submit(request(PROMPT, 20, session="s")))
+        epoch = engine.state.sessions["", "s"].epoch
+        ledger = SlowLedger(engine)
+        reader = asyncio.ensure_future(read(engine.submit(request(PROMPT, 20, session="s"))))
+        await until(lambda: bool(ledger.held))
+        dropping = asyncio.ensure_future(engine.drop("", "s"))
+        await until(lambda: len(ledger.held) == 2)
+        await ledger.answer()
+        answer = await reader
+        await ledger.answer()
+        async with asyncio.timeout(10):
+            await dropping
+        assert answer.error is not None
+        assert answer.error.code == "BE2414"
+        assert not answer.tokens
+        assert await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs")) is None
+        await read(engine.submit(request(PROMPT, 2, session="s")))
+        assert engine.state.sessions["", "s"].epoch > epoch, "its old rows would pass for its own"
 
 
-def test_a_cut_by_the_ledger_takes_the_table_along(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """A turn that is sent again computes nothing: only the cut fits the table to what is left."""
+async def test_a_cut_by_the_ledger_takes_the_table_along(site: Site, reference: Reference) -> None:
+    """A turn that is sent again computes nothing, so the cut itself shortens the page table."""
 
     def asked(prompt: list[int], n: int) -> GenerationRequest:
         return dataclasses.replace(request(prompt, n, session="s"), idempotency_key="k")
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            first = await read(engine.submit(asked(PROMPT[:100], 3)))
-            longer = [*PROMPT[:100], *first.tokens, *PROMPT[100:400]]
-            await read(engine.submit(request(longer, 60, session="s")))
-            session, pages = (
-                engine.state.sessions["", "s"],
-                engine.state.lanes[0].kv,
-            )
-            pages.sealing.park(session)
-            engine.state.lanes[0].wake()
-            await until(lambda: session.kv.parked is not None)
-            pages.slots.vacate(session)
-            ledger = (
-                engine.running.store.ledger
-            )  # it has less than the session, as after a full disk
-            cut = ledger.truncate_tokens("\x1fs", session.logged_epoch, 150)
-            ledger.commit()
-            await asyncio.wrap_future(cut)
-            session.logged = LOG_UNKNOWN
-            again = await read(engine.submit(asked(PROMPT[:100], 3)))
-            assert again.tokens == first.tokens
-            engine.state.lanes[0].wake()
-            more = await read(engine.submit(request(longer, 9, session="s")))
-            assert engine.fatal is None
-            assert more.tokens == reference.tokens(longer, 9)
-
-    run(work())
+    async with running_engine(site) as engine:
+        first = await read(engine.submit(asked(PROMPT[:100], 3)))
+        longer = [*PROMPT[:100], *first.tokens, *PROMPT[100:400]]
+        await read(engine.submit(request(longer, 60, session="s")))
+        session, pages = (
+            engine.state.sessions["", "s"],
+            engine.state.lanes[0].kv,
+        )
+        pages.sealing.park(session)
+        engine.state.lanes[0].wake()
+        await until(lambda: session.kv.parked is not None)
+        pages.slots.vacate(session)
+        ledger = engine.running.store.ledger  # it has less than the session, as after a full disk
+        cut = ledger.truncate_tokens("\x1fs", session.logged_epoch, 150)
+        ledger.commit()
+        await asyncio.wrap_future(cut)
+        session.logged = LOG_UNKNOWN
+        again = await read(engine.submit(asked(PROMPT[:100], 3)))
+        assert again.tokens == first.tokens
+        engine.state.lanes[0].wake()
+        more = await read(engine.submit(request(longer, 9, session="s")))
+        assert engine.fatal is None
+        assert more.tokens == reference.tokens(longer, 9)
 
 
-def test_a_turn_is_sent_again_after_an_edit_that_a_full_disk_refused(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_turn_is_sent_again_after_an_edit_that_a_full_disk_refused(
+    site: Site, reference: Reference
 ) -> None:
-    """Memory has the edit, the ledger the turn: what goes on is the turn, from its own prompt."""
+    """The turn in the ledger goes on from its own prompt, although memory has the edit."""
     prompt = PROMPT[:50]
     whole = reference.tokens(prompt, 30)
 
@@ -357,60 +309,51 @@ def test_a_turn_is_sent_again_after_an_edit_that_a_full_disk_refused(
         session = engine.state.sessions["", "s"]
         assert (session.logged, session.tokens[: len(asked)]) == (LOG_UNKNOWN, asked)
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            first = engine.submit(request(prompt, 30, session="s"))
-            assert (await read(first)).tokens == whole
-            await refused(engine, [*prompt[:20], *words(9, 40)])
-            rest = await read(await engine.resume("", "s", 5, first.turn_id))
-            assert rest.tokens == whole[5:]
-            await refused(engine, [*prompt[:20], *words(9, 70)])
-            again = await read(engine.submit(request(prompt, 30, session="s")))
-            assert again.tokens == whole
-            assert sum(loop.meter.generated for loop in engine.state.lanes) < 40, (
-                "it was computed again"
-            )
-            longer = [*prompt, *whole, 7]
-            more = await read(engine.submit(request(longer, 9, session="s")))
-            assert more.tokens == reference.tokens(longer, 9)
-
-    run(work())
+    async with running_engine(site) as engine:
+        first = engine.submit(request(prompt, 30, session="s"))
+        assert (await read(first)).tokens == whole
+        await refused(engine, [*prompt[:20], *words(9, 40)])
+        rest = await read(await engine.resume("", "s", 5, first.turn_id))
+        assert rest.tokens == whole[5:]
+        await refused(engine, [*prompt[:20], *words(9, 70)])
+        again = await read(engine.submit(request(prompt, 30, session="s")))
+        assert again.tokens == whole
+        assert sum(loop.meter.generated for loop in engine.state.lanes) < 40, (
+            "it was computed again"
+        )
+        longer = [*prompt, *whole, 7]
+        more = await read(engine.submit(request(longer, 9, session="s")))
+        assert more.tokens == reference.tokens(longer, 9)
 
 
-def test_a_resume_that_finds_another_prompt_is_refused_and_cuts_nothing(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    """No path leads there that we know of; another's tokens must not be the answer."""
+async def test_a_resume_that_finds_another_prompt_is_refused_and_cuts_nothing(site: Site) -> None:
+    """The tokens of another prompt are not sent as the answer; no known path leads there."""
     prompt = PROMPT[:50]
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            first = engine.submit(request(prompt, 10, session="s"))
-            sent = (await read(first)).tokens
-            session = engine.state.sessions["", "s"]
-            kept, session.tokens = session.tokens, [*prompt[:20], *words(9, 40)]
-            other_one = list(session.tokens)
-            late = await read(await engine.resume("", "s", 5, first.turn_id))
-            assert late.error is not None
-            assert (late.error.name, late.tokens) == ("nothing_to_resume", [])
-            assert session.tokens == other_one
-            session.tokens = kept
-            rest = await read(await engine.resume("", "s", 5, first.turn_id))
-            assert rest.tokens == sent[5:]
-
-    run(work())
+    async with running_engine(site) as engine:
+        first = engine.submit(request(prompt, 10, session="s"))
+        sent = (await read(first)).tokens
+        session = engine.state.sessions["", "s"]
+        kept, session.tokens = session.tokens, [*prompt[:20], *words(9, 40)]
+        other_one = list(session.tokens)
+        late = await read(await engine.resume("", "s", 5, first.turn_id))
+        assert late.error is not None
+        assert (late.error.name, late.tokens) == ("nothing_to_resume", [])
+        assert session.tokens == other_one
+        session.tokens = kept
+        rest = await read(await engine.resume("", "s", 5, first.turn_id))
+        assert rest.tokens == sent[5:]
 
 
-def test_an_idle_session_with_a_broken_table_is_forgotten_alone(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+async def test_an_idle_session_with_a_broken_table_is_forgotten_alone(
+    site: Site, reference: Reference,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    """One wrong number of one session was the end of the daemon, and so of all the others."""
+    """One session that fails its check is forgotten; the daemon and the others go on."""
     monkeypatch.setattr(housekeeping, "HOUSEKEEPING_S", 0.02)
     monkeypatch.setattr(housekeeping, "MAINTAIN_S", 0.05)
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+    with caplog.at_level(logging.ERROR, "batchengine.background"):
+        async with running_engine(site) as engine:
             first = await read(engine.submit(request(PROMPT, 9, session="s")))
             await read(engine.submit(request(PROMPT[:40], 2, session="other")))
             engine.state.sessions["", "s"].frontier = -1
@@ -423,24 +366,16 @@ def test_an_idle_session_with_a_broken_table_is_forgotten_alone(
             more = await read(engine.submit(request(longer, 9, session="s")))
             assert more.tokens == reference.tokens(longer, 9)
             assert (engine.phase, forgotten.get()) == ("ready", 1)
-
-    with caplog.at_level(logging.ERROR, "batchengine.background"):
-        run(work())
     assert "frontier outside the timeline" in caplog.text
 
 
-def test_who_comes_after_a_forgotten_session_stays(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(request(PROMPT[:50], 2, session="s")))
-            old = engine.state.sessions["", "s"]
-            engine.state.forget(old)
-            await read(engine.submit(request(PROMPT[:60], 2, session="s")))
-            new = engine.state.sessions["", "s"]
-            assert new is not old
-            engine.state.forget(old)
-            assert engine.state.sessions["", "s"] is new
-
-    run(work())
+async def test_who_comes_after_a_forgotten_session_stays(site: Site) -> None:
+    async with running_engine(site) as engine:
+        await read(engine.submit(request(PROMPT[:50], 2, session="s")))
+        old = engine.state.sessions["", "s"]
+        engine.state.forget(old)
+        await read(engine.submit(request(PROMPT[:60], 2, session="s")))
+        new = engine.state.sessions["", "s"]
+        assert new is not old
+        engine.state.forget(old)
+        assert engine.state.sessions["", "s"] is new

@@ -1,11 +1,10 @@
-"""What must come back by itself: damaged pages, a full disk, lost seals, a lane without room."""
+"""Recovery without help: damaged pages, a full disk, lost seals, a lane without slots."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,9 @@ from batchengine.engine.lane import seats
 from batchengine.engine.lane.supervisor import WorkerSupervisor
 from batchengine.lanes.worker_process import LaneDied
 from kv_store.errors import StoreFull
-from tests.support.engines import Reference, read, request, run, running_engine, until, words
+from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
 PAGE_BYTES = 327_680
-
-
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
 
 
 def flip(store: Path, page: int) -> None:
@@ -50,98 +42,81 @@ def pages_pinned(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("bad", [0, 1, 3])
-def test_a_damaged_page_amid_good_ones_is_computed_again(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, bad: int
+async def test_a_damaged_page_amid_good_ones_is_computed_again(
+    site: Site, reference: Reference, bad: int
 ) -> None:
-    """The pages after it are still there, so they are published before it: any order must do."""
+    """The page is published anew although the pages after it are there already."""
     prompt = words(1, 1300)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(request(prompt, 4)))
-            await sealed(engine, 5)
-        flip(tmp_path / "kv", bad)
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            answer = await read(engine.submit(request(prompt, 30)))
-            assert answer.done is not None
-            assert answer.done.usage.cached_tokens == bad * 256
-            assert answer.tokens == reference.tokens(prompt, 30)
-            await until(lambda: pages_pinned(engine) == 0)
-            again = await read(engine.submit(request(prompt, 30)))
-            assert again.done is not None
-            assert again.done.usage.cached_tokens == 1280
-            assert again.tokens == answer.tokens
-
-    run(work())
+    async with running_engine(site) as engine:
+        await read(engine.submit(request(prompt, 4)))
+        await sealed(engine, 5)
+    flip(site.folder / "kv", bad)
+    async with running_engine(site) as engine:
+        answer = await read(engine.submit(request(prompt, 30)))
+        assert answer.done is not None
+        assert answer.done.usage.cached_tokens == bad * 256
+        assert answer.tokens == reference.tokens(prompt, 30)
+        await until(lambda: pages_pinned(engine) == 0)
+        again = await read(engine.submit(request(prompt, 30)))
+        assert again.done is not None
+        assert again.done.usage.cached_tokens == 1280
+        assert again.tokens == answer.tokens
 
 
-def test_a_truncated_extent_ends_workers_but_no_stream(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_truncated_extent_ends_workers_but_no_stream(
+    site: Site, reference: Reference
 ) -> None:
-    """A mapped page that is gone is a SIGBUS; the page is condemned and computed again."""
+    """SIGBUS at a mapped page ends the worker; the page is invalidated and computed again."""
     prompt = words(2, 1000)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            running = engine.submit(request(prompt, 300))
-            reader = asyncio.ensure_future(read(running))
-            await sealed(engine, 3)
-            os.truncate(tmp_path / "kv" / "ext" / "000001.kv", PAGE_BYTES)
-            answer = await reader
-            assert answer.error is None
-            assert answer.tokens == reference.tokens(prompt, 300)
-            assert engine.lanes()[0]["incarnation"] <= 3
-
-    run(work())
+    async with running_engine(site) as engine:
+        running = engine.submit(request(prompt, 300))
+        reader = asyncio.ensure_future(read(running))
+        await sealed(engine, 3)
+        os.truncate(site.folder / "kv" / "ext" / "000001.kv", PAGE_BYTES)
+        answer = await reader
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(prompt, 300)
+        assert engine.lanes()[0]["incarnation"] <= 3
 
 
-def test_a_worker_that_dies_over_a_verification_leaks_nothing(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_worker_that_dies_over_a_verification_leaks_nothing(
+    site: Site, reference: Reference
 ) -> None:
     prompt = words(3, 900)
+    async with running_engine(site) as engine:
+        lane = engine.state.lanes[0].lane
+        post, kills = lane.post, list[int]()
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            lane = engine.state.lanes[0].lane
-            post, kills = lane.post, list[int]()
+        def deadly(step: wire.Step, *rest: Any, **named: Any) -> Any:
+            if step.verify and not kills:
+                kills.append(lane.pid)
+                os.kill(lane.pid, signal.SIGKILL)
+            return post(step, *rest, **named)
 
-            def deadly(step: wire.Step, *rest: Any, **named: Any) -> Any:
-                if step.verify and not kills:
-                    kills.append(lane.pid)
-                    os.kill(lane.pid, signal.SIGKILL)
-                return post(step, *rest, **named)
-
-            lane.post = deadly  # type: ignore[method-assign]
-            answer = await read(engine.submit(request(prompt, 60)))
-            assert answer.tokens == reference.tokens(prompt, 60)
-            assert kills
-            await until(lambda: pages_pinned(engine) == 0)
-            await until(lambda: len(list((tmp_path / "kv" / "arena").iterdir())) == 1)
-
-    run(work())
+        lane.post = deadly  # type: ignore[method-assign]
+        answer = await read(engine.submit(request(prompt, 60)))
+        assert answer.tokens == reference.tokens(prompt, 60)
+        assert kills
+        await until(lambda: pages_pinned(engine) == 0)
+        await until(lambda: len(list((site.folder / "kv" / "arena").iterdir())) == 1)
 
 
-def test_idle_sessions_give_their_pins_even_after_the_worker_died(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_idle_sessions_give_their_pins_even_after_the_worker_died(
+    site: Site, reference: Reference
 ) -> None:
-    """A store of twelve pages, all held by idle sessions: the next one still finds room."""
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir,
-            store__budget_bytes=12 * PAGE_BYTES, lane__places=8, lane__entries_max=2,
-        ) as engine:  # fmt: skip
-            for i in range(4):
-                await read(engine.submit(request(words(40 + i, 800), 4, session=f"s{i}")))
-                await until(lambda: not engine.state.lanes[0].kv.is_sealing)
-            os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
-            await until(lambda: engine.lanes()[0]["incarnation"] == 2)
-            prompt = words(50, 2300)
-            answer = await read(engine.submit(request(prompt, 40)))
-            assert answer.error is None, answer.error
-            assert answer.tokens == reference.tokens(prompt, 40)
-
-    run(work())
+    """A new session finds room in a store of twelve pages that idle sessions hold."""
+    async with running_engine(
+        site, store__budget_bytes=12 * PAGE_BYTES, lane__places=8, lane__entries_max=2
+    ) as engine:
+        for i in range(4):
+            await read(engine.submit(request(words(40 + i, 800), 4, session=f"s{i}")))
+            await until(lambda: not engine.state.lanes[0].kv.is_sealing)
+        os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+        await until(lambda: engine.lanes()[0]["incarnation"] == 2)
+        prompt = words(50, 2300)
+        answer = await read(engine.submit(request(prompt, 40)))
+        assert answer.error is None, answer.error
+        assert answer.tokens == reference.tokens(prompt, 40)
 
 
 def full_disk(engine: Engine) -> Any:
@@ -160,167 +135,127 @@ def full_disk(engine: Engine) -> Any:
     return heal
 
 
-def test_a_session_outlives_a_full_disk(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """Named turns are refused with a reason, anonymous ones are served, and later all is well."""
+async def test_a_session_outlives_a_full_disk(site: Site, reference: Reference) -> None:
+    """Named turns are refused with a reason, anonymous ones served; with room again, all are."""
     start, fresh = words(4, 700), words(5, 30)
     longer = [*start, *reference.tokens(start, 20), *words(6, 20)]
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            first = await read(engine.submit(request(start, 20, session="s")))
-            heal = full_disk(engine)
-            for session, prompt in [("s", longer), ("new", fresh), ("s", longer)]:
-                refused = await read(engine.submit(request(prompt, 200, session=session)))
-                assert refused.error is not None
-                assert refused.error.name == "durability_unavailable"
-                assert refused.tokens == []
-            other = words(7, 900)
-            served = await read(engine.submit(request(other, 300)))
-            assert served.tokens == reference.tokens(other, 300)
-            await until(lambda: not engine.state.turns)  # refused turns do not compute on
-            heal()
-            for session, prompt in [("s", longer), ("new", fresh)]:
-                good = await read(engine.submit(request(prompt, 20, session=session)))
-                assert good.error is None, good.error
-                assert good.tokens == reference.tokens(prompt, 20)
-            record = await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs"))
-            assert record is not None
-            assert record.tokens == [*longer, *reference.tokens(longer, 20)]
-            assert first.tokens == reference.tokens(start, 20)
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            again = await read(engine.submit(request([*longer, 99], 5, session="s")))
-            assert again.done is not None
-            assert again.done.usage.cached_tokens >= 512
-            assert again.tokens == reference.tokens([*longer, 99], 5)
-
-    run(work())
+    async with running_engine(site) as engine:
+        first = await read(engine.submit(request(start, 20, session="s")))
+        heal = full_disk(engine)
+        for session, prompt in [("s", longer), ("new", fresh), ("s", longer)]:
+            refused = await read(engine.submit(request(prompt, 200, session=session)))
+            assert refused.error is not None
+            assert refused.error.name == "durability_unavailable"
+            assert refused.tokens == []
+        other = words(7, 900)
+        served = await read(engine.submit(request(other, 300)))
+        assert served.tokens == reference.tokens(other, 300)
+        await until(lambda: not engine.state.turns)  # refused turns do not compute on
+        heal()
+        for session, prompt in [("s", longer), ("new", fresh)]:
+            good = await read(engine.submit(request(prompt, 20, session=session)))
+            assert good.error is None, good.error
+            assert good.tokens == reference.tokens(prompt, 20)
+        record = await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs"))
+        assert record is not None
+        assert record.tokens == [*longer, *reference.tokens(longer, 20)]
+        assert first.tokens == reference.tokens(start, 20)
+    async with running_engine(site) as engine:
+        again = await read(engine.submit(request([*longer, 99], 5, session="s")))
+        assert again.done is not None
+        assert again.done.usage.cached_tokens >= 512
+        assert again.tokens == reference.tokens([*longer, 99], 5)
 
 
-def test_a_disk_that_fills_up_amid_a_turn_ends_it_with_a_reason(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_disk_that_fills_up_amid_a_turn_ends_it_with_a_reason(
+    site: Site, reference: Reference
 ) -> None:
     prompt = words(8, 40)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            generation = engine.submit(request(prompt, 500, session="s"))
-            reader = asyncio.ensure_future(read(generation))
-            await until(lambda: generation.completion_tokens > 100)
-            heal = full_disk(engine)
-            await until(lambda: generation.completion_tokens > 300)
-            heal()
-            answer = await reader
-            assert answer.error is not None
-            assert answer.error.name == "durability_unavailable"
-            assert answer.tokens == reference.tokens(prompt, 500)
-            after = [*prompt, *answer.tokens, 99]
-            good = await read(engine.submit(request(after, 10, session="s")))
-            assert good.tokens == reference.tokens(after, 10)
-            record = await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs"))
-            assert record is not None
-            assert record.tokens == [*after, *good.tokens]
-
-    run(work())
+    async with running_engine(site) as engine:
+        generation = engine.submit(request(prompt, 500, session="s"))
+        reader = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > 100)
+        heal = full_disk(engine)
+        await until(lambda: generation.completion_tokens > 300)
+        heal()
+        answer = await reader
+        assert answer.error is not None
+        assert answer.error.name == "durability_unavailable"
+        assert answer.tokens == reference.tokens(prompt, 500)
+        after = [*prompt, *answer.tokens, 99]
+        good = await read(engine.submit(request(after, 10, session="s")))
+        assert good.tokens == reference.tokens(after, 10)
+        record = await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs"))
+        assert record is not None
+        assert record.tokens == [*after, *good.tokens]
 
 
-def test_one_sessions_refusal_is_not_anothers(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_one_sessions_refusal_is_not_anothers(site: Site, reference: Reference) -> None:
+    """Each of the sessions whose records share a commit gets its own result."""
+    async with running_engine(site) as engine:
+        bad: Future[int] = engine.running.store.ledger.append_tokens("nobody", 1, 0, [1, 2])
+        answer = await read(engine.submit(request(words(9, 20), 5, session="s")))
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(words(9, 20), 5)
+        assert "no session" in str(bad.exception(1))
+
+
+async def test_a_store_without_room_serves_what_fits_the_arena(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records of many sessions share a commit; each hears only of its own."""
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            bad: Future[int] = engine.running.store.ledger.append_tokens("nobody", 1, 0, [1, 2])
-            answer = await read(engine.submit(request(words(9, 20), 5, session="s")))
-            assert answer.error is None
-            assert answer.tokens == reference.tokens(words(9, 20), 5)
-            assert "no session" in str(bad.exception(1))
-
-    run(work())
-
-
-def test_a_store_without_room_serves_what_fits_the_arena(
-    pocket_path: Path,
-    tmp_path: Path,
-    cache_dir: Path,
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """No extent can be made: pages stay open, turns take turns, and what cannot fit hears why."""
+    """Without an extent pages stay open and turns alternate; one that cannot fit ends with a
+    reason."""
     monkeypatch.setattr(seats, "STALL_S", 0.05)
     monkeypatch.setattr(seats, "STALL_ALONE_S", 0.3)
     prompts = [words(60 + i, 500 + 10 * i) for i in range(5)]
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path,
-            tmp_path,
-            cache_dir,
-            lane__places=5,
-            lane__entries_max=4,
-            store__free_floor_bytes=1 << 50,
-        ) as engine:
-            assert engine.stats()["store"]["pages_total"] == 0
-            names = [None, "a", None, "b", "c"]
-            running = [
-                engine.submit(request(p, 300, session=s))
-                for p, s in zip(prompts, names, strict=True)
-            ]
-            async with asyncio.timeout(60):
-                answers = await asyncio.gather(*(read(g) for g in running))
-                for prompt, answer in zip(prompts, answers, strict=True):
-                    assert answer.error is None, answer.error
-                    assert answer.tokens == reference.tokens(prompt, 300)
-                long = await read(engine.submit(request(words(70, 1500), 20)))
-                assert long.error is not None
-                assert long.error.name == "kv_full"
-                short = await read(engine.submit(request(prompts[0], 9)))
-                assert short.tokens == answers[0].tokens[:9]
-
-    run(work())
+    async with running_engine(
+        site, lane__places=5, lane__entries_max=4, store__free_floor_bytes=1 << 50
+    ) as engine:
+        assert engine.stats()["store"]["pages_total"] == 0
+        names = [None, "a", None, "b", "c"]
+        running = [
+            engine.submit(request(p, 300, session=s)) for p, s in zip(prompts, names, strict=True)
+        ]
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*(read(g) for g in running))
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert answer.error is None, answer.error
+                assert answer.tokens == reference.tokens(prompt, 300)
+            long = await read(engine.submit(request(words(70, 1500), 20)))
+            assert long.error is not None
+            assert long.error.name == "kv_full"
+            short = await read(engine.submit(request(prompts[0], 9)))
+            assert short.tokens == answers[0].tokens[:9]
 
 
-def test_whoever_waits_for_a_lane_that_cannot_start_hears_why(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+async def test_requests_for_a_lane_that_cannot_start_end_with_the_reason(
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not only those who waited at the third attempt."""
+    """Requests that came after the third attempt to start it get the reason, too."""
+    async with running_engine(site) as engine:
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
+        async def fails(*_: Any) -> Any:
+            raise LaneDied("cpu0", "was ended by SIGKILL")
 
-            async def fails(*_: Any) -> Any:
-                raise LaneDied("cpu0", "was ended by SIGKILL")
-
-            monkeypatch.setattr(engine_loop, "DOWN_MAX_S", 0.2)
-            monkeypatch.setattr(WorkerSupervisor, "restart", fails)
-            monkeypatch.setattr(engine.state.lanes[0].lane, "backoff_s", lambda: 0.05)
-            os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
-            for _ in range(3):
-                async with asyncio.timeout(10):
-                    answer = await read(engine.submit(request(words(1, 9), 5)))
-                assert answer.error is not None
-                assert answer.error.name == "lane_down"
-
-    run(work())
+        monkeypatch.setattr(engine_loop, "DOWN_MAX_S", 0.2)
+        monkeypatch.setattr(WorkerSupervisor, "restart", fails)
+        monkeypatch.setattr(engine.state.lanes[0].lane, "backoff_s", lambda: 0.05)
+        os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+        for _ in range(3):
+            async with asyncio.timeout(10):
+                answer = await read(engine.submit(request(words(1, 9), 5)))
+            assert answer.error is not None
+            assert answer.error.name == "lane_down"
 
 
-def test_the_queue_is_bounded_while_sessions_are_reopened(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, limits__queue_max=5, lane__entries_max=2
-        ) as engine:
-            taken, refused = [], 0
-            for i in range(20):
-                try:
-                    taken.append(engine.submit(request(words(i, 9), 5, session=f"s{i}")))
-                except Exception as error:
-                    refused += getattr(error, "kind", None) is Kind.BUSY
-            assert (len(taken), refused) == (5, 15)
-            answers = await asyncio.gather(*(read(g) for g in taken))
-            assert all(a.reason == "length" for a in answers)
-
-    run(work())
+async def test_the_queue_is_bounded_while_sessions_are_reopened(site: Site) -> None:
+    async with running_engine(site, limits__queue_max=5, lane__entries_max=2) as engine:
+        taken, refused = [], 0
+        for i in range(20):
+            try:
+                taken.append(engine.submit(request(words(i, 9), 5, session=f"s{i}")))
+            except Exception as error:
+                refused += getattr(error, "kind", None) is Kind.BUSY
+        assert (len(taken), refused) == (5, 15)
+        answers = await asyncio.gather(*(read(g) for g in taken))
+        assert all(a.reason == "length" for a in answers)

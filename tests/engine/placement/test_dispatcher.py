@@ -1,4 +1,4 @@
-"""Admission, decisions with their log, automatic moves: the engine's router on plain data."""
+"""The dispatcher on plain data: admission, decisions and their log, moves it makes by itself."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class FakeLoop:
 
 @dataclass
 class House:
-    """A dispatcher over two fake lanes, a clock in the test's hands, and moves that succeed."""
+    """A dispatcher over two fake lanes, a clock that the test sets, and moves that succeed."""
 
     tables: EngineState
     dispatch: Dispatcher
@@ -185,13 +185,13 @@ def test_a_decision_is_logged_and_counted(monkeypatch: pytest.MonkeyPatch) -> No
     assert (record.lane, record.decision.reason) == ("cpu", Reason.SHORT)
     assert samples(h.tables, "route_decisions_total") == {("cpu", "short"): 1}
     assert samples(h.tables, "ttft_predicted_seconds_count") == {("standard", "cpu"): 1}
-    told = h.dispatch.explain("req-1")
-    assert (told["kind"], told["lane"], told["reason_id"]) == ("request", "cpu", "short")
-    assert told["predicted"]["ttft_ms"] > 0
-    assert {c["lane"] for c in told["candidates"]} == {"gpu", "cpu"}
-    assert told["happened"] is None
-    assert told["request"]["ttlt_ms"] is None  # infinity is no JSON
-    json.dumps(told, allow_nan=False)
+    shown = h.dispatch.explain("req-1")
+    assert (shown["kind"], shown["lane"], shown["reason_id"]) == ("request", "cpu", "short")
+    assert shown["predicted"]["ttft_ms"] > 0
+    assert {c["lane"] for c in shown["candidates"]} == {"gpu", "cpu"}
+    assert shown["happened"] is None
+    assert shown["request"]["ttlt_ms"] is None  # infinity is no JSON
+    json.dumps(shown, allow_nan=False)
 
 
 def test_the_outcome_is_compared_with_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,13 +223,13 @@ def test_answers_shorter_than_allowed_are_learned(monkeypatch: pytest.MonkeyPatc
     session = h.session("last")
     h.dispatch.choose(session, h.generation(session, tokens_max=1000, request_id="req-l"))
     assert 90 < h.record("req-l").request.tokens_out < 150
-    told = h.generation(session, tokens_max=1000, request_id="r2", expected_output_tokens=40)
-    h.dispatch.choose(session, told)
+    hinted = h.generation(session, tokens_max=1000, request_id="r2", expected_output_tokens=40)
+    h.dispatch.choose(session, hinted)
     assert h.record("r2").request.tokens_out == 40
 
 
 def test_a_long_queue_is_estimated_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking at every row of a long queue for every request would be quadratic."""
+    """A queue is not read row by row for every request, which would be quadratic."""
     h = house(monkeypatch)
     h.occupy(h.bulk, 400, waiting=True)
     looks = 0
@@ -257,7 +257,7 @@ def test_a_long_queue_is_estimated_between_two_looks(monkeypatch: pytest.MonkeyP
 
 
 def test_no_lane_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests wait for the workers, at home or where least is assigned."""
+    """Requests wait for a worker, on the session's lane or where the least work is assigned."""
     h = house(monkeypatch)
     h.fast.lane.alive = h.bulk.lane.alive = False
     h.fast.assigned = 3
@@ -326,8 +326,13 @@ def test_an_interactive_request_asks_for_a_move(monkeypatch: pytest.MonkeyPatch)
     assert h.moves == [("cpu", "gpu", "promotion")]
     assert samples(h.tables, "promotions_total") == {("cpu", "gpu", "moved"): 1}
     assert samples(h.tables, "promotion_gap_seconds_count") == {(): 1}
-    (told,) = h.dispatch.explain("r1")["moves"]
-    assert (told["from"], told["to"], told["gap_ms"], told["rows_copied"]) == ("cpu", "gpu", 4, 44)
+    (shown,) = h.dispatch.explain("r1")["moves"]
+    assert (shown["from"], shown["to"], shown["gap_ms"], shown["rows_copied"]) == (
+        "cpu",
+        "gpu",
+        4,
+        44,
+    )
 
 
 def test_the_reason_why_a_session_stays_is_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +355,7 @@ def test_a_failed_move_is_counted_and_nothing_breaks(monkeypatch: pytest.MonkeyP
 
 
 def test_who_waits_behind_a_running_turn_hurries_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The human waits for the background turn of the session: it is promoted while it runs."""
+    """A background turn that an interactive request waits for is promoted while it runs."""
     h = house(monkeypatch)
     session = h.session("s", h.bulk)
     turn = h.turn(session, "background")
@@ -389,7 +394,7 @@ def test_idle_sessions_give_the_fast_lane_back(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sessions_do_not_ping_pong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A human and a heartbeat take turns on one session for ten minutes."""
+    """A session used in turn by a user and a timer for ten minutes moves a few times only."""
     h = house(monkeypatch)
     session = h.session("s", h.bulk)
     for turn in range(120):
@@ -404,9 +409,9 @@ def test_sessions_do_not_ping_pong(monkeypatch: pytest.MonkeyPatch) -> None:
         h.dispatch.tick()
         h.run_spawned()
     assert [move[:2] for move in h.moves] == [("cpu", "gpu")]
-    told = h.dispatch.explain("r1")
-    assert told["reason_id"] in ("dwell", "ceiling")
-    assert any("left a background model" in note for note in told["notes"])
+    shown = h.dispatch.explain("r1")
+    assert shown["reason_id"] in ("dwell", "ceiling")
+    assert any("left a background model" in note for note in shown["notes"])
 
 
 def test_explicit_moves_have_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,12 +460,12 @@ def test_requests_are_found_by_unique_prefix(monkeypatch: pytest.MonkeyPatch) ->
             h.dispatch.explain(given)
         assert caught.value.name == code, given
     unknown = h.session("quiet-one", h.bulk)  # in memory, but nothing was decided lately
-    told = h.dispatch.explain(unknown.session_id)
-    assert (told["lane"], told["decisions"], told["moved_ago_s"]) == ("cpu", [], None)
+    shown = h.dispatch.explain(unknown.session_id)
+    assert (shown["lane"], shown["decisions"], shown["moved_ago_s"]) == ("cpu", [], None)
 
 
 def test_whose_it_is_counts_before_hits_are_counted() -> None:
-    """Ids made of idempotency keys are the same for all; so may ids be that clients choose."""
+    """Requests of other tenants do not count as matches: ids of idempotency keys may be equal."""
     log = DecisionLog(4)
     for request_id, session, tenant in (
         ("req-1", "idem_1", "alpha"),
@@ -531,9 +536,9 @@ def test_restore_follows_the_measured_rate(
     plan = h.dispatch.restores.plan(turn, cast("LaneLoop", h.fast), 8192, 8192, 8192 * 28 << 10)
     assert plan.choice == choice
     h.dispatch.restores.done(turn, 2 * plan.load_ms if plan.choice == "load" else 900.0)
-    told = h.dispatch.explain("r1")["restore"]
-    assert told["choice"] == choice
-    assert told["recompute_ms"] == pytest.approx(853, rel=0.05)
+    shown = h.dispatch.explain("r1")["restore"]
+    assert shown["choice"] == choice
+    assert shown["recompute_ms"] == pytest.approx(853, rel=0.05)
     assert samples(h.tables, "restores_total") == {(choice,): 1}
     audited = samples(h.tables, "restore_ratio_sum").get((), 0.0)
     assert audited == pytest.approx(2.0 if rate == 5e9 else 0.0)

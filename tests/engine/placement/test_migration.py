@@ -1,11 +1,10 @@
-"""Sessions move between two lanes while they compute: no reader notices, and no token differs."""
+"""Sessions move between two lanes while they compute: no stream stops, and no token differs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -16,10 +15,10 @@ from batchengine.kv import importing
 from batchengine.session import State
 from tests.support.engines import (
     Reference,
+    Site,
     WatchedEngine,
     read,
     request,
-    run,
     running_engine,
     until,
     words,
@@ -28,20 +27,11 @@ from tests.support.engines import (
 LANES = (LaneConfig(name="left", threads=1), LaneConfig(name="right", threads=1))
 
 
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
-
-
 @asynccontextmanager
-async def two_lanes(
-    model: Path, folder: Path, cache_dir: Path, **overrides: object
-) -> AsyncIterator[WatchedEngine]:
-    """An engine with two lanes; nothing moves by itself. All is given back at the end."""
+async def two_lanes(site: Site, **overrides: object) -> AsyncIterator[WatchedEngine]:
+    """An engine with two lanes; sessions move on request only. No resource is leaked."""
     overrides.setdefault("router__promote_auto", False)
-    async with running_engine(model, folder, cache_dir, lanes=LANES, **overrides) as engine:
+    async with running_engine(site, lanes=LANES, **overrides) as engine:
         yield engine
         await until(lambda: not engine.state.turns)
         for loop in engine.state.lanes:
@@ -60,7 +50,7 @@ def other(engine: Engine, session_id: str) -> str:
 
 
 async def swing(engine: Engine, session_id: str, moves: int) -> list[dict[str, object]]:
-    """Move a session to and fro; every move must succeed."""
+    """Move a session from lane to lane; every move must succeed."""
     reports: list[dict[str, object]] = []
     for _ in range(moves):
         report = await engine.promote("", session_id, to=other(engine, session_id))
@@ -70,286 +60,227 @@ async def swing(engine: Engine, session_id: str, moves: int) -> list[dict[str, o
     return reports
 
 
-def test_fifty_moves_in_one_stream(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
+async def test_fifty_moves_in_one_stream(site: Site, reference: Reference) -> None:
     prompt = words(1, 300)
-
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            generation = engine.submit(request(prompt, 900, session="s"))
-            reader = asyncio.ensure_future(read(generation))
-            await until(lambda: generation.completion_tokens > 3)
-            reports = await swing(engine, "s", 50)
-            assert not generation.finished, "the stream was too short for this test"
-            answer = await reader
-            assert answer.tokens == reference.tokens(prompt, 900)
-            assert sum(int(str(r["rows_copied"])) for r in reports) > 50 * 40
-            assert all(r["rows_recomputed"] == 0 for r in reports)
-            assert all(float(str(r["gap_ms"])) > 0 for r in reports)
-            assert engine.stats()["tokens_recomputed"] == 0
-            record = await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs"))
-            assert record is not None
-            assert record.info.epoch >= 51
-            assert record.info.owner_lane != other(engine, "s")
-            assert record.tokens == [*prompt, *answer.tokens]
-
-    run(work())
+    async with two_lanes(site) as engine:
+        generation = engine.submit(request(prompt, 900, session="s"))
+        reader = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > 3)
+        reports = await swing(engine, "s", 50)
+        assert not generation.finished, "the stream was too short for this test"
+        answer = await reader
+        assert answer.tokens == reference.tokens(prompt, 900)
+        assert sum(int(str(r["rows_copied"])) for r in reports) > 50 * 40
+        assert all(r["rows_recomputed"] == 0 for r in reports)
+        assert all(float(str(r["gap_ms"])) > 0 for r in reports)
+        assert engine.stats()["tokens_recomputed"] == 0
+        record = await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs"))
+        assert record is not None
+        assert record.info.epoch >= 51
+        assert record.info.owner_lane != other(engine, "s")
+        assert record.tokens == [*prompt, *answer.tokens]
 
 
 @pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 512, 1300])
-def test_idle_sessions_of_any_length_move(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, n: int
-) -> None:
-    """Continued on the other lane, only what is new is computed."""
+async def test_idle_sessions_of_any_length_move(site: Site, reference: Reference, n: int) -> None:
+    """A request on the other lane computes new tokens only."""
     prompt = words(n, n)
-
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            first = await read(engine.submit(request(prompt, 2, session="s")))
-            report = await engine.promote("", "s", to=other(engine, "s"))
-            assert report["result"] == "moved"
-            assert report["gap_ms"] == 0
-            longer = [*prompt, *first.tokens, 77, 78]
-            again = await read(engine.submit(request(longer, 20, session="s")))
-            assert again.tokens == reference.tokens(longer, 20)
-            assert again.done is not None
-            assert again.done.usage.cached_tokens == n + 1
-            assert engine.stats()["tokens_recomputed"] == 0
-
-    run(work())
+    async with two_lanes(site) as engine:
+        first = await read(engine.submit(request(prompt, 2, session="s")))
+        report = await engine.promote("", "s", to=other(engine, "s"))
+        assert report["result"] == "moved"
+        assert report["gap_ms"] == 0
+        longer = [*prompt, *first.tokens, 77, 78]
+        again = await read(engine.submit(request(longer, 20, session="s")))
+        assert again.tokens == reference.tokens(longer, 20)
+        assert again.done is not None
+        assert again.done.usage.cached_tokens == n + 1
+        assert engine.stats()["tokens_recomputed"] == 0
 
 
-def test_mixed_load_on_two_lanes(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """Eight streams, half of them named; all are thrown to and fro while they run."""
+async def test_mixed_load_on_two_lanes(site: Site, reference: Reference) -> None:
+    """Eight streams, half of them named, are moved all the time while they run."""
     prompts = [words(10 + i, 40 + 150 * i) for i in range(8)]
-
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            running = [
-                engine.submit(request(p, 160, session=f"s{i}" if i % 2 else None))
-                for i, p in enumerate(prompts)
-            ]
-            readers = [asyncio.ensure_future(read(g)) for g in running]
-            moved = 0
-            while not all(g.finished for g in running):
-                for generation in running:
-                    if generation.finished or generation.started_ms is None:
-                        continue
-                    try:
-                        name = generation.session_id
-                        report = await engine.promote("", name, to=other(engine, name))
-                        moved += report["result"] == "moved"
-                    except BatchEngineError as error:
-                        if error.code not in ("BE2403", "BE3005"):
-                            raise
-                    except KeyError:
-                        pass  # it ended meanwhile
-                await asyncio.sleep(0.001)
-            answers = await asyncio.gather(*readers)
-            assert [a.tokens for a in answers] == [reference.tokens(p, 160) for p in prompts]
-            assert moved > 20
-
-    run(work())
+    async with two_lanes(site) as engine:
+        running = [
+            engine.submit(request(p, 160, session=f"s{i}" if i % 2 else None))
+            for i, p in enumerate(prompts)
+        ]
+        readers = [asyncio.ensure_future(read(g)) for g in running]
+        moved = 0
+        while not all(g.finished for g in running):
+            for generation in running:
+                if generation.finished or generation.started_ms is None:
+                    continue
+                try:
+                    name = generation.session_id
+                    report = await engine.promote("", name, to=other(engine, name))
+                    moved += report["result"] == "moved"
+                except BatchEngineError as error:
+                    if error.code not in ("BE2403", "BE3005"):
+                        raise
+                except KeyError:
+                    pass  # it ended meanwhile
+            await asyncio.sleep(0.001)
+        answers = await asyncio.gather(*readers)
+        assert [a.tokens for a in answers] == [reference.tokens(p, 160) for p in prompts]
+        assert moved > 20
 
 
-def test_a_prompt_moves_while_it_is_prefilled(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
+async def test_a_prompt_moves_while_it_is_prefilled(site: Site, reference: Reference) -> None:
     prompt = words(20, 2500)
     lanes = tuple(
         LaneConfig(name=name, threads=1, chunk_tokens_max=64) for name in ("left", "right")
     )
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, lanes=lanes, router__promote_auto=False
-        ) as engine:
-            generation = engine.submit(request(prompt, 10))
-            reader = asyncio.ensure_future(read(generation))
-            await until(lambda: engine.stats()["tokens_computed"] > 300)
-            for _ in range(5):
-                report = await engine.promote(
-                    "", generation.session_id, to=other(engine, generation.session_id)
-                )
-                assert report["result"] == "moved"
-            assert generation.completion_tokens == 0, "the prompt was too short for this test"
-            answer = await reader
-            assert answer.tokens == reference.tokens(prompt, 10)
-            assert engine.stats()["tokens_recomputed"] == 0
-
-    run(work())
+    async with running_engine(site, lanes=lanes, router__promote_auto=False) as engine:
+        generation = engine.submit(request(prompt, 10))
+        reader = asyncio.ensure_future(read(generation))
+        await until(lambda: engine.stats()["tokens_computed"] > 300)
+        for _ in range(5):
+            report = await engine.promote(
+                "", generation.session_id, to=other(engine, generation.session_id)
+            )
+            assert report["result"] == "moved"
+        assert generation.completion_tokens == 0, "the prompt was too short for this test"
+        answer = await reader
+        assert answer.tokens == reference.tokens(prompt, 10)
+        assert engine.stats()["tokens_recomputed"] == 0
 
 
-def test_sampling_penalties_logprobs_and_stops_survive(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_sampling_penalties_logprobs_and_stops_survive(
+    site: Site, reference: Reference
 ) -> None:
-    """What the sampler and the reader's text depend on moves with the turn."""
+    """The state of the sampler and of the text moves with the turn."""
     prompt = words(30, 60)
     sampling = Sampling(
         temperature=0.9, top_k=50, seed=7, repetition_penalty=1.2, penalty_tokens=64, logprobs=3
     )
-
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            still = await read(engine.submit(request(prompt, 300, sampling=sampling)))
-            stop = still.text[len(still.text) * 3 // 4 :][:12]
-            quiet = await read(engine.submit(request(prompt, 300, sampling=sampling, stop=(stop,))))
-            generation = engine.submit(
-                request(prompt, 300, session="s", sampling=sampling, stop=(stop,))
-            )
-            reader = asyncio.ensure_future(read(generation))
-            await until(lambda: generation.completion_tokens > 3)
-            while not generation.finished:
-                try:
-                    await engine.promote("", "s", to=other(engine, "s"))
-                except BatchEngineError as error:
-                    if error.code != "BE3005":
-                        raise
-                await asyncio.sleep(0.002)
-            answer = await reader
-            assert answer.text == quiet.text
-            assert answer.tokens == quiet.tokens == still.tokens[: len(answer.tokens)]
-            assert [e.logprob for e in answer.events if hasattr(e, "logprob")] == [
-                e.logprob for e in quiet.events if hasattr(e, "logprob")
-            ]
-            assert answer.reason == "stop"
-
-    run(work())
+    async with two_lanes(site) as engine:
+        still = await read(engine.submit(request(prompt, 300, sampling=sampling)))
+        stop = still.text[len(still.text) * 3 // 4 :][:12]
+        quiet = await read(engine.submit(request(prompt, 300, sampling=sampling, stop=(stop,))))
+        generation = engine.submit(
+            request(prompt, 300, session="s", sampling=sampling, stop=(stop,))
+        )
+        reader = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > 3)
+        while not generation.finished:
+            try:
+                await engine.promote("", "s", to=other(engine, "s"))
+            except BatchEngineError as error:
+                if error.code != "BE3005":
+                    raise
+            await asyncio.sleep(0.002)
+        answer = await reader
+        assert answer.text == quiet.text
+        assert answer.tokens == quiet.tokens == still.tokens[: len(answer.tokens)]
+        assert [e.logprob for e in answer.events if hasattr(e, "logprob")] == [
+            e.logprob for e in quiet.events if hasattr(e, "logprob")
+        ]
+        assert answer.reason == "stop"
 
 
-def test_a_waiting_session_moves_to_a_lane_with_room(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_waiting_session_moves_to_a_lane_with_room(
+    site: Site, reference: Reference
 ) -> None:
-    """It has no seat where it is; on the other lane it starts at once."""
+    """A session without a seat starts at once on the other lane."""
     lanes = tuple(LaneConfig(name=n, threads=1, entries_max=1) for n in ("left", "right"))
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, lanes=lanes, router__promote_auto=False
-        ) as engine:
-            left, right = engine.state.lanes
-            long = [engine.submit(request(words(40 + i, 30), 600)) for i in range(2)]
-            await until(lambda: len(left.running) == len(right.running) == 1)
-            late = engine.submit(request(words(45, 300), 30, session="s"))
-            await until(lambda: late.session_id in {r["session_id"] for r in engine.sessions()})
-            session = engine.state.sessions["", "s"]
-            await until(lambda: session.state is State.WAITING)
-            home = engine.state.home[session.key]
-            away = right if home is left else left
-            for generation in long:
-                if generation.lane == away.lane.name:
-                    generation.cancel()
-            await until(lambda: not away.running)
-            report = await engine.demote("", "s", to=away.lane.name)
-            assert report["result"] == "moved"
-            answer = await read(late)
-            assert answer.tokens == reference.tokens(words(45, 300), 30)
-            assert late.lane == away.lane.name
-            for generation in long:
+    async with running_engine(site, lanes=lanes, router__promote_auto=False) as engine:
+        left, right = engine.state.lanes
+        long = [engine.submit(request(words(40 + i, 30), 600)) for i in range(2)]
+        await until(lambda: len(left.running) == len(right.running) == 1)
+        late = engine.submit(request(words(45, 300), 30, session="s"))
+        await until(lambda: late.session_id in {r["session_id"] for r in engine.sessions()})
+        session = engine.state.sessions["", "s"]
+        await until(lambda: session.state is State.WAITING)
+        home = engine.state.home[session.key]
+        away = right if home is left else left
+        for generation in long:
+            if generation.lane == away.lane.name:
                 generation.cancel()
-
-    run(work())
-
-
-def test_moves_that_cannot_be_say_why(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(request(words(50, 30), 5, session="alpha-1")))
-            await read(engine.submit(request(words(51, 30), 5, session="alpha-2")))
-            for tenant, given, to, code, kind in (
-                ("", "unknown", "left", "BE2403", Kind.NOT_FOUND),
-                ("", "alpha", "left", "BE2403", Kind.NOT_FOUND),  # names are exact here
-                ("another", "alpha-1", "left", "BE2403", Kind.NOT_FOUND),
-                ("", "alpha-1", "middle", "BE3003", Kind.INVALID),
-            ):
-                with pytest.raises(BatchEngineError) as caught:
-                    await engine.promote(tenant, given, to=to)
-                assert (caught.value.code, caught.value.kind) == (code, kind)
-            at = other(engine, "alpha-1")
-            assert (await engine.promote("", "alpha-1", to=at))["result"] == "moved"
-            assert (await engine.promote("", "alpha-1", to=at))["result"] == "already there"
-
-    run(work())
+        await until(lambda: not away.running)
+        report = await engine.demote("", "s", to=away.lane.name)
+        assert report["result"] == "moved"
+        answer = await read(late)
+        assert answer.tokens == reference.tokens(words(45, 300), 30)
+        assert late.lane == away.lane.name
+        for generation in long:
+            generation.cancel()
 
 
-def test_moves_of_one_session_follow_one_another(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
+async def test_moves_that_cannot_be_say_why(site: Site, reference: Reference) -> None:
+    async with two_lanes(site) as engine:
+        await read(engine.submit(request(words(50, 30), 5, session="alpha-1")))
+        await read(engine.submit(request(words(51, 30), 5, session="alpha-2")))
+        for tenant, given, to, code, kind in (
+            ("", "unknown", "left", "BE2403", Kind.NOT_FOUND),
+            ("", "alpha", "left", "BE2403", Kind.NOT_FOUND),  # names are exact here
+            ("another", "alpha-1", "left", "BE2403", Kind.NOT_FOUND),
+            ("", "alpha-1", "middle", "BE3003", Kind.INVALID),
+        ):
+            with pytest.raises(BatchEngineError) as caught:
+                await engine.promote(tenant, given, to=to)
+            assert (caught.value.code, caught.value.kind) == (code, kind)
+        at = other(engine, "alpha-1")
+        assert (await engine.promote("", "alpha-1", to=at))["result"] == "moved"
+        assert (await engine.promote("", "alpha-1", to=at))["result"] == "already there"
+
+
+async def test_moves_of_one_session_follow_one_another(site: Site, reference: Reference) -> None:
     prompt = words(60, 200)
-
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            generation = engine.submit(request(prompt, 200, session="s"))
-            reader = asyncio.ensure_future(read(generation))
-            await until(lambda: generation.completion_tokens > 3)
-            names = ["left", "right"] * 5
-            reports = await asyncio.gather(*(engine.promote("", "s", to=n) for n in names))
-            assert {r["result"] for r in reports} <= {"moved", "already there"}
-            assert sum(r["result"] == "moved" for r in reports) >= 5
-            assert (await reader).tokens == reference.tokens(prompt, 200)
-
-    run(work())
+    async with two_lanes(site) as engine:
+        generation = engine.submit(request(prompt, 200, session="s"))
+        reader = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > 3)
+        names = ["left", "right"] * 5
+        reports = await asyncio.gather(*(engine.promote("", "s", to=n) for n in names))
+        assert {r["result"] for r in reports} <= {"moved", "already there"}
+        assert sum(r["result"] == "moved" for r in reports) >= 5
+        assert (await reader).tokens == reference.tokens(prompt, 200)
 
 
-def test_a_request_that_comes_during_a_move_waits_for_it(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_request_that_comes_during_a_move_waits_for_it(
+    site: Site, reference: Reference
 ) -> None:
     prompt = words(70, 400)
+    async with two_lanes(site) as engine:
+        first = await read(engine.submit(request(prompt, 5, session="s")))
+        longer = [*prompt, *first.tokens, 9]
+        answers: list[asyncio.Future[object]] = []
+        to = other(engine, "s")
 
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            first = await read(engine.submit(request(prompt, 5, session="s")))
-            longer = [*prompt, *first.tokens, 9]
-            answers: list[asyncio.Future[object]] = []
-            to = other(engine, "s")
+        def at(point: str) -> None:
+            if point in ("P0", "P2", "P4", "P5", "P6"):
+                one = engine.submit(request([*longer, len(answers) + 30], 20, session="s"))
+                answers.append(asyncio.ensure_future(read(one)))
 
-            def at(point: str) -> None:
-                if point in ("P0", "P2", "P4", "P5", "P6"):
-                    one = engine.submit(request([*longer, len(answers) + 30], 20, session="s"))
-                    answers.append(asyncio.ensure_future(read(one)))
-
-            engine.plant(at)
-            assert (await engine.promote("", "s", to=to))["result"] == "moved"
-            for i, answer in enumerate(await asyncio.gather(*answers)):
-                assert answer.tokens == reference.tokens([*longer, i + 30], 20)  # type: ignore[attr-defined]
-            assert len(answers) == 5
-
-    run(work())
+        engine.plant(at)
+        assert (await engine.promote("", "s", to=to))["result"] == "moved"
+        for i, answer in enumerate(await asyncio.gather(*answers)):
+            assert answer.tokens == reference.tokens([*longer, i + 30], 20)  # type: ignore[attr-defined]
+        assert len(answers) == 5
 
 
-def test_a_resting_lane_computes_for_its_guest_first(
-    pocket_path: Path,
-    tmp_path: Path,
-    cache_dir: Path,
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_an_idle_lane_computes_first_for_a_session_that_arrives(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the rows are there no frame is under way that the first step would have to wait for:
-    not even where pages are so large that a frame carries only one of them."""
+    """No canary frame is in flight when the rows are there, even if a frame carries one page
+    only."""
     monkeypatch.setattr(importing, "IMPORT_BYTES", 1)
     prompt = words(80, 60)  # one open page
+    async with two_lanes(site) as engine:
+        generation = engine.submit(request(prompt, 200, session="s"))
+        reader = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > 3)
+        target = next(x for x in engine.state.lanes if x.lane.name == other(engine, "s"))
+        free: dict[str, bool] = {}
 
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            generation = engine.submit(request(prompt, 200, session="s"))
-            reader = asyncio.ensure_future(read(generation))
-            await until(lambda: generation.completion_tokens > 3)
-            target = next(x for x in engine.state.lanes if x.lane.name == other(engine, "s"))
-            free: dict[str, bool] = {}
+        def at(point: str) -> None:
+            free[point] = target._in_flight is None
 
-            def at(point: str) -> None:
-                free[point] = target._in_flight is None
-
-            engine.plant(at)
-            report = await engine.promote("", "s", to=target.lane.name)
-            assert (report["result"], report["pages_copied"]) == ("moved", 1)
-            assert free["P4"]
-            assert free["P5"]
-            assert (await reader).tokens == reference.tokens(prompt, 200)
-
-    run(work())
+        engine.plant(at)
+        report = await engine.promote("", "s", to=target.lane.name)
+        assert (report["result"], report["pages_copied"]) == ("moved", 1)
+        assert free["P4"]
+        assert free["P5"]
+        assert (await reader).tokens == reference.tokens(prompt, 200)

@@ -1,12 +1,10 @@
-"""A session whose client has just cut its history moves like any other, when it is asked to."""
+"""A session whose client has just cut its history can move."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +18,9 @@ from batchengine.session import Session, State
 from tests.support.engines import (
     Answer,
     Reference,
+    Site,
     read,
     request,
-    run,
     running_engine,
     until,
     words,
@@ -33,18 +31,11 @@ PROMPT = words(1, 700)
 EDITED = [*PROMPT[:640], *words(2, 40)]  # cut inside the open page: 128 of its rows stay good
 
 
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
-
-
 class Cut:
-    """A session waits for a seat right after the cut; its lane has not carried that out.
+    """A session waits for a seat right after a cut that its lane has not carried out.
 
-    The worker of its lane is stopped: before it is sent the frame that brings the session's rows
-    under their new epoch, or with that frame on the way.
+    The worker of the lane is stopped before the frame that brings the session's rows under their
+    new epoch is sent, or with that frame on the way.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -63,7 +54,7 @@ class Cut:
         pages = self.source.kv
         if when == "yet to be sent":
             os.kill(self.pid, signal.SIGSTOP)
-            await asyncio.sleep(0.05)  # what it had answered is dealt with, the next step is sent
+            await asyncio.sleep(0.05)  # its answers are committed, the next step is sent
         else:
             self._stop_at_the_frame()
         answer = asyncio.ensure_future(read(engine.submit(request(EDITED, 30, session="s"))))
@@ -101,54 +92,38 @@ class Cut:
 
 
 @pytest.mark.parametrize("when", ["yet to be sent", "on the way"])
-def test_a_move_waits_until_the_cut_is_carried_out(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, when: str
+async def test_a_move_waits_until_the_cut_is_carried_out(
+    site: Site, reference: Reference, when: str
 ) -> None:
-    """Rows under their old epoch prove nothing; asked again, the move would have succeeded."""
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, lanes=LANES, router__promote_auto=False
-        ) as engine:
-            cut = Cut(engine)
-            answer = await cut.begin(when)
-            before = engine.stats()["tokens_recomputed"]
-            moving = asyncio.ensure_future(engine.promote("", "s", to=cut.target.lane.name))
-            await until(lambda: bool(cut.source.kv.touches) or moving.done())
-            assert not moving.done()
-            cut.go_on()
-            report = await moving
-            assert (report["result"], report["rows_recomputed"]) == ("moved", 0)
-            assert report["rows_copied"] == 640 % 256
-            assert (await answer).tokens == reference.tokens(EDITED, 30)
-            assert engine.stats()["tokens_recomputed"] == before
-            await cut.end()
-
-    run(work())
+    """The move waits instead of failing for rows that are still under their old epoch."""
+    async with running_engine(site, lanes=LANES, router__promote_auto=False) as engine:
+        cut = Cut(engine)
+        answer = await cut.begin(when)
+        before = engine.stats()["tokens_recomputed"]
+        moving = asyncio.ensure_future(engine.promote("", "s", to=cut.target.lane.name))
+        await until(lambda: bool(cut.source.kv.touches) or moving.done())
+        assert not moving.done()
+        cut.go_on()
+        report = await moving
+        assert (report["result"], report["rows_recomputed"]) == ("moved", 0)
+        assert report["rows_copied"] == 640 % 256
+        assert (await answer).tokens == reference.tokens(EDITED, 30)
+        assert engine.stats()["tokens_recomputed"] == before
+        await cut.end()
 
 
-def test_a_cut_that_is_never_carried_out_ends_the_move_aloud(
-    pocket_path: Path,
-    tmp_path: Path,
-    cache_dir: Path,
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_cut_that_is_never_carried_out_ends_the_move_with_a_reason(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lane does not answer in time: the caller hears so, and the session stays."""
+    """The move ends with the reason at the lane's deadline, and the session stays."""
     monkeypatch.setattr(migration, "ANSWER_S", 0.3)
-
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, lanes=LANES, router__promote_auto=False
-        ) as engine:
-            cut = Cut(engine)
-            answer = await cut.begin("yet to be sent")
-            with pytest.raises(BatchEngineError, match="does not answer") as caught:
-                await engine.promote("", "s", to=cut.target.lane.name)
-            assert caught.value.code == "BE3005"
-            assert engine.state.home[cut.session.key] is cut.source
-            cut.go_on()
-            await cut.end()
-            assert (await answer).tokens == reference.tokens(EDITED, 30)
-
-    run(work())
+    async with running_engine(site, lanes=LANES, router__promote_auto=False) as engine:
+        cut = Cut(engine)
+        answer = await cut.begin("yet to be sent")
+        with pytest.raises(BatchEngineError, match="does not answer") as caught:
+            await engine.promote("", "s", to=cut.target.lane.name)
+        assert caught.value.code == "BE3005"
+        assert engine.state.home[cut.session.key] is cut.source
+        cut.go_on()
+        await cut.end()
+        assert (await answer).tokens == reference.tokens(EDITED, 30)

@@ -1,13 +1,12 @@
-"""Whatever dies while a session moves: one owner, no lost token, no wrong token, nothing leaked."""
+"""Faults during a migration: one owner, no lost token, no wrong token, no leaked slot."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,17 +19,19 @@ from batchengine.session import Session
 from kv_store.arenas.arena import SlotState
 from kv_store.errors import LedgerRefused, StoreFull
 from tests.engine.placement.test_migration import other, two_lanes
-from tests.support.engines import Answer, Reference, WatchedEngine, read, request, run, until, words
+from tests.support.engines import (
+    Answer,
+    Reference,
+    Site,
+    WatchedEngine,
+    read,
+    request,
+    until,
+    words,
+)
 
 POINTS = [f"P{i}" for i in range(9)]
 BEFORE_COMMIT = POINTS[:5]
-
-
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
 
 
 def lanes_of(engine: Engine, session_id: str) -> tuple[LaneLoop, LaneLoop]:
@@ -72,7 +73,7 @@ async def start(
 
 
 async def try_to_move(engine: Engine, session_id: str) -> str:
-    """ "moved", or why not."""
+    """ "moved", or the reason."""
     try:
         report = await engine.promote("", session_id, to=other(engine, session_id))
     except BatchEngineError as error:
@@ -82,7 +83,7 @@ async def try_to_move(engine: Engine, session_id: str) -> str:
 
 
 async def no_leaks(engine: Engine) -> None:
-    """Every slot is free again, or held by a session that is at home there."""
+    """Every slot is free again, or held by a session of that lane."""
     for loop in engine.state.lanes:
         await until(lambda loop=loop: slots_held(loop) == slots_open(loop))
         assert loop.seats.expected == 0
@@ -100,106 +101,90 @@ def slots_open(loop: LaneLoop) -> int:
 @pytest.mark.parametrize(
     "victim", ["source", "target", pytest.param("both", marks=pytest.mark.slow)]
 )
-def test_workers_die_at_every_point(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, victim: str
-) -> None:
-    """Nine streams, and beside each another that stays where it is."""
+async def test_workers_die_at_every_point(site: Site, reference: Reference, victim: str) -> None:
+    """Nine streams that move, and one beside each that does not, are right."""
     prompts = [words(1, 700), words(2, 90)]
 
-    async def work() -> None:
-        wanted = [reference.tokens(p, 500) for p in prompts]
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            results: dict[str, str] = {}
-            for i, point in enumerate(POINTS):
-                _, reader = await start(engine, f"s{i}", prompts[0], 500)
-                _, quiet = await start(engine, f"q{i}", prompts[1], 500)
-                source, target = lanes_of(engine, f"s{i}")
+    wanted = [reference.tokens(p, 500) for p in prompts]
+    async with two_lanes(site) as engine:
+        results: dict[str, str] = {}
+        for i, point in enumerate(POINTS):
+            _, reader = await start(engine, f"s{i}", prompts[0], 500)
+            _, quiet = await start(engine, f"q{i}", prompts[1], 500)
+            source, target = lanes_of(engine, f"s{i}")
 
-                async def fault(source: LaneLoop = source, target: LaneLoop = target) -> None:
-                    if victim in ("source", "both"):
-                        await kill(source)
-                    if victim in ("target", "both"):
-                        await kill(target)
+            async def fault(source: LaneLoop = source, target: LaneLoop = target) -> None:
+                if victim in ("source", "both"):
+                    await kill(source)
+                if victim in ("target", "both"):
+                    await kill(target)
 
-                before = engine.stats()["tokens_recomputed"]
-                plant(engine, point, fault)
-                results[point] = await try_to_move(engine, f"s{i}")
-                await all_up(engine)
-                answers = await asyncio.gather(reader, quiet)
-                for answer, tokens in zip(answers, wanted, strict=True):
-                    assert answer.error is None, (point, answer.error)
-                    assert answer.tokens == tokens, point
-                # Of each stream the step in flight, twice if both lanes died under it.
-                assert engine.stats()["tokens_recomputed"] - before <= 4, point
-            if victim == "source":
-                assert results == dict.fromkeys(POINTS, "moved")
-            else:
-                assert all("lane" in results[p] for p in BEFORE_COMMIT), results
-                assert all(results[p] == "moved" for p in POINTS[5:]), results
-            await no_leaks(engine)
-            arenas = tmp_path / "kv" / "arena"
-            await until(lambda: len(list(arenas.iterdir())) == 2)
-
-    run(work())
+            before = engine.stats()["tokens_recomputed"]
+            plant(engine, point, fault)
+            results[point] = await try_to_move(engine, f"s{i}")
+            await all_up(engine)
+            answers = await asyncio.gather(reader, quiet)
+            for answer, tokens in zip(answers, wanted, strict=True):
+                assert answer.error is None, (point, answer.error)
+                assert answer.tokens == tokens, point
+            # Of each stream the step in flight, twice if both lanes died under it.
+            assert engine.stats()["tokens_recomputed"] - before <= 4, point
+        if victim == "source":
+            assert results == dict.fromkeys(POINTS, "moved")
+        else:
+            assert all("lane" in results[p] for p in BEFORE_COMMIT), results
+            assert all(results[p] == "moved" for p in POINTS[5:]), results
+        await no_leaks(engine)
+        arenas = site.folder / "kv" / "arena"
+        await until(lambda: len(list(arenas.iterdir())) == 2)
 
 
-def test_clients_leave_at_every_point(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """The turn ends, the session stays usable, and no place or seat is lost."""
+async def test_clients_leave_at_every_point(site: Site, reference: Reference) -> None:
+    """The turn ends, the session stays usable, and no slot or seat is lost."""
+    async with two_lanes(site) as engine:
+        for i, point in enumerate(POINTS):
+            name, prompt = f"s{i}", words(10 + i, 300 + 40 * i)
+            generation, reader = await start(engine, name, prompt, 500)
 
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            for i, point in enumerate(POINTS):
-                name, prompt = f"s{i}", words(10 + i, 300 + 40 * i)
-                generation, reader = await start(engine, name, prompt, 500)
+            async def fault(generation: Generation = generation) -> None:
+                generation.cancel()
 
-                async def fault(generation: Generation = generation) -> None:
-                    generation.cancel()
-
-                plant(engine, point, fault)
-                result = await try_to_move(engine, name)
-                if point in ("P1", "P2", "P3", "P4"):
-                    assert result != "moved", point
-                if point in ("P5", "P6", "P7", "P8"):
-                    assert result == "moved", point
-                reader.cancel()
-                await until(lambda: not engine.state.turns)
-                asked = asyncio.get_running_loop().time()
-                again = await read(engine.submit(request(prompt, 20, session=name)))
-                assert again.tokens == reference.tokens(prompt, 20)
-                assert asyncio.get_running_loop().time() - asked < migration.FIRST_COMMIT_S
-            await no_leaks(engine)
-
-    run(work())
+            plant(engine, point, fault)
+            result = await try_to_move(engine, name)
+            if point in ("P1", "P2", "P3", "P4"):
+                assert result != "moved", point
+            if point in ("P5", "P6", "P7", "P8"):
+                assert result == "moved", point
+            reader.cancel()
+            await until(lambda: not engine.state.turns)
+            asked = asyncio.get_running_loop().time()
+            again = await read(engine.submit(request(prompt, 20, session=name)))
+            assert again.tokens == reference.tokens(prompt, 20)
+            assert asyncio.get_running_loop().time() - asked < migration.FIRST_COMMIT_S
+        await no_leaks(engine)
 
 
-def test_sessions_are_dropped_at_every_point(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """The verb waits for the move, or ends it; afterwards there is nothing left of the session."""
-
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            for i, point in enumerate(POINTS):
-                name, prompt = f"s{i}", words(30 + i, 300)
-                _, reader = await start(engine, name, prompt, 500)
-                drops: list[asyncio.Future[Any]] = []
-
-                async def fault(name: str = name, drops: list[Any] = drops) -> None:
-                    drops.append(asyncio.ensure_future(engine.drop("", name)))
-                    await asyncio.sleep(0.01)
-
-                plant(engine, point, fault)
-                reasons.add(await try_to_move(engine, name))
-                await asyncio.gather(*drops)
-                assert (await reader).error is not None
-                assert ("", name) not in engine.state.sessions
-            await no_leaks(engine)
-            assert not any(loop.sessions for loop in engine.state.lanes)
+async def test_sessions_are_dropped_at_every_point(site: Site, reference: Reference) -> None:
+    """A drop waits for the move or ends it, and leaves nothing of the session."""
 
     reasons: set[str] = set()
-    run(work())
+    async with two_lanes(site) as engine:
+        for i, point in enumerate(POINTS):
+            name, prompt = f"s{i}", words(30 + i, 300)
+            _, reader = await start(engine, name, prompt, 500)
+            drops: list[asyncio.Future[Any]] = []
+
+            async def fault(name: str = name, drops: list[Any] = drops) -> None:
+                drops.append(asyncio.ensure_future(engine.drop("", name)))
+                await asyncio.sleep(0.01)
+
+            plant(engine, point, fault)
+            reasons.add(await try_to_move(engine, name))
+            await asyncio.gather(*drops)
+            assert (await reader).error is not None
+            assert ("", name) not in engine.state.sessions
+        await no_leaks(engine)
+        assert not any(loop.sessions for loop in engine.state.lanes)
     assert "its request was cancelled" in reasons
 
 
@@ -207,90 +192,77 @@ def test_sessions_are_dropped_at_every_point(
     "point",
     [p if p in ("P2", "P4", "P5") else pytest.param(p, marks=pytest.mark.slow) for p in POINTS],
 )
-def test_the_daemon_stops_at_every_point(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, point: str
+async def test_the_daemon_stops_at_every_point(
+    site: Site, reference: Reference, point: str
 ) -> None:
-    """The ledger names one owner, and the session goes on in the next life."""
+    """The ledger names one owner, and the session goes on in the next engine."""
     prompt = words(50, 500)
 
-    async def work() -> None:
-        told: list[int] = []
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            _, reader = await start(engine, "s", prompt, 400)
-            stopping: list[asyncio.Future[None]] = []
+    received: list[int] = []
+    async with two_lanes(site) as engine:
+        _, reader = await start(engine, "s", prompt, 400)
+        stopping: list[asyncio.Future[None]] = []
 
-            async def fault() -> None:
-                stopping.append(asyncio.ensure_future(engine.stop(0.0)))
-                await asyncio.sleep(0.02)
+        async def fault() -> None:
+            stopping.append(asyncio.ensure_future(engine.stop(0.0)))
+            await asyncio.sleep(0.02)
 
-            plant(engine, point, fault)
-            await try_to_move(engine, "s")
-            await asyncio.gather(*stopping)
-            told = (await reader).tokens
-            assert told == reference.tokens(prompt, len(told))
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            longer = [*prompt, *told, 5]
-            answer = await read(engine.submit(request(longer, 20, session="s")))
-            assert answer.tokens == reference.tokens(longer, 20)
-
-    run(work())
+        plant(engine, point, fault)
+        await try_to_move(engine, "s")
+        await asyncio.gather(*stopping)
+        received = (await reader).tokens
+        assert received == reference.tokens(prompt, len(received))
+    async with two_lanes(site) as engine:
+        longer = [*prompt, *received, 5]
+        answer = await read(engine.submit(request(longer, 20, session="s")))
+        assert answer.tokens == reference.tokens(longer, 20)
 
 
 @pytest.mark.parametrize(
     "error", [LedgerRefused("planted"), StoreFull("the disk is full (planted)")]
 )
-def test_an_owner_the_ledger_refuses_does_not_compute(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, error: Exception
+async def test_an_owner_the_ledger_refuses_does_not_compute(
+    site: Site, reference: Reference, error: Exception
 ) -> None:
     prompt = words(60, 300)
+    async with two_lanes(site) as engine:
+        generation, reader = await start(engine, "s", prompt, 400)
+        session, ledger = engine.state.sessions["", "s"], engine.running.store.ledger
+        epoch, here = session.epoch, lanes_of(engine, "s")[0]
+        real = ledger.set_owner
 
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            generation, reader = await start(engine, "s", prompt, 400)
-            session, ledger = engine.state.sessions["", "s"], engine.running.store.ledger
-            epoch, here = session.epoch, lanes_of(engine, "s")[0]
-            real = ledger.set_owner
+        def refuse(*_: Any) -> Future[int]:
+            future: Future[int] = Future()
+            future.set_exception(error)
+            return future
 
-            def refuse(*_: Any) -> Future[int]:
-                future: Future[int] = Future()
-                future.set_exception(error)
-                return future
-
-            ledger.set_owner = refuse  # type: ignore[method-assign]
-            assert "the ledger refused" in await try_to_move(engine, "s")
-            assert (session.epoch, lanes_of(engine, "s")[0]) == (epoch, here)
-            ledger.set_owner = real  # type: ignore[method-assign]
-            at = generation.completion_tokens
-            await until(lambda: generation.completion_tokens > at + 5)
-            assert await try_to_move(engine, "s") == "moved"
-            assert session.epoch == epoch + 2  # a number that was tried is not used again
-            answer = await reader
-            assert answer.error is None
-            assert answer.tokens == reference.tokens(prompt, 400)
-
-    run(work())
+        ledger.set_owner = refuse  # type: ignore[method-assign]
+        assert "the ledger refused" in await try_to_move(engine, "s")
+        assert (session.epoch, lanes_of(engine, "s")[0]) == (epoch, here)
+        ledger.set_owner = real  # type: ignore[method-assign]
+        at = generation.completion_tokens
+        await until(lambda: generation.completion_tokens > at + 5)
+        assert await try_to_move(engine, "s") == "moved"
+        assert session.epoch == epoch + 2  # a number that was tried is not used again
+        answer = await reader
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(prompt, 400)
 
 
-def test_rows_that_do_not_prove_themselves_stay(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """A record is flipped in the source's arena: the rows are good there, and go nowhere."""
+async def test_rows_that_do_not_prove_themselves_stay(site: Site, reference: Reference) -> None:
+    """A session with a flipped record in the source's arena stays, as its rows are good there."""
     prompt = words(70, 400)
+    async with two_lanes(site) as engine:
+        _, reader = await start(engine, "s", prompt, 300)
+        session, (source, _) = engine.state.sessions["", "s"], lanes_of(engine, "s")
 
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            _, reader = await start(engine, "s", prompt, 300)
-            session, (source, _) = engine.state.sessions["", "s"], lanes_of(engine, "s")
+        async def fault() -> None:
+            flip_record(source, session)
 
-            async def fault() -> None:
-                flip_record(source, session)
-
-            plant(engine, "P2", fault)
-            assert "could not be proven" in await try_to_move(engine, "s")
-            assert lanes_of(engine, "s")[0] is source
-            assert (await reader).tokens == reference.tokens(prompt, 300)
-
-    run(work())
+        plant(engine, "P2", fault)
+        assert "could not be proven" in await try_to_move(engine, "s")
+        assert lanes_of(engine, "s")[0] is source
+        assert (await reader).tokens == reference.tokens(prompt, 300)
 
 
 def flip_record(loop: LaneLoop, session: Session) -> None:
@@ -302,59 +274,45 @@ def flip_record(loop: LaneLoop, session: Session) -> None:
     os.pwrite(arena.fd, bytes(byte ^ 0x5A for byte in record[:8]), at)
 
 
-def test_turns_leave_a_lane_that_does_not_come_back(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """Its worker cannot start: their open rows are imported from the dead arena elsewhere."""
+async def test_turns_leave_a_lane_that_does_not_come_back(site: Site, reference: Reference) -> None:
+    """Open rows of a lane whose worker cannot start are imported on the other lane."""
     prompts = [words(80 + i, 200 + 30 * i) for i in range(4)]
+    async with two_lanes(site) as engine:
+        started = [await start(engine, f"s{i}", p, 1000) for i, p in enumerate(prompts)]
+        source, target = engine.state.lanes
+        n_there = len(source.running)
+        assert n_there
+        supervisor = engine.running.supervisor
+        may_start, restart = asyncio.Event(), supervisor.restart
 
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            started = [await start(engine, f"s{i}", p, 1000) for i, p in enumerate(prompts)]
-            source, target = engine.state.lanes
-            n_there = len(source.running)
-            assert n_there
-            supervisor = engine.running.supervisor
-            may_start, restart = asyncio.Event(), supervisor.restart
+        async def later(*given: Any) -> None:
+            await may_start.wait()
+            await restart(*given)
 
-            async def later(*given: Any) -> None:
-                await may_start.wait()
-                await restart(*given)
-
-            source.lane.backoff_s = lambda: 1.0  # type: ignore[method-assign]
-            supervisor.restart = later  # type: ignore[method-assign]
-            await kill(source)
-            answers = await asyncio.gather(*(reader for _, reader in started))
-            assert [a.tokens for a in answers] == [reference.tokens(p, 1000) for p in prompts]
-            assert engine.stats()["tokens_recomputed"] <= n_there
-            assert all(home is target for home in engine.state.home.values())
-            may_start.set()
-            await all_up(engine)
-
-    run(work())
+        source.lane.backoff_s = lambda: 1.0  # type: ignore[method-assign]
+        supervisor.restart = later  # type: ignore[method-assign]
+        await kill(source)
+        answers = await asyncio.gather(*(reader for _, reader in started))
+        assert [a.tokens for a in answers] == [reference.tokens(p, 1000) for p in prompts]
+        assert engine.stats()["tokens_recomputed"] <= n_there
+        assert all(home is target for home in engine.state.home.values())
+        may_start.set()
+        await all_up(engine)
 
 
-def test_a_lane_that_hangs_is_no_place_to_move_to(
-    pocket_path: Path,
-    tmp_path: Path,
-    cache_dir: Path,
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_lane_that_hangs_is_no_place_to_move_to(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stopped worker looks alive; the stream goes on meanwhile, and later it can move there."""
+    """A move to a stopped worker fails while the stream goes on, and succeeds later."""
     monkeypatch.setattr(migration, "ANSWER_S", 0.3)
     prompt = words(90, 300)
-
-    async def work() -> None:
-        async with two_lanes(pocket_path, tmp_path, cache_dir) as engine:
-            generation, reader = await start(engine, "s", prompt, 900)
-            _, target = lanes_of(engine, "s")
-            os.kill(target.lane.pid, signal.SIGSTOP)
-            before = generation.completion_tokens
-            assert "does not answer" in await try_to_move(engine, "s")
-            assert generation.completion_tokens > before + 20
-            os.kill(target.lane.pid, signal.SIGCONT)
-            assert await try_to_move(engine, "s") == "moved"
-            assert (await reader).tokens == reference.tokens(prompt, 900)
-
-    run(work())
+    async with two_lanes(site) as engine:
+        generation, reader = await start(engine, "s", prompt, 900)
+        _, target = lanes_of(engine, "s")
+        os.kill(target.lane.pid, signal.SIGSTOP)
+        before = generation.completion_tokens
+        assert "does not answer" in await try_to_move(engine, "s")
+        assert generation.completion_tokens > before + 20
+        os.kill(target.lane.pid, signal.SIGCONT)
+        assert await try_to_move(engine, "s") == "moved"
+        assert (await reader).tokens == reference.tokens(prompt, 900)

@@ -1,7 +1,7 @@
-"""Everything at once, by chance: turns, edits, moves, deaths, parks, cancels, on small arenas.
+"""Random turns, edits, moves, deaths, parks and cancels on small arenas.
 
 HashLM's next token depends on every byte of KV before it, so one wrong, stale or foreign row
-shows in the stream. A seed repeats the choices, not the interleaving.
+changes the stream. A seed repeats the choices, not the interleaving.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -20,14 +19,14 @@ from batchengine.core import BatchEngineError
 from batchengine.engine import Engine
 from bench.hashlm import WORKER_COMMAND, HashTimeline
 from tests.engine.placement.test_migration_faults import slots_held, slots_open
-from tests.support.engines import read, request, run, running_engine, until
+from tests.support.engines import Site, read, request, running_engine, until
 
 VOCAB = 2048
 MOVES_PER_KILL = 6
 
 
 class Said:
-    """What HashLM says after a timeline; steps along with it."""
+    """The tokens HashLM answers after a timeline, checked one by one."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -42,7 +41,7 @@ class Said:
 
 
 async def client(engine: Engine, name: str, rng: random.Random, tally: dict[str, int]) -> None:
-    """One conversation after another: continued, edited, broken off, asked again."""
+    """One conversation after another: continued, edited, cancelled, repeated."""
     history = [rng.randrange(20, VOCAB) for _ in range(rng.choice([3, 90, 255, 256, 600]))]
     said = Said()
     while not tally["over"]:
@@ -79,7 +78,7 @@ async def client(engine: Engine, name: str, rng: random.Random, tally: dict[str,
 
 
 async def weather(engine: Engine, rng: random.Random, tally: dict[str, int], names: int) -> None:
-    """Moves mostly; now and then a park, or the end of a worker."""
+    """Mostly moves; sometimes a park, or the death of a worker."""
     while not tally["over"]:
         await asyncio.sleep(rng.random() * 0.006)
         name, chance = f"c{rng.randrange(names)}", rng.random()
@@ -98,8 +97,8 @@ async def weather(engine: Engine, rng: random.Random, tally: dict[str, int], nam
                     os.kill(lane.pid, signal.SIGKILL)
 
 
-def storm(model: Path, folder: Path, cache_dir: Path, seed: int, kills: int) -> dict[str, int]:
-    """Until so many workers were killed, each after some turns; checks what must hold then."""
+async def storm(site: Site, seed: int, kills: int) -> dict[str, int]:
+    """Run until so many workers were killed, each after some turns; check what must hold then."""
     rng = random.Random(seed)
     lanes = tuple(
         LaneConfig(name=name, threads=1, entries_max=4, places=14, chunk_tokens_max=64)
@@ -108,38 +107,33 @@ def storm(model: Path, folder: Path, cache_dir: Path, seed: int, kills: int) -> 
     tally = dict.fromkeys(("over", "tokens", "turns", "moves", "parks", "kills"), 0)
     tally["kills_max"] = kills
 
-    async def work() -> None:
-        async with running_engine(
-            model, folder, cache_dir, WORKER_COMMAND, lanes, store__budget_bytes=24 << 20
-        ) as engine:
-            tasks = [
-                asyncio.ensure_future(client(engine, f"c{i}", random.Random(rng.random()), tally))
-                for i in range(6)
-            ]
-            sky = asyncio.ensure_future(weather(engine, rng, tally, 6))
-            async with asyncio.timeout(100):
-                while tally["kills"] < kills:
-                    await asyncio.sleep(0.05)
-                    for task in (*tasks, sky):
-                        if task.done():
-                            task.result()
-                tally["over"] = 1
-                await asyncio.gather(sky, *tasks)
-            await until(lambda: not engine.state.turns)
-            for loop in engine.state.lanes:
-                await until(lambda loop=loop: slots_held(loop) == slots_open(loop))
-                assert loop.seats.expected == 0
-                assert not loop.kv.importing.imports
-            tally["recomputed"] = engine.stats()["tokens_recomputed"]
-            tally["computed"] = engine.stats()["tokens_computed"]
-
-    run(work())
+    async with running_engine(site, WORKER_COMMAND, lanes, store__budget_bytes=24 << 20) as engine:
+        tasks = [
+            asyncio.ensure_future(client(engine, f"c{i}", random.Random(rng.random()), tally))
+            for i in range(6)
+        ]
+        sky = asyncio.ensure_future(weather(engine, rng, tally, 6))
+        async with asyncio.timeout(100):
+            while tally["kills"] < kills:
+                await asyncio.sleep(0.05)
+                for task in (*tasks, sky):
+                    if task.done():
+                        task.result()
+            tally["over"] = 1
+            await asyncio.gather(sky, *tasks)
+        await until(lambda: not engine.state.turns)
+        for loop in engine.state.lanes:
+            await until(lambda loop=loop: slots_held(loop) == slots_open(loop))
+            assert loop.seats.expected == 0
+            assert not loop.kv.importing.imports
+        tally["recomputed"] = engine.stats()["tokens_recomputed"]
+        tally["computed"] = engine.stats()["tokens_computed"]
     return tally
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_storm(pocket_path: Path, tmp_path: Path, cache_dir: Path, seed: int) -> None:
-    tally = storm(pocket_path, tmp_path, cache_dir, seed, 6)
+async def test_a_storm(site: Site, seed: int) -> None:
+    tally = await storm(site, seed, 6)
     assert tally["moves"] >= 6 * MOVES_PER_KILL
     assert tally["recomputed"] < tally["computed"] / 4, tally
 
@@ -147,5 +141,5 @@ def test_a_storm(pocket_path: Path, tmp_path: Path, cache_dir: Path, seed: int) 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(100, 130))
-def test_a_long_storm(pocket_path: Path, tmp_path: Path, cache_dir: Path, seed: int) -> None:
-    storm(pocket_path, tmp_path, cache_dir, seed, 40)
+async def test_a_long_storm(site: Site, seed: int) -> None:
+    await storm(site, seed, 40)

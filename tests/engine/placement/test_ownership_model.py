@@ -1,8 +1,9 @@
-"""Who owns a session while it moves: every crash at every point, in a model and in the real code.
+"""The owner of a session during a migration: every crash at every point, in a model and in real
+code.
 
 The model is a plain state machine of the protocol P0-P8, searched breadth first with up to three
-faults; its rules of states and epochs are the product's own table and the ledger's own records.
-The real code then plays every (point, fault, kind of session) in the simulated world.
+faults; its rules of states and epochs are the product's own table and the ledger's own records. The
+real code then runs every (point, fault, kind of session) in the simulation.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NAME = "\x1fs"
 
 
 class Model(NamedTuple):
-    """One moment. `runs` is who computes the session; `epoch` and `owner` are the ledger's."""
+    """One state. `runs` is the computing lane; `epoch` and `owner` are the ledger's."""
 
     point: int = 0  # steps of the protocol that are done
     state: State = State.RUNNING
@@ -48,7 +49,7 @@ class Model(NamedTuple):
 
 
 class Protocol:
-    """What each step does. A subclass with another order is another protocol."""
+    """What each step does; a subclass with another order is another protocol."""
 
     commit_at = 5
 
@@ -69,7 +70,7 @@ class Protocol:
         return now._replace(point=point, moving=point < 8)
 
     def abort(self, now: Model) -> Model:
-        """Before the commit: as if nothing had been asked."""
+        """End a move before its commit, as if it had not been requested."""
         state = now.state
         if state is State.FROZEN:
             state = after(after(state, Event.THAW), Event.START)
@@ -79,13 +80,13 @@ class Protocol:
 
 
 def after(state: State, event: Event) -> State:
-    """By the product's table; a missing entry is a defect of the protocol."""
+    """The next state by the product's table; a missing entry is a defect of the protocol."""
     return TRANSITIONS[state][event]
 
 
 @functools.cache
 def ledger_epoch(before: int, asked: int) -> int:
-    """By the product's record: a real ledger row says whether the epoch may follow."""
+    """The epoch after the product's record, which decides whether it may follow."""
     db = sqlite3.connect(":memory:", isolation_level=None)
     try:
         for statement in writes.SCHEMA.split(";"):
@@ -113,7 +114,7 @@ def faults(now: Model) -> Iterator[Model]:
 
 
 def recoveries(now: Model) -> Iterator[Model]:
-    """Workers come back; an engine comes back and asks the ledger; the owner goes on."""
+    """Workers start again; an engine starts again and reads the ledger; the owner goes on."""
     if not now.engine_up:
         epoch = ledger_epoch(now.epoch, now.epoch + 1)
         yield now._replace(
@@ -198,20 +199,20 @@ async def strike(stage: Stage, fault: str, ends: tuple[str, str]) -> None:
 
 
 def scene(point: str, fault: str, kind: str) -> None:
-    """One hand-over, one fault; the answer is right, and one lane has the session afterwards."""
+    """One migration with one fault: the answer is right, and one lane has the session then."""
     prompt, n = words(3, 300), 60
 
     async def script(stage: Stage) -> None:
         session = "s" if kind != "anonymous" else None
         if kind == "idle":
             await stage.answer(prompt, n, "s")
-            told, reader = None, None
+            generation, reader = None, None
             name = "s"
         else:
-            told = stage.ask(prompt, n, session)
-            reader = stage.start(told)
-            await stage.computed(told, 9)
-            name = told.session_id
+            generation = stage.ask(prompt, n, session)
+            reader = stage.start(generation)
+            await stage.computed(generation, 9)
+            name = generation.session_id
         key = next(k for loop in stage.now.loops for k, s in loop.sessions.items()
                    if s.session_id == name)  # fmt: skip
         source = stage.up.state.home[key].lane.name
@@ -255,9 +256,9 @@ def scene(point: str, fault: str, kind: str) -> None:
 
 
 async def check_end(stage: Stage, point: str, fault: str, result: str) -> None:
-    """Before P5 the session is where it was, from P5 on it is where it should be.
+    """Before P5 the session is on its old lane, from P5 on where it should be.
 
-    A death at P4 may be heard of before P5 or after it.
+    A death at P4 may be noticed before P5 or after it.
     """
     if fault == "none":
         assert result == "moved"
@@ -271,7 +272,7 @@ MATRIX = list(itertools.product(POINTS, FAULTS, ["running", "idle", "anonymous"]
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_every_fault_at_every_point_of_a_hand_over(point: str) -> None:
+def test_every_fault_at_every_point_of_a_migration(point: str) -> None:
     for at, fault, kind in MATRIX:
         if at == point:
             try:

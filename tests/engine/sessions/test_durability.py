@@ -1,10 +1,8 @@
-"""kill -9 of a whole engine, and the next life: nothing that was told is lost or changed."""
+"""After kill -9 of a whole engine, no token that was sent is lost or changed in the next one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,338 +13,277 @@ from bench.hashlm import LAYOUT, WORKER_COMMAND, hashlm_tokens
 from kv_store.errors import StoreFull
 from tests.engine.test_worker_faults import FAULTY
 from tests.support.engine_process import engine_process
-from tests.support.engines import Reference, read, request, run, running_engine, until, words
+from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 from tests.support.faulty_worker import CRASH_ENGINE
 
 
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("level", ["turn", "power"])
-def test_a_killed_engine_is_resumed_without_losing_a_told_token(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, level: str
+async def test_a_killed_engine_is_resumed_without_losing_a_sent_token(
+    site: Site, reference: Reference, level: str
 ) -> None:
-    """Three sessions of different lengths, killed amid their answers, each three times."""
+    """Three sessions, killed several times during their answers, end with the right tokens."""
     prompts = {"a": words(1, 30), "b": words(2, 700), "c": words(3, 250)}
     sampling = Sampling(temperature=0.7, seed=5)
     whole = {name: reference.tokens(p, 200, sampling) for name, p in prompts.items()}
 
-    async def work() -> None:
-        told: dict[str, list[int]] = {}
-        async with engine_process(
-            pocket_path, tmp_path, cache_dir, store__durability=level
-        ) as engine:
-            asked = {
-                name: engine.ask("submit", prompt=p, n=200, session=name, temperature=0.7, seed=5)
-                for name, p in prompts.items()
-            }
+    sent: dict[str, list[int]] = {}
+    async with engine_process(site, store__durability=level) as engine:
+        asked = {
+            name: engine.ask("submit", prompt=p, n=200, session=name, temperature=0.7, seed=5)
+            for name, p in prompts.items()
+        }
+        for name, at in asked.items():
+            sent[name] = (await engine.tokens(at, 25))[0]
+        await engine.kill()
+        for name, at in asked.items():
+            sent[name] += (await engine.tokens(at))[0]
+    for life in range(2):
+        async with engine_process(site, store__durability=level) as engine:
+            asked = {}
+            for name in prompts:
+                record = await engine.call("record", session=name)
+                durable = record["tokens"][len(prompts[name]) :]
+                assert durable == whole[name][: len(durable)]
+                if level == "power":
+                    assert len(durable) >= len(sent[name])
+                asked[name] = engine.ask("resume", session=name, from_token=len(sent[name]))
             for name, at in asked.items():
-                told[name] = (await engine.tokens(at, 25))[0]
-            await engine.kill()
-            for name, at in asked.items():
-                told[name] += (await engine.tokens(at))[0]
-        for life in range(2):
-            async with engine_process(
-                pocket_path, tmp_path, cache_dir, store__durability=level
-            ) as engine:
-                asked = {}
-                for name in prompts:
-                    record = await engine.call("record", session=name)
-                    durable = record["tokens"][len(prompts[name]) :]
-                    assert durable == whole[name][: len(durable)]
-                    if level == "power":
-                        assert len(durable) >= len(told[name])
-                    asked[name] = engine.ask("resume", session=name, from_token=len(told[name]))
+                sent[name] += (await engine.tokens(at, 40 if life == 0 else 1000))[0]
+            if life == 0:
+                await engine.kill()
                 for name, at in asked.items():
-                    told[name] += (await engine.tokens(at, 40 if life == 0 else 1000))[0]
-                if life == 0:
-                    await engine.kill()
-                    for name, at in asked.items():
-                        told[name] += (await engine.tokens(at))[0]
-        assert told == whole
-
-    run(work())
+                    sent[name] += (await engine.tokens(at))[0]
+    assert sent == whole
 
 
-@pytest.mark.parametrize(("prompt_tokens", "told_tokens"), [(2100, 50), (130, 60), (760, 20)])
-def test_little_is_computed_again_after_everything_was_killed(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, prompt_tokens: int, told_tokens: int
+@pytest.mark.parametrize(("prompt_tokens", "sent_tokens"), [(2100, 50), (130, 60), (760, 20)])
+async def test_little_is_computed_again_after_everything_was_killed(
+    site: Site, prompt_tokens: int, sent_tokens: int
 ) -> None:
-    """HashLM: one wrong byte of KV would change every later token. What the dead engine had not
-    sealed is imported row by row; only tokens the ledger had not heard of are computed twice."""
+    """At most eight tokens are computed twice: rows that were not sealed are imported, and HashLM,
+    whose every token depends on each byte of KV, shows that they are right."""
     prompt = words(4, prompt_tokens)
     whole = hashlm_tokens(prompt, 300)
-
-    async def work() -> None:
-        async with engine_process(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            at = engine.ask("submit", prompt=prompt, n=300, session="s")
-            told, _ = await engine.tokens(at, told_tokens)
-            await engine.kill()
-            told += (await engine.tokens(at))[0]
-        async with engine_process(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            durable = len((await engine.call("record", session="s"))["tokens"])
-            at = engine.ask("resume", session="s", from_token=len(told))
-            tokens, last = await engine.tokens(at)
-            assert told + tokens == whole
-            computed = (await engine.call("computed"))["tokens"]
-            # the last token has no KV: one step for each token that follows a durable one
-            again = computed - (prompt_tokens + 300 - durable)
-            assert again <= 8, (again, last)
-            assert last["usage"]["cached_tokens"] >= prompt_tokens - 8
-
-    run(work())
+    async with engine_process(site, WORKER_COMMAND) as engine:
+        at = engine.ask("submit", prompt=prompt, n=300, session="s")
+        sent, _ = await engine.tokens(at, sent_tokens)
+        await engine.kill()
+        sent += (await engine.tokens(at))[0]
+    async with engine_process(site, WORKER_COMMAND) as engine:
+        durable = len((await engine.call("record", session="s"))["tokens"])
+        at = engine.ask("resume", session="s", from_token=len(sent))
+        tokens, last = await engine.tokens(at)
+        assert sent + tokens == whole
+        computed = (await engine.call("computed"))["tokens"]
+        # the last token has no KV: one step for each token that follows a durable one
+        again = computed - (prompt_tokens + 300 - durable)
+        assert again <= 8, (again, last)
+        assert last["usage"]["cached_tokens"] >= prompt_tokens - 8
 
 
-def test_a_client_that_sends_its_request_again_gets_the_same_answer(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_client_that_sends_its_request_again_gets_the_same_answer(
+    site: Site, reference: Reference
 ) -> None:
-    """And one that sends the longer history it was told wins over a ledger that lacks its end."""
+    """A repeated request is answered alike; one with the longer history that the client received
+    goes on from there, although the ledger lacks its end."""
     prompt = words(5, 60)
     whole = reference.tokens(prompt, 120)
-
-    async def work() -> None:
-        async with engine_process(pocket_path, tmp_path, cache_dir) as engine:
-            for session in ("s", "t"):
-                at = engine.ask("submit", prompt=prompt, n=120, session=session)
-                told, _ = await engine.tokens(at, 40)
-            await engine.kill()
-        async with engine_process(pocket_path, tmp_path, cache_dir) as engine:
-            at = engine.ask("submit", prompt=prompt, n=120, session="s")
-            assert (await engine.tokens(at))[0] == whole
-            longer = [*prompt, *whole[:40]]
-            at = engine.ask("submit", prompt=longer, n=80, session="t")
-            assert (await engine.tokens(at))[0] == whole[40:]
-            record = await engine.call("record", session="t")
-            assert record["tokens"] == prompt + whole
-            assert told == whole[:40]
-
-    run(work())
+    async with engine_process(site) as engine:
+        for session in ("s", "t"):
+            at = engine.ask("submit", prompt=prompt, n=120, session=session)
+            sent, _ = await engine.tokens(at, 40)
+        await engine.kill()
+    async with engine_process(site) as engine:
+        at = engine.ask("submit", prompt=prompt, n=120, session="s")
+        assert (await engine.tokens(at))[0] == whole
+        longer = [*prompt, *whole[:40]]
+        at = engine.ask("submit", prompt=longer, n=80, session="t")
+        assert (await engine.tokens(at))[0] == whole[40:]
+        record = await engine.call("record", session="t")
+        assert record["tokens"] == prompt + whole
+        assert sent == whole[:40]
 
 
-def test_interrupted_sessions_are_listed_until_they_go_on(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
+async def test_interrupted_sessions_are_listed_until_they_go_on(site: Site) -> None:
     prompt = words(6, 30)
-
-    async def work() -> None:
-        async with engine_process(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            await engine.tokens(engine.ask("submit", prompt=prompt, n=5, session="whole"))
-            await engine.tokens(engine.ask("submit", prompt=prompt, n=900, session="cut"), 3)
-            await engine.kill()
-        async with engine_process(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            rows = (await engine.call("sessions"))["sessions"]
-            assert [(row["session_id"], row["state"]) for row in rows] == [("cut", "interrupted")]
-            await engine.tokens(engine.ask("resume", session="cut"), 1)
-            (row,) = (await engine.call("sessions"))["sessions"]
-            assert row["session_id"] == "cut"
-            assert row["state"] != "interrupted"  # a fast lane may even have finished it
-
-    run(work())
+    async with engine_process(site, WORKER_COMMAND) as engine:
+        await engine.tokens(engine.ask("submit", prompt=prompt, n=5, session="whole"))
+        await engine.tokens(engine.ask("submit", prompt=prompt, n=900, session="cut"), 3)
+        await engine.kill()
+    async with engine_process(site, WORKER_COMMAND) as engine:
+        rows = (await engine.call("sessions"))["sessions"]
+        assert [(row["session_id"], row["state"]) for row in rows] == [("cut", "interrupted")]
+        await engine.tokens(engine.ask("resume", session="cut"), 1)
+        (row,) = (await engine.call("sessions"))["sessions"]
+        assert row["session_id"] == "cut"
+        assert row["state"] != "interrupted"  # a fast lane may even have finished it
 
 
-def test_the_engine_can_be_killed_at_any_moment(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    """Eight lives of growing length; every told token is HashLM's, in order, once."""
+async def test_the_engine_can_be_killed_at_any_moment(site: Site) -> None:
+    """Over eight kills, every token that was sent is HashLM's, in order, once."""
     prompts = {f"s{i}": words(20 + i, 200 + 90 * i) for i in range(4)}
     whole = {name: hashlm_tokens(p, 250) for name, p in prompts.items()}
 
-    async def work() -> None:
-        told: dict[str, list[int]] = {name: [] for name in prompts}
-        for life in range(9):
-            async with engine_process(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+    sent: dict[str, list[int]] = {name: [] for name in prompts}
+    for life in range(9):
+        async with engine_process(site, WORKER_COMMAND) as engine:
 
-                async def one(name: str) -> None:
-                    at = engine.ask("resume", session=name, from_token=len(told[name]))
+            async def one(name: str) -> None:
+                at = engine.ask("resume", session=name, from_token=len(sent[name]))
+                tokens, last = await engine.tokens(at)
+                if last.get("error") == "session_not_found":  # it was not durable yet
+                    assert sent[name] == []
+                    at = engine.ask("submit", prompt=prompts[name], n=250, session=name)
                     tokens, last = await engine.tokens(at)
-                    if last.get("error") == "session_not_found":  # it was not durable yet
-                        assert told[name] == []
-                        at = engine.ask("submit", prompt=prompts[name], n=250, session=name)
-                        tokens, last = await engine.tokens(at)
-                    told[name] += tokens
+                sent[name] += tokens
 
-                readers = [asyncio.ensure_future(one(name)) for name in prompts]
-                if life < 8:
-                    await asyncio.sleep(0.02 + 0.03 * life)
-                    await engine.kill()
-                await asyncio.gather(*readers)
-        assert told == whole
-
-    run(work())
+            readers = [asyncio.ensure_future(one(name)) for name in prompts]
+            if life < 8:
+                await asyncio.sleep(0.02 + 0.03 * life)
+                await engine.kill()
+            await asyncio.gather(*readers)
+    assert sent == whole
 
 
-def test_level_power_tells_nothing_that_is_not_durable(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_level_power_sends_nothing_that_is_not_durable(
+    site: Site, reference: Reference
 ) -> None:
-    """The ledger's disk fails amid a stream: what was told until then is all there, and no more
-    is told, though the lane computes on."""
+    """When the ledger's disk fails during a stream, all tokens sent until then are durable, and
+    none is sent afterwards, although the lane computes on."""
     prompt = words(7, 40)
+    async with running_engine(site, store__durability="power") as engine:
+        ledger = engine.running.store.ledger
+        transact, commits = ledger._transact, [0]
 
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, store__durability="power"
-        ) as engine:
-            ledger = engine.running.store.ledger
-            transact, commits = ledger._transact, [0]
+        def dying(intents: Any) -> Any:
+            commits[0] += 1
+            if commits[0] > 30:
+                raise ledger._latch(OSError(5, "injected EIO"))
+            return transact(intents)
 
-            def dying(intents: Any) -> Any:
-                commits[0] += 1
-                if commits[0] > 30:
-                    raise ledger._latch(OSError(5, "injected EIO"))
-                return transact(intents)
-
-            ledger._transact = dying
-            generation = engine.submit(request(prompt, 400, session="s"))
-            answer = await read(generation)
-            assert answer.error is not None
-            assert engine.fatal is not None
-            told = answer.tokens
-            assert 0 < len(told) < 400
-            assert told == reference.tokens(prompt, 400)[: len(told)]
-            with pytest.raises(BatchEngineError) as error:
-                engine.submit(request(prompt, 5))
-            assert error.value.kind is Kind.UNAVAILABLE
-            record = await asyncio.wrap_future(ledger.load_session("\x1fs"))
-            assert record is not None
-            assert record.tokens[: len(prompt) + len(told)] == prompt + told
-
-    run(work())
+        ledger._transact = dying
+        generation = engine.submit(request(prompt, 400, session="s"))
+        answer = await read(generation)
+        assert answer.error is not None
+        assert engine.fatal is not None
+        sent = answer.tokens
+        assert 0 < len(sent) < 400
+        assert sent == reference.tokens(prompt, 400)[: len(sent)]
+        with pytest.raises(BatchEngineError) as error:
+            engine.submit(request(prompt, 5))
+        assert error.value.kind is Kind.UNAVAILABLE
+        record = await asyncio.wrap_future(ledger.load_session("\x1fs"))
+        assert record is not None
+        assert record.tokens[: len(prompt) + len(sent)] == prompt + sent
 
 
 @pytest.mark.parametrize("choice", ["fail", "finish"])
-def test_a_full_disk_ends_running_turns_as_configured(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference, choice: str
+async def test_a_full_disk_ends_running_turns_as_configured(
+    site: Site, reference: Reference, choice: str
 ) -> None:
     prompt = words(8, 40)
+    async with running_engine(site, store__full_disk=choice) as engine:
+        generation = engine.submit(request(prompt, 300, session="s"))
+        reader = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > 50)
+        ledger = engine.running.store.ledger
 
-    async def work() -> None:
-        async with running_engine(
-            pocket_path, tmp_path, cache_dir, store__full_disk=choice
-        ) as engine:
-            generation = engine.submit(request(prompt, 300, session="s"))
-            reader = asyncio.ensure_future(read(generation))
-            await until(lambda: generation.completion_tokens > 50)
-            ledger = engine.running.store.ledger
+        def refuse(_: Any) -> Any:
+            raise StoreFull("the disk is full")
 
-            def refuse(_: Any) -> Any:
-                raise StoreFull("the disk is full")
-
-            real, ledger._transact = ledger._transact, refuse
-            answer = await reader
-            assert answer.tokens == reference.tokens(prompt, 300)
-            if choice == "finish":
-                assert answer.done is not None
-                assert not answer.done.usage.durable
-            else:
-                assert answer.error is not None
-                assert answer.error.name == "durability_unavailable"
-            refused = await read(engine.submit(request(words(9, 9), 5, session="new")))
-            assert refused.error is not None
-            assert (refused.error.kind, refused.tokens) == (Kind.UNAVAILABLE, [])
-            ledger._transact = real
-
-    run(work())
+        real, ledger._transact = ledger._transact, refuse
+        answer = await reader
+        assert answer.tokens == reference.tokens(prompt, 300)
+        if choice == "finish":
+            assert answer.done is not None
+            assert not answer.done.usage.durable
+        else:
+            assert answer.error is not None
+            assert answer.error.name == "durability_unavailable"
+        refused = await read(engine.submit(request(words(9, 9), 5, session="new")))
+        assert refused.error is not None
+        assert (refused.error.kind, refused.tokens) == (Kind.UNAVAILABLE, [])
+        ledger._transact = real
 
 
-def test_a_session_that_crashes_the_engine_is_quarantined(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    """Its first death looks like an accident; then it computes alone, marked, and dies twice."""
+async def test_a_session_that_crashes_the_engine_is_quarantined(site: Site) -> None:
+    """After its first crash a session computes alone; after two of those it is refused."""
     good, bad = words(10, 30), [*words(11, 30), CRASH_ENGINE, *words(12, 5)]
 
-    async def work() -> None:
-        lives = 0
-        while True:
-            async with engine_process(
-                pocket_path, tmp_path, cache_dir, FAULTY, store__durability="power"
-            ) as engine:
-                at = engine.ask("submit", prompt=bad, n=50, session="bad")
-                other = engine.ask("submit", prompt=good, n=50, session=f"good{lives}")
-                told, last = await engine.tokens(at)
-                lives += 1
-                assert told == []
-                if "error" in last:
-                    assert last["error"] == "session_quarantined"
-                    assert len((await engine.tokens(other))[0]) == 50
-                    again = await engine.call("resume", session="bad")
-                    assert again["error"] == "session_quarantined"
-                    break
-                assert lives < 5
-        assert lives == 4
-
-    run(work())
+    lives = 0
+    while True:
+        async with engine_process(site, FAULTY, store__durability="power") as engine:
+            at = engine.ask("submit", prompt=bad, n=50, session="bad")
+            other = engine.ask("submit", prompt=good, n=50, session=f"good{lives}")
+            sent, last = await engine.tokens(at)
+            lives += 1
+            assert sent == []
+            if "error" in last:
+                assert last["error"] == "session_quarantined"
+                assert len((await engine.tokens(other))[0]) == 50
+                again = await engine.call("resume", session="bad")
+                assert again["error"] == "session_quarantined"
+                break
+            assert lives < 5
+    assert lives == 4
 
 
-async def killed(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, prompts: dict[str, list[int]], at_least: int
-) -> dict[str, list[int]]:
-    """What a HashLM engine had told of 300 tokens per session when it was killed."""
-    told: dict[str, list[int]] = {}
-    async with engine_process(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
+async def killed(site: Site, prompts: dict[str, list[int]], at_least: int) -> dict[str, list[int]]:
+    """The tokens that a HashLM engine had sent, of 300 per session, when it was killed."""
+    sent: dict[str, list[int]] = {}
+    async with engine_process(site, WORKER_COMMAND) as engine:
         asked = {
             name: engine.ask("submit", prompt=p, n=300, session=name) for name, p in prompts.items()
         }
         for name, at in asked.items():
-            told[name] = (await engine.tokens(at, at_least))[0]
+            sent[name] = (await engine.tokens(at, at_least))[0]
         await engine.kill()
         for name, at in asked.items():
-            told[name] += (await engine.tokens(at))[0]
-    return told
+            sent[name] += (await engine.tokens(at))[0]
+    return sent
 
 
-def test_arenas_of_a_dead_engine_go_once_nobody_wants_their_rows(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+async def test_arenas_of_a_dead_engine_go_once_no_session_wants_their_rows(
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "TIDY_S", 0.02)
     prompts = {"a": words(13, 100), "b": words(14, 400)}
-    arenas = tmp_path / "kv" / "arena"
+    arenas = site.folder / "kv" / "arena"
 
-    async def work() -> None:
-        told = await killed(pocket_path, tmp_path, cache_dir, prompts, 20)
-        left = {path.name for path in arenas.iterdir()}
-        assert len(left) == 1
-        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            for name, prompt in prompts.items():
-                await asyncio.sleep(0.1)
-                assert left < {path.name for path in arenas.iterdir()}, "b still wants it"
-                answer = await read(await engine.resume("", name, len(told[name])))
-                assert told[name] + answer.tokens == hashlm_tokens(prompt, 300)
-            await until(lambda: not left & {path.name for path in arenas.iterdir()})
-
-    run(work())
+    sent = await killed(site, prompts, 20)
+    left = {path.name for path in arenas.iterdir()}
+    assert len(left) == 1
+    async with running_engine(site, WORKER_COMMAND) as engine:
+        for name, prompt in prompts.items():
+            await asyncio.sleep(0.1)
+            assert left < {path.name for path in arenas.iterdir()}, "b still wants it"
+            answer = await read(await engine.resume("", name, len(sent[name])))
+            assert sent[name] + answer.tokens == hashlm_tokens(prompt, 300)
+        await until(lambda: not left & {path.name for path in arenas.iterdir()})
 
 
-def test_damaged_rows_of_a_dead_engine_are_computed_again(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    """No row proves itself any more; the sealed pages before them still count."""
+async def test_damaged_rows_of_a_dead_engine_are_computed_again(site: Site) -> None:
+    """Rows without a valid record are computed again; sealed pages before them are used."""
     prompts = {"s": words(15, 600)}
     layout = LAYOUT
 
-    async def work() -> None:
-        told = await killed(pocket_path, tmp_path, cache_dir, prompts, 150)  # pages are sealed
-        (path,) = (tmp_path / "kv" / "arena").iterdir()
-        size = path.stat().st_size
-        slots = (size - 65536) // (layout.page_bytes + 8192)
-        with path.open("r+b") as file:
-            for slot in range(slots):
-                at = 65536 + slot * layout.page_bytes
-                file.seek(at)
-                page = bytearray(file.read(layout.payload_bytes))
-                page[layout.payload_bytes // 2 :] = b"\x55" * (layout.payload_bytes // 2)
-                file.seek(at)
-                file.write(page)
-        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            answer = await read(await engine.resume("", "s", len(told["s"])))
-            assert told["s"] + answer.tokens == hashlm_tokens(prompts["s"], 300)
-            assert answer.done is not None
-            assert answer.done.usage.cached_tokens == 512
-            assert answer.done.usage.reuse_reason == "tail lost with its worker"
-            rejected = engine.metrics.kv_rejected_total.labels("worker")
-            assert rejected._value.get() == 1
-
-    run(work())
+    sent = await killed(site, prompts, 150)  # pages are sealed
+    (path,) = (site.folder / "kv" / "arena").iterdir()
+    size = path.stat().st_size
+    slots = (size - 65536) // (layout.page_bytes + 8192)
+    with path.open("r+b") as file:
+        for slot in range(slots):
+            at = 65536 + slot * layout.page_bytes
+            file.seek(at)
+            page = bytearray(file.read(layout.payload_bytes))
+            page[layout.payload_bytes // 2 :] = b"\x55" * (layout.payload_bytes // 2)
+            file.seek(at)
+            file.write(page)
+    async with running_engine(site, WORKER_COMMAND) as engine:
+        answer = await read(await engine.resume("", "s", len(sent["s"])))
+        assert sent["s"] + answer.tokens == hashlm_tokens(prompts["s"], 300)
+        assert answer.done is not None
+        assert answer.done.usage.cached_tokens == 512
+        assert answer.done.usage.reuse_reason == "tail lost with its worker"
+        rejected = engine.metrics.kv_rejected_total.labels("worker")
+        assert rejected._value.get() == 1

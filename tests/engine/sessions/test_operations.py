@@ -1,4 +1,4 @@
-"""What is refused: each refusal says what is true, and leaves nothing behind."""
+"""Refused operations of sessions: each error states the cause, and changes nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import sqlite3
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from batchengine.engine import Engine
 from kv_store.ledger import writes
 from service import operations
 from service.http.answers import error_headers, status_of
-from tests.support.engines import read, request, run, running_engine, until, words
+from tests.support.engines import Site, read, request, running_engine, until, words
 
 
 def full_disk(_: Sequence[object]) -> Any:
@@ -27,7 +26,7 @@ def full_disk(_: Sequence[object]) -> Any:
 
 
 async def refused(verb: Any) -> tuple[Kind, str]:
-    """Kind and name of what must be refused."""
+    """Kind and name of the error of an operation."""
     with pytest.raises(BatchEngineError) as caught:
         await verb
     return caught.value.kind, caught.value.name
@@ -38,167 +37,133 @@ def ledger_of(engine: Engine) -> Any:
     return engine.running.store.ledger
 
 
-def test_a_session_whose_first_turn_was_refused_cannot_be_parked(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_session_whose_first_turn_was_refused_cannot_be_parked(
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk was full, and has room again: the ledger has never heard of the session."""
+    """A session that the ledger does not know, because the disk was full, is refused as unknown."""
+    async with running_engine(site) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(ledger_of(engine), "_transact_once", full_disk)
+            answer = await read(engine.submit(request(words(3, 20), 5, session="n")))
+        assert answer.error is not None
+        assert answer.error.name == "durability_unavailable"
+        await until(lambda: not engine.state.queues)
+        assert await refused(engine.park("", "n", "c1")) == (
+            Kind.NOT_FOUND,
+            "session_not_found",
+        )
+        assert engine.running.recovery.session_of("", ["c1"]) is None
+        again = await read(engine.submit(request(words(3, 20), 5, session="n")))
+        assert len(again.tokens) == 5
+        assert (await engine.park("", "n", "c1"))["state"] == "parked"
+        assert engine.running.recovery.session_of("", ["c1"]) == "n"
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            with monkeypatch.context() as patch:
-                patch.setattr(ledger_of(engine), "_transact_once", full_disk)
-                answer = await read(engine.submit(request(words(3, 20), 5, session="n")))
+
+async def test_a_session_is_parked_though_its_last_turn_was_refused(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session is parked in a second engine, where the ledger still names the first as owner."""
+    async with running_engine(site) as engine:
+        first = await read(engine.submit(request(words(4, 20), 5, session="s")))
+    async with running_engine(site) as engine:
+        longer = [*words(4, 20), *first.tokens, 7]
+        with monkeypatch.context() as patch:
+            patch.setattr(ledger_of(engine), "_transact_once", full_disk)
+            answer = await read(engine.submit(request(longer, 5, session="s")))
             assert answer.error is not None
-            assert answer.error.name == "durability_unavailable"
             await until(lambda: not engine.state.queues)
-            assert await refused(engine.park("", "n", "c1")) == (
-                Kind.NOT_FOUND,
-                "session_not_found",
-            )
+            kind, name = await refused(engine.park("", "s", "c1"))
+            assert (kind, name) == (Kind.UNAVAILABLE, "durability_unavailable")
             assert engine.running.recovery.session_of("", ["c1"]) is None
-            again = await read(engine.submit(request(words(3, 20), 5, session="n")))
-            assert len(again.tokens) == 5
-            assert (await engine.park("", "n", "c1"))["state"] == "parked"
-            assert engine.running.recovery.session_of("", ["c1"]) == "n"
-
-    run(work())
-
-
-def test_a_session_is_parked_though_its_last_turn_was_refused(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a second life, where the ledger's owner is still that of the first."""
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            first = await read(engine.submit(request(words(4, 20), 5, session="s")))
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            longer = [*words(4, 20), *first.tokens, 7]
-            with monkeypatch.context() as patch:
-                patch.setattr(ledger_of(engine), "_transact_once", full_disk)
-                answer = await read(engine.submit(request(longer, 5, session="s")))
-                assert answer.error is not None
-                await until(lambda: not engine.state.queues)
-                kind, name = await refused(engine.park("", "s", "c1"))
-                assert (kind, name) == (Kind.UNAVAILABLE, "durability_unavailable")
-                assert engine.running.recovery.session_of("", ["c1"]) is None
-                (session,) = engine.state.sessions.values()
-                assert engine.state.facts[session.key].meta.parked is None
-            assert (await engine.park("", "s", "c1"))["state"] == "parked"
-            assert engine.running.recovery.session_of("", ["c1"]) == "s"
-
-    run(work())
-
-
-def test_a_park_that_another_owner_overtakes_is_to_be_asked_again(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(request(words(5, 20), 5, session="s")))
             (session,) = engine.state.sessions.values()
-            session.logged_epoch += 1
-            assert await refused(engine.park("", "s", "c1")) == (Kind.CONFLICT, "session_busy")
-            session.logged_epoch -= 1
-            assert engine.running.recovery.session_of("", ["c1"]) is None
-            assert (await engine.park("", "s", "c1"))["state"] == "parked"
-
-    run(work())
+            assert engine.state.facts[session.key].meta.parked is None
+        assert (await engine.park("", "s", "c1"))["state"] == "parked"
+        assert engine.running.recovery.session_of("", ["c1"]) == "s"
 
 
-def test_a_call_of_a_session_that_was_dropped_meanwhile_leads_nowhere(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(request(words(8, 20), 5, session="s")))
-            park, drop = engine.park("", "s", "c1"), engine.drop("", "s")
-            await asyncio.gather(park, drop, return_exceptions=True)
-            assert engine.running.recovery.session_of("", ["c1"]) is None
-
-    run(work())
+async def test_a_park_that_another_owner_overtakes_is_to_be_asked_again(site: Site) -> None:
+    async with running_engine(site) as engine:
+        await read(engine.submit(request(words(5, 20), 5, session="s")))
+        (session,) = engine.state.sessions.values()
+        session.logged_epoch += 1
+        assert await refused(engine.park("", "s", "c1")) == (Kind.CONFLICT, "session_busy")
+        session.logged_epoch -= 1
+        assert engine.running.recovery.session_of("", ["c1"]) is None
+        assert (await engine.park("", "s", "c1"))["state"] == "parked"
 
 
-def test_a_fork_says_whether_its_source_went_or_its_name_is_taken(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(request(words(6, 20), 5, session="s")))
-            assert (await engine.fork("", "s", "taken"))["tokens"] == 25
-            assert await refused(engine.fork("", "s", "taken")) == (Kind.CONFLICT, "session_exists")
-            ledger = ledger_of(engine)
-            real = ledger.append
-
-            def overtaken(*ops: writes.Op) -> Any:
-                ledger.append = real
-                real(writes.DropSession("\x1fs"))
-                return real(*ops)
-
-            ledger.append = overtaken
-            assert await refused(engine.fork("", "s", "new")) == (
-                Kind.NOT_FOUND,
-                "session_not_found",
-            )
-
-    run(work())
+async def test_a_call_of_a_session_that_was_dropped_meanwhile_leads_nowhere(site: Site) -> None:
+    async with running_engine(site) as engine:
+        await read(engine.submit(request(words(8, 20), 5, session="s")))
+        park, drop = engine.park("", "s", "c1"), engine.drop("", "s")
+        await asyncio.gather(park, drop, return_exceptions=True)
+        assert engine.running.recovery.session_of("", ["c1"]) is None
 
 
-def test_two_keys_with_one_idempotency_key_each_explain_their_own(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    """The session's id is made of the key alone, so both have it."""
+async def test_a_fork_says_whether_its_source_went_or_its_name_is_taken(site: Site) -> None:
+    async with running_engine(site) as engine:
+        await read(engine.submit(request(words(6, 20), 5, session="s")))
+        assert (await engine.fork("", "s", "taken"))["tokens"] == 25
+        assert await refused(engine.fork("", "s", "taken")) == (Kind.CONFLICT, "session_exists")
+        ledger = ledger_of(engine)
+        real = ledger.append
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            name = ""
+        def overtaken(*ops: writes.Op) -> Any:
+            ledger.append = real
+            real(writes.DropSession("\x1fs"))
+            return real(*ops)
 
-            async def explain(tenant: str) -> Any:
-                subject = operations.own_subject(operations.EXPLAIN, engine, tenant, name)
-                return await operations.perform(operations.EXPLAIN, engine, subject, {})
+        ledger.append = overtaken
+        assert await refused(engine.fork("", "s", "new")) == (
+            Kind.NOT_FOUND,
+            "session_not_found",
+        )
 
-            for tenant in ("alpha", "beta"):
-                asked = request(words(7, 20), 3, tenant=tenant)
-                generation = engine.submit(dataclasses.replace(asked, idempotency_key="k"))
-                await read(generation)
-                name = generation.session_id
-            for tenant in ("alpha", "beta"):
-                assert (await explain(tenant))["kind"] == "session"
-                assert engine.explain(name, tenant)["tenant"] == tenant
-                assert [row["tenant"] for row in engine.sessions(tenant)] == [tenant]
-                assert engine.has_session(tenant, name)
-            assert len(engine.sessions()) == 2
-            assert not engine.has_session("gamma", name)
-            assert await refused(explain("gamma")) == (
-                Kind.NOT_FOUND,
-                "not_found",
-            )
-            with pytest.raises(BatchEngineError) as caught:
-                engine.explain(name)
-            assert caught.value.kind is Kind.CONFLICT
 
-    run(work())
+async def test_two_keys_with_one_idempotency_key_each_explain_their_own(site: Site) -> None:
+    """Two API keys with one idempotency key, and so one session id, each find their own request."""
+    async with running_engine(site) as engine:
+        name = ""
+
+        async def explain(tenant: str) -> Any:
+            subject = operations.own_subject(operations.EXPLAIN, engine, tenant, name)
+            return await operations.perform(operations.EXPLAIN, engine, subject, {})
+
+        for tenant in ("alpha", "beta"):
+            asked = request(words(7, 20), 3, tenant=tenant)
+            generation = engine.submit(dataclasses.replace(asked, idempotency_key="k"))
+            await read(generation)
+            name = generation.session_id
+        for tenant in ("alpha", "beta"):
+            assert (await explain(tenant))["kind"] == "session"
+            assert engine.explain(name, tenant)["tenant"] == tenant
+            assert [row["tenant"] for row in engine.sessions(tenant)] == [tenant]
+            assert engine.has_session(tenant, name)
+        assert len(engine.sessions()) == 2
+        assert not engine.has_session("gamma", name)
+        assert await refused(explain("gamma")) == (
+            Kind.NOT_FOUND,
+            "not_found",
+        )
+        with pytest.raises(BatchEngineError) as caught:
+            engine.explain(name)
+        assert caught.value.kind is Kind.CONFLICT
 
 
 def test_what_can_never_run_here_is_not_to_be_tried_again() -> None:
-    """A status of 503 had clients send it for ever."""
+    """The error is not retryable: with status 503 clients would send the request for ever."""
     error = errors.REQUEST_TOO_LARGE(pages_max=9, budget=8)
     assert (error.code, error.kind) == ("BE2301", Kind.INVALID)
     assert status_of(error) == 400
     assert error_headers(error) == {"x-should-retry": "false"}
 
 
-def test_presence_tells_memory_from_the_ledger(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            assert await engine.presence("", "s") is Presence.UNKNOWN
-            await read(engine.submit(request(words(6, 20), 2, session="s")))
-            assert await engine.presence("", "s") is Presence.IN_MEMORY
-            assert await engine.presence("other", "s") is Presence.UNKNOWN
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            assert await engine.presence("", "s") is Presence.STORED
-            assert await engine.presence("other", "s") is Presence.UNKNOWN
-
-    run(work())
+async def test_presence_tells_memory_from_the_ledger(site: Site) -> None:
+    async with running_engine(site) as engine:
+        assert await engine.presence("", "s") is Presence.UNKNOWN
+        await read(engine.submit(request(words(6, 20), 2, session="s")))
+        assert await engine.presence("", "s") is Presence.IN_MEMORY
+        assert await engine.presence("other", "s") is Presence.UNKNOWN
+    async with running_engine(site) as engine:
+        assert await engine.presence("", "s") is Presence.STORED
+        assert await engine.presence("other", "s") is Presence.UNKNOWN

@@ -1,4 +1,4 @@
-"""Sessions that come back: forked, edited, parked, dropped; in one life and the next."""
+"""Sessions that are forked, edited, parked and dropped, in one engine and the next."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import contextlib
 import dataclasses
 import sqlite3
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,297 +14,245 @@ from batchengine.core import BatchEngineError, GenerationRequest, Kind
 from batchengine.engine import Engine
 from batchengine.engine.sessions import recovery
 from bench.hashlm import WORKER_COMMAND, hashlm_tokens
-from tests.support.engines import Reference, read, request, run, running_engine, until, words
-
-
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
+from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
 
 @pytest.mark.parametrize(("at", "why"), [(300, "sealed page"), (590, "open page was not kept")])
-def test_an_edit_after_a_restart_says_what_could_not_be_reused(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, at: int, why: str
+async def test_an_edit_after_a_restart_says_what_could_not_be_reused(
+    site: Site, at: int, why: str
 ) -> None:
     start = words(14, 600)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(start, 10, session="s")))
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            edited = [*start[:at], 77, *start[at + 1 :], *one.tokens, 55]
-            two = await read(engine.submit(request(edited, 10, session="s")))
-            assert two.done is not None
-            reason = two.done.usage.reuse_reason
-            assert reason.startswith(f"history edited at token {at}")
-            assert why in reason
-            assert two.done.usage.cached_tokens == at // 256 * 256
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(request(start, 10, session="s")))
+    async with running_engine(site) as engine:
+        edited = [*start[:at], 77, *start[at + 1 :], *one.tokens, 55]
+        two = await read(engine.submit(request(edited, 10, session="s")))
+        assert two.done is not None
+        reason = two.done.usage.reuse_reason
+        assert reason.startswith(f"history edited at token {at}")
+        assert why in reason
+        assert two.done.usage.cached_tokens == at // 256 * 256
 
 
 def full_pages(engine: Engine) -> int:
-    """Published pages that are no tails: those come and go with idle sessions."""
+    """Published pages that are not tails, which come and go with idle sessions."""
     store = engine.stats()["store"]
     return int(store["pages_published"]) - int(store["tails"])
 
 
-def test_forks_share_their_past_and_go_their_own_ways(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_forks_share_their_past_and_go_their_own_ways(
+    site: Site, reference: Reference
 ) -> None:
     start = words(11, 700)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(start, 20, session="s")))
-            await until(lambda: int(engine.stats()["pages_sealed"]) >= 2)
-            for name in ("f0", "f1", "f2"):
-                fork = await engine.fork("", "s", name)
-                assert fork["tokens"] == 720
-                assert fork["pages_shared"] == 2
-            pages = full_pages(engine)
-            for index, name in enumerate(("f0", "f1", "f2", "s")):
-                prompt = [*start, *one.tokens, *words(20 + index, 9)]
-                answer = await read(engine.submit(request(prompt, 12, session=name)))
-                assert answer.tokens == reference.tokens(prompt, 12)
-                assert answer.done is not None
-                assert answer.done.usage.cached_tokens >= 512
-            assert full_pages(engine) == pages
-            with pytest.raises(BatchEngineError) as error:
-                await engine.fork("", "s", "f0")
-            assert error.value.name == "session_exists"
-            with pytest.raises(BatchEngineError) as error:
-                await engine.fork("", "nobody", "x")
-            assert error.value.kind is Kind.NOT_FOUND
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(request(start, 20, session="s")))
+        await until(lambda: int(engine.stats()["pages_sealed"]) >= 2)
+        for name in ("f0", "f1", "f2"):
+            fork = await engine.fork("", "s", name)
+            assert fork["tokens"] == 720
+            assert fork["pages_shared"] == 2
+        pages = full_pages(engine)
+        for index, name in enumerate(("f0", "f1", "f2", "s")):
+            prompt = [*start, *one.tokens, *words(20 + index, 9)]
+            answer = await read(engine.submit(request(prompt, 12, session=name)))
+            assert answer.tokens == reference.tokens(prompt, 12)
+            assert answer.done is not None
+            assert answer.done.usage.cached_tokens >= 512
+        assert full_pages(engine) == pages
+        with pytest.raises(BatchEngineError) as error:
+            await engine.fork("", "s", "f0")
+        assert error.value.name == "session_exists"
+        with pytest.raises(BatchEngineError) as error:
+            await engine.fork("", "nobody", "x")
+        assert error.value.kind is Kind.NOT_FOUND
 
 
-def test_a_dropped_session_is_gone_and_its_name_is_free(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_dropped_session_is_gone_and_its_name_is_free(
+    site: Site, reference: Reference
 ) -> None:
     prompt = words(12, 50)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            running = engine.submit(request(prompt, 500, session="s"))
-            reader = asyncio.ensure_future(read(running))
-            await until(lambda: running.completion_tokens > 5)
-            dropped = await engine.drop("", "s")
-            assert dropped["state"] == "dropped"
-            ended = await reader
-            assert ended.error is not None
-            with pytest.raises(BatchEngineError) as error:
-                await engine.resume("", "s")
-            assert error.value.kind is Kind.NOT_FOUND
-            fresh = await read(engine.submit(request(words(13, 9), 5, session="s")))
-            assert fresh.tokens == reference.tokens(words(13, 9), 5)
-
-    run(work())
+    async with running_engine(site) as engine:
+        running = engine.submit(request(prompt, 500, session="s"))
+        reader = asyncio.ensure_future(read(running))
+        await until(lambda: running.completion_tokens > 5)
+        dropped = await engine.drop("", "s")
+        assert dropped["state"] == "dropped"
+        ended = await reader
+        assert ended.error is not None
+        with pytest.raises(BatchEngineError) as error:
+            await engine.resume("", "s")
+        assert error.value.kind is Kind.NOT_FOUND
+        fresh = await read(engine.submit(request(words(13, 9), 5, session="s")))
+        assert fresh.tokens == reference.tokens(words(13, 9), 5)
 
 
-def test_the_tail_of_a_dropped_session_is_found_by_its_fork(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_the_tail_of_a_dropped_session_is_found_by_its_fork(
+    site: Site, reference: Reference
 ) -> None:
     prompt = words(15, 90)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(prompt, 20, session="s")))
-            await engine.park("", "s", None)
-            await engine.fork("", "s", "twin")
-            await engine.drop("", "s")
-            assert engine.stats()["store"]["tails"] == 1
-            longer = [*prompt, *one.tokens, 7]
-            two = await read(engine.submit(request(longer, 4, session="twin")))
-            assert two.tokens == reference.tokens(longer, 4)
-            assert two.done is not None
-            assert two.done.usage.cached_tokens > 100
-            await engine.park("", "twin", None)
-            await engine.drop("", "twin")
-            assert engine.stats()["store"]["pages_pinned"] == 0, "what is left may be evicted"
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(request(prompt, 20, session="s")))
+        await engine.park("", "s", None)
+        await engine.fork("", "s", "twin")
+        await engine.drop("", "s")
+        assert engine.stats()["store"]["tails"] == 1
+        longer = [*prompt, *one.tokens, 7]
+        two = await read(engine.submit(request(longer, 4, session="twin")))
+        assert two.tokens == reference.tokens(longer, 4)
+        assert two.done is not None
+        assert two.done.usage.cached_tokens > 100
+        await engine.park("", "twin", None)
+        await engine.drop("", "twin")
+        assert engine.stats()["store"]["pages_pinned"] == 0, "what is left may be evicted"
 
 
-def test_why_names_the_first_token_that_differs(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
+async def test_why_names_the_first_token_that_differs(site: Site) -> None:
     start = words(14, 600)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(start, 10, session="s")))
-            edited = [*start[:300], 77, *start[301:], *one.tokens, 55]
-            two = await read(engine.submit(request(edited, 10, session="s")))
-            assert two.done is not None
-            assert "history edited at token 300" in two.done.usage.reuse_reason
-            why = await engine.why("", "s")
-            assert why["edit"]["first_difference"] == 300
-            assert why["edit"]["old_token"] == start[300]
-            assert why["edit"]["new_token"] == 77
-            assert engine.text.piece(start[300]).decode() in why["edit"]["old_text"]
-            assert why["edit"]["tokens_reused"] == two.done.usage.cached_tokens
-            longer = [*edited, *two.tokens, 8]
-            three = await read(engine.submit(request(longer, 10, session="s")))
-            assert three.done is not None
-            assert three.done.usage.reuse_reason == ""
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            why = await engine.why("", "s")
-            assert why["edit"]["first_difference"] == 300
-            assert not why["last"]["is_edit"]
-            detail = await engine.session_detail("", "s")
-            assert [turn["status"] for turn in detail["turns"]] == ["done"] * 3
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(request(start, 10, session="s")))
+        edited = [*start[:300], 77, *start[301:], *one.tokens, 55]
+        two = await read(engine.submit(request(edited, 10, session="s")))
+        assert two.done is not None
+        assert "history edited at token 300" in two.done.usage.reuse_reason
+        why = await engine.why("", "s")
+        assert why["edit"]["first_difference"] == 300
+        assert why["edit"]["old_token"] == start[300]
+        assert why["edit"]["new_token"] == 77
+        assert engine.text.piece(start[300]).decode() in why["edit"]["old_text"]
+        assert why["edit"]["tokens_reused"] == two.done.usage.cached_tokens
+        longer = [*edited, *two.tokens, 8]
+        three = await read(engine.submit(request(longer, 10, session="s")))
+        assert three.done is not None
+        assert three.done.usage.reuse_reason == ""
+    async with running_engine(site) as engine:
+        why = await engine.why("", "s")
+        assert why["edit"]["first_difference"] == 300
+        assert not why["last"]["is_edit"]
+        detail = await engine.session_detail("", "s")
+        assert [turn["status"] for turn in detail["turns"]] == ["done"] * 3
 
 
-def test_after_a_clean_restart_nothing_is_computed_again(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_after_a_clean_restart_nothing_is_computed_again(
+    site: Site, reference: Reference
 ) -> None:
-    """Sealed pages and the parked tail: all but the last token, which never had KV."""
+    """Sealed pages and the parked tail hold all tokens but the last, which never had KV."""
     start = words(15, 700)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(start, 20, session="s")))
-        longer = [*start, *one.tokens, *words(16, 9)]
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            two = await read(engine.submit(request(longer, 20, session="s")))
-            assert two.tokens == reference.tokens(longer, 20)
-            assert two.done is not None
-            assert two.done.usage.cached_tokens == 719
-            assert two.done.usage.reuse_reason == ""
-            row = engine.sessions()[0]
-            assert (row["tokens_reused"], row["tokens_prompt"], row["reason"]) == (719, 729, "")
-            used = engine.metrics.kv_restored_tokens_used_total
-            assert used._value.get() == 719
-            assert engine.stats()["tokens_computed"] == 10 + 19
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(request(start, 20, session="s")))
+    longer = [*start, *one.tokens, *words(16, 9)]
+    async with running_engine(site) as engine:
+        two = await read(engine.submit(request(longer, 20, session="s")))
+        assert two.tokens == reference.tokens(longer, 20)
+        assert two.done is not None
+        assert two.done.usage.cached_tokens == 719
+        assert two.done.usage.reuse_reason == ""
+        row = engine.sessions()[0]
+        assert (row["tokens_reused"], row["tokens_prompt"], row["reason"]) == (719, 729, "")
+        used = engine.metrics.kv_restored_tokens_used_total
+        assert used._value.get() == 719
+        assert engine.stats()["tokens_computed"] == 10 + 19
 
 
-def test_a_parked_session_leaves_its_lane_and_comes_back_by_its_tool_call(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_parked_session_leaves_its_lane_and_comes_back_by_its_tool_call(
+    site: Site, reference: Reference
 ) -> None:
-    """The next request names no session, only the call whose result it carries."""
+    """A request that names no session, only the tool call it answers, goes on with that session."""
     start = words(17, 300)
 
     def after(history: list[int], call: str) -> GenerationRequest:
         made = request([*history, *words(18, 20)], 10)
         return dataclasses.replace(made, tool_call_ids=("older", call))
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir, lane__places=12) as engine:
-            asked = dataclasses.replace(request(start, 30, session="s"), park=True)
-            one = await read(engine.submit(asked))
-            await engine.park("", "s", "call-1")
-            loop = engine.state.lanes[0]
-            await until(lambda: engine.sessions()[0]["pages"] == 0)
-            await until(lambda: loop.kv.slots.available == 12)
-            assert int(engine.stats()["store"]["pages_pinned"]) == 0
-            history = [*start, *one.tokens]
-            stranger = dataclasses.replace(after(history, "call-1"), tenant="other")
-            assert (await read(engine.submit(stranger))).done is not None
-            two = await read(engine.submit(after(history, "call-1")))
-            assert two.done is not None
-            assert two.done.usage.session_id == "s"
-            assert two.done.usage.cached_tokens == 329
-            history += [*words(18, 20), *two.tokens]
-            assert two.tokens == reference.tokens(history[:-10], 10)
-            parked = await engine.park("", "s", "call-2")
-            assert parked["tool_calls"] == ("call-1", "call-2")
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            three = await read(engine.submit(after(history, "call-2")))
-            assert three.done is not None
-            assert three.done.usage.session_id == "s"
-            assert three.done.usage.cached_tokens == len(history) - 1
-            assert three.tokens == reference.tokens([*history, *words(18, 20)], 10)
-            with pytest.raises(BatchEngineError) as error:
-                await engine.park("", "nobody")
-            assert error.value.kind is Kind.NOT_FOUND
-
-    run(work())
+    async with running_engine(site, lane__places=12) as engine:
+        asked = dataclasses.replace(request(start, 30, session="s"), park=True)
+        one = await read(engine.submit(asked))
+        await engine.park("", "s", "call-1")
+        loop = engine.state.lanes[0]
+        await until(lambda: engine.sessions()[0]["pages"] == 0)
+        await until(lambda: loop.kv.slots.available == 12)
+        assert int(engine.stats()["store"]["pages_pinned"]) == 0
+        history = [*start, *one.tokens]
+        stranger = dataclasses.replace(after(history, "call-1"), tenant="other")
+        assert (await read(engine.submit(stranger))).done is not None
+        two = await read(engine.submit(after(history, "call-1")))
+        assert two.done is not None
+        assert two.done.usage.session_id == "s"
+        assert two.done.usage.cached_tokens == 329
+        history += [*words(18, 20), *two.tokens]
+        assert two.tokens == reference.tokens(history[:-10], 10)
+        parked = await engine.park("", "s", "call-2")
+        assert parked["tool_calls"] == ("call-1", "call-2")
+    async with running_engine(site) as engine:
+        three = await read(engine.submit(after(history, "call-2")))
+        assert three.done is not None
+        assert three.done.usage.session_id == "s"
+        assert three.done.usage.cached_tokens == len(history) - 1
+        assert three.tokens == reference.tokens([*history, *words(18, 20)], 10)
+        with pytest.raises(BatchEngineError) as error:
+            await engine.park("", "nobody")
+        assert error.value.kind is Kind.NOT_FOUND
 
 
-def test_the_calls_of_one_tenant_do_not_evict_those_of_another(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+async def test_the_calls_of_one_tenant_do_not_evict_those_of_another(
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "CALLS_MAX", 4)
     monkeypatch.setattr(recovery, "CALLS_ALL", 6)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            links = engine.running.recovery
-            links.remember_call("small", "mine", "s")
-            for number in range(20):
-                links.remember_call("large", f"call-{number}", "x")
-            assert links.session_of("small", ["mine"]) == "s"
-            found = [links.session_of("large", [f"call-{number}"]) for number in range(20)]
-            assert found == [None] * 16 + ["x"] * 4
-            for tenant in ("third", "fourth"):
-                links.remember_call(tenant, "call", "y")
-            assert links.session_of("small", ["mine"]) == "s"
-            assert links.session_of("large", ["call-16"]) is None
-            assert links.session_of("large", ["call-17"]) == "x"
-            links.forget("large", "x")
-            assert links.session_of("large", ["call-19"]) is None
-
-    run(work())
+    async with running_engine(site, WORKER_COMMAND) as engine:
+        links = engine.running.recovery
+        links.remember_call("small", "mine", "s")
+        for number in range(20):
+            links.remember_call("large", f"call-{number}", "x")
+        assert links.session_of("small", ["mine"]) == "s"
+        found = [links.session_of("large", [f"call-{number}"]) for number in range(20)]
+        assert found == [None] * 16 + ["x"] * 4
+        for tenant in ("third", "fourth"):
+            links.remember_call(tenant, "call", "y")
+        assert links.session_of("small", ["mine"]) == "s"
+        assert links.session_of("large", ["call-16"]) is None
+        assert links.session_of("large", ["call-17"]) == "x"
+        links.forget("large", "x")
+        assert links.session_of("large", ["call-19"]) is None
 
 
-def test_a_fork_takes_the_tail_along(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
+async def test_a_fork_takes_the_tail_along(site: Site, reference: Reference) -> None:
     start = words(19, 400)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(start, 20, session="s")))
-            for name in ("x", "y"):
-                await engine.fork("", "s", name)
-            for index, name in enumerate(("x", "y", "s")):
-                prompt = [*start, *one.tokens, *words(30 + index, 9)]
-                answer = await read(engine.submit(request(prompt, 12, session=name)))
-                assert answer.tokens == reference.tokens(prompt, 12)
-                assert answer.done is not None
-                assert answer.done.usage.cached_tokens == 419
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(request(start, 20, session="s")))
+        for name in ("x", "y"):
+            await engine.fork("", "s", name)
+        for index, name in enumerate(("x", "y", "s")):
+            prompt = [*start, *one.tokens, *words(30 + index, 9)]
+            answer = await read(engine.submit(request(prompt, 12, session=name)))
+            assert answer.tokens == reference.tokens(prompt, 12)
+            assert answer.done is not None
+            assert answer.done.usage.cached_tokens == 419
 
 
-def test_another_model_keeps_the_tokens_and_says_so(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+async def test_another_model_keeps_the_tokens_and_says_so(
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KV of the old model is never used; a repeated request is computed, not told again."""
+    """KV of another model is not used, and a repeated request is computed instead of sent again."""
     start = words(21, 600)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            one = await read(engine.submit(request(start, 20, session="s")))
-            assert one.tokens == hashlm_tokens(start, 20)
-        monkeypatch.setenv("HASHLM_FAULTS", '{"model": "other"}')
-        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            two = await read(engine.submit(request(start, 20, session="s")))
-            assert two.tokens == hashlm_tokens(start, 20, model="other")
-            assert two.done is not None
-            assert two.done.usage.cached_tokens == 0
-            assert two.done.usage.resumed_tokens == 0
-            longer = [*start, *two.tokens, 9]
-            three = await read(engine.submit(request(longer, 20, session="s")))
-            assert three.done is not None
-            assert three.done.usage.cached_tokens >= 512
-        assert "model or numerics changed: model_hash" in two.done.usage.reuse_reason
-
-    run(work())
+    async with running_engine(site, WORKER_COMMAND) as engine:
+        one = await read(engine.submit(request(start, 20, session="s")))
+        assert one.tokens == hashlm_tokens(start, 20)
+    monkeypatch.setenv("HASHLM_FAULTS", '{"model": "other"}')
+    async with running_engine(site, WORKER_COMMAND) as engine:
+        two = await read(engine.submit(request(start, 20, session="s")))
+        assert two.tokens == hashlm_tokens(start, 20, model="other")
+        assert two.done is not None
+        assert two.done.usage.cached_tokens == 0
+        assert two.done.usage.resumed_tokens == 0
+        longer = [*start, *two.tokens, 9]
+        three = await read(engine.submit(request(longer, 20, session="s")))
+        assert three.done is not None
+        assert three.done.usage.cached_tokens >= 512
+    assert "model or numerics changed: model_hash" in two.done.usage.reuse_reason
 
 
-def test_a_parked_session_says_so_until_it_goes_on(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    """In memory, on disk, in the next life; and when it parks at the end of its turn."""
+async def test_a_parked_session_says_so_until_it_goes_on(site: Site) -> None:
+    """A parked session is listed as such in memory, on disk and in the next engine."""
     prompt = words(90, 30)
     now_s = time.time()
 
@@ -319,77 +265,64 @@ def test_a_parked_session_says_so_until_it_goes_on(
         (row,) = await engine.stored_sessions(10)
         return row["state"], row.get("tool_call_id")
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(prompt, 4, session="s")))
-            assert seen(engine) == ("idle", None)
-            await engine.park("", "s", "call_1")
-            assert seen(engine) == await stored(engine) == ("parked", "call_1")
-            assert (await engine.session_detail("", "s"))["state"] == "parked"
-            assert engine.explain("s")["state"] == "parked"
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            assert await stored(engine) == ("parked", "call_1")
-            assert (await engine.session_detail("", "s"))["tool_call_id"] == "call_1"
-            longer = [*prompt, *one.tokens, 5]
-            generation = engine.submit(request(longer, 400, session="s"))
-            await until(lambda: generation.completion_tokens > 3)
-            assert seen(engine) == ("running", None)
-            told = await engine.park("", "s", "call_2")
-            assert told["state"] == "parks at the end of its turn"
-            two = await read(generation)
-            await until(lambda: seen(engine) == ("parked", "call_2"))
-            assert await stored(engine) == ("parked", "call_2")
-            longer += [*two.tokens, 6]
-            asked = dataclasses.replace(request(longer, 4, session="s"), park=True)
-            three = await read(engine.submit(asked))
-            await until(lambda: seen(engine) == ("parked", None))
-            assert await stored(engine) == ("parked", None)
-            await read(engine.submit(request([*longer, *three.tokens, 7], 4, session="s")))
-            await until(lambda: seen(engine) == ("idle", None))
-            assert (await stored(engine))[0] == "on disk"
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(request(prompt, 4, session="s")))
+        assert seen(engine) == ("idle", None)
+        await engine.park("", "s", "call_1")
+        assert seen(engine) == await stored(engine) == ("parked", "call_1")
+        assert (await engine.session_detail("", "s"))["state"] == "parked"
+        assert engine.explain("s")["state"] == "parked"
+    async with running_engine(site) as engine:
+        assert await stored(engine) == ("parked", "call_1")
+        assert (await engine.session_detail("", "s"))["tool_call_id"] == "call_1"
+        longer = [*prompt, *one.tokens, 5]
+        generation = engine.submit(request(longer, 400, session="s"))
+        await until(lambda: generation.completion_tokens > 3)
+        assert seen(engine) == ("running", None)
+        received = await engine.park("", "s", "call_2")
+        assert received["state"] == "parks at the end of its turn"
+        two = await read(generation)
+        await until(lambda: seen(engine) == ("parked", "call_2"))
+        assert await stored(engine) == ("parked", "call_2")
+        longer += [*two.tokens, 6]
+        asked = dataclasses.replace(request(longer, 4, session="s"), park=True)
+        three = await read(engine.submit(asked))
+        await until(lambda: seen(engine) == ("parked", None))
+        assert await stored(engine) == ("parked", None)
+        await read(engine.submit(request([*longer, *three.tokens, 7], 4, session="s")))
+        await until(lambda: seen(engine) == ("idle", None))
+        assert (await stored(engine))[0] == "on disk"
 
 
-def test_pages_that_vanished_are_not_called_evicted(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    """The extent was lost between two lives: nobody evicted anything, and nobody says so."""
+async def test_pages_that_vanished_are_not_called_evicted(site: Site) -> None:
+    """Pages of an extent that was lost between two engines are not reported as evicted."""
     start = words(93, 600)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            one = await read(engine.submit(request(start, 20, session="s")))
-        for extent in (tmp_path / "kv" / "ext").iterdir():
-            extent.unlink()
-        longer = [*start, *one.tokens, 9]
-        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            two = await read(engine.submit(request(longer, 20, session="s")))
-            assert two.tokens == hashlm_tokens(longer, 20)
-            assert two.done is not None
-            assert two.done.usage.cached_tokens == 0
-            assert two.done.usage.reuse_reason == "pages are no longer in the store"
-
-    run(work())
+    async with running_engine(site, WORKER_COMMAND) as engine:
+        one = await read(engine.submit(request(start, 20, session="s")))
+    for extent in (site.folder / "kv" / "ext").iterdir():
+        extent.unlink()
+    longer = [*start, *one.tokens, 9]
+    async with running_engine(site, WORKER_COMMAND) as engine:
+        two = await read(engine.submit(request(longer, 20, session="s")))
+        assert two.tokens == hashlm_tokens(longer, 20)
+        assert two.done is not None
+        assert two.done.usage.cached_tokens == 0
+        assert two.done.usage.reuse_reason == "pages are no longer in the store"
 
 
-def test_a_damaged_history_is_refused_with_one_way_out(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
+async def test_a_damaged_history_is_refused_with_one_way_out(
+    site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The row is for the log; the client hears what to do, once, and that it works."""
+    """The log names the damaged row; the client receives one error with a fix that works."""
     start = words(94, 30)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            await read(engine.submit(request(start, 4, session="s")))
-        with contextlib.closing(sqlite3.connect(tmp_path / "kv" / "meta.db")) as db, db:
-            db.execute("UPDATE token_blob SET checksum = zeroblob(4)")
-        async with running_engine(pocket_path, tmp_path, cache_dir, WORKER_COMMAND) as engine:
-            refused = (await read(engine.submit(request(start, 4, session="s")))).error
-            assert refused is not None
-            assert (refused.code, refused.why) == ("BE2401", "the ledger file was damaged")
-            assert "resend" not in str(refused)
-            assert (await read(engine.submit(request(start, 4, session="other")))).error is None
-        assert any("fail their checksum" in record.getMessage() for record in caplog.records)
-
-    run(work())
+    async with running_engine(site, WORKER_COMMAND) as engine:
+        await read(engine.submit(request(start, 4, session="s")))
+    with contextlib.closing(sqlite3.connect(site.folder / "kv" / "meta.db")) as db, db:
+        db.execute("UPDATE token_blob SET checksum = zeroblob(4)")
+    async with running_engine(site, WORKER_COMMAND) as engine:
+        refused = (await read(engine.submit(request(start, 4, session="s")))).error
+        assert refused is not None
+        assert (refused.code, refused.why) == ("BE2401", "the ledger file was damaged")
+        assert "resend" not in str(refused)
+        assert (await read(engine.submit(request(start, 4, session="other")))).error is None
+    assert any("fail their checksum" in record.getMessage() for record in caplog.records)

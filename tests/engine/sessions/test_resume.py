@@ -1,4 +1,4 @@
-"""Turns that are told again: resumed, repeated, taken over; in one life and the next."""
+"""Turns that are sent again: resumed, repeated, taken over; in one engine and the next."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import sqlite3
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,9 +26,9 @@ from batchengine.engine.turns.records import TurnRecord, encode, turn_record
 from tests.support.engines import (
     Answer,
     Reference,
+    Site,
     read,
     request,
-    run,
     running_engine,
     until,
     words,
@@ -39,15 +37,8 @@ from tests.support.engines import (
 WARM = Sampling(temperature=0.8, seed=11)
 
 
-@pytest.fixture(scope="module")
-def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    made = Reference(pocket_path, cache_dir)
-    yield made
-    made.close()
-
-
 async def some(engine: Engine, asked: GenerationRequest, tokens: int) -> list[int]:
-    """Read so many tokens, then go away."""
+    """Read so many tokens, then leave."""
     generation = engine.submit(asked)
     seen: list[int] = []
     async for event in generation:
@@ -64,44 +55,38 @@ async def resumed(engine: Engine, session: str, from_token: int = 0, turn_id: st
     return await read(await engine.resume("", session, from_token, turn_id))
 
 
-def test_a_stream_that_its_reader_left_is_resumed_where_it_was(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_stream_that_its_reader_left_is_resumed_where_it_was(
+    site: Site, reference: Reference
 ) -> None:
-    """Same life and next life; the text from the resumed token on is the original's."""
+    """The text from the resumed token on is the original's, in this engine and the next."""
     prompt = words(1, 300)
     whole = reference.tokens(prompt, 60, WARM)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            other = await read(engine.submit(request(prompt, 60, sampling=WARM)))
-            asked = request(prompt, 60, session="s", sampling=WARM)
-            seen = await some(engine, asked, 10)
-            assert seen == whole[:10]
-            record = await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs"))
-            assert record is not None
-            assert record.turns[-1].status == "cancelled"
-            answer = await resumed(engine, "s", 10)
-            assert answer.tokens == whole[10:]
-            assert answer.reason == "length"
-            texts = [e.text for e in other.events if isinstance(e, TokenEvent)]
-            assert [e.text for e in answer.events if isinstance(e, TokenEvent)] == texts[10:]
-            assert answer.done is not None
-            assert answer.done.usage.completion_tokens == 60
-            again = await resumed(engine, "s", 55)
-            assert again.tokens == whole[55:]
-            assert again.done is not None
-            assert again.done.usage.resumed_tokens == 60
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            assert (await resumed(engine, "s", 3)).tokens == whole[3:]
-            assert (await resumed(engine, "s", 60)).tokens == []
-
-    run(work())
+    async with running_engine(site) as engine:
+        other = await read(engine.submit(request(prompt, 60, sampling=WARM)))
+        asked = request(prompt, 60, session="s", sampling=WARM)
+        seen = await some(engine, asked, 10)
+        assert seen == whole[:10]
+        record = await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs"))
+        assert record is not None
+        assert record.turns[-1].status == "cancelled"
+        answer = await resumed(engine, "s", 10)
+        assert answer.tokens == whole[10:]
+        assert answer.reason == "length"
+        texts = [e.text for e in other.events if isinstance(e, TokenEvent)]
+        assert [e.text for e in answer.events if isinstance(e, TokenEvent)] == texts[10:]
+        assert answer.done is not None
+        assert answer.done.usage.completion_tokens == 60
+        again = await resumed(engine, "s", 55)
+        assert again.tokens == whole[55:]
+        assert again.done is not None
+        assert again.done.usage.resumed_tokens == 60
+    async with running_engine(site) as engine:
+        assert (await resumed(engine, "s", 3)).tokens == whole[3:]
+        assert (await resumed(engine, "s", 60)).tokens == []
 
 
-def test_no_turn_is_told_as_the_rest_of_another(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """A reader left, somebody else went on with the session; in this life and the next."""
+async def test_no_turn_is_sent_as_the_rest_of_another(site: Site, reference: Reference) -> None:
+    """A resume is refused when another request has gone on with the session since."""
     prompt = words(6, 60)
     whole = reference.tokens(prompt, 40)
     other = [*prompt, *whole, *words(7, 9)]
@@ -112,118 +97,95 @@ def test_no_turn_is_told_as_the_rest_of_another(
         assert (caught.value.name, caught.value.kind) == ("turn_followed", Kind.CONFLICT)
         assert why in caught.value.why
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            asked = request(prompt, 40, session="s")
-            assert await some(engine, asked, 10) == whole[:10]
-            first = asked.request_id
-            again = engine.submit(request(prompt, 40, session="s"))  # goes on with the same turn
-            assert (await read(again)).tokens == whole
-            assert again.request_id != again.turn_id == first
-            assert (await resumed(engine, "s", 10, first)).tokens == whole[10:]
-            running = engine.submit(request(other, 200, session="s"))
-            reader = asyncio.ensure_future(read(running))
-            await until(lambda: running.completion_tokens > 5)
-            await refused(engine, first, "followed it")
-            answer = await reader
-            assert answer.tokens == reference.tokens(other, 200)
-            assert running.turn_id == running.request_id
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await refused(engine, first, "followed it")
-            await refused(engine, "req_lost", "no longer holds that turn")
-            rest = await resumed(engine, "s", 10, running.turn_id)
-            assert rest.tokens == answer.tokens[10:]
-
-    run(work())
+    async with running_engine(site) as engine:
+        asked = request(prompt, 40, session="s")
+        assert await some(engine, asked, 10) == whole[:10]
+        first = asked.request_id
+        again = engine.submit(request(prompt, 40, session="s"))  # goes on with the same turn
+        assert (await read(again)).tokens == whole
+        assert again.request_id != again.turn_id == first
+        assert (await resumed(engine, "s", 10, first)).tokens == whole[10:]
+        running = engine.submit(request(other, 200, session="s"))
+        reader = asyncio.ensure_future(read(running))
+        await until(lambda: running.completion_tokens > 5)
+        await refused(engine, first, "followed it")
+        answer = await reader
+        assert answer.tokens == reference.tokens(other, 200)
+        assert running.turn_id == running.request_id
+    async with running_engine(site) as engine:
+        await refused(engine, first, "followed it")
+        await refused(engine, "req_lost", "no longer holds that turn")
+        rest = await resumed(engine, "s", 10, running.turn_id)
+        assert rest.tokens == answer.tokens[10:]
 
 
-def test_a_turn_that_begins_while_another_is_resumed_goes_on(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_turn_that_begins_while_another_is_resumed_goes_on(
+    site: Site, reference: Reference
 ) -> None:
-    """Its row is not durable yet: the reader is let in, and must neither end nor tell it."""
+    """A resume of a turn that is not durable yet waits, and neither ends the turn nor sends it."""
     prompt = words(8, 60)
+    async with running_engine(site) as engine:
+        one = engine.submit(request(prompt, 10, session="s"))
+        received = (await read(one)).tokens
+        other = [*prompt, *received, 5]
+        found = await engine.running.recovery.record("\x1fs", "s")
+        running = engine.submit(request(other, 60, session="s"))
+        reader = asyncio.ensure_future(read(running))
+        await until(lambda: running.completion_tokens > 5)
+        real = engine.running.recovery.record
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = engine.submit(request(prompt, 10, session="s"))
-            told = (await read(one)).tokens
-            other = [*prompt, *told, 5]
-            found = await engine.running.recovery.record("\x1fs", "s")
-            running = engine.submit(request(other, 60, session="s"))
-            reader = asyncio.ensure_future(read(running))
-            await until(lambda: running.completion_tokens > 5)
-            real = engine.running.recovery.record
+        async def before(*_: str) -> Any:
+            engine.running.recovery.record = real  # type: ignore[method-assign]
+            return found
 
-            async def before(*_: str) -> Any:
-                engine.running.recovery.record = real  # type: ignore[method-assign]
-                return found
-
-            engine.running.recovery.record = before  # type: ignore[method-assign]
-            late = await resumed(engine, "s", 5, one.turn_id)
-            assert late.error is not None
-            assert (late.error.name, late.tokens) == ("turn_followed", [])
-            assert (await reader).tokens == reference.tokens(other, 60)
-
-    run(work())
+        engine.running.recovery.record = before  # type: ignore[method-assign]
+        late = await resumed(engine, "s", 5, one.turn_id)
+        assert late.error is not None
+        assert (late.error.name, late.tokens) == ("turn_followed", [])
+        assert (await reader).tokens == reference.tokens(other, 60)
 
 
-def test_a_turn_ended_by_shutdown_goes_on_after_it(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
+async def test_a_turn_ended_by_shutdown_goes_on_after_it(site: Site, reference: Reference) -> None:
     prompt = words(2, 40)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            generation = engine.submit(request(prompt, 400, session="s"))
-            await until(lambda: generation.completion_tokens > 20)
-            await engine.stop(0.0)
-            cut = await read(generation)
-            assert cut.reason == "shutdown"
-            assert 20 < len(cut.tokens) < 400
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            rest = await resumed(engine, "s", len(cut.tokens))
-            assert cut.tokens + rest.tokens == reference.tokens(prompt, 400)
-            assert rest.reason == "length"
-            told, there = (await engine.why("", "s"))["last"], len(prompt) + len(cut.tokens)
-            assert (told["prompt_tokens"], told["tokens_reused"]) == (there, there - 1)
-
-    run(work())
+    async with running_engine(site) as engine:
+        generation = engine.submit(request(prompt, 400, session="s"))
+        await until(lambda: generation.completion_tokens > 20)
+        await engine.stop(0.0)
+        cut = await read(generation)
+        assert cut.reason == "shutdown"
+        assert 20 < len(cut.tokens) < 400
+    async with running_engine(site) as engine:
+        rest = await resumed(engine, "s", len(cut.tokens))
+        assert cut.tokens + rest.tokens == reference.tokens(prompt, 400)
+        assert rest.reason == "length"
+        received, there = (await engine.why("", "s"))["last"], len(prompt) + len(cut.tokens)
+        assert (received["prompt_tokens"], received["tokens_reused"]) == (there, there - 1)
 
 
-def test_a_running_turn_is_taken_over_by_the_newest_reader(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_running_turn_is_taken_over_by_the_newest_reader(
+    site: Site, reference: Reference
 ) -> None:
     prompt = words(3, 40)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            first = engine.submit(request(prompt, 300, session="s", sampling=WARM))
-            reader = asyncio.ensure_future(read(first))
-            await until(lambda: first.completion_tokens > 30)
-            second = await engine.resume("", "s", 0)
-            answer = await read(second)
-            lost = await reader
-            assert lost.error is not None
-            assert lost.error.name == "resumed_elsewhere"
-            assert answer.tokens == reference.tokens(prompt, 300, WARM)
-
-    run(work())
+    async with running_engine(site) as engine:
+        first = engine.submit(request(prompt, 300, session="s", sampling=WARM))
+        reader = asyncio.ensure_future(read(first))
+        await until(lambda: first.completion_tokens > 30)
+        second = await engine.resume("", "s", 0)
+        answer = await read(second)
+        lost = await reader
+        assert lost.error is not None
+        assert lost.error.name == "resumed_elsewhere"
+        assert answer.tokens == reference.tokens(prompt, 300, WARM)
 
 
-def test_a_resumed_turn_knows_the_form_of_its_request(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
+async def test_a_resumed_turn_knows_the_form_of_its_request(site: Site) -> None:
     asked = dataclasses.replace(request(words(5, 20), 8, session="s"), form=FORM_TEXT)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(asked))
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            again = await engine.resume("", "s")
-            assert again.request.form == FORM_TEXT
-            assert len((await read(again)).tokens) == 8
-
-    run(work())
+    async with running_engine(site) as engine:
+        await read(engine.submit(asked))
+    async with running_engine(site) as engine:
+        again = await engine.resume("", "s")
+        assert again.request.form == FORM_TEXT
+        assert len((await read(again)).tokens) == 8
     older = encode(TurnRecord.of(asked)).replace(f',"form":"{FORM_TEXT}"', "")
     known = turn_record(older)
     assert known is not None
@@ -246,88 +208,73 @@ def test_the_ledger_keeps_every_sampling_field_by_name() -> None:
     assert turn_record(newer) == record
 
 
-def test_what_cannot_be_resumed_says_why(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
+async def test_what_cannot_be_resumed_says_why(site: Site) -> None:
+    async with running_engine(site) as engine:
+        await read(engine.submit(request(words(4, 9), 5, session="s", tenant="a")))
+        for tenant, session, at, code in [
+            ("", "s", 0, "session_not_found"),
+            ("a", "t", 0, "session_not_found"),
+            ("a", "s", 6, "invalid_value"),
+            ("a", "s", -1, "invalid_value"),
+        ]:
+            with pytest.raises(BatchEngineError) as error:
+                await engine.resume(tenant, session, at)
+            assert error.value.name == code
+        assert (await read(await engine.resume("a", "s"))).reason == "length"
+
+
+async def test_the_same_request_again_is_sent_again_and_not_computed(
+    site: Site, reference: Reference
 ) -> None:
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await read(engine.submit(request(words(4, 9), 5, session="s", tenant="a")))
-            for tenant, session, at, code in [
-                ("", "s", 0, "session_not_found"),
-                ("a", "t", 0, "session_not_found"),
-                ("a", "s", 6, "invalid_value"),
-                ("a", "s", -1, "invalid_value"),
-            ]:
-                with pytest.raises(BatchEngineError) as error:
-                    await engine.resume(tenant, session, at)
-                assert error.value.name == code
-            assert (await read(await engine.resume("a", "s"))).reason == "length"
-
-    run(work())
-
-
-def test_the_same_request_again_is_told_again_and_not_computed(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """Same session, prompt and sampling: in this life and the next; a longer limit goes on."""
+    """A repeated request gets the stored answer, also in the next engine; a longer limit goes
+    on."""
     prompt = words(5, 60)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            first = await read(engine.submit(request(prompt, 20, session="s", sampling=WARM)))
-            steps = engine.lanes()[0]["steps"]
-            again = await read(engine.submit(request(prompt, 20, session="s", sampling=WARM)))
-            assert again.tokens == first.tokens == reference.tokens(prompt, 20, WARM)
-            assert again.text == first.text
-            assert engine.lanes()[0]["steps"] == steps
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            longer = await read(engine.submit(request(prompt, 40, session="s", sampling=WARM)))
-            assert longer.tokens == reference.tokens(prompt, 40, WARM)
-            assert longer.done is not None
-            assert longer.done.usage.resumed_tokens == 20
-            short = await read(engine.submit(request(prompt, 7, session="s", sampling=WARM)))
-            assert short.tokens == first.tokens[:7]
-            other = Sampling(temperature=0.8, seed=12)
-            fresh = await read(engine.submit(request(prompt, 20, session="s", sampling=other)))
-            assert fresh.tokens == reference.tokens(prompt, 20, other)
-            assert fresh.done is not None
-            assert fresh.done.usage.resumed_tokens == 0
-
-    run(work())
+    async with running_engine(site) as engine:
+        first = await read(engine.submit(request(prompt, 20, session="s", sampling=WARM)))
+        steps = engine.lanes()[0]["steps"]
+        again = await read(engine.submit(request(prompt, 20, session="s", sampling=WARM)))
+        assert again.tokens == first.tokens == reference.tokens(prompt, 20, WARM)
+        assert again.text == first.text
+        assert engine.lanes()[0]["steps"] == steps
+    async with running_engine(site) as engine:
+        longer = await read(engine.submit(request(prompt, 40, session="s", sampling=WARM)))
+        assert longer.tokens == reference.tokens(prompt, 40, WARM)
+        assert longer.done is not None
+        assert longer.done.usage.resumed_tokens == 20
+        short = await read(engine.submit(request(prompt, 7, session="s", sampling=WARM)))
+        assert short.tokens == first.tokens[:7]
+        other = Sampling(temperature=0.8, seed=12)
+        fresh = await read(engine.submit(request(prompt, 20, session="s", sampling=other)))
+        assert fresh.tokens == reference.tokens(prompt, 20, other)
+        assert fresh.done is not None
+        assert fresh.done.usage.resumed_tokens == 0
 
 
-def test_one_idempotency_key_is_one_execution(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """A storm of retries with a random seed each: every one hears the first one's answer."""
+async def test_one_idempotency_key_is_one_execution(site: Site, reference: Reference) -> None:
+    """Many retries, each with a random seed, all receive the answer of the first."""
     prompt = words(6, 50)
 
     def keyed(seed: int, key: str = "k", text: list[int] = prompt) -> GenerationRequest:
         made = request(text, 30, sampling=Sampling(temperature=0.9, seed=seed))
         return dataclasses.replace(made, idempotency_key=key)
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            storm = [engine.submit(keyed(seed)) for seed in range(8)]
-            answers = await asyncio.gather(*(read(g) for g in storm))
-            expected = reference.tokens(prompt, 30, Sampling(temperature=0.9, seed=0))
-            assert [a.tokens for a in answers] == [expected] * 8
-            assert sum(loop.meter.generated for loop in engine.state.lanes) == 30
-            conflict = await read(engine.submit(keyed(0, text=words(7, 50))))
-            assert conflict.error is not None
-            assert conflict.error.name == "idempotency_conflict"
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            late = await read(engine.submit(keyed(99)))
-            assert late.tokens == expected
-            assert sum(loop.meter.generated for loop in engine.state.lanes) == 0
-
-    run(work())
+    async with running_engine(site) as engine:
+        storm = [engine.submit(keyed(seed)) for seed in range(8)]
+        answers = await asyncio.gather(*(read(g) for g in storm))
+        expected = reference.tokens(prompt, 30, Sampling(temperature=0.9, seed=0))
+        assert [a.tokens for a in answers] == [expected] * 8
+        assert sum(loop.meter.generated for loop in engine.state.lanes) == 30
+        conflict = await read(engine.submit(keyed(0, text=words(7, 50))))
+        assert conflict.error is not None
+        assert conflict.error.name == "idempotency_conflict"
+    async with running_engine(site) as engine:
+        late = await read(engine.submit(keyed(99)))
+        assert late.tokens == expected
+        assert sum(loop.meter.generated for loop in engine.state.lanes) == 0
 
 
-def test_one_idempotency_key_is_one_request(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
-) -> None:
-    """Limits and sampling belong to it, the seed does not: who sends none gets a new one."""
+async def test_one_idempotency_key_is_one_request(site: Site, reference: Reference) -> None:
+    """A key with other limits or sampling is refused, but not one with another (random) seed."""
     prompt = words(26, 50)
 
     def keyed(n: int, seed: int, **other: Any) -> GenerationRequest:
@@ -335,31 +282,28 @@ def test_one_idempotency_key_is_one_request(
         made = request(prompt, n, session="s", sampling=sampling)
         return dataclasses.replace(made, idempotency_key="k")
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(keyed(10, 1)))
-            for asked in (
-                keyed(40, 1),
-                keyed(5, 1),
-                keyed(10, 1, temperature=0.5),
-                dataclasses.replace(keyed(10, 1), stop=("x",)),
-                dataclasses.replace(keyed(10, 1), ignore_eos=False),
-            ):
-                other = await read(engine.submit(asked))
-                assert other.error is not None
-                assert (other.error.kind, other.tokens) == (Kind.CONFLICT, [])
-                assert other.error.name == "idempotency_conflict"
-            again = await read(engine.submit(keyed(10, 2, logprobs=0)))
-            assert again.tokens == one.tokens
-            assert sum(loop.meter.generated for loop in engine.state.lanes) == 10
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(keyed(10, 1)))
+        for asked in (
+            keyed(40, 1),
+            keyed(5, 1),
+            keyed(10, 1, temperature=0.5),
+            dataclasses.replace(keyed(10, 1), stop=("x",)),
+            dataclasses.replace(keyed(10, 1), ignore_eos=False),
+        ):
+            other = await read(engine.submit(asked))
+            assert other.error is not None
+            assert (other.error.kind, other.tokens) == (Kind.CONFLICT, [])
+            assert other.error.name == "idempotency_conflict"
+        again = await read(engine.submit(keyed(10, 2, logprobs=0)))
+        assert again.tokens == one.tokens
+        assert sum(loop.meter.generated for loop in engine.state.lanes) == 10
 
 
-def test_a_turn_of_a_key_goes_on_with_the_seed_it_began_with(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_a_turn_of_a_key_goes_on_with_the_seed_it_began_with(
+    site: Site, reference: Reference
 ) -> None:
-    """The record has that one: what another seed computed would be resumed with the first."""
+    """A retry continues with the seed in the record; otherwise a resume would mix two seeds."""
     prompt = words(27, 50)
     whole = reference.tokens(prompt, 40, WARM)
 
@@ -368,109 +312,89 @@ def test_a_turn_of_a_key_goes_on_with_the_seed_it_began_with(
         made = request(prompt, 40, session="s", sampling=sampling)
         return dataclasses.replace(made, idempotency_key="k")
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            assert await some(engine, keyed(WARM.seed), 5) == whole[:5]
-            assert await some(engine, keyed(99), 15) == whole[:15]
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            assert (await read(engine.submit(keyed(100)))).tokens == whole
-            assert (await resumed(engine, "s", 3)).tokens == whole[3:]
-
-    run(work())
+    async with running_engine(site) as engine:
+        assert await some(engine, keyed(WARM.seed), 5) == whole[:5]
+        assert await some(engine, keyed(99), 15) == whole[:15]
+    async with running_engine(site) as engine:
+        assert (await read(engine.submit(keyed(100)))).tokens == whole
+        assert (await resumed(engine, "s", 3)).tokens == whole[3:]
 
 
-def test_an_older_idempotency_key_answers_while_its_tokens_exist(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_an_older_idempotency_key_answers_while_its_tokens_exist(
+    site: Site, reference: Reference
 ) -> None:
     start = words(8, 40)
 
     def keyed(prompt: list[int], key: str) -> GenerationRequest:
         return dataclasses.replace(request(prompt, 10, session="s"), idempotency_key=key)
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(keyed(start, "one")))
-            longer = [*start, *one.tokens, *words(9, 12)]
-            two = await read(engine.submit(keyed(longer, "two")))
-            again = await read(engine.submit(keyed(start, "one")))
-            assert again.tokens == one.tokens
-            assert (await read(engine.submit(keyed(longer, "two")))).tokens == two.tokens
-            edited = [*start[:20], *words(10, 9)]
-            await read(engine.submit(keyed(edited, "three")))
-            gone = await read(engine.submit(keyed(start, "one")))
-            assert gone.error is not None
-            assert gone.error.name == "idempotency_conflict"
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(keyed(start, "one")))
+        longer = [*start, *one.tokens, *words(9, 12)]
+        two = await read(engine.submit(keyed(longer, "two")))
+        again = await read(engine.submit(keyed(start, "one")))
+        assert again.tokens == one.tokens
+        assert (await read(engine.submit(keyed(longer, "two")))).tokens == two.tokens
+        edited = [*start[:20], *words(10, 9)]
+        await read(engine.submit(keyed(edited, "three")))
+        gone = await read(engine.submit(keyed(start, "one")))
+        assert gone.error is not None
+        assert gone.error.name == "idempotency_conflict"
 
 
-def test_a_resume_under_another_tokenizer_is_refused_and_costs_nothing(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_resume_under_another_tokenizer_is_refused_and_costs_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ids mean nothing there, but they do once the model is put back."""
+    """The turn can be resumed once the right model is back; until then its ids have no meaning."""
     prompt = words(28, 50)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(prompt, 10, session="s")))
-        with monkeypatch.context() as patch:
-            patch.setattr(engine_start, "tokenizer_hash", lambda _: "f" * 64)
-            async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-                late = await resumed(engine, "s", 4)
-                assert late.error is not None
-                assert (late.error.kind, late.tokens) == (Kind.CONFLICT, [])
-                assert late.error.name == "nothing_to_resume"
-                assert ("", "s") not in engine.state.sessions
-                found = await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs"))
-                assert found is not None
-                assert found.tokens == prompt + one.tokens
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            assert (await resumed(engine, "s", 4)).tokens == one.tokens[4:]
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(request(prompt, 10, session="s")))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_start, "tokenizer_hash", lambda _: "f" * 64)
+        async with running_engine(site) as engine:
+            late = await resumed(engine, "s", 4)
+            assert late.error is not None
+            assert (late.error.kind, late.tokens) == (Kind.CONFLICT, [])
+            assert late.error.name == "nothing_to_resume"
+            assert ("", "s") not in engine.state.sessions
+            found = await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs"))
+            assert found is not None
+            assert found.tokens == prompt + one.tokens
+    async with running_engine(site) as engine:
+        assert (await resumed(engine, "s", 4)).tokens == one.tokens[4:]
 
 
-def test_of_many_that_resume_at_once_the_newest_reads(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path, reference: Reference
+async def test_of_many_that_resume_at_once_the_newest_reads(
+    site: Site, reference: Reference
 ) -> None:
-    """A client that lost its connection several times: no reader waits for another's stream."""
+    """Each newer reader takes the stream over, and no reader waits for another."""
     prompt = words(22, 40)
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            await some(engine, request(prompt, 300, session="s"), 5)
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            readers = await asyncio.gather(*(engine.resume("", "s", at) for at in (1, 2, 3, 5)))
-            answers = await asyncio.gather(*(read(reader) for reader in readers))
-            assert answers[-1].tokens == reference.tokens(prompt, 300)[5:]
-            for answer in answers[:-1]:
-                assert answer.error is not None
-                assert answer.error.name == "resumed_elsewhere"
-
-    run(work())
+    async with running_engine(site) as engine:
+        await some(engine, request(prompt, 300, session="s"), 5)
+    async with running_engine(site) as engine:
+        readers = await asyncio.gather(*(engine.resume("", "s", at) for at in (1, 2, 3, 5)))
+        answers = await asyncio.gather(*(read(reader) for reader in readers))
+        assert answers[-1].tokens == reference.tokens(prompt, 300)[5:]
+        for answer in answers[:-1]:
+            assert answer.error is not None
+            assert answer.error.name == "resumed_elsewhere"
 
 
-def test_turns_of_one_commit_keep_their_order(
-    pocket_path: Path, tmp_path: Path, cache_dir: Path
-) -> None:
-    """The later one edited history at an earlier slot: it is still the one that is resumed."""
+async def test_turns_of_one_commit_keep_their_order(site: Site) -> None:
+    """The later turn is resumed although it edited history at an earlier slot."""
     prompt = words(91, 30)
     other = [*prompt[:5], *words(92, 25)]
-
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            one = await read(engine.submit(request(prompt, 4, session="s")))
-            await read(engine.submit(request([*prompt, *one.tokens, 5], 4, session="s")))
-            last = request(other, 6, session="s")
-            told = await read(engine.submit(last))
-        with contextlib.closing(sqlite3.connect(tmp_path / "kv" / "meta.db")) as db, db:
-            db.execute("UPDATE turn SET seq = (SELECT max(seq) FROM turn)")
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            again = await engine.resume("", "s")
-            assert again.request_id == last.request_id
-            assert (await read(again)).tokens == told.tokens
-            shown = (await engine.session_detail("", "s"))["turns"]
-            assert [turn["prompt_tokens"] for turn in shown] == [30, 35, 30]
-            assert shown[-1]["turn"] == last.request_id
-
-    run(work())
+    async with running_engine(site) as engine:
+        one = await read(engine.submit(request(prompt, 4, session="s")))
+        await read(engine.submit(request([*prompt, *one.tokens, 5], 4, session="s")))
+        last = request(other, 6, session="s")
+        received = await read(engine.submit(last))
+    with contextlib.closing(sqlite3.connect(site.folder / "kv" / "meta.db")) as db, db:
+        db.execute("UPDATE turn SET seq = (SELECT max(seq) FROM turn)")
+    async with running_engine(site) as engine:
+        again = await engine.resume("", "s")
+        assert again.request_id == last.request_id
+        assert (await read(again)).tokens == received.tokens
+        shown = (await engine.session_detail("", "s"))["turns"]
+        assert [turn["prompt_tokens"] for turn in shown] == [30, 35, 30]
+        assert shown[-1]["turn"] == last.request_id

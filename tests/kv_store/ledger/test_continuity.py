@@ -19,7 +19,7 @@ from kv_store.fsck import fsck
 from kv_store.ledger import continuity
 from kv_store.store import set_aside, take_lock
 from tests.support import kv_scene
-from tests.support.engines import run, running_engine
+from tests.support.engines import Site, running_engine
 from tests.support.kv_workload import (
     descriptor,
     open_session,
@@ -322,23 +322,20 @@ def test_a_full_disk_is_reported_until_there_is_room(caplog: pytest.LogCaptureFi
         store.close()
 
 
-def test_health_reports_a_loss(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
+async def test_health_reports_a_loss(site: Site) -> None:
     def folder() -> Path:
-        (ledger,) = tmp_path.rglob("meta.db")
+        (ledger,) = site.folder.rglob("meta.db")
         return ledger.parent
 
-    async def work() -> None:
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            assert engine.stats()["troubles"] == []
-        path = folder()
-        with closing(sqlite3.connect(path / "meta.db")) as db:
-            db.execute("UPDATE store SET clean = 0")
-            db.commit()
-        info = json.loads((path / "LOCK").read_text()) | {"closed": False}
-        (path / "LOCK").write_text(json.dumps(info))  # as if killed, and its log taken
-        async with running_engine(pocket_path, tmp_path, cache_dir) as engine:
-            (trouble,) = engine.stats()["troubles"]
-            assert LOST in trouble
-            assert engine.phase == "degraded"
-
-    run(work())
+    async with running_engine(site) as engine:
+        assert engine.stats()["troubles"] == []
+    path = folder()
+    with closing(sqlite3.connect(path / "meta.db")) as db:
+        db.execute("UPDATE store SET clean = 0")
+        db.commit()
+    info = json.loads((path / "LOCK").read_text()) | {"closed": False}
+    (path / "LOCK").write_text(json.dumps(info))  # as if killed, and its log taken
+    async with running_engine(site) as engine:
+        (trouble,) = engine.stats()["troubles"]
+        assert LOST in trouble
+        assert engine.phase == "degraded"

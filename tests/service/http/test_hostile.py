@@ -24,10 +24,6 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 
 
-def run(coroutine: Any) -> Any:
-    return asyncio.run(coroutine)
-
-
 def with_keys() -> Config:
     from dataclasses import replace
 
@@ -136,39 +132,33 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
 ]  # fmt: skip
 
 
-def test_wrong_fields_are_named() -> None:
-    async def scenario() -> None:
-        async with serving() as served:
-            for path, body, status, code, param in BAD_FIELDS:
-                for stream in (False, True):  # streaming must not turn errors into events
-                    sent = body if "stream" in body else {**body, "stream": stream}
-                    got, reply, headers = await post(served, path, sent)
-                    error = reply["error"]
-                    label = json.dumps(body)[:100]
-                    assert (got, error["code"], error["param"]) == (status, code, param), label
-                    assert error["message"], label
-                    assert error["what"], label
-                    assert error["type"] == "invalid_request_error", label
-                    lower = {name.lower() for name in headers}
-                    assert "x-request-id" in lower, label
-            assert served.engine.generations == []
-
-    run(scenario())
+async def test_wrong_fields_are_named() -> None:
+    async with serving() as served:
+        for path, body, status, code, param in BAD_FIELDS:
+            for stream in (False, True):  # streaming must not turn errors into events
+                sent = body if "stream" in body else {**body, "stream": stream}
+                got, reply, headers = await post(served, path, sent)
+                error = reply["error"]
+                label = json.dumps(body)[:100]
+                assert (got, error["code"], error["param"]) == (status, code, param), label
+                assert error["message"], label
+                assert error["what"], label
+                assert error["type"] == "invalid_request_error", label
+                lower = {name.lower() for name in headers}
+                assert "x-request-id" in lower, label
+        assert served.engine.generations == []
 
 
-def test_context_errors_hold_both_numbers_and_never_truncate() -> None:
-    async def scenario() -> None:
-        async with serving() as served:
-            _, reply, _ = await post(served, TEXT, {"prompt": "x" * 2048})
-            assert reply["error"]["n_prompt_tokens"] == 2048
-            assert reply["error"]["n_ctx"] == 2048
-            assert "--ctx" in reply["error"]["fix"]
-            status, reply, _ = await post(served, TEXT, {"prompt": "x" * 2047})
-            assert status == 200  # the default of 16 tokens shrinks instead of refusing
-            assert reply["usage"]["prompt_tokens"] == 2047
-            assert served.engine.generations[0].request.tokens_max == 1
-
-    run(scenario())
+async def test_context_errors_hold_both_numbers_and_never_truncate() -> None:
+    async with serving() as served:
+        _, reply, _ = await post(served, TEXT, {"prompt": "x" * 2048})
+        assert reply["error"]["n_prompt_tokens"] == 2048
+        assert reply["error"]["n_ctx"] == 2048
+        assert "--ctx" in reply["error"]["fix"]
+        status, reply, _ = await post(served, TEXT, {"prompt": "x" * 2047})
+        assert status == 200  # the default of 16 tokens shrinks instead of refusing
+        assert reply["usage"]["prompt_tokens"] == 2047
+        assert served.engine.generations[0].request.tokens_max == 1
 
 
 # body bytes, param
@@ -196,22 +186,19 @@ BAD_BODIES: list[tuple[bytes, str | None]] = [
 ]
 
 
-def test_bodies_that_are_not_json() -> None:
-    async def scenario() -> None:
-        async with serving() as served, aiohttp.ClientSession(served.base) as client:
-            for body, param in BAD_BODIES:
-                for path in (CHAT, TEXT):
-                    async with client.post(
-                        path, data=body, headers={"Content-Type": "application/json"}
-                    ) as reply:
-                        error = (await reply.json())["error"]
-                    seen = (reply.status, error["code"], error["param"])
-                    assert seen == (400, "invalid_json", param), body[:60]
-
-    run(scenario())
+async def test_bodies_that_are_not_json() -> None:
+    async with serving() as served, aiohttp.ClientSession(served.base) as client:
+        for body, param in BAD_BODIES:
+            for path in (CHAT, TEXT):
+                async with client.post(
+                    path, data=body, headers={"Content-Type": "application/json"}
+                ) as reply:
+                    error = (await reply.json())["error"]
+                seen = (reply.status, error["code"], error["param"])
+                assert seen == (400, "invalid_json", param), body[:60]
 
 
-def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """R16: whatever is in it, a large body must not hold up other clients."""
     seen: list[tuple[str, bool]] = []
 
@@ -228,109 +215,97 @@ def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.MonkeyPatch
     watch(chat_module, "_messages")
     watch(completions, "_prompts")
 
-    async def scenario() -> None:
-        async with serving() as served, aiohttp.ClientSession(served.base) as client:
-            bodies: list[tuple[str, dict[str, Any], str]] = [
-                (TEXT, {"prompt": [1] * 400_000}, "prompt"),
-                (CHAT, chat("x" * 1_200_000), "messages"),
-                (
-                    CHAT,
-                    {**chat(), "logit_bias": {str(i): 1.0 for i in range(80_000)}},
-                    "logit_bias",
-                ),
-                (CHAT, {**chat(), "tools": [{"a": {"b": 1}}] * 60_000}, "tools"),
-                (CHAT, {"messages": [{"role": "user", "content": "x"}] * 30_000}, "messages"),
-                (CHAT, {**chat(), **{f"field{i}": 1 for i in range(70_000)}, "n": 0}, "n"),
-            ]
-            for path, body, param in bodies:
-                data = json.dumps(body).encode()
-                assert 1_000_000 < len(data) < 1_300_000
-                async with client.post(
-                    path, data=io.BytesIO(data), headers={"Content-Type": "application/json"}
-                ) as reply:
-                    assert reply.status == 400
-                    assert (await reply.json())["error"]["param"] == param
-            assert {name for name, _ in seen} == {"decode_request", "_messages", "_prompts"}
-            assert not any(on_main for _, on_main in seen)
-            await post(served, CHAT, chat())
-            assert seen[-1] == ("_messages", True)  # a small one is not worth a thread
-            answer = await served.raw(
-                f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000000\r\n"
-                "Content-Type: application/json\r\n\r\n".encode()
-            )
-            assert answer.startswith(b"HTTP/1.1 413 ")  # cannot fit 2,048 tokens: not even read
-
-    run(scenario())
-
-
-def test_one_bad_request_harms_no_other() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine(reply=["x"] * 50, delay_s=0.01)
-        async with serving(engine) as served:
-            stream = asyncio.create_task(post(served, CHAT, chat()))
-            await asyncio.sleep(0.05)
-            async with aiohttp.ClientSession(served.base) as client:
-                for body, _ in BAD_BODIES:
-                    async with client.post(
-                        CHAT, data=body, headers={"Content-Type": "application/json"}
-                    ):
-                        pass
-            status, reply, _ = await stream
-            assert status == 200
-            assert reply["choices"][0]["message"]["content"] == "x" * 50
-
-    run(scenario())
-
-
-def test_content_headers() -> None:
-    async def scenario() -> None:
-        body = json.dumps(chat()).encode()
-        cases: list[tuple[dict[str, str], int]] = [
-            ({"Content-Type": "application/json"}, 200),
-            ({"Content-Type": "application/json; charset=utf-8"}, 200),
-            ({"Content-Type": "Application/JSON"}, 200),
-            ({"Content-Type": "text/plain"}, 415),
-            ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
-            ({"Content-Type": "multipart/form-data; boundary=x"}, 415),
-            ({"Content-Type": "application/json; charset=latin-1"}, 415),
-            ({"Content-Type": "application/json", "Content-Encoding": "gzip"}, 415),
-            ({"Content-Type": "application/json", "Content-Encoding": "br, gzip"}, 415),
-            ({"Content-Type": "application/json", "Content-Encoding": "identity"}, 200),
+    async with serving() as served, aiohttp.ClientSession(served.base) as client:
+        bodies: list[tuple[str, dict[str, Any], str]] = [
+            (TEXT, {"prompt": [1] * 400_000}, "prompt"),
+            (CHAT, chat("x" * 1_200_000), "messages"),
+            (
+                CHAT,
+                {**chat(), "logit_bias": {str(i): 1.0 for i in range(80_000)}},
+                "logit_bias",
+            ),
+            (CHAT, {**chat(), "tools": [{"a": {"b": 1}}] * 60_000}, "tools"),
+            (CHAT, {"messages": [{"role": "user", "content": "x"}] * 30_000}, "messages"),
+            (CHAT, {**chat(), **{f"field{i}": 1 for i in range(70_000)}, "n": 0}, "n"),
         ]
-        async with serving() as served:
-            for headers, status in cases:
-                head = "".join(f"{n}: {v}\r\n" for n, v in headers.items())
-                answer = await served.raw(
-                    f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-                    f"Content-Length: {len(body)}\r\n{head}\r\n".encode()
-                    + body
-                )
-                assert answer.startswith(f"HTTP/1.1 {status} ".encode()), (headers, answer[:200])
+        for path, body, param in bodies:
+            data = json.dumps(body).encode()
+            assert 1_000_000 < len(data) < 1_300_000
+            async with client.post(
+                path, data=io.BytesIO(data), headers={"Content-Type": "application/json"}
+            ) as reply:
+                assert reply.status == 400
+                assert (await reply.json())["error"]["param"] == param
+        assert {name for name, _ in seen} == {"decode_request", "_messages", "_prompts"}
+        assert not any(on_main for _, on_main in seen)
+        await post(served, CHAT, chat())
+        assert seen[-1] == ("_messages", True)  # a small one is not worth a thread
+        answer = await served.raw(
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000000\r\n"
+            "Content-Type: application/json\r\n\r\n".encode()
+        )
+        assert answer.startswith(b"HTTP/1.1 413 ")  # cannot fit 2,048 tokens: not even read
+
+
+async def test_one_bad_request_harms_no_other() -> None:
+    engine = FakeEngine(reply=["x"] * 50, delay_s=0.01)
+    async with serving(engine) as served:
+        stream = asyncio.create_task(post(served, CHAT, chat()))
+        await asyncio.sleep(0.05)
+        async with aiohttp.ClientSession(served.base) as client:
+            for body, _ in BAD_BODIES:
+                async with client.post(
+                    CHAT, data=body, headers={"Content-Type": "application/json"}
+                ):
+                    pass
+        status, reply, _ = await stream
+        assert status == 200
+        assert reply["choices"][0]["message"]["content"] == "x" * 50
+
+
+async def test_content_headers() -> None:
+    body = json.dumps(chat()).encode()
+    cases: list[tuple[dict[str, str], int]] = [
+        ({"Content-Type": "application/json"}, 200),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+        ({"Content-Type": "Application/JSON"}, 200),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, 415),
+        ({"Content-Type": "application/json; charset=latin-1"}, 415),
+        ({"Content-Type": "application/json", "Content-Encoding": "gzip"}, 415),
+        ({"Content-Type": "application/json", "Content-Encoding": "br, gzip"}, 415),
+        ({"Content-Type": "application/json", "Content-Encoding": "identity"}, 200),
+    ]
+    async with serving() as served:
+        for headers, status in cases:
+            head = "".join(f"{n}: {v}\r\n" for n, v in headers.items())
             answer = await served.raw(
                 f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-                f"Content-Length: {len(body)}\r\n\r\n".encode()
+                f"Content-Length: {len(body)}\r\n{head}\r\n".encode()
                 + body
             )
-            assert answer.startswith(b"HTTP/1.1 415 ")
+            assert answer.startswith(f"HTTP/1.1 {status} ".encode()), (headers, answer[:200])
+        answer = await served.raw(
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        assert answer.startswith(b"HTTP/1.1 415 ")
 
-    run(scenario())
 
-
-def test_a_body_too_large_is_413_whether_it_says_so_or_not() -> None:
-    async def scenario() -> None:
-        config = fake_config(body_bytes_max=10_000)
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        async with serving(config=config) as served:
-            answer = await served.raw(f"{head}Content-Length: 100000000000\r\n\r\n{{".encode())
-            assert answer.startswith(b"HTTP/1.1 413 ")
-            assert b"request_too_large" in answer
-            chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
-            answer = await served.raw(
-                f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 5 + b"0\r\n\r\n"
-            )
-            assert answer.startswith(b"HTTP/1.1 413 ")
-
-    run(scenario())
+async def test_a_body_too_large_is_413_whether_it_says_so_or_not() -> None:
+    config = fake_config(body_bytes_max=10_000)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    async with serving(config=config) as served:
+        answer = await served.raw(f"{head}Content-Length: 100000000000\r\n\r\n{{".encode())
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"request_too_large" in answer
+        chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
+        answer = await served.raw(
+            f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 5 + b"0\r\n\r\n"
+        )
+        assert answer.startswith(b"HTTP/1.1 413 ")
 
 
 HOSTS: list[tuple[str, int]] = [
@@ -358,19 +333,16 @@ HOSTS: list[tuple[str, int]] = [
 ]
 
 
-def test_host_and_origin() -> None:
-    async def scenario() -> None:
-        async with serving() as served:
-            for lines, status in HOSTS:
-                for path in ("/health", "/nothing"):
-                    wanted = 404 if status == 200 and path == "/nothing" else status
-                    answer = await served.raw(
-                        f"GET {path} HTTP/1.1\r\n{lines}\r\nConnection: close\r\n\r\n".encode()
-                    )
-                    assert answer[8:13] == f" {wanted} ".encode(), (lines, answer[:120])
-                    assert b"Access-Control" not in answer
-
-    run(scenario())
+async def test_host_and_origin() -> None:
+    async with serving() as served:
+        for lines, status in HOSTS:
+            for path in ("/health", "/nothing"):
+                wanted = 404 if status == 200 and path == "/nothing" else status
+                answer = await served.raw(
+                    f"GET {path} HTTP/1.1\r\n{lines}\r\nConnection: close\r\n\r\n".encode()
+                )
+                assert answer[8:13] == f" {wanted} ".encode(), (lines, answer[:120])
+                assert b"Access-Control" not in answer
 
 
 MALFORMED: list[bytes] = [
@@ -391,98 +363,83 @@ MALFORMED: list[bytes] = [
 ]
 
 
-def test_malformed_http_is_refused_and_the_daemon_lives() -> None:
-    async def scenario() -> None:
-        async with serving() as served:
-            for data in MALFORMED:
-                answer = await served.raw(data, timeout_s=2)
-                assert answer[:5] == b"HTTP/", data[:80]
-                assert answer[9:10] == b"4", (data[:80], answer[:200])
-                assert b"Traceback" not in answer
-                assert b"aiohttp" not in answer
-            assert (await post(served, CHAT, chat()))[0] == 200
-
-    run(scenario())
+async def test_malformed_http_is_refused_and_the_daemon_lives() -> None:
+    async with serving() as served:
+        for data in MALFORMED:
+            answer = await served.raw(data, timeout_s=2)
+            assert answer[:5] == b"HTTP/", data[:80]
+            assert answer[9:10] == b"4", (data[:80], answer[:200])
+            assert b"Traceback" not in answer
+            assert b"aiohttp" not in answer
+        assert (await post(served, CHAT, chat()))[0] == 200
 
 
-def test_expect_is_answered_like_everything_else() -> None:
+async def test_expect_is_answered_like_everything_else() -> None:
     """aiohttp asks about Expect before any middleware of ours."""
 
     def head(*lines: str) -> bytes:
         fixed = (f"POST {CHAT} HTTP/1.1", "Content-Type: application/json", "Content-Length: 9")
         return "\r\n".join((*fixed, *lines, "", "")).encode()
 
-    async def scenario() -> None:
-        async with serving(config=with_keys()) as served:
-            known = ("Host: localhost", "Authorization: Bearer alpha-key-123")
-            for lines, status in (
-                ((*known, "Expect: 100-continue", "Connection: close"), b"100"),
-                ((*known, "Expect: <script>", "Connection: close"), b"417"),
-                (("Host: evil", "Expect: 100-continue"), b"403"),
-                (("Host: evil", "Expect: <script>"), b"403"),
-                (("Host: localhost", "Expect: 100-continue"), b"401"),
-                (("Host: localhost", "Expect: <script>"), b"401"),
-            ):
-                answer = await served.raw(head(*lines) + b'{"n": 0} ', timeout_s=2)
-                assert answer[9:12] == status, (lines, answer[:200])
-                assert b"<script>" not in answer
-                if status == b"100":
-                    assert b"HTTP/1.1 400 " in answer
-                assert b'"error"' in answer
-
-    run(scenario())
+    async with serving(config=with_keys()) as served:
+        known = ("Host: localhost", "Authorization: Bearer alpha-key-123")
+        for lines, status in (
+            ((*known, "Expect: 100-continue", "Connection: close"), b"100"),
+            ((*known, "Expect: <script>", "Connection: close"), b"417"),
+            (("Host: evil", "Expect: 100-continue"), b"403"),
+            (("Host: evil", "Expect: <script>"), b"403"),
+            (("Host: localhost", "Expect: 100-continue"), b"401"),
+            (("Host: localhost", "Expect: <script>"), b"401"),
+        ):
+            answer = await served.raw(head(*lines) + b'{"n": 0} ', timeout_s=2)
+            assert answer[9:12] == status, (lines, answer[:200])
+            assert b"<script>" not in answer
+            if status == b"100":
+                assert b"HTTP/1.1 400 " in answer
+            assert b'"error"' in answer
 
 
-def test_pipelined_requests_are_answered_in_order() -> None:
-    async def scenario() -> None:
-        async with serving() as served:
-            one = b"GET /v1/models/fake HTTP/1.1\r\nHost: localhost\r\n\r\n"
-            last = b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-            answer = await served.raw(one * 500 + last, timeout_s=10)
-            assert answer.count(b"HTTP/1.1 200 OK") == 500
-            assert answer.count(b"HTTP/1.1 404 ") == 1
-
-    run(scenario())
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with serving() as served:
+        one = b"GET /v1/models/fake HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        last = b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        answer = await served.raw(one * 500 + last, timeout_s=10)
+        assert answer.count(b"HTTP/1.1 200 OK") == 500
+        assert answer.count(b"HTTP/1.1 404 ") == 1
 
 
-def test_wrong_method_and_wrong_route() -> None:
-    async def scenario() -> None:
-        async with serving() as served, aiohttp.ClientSession(served.base) as client:
-            for method, path, status, code in (
-                ("GET", CHAT, 405, "method_not_allowed"),
-                ("DELETE", "/v1/models", 405, "method_not_allowed"),
-                ("GET", "/", 404, "route_not_found"),
-                ("POST", "/v1/nothing", 404, "route_not_found"),
-                ("GET", "/v1/models/none", 404, "model_not_found"),
-                ("POST", "/v1/embeddings", 501, "not_supported"),
-                ("POST", "/v1/audio/speech", 501, "not_supported"),
-                ("POST", "/v1/messages/count_tokens", 501, "not_supported"),
-                ("OPTIONS", CHAT, 405, "method_not_allowed"),
-            ):
-                async with client.request(method, path) as reply:
-                    error = (await reply.json())["error"]
-                    assert (reply.status, error["code"]) == (status, code), path
-                    assert error["fix"]
-
-    run(scenario())
+async def test_wrong_method_and_wrong_route() -> None:
+    async with serving() as served, aiohttp.ClientSession(served.base) as client:
+        for method, path, status, code in (
+            ("GET", CHAT, 405, "method_not_allowed"),
+            ("DELETE", "/v1/models", 405, "method_not_allowed"),
+            ("GET", "/", 404, "route_not_found"),
+            ("POST", "/v1/nothing", 404, "route_not_found"),
+            ("GET", "/v1/models/none", 404, "model_not_found"),
+            ("POST", "/v1/embeddings", 501, "not_supported"),
+            ("POST", "/v1/audio/speech", 501, "not_supported"),
+            ("POST", "/v1/messages/count_tokens", 501, "not_supported"),
+            ("OPTIONS", CHAT, 405, "method_not_allowed"),
+        ):
+            async with client.request(method, path) as reply:
+                error = (await reply.json())["error"]
+                assert (reply.status, error["code"]) == (status, code), path
+                assert error["fix"]
 
 
-def test_unknown_fields_are_counted_or_refused() -> None:
-    async def scenario() -> None:
-        async with serving() as served:
-            body = chat(best_friend=1, mirostat=2)
-            status, _, _ = await post(served, CHAT, body)
-            assert status == 200
-            text = served.engine.metrics.render()[0].decode()
-            assert 'field="mirostat"' in text
-            status, reply, _ = await post(served, CHAT + "?strict=1", body)
-            assert (status, reply["error"]["code"]) == (400, "unknown_parameter")
-            assert reply["error"]["param"] == "best_friend"
-        async with serving(config=fake_config(strict_fields=True)) as served:
-            assert (await post(served, CHAT, body))[0] == 400
-            assert (await post(served, CHAT, chat()))[0] == 200
-
-    run(scenario())
+async def test_unknown_fields_are_counted_or_refused() -> None:
+    async with serving() as served:
+        body = chat(best_friend=1, mirostat=2)
+        status, _, _ = await post(served, CHAT, body)
+        assert status == 200
+        text = served.engine.metrics.render()[0].decode()
+        assert 'field="mirostat"' in text
+        status, reply, _ = await post(served, CHAT + "?strict=1", body)
+        assert (status, reply["error"]["code"]) == (400, "unknown_parameter")
+        assert reply["error"]["param"] == "best_friend"
+    async with serving(config=fake_config(strict_fields=True)) as served:
+        assert (await post(served, CHAT, body))[0] == 400
+        assert (await post(served, CHAT, chat()))[0] == 200
 
 
 def all_routes(served: Served) -> list[tuple[str, str]]:
@@ -495,112 +452,99 @@ def all_routes(served: Served) -> list[tuple[str, str]]:
     return found
 
 
-def test_every_route_needs_the_key() -> None:
-    async def scenario() -> None:
-        async with serving(config=with_keys()) as served:
-            routes = [*all_routes(served), ("GET", "/nothing"), ("DELETE", "/health")]
-            assert len(routes) > 20
-            wrong: list[dict[str, str]] = [
-                {},
-                {"Authorization": "Bearer wrong-key-0"},
-                {"Authorization": "Bearer "},
-                {"Authorization": "Basic alpha-key-123"},
-                {"Authorization": "alpha-key-123"},
-                {"x-api-key": "alpha-key-12"},
-                {"Authorization": "Bearer alpha-key-123\xff"},
-            ]
-            async with aiohttp.ClientSession(served.base) as client:
-                for method, path in routes:
-                    for headers in wrong:
-                        async with client.request(method, path, headers=headers) as reply:
-                            assert reply.status == 401, (method, path, headers)
-                            if method != "HEAD":
-                                error = (await reply.json())["error"]
-                                assert error["type"] == "authentication_error"
-                    async with client.request(
-                        method, path, headers={"Authorization": "Bearer alpha-key-123"}
-                    ) as reply:
-                        assert reply.status != 401, (method, path)
-
-    run(scenario())
+async def test_every_route_needs_the_key() -> None:
+    async with serving(config=with_keys()) as served:
+        routes = [*all_routes(served), ("GET", "/nothing"), ("DELETE", "/health")]
+        assert len(routes) > 20
+        wrong: list[dict[str, str]] = [
+            {},
+            {"Authorization": "Bearer wrong-key-0"},
+            {"Authorization": "Bearer "},
+            {"Authorization": "Basic alpha-key-123"},
+            {"Authorization": "alpha-key-123"},
+            {"x-api-key": "alpha-key-12"},
+            {"Authorization": "Bearer alpha-key-123\xff"},
+        ]
+        async with aiohttp.ClientSession(served.base) as client:
+            for method, path in routes:
+                for headers in wrong:
+                    async with client.request(method, path, headers=headers) as reply:
+                        assert reply.status == 401, (method, path, headers)
+                        if method != "HEAD":
+                            error = (await reply.json())["error"]
+                            assert error["type"] == "authentication_error"
+                async with client.request(
+                    method, path, headers={"Authorization": "Bearer alpha-key-123"}
+                ) as reply:
+                    assert reply.status != 401, (method, path)
 
 
-def test_keys_are_tenants_and_carry_a_class() -> None:
-    async def scenario() -> None:
-        async with serving(config=with_keys()) as served:
-            seen: list[tuple[str, str | None, SlaClass]] = []
-            for headers in (
-                {"Authorization": "Bearer alpha-key-123"},
-                {"Authorization": "bearer alpha-key-123"},
-                {"x-api-key": "beta-key-4567"},
-            ):
-                status, _, _ = await post(served, CHAT, chat(session_id="shared"), headers=headers)
-                assert status == 200
-                request = served.engine.generations[-1].request
-                seen.append((request.tenant, request.session_id, request.sla.sla_class))
-            assert [s[0] for s in seen] == ["alpha", "alpha", "beta"]
-            assert seen[0][1] == seen[1][1] != seen[2][1]  # one name, two tenants, two sessions
-            assert [s[2] for s in seen] == ["standard", "standard", "background"]
+async def test_keys_are_tenants_and_carry_a_class() -> None:
+    async with serving(config=with_keys()) as served:
+        seen: list[tuple[str, str | None, SlaClass]] = []
+        for headers in (
+            {"Authorization": "Bearer alpha-key-123"},
+            {"Authorization": "bearer alpha-key-123"},
+            {"x-api-key": "beta-key-4567"},
+        ):
+            status, _, _ = await post(served, CHAT, chat(session_id="shared"), headers=headers)
+            assert status == 200
+            request = served.engine.generations[-1].request
+            seen.append((request.tenant, request.session_id, request.sla.sla_class))
+        assert [s[0] for s in seen] == ["alpha", "alpha", "beta"]
+        assert seen[0][1] == seen[1][1] != seen[2][1]  # one name, two tenants, two sessions
+        assert [s[2] for s in seen] == ["standard", "standard", "background"]
 
-            # another tenant's session id is just a name to this one
-            foreign, mine = seen[0][1], {"x-api-key": "beta-key-4567"}
-            assert foreign is not None
-            await post(served, CHAT, chat(session_id=foreign), headers=mine)
-            assert served.engine.generations[-1].request.session_id != foreign
-
-    run(scenario())
+        # another tenant's session id is just a name to this one
+        foreign, mine = seen[0][1], {"x-api-key": "beta-key-4567"}
+        assert foreign is not None
+        await post(served, CHAT, chat(session_id=foreign), headers=mine)
+        assert served.engine.generations[-1].request.session_id != foreign
 
 
-def test_no_answer_repeats_a_key_or_a_path(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        async with serving(config=with_keys()) as served:
-            marker = "marker-of-a-prompt"
-            for headers in ({}, {"x-api-key": "alpha-key-124"}, {"x-api-key": "alpha-key-123"}):
-                _, reply, _ = await post(served, CHAT, chat(marker), headers=headers)
-                text = json.dumps(reply)
-                assert "alpha-key" not in text
-                assert "/somewhere" not in text
-            assert marker not in caplog.text
-            assert "alpha-key" not in caplog.text
-
+async def test_no_answer_repeats_a_key_or_a_path(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", logger="batchengine")
-    run(scenario())
+    async with serving(config=with_keys()) as served:
+        marker = "marker-of-a-prompt"
+        for headers in ({}, {"x-api-key": "alpha-key-124"}, {"x-api-key": "alpha-key-123"}):
+            _, reply, _ = await post(served, CHAT, chat(marker), headers=headers)
+            text = json.dumps(reply)
+            assert "alpha-key" not in text
+            assert "/somewhere" not in text
+        assert marker not in caplog.text
+        assert "alpha-key" not in caplog.text
     assert "class=standard" in caplog.text  # it did log something
 
 
-def test_an_unexpected_exception_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
+async def test_an_unexpected_exception_is_a_500_without_details(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = FakeEngine()
 
-        def broken(request: Any) -> Any:
-            raise RuntimeError("secret /etc/passwd 0x7f00")
+    def broken(request: Any) -> Any:
+        raise RuntimeError("secret /etc/passwd 0x7f00")
 
-        engine.submit = broken
-        async with serving(engine) as served:
-            status, reply, _ = await post(served, CHAT, chat())
-            assert (status, reply["error"]["code"]) == (500, "internal_error")
-            assert "secret" not in json.dumps(reply)
-            assert reply["error"]["what"].split()[-1].startswith("req_")
-            assert (await post(served, "/v1/chat/completions", {"messages": []}))[0] == 400
-
-    run(scenario())
+    engine.submit = broken
+    async with serving(engine) as served:
+        status, reply, _ = await post(served, CHAT, chat())
+        assert (status, reply["error"]["code"]) == (500, "internal_error")
+        assert "secret" not in json.dumps(reply)
+        assert reply["error"]["what"].split()[-1].startswith("req_")
+        assert (await post(served, "/v1/chat/completions", {"messages": []}))[0] == 400
     assert "secret" in caplog.text  # the log is where the details belong
 
 
-def test_half_admitted_choices_are_called_off() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
-        real = engine.submit
+async def test_half_admitted_choices_are_called_off() -> None:
+    engine = FakeEngine()
+    real = engine.submit
 
-        def third_refused(request: Any) -> Any:
-            if len(engine.generations) == 2:
-                raise errors.OVERLOADED(waiting=9)
-            return real(request)
+    def third_refused(request: Any) -> Any:
+        if len(engine.generations) == 2:
+            raise errors.OVERLOADED(waiting=9)
+        return real(request)
 
-        engine.submit = third_refused  # type: ignore[method-assign]
-        async with serving(engine) as served:
-            status, _, _ = await post(served, CHAT, chat(n=4))
-            assert status == 429
-            assert [g.cancelled.is_set() for g in engine.generations] == [True, True]
-
-    run(scenario())
+    engine.submit = third_refused  # type: ignore[method-assign]
+    async with serving(engine) as served:
+        status, _, _ = await post(served, CHAT, chat(n=4))
+        assert status == 429
+        assert [g.cancelled.is_set() for g in engine.generations] == [True, True]

@@ -31,10 +31,6 @@ HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/js
 CHUNKED = f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode()
 
 
-def run(coroutine: Any) -> Any:
-    return asyncio.run(coroutine)
-
-
 def with_streams(count: int) -> Config:
     config = fake_config()
     return replace(config, limits=replace(config.limits, streams_max=count))
@@ -45,67 +41,58 @@ def is_idle(served: Served) -> bool:
     return (service.live, service.preparing, service.bodies_bytes) == ({}, 0, 0)
 
 
-def test_head_of_a_stream_takes_nothing_over() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine(["tok"] * 3)
-        async with serving(engine) as served:
-            await post(served, CHAT, chat(session_id="mine"))
-            answer = await served.raw(
-                b"HEAD /v1/stream?session_id=mine HTTP/1.1\r\nHost: localhost\r\n\r\n"
-                b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-            )
-            first, _, rest = answer.partition(b"\r\n\r\n")
-            assert first.startswith(b"HTTP/1.1 405 ")
-            assert b"\r\nAllow: GET\r\n" in first + b"\r\n"
-            assert rest.startswith(b"HTTP/1.1 200 ")  # no body between them
-            assert len(engine.generations) == 1
-            async with aiohttp.ClientSession(served.base) as client:
-                for path in ("/health", "/v1/models", "/v1/sessions"):
-                    async with client.head(path) as reply:
-                        assert reply.status == 200
-
-    run(scenario())
+async def test_head_of_a_stream_takes_nothing_over() -> None:
+    engine = FakeEngine(["tok"] * 3)
+    async with serving(engine) as served:
+        await post(served, CHAT, chat(session_id="mine"))
+        answer = await served.raw(
+            b"HEAD /v1/stream?session_id=mine HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        )
+        first, _, rest = answer.partition(b"\r\n\r\n")
+        assert first.startswith(b"HTTP/1.1 405 ")
+        assert b"\r\nAllow: GET\r\n" in first + b"\r\n"
+        assert rest.startswith(b"HTTP/1.1 200 ")  # no body between them
+        assert len(engine.generations) == 1
+        async with aiohttp.ClientSession(served.base) as client:
+            for path in ("/health", "/v1/models", "/v1/sessions"):
+                async with client.head(path) as reply:
+                    assert reply.status == 200
 
 
-def test_a_wrong_method_is_answered_with_the_right_ones() -> None:
-    async def scenario() -> None:
-        async with serving() as served, aiohttp.ClientSession(served.base) as client:
-            for method, path, allowed in (
-                ("GET", CHAT, "POST"),
-                ("POST", "/health", "GET, HEAD"),
-                ("PUT", "/v1/sessions/s", "DELETE, GET, HEAD"),
-                ("POST", "/v1/stream", "GET"),
+async def test_a_wrong_method_is_answered_with_the_right_ones() -> None:
+    async with serving() as served, aiohttp.ClientSession(served.base) as client:
+        for method, path, allowed in (
+            ("GET", CHAT, "POST"),
+            ("POST", "/health", "GET, HEAD"),
+            ("PUT", "/v1/sessions/s", "DELETE, GET, HEAD"),
+            ("POST", "/v1/stream", "GET"),
+        ):
+            async with client.request(method, path) as reply:
+                assert (reply.status, reply.headers["Allow"]) == (405, allowed)
+                assert (await reply.json())["error"]["allowed"] == allowed
+
+
+async def test_expect_never_answers_before_the_guard() -> None:
+    config = replace(fake_config(), auth=(ApiKey("alpha", "alpha-key-123"),))
+    async with serving(config=config) as served:
+        for method, path in (
+            ("GET", "/health"), ("GET", "/v1/models/fake"), ("GET", "/v1/stream"),
+            ("GET", "/v1/sessions"), ("DELETE", "/v1/sessions/s"), ("GET", "/nothing"),
+            ("POST", "/v1/sessions/s/park"), ("POST", "/v1/embeddings"), ("PUT", "/health"),
+        ):  # fmt: skip
+            for lines, status in (
+                ("Host: evil", b"403"),
+                ("Host: localhost", b"401"),
+                ("Host: localhost\r\nAuthorization: Bearer alpha-key-123", b"417"),
             ):
-                async with client.request(method, path) as reply:
-                    assert (reply.status, reply.headers["Allow"]) == (405, allowed)
-                    assert (await reply.json())["error"]["allowed"] == allowed
-
-    run(scenario())
-
-
-def test_expect_never_answers_before_the_guard() -> None:
-    async def scenario() -> None:
-        config = replace(fake_config(), auth=(ApiKey("alpha", "alpha-key-123"),))
-        async with serving(config=config) as served:
-            for method, path in (
-                ("GET", "/health"), ("GET", "/v1/models/fake"), ("GET", "/v1/stream"),
-                ("GET", "/v1/sessions"), ("DELETE", "/v1/sessions/s"), ("GET", "/nothing"),
-                ("POST", "/v1/sessions/s/park"), ("POST", "/v1/embeddings"), ("PUT", "/health"),
-            ):  # fmt: skip
-                for lines, status in (
-                    ("Host: evil", b"403"),
-                    ("Host: localhost", b"401"),
-                    ("Host: localhost\r\nAuthorization: Bearer alpha-key-123", b"417"),
-                ):
-                    answer = await served.raw(
-                        f"{method} {path} HTTP/1.1\r\n{lines}\r\nExpect: nonsense\r\n"
-                        "Connection: close\r\nContent-Length: 0\r\n\r\n".encode()
-                    )
-                    assert answer[9:12] == status, (method, path, answer[:200])
-                    assert b"nonsense" not in answer
-                    assert b'"error"' in answer
-
-    run(scenario())
+                answer = await served.raw(
+                    f"{method} {path} HTTP/1.1\r\n{lines}\r\nExpect: nonsense\r\n"
+                    "Connection: close\r\nContent-Length: 0\r\n\r\n".encode()
+                )
+                assert answer[9:12] == status, (method, path, answer[:200])
+                assert b"nonsense" not in answer
+                assert b'"error"' in answer
 
 
 async def pour(served: Served, bytes_max: int) -> tuple[int, bytes]:
@@ -127,86 +114,75 @@ async def pour(served: Served, bytes_max: int) -> tuple[int, bytes]:
         writer.close()
 
 
-def test_a_chunked_body_is_refused_as_soon_as_it_is_too_long() -> None:
+async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_long() -> None:
     """F59: no length was sent, so the bytes themselves are counted."""
     bytes_max = requests.body_bytes_max(CONTEXT_TOKENS)
-
-    async def scenario() -> None:
-        async with serving() as served:
-            sent, answer = await pour(served, 30 << 20)
-            assert answer.startswith(b"HTTP/1.1 413 ")
-            assert b"request_too_large" in answer
-            assert b"Connection: close" in answer
-            assert bytes_max < sent < bytes_max + (12 << 20)  # socket buffers hold some more
-            await until(lambda: is_idle(served))
-            assert (await post(served, CHAT, chat()))[0] == 200
-
-    run(scenario())
+    async with serving() as served:
+        sent, answer = await pour(served, 30 << 20)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"request_too_large" in answer
+        assert b"Connection: close" in answer
+        assert bytes_max < sent < bytes_max + (12 << 20)  # socket buffers hold some more
+        await until(lambda: is_idle(served))
+        assert (await post(served, CHAT, chat()))[0] == 200
 
 
-def test_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "BODIES_BYTES_MAX", 100_000)
-
-    async def scenario() -> None:
-        async with serving(config=fake_config(body_bytes_max=60_000)) as served:
-            body = json.dumps(chat("x" * 50_000)).encode()
-            head = f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode()
-            first, slow = await asyncio.open_connection("127.0.0.1", served.port)
-            slow.write(head + body[:-1])
-            await until(lambda: served.service.bodies_bytes == len(body) - 1)
-            answer = await served.raw(head + body)
-            assert answer.startswith(b"HTTP/1.1 503 ")
-            assert b"too_many_bodies" in answer
-            assert b"Retry-After: 2" in answer
-            assert b"Connection: close" in answer
-            assert (await post(served, CHAT, chat()))[0] == 200  # a small one still fits
-            slow.write(body[-1:])  # nor does the first one suffer
-            assert b"context_length_exceeded" in await first.read(4096)
-            slow.close()
-            await until(lambda: is_idle(served))
-
-    run(scenario())
+    async with serving(config=fake_config(body_bytes_max=60_000)) as served:
+        body = json.dumps(chat("x" * 50_000)).encode()
+        head = f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode()
+        first, slow = await asyncio.open_connection("127.0.0.1", served.port)
+        slow.write(head + body[:-1])
+        await until(lambda: served.service.bodies_bytes == len(body) - 1)
+        answer = await served.raw(head + body)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"too_many_bodies" in answer
+        assert b"Retry-After: 2" in answer
+        assert b"Connection: close" in answer
+        assert (await post(served, CHAT, chat()))[0] == 200  # a small one still fits
+        slow.write(body[-1:])  # nor does the first one suffer
+        assert b"context_length_exceeded" in await first.read(4096)
+        slow.close()
+        await until(lambda: is_idle(served))
 
 
-def test_requests_that_are_prepared_count_as_streams() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
-        gate = asyncio.Event()
-        real = engine.text.encode_chat
+async def test_requests_that_are_prepared_count_as_streams() -> None:
+    engine = FakeEngine()
+    gate = asyncio.Event()
+    real = engine.text.encode_chat
 
-        async def gated(*given: Any) -> list[int]:
-            await gate.wait()
-            return await real(*given)
+    async def gated(*given: Any) -> list[int]:
+        await gate.wait()
+        return await real(*given)
 
-        engine.text.encode_chat = gated  # type: ignore[method-assign]
-        async with serving(engine, with_streams(2)) as served:
-            tokenising = asyncio.create_task(post(served, CHAT, chat(session_id="s")))
-            _, sending = await asyncio.open_connection("127.0.0.1", served.port)
-            sending.write(f"{HEAD}Content-Length: 100\r\n\r\n{{".encode())
-            await until(lambda: served.service.preparing == 2)
-            status, reply, headers = await post(served, CHAT, chat())
-            assert (status, reply["error"]["code"]) == (429, "too_many_requests")
-            assert "Retry-After" in headers
-            async with (
-                aiohttp.ClientSession(served.base) as client,
-                client.get("/v1/stream?session_id=s") as resumed,
-            ):
-                assert resumed.status in (404, 429)  # unknown so far, or no place for it
-            sending.close()  # gives its place back
-            await until(lambda: served.service.preparing == 1)
-            gate.set()
-            assert (await tokenising)[0] == 200
-            for body in ({"messages": []}, chat("x" * 5000), chat(model="none"), chat()):
-                await post(served, CHAT, body)
-            await until(lambda: is_idle(served))
-            engine.refuse = RuntimeError("broken")  # type: ignore[assignment]
-            assert (await post(served, CHAT, chat()))[0] == 500
-            assert is_idle(served)
-
-    run(scenario())
+    engine.text.encode_chat = gated  # type: ignore[method-assign]
+    async with serving(engine, with_streams(2)) as served:
+        tokenising = asyncio.create_task(post(served, CHAT, chat(session_id="s")))
+        _, sending = await asyncio.open_connection("127.0.0.1", served.port)
+        sending.write(f"{HEAD}Content-Length: 100\r\n\r\n{{".encode())
+        await until(lambda: served.service.preparing == 2)
+        status, reply, headers = await post(served, CHAT, chat())
+        assert (status, reply["error"]["code"]) == (429, "too_many_requests")
+        assert "Retry-After" in headers
+        async with (
+            aiohttp.ClientSession(served.base) as client,
+            client.get("/v1/stream?session_id=s") as resumed,
+        ):
+            assert resumed.status in (404, 429)  # unknown so far, or no place for it
+        sending.close()  # gives its place back
+        await until(lambda: served.service.preparing == 1)
+        gate.set()
+        assert (await tokenising)[0] == 200
+        for body in ({"messages": []}, chat("x" * 5000), chat(model="none"), chat()):
+            await post(served, CHAT, body)
+        await until(lambda: is_idle(served))
+        engine.refuse = RuntimeError("broken")  # type: ignore[assignment]
+        assert (await post(served, CHAT, chat()))[0] == 500
+        assert is_idle(served)
 
 
-def test_tool_calls_are_looked_for_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tool_calls_are_looked_for_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     real: Any = vars(chat_module)["_tool_calls"]
 
@@ -216,18 +192,15 @@ def test_tool_calls_are_looked_for_on_another_thread(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(chat_module, "_tool_calls", watched)
 
-    async def scenario() -> None:
-        calls = [{"id": f"call_{i}"} for i in range(500)]
-        large = {"messages": [{"role": "assistant", "tool_calls": calls}] * 4}
-        async with serving() as served:
-            await post(served, CHAT, large)
-            assert seen == [False]
-            assert served.engine.generations[-1].request.tool_call_ids[-1] == "call_499"
-
-    run(scenario())
+    calls = [{"id": f"call_{i}"} for i in range(500)]
+    large = {"messages": [{"role": "assistant", "tool_calls": calls}] * 4}
+    async with serving() as served:
+        await post(served, CHAT, large)
+        assert seen == [False]
+        assert served.engine.generations[-1].request.tool_call_ids[-1] == "call_499"
 
 
-def test_a_fault_within_a_stream_ends_the_connection(
+async def test_a_fault_within_a_stream_ends_the_connection(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second answer would be read as part of the first."""
@@ -237,53 +210,44 @@ def test_a_fault_within_a_stream_ends_the_connection(
 
     monkeypatch.setattr(chat_module.ChatFormatter, "token", broken)
 
-    async def scenario() -> None:
-        body = json.dumps(chat(stream=True)).encode()
-        async with serving() as served:
-            answer = await served.raw(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            assert answer.startswith(b"HTTP/1.1 200 ")
-            assert answer.count(b"HTTP/1.1 ") == 1
-            assert b"internal_error" not in answer
-            await until(lambda: is_idle(served))
-            assert [g.cancelled.is_set() for g in served.engine.generations] == [True]
-
     caplog.set_level("INFO", logger="batchengine")
-    run(scenario())
+    body = json.dumps(chat(stream=True)).encode()
+    async with serving() as served:
+        answer = await served.raw(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert b"internal_error" not in answer
+        await until(lambda: is_idle(served))
+        assert [g.cancelled.is_set() for g in served.engine.generations] == [True]
     assert "in the middle of its answer" in caplog.text
     assert caplog.text.count("RuntimeError: secret") == 1
     assert " failed class=" in caplog.text
 
 
-def test_whatever_stops_a_submission_calls_off_its_siblings() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
-        real = engine.submit
+async def test_whatever_stops_a_submission_calls_off_its_siblings() -> None:
+    engine = FakeEngine()
+    real = engine.submit
 
-        def third_breaks(request: Any) -> Any:
-            if len(engine.generations) == 2:
-                raise MemoryError
-            return real(request)
+    def third_breaks(request: Any) -> Any:
+        if len(engine.generations) == 2:
+            raise MemoryError
+        return real(request)
 
-        engine.submit = third_breaks  # type: ignore[method-assign]
-        async with serving(engine) as served:
-            assert (await post(served, CHAT, chat(n=4)))[0] == 500
-            assert [g.cancelled.is_set() for g in engine.generations] == [True, True]
-
-    run(scenario())
+    engine.submit = third_breaks  # type: ignore[method-assign]
+    async with serving(engine) as served:
+        assert (await post(served, CHAT, chat(n=4)))[0] == 500
+        assert [g.cancelled.is_set() for g in engine.generations] == [True, True]
 
 
-def test_fields_that_nothing_reads_count_as_ignored() -> None:
-    async def scenario() -> None:
-        async with serving() as served:
-            for name, value in (("parent_session_id", "p"), ("max_context_tokens", 100)):
-                body = chat(batchengine={name: value, "class": "batch"})
-                assert (await post(served, CHAT, body))[0] == 200
-                text = served.engine.metrics.render()[0].decode()
-                assert f'field="batchengine.{name}"' in text
-                status, reply, _ = await post(served, CHAT + "?strict=1", body)
-                assert (status, reply["error"]["code"]) == (400, "unknown_parameter")
-                assert reply["error"]["param"] == f"batchengine.{name}"
-            body = chat(batchengine={"parent_session_id": None, "class": "batch"})
-            assert (await post(served, CHAT + "?strict=1", body))[0] == 200
-
-    run(scenario())
+async def test_fields_that_nothing_reads_count_as_ignored() -> None:
+    async with serving() as served:
+        for name, value in (("parent_session_id", "p"), ("max_context_tokens", 100)):
+            body = chat(batchengine={name: value, "class": "batch"})
+            assert (await post(served, CHAT, body))[0] == 200
+            text = served.engine.metrics.render()[0].decode()
+            assert f'field="batchengine.{name}"' in text
+            status, reply, _ = await post(served, CHAT + "?strict=1", body)
+            assert (status, reply["error"]["code"]) == (400, "unknown_parameter")
+            assert reply["error"]["param"] == f"batchengine.{name}"
+        body = chat(batchengine={"parent_session_id": None, "class": "batch"})
+        assert (await post(served, CHAT + "?strict=1", body))[0] == 200

@@ -146,7 +146,7 @@ class Batches:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_sources_keep_batches_together_and_end_with_one_last_event(count: int) -> None:
+async def test_sources_keep_batches_together_and_end_with_one_last_event(count: int) -> None:
     token, done = TokenEvent(1, "x"), DoneEvent("stop", Usage())
     refusal = errors.STEP_MISMATCH()
 
@@ -162,49 +162,41 @@ def test_sources_keep_batches_together_and_end_with_one_last_event(count: int) -
         assert all(generation.is_cancelled for generation in generations)
         return found
 
-    async def scenario() -> None:
-        assert await everything([token, token], [token, done]) == {
-            index: [token, token, token, done] for index in range(count)
-        }
-        for fault, code in (
-            (refusal, refusal.code),
-            (RuntimeError("secret"), "BE1719"),
-            ([], "BE1724"),
-        ):
-            for events in (await everything([token], fault)).values():
-                assert events[0] is token
-                assert (len(events), events[1].error.code) == (2, code)
-
-    asyncio.run(scenario())
+    assert await everything([token, token], [token, done]) == {
+        index: [token, token, token, done] for index in range(count)
+    }
+    for fault, code in (
+        (refusal, refusal.code),
+        (RuntimeError("secret"), "BE1719"),
+        ([], "BE1724"),
+    ):
+        for events in (await everything([token], fault)).values():
+            assert events[0] is token
+            assert (len(events), events[1].error.code) == (2, code)
 
 
-def test_one_choice_needs_no_task_of_its_own() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine(delay_s=0.2)
-        async with serving(engine) as served:
-            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            body = b'{"messages": [{"role": "user", "content": "x"}], "stream": true, "n": %d}'
-            counts: list[int] = []
-            for choices in (1, 2):
-                data = body % choices
-                writer.write(
-                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-                    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-                    % len(data)
-                    + data
-                )
-                await reader.readuntil(b"\r\n\r\n")
-                names = [task.get_coro() for task in asyncio.all_tasks()]
-                counts.append(sum("_pump" in repr(coro) for coro in names))
-                await reader.readuntil(b"data: [DONE]\n\n")
-                await reader.readuntil(b"0\r\n\r\n")
-            writer.close()
-            assert counts == [0, 2]
-
-    asyncio.run(scenario())
+async def test_one_choice_needs_no_task_of_its_own() -> None:
+    engine = FakeEngine(delay_s=0.2)
+    async with serving(engine) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        body = b'{"messages": [{"role": "user", "content": "x"}], "stream": true, "n": %d}'
+        counts: list[int] = []
+        for choices in (1, 2):
+            data = body % choices
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+            )
+            await reader.readuntil(b"\r\n\r\n")
+            names = [task.get_coro() for task in asyncio.all_tasks()]
+            counts.append(sum("_pump" in repr(coro) for coro in names))
+            await reader.readuntil(b"data: [DONE]\n\n")
+            await reader.readuntil(b"0\r\n\r\n")
+        writer.close()
+        assert counts == [0, 2]
 
 
-def test_streams_are_the_same_bytes_as_ever() -> None:
+async def test_streams_are_the_same_bytes_as_ever() -> None:
     """The chunks of both protocols, with the fields that vary replaced."""
 
     async def stream(served: Any, path: str, body: dict[str, Any]) -> str:
@@ -220,27 +212,22 @@ def test_streams_are_the_same_bytes_as_ever() -> None:
         text = re.sub(r'"created":\d+', '"created":0', text)
         return re.sub(r'"timings":.*\}', "FACTS", text)
 
-    async def scenario() -> None:
-        async with serving(FakeEngine(["a", "", "b"])) as served:
-            head = '{"id":"chatcmpl","object":"chat.completion.chunk","created":0,"model":"fake"'
-            chunk = 'data: %s,"choices":[{"index":0,"delta":%s,"logprobs":null,"finish_reason":%s}]'
-            whole = await stream(served, "/v1/chat/completions", chat(stream=True, session_id="s"))
-            assert whole == (
-                chunk % (head, '{"role":"assistant","content":""}', "null") + "}\n\n"
-                "id: REQ:1\n" + chunk % (head, '{"content":"a"}', "null") + "}\n\n"
-                "id: REQ:3\n" + chunk % (head, '{"content":"b"}', "null") + "}\n\n"
-                "id: REQ:3\n" + chunk % (head, "{}", '"stop"') + ",FACTS\n\n"
-                "data: [DONE]\n\n"
-            )
-            head = '{"id":"cmpl","object":"text_completion","created":0,"model":"fake"'
-            chunk = (
-                'data: %s,"choices":[{"index":0,"text":"%s","logprobs":null,"finish_reason":%s}]'
-            )
-            body = {"prompt": "x", "stream": True}
-            assert await stream(served, "/v1/completions", body) == (
-                chunk % (head, "", "null") + "}\n\n" + chunk % (head, "a", "null") + "}\n\n"
-                + chunk % (head, "b", "null") + "}\n\n" + chunk % (head, "", '"stop"')
-                + ",FACTS\n\ndata: [DONE]\n\n"
-            )  # fmt: skip
-
-    asyncio.run(scenario())
+    async with serving(FakeEngine(["a", "", "b"])) as served:
+        head = '{"id":"chatcmpl","object":"chat.completion.chunk","created":0,"model":"fake"'
+        chunk = 'data: %s,"choices":[{"index":0,"delta":%s,"logprobs":null,"finish_reason":%s}]'
+        whole = await stream(served, "/v1/chat/completions", chat(stream=True, session_id="s"))
+        assert whole == (
+            chunk % (head, '{"role":"assistant","content":""}', "null") + "}\n\n"
+            "id: REQ:1\n" + chunk % (head, '{"content":"a"}', "null") + "}\n\n"
+            "id: REQ:3\n" + chunk % (head, '{"content":"b"}', "null") + "}\n\n"
+            "id: REQ:3\n" + chunk % (head, "{}", '"stop"') + ",FACTS\n\n"
+            "data: [DONE]\n\n"
+        )
+        head = '{"id":"cmpl","object":"text_completion","created":0,"model":"fake"'
+        chunk = 'data: %s,"choices":[{"index":0,"text":"%s","logprobs":null,"finish_reason":%s}]'
+        body = {"prompt": "x", "stream": True}
+        assert await stream(served, "/v1/completions", body) == (
+            chunk % (head, "", "null") + "}\n\n" + chunk % (head, "a", "null") + "}\n\n"
+            + chunk % (head, "b", "null") + "}\n\n" + chunk % (head, "", '"stop"')
+            + ",FACTS\n\ndata: [DONE]\n\n"
+        )  # fmt: skip

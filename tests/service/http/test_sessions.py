@@ -37,10 +37,6 @@ def with_keys() -> Config:
     return replace(fake_config(), auth=keys)
 
 
-def run(coroutine: Any) -> Any:
-    return asyncio.run(coroutine)
-
-
 async def call(
     served: Served, method: str, path: str, body: Any = None, **headers: str
 ) -> tuple[int, Any]:
@@ -78,73 +74,65 @@ def numbered_texts(blocks: list[str]) -> list[tuple[int | None, str]]:
     return found
 
 
-def test_operations_reach_the_engine_under_the_clients_own_id_and_ours() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
+async def test_operations_reach_the_engine_under_the_clients_own_id_and_ours() -> None:
+    engine = FakeEngine()
+    engine.lane_names = ["fast", "bulk"]
+    async with serving(engine) as served:
+        await post(served, CHAT, chat(session_id="mine"))
+        ours = session_key("", "mine")
+        for name in ("mine", ours):
+            status, body = await call(served, "GET", f"/v1/sessions/{name}")
+            assert (status, body["session_id"]) == (200, ours)
+            assert "tenant" not in body
+        status, body = await call(served, "POST", "/v1/sessions/mine/promote", {"to": "bulk"})
+        assert (status, body["result"], body["target"]) == (200, "moved", "bulk")
+        await call(served, "POST", f"/v1/sessions/{ours}/demote")
+        await call(served, "POST", "/v1/sessions/mine/park", {"tool_call_id": "call-7"})
+        assert engine.calls == [
+            ("promote", "", ours, "bulk"), ("demote", "", ours, "bulk"),
+            ("park", "", ours, "call-7"),
+        ]  # fmt: skip
+        status, body = await call(served, "POST", "/v1/sessions/mine/fork", {"session_id": "twin"})
+        assert (status, body["session_id"]) == (200, session_key("", "twin"))
+        status, unnamed = await call(served, "POST", "/v1/sessions/mine/fork")
+        assert status == 200
+        assert unnamed["session_id"] not in (ours, body["session_id"])
+        status, body = await call(served, "GET", "/v1/sessions/mine/why")
+        assert (status, body["edit"]["first_difference"]) == (200, 5812)
+        status, body = await call(served, "GET", "/v1/sessions")
+        assert {row["session_id"] for row in body["data"]} >= {ours, session_key("", "twin")}
+        status, body = await call(served, "DELETE", "/v1/sessions/mine")
+        assert (status, body["state"]) == (200, "dropped")
+        status, body = await call(served, "GET", "/v1/sessions/mine")
+        assert (status, body["error"]["code"]) == (404, "session_not_found")
+
+
+async def test_bad_session_options_are_refused_in_words() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as served:
+        await post(served, CHAT, chat(session_id="s"))
+        status, body = await call(served, "POST", "/v1/sessions/s/promote")
+        assert (status, body["error"]["code"]) == (409, "one_lane")
+        assert "--lanes 2" in body["error"]["fix"]
         engine.lane_names = ["fast", "bulk"]
-        async with serving(engine) as served:
-            await post(served, CHAT, chat(session_id="mine"))
-            ours = session_key("", "mine")
-            for name in ("mine", ours):
-                status, body = await call(served, "GET", f"/v1/sessions/{name}")
-                assert (status, body["session_id"]) == (200, ours)
-                assert "tenant" not in body
-            status, body = await call(served, "POST", "/v1/sessions/mine/promote", {"to": "bulk"})
-            assert (status, body["result"], body["target"]) == (200, "moved", "bulk")
-            await call(served, "POST", f"/v1/sessions/{ours}/demote")
-            await call(served, "POST", "/v1/sessions/mine/park", {"tool_call_id": "call-7"})
-            assert engine.calls == [
-                ("promote", "", ours, "bulk"), ("demote", "", ours, "bulk"),
-                ("park", "", ours, "call-7"),
-            ]  # fmt: skip
-            status, body = await call(
-                served, "POST", "/v1/sessions/mine/fork", {"session_id": "twin"}
-            )
-            assert (status, body["session_id"]) == (200, session_key("", "twin"))
-            status, unnamed = await call(served, "POST", "/v1/sessions/mine/fork")
-            assert status == 200
-            assert unnamed["session_id"] not in (ours, body["session_id"])
-            status, body = await call(served, "GET", "/v1/sessions/mine/why")
-            assert (status, body["edit"]["first_difference"]) == (200, 5812)
-            status, body = await call(served, "GET", "/v1/sessions")
-            assert {row["session_id"] for row in body["data"]} >= {ours, session_key("", "twin")}
-            status, body = await call(served, "DELETE", "/v1/sessions/mine")
-            assert (status, body["state"]) == (200, "dropped")
-            status, body = await call(served, "GET", "/v1/sessions/mine")
-            assert (status, body["error"]["code"]) == (404, "session_not_found")
-
-    run(scenario())
-
-
-def test_bad_session_options_are_refused_in_words() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
-        async with serving(engine) as served:
-            await post(served, CHAT, chat(session_id="s"))
-            status, body = await call(served, "POST", "/v1/sessions/s/promote")
-            assert (status, body["error"]["code"]) == (409, "one_lane")
-            assert "--lanes 2" in body["error"]["fix"]
-            engine.lane_names = ["fast", "bulk"]
-            cases: list[tuple[str, Any, int, str]] = [
-                ("/v1/sessions/s/promote", {"to": "gpu9"}, 400, "fast or bulk"),
-                ("/v1/sessions/s/promote", {"too": "fast"}, 400, "too"),
-                ("/v1/sessions/s/promote", {"to": 3}, 400, "to"),
-                ("/v1/sessions/s/park", {"tool_call_id": ""}, 400, "tool_call_id"),
-                ("/v1/sessions/s/park", {"tool_call_id": "x" * 20_000}, 413, "16,384"),
-                ("/v1/sessions/s/fork", [], 400, "object"),
-                ("/v1/sessions/%0a/fork", {}, 400, "printable"),
-            ]
-            for path, body, status_wanted, word in cases:
-                status, answer = await call(served, "POST", path, body)
-                assert status == status_wanted, (path, answer)
-                assert word in answer["error"]["message"], answer
-            async with aiohttp.ClientSession() as client:
-                url = served.base + "/v1/sessions/s/park"
-                async with client.post(url, data=b"{}") as reply:  # a form, to a browser
-                    assert reply.status == 415
-            assert engine.calls == []
-
-    run(scenario())
+        cases: list[tuple[str, Any, int, str]] = [
+            ("/v1/sessions/s/promote", {"to": "gpu9"}, 400, "fast or bulk"),
+            ("/v1/sessions/s/promote", {"too": "fast"}, 400, "too"),
+            ("/v1/sessions/s/promote", {"to": 3}, 400, "to"),
+            ("/v1/sessions/s/park", {"tool_call_id": ""}, 400, "tool_call_id"),
+            ("/v1/sessions/s/park", {"tool_call_id": "x" * 20_000}, 413, "16,384"),
+            ("/v1/sessions/s/fork", [], 400, "object"),
+            ("/v1/sessions/%0a/fork", {}, 400, "printable"),
+        ]
+        for path, body, status_wanted, word in cases:
+            status, answer = await call(served, "POST", path, body)
+            assert status == status_wanted, (path, answer)
+            assert word in answer["error"]["message"], answer
+        async with aiohttp.ClientSession() as client:
+            url = served.base + "/v1/sessions/s/park"
+            async with client.post(url, data=b"{}") as reply:  # a form, to a browser
+                assert reply.status == 415
+        assert engine.calls == []
 
 
 ROUTES = [
@@ -155,118 +143,109 @@ ROUTES = [
 ]  # fmt: skip
 
 
-def test_a_foreign_session_is_word_for_word_an_unknown_one() -> None:
+async def test_a_foreign_session_is_word_for_word_an_unknown_one() -> None:
     """RELIABILITY F69: no answer shows whether another key has the session."""
 
-    async def scenario() -> None:
-        engine = FakeEngine(delay_s=0.01)
-        engine.lane_names = ["fast", "bulk"]
-        async with serving(engine, with_keys()) as served:
-            status, first, _ = await post(
-                served, CHAT, chat(session_id="their-own-name"), headers=ALPHA
-            )
-            assert status == 200
-            anonymous, _, _ = await post(served, CHAT, chat(), headers=ALPHA)
-            assert anonymous == 200
-            theirs = session_key("alpha", "their-own-name")
-            request_id = first["batchengine"]["request_id"]
-            unknown = session_key("beta", "never used")
-            for method, path in ROUTES:
-                answers: list[Any] = []
-                for name in (theirs, "their-own-name", unknown, "be_" + request_id):
-                    status, body = await call(
-                        served, method, path.format(name), Authorization=BETA["Authorization"]
-                    )
-                    assert status == 404, (method, path, name, body)
-                    answers.append(json.dumps(body).replace(name, "NAME"))
-                assert len(set(answers)) == 1, answers
-            status, _ = await call(served, "GET", f"/v1/explain/{request_id}", **BETA)
-            assert status == 404
-            status, body = await call(served, "GET", f"/v1/explain/{request_id[:12]}", **ALPHA)
-            assert status == 404  # beginnings are the operator's: they would show others' ids
-            status, body = await call(served, "GET", f"/v1/explain/{request_id}", **ALPHA)
-            assert (status, body["reason_id"], "tenant" in body) == (200, "only", False)
-            status, body = await call(served, "GET", "/v1/explain/their-own-name", **ALPHA)
-            assert (status, body["kind"]) == (200, "session")
-            _, body = await call(served, "GET", "/v1/sessions", **BETA)
-            assert body["data"] == []
-            assert engine.calls == []
-
-    run(scenario())
-
-
-def test_a_stream_can_be_resumed_from_the_last_event_id() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine(["a", "", "b", "c", "d"])  # the second token shows no text
-        async with serving(engine) as served:
-            whole = await blocks_of(served, CHAT, chat(session_id="s", stream=True))
-            assert whole[-1] == "data: [DONE]"
-            assert not whole[0].startswith("id:")  # before the first token there is nothing to skip
-            shown = numbered_texts(whole)
-            assert shown == [(1, "a"), (3, "b"), (4, "c"), (5, "d")]
-            turn = engine.generations[0].request_id
-            assert f"\nid: {turn}:5\n" in "\n" + "\n".join(whole)
-            for number, _ in shown:
-                path = "/v1/stream?session_id=s&from=0"  # what EventSource keeps sending
-                again = await blocks_of(served, path, Last_Event_ID=f"{turn}:{number}")
-                assert again[-1] == "data: [DONE]"
-                assert numbered_texts(again) == [pair for pair in shown if pair[0] > number]
-                path += f"&turn={turn}"  # for those who count themselves
-                again = await blocks_of(served, path, Last_Event_ID=str(number))
-                assert numbered_texts(again) == [pair for pair in shown if pair[0] > number]
-            assert numbered_texts(await blocks_of(served, "/v1/stream?session_id=s")) == shown
-            assert (
-                numbered_texts(
-                    await blocks_of(
-                        served, f"/v1/stream?from=3&turn={turn}", x_batchengine_session_id="s"
-                    )
-                )
-                == shown[2:]
-            )
-            last = json.loads(
-                (await blocks_of(served, "/v1/stream?session_id=s"))[-2].split("data: ")[1]
-            )
-            assert last["usage"]["completion_tokens"] == 5
-            for path in ("?session_id=s&from=-1", "?session_id=s&from=x", "?from=1",
-                         "?session_id=s&from=99999999999", "?session_id=s&turn=%0a",
-                         "?session_id=s&from=3"):  # fmt: skip
-                status, body = await call(served, "GET", "/v1/stream" + path)
-                assert status == 400, body
-                assert body["error"]["fix"]
-            for number in ("3", ":3", "req_x:"):  # a number alone may be of any turn
+    engine = FakeEngine(delay_s=0.01)
+    engine.lane_names = ["fast", "bulk"]
+    async with serving(engine, with_keys()) as served:
+        status, first, _ = await post(
+            served, CHAT, chat(session_id="their-own-name"), headers=ALPHA
+        )
+        assert status == 200
+        anonymous, _, _ = await post(served, CHAT, chat(), headers=ALPHA)
+        assert anonymous == 200
+        theirs = session_key("alpha", "their-own-name")
+        request_id = first["batchengine"]["request_id"]
+        unknown = session_key("beta", "never used")
+        for method, path in ROUTES:
+            answers: list[Any] = []
+            for name in (theirs, "their-own-name", unknown, "be_" + request_id):
                 status, body = await call(
-                    served, "GET", "/v1/stream?session_id=s", Last_Event_ID=number
+                    served, method, path.format(name), Authorization=BETA["Authorization"]
                 )
-                assert status == 400, body
-                assert "last id: line" in body["error"]["fix"]
-            status, body = await call(
-                served, "GET", f"/v1/stream?session_id=s&turn={turn}", Last_Event_ID="req_other:3"
+                assert status == 404, (method, path, name, body)
+                answers.append(json.dumps(body).replace(name, "NAME"))
+            assert len(set(answers)) == 1, answers
+        status, _ = await call(served, "GET", f"/v1/explain/{request_id}", **BETA)
+        assert status == 404
+        status, body = await call(served, "GET", f"/v1/explain/{request_id[:12]}", **ALPHA)
+        assert status == 404  # beginnings are the operator's: they would show others' ids
+        status, body = await call(served, "GET", f"/v1/explain/{request_id}", **ALPHA)
+        assert (status, body["reason_id"], "tenant" in body) == (200, "only", False)
+        status, body = await call(served, "GET", "/v1/explain/their-own-name", **ALPHA)
+        assert (status, body["kind"]) == (200, "session")
+        _, body = await call(served, "GET", "/v1/sessions", **BETA)
+        assert body["data"] == []
+        assert engine.calls == []
+
+
+async def test_a_stream_can_be_resumed_from_the_last_event_id() -> None:
+    engine = FakeEngine(["a", "", "b", "c", "d"])  # the second token shows no text
+    async with serving(engine) as served:
+        whole = await blocks_of(served, CHAT, chat(session_id="s", stream=True))
+        assert whole[-1] == "data: [DONE]"
+        assert not whole[0].startswith("id:")  # before the first token there is nothing to skip
+        shown = numbered_texts(whole)
+        assert shown == [(1, "a"), (3, "b"), (4, "c"), (5, "d")]
+        turn = engine.generations[0].request_id
+        assert f"\nid: {turn}:5\n" in "\n" + "\n".join(whole)
+        for number, _ in shown:
+            path = "/v1/stream?session_id=s&from=0"  # what EventSource keeps sending
+            again = await blocks_of(served, path, Last_Event_ID=f"{turn}:{number}")
+            assert again[-1] == "data: [DONE]"
+            assert numbered_texts(again) == [pair for pair in shown if pair[0] > number]
+            path += f"&turn={turn}"  # for those who count themselves
+            again = await blocks_of(served, path, Last_Event_ID=str(number))
+            assert numbered_texts(again) == [pair for pair in shown if pair[0] > number]
+        assert numbered_texts(await blocks_of(served, "/v1/stream?session_id=s")) == shown
+        assert (
+            numbered_texts(
+                await blocks_of(
+                    served, f"/v1/stream?from=3&turn={turn}", x_batchengine_session_id="s"
+                )
             )
-            assert (status, body["error"]["code"]) == (409, "turn_followed")
-            assert served.service.live == {}
+            == shown[2:]
+        )
+        last = json.loads(
+            (await blocks_of(served, "/v1/stream?session_id=s"))[-2].split("data: ")[1]
+        )
+        assert last["usage"]["completion_tokens"] == 5
+        for path in ("?session_id=s&from=-1", "?session_id=s&from=x", "?from=1",
+                     "?session_id=s&from=99999999999", "?session_id=s&turn=%0a",
+                     "?session_id=s&from=3"):  # fmt: skip
+            status, body = await call(served, "GET", "/v1/stream" + path)
+            assert status == 400, body
+            assert body["error"]["fix"]
+        for number in ("3", ":3", "req_x:"):  # a number alone may be of any turn
+            status, body = await call(
+                served, "GET", "/v1/stream?session_id=s", Last_Event_ID=number
+            )
+            assert status == 400, body
+            assert "last id: line" in body["error"]["fix"]
+        status, body = await call(
+            served, "GET", f"/v1/stream?session_id=s&turn={turn}", Last_Event_ID="req_other:3"
+        )
+        assert (status, body["error"]["code"]) == (409, "turn_followed")
+        assert served.service.live == {}
 
-    run(scenario())
 
-
-def test_a_resumed_stream_has_the_form_of_its_request() -> None:
-    async def scenario() -> None:
-        async with serving(FakeEngine(["a", "b", "c"])) as served:
-            asked = {"model": MODEL_ID, "prompt": "x", "stream": True, "session_id": "s"}
-            whole = await blocks_of(served, "/v1/completions", asked)
-            turn = served.engine.generations[-1].request_id
-            path = f"/v1/stream?session_id=s&from=1&turn={turn}&include_usage=0"
-            again = await blocks_of(served, path)
-            assert again[-1] == whole[-1] == "data: [DONE]"
-            chunks = [[json.loads(b.split("data: ")[1]) for b in s[:-1]] for s in (whole, again)]
-            for chunk in [*chunks[0], *chunks[1]]:
-                assert chunk["object"] == "text_completion"
-                assert chunk["id"] == chunks[0][0]["id"]
-            texts = ["".join(c["choices"][0]["text"] for c in part) for part in chunks]
-            assert texts == ["abc", "bc"]
-            await blocks_of(served, CHAT, chat(session_id="s", stream=True))  # a turn of its own
-            assert numbered_texts(await blocks_of(served, "/v1/stream?session_id=s"))
-
-    run(scenario())
+async def test_a_resumed_stream_has_the_form_of_its_request() -> None:
+    async with serving(FakeEngine(["a", "b", "c"])) as served:
+        asked = {"model": MODEL_ID, "prompt": "x", "stream": True, "session_id": "s"}
+        whole = await blocks_of(served, "/v1/completions", asked)
+        turn = served.engine.generations[-1].request_id
+        path = f"/v1/stream?session_id=s&from=1&turn={turn}&include_usage=0"
+        again = await blocks_of(served, path)
+        assert again[-1] == whole[-1] == "data: [DONE]"
+        chunks = [[json.loads(b.split("data: ")[1]) for b in s[:-1]] for s in (whole, again)]
+        for chunk in [*chunks[0], *chunks[1]]:
+            assert chunk["object"] == "text_completion"
+            assert chunk["id"] == chunks[0][0]["id"]
+        texts = ["".join(c["choices"][0]["text"] for c in part) for part in chunks]
+        assert texts == ["abc", "bc"]
+        await blocks_of(served, CHAT, chat(session_id="s", stream=True))  # a turn of its own
+        assert numbered_texts(await blocks_of(served, "/v1/stream?session_id=s"))
 
 
 class Forgetful(FakeEngine):
@@ -276,55 +255,45 @@ class Forgetful(FakeEngine):
         return super()._token(index, text, -1 if index < 2 else logprobs)
 
 
-def test_an_answer_says_how_many_log_probabilities_it_lacks() -> None:
-    async def scenario() -> None:
-        async with serving(Forgetful(["a", "b", "c"])) as served:
-            asked = chat(session_id="s", stream=True, logprobs=True)
-            for path, body, bare in ((CHAT, asked, 2), ("/v1/stream?session_id=s&from=1", None, 1)):
-                if body is None:
-                    path += f"&turn={served.engine.generations[-1].request_id}"
-                blocks = await blocks_of(served, path, body)
-                last = json.loads(blocks[-2].split("data: ")[1])
-                assert last["batchengine"]["tokens_without_logprobs"] == bare
-            for bare, wanted in ((2, True), (None, False)):
-                asked = chat(session_id="t", logprobs=wanted)
-                _, whole = await call(served, "POST", CHAT, asked)
-                assert whole["batchengine"].get("tokens_without_logprobs") == bare
-
-    run(scenario())
+async def test_an_answer_says_how_many_log_probabilities_it_lacks() -> None:
+    async with serving(Forgetful(["a", "b", "c"])) as served:
+        asked = chat(session_id="s", stream=True, logprobs=True)
+        for path, body, bare in ((CHAT, asked, 2), ("/v1/stream?session_id=s&from=1", None, 1)):
+            if body is None:
+                path += f"&turn={served.engine.generations[-1].request_id}"
+            blocks = await blocks_of(served, path, body)
+            last = json.loads(blocks[-2].split("data: ")[1])
+            assert last["batchengine"]["tokens_without_logprobs"] == bare
+        for bare, wanted in ((2, True), (None, False)):
+            asked = chat(session_id="t", logprobs=wanted)
+            _, whole = await call(served, "POST", CHAT, asked)
+            assert whole["batchengine"].get("tokens_without_logprobs") == bare
 
 
-def test_only_streams_that_can_be_resumed_have_ids() -> None:
-    async def scenario() -> None:
-        async with serving() as served:
-            for body in (chat(stream=True), chat(stream=True, session_id="s", n=2)):
-                assert not any("id: " in b for b in await blocks_of(served, CHAT, body))
-        async with serving(config=fake_config(keepalive_s=0.1)) as served:
-            served.engine.delay_s = 0.3
-            blocks = await blocks_of(served, CHAT, chat(stream=True, session_id="s"))
-            assert any(": working\nid: " in block for block in blocks)
-
-    run(scenario())
+async def test_only_streams_that_can_be_resumed_have_ids() -> None:
+    async with serving() as served:
+        for body in (chat(stream=True), chat(stream=True, session_id="s", n=2)):
+            assert not any("id: " in b for b in await blocks_of(served, CHAT, body))
+    async with serving(config=fake_config(keepalive_s=0.1)) as served:
+        served.engine.delay_s = 0.3
+        blocks = await blocks_of(served, CHAT, chat(stream=True, session_id="s"))
+        assert any(": working\nid: " in block for block in blocks)
 
 
-def test_comments_after_ids_do_not_break_the_sdk() -> None:
+async def test_comments_after_ids_do_not_break_the_sdk() -> None:
     """Its decoder makes an event of every empty line once it has seen an id."""
-
-    async def scenario() -> list[str]:
-        async with serving(config=fake_config(keepalive_s=0.1)) as served:
-            served.engine.delay_s = 0.25
-            client = openai.AsyncOpenAI(base_url=served.base + "/v1", api_key="x", max_retries=0)
-            stream = await client.chat.completions.create(
-                model=MODEL_ID,
-                messages=[{"role": "user", "content": "hi"}],
-                stream=True,
-                extra_body={"session_id": "s"},
-            )
-            texts = [c.choices[0].delta.content async for c in stream if c.choices]
-            await client.close()
-            return [text for text in texts if text]
-
-    assert run(scenario()) == ["Hel", "lo", " wörld"]
+    async with serving(config=fake_config(keepalive_s=0.1)) as served:
+        served.engine.delay_s = 0.25
+        client = openai.AsyncOpenAI(base_url=served.base + "/v1", api_key="x", max_retries=0)
+        stream = await client.chat.completions.create(
+            model=MODEL_ID,
+            messages=[{"role": "user", "content": "hi"}],
+            stream=True,
+            extra_body={"session_id": "s"},
+        )
+        texts = [c.choices[0].delta.content async for c in stream if c.choices]
+        await client.close()
+        assert [text for text in texts if text] == ["Hel", "lo", " wörld"]
     ids = EventIds(0, lambda: "req_1")
     assert sse.comment("x", after_id=ids.has_begun) == b": x\n\n"
     ids.count()
@@ -332,115 +301,100 @@ def test_comments_after_ids_do_not_break_the_sdk() -> None:
     assert ids.current == "req_1:1"
 
 
-def test_session_options_reach_the_engine() -> None:
+async def test_session_options_reach_the_engine() -> None:
     messages = [
         {"role": "user", "content": "look"},
         {"role": "assistant", "content": None, "tool_calls": [{"id": "c1"}, {"id": "c2"}]},
         {"role": "tool", "tool_call_id": "c1", "content": "found"},
         {"role": "assistant", "content": None, "tool_calls": [{"id": "bad\n"}, {"id": 5}]},
     ]
-
-    async def scenario() -> None:
-        async with serving() as served:
-            body = chat(
-                batchengine={"promote": True, "park": True, "expected_output_tokens": 12}, n=2,
-                session_id="s",
-            ) | {"messages": messages}  # fmt: skip
-            status, answer, _ = await post(served, CHAT, body, headers={"Idempotency-Key": "k1"})
-            assert status == 200
-            first, second = (g.request for g in served.engine.generations)
-            assert (first.promote, first.park, first.expected_output_tokens) == (True, True, 12)
-            assert first.tool_call_ids == ("c2", "c1")  # the newest mention last
-            assert second.tool_call_ids == ()
-            assert (first.idempotency_key, second.idempotency_key) == ("k1", "k1#1")
-            facts = answer["batchengine"]
-            assert facts["predicted_ttft_ms"] == 6.0
-            assert facts["tokens_reused"] == answer["usage"]["prompt_tokens"] // 2
-            assert facts["reuse_reason"] == "first use"
-            for more, headers in (
-                ({"batchengine": {"final": True}}, {}),
-                ({}, {"x-dynamo-session-final": "true"}),
-            ):
-                await post(served, CHAT, chat(**more), headers=headers)
-                assert served.engine.generations[-1].request.park
-            await post(served, CHAT, chat(nvext={"agent_hints": {"osl": 9}}))
-            last = served.engine.generations[-1].request
-            assert (last.expected_output_tokens, last.park, last.promote) == (9, False, False)
-            assert last.idempotency_key == ""
-            many = [{"role": "tool", "tool_call_id": f"t{i}", "content": "x"} for i in range(100)]
-            await post(served, CHAT, chat() | {"messages": many})
-            calls = served.engine.generations[-1].request.tool_call_ids
-            assert calls == tuple(f"t{i}" for i in range(36, 100))
-            status, answer, _ = await post(
-                served, CHAT, chat(), headers={"Idempotency-Key": "x" * 256}
-            )
-            assert (status, answer["error"]["param"]) == (400, "Idempotency-Key")
-
-    run(scenario())
+    async with serving() as served:
+        body = chat(
+            batchengine={"promote": True, "park": True, "expected_output_tokens": 12}, n=2,
+            session_id="s",
+        ) | {"messages": messages}  # fmt: skip
+        status, answer, _ = await post(served, CHAT, body, headers={"Idempotency-Key": "k1"})
+        assert status == 200
+        first, second = (g.request for g in served.engine.generations)
+        assert (first.promote, first.park, first.expected_output_tokens) == (True, True, 12)
+        assert first.tool_call_ids == ("c2", "c1")  # the newest mention last
+        assert second.tool_call_ids == ()
+        assert (first.idempotency_key, second.idempotency_key) == ("k1", "k1#1")
+        facts = answer["batchengine"]
+        assert facts["predicted_ttft_ms"] == 6.0
+        assert facts["tokens_reused"] == answer["usage"]["prompt_tokens"] // 2
+        assert facts["reuse_reason"] == "first use"
+        for more, headers in (
+            ({"batchengine": {"final": True}}, {}),
+            ({}, {"x-dynamo-session-final": "true"}),
+        ):
+            await post(served, CHAT, chat(**more), headers=headers)
+            assert served.engine.generations[-1].request.park
+        await post(served, CHAT, chat(nvext={"agent_hints": {"osl": 9}}))
+        last = served.engine.generations[-1].request
+        assert (last.expected_output_tokens, last.park, last.promote) == (9, False, False)
+        assert last.idempotency_key == ""
+        many = [{"role": "tool", "tool_call_id": f"t{i}", "content": "x"} for i in range(100)]
+        await post(served, CHAT, chat() | {"messages": many})
+        calls = served.engine.generations[-1].request.tool_call_ids
+        assert calls == tuple(f"t{i}" for i in range(36, 100))
+        status, answer, _ = await post(served, CHAT, chat(), headers={"Idempotency-Key": "x" * 256})
+        assert (status, answer["error"]["param"]) == (400, "Idempotency-Key")
 
 
-def test_a_session_without_a_name_is_its_callers_while_it_computes() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine(delay_s=5.0)
-        engine.lane_names = ["fast", "bulk"]
-        async with serving(engine, with_keys()) as served:
-            asking = asyncio.create_task(post(served, CHAT, chat(), headers=ALPHA))
-            await until(lambda: bool(engine.generations))
-            name = engine.generations[0].session_id
-            engine.known["alpha", name] = engine.generations[0].request
-            path = f"/v1/sessions/{name}/promote"
-            status, _ = await call(served, "POST", path, **BETA)
-            assert (status, engine.calls) == (404, [])
-            status, _ = await call(served, "POST", path, **ALPHA)
-            assert (status, engine.calls[0][:3]) == (200, ("promote", "alpha", name))
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-
-    run(scenario())
+async def test_a_session_without_a_name_is_its_callers_while_it_computes() -> None:
+    engine = FakeEngine(delay_s=5.0)
+    engine.lane_names = ["fast", "bulk"]
+    async with serving(engine, with_keys()) as served:
+        asking = asyncio.create_task(post(served, CHAT, chat(), headers=ALPHA))
+        await until(lambda: bool(engine.generations))
+        name = engine.generations[0].session_id
+        engine.known["alpha", name] = engine.generations[0].request
+        path = f"/v1/sessions/{name}/promote"
+        status, _ = await call(served, "POST", path, **BETA)
+        assert (status, engine.calls) == (404, [])
+        status, _ = await call(served, "POST", path, **ALPHA)
+        assert (status, engine.calls[0][:3]) == (200, ("promote", "alpha", name))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
 
 
-def test_one_name_of_two_keys_is_explained_to_each_and_found_without_a_listing() -> None:
+async def test_one_name_of_two_keys_is_explained_to_each_and_found_without_a_listing() -> None:
     """Nothing about one session may cost as much as all sessions of all keys."""
 
-    async def scenario() -> None:
-        engine = FakeEngine()
-        name = "idem_" + "0" * 32
-        async with serving(engine, with_keys()) as served:
-            for key in (ALPHA, BETA):
-                status, _, _ = await post(served, CHAT, chat(session_id=name), headers=key)
-                assert status == 200
-            for key in (ALPHA, BETA):
-                status, body = await call(served, "GET", f"/v1/explain/{name}", **key)
-                assert (status, body.get("session_id")) == (200, name)
-            asked: list[str | None] = []
-            listing = engine.sessions
+    engine = FakeEngine()
+    name = "idem_" + "0" * 32
+    async with serving(engine, with_keys()) as served:
+        for key in (ALPHA, BETA):
+            status, _, _ = await post(served, CHAT, chat(session_id=name), headers=key)
+            assert status == 200
+        for key in (ALPHA, BETA):
+            status, body = await call(served, "GET", f"/v1/explain/{name}", **key)
+            assert (status, body.get("session_id")) == (200, name)
+        asked: list[str | None] = []
+        listing = engine.sessions
 
-            def sessions(tenant: str | None = None) -> Any:
-                asked.append(tenant)
-                return listing(tenant)
+        def sessions(tenant: str | None = None) -> Any:
+            asked.append(tenant)
+            return listing(tenant)
 
-            engine.sessions = sessions
-            engine.has_session = lambda tenant, session_id: False
-            assert (await call(served, "GET", "/v1/sessions/be_req_1", **ALPHA))[0] == 404
-            assert asked == []
-            _, body = await call(served, "GET", "/v1/sessions", **ALPHA)
-            assert (asked, len(body["data"])) == (["alpha"], 1)
-
-    run(scenario())
+        engine.sessions = sessions
+        engine.has_session = lambda tenant, session_id: False
+        assert (await call(served, "GET", "/v1/sessions/be_req_1", **ALPHA))[0] == 404
+        assert asked == []
+        _, body = await call(served, "GET", "/v1/sessions", **ALPHA)
+        assert (asked, len(body["data"])) == (["alpha"], 1)
 
 
-def test_the_fake_skips_what_the_reader_has() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine(["a", "b"])
-        engine.known["", "s"] = replace(_request(), session_id="s")
-        generation = await engine.resume("", "s", 1)
-        events: list[Any] = []
-        while batch := await generation.events():
-            events += batch
-        assert [e.text for e in events if isinstance(e, TokenEvent)] == ["b"]
-
-    run(scenario())
+async def test_the_fake_skips_what_the_reader_has() -> None:
+    engine = FakeEngine(["a", "b"])
+    engine.known["", "s"] = replace(_request(), session_id="s")
+    generation = await engine.resume("", "s", 1)
+    events: list[Any] = []
+    while batch := await generation.events():
+        events += batch
+    assert [e.text for e in events if isinstance(e, TokenEvent)] == ["b"]
 
 
 def _request() -> Any:
