@@ -109,14 +109,7 @@ async def _move(
         raise errors.UNKNOWN_LANE(given=printable(to), lanes=" or ".join(lanes))
     if len(lanes) < 2:
         raise errors.ONE_LANE(lane=", ".join(lanes))
-    tenant, session_id = subject.session
-    match await engine.presence(tenant, session_id):
-        case Presence.IN_MEMORY:
-            return await move(tenant, session_id, to)
-        case Presence.STORED:
-            raise errors.SESSION_AT_REST(session_id=session_id)
-        case Presence.UNKNOWN:
-            raise errors.UNKNOWN_SESSION(given=session_id)
+    return await move(*subject.session, to)
 
 
 async def show(engine: EngineApi, subject: Subject) -> Facts:

@@ -1,7 +1,8 @@
 """The engine: requests in, events out. See `engine.Engine`.
 
-Reading order: engine (what the service calls), generation (what a reader gets), turn and loop
-(how a lane computes), journal (what is durable), start (how everything comes up).
+Reading order: `engine` (what the service calls), `sessions.requests` (one request as one
+coroutine), `lane.loop` (how a lane computes), `turns.journal` (what is durable), `boot` (how
+everything comes up).
 """
 
 from __future__ import annotations

@@ -271,6 +271,8 @@ class Engine:
     ) -> dict[str, Any]:
         session = self.state.find(tenant, session_id)
         if session is None:
+            if await self.presence(tenant, session_id) is Presence.STORED:
+                raise errors.SESSION_AT_REST(session_id=session_id)
             raise errors.UNKNOWN_SESSION(given=session_id)
         return (await self.running.dispatcher.relocate(session, to, tier)).as_dict()
 

@@ -183,6 +183,8 @@ class FakeEngine:
 
     def _move(self, name: str, session_id: str, to: str, tenant: str) -> dict[str, Any]:
         self._last(tenant, session_id)
+        if (tenant, session_id) in self.asleep:
+            raise errors.SESSION_AT_REST(session_id=session_id)
         self.calls.append((name, tenant, session_id, to))
         return {
             "session_id": session_id, "source": "bulk", "target": to, "cause": name, "tokens": 300,
