@@ -4,24 +4,22 @@ Owns the decision tree and every sentence that explains it. Refuses clocks, queu
 `RouteState` holds what is known of each lane, summed up beforehand, so that a decision costs
 microseconds whatever waits. Same inputs, same decision.
 
-The tree. The strategies `pipeline` and `ring` are taken only when the state has such a pool.
+The tree.
 
- 1. The context exceeds every lane                     -> ring, whatever the class
- 2. Latency-sensitive: interactive, promoted by the caller, or a standard request with targets
+ 1. Latency-sensitive: interactive, promoted by the caller, or a standard request with targets
     as tight as the interactive ones                   -> fast lanes
- 3. Throughput-tolerant: background and batch          -> pipeline prefill if it can be filled,
-                                                          ring decode if it is deep; bulk lanes
- 4. Standard, long prompt                              -> fast lanes
- 5. Standard, short prompt                             -> bulk lanes
+ 2. Throughput-tolerant: background and batch          -> bulk lanes
+ 3. Standard, long prompt                              -> fast lanes
+ 4. Standard, short prompt                             -> bulk lanes
 
 Among lanes. *Strain* is the worst of predicted over promised (TTFT, TPOT, TTLT); up to 1 the
 promise is kept. A session's KV is somewhere: elsewhere its hand-over is part of the TTFT.
 
- 6. The lanes of the tree's tier come first, among them the one of least strain, as long as they
+ 5. The lanes of the tree's tier come first, among them the one of least strain, as long as they
     keep the promise or are within `tolerance` of the best lane: that share of the promise, or of
     the best lane's strain where that is more. Latency-sensitive requests give up the first half:
     they never go to a lane that is worse than another by more than that.
- 7. A session stays where it is while that lane belongs to the tier and rule 6 allows it. Unless
+ 6. A session stays where it is while that lane belongs to the tier and rule 5 allows it. Unless
     the request is latency-sensitive it also stays when it moved less than `dwell_ms_min` ago,
     when an interactive turn was here less than `demote_idle_ms` ago (a client may leave a
     background model on a session its user is in), and while a faster lane than needed is not
@@ -29,7 +27,7 @@ promise is kept. A session's KV is somewhere: elsewhere its hand-over is part of
 
 Dead lanes and lanes the context does not fit are no candidates. More load never makes a lane
 more attractive: strain grows with every number of its load, and nothing else looks at load but
-rule 7, which only lets go of a loaded lane.
+rule 6, which only lets go of a loaded lane.
 """
 
 from __future__ import annotations
@@ -43,7 +41,8 @@ import msgspec
 from batchengine.policy.cost import LaneLoad, predict
 
 FAST, BULK, ANY = "fast", "bulk", "any"
-LOCAL, PIPELINE, RING = "local", "pipeline", "ring"
+LOCAL = "local"  # on one lane
+NO_FIT, FULL = "the context does not fit", "its queue is full"  # why a lane is no candidate
 RANK_INTERACTIVE, RANK_STANDARD = 0, 1  # as in the scheduler: the classes in order of urgency
 
 
@@ -53,11 +52,8 @@ class Reason(enum.StrEnum):
     NO_LANE = "no lane is up"
     NO_FIT = "the context fits no lane"
     FULL = "every queue is full"
-    RING_CONTEXT = "the context exceeds one host: ring"
     ONLY = "only this lane can take it"
     URGENT = "latency-sensitive: fast lane"
-    PIPELINE = "throughput-tolerant: pipeline prefill"
-    RING = "throughput-tolerant: ring decode"
     TOLERANT = "throughput-tolerant: bulk lane"
     LONG = "long prompt: fast lane"
     SHORT = "short prompt: bulk lane"
@@ -79,7 +75,6 @@ class RoutePolicy(NamedTuple):
     dwell_ms_min: float = 5_000.0
     demote_idle_ms: float = 60_000.0
     loaded_ratio: float = 0.5  # of its seats, or anybody waiting: a lane is loaded
-    ring_depth_min: int = 16
     move_ms: float = 10.0  # hand-over between lanes: what it costs at all,
     move_row_ms: float = 0.01  # and per token of the open page
 
@@ -108,7 +103,7 @@ class RouteSession(NamedTuple):
 
 
 class LaneState(NamedTuple):
-    """One lane. `tier` any serves both tiers; lanes of one `pool` are variants of a strategy."""
+    """One lane. `tier` any serves both tiers; lanes of one `pool` are variants of each other."""
 
     name: str
     load: LaneLoad = LaneLoad()
@@ -119,22 +114,10 @@ class LaneState(NamedTuple):
     full: bool = False  # its queue is as long as it may be
 
 
-class Pool(NamedTuple):
-    """A strategy over several hosts; `lane` is the local lane that leads it."""
-
-    strategy: str  # PIPELINE or RING
-    lane: str
-    alive: bool = True
-    depth: int = 0  # sessions that would share its steps, this one included
-    fillable: bool = False  # a pipeline: there is enough prefill to keep every stage busy
-    context_max: int = 0
-
-
 class RouteState(NamedTuple):
-    """Every lane and pool at one moment."""
+    """Every lane at one moment."""
 
     lanes: tuple[LaneState, ...]
-    pools: tuple[Pool, ...] = ()
     policy: RoutePolicy = RoutePolicy()
 
 
@@ -203,16 +186,12 @@ def route(request: RouteRequest, session: RouteSession | None, state: RouteState
         if not candidate.excluded
     ]
     if not able:
-        return _without_lane(request, state, candidates)
+        return _without_lane(candidates)
     urgent = is_urgent(request, policy)
     if urgent:
         tier, why = FAST, Reason.URGENT
     elif request.rank > RANK_STANDARD:
         tier, why = BULK, Reason.TOLERANT
-        if state.pools:
-            decision = _pooled(request, state, candidates)
-            if decision is not None:
-                return decision
     elif _to_compute(request, session) >= policy.long_prompt_tokens:
         tier, why = FAST, Reason.LONG
     else:
@@ -282,9 +261,9 @@ def _candidate(
     if not lane.alive:
         return Candidate(lane.name, excluded="it is down")
     if request.context_tokens > lane.context_max:
-        return Candidate(lane.name, excluded="the context does not fit")
+        return Candidate(lane.name, excluded=NO_FIT)
     if lane.full and (session is None or session.lane != lane.name):
-        return Candidate(lane.name, excluded="its queue is full")
+        return Candidate(lane.name, excluded=FULL)
     frontier, move_ms = 0, 0.0
     n = request.prompt_tokens
     if session is not None:
@@ -324,7 +303,7 @@ def _stay(
     limit: float,
     policy: RoutePolicy,
 ) -> tuple[Reason, Candidate] | None:
-    """Rule 7: why the session stays where its KV is, or None if it may go."""
+    """Rule 6: why the session stays where its KV is, or None if it may go."""
     name = session.lane
     for strain, lane, candidate in able:
         if lane.name != name:
@@ -347,45 +326,12 @@ def _stay(
     return None
 
 
-def _without_lane(
-    request: RouteRequest, state: RouteState, candidates: tuple[Candidate, ...]
-) -> Decision:
-    """Rule 1, and what is left when it cannot be followed."""
-    too_long = any(c.excluded.startswith("the context") for c in candidates)
-    for pool in state.pools:
-        if too_long and _takes(pool, RING, request):
-            return _led(pool, Strategy(LOCAL, RING), Reason.RING_CONTEXT, candidates)
-    full = any(c.excluded == "its queue is full" for c in candidates)
-    reason = Reason.NO_FIT if too_long else Reason.FULL if full else Reason.NO_LANE
+def _without_lane(candidates: tuple[Candidate, ...]) -> Decision:
+    """No lane can take the request, and why."""
+    excluded = {candidate.excluded for candidate in candidates}
+    reason = Reason.NO_LANE
+    if NO_FIT in excluded:
+        reason = Reason.NO_FIT
+    elif FULL in excluded:
+        reason = Reason.FULL
     return Decision(LOCAL_STRATEGY, "", reason, None, candidates)
-
-
-def _pooled(
-    request: RouteRequest, state: RouteState, candidates: tuple[Candidate, ...]
-) -> Decision | None:
-    """Rule 3: prefill and decode choose for themselves; one pool of each is used at most."""
-    policy = state.policy
-    pipeline = ring = None
-    for pool in state.pools:
-        if pipeline is None and pool.fillable and _takes(pool, PIPELINE, request):
-            pipeline = pool
-        if ring is None and pool.depth >= policy.ring_depth_min and _takes(pool, RING, request):
-            ring = pool
-    leader = ring or pipeline
-    if leader is None:
-        return None
-    strategy = Strategy(PIPELINE if pipeline else LOCAL, RING if ring else LOCAL)
-    reason = Reason.RING if ring else Reason.PIPELINE
-    return _led(leader, strategy, reason, candidates)
-
-
-def _takes(pool: Pool, strategy: str, request: RouteRequest) -> bool:
-    fits = request.context_tokens <= pool.context_max
-    return pool.alive and pool.strategy == strategy and fits
-
-
-def _led(
-    pool: Pool, strategy: Strategy, reason: Reason, candidates: tuple[Candidate, ...]
-) -> Decision:
-    leads = next((c for c in candidates if c.lane == pool.lane), Candidate(pool.lane))
-    return Decision(strategy, pool.lane, reason, leads, candidates)

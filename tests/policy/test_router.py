@@ -18,13 +18,10 @@ from batchengine.policy.router import (
     BULK,
     FAST,
     LOCAL,
-    PIPELINE,
     RANK_INTERACTIVE,
     RANK_STANDARD,
-    RING,
     Decision,
     LaneState,
-    Pool,
     Reason,
     RoutePolicy,
     RouteRequest,
@@ -161,23 +158,6 @@ def test_dead_and_too_small_lanes_are_no_candidates() -> None:
     assert (no_fit.lane, no_fit.reason) == ("", Reason.NO_FIT)
 
 
-def test_pipeline_and_ring_are_taken_only_where_such_a_pool_exists() -> None:
-    pipeline = Pool(PIPELINE, "cpu", fillable=True, context_max=1 << 20)
-    ring = Pool(RING, "cpu", depth=16, context_max=1 << 20)
-    both = lanes()._replace(pools=(pipeline, ring))
-    assert route(request(3), None, both).strategy == Strategy(PIPELINE, RING)
-    assert route(request(3), None, both).reason is Reason.RING
-    assert route(request(0), None, both).strategy == Strategy(LOCAL, LOCAL)
-    assert route(request(1), None, both).strategy == Strategy(LOCAL, LOCAL)
-    shallow = lanes()._replace(pools=(pipeline, ring._replace(depth=15)))
-    assert route(request(2), None, shallow).strategy == Strategy(PIPELINE, LOCAL)
-    idle = lanes()._replace(pools=(pipeline._replace(fillable=False), ring._replace(alive=False)))
-    assert route(request(2), None, idle).reason is Reason.TOLERANT
-    small = tuple(lane._replace(context_max=4096) for lane in lanes().lanes)
-    long = route(request(0, prompt=50_000), None, RouteState(small, (ring,)))
-    assert (long.strategy, long.reason) == (Strategy(LOCAL, RING), Reason.RING_CONTEXT)
-
-
 # ---- sessions ----
 
 
@@ -222,7 +202,7 @@ def test_affinity_weighs_the_hand_over() -> None:
     cheap = state._replace(policy=RoutePolicy(move_ms=0.1, move_row_ms=0.0))
     assert route(tight, home("a"), cheap).lane == "b"
     assert route(tight, home("b"), cheap).reason is Reason.HOME
-    calm = RouteState((LaneState("a", load(CPU, decodes=1)), idle), (), cheap.policy)
+    calm = RouteState((LaneState("a", load(CPU, decodes=1)), idle), cheap.policy)
     assert route(tight, home("a"), calm).reason is Reason.HOME
     assert route(tight, home("a"), RouteState((busy._replace(alive=False), idle))).lane == "b"
 

@@ -67,7 +67,7 @@ class Dispatcher:
 
     def state(self) -> router.RouteState:
         """Every lane as it is now, about."""
-        return router.RouteState(self._lanes.all(), (), self._policy)
+        return router.RouteState(self._lanes.all(), self._policy)
 
     def _asked(self, request: GenerationRequest) -> router.RouteRequest:
         sla = request.sla
