@@ -15,7 +15,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +29,11 @@ from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import (
     ROPE_FACTORS,
     AttentionPlan,
+    AttentionRoles,
     DensePlan,
+    DenseRoles,
     LayerPlan,
+    LayerRoles,
     MatrixPlan,
     TensorPlan,
     VectorPlan,
@@ -46,38 +49,10 @@ _VECTOR_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 Progress = Callable[[float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionWeights:
-    """An attention mixer, ready for the kernels. qkv: one fused matrix or three, with biases."""
-
-    norm: kernels.Vector
-    qkv: list[kernels.Matrix]
-    qkv_bias: list[kernels.Vector | None]
-    q_norm: kernels.Vector | None
-    k_norm: kernels.Vector | None
-    output: kernels.Matrix
-    output_bias: kernels.Vector | None
-
-
-@dataclass(frozen=True, slots=True)
-class DenseWeights:
-    """A feed-forward part, ready for the kernels."""
-
-    norm: kernels.Vector
-    gate: kernels.Matrix
-    up: kernels.Matrix
-    down: kernels.Matrix
-    gate_bias: kernels.Vector | None
-    up_bias: kernels.Vector | None
-    down_bias: kernels.Vector | None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer: the weights of its spec's mixer and feed-forward part."""
-
-    mixer: AttentionWeights
-    ffn: DenseWeights
+# The tensors of a layer, ready for the kernels.
+AttentionWeights = AttentionRoles[kernels.Matrix, kernels.Vector]
+DenseWeights = DenseRoles[kernels.Matrix, kernels.Vector]
+LayerWeights = LayerRoles[kernels.Matrix, kernels.Vector]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +100,12 @@ def open_weights(
     folder = cache_dir or cache.default_cache_dir()
     cache.make_cache_dir(folder)
     path = cache.cache_path(folder, gguf.path)
-    header_digest = hashlib.sha256(gguf.header()).digest()
-    check = _table_check(gguf, plan, header_digest)
+    packing = _Packing(gguf, plan, path, hashlib.sha256(gguf.header()).digest())
     try:
-        file = cache.open_cache(path, check, report)
+        file = cache.open_cache(path, packing.check, report)
     except cache.CacheMismatch as first:
         with cache.starter_lock(path):
-            file = _open_or_pack(gguf, plan, pool, path, header_digest, report, first)
+            file = packing.open_or_pack(pool, report, first)
     report(1.0)
     return _assemble(spec, plan, file, layers or range(spec.n_layer))
 
@@ -178,88 +152,74 @@ def _ignore_progress(_: float) -> None:
     pass
 
 
-def _table_check(
-    gguf: GgufFile, plan: TensorPlan, header_digest: bytes
-) -> Callable[[cache.CacheTable], None]:
-    """The conditions under which a cache file holds exactly what packing would produce."""
-    wanted = [(m.name, m.kind, m.rows, m.cols, _matrix_bytes(m)) for m in plan.matrices]
-    wanted += [(v.name, "vector", v.size, 1, 4 * v.size) for v in plan.vectors]
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """One model file and its cache file at `path`."""
 
-    def check(table: cache.CacheTable) -> None:
+    gguf: GgufFile
+    plan: TensorPlan
+    path: Path
+    header_digest: bytes
+
+    def check(self, table: cache.CacheTable) -> None:
+        """Raises CacheMismatch unless a cache file holds exactly what packing would produce."""
         if table.pack_version != kernels.PACK_VERSION:
             raise cache.CacheMismatch("it was packed by another version")
-        if table.identity != gguf.identity or table.header_digest != header_digest:
+        if table.identity != self.gguf.identity or table.header_digest != self.header_digest:
             raise cache.CacheMismatch("the model file was replaced or written to")
+        wanted = [(m.name, m.kind, m.rows, m.cols, _matrix_bytes(m)) for m in self.plan.matrices]
+        wanted += [(v.name, "vector", v.size, 1, 4 * v.size) for v in self.plan.vectors]
         held = [(e.name, e.kind, e.rows, e.cols, e.n_bytes) for e in table.entries]
         if held != wanted or len(table.fingerprint) != 32:
             raise cache.CacheMismatch("it holds other tensors")
 
-    return check
-
-
-def _open_or_pack(
-    gguf: GgufFile,
-    plan: TensorPlan,
-    pool: kernels.Pool,
-    path: Path,
-    header_digest: bytes,
-    report: Progress,
-    first: cache.CacheMismatch,
-) -> cache.CacheFile:
-    """With the starter lock held: another process may have packed while we waited."""
-    check = _table_check(gguf, plan, header_digest)
-    try:
-        return cache.open_cache(path, check, report)
-    except cache.CacheMismatch as reason:
-        level = logging.INFO if isinstance(reason, cache.CacheAbsent) else logging.WARNING
-        logger.log(level, "packing the weights of %s into %s: %s", gguf.path, path, reason)
-    _pack(gguf, plan, pool, path, header_digest, report)
-    try:
-        return cache.open_cache(path, check, _ignore_progress)
-    except cache.CacheMismatch as reason:
-        why = f"{reason}; before packing: {first}"
-        raise errors.CACHE_UNREADABLE(path=path, why=why) from reason
-
-
-def _pack(
-    gguf: GgufFile,
-    plan: TensorPlan,
-    pool: kernels.Pool,
-    path: Path,
-    header_digest: bytes,
-    report: Progress,
-) -> None:
-    total = cache.PROLOGUE.size
-    for size in [_matrix_bytes(m) for m in plan.matrices] + [4 * v.size for v in plan.vectors]:
-        total = cache.align(total + size)
-    done = 0
-    # One thread hashes the model while the pool packs it: both read the same mapping.
-    with ThreadPoolExecutor(1) as hasher, cache.CacheWriter(path, total) as writer:
-        digests = [(name, hasher.submit(_tensor_digest, gguf, name)) for name in gguf.tensors]
+    def open_or_pack(
+        self, pool: kernels.Pool, report: Progress, first: cache.CacheMismatch
+    ) -> cache.CacheFile:
+        """With the starter lock held: another process may have packed while we waited."""
         try:
-            for matrix in plan.matrices:
-                packed = memoryview(mmap.mmap(-1, _matrix_bytes(matrix)))  # page-aligned
-                _pack_matrix(gguf, pool, matrix, packed)
-                writer.add(matrix.name, matrix.kind, matrix.rows, matrix.cols, packed)
-                done += len(packed)
-                report(0.99 * done / total)
-            for vector in plan.vectors:
-                writer.add(vector.name, "vector", vector.size, 1, _vector_bytes(gguf, vector))
-            fingerprint = model_fingerprint(header_digest, _results(digests))
-            _refuse_changed(gguf)
-        except BaseException:
-            hasher.shutdown(wait=True, cancel_futures=True)
-            raise
-        writer.commit(
-            pack_version=kernels.PACK_VERSION,
-            identity=gguf.identity,
-            header_digest=header_digest,
-            fingerprint=fingerprint,
-        )
+            return cache.open_cache(self.path, self.check, report)
+        except cache.CacheMismatch as reason:
+            level = logging.INFO if isinstance(reason, cache.CacheAbsent) else logging.WARNING
+            text = "packing the weights of %s into %s: %s"
+            logger.log(level, text, self.gguf.path, self.path, reason)
+        self._pack(pool, report)
+        try:
+            return cache.open_cache(self.path, self.check, _ignore_progress)
+        except cache.CacheMismatch as reason:
+            why = f"{reason}; before packing: {first}"
+            raise errors.CACHE_UNREADABLE(path=self.path, why=why) from reason
 
-
-def _results(digests: list[tuple[str, Future[bytes]]]) -> list[tuple[str, bytes]]:
-    return [(name, future.result()) for name, future in digests]
+    def _pack(self, pool: kernels.Pool, report: Progress) -> None:
+        gguf, plan = self.gguf, self.plan
+        total = cache.PROLOGUE.size
+        for size in [_matrix_bytes(m) for m in plan.matrices] + [4 * v.size for v in plan.vectors]:
+            total = cache.align(total + size)
+        done = 0
+        # One thread hashes the model while the pool packs it: both read the same mapping.
+        with ThreadPoolExecutor(1) as hasher, cache.CacheWriter(self.path, total) as writer:
+            digests = [(name, hasher.submit(_tensor_digest, gguf, name)) for name in gguf.tensors]
+            try:
+                for matrix in plan.matrices:
+                    packed = memoryview(mmap.mmap(-1, _matrix_bytes(matrix)))  # page-aligned
+                    _pack_matrix(gguf, pool, matrix, packed)
+                    writer.add(matrix.name, matrix.kind, matrix.rows, matrix.cols, packed)
+                    done += len(packed)
+                    report(0.99 * done / total)
+                for vector in plan.vectors:
+                    writer.add(vector.name, "vector", vector.size, 1, _vector_bytes(gguf, vector))
+                results = [(name, future.result()) for name, future in digests]
+                fingerprint = model_fingerprint(self.header_digest, results)
+                _refuse_changed(gguf)
+            except BaseException:
+                hasher.shutdown(wait=True, cancel_futures=True)
+                raise
+            writer.commit(
+                pack_version=kernels.PACK_VERSION,
+                identity=gguf.identity,
+                header_digest=self.header_digest,
+                fingerprint=fingerprint,
+            )
 
 
 def _tensor_digest(gguf: GgufFile, name: str) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
@@ -58,38 +59,47 @@ class VectorPlan:
         return sum(size for _, size in self.parts)
 
 
+M = TypeVar("M")  # a matrix: planned, or packed for the kernels
+V = TypeVar("V")  # a vector: planned, or packed
+
+
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class AttentionRoles(Generic[M, V]):
     """The tensors of an AttentionSpec by role. qkv has one fused matrix or three."""
 
-    norm: VectorPlan
-    qkv: tuple[MatrixPlan, ...]
-    qkv_bias: tuple[VectorPlan | None, ...]
-    q_norm: VectorPlan | None
-    k_norm: VectorPlan | None
-    output: MatrixPlan
-    output_bias: VectorPlan | None
+    norm: V
+    qkv: list[M]
+    qkv_bias: list[V | None]
+    q_norm: V | None
+    k_norm: V | None
+    output: M
+    output_bias: V | None
 
 
 @dataclass(frozen=True, slots=True)
-class DensePlan:
+class DenseRoles(Generic[M, V]):
     """The tensors of a DenseSpec by role."""
 
-    norm: VectorPlan
-    gate: MatrixPlan
-    up: MatrixPlan
-    down: MatrixPlan
-    gate_bias: VectorPlan | None
-    up_bias: VectorPlan | None
-    down_bias: VectorPlan | None
+    norm: V
+    gate: M
+    up: M
+    down: M
+    gate_bias: V | None
+    up_bias: V | None
+    down_bias: V | None
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlan:
+class LayerRoles(Generic[M, V]):
     """The tensors of one layer."""
 
-    mixer: AttentionPlan
-    ffn: DensePlan
+    mixer: AttentionRoles[M, V]
+    ffn: DenseRoles[M, V]
+
+
+AttentionPlan = AttentionRoles[MatrixPlan, VectorPlan]
+DensePlan = DenseRoles[MatrixPlan, VectorPlan]
+LayerPlan = LayerRoles[MatrixPlan, VectorPlan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +172,7 @@ def _plan_dense(find: _Finder, spec: DenseSpec, n_embd: int, prefix: str) -> Den
 
 def _plan_qkv(
     find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
-) -> tuple[tuple[MatrixPlan, ...], tuple[VectorPlan | None, ...]]:
+) -> tuple[list[MatrixPlan], list[VectorPlan | None]]:
     """q, k and v as three matrices, or as the fused one; biases in the same arrangement.
 
     A fused bias for separate matrices does not occur; separate biases for a fused matrix do.
@@ -173,8 +183,8 @@ def _plan_qkv(
         stems = [prefix + "attn_" + letter for letter in "qkv"]
         pairs = list(zip(stems, sizes, strict=True))
         return (
-            tuple(find.matrix(stem + ".weight", rows, n_embd) for stem, rows in pairs),
-            tuple(find.optional(stem + ".bias", rows) for stem, rows in pairs),
+            [find.matrix(stem + ".weight", rows, n_embd) for stem, rows in pairs],
+            [find.optional(stem + ".bias", rows) for stem, rows in pairs],
         )
     matrix = find.matrix(fused + ".weight", sum(sizes), n_embd)
     bias = find.optional(fused + ".bias", sum(sizes))
@@ -185,7 +195,7 @@ def _plan_qkv(
             for name, rows in zip(biases, sizes, strict=True)
         ]
         bias = find.add(VectorPlan(fused + ".bias", tuple(parts)))
-    return (matrix,), (bias,)
+    return [matrix], [bias]
 
 
 class _Finder:
