@@ -108,13 +108,11 @@ def _lane_warnings(lanes: tuple[LaneConfig, ...]) -> list[str]:
 def check_model_file(path: str) -> None:
     """Raises NO_MODEL_FILE unless `path` names a regular file this user can see."""
     try:
-        why = "" if stat.S_ISREG(os.stat(path).st_mode) else "it is not a regular file"
-        found = not why
+        if stat.S_ISREG(os.stat(path).st_mode):
+            return
+        why = "it is not a regular file"
     except (OSError, ValueError) as error:
-        why, found = (error.strerror if isinstance(error, OSError) else str(error)) or "", False
-        why = why.lower()
-    if found:
-        return
+        why = ((error.strerror if isinstance(error, OSError) else str(error)) or "").lower()
     if path.startswith("/home"):
         why += "; a service may not see home directories (ProtectHome)"
     raise errors.NO_MODEL_FILE(path=path, why=why, fix="name an existing GGUF file")
@@ -193,26 +191,22 @@ def _check_together(source: Source, config: Config) -> None:
     for index, lane in enumerate(config.lanes):
         floor = lane.entries_max + CHUNK_TOKENS_MIN
         if lane.tokens_per_step < floor:
-            raise source.error(
-                errors.CONFIG_CONTRADICTION,
+            raise source.contradiction(
                 f"lane.{index}.tokens_per_step",
                 f"= {lane.tokens_per_step} leaves prefill no room beside "
                 f"entries_max = {lane.entries_max} decodes",
                 fix=f"at least {floor}",
             )
         if len(set(lane.cores)) != len(lane.cores):
-            raise source.error(
-                errors.CONFIG_CONTRADICTION, f"lane.{index}.cores", "names a core twice"
-            )
+            raise source.contradiction(f"lane.{index}.cores", "names a core twice")
     names = [lane.name for lane in config.lanes if lane.name]
     if len(set(names)) != len(names):
-        raise source.error(errors.CONFIG_CONTRADICTION, "lane", "two lanes have the same name")
+        raise source.contradiction("lane", "two lanes have the same name")
     _check_routing(source, config)
     targets = [(c, config.sla.of(c)) for c in SlaClass]
     for (urgent, a), (patient, b) in itertools.pairwise(targets):
         if a.ttft_ms > b.ttft_ms or a.tpot_ms > b.tpot_ms:
-            raise source.error(
-                errors.CONFIG_CONTRADICTION,
+            raise source.contradiction(
                 f"sla.{patient.value}",
                 f"has a tighter target than the more urgent class {urgent.value}",
                 fix="targets may only grow from interactive to batch",
@@ -226,16 +220,14 @@ def _check_routing(source: Source, config: Config) -> None:
         if not lane.pool:
             continue
         if len(lane.pool) > POOL_CHARS_MAX or not lane.pool.isprintable():
-            raise source.error(
-                errors.CONFIG_CONTRADICTION,
+            raise source.contradiction(
                 f"lane.{index}.pool",
                 f"= {lane.pool[:POOL_CHARS_MAX]!r} is not a name",
                 fix=f"up to {POOL_CHARS_MAX} printable characters",
             )
         first = pools.setdefault(lane.pool, lane)
         if first.tier != lane.tier:
-            raise source.error(
-                errors.CONFIG_CONTRADICTION,
+            raise source.contradiction(
                 f"lane.{index}.pool",
                 f"= {lane.pool!r} has lanes of tier {first.tier or 'unset'} and of tier"
                 f" {lane.tier or 'unset'}",
@@ -243,8 +235,7 @@ def _check_routing(source: Source, config: Config) -> None:
             )
     router = config.router
     if router.dwell_s > router.demote_idle_s:
-        raise source.error(
-            errors.CONFIG_CONTRADICTION,
+        raise source.contradiction(
             "router.dwell_s",
             f"= {router.dwell_s:g} is longer than router.demote_idle_s = {router.demote_idle_s:g}:"
             " an idle session could not be demoted when it is due",
@@ -289,8 +280,7 @@ def _derive(source: Source, config: Config, machine: Machine) -> Config:
         ("--cache-dir", config.cache_dir, cache),
     ):
         if not given and not found:
-            raise source.error(
-                errors.CONFIG_CONTRADICTION,
+            raise source.contradiction(
                 option,
                 "has no default: this user has no home directory",
                 fix="set HOME to a directory of this user, or give --store, --cache-dir and"
@@ -298,8 +288,7 @@ def _derive(source: Source, config: Config, machine: Machine) -> Config:
             )
     admin_socket = config.server.admin_socket or f"{run}/admin.sock"
     if len(os.fsencode(admin_socket)) > SOCKET_PATH_BYTES_MAX:
-        raise source.error(
-            errors.CONFIG_CONTRADICTION,
+        raise source.contradiction(
             "server.admin_socket",
             f"is longer than the {SOCKET_PATH_BYTES_MAX} bytes a unix socket path may have",
             fix="choose a shorter path with --admin-socket",
@@ -335,8 +324,7 @@ def _derive_lanes(
         cores = cores_of[index]
         threads = lane.threads or len(cores)
         if lane.cores and threads > len(lane.cores):
-            raise source.error(
-                errors.CONFIG_CONTRADICTION,
+            raise source.contradiction(
                 f"lane.{index}.threads",
                 f"= {threads} but lane.cores lists {len(lane.cores)}",
                 fix="list one core per thread, or leave threads out",

@@ -57,6 +57,10 @@ class Source:
         """`KEY PROBLEM in FILE line N`, with the fix after it."""
         return row(what=f"{_shown(dotted)} {problem}{self.where(dotted)}.", fix=fix)
 
+    def contradiction(self, dotted: str, problem: str, *, fix: str = "") -> BatchEngineError:
+        """A value that does not go with another value, or with the machine."""
+        return self.error(errors.CONFIG_CONTRADICTION, dotted, problem, fix=fix)
+
     def unknown(self, dotted: str, known: list[str]) -> BatchEngineError:
         """An unknown key, with the nearest known key when there is one."""
         parent, _, key = _shown(dotted).rpartition(".")
@@ -117,8 +121,7 @@ def put(source: Source, tree: Table, dotted: str, value: object) -> None:
         if isinstance(child, list):
             lanes = cast("list[Table]", child)
             if len(lanes) != 1:
-                raise source.error(
-                    errors.CONFIG_CONTRADICTION,
+                raise source.contradiction(
                     dotted,
                     f"is ambiguous: the file has {len(lanes)} lanes",
                 )

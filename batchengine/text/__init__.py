@@ -11,16 +11,13 @@ from __future__ import annotations
 from batchengine.text.chat_template import CHATML, ChatTemplate, TemplateLimits
 from batchengine.text.control_tokens import ControlGuard
 from batchengine.text.detokeniser import Detokeniser, StopMatcher
-from batchengine.text.frontend import ChatRenderer, TextFrontend
-from batchengine.text.messages import KWARGS, ROLES, prepare_chat
+from batchengine.text.frontend import TextFrontend
+from batchengine.text.messages import prepare_chat
 from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer
 
 __all__ = [
     "CHATML",
-    "KWARGS",
-    "ROLES",
     "TEXT_BYTES_MAX",
-    "ChatRenderer",
     "ChatTemplate",
     "ControlGuard",
     "Detokeniser",

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,7 +25,6 @@ import msgspec
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from batchengine.text.messages import prepare_chat
 
 # Used when a file brings no template of its own.
 CHATML = (
@@ -103,19 +102,10 @@ class ChatTemplate:
         with self._lock:
             self._ready()
 
-    def prepare(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        tools: Sequence[Mapping[str, object]] | None = None,
-        kwargs: Mapping[str, object] | None = None,
-    ) -> dict[str, object]:
-        """Check a request and give its template variables (see `prepare_chat`)."""
-        return prepare_chat(messages, tools, kwargs)
-
     def render(
         self, variables: Mapping[str, object], specials: Mapping[str, str] | None = None
     ) -> str:
-        """The prompt for prepared `variables`; `specials` are bos_token and eos_token.
+        """The prompt for the variables of `prepare_chat`; `specials` are bos_token and eos_token.
 
         MESSAGES_REFUSED when the template refuses the messages, TEMPLATE_FAILED when it fails,
         TEMPLATE_STOPPED when it breaks a limit.

@@ -34,15 +34,15 @@ from typing import cast
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
+from batchengine.text.messages import ROLES
 from batchengine.text.vocab import ATTR_LSTRIP, ATTR_RSTRIP, Tokenizer
 
 # First choice first: characters that templates look for in messages come late, letters last.
 _PREFERRED = "|｜[]{}()<>#$%&*+=~^▁"
 _TWINS = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))  # private use planes 15, 16
 
-# Roles and field names stay as they are: the template compares them and looks them up. Only these
-# very words do; the value of a "role" somewhere in a tool's arguments is text of the request.
-_ROLES = frozenset(("system", "user", "assistant", "tool", "developer"))
+# Field names (and the values in ROLES of the field `role`) stay as they are: the template compares
+# them and looks them up. All other strings are text of the request.
 _FIELD_NAMES = frozenset(
     (
         *("role", "content", "name", "type", "text", "id", "image_url", "refusal"),
@@ -78,7 +78,7 @@ class Twins:
         return key if key in _FIELD_NAMES else key.translate(self._there)
 
     def _field(self, key: str, item: object) -> object:
-        is_role = key == "role" and isinstance(item, str) and item in _ROLES
+        is_role = key == "role" and isinstance(item, str) and item in ROLES
         return item if is_role else self.hide(item)
 
 

@@ -207,10 +207,6 @@ class Tokenizer:
         """True for a token that steers the model and is not part of its answer."""
         return token in self.control
 
-    def is_eog(self, token: int) -> bool:
-        """True when the token ends a generation."""
-        return token in self.eog
-
     def _open(self) -> int:
         if not self.path.is_file():
             raise unusable(self.path, "no such file")

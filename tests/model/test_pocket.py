@@ -232,7 +232,6 @@ def test_oracle_file(tokenizer: Tokenizer) -> None:
 async def test_oracle_prompts_are_what_the_daemon_makes_of_the_messages(pocket_path: Path) -> None:
     text = await TextFrontend.open(pocket_path, ChatTemplate)
     for case in oracle.load():
-        assert await text.render_chat(case.messages, case.tools or None) == case.prompt
         tokens = await text.encode_chat(case.messages, case.tools or None)
         assert tokens == await text.encode(case.prompt, special=True)
     await text.close()
