@@ -17,13 +17,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import random
-import shutil
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,7 @@ from typing import Any
 from batchengine.session import common_prefix
 from bench import report
 from bench.engine_child import EngineProcess
-from bench.hashlm import LAYOUT, HashTimeline
+from bench.hashlm import LAYOUT, hashlm_tokens
 from bench.local_runner import LocalRunner
 from bench.postmortem import double_slots
 from bench.zygote import ROOT, Zygote
@@ -43,6 +40,7 @@ TOKENS_BETWEEN = 40  # sent by one engine between two kills, on average,
 TOKENS_S_MAX = 1.0  # if it sends them within so long
 EXAMPLES_MAX = 20  # findings described in full
 HISTORY_MAX = 1300  # tokens; then a client starts a new session
+ROOM_BYTES = 1 << 30  # in memory, for the stores of a run: every commit is synced
 
 
 def words(seed: int, n: int, vocab: int = 1800) -> list[int]:
@@ -57,25 +55,17 @@ def is_shutdown(message: dict[str, Any]) -> bool:
 
 
 class HashOracle:
-    """What HashLM says after a prompt."""
-
-    def __init__(self, vocab: int = 2048) -> None:
-        self._vocab = vocab
+    """The tokens of HashLM after a prompt."""
 
     async def tokens(self, prompt: Sequence[int], n: int, seed: int) -> list[int]:
-        timeline, said = HashTimeline(vocab=self._vocab), list[int]()
-        timeline.add(prompt)
-        while len(said) < n:
-            said.append(timeline.next_token(seed))
-            timeline.add(said[-1:])
-        return said
+        return hashlm_tokens(prompt, n, seed=seed)
 
     def close(self) -> None:
         pass
 
 
 class PocketOracle:
-    """What the pocket model says, one timeline at a time, without an engine."""
+    """The tokens of the pocket model, one timeline at a time, without an engine."""
 
     def __init__(self, cache_dir: Path) -> None:
         self._runner = LocalRunner(POCKET, threads=1, cache_dir=cache_dir, n_pages=16)
@@ -123,8 +113,39 @@ class Turn:
 
     prompt: list[int]
     expected: list[int]
-    seed: int
+    seed: int = 0
     sent: int = 0
+
+
+def ledger_after(history: list[int], turn: Turn | None, level: str) -> tuple[list[list[int]], int]:
+    """The timelines that a ledger may hold after a death, and the least number of their tokens."""
+    if turn is None:
+        return [history], len(history)
+    whole = turn.prompt + turn.expected
+    if turn.sent:
+        return [whole], len(turn.prompt) + (turn.sent if level == "power" else 0)
+    # the turn may not be durable, and if it is it may have cut the history
+    return [whole, history], common_prefix(turn.prompt, history)
+
+
+def engine_settings(
+    folder: Path, cache_dir: Path, lane: dict[str, int], budget_bytes: int, level: str
+) -> dict[str, Any]:
+    """The settings of `engine_child` for two lanes with HashLM that may be killed at any time."""
+    return {
+        "model": str(POCKET),
+        "folder": str(folder),
+        "cache_dir": str(cache_dir),
+        "compute": "hash",
+        "lanes": [lane | {"threads": 1, "entries_max": 4, "name": name} for name in LANES],
+        "no_quarantine": True,
+        "overrides": {
+            "store.budget_bytes": budget_bytes,
+            "store.durability": level,
+            "router.promote_auto": False,
+            "router.dwell_s": 0.0,
+        },
+    }
 
 
 class Client:
@@ -245,15 +266,7 @@ class Client:
         if "gone" in record:
             return False
         tokens: list[int] = record.get("tokens") or []
-        turn, least = self.turn, len(self.history)
-        possible = [self.history]
-        if turn is not None:
-            possible = [turn.prompt + turn.expected]
-            if turn.sent:
-                least = len(turn.prompt) + (turn.sent if self.rig.level == "power" else 0)
-            else:  # the turn may not be durable, and if it is it may have cut the history
-                possible.append(self.history)
-                least = common_prefix(turn.prompt, self.history)
+        possible, least = ledger_after(self.history, self.turn, self.rig.level)
         if not any(tokens == line[: len(tokens)] for line in possible):
             self.findings.report("wrong", f"{self} the ledger has another timeline")
         elif len(tokens) < least:
@@ -299,28 +312,11 @@ class Rig:
         self._engine: EngineProcess | None = None
         self._up = asyncio.Event()
         self._trigger = asyncio.Event()  # a verb was sent: the moment to kill
-        lane = {
-            "threads": 1,
-            "entries_max": 4,
-            "tokens_per_step": 132,
-            "chunk_tokens_max": 128,
-            "places": 10,
-        }
-        self.settings = {
-            "model": str(POCKET),
-            "folder": str(self.folder),
-            "cache_dir": str(bench.folder),
-            "compute": "hash" if bench.model == "hash" else "cpu",
-            "lanes": [lane | {"name": name} for name in LANES],
-            "no_quarantine": True,
-            "quiet": not bench.verbose,
-            "overrides": {
-                "store.budget_bytes": bench.page_bytes * (24, 60, 400)[number % 3],
-                "store.durability": self.level,
-                "router.promote_auto": False,
-                "router.dwell_s": 0.0,
-            },
-        }
+        lane = {"tokens_per_step": 132, "chunk_tokens_max": 128, "places": 10}
+        budget_bytes = bench.page_bytes * (24, 60, 400)[number % 3]
+        settings = engine_settings(self.folder, bench.folder, lane, budget_bytes, self.level)
+        compute = "hash" if bench.model == "hash" else "cpu"
+        self.settings = settings | {"compute": compute, "quiet": not bench.verbose}
 
     async def run(self) -> None:
         """Lives until the bench has enough kills, then one that is left in peace."""
@@ -367,8 +363,6 @@ class Rig:
             self.findings.counts[op] += 1
         elif "gone" not in answer:
             self.findings.counts[f"{op} refused: {answer['error']}"] += 1
-            if "stays on lane" in answer["why"]:
-                self.findings.counts[answer["why"].partition(": ")[2].partition(".")[0][:60]] += 1
             if answer["error"] == "exception":
                 self.findings.report("other", f"{op} {fields}: {answer['why']}")
 
@@ -518,15 +512,6 @@ class Bench:
         self.oracle.close()
 
 
-@contextlib.contextmanager
-def scratch() -> Iterator[Path]:
-    """A folder that vanishes, in memory where there is room: every commit is synced."""
-    shm = "/dev/shm"
-    roomy = os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 1 << 30
-    with tempfile.TemporaryDirectory(prefix="crash-", dir=shm if roomy else None) as folder:
-        yield Path(folder)
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench crash", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="20 kills, under half a minute")
@@ -547,7 +532,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     args = parse(argv)
     began = time.perf_counter()
-    with scratch() as folder:
+    with report.memory_folder("crash-", ROOM_BYTES) as folder:
         bench = Bench(args, folder)
         try:
             asyncio.run(bench.run(args.jobs))

@@ -20,9 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchengine.session import common_prefix
 from bench import report
-from bench.crash import LANES, POCKET, is_shutdown, scratch, words
+from bench.crash import (
+    LANES,
+    ROOM_BYTES,
+    Turn,
+    engine_settings,
+    is_shutdown,
+    ledger_after,
+    words,
+)
 from bench.engine_child import EngineProcess
 from bench.hashlm import LAYOUT, hashlm_tokens
 from bench.postmortem import double_slots
@@ -47,9 +54,12 @@ class Session:
 
     name: str
     history: list[int] = field(default_factory=list[int])
-    prompt: list[int] = field(default_factory=list[int])  # of the turn that has not ended
-    expected: list[int] = field(default_factory=list[int])
-    sent: int = 0
+    turn: Turn | None = None  # that has not ended
+
+    @property
+    def sent(self) -> int:
+        """Tokens of the turn that were sent."""
+        return self.turn.sent if self.turn is not None else 0
 
 
 class Play:
@@ -145,28 +155,27 @@ class Play:
         amid: Callable[[Session], Awaitable[None]] | None = None,
     ) -> None:
         """One request to its end. `prompt` None: the history and some more."""
-        if not session.expected:
-            session.prompt = prompt or [*session.history, *words(len(session.history), 9)]
-            session.expected = hashlm_tokens(session.prompt, n)
-            session.sent = 0
-        at = session.sent
-        if at:
-            stream = self.engine_now.ask("resume", session=session.name, from_token=at)
+        turn = session.turn
+        if turn is None:
+            prompt = prompt or [*session.history, *words(len(session.history), 9)]
+            turn = session.turn = Turn(prompt, hashlm_tokens(prompt, n))
+        if turn.sent:
+            stream = self.engine_now.ask("resume", session=session.name, from_token=turn.sent)
         else:
-            stream = self.engine_now.ask("submit", session=session.name, prompt=session.prompt, n=n)
+            stream = self.engine_now.ask("submit", session=session.name, prompt=turn.prompt, n=n)
         while True:
             message = await self.hear(stream)
             if "token" not in message:
                 break
-            if message["token"] != session.expected[at]:
-                raise Failure(f"{session.name}: token {at} of {len(session.prompt)}+{n} is wrong")
-            at += 1
-            session.sent = at
+            if message["token"] != turn.expected[turn.sent]:
+                at = f"{turn.sent} of {len(turn.prompt)}+{n}"
+                raise Failure(f"{session.name}: token {at} is wrong")
+            turn.sent += 1
             if amid is not None:
                 await amid(session)
-        if message.get("done") != "length" or at != n:
-            raise Failure(f"{session.name}: ended after {at} of {n}: {message}")
-        session.history, session.expected = session.prompt + session.expected, []
+        if message.get("done") != "length" or turn.sent != n:
+            raise Failure(f"{session.name}: ended after {turn.sent} of {n}: {message}")
+        session.history, session.turn = turn.prompt + turn.expected, None
 
     async def move_about(self, session: Session) -> None:
         """To the other lane, its worker dies, and back."""
@@ -227,21 +236,14 @@ class Play:
         """After a death: the ledger has what was sent, and nothing else."""
         found = await self.ask("record", session=session.name)
         tokens: list[int] = found.get("tokens") or []
-        whole = session.prompt + session.expected if session.expected else session.history
-        least = len(session.history)
-        lines = [whole]
-        if session.expected and session.sent:
-            least = len(session.prompt) + (session.sent if self.level == "power" else 0)
-        elif session.expected:
-            lines.append(session.history)
-            least = common_prefix(session.prompt, session.history)
-        elif not session.history:  # a fork or a drop that was not acknowledged
+        if session.turn is None and not session.history:
+            return  # a fork or a drop that was not acknowledged
+        if self.is_dropped(session):
             return
-        if not any(tokens == line[: len(tokens)] for line in lines) and not self.is_dropped(
-            session
-        ):
+        lines, least = ledger_after(session.history, session.turn, self.level)
+        if not any(tokens == line[: len(tokens)] for line in lines):
             raise Failure(f"{session.name}: the ledger has another timeline")
-        if len(tokens) < least and not self.is_dropped(session):
+        if len(tokens) < least:
             raise Failure(f"{session.name}: the ledger lacks {least - len(tokens)} tokens")
 
     def is_dropped(self, session: Session) -> bool:
@@ -273,12 +275,14 @@ def sweep(
     """
     number, until = first, time.monotonic() + seconds
     while time.monotonic() < until:
-        with scratch() as folder:
+        with report.memory_folder("crash-", ROOM_BYTES) as folder:
             level = ("turn", "power")[number // every % 2]
             play = Play(folder, level)
-            settings = _settings(folder, level, target)
+            lane = {"tokens_per_step": 260, "chunk_tokens_max": 256, "places": 8}
+            budget_bytes = 10 * LAYOUT.page_bytes
+            settings = engine_settings(folder, folder, lane, budget_bytes, level)
             try:
-                asyncio.run(play.play(zygote, settings, number))
+                asyncio.run(play.play(zygote, settings | {"target": target}, number))
             except (Failure, TimeoutError) as error:
                 raise Failure(
                     f"{target} at point {number}, level {level}, step {play.step}: {error!r}"
@@ -287,25 +291,6 @@ def sweep(
         if not play.fired:
             return
         number += every
-
-
-def _settings(folder: Path, level: str, target: str) -> dict[str, Any]:
-    lane = {"threads": 1, "entries_max": 4, "tokens_per_step": 260, "places": 8}
-    return {
-        "model": str(POCKET),
-        "folder": str(folder),
-        "cache_dir": str(folder),
-        "compute": "hash",
-        "lanes": [lane | {"name": name, "chunk_tokens_max": 256} for name in LANES],
-        "no_quarantine": True,
-        "target": target,
-        "overrides": {
-            "store.budget_bytes": 10 * LAYOUT.page_bytes,
-            "store.durability": level,
-            "router.promote_auto": False,
-            "router.dwell_s": 0.0,
-        },
-    }
 
 
 def main(argv: list[str]) -> int:

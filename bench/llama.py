@@ -134,10 +134,6 @@ class LlamaContext:
         """Forgets every sequence."""
         C.llama_memory_clear(self._memory, True)
 
-    def copy_sequence(self, source: int, target: int) -> None:
-        """Gives `target` the KV of `source`: shared when kv_unified, copied otherwise."""
-        C.llama_memory_seq_cp(self._memory, source, target, -1, -1)
-
     def save_sequence(self, sequence: int) -> SequenceState:
         """The KV of a sequence, for any context with the same KV type and flash setting."""
         size = C.llama_state_seq_get_size(self._context, sequence)

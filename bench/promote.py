@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,7 +183,7 @@ def rival(path: Path, lengths: list[int], repeats: int) -> dict[int, dict[str, f
     """By length, by KV setting: ms of llama.cpp's save to a file and restore from it."""
     found: dict[int, dict[str, float]] = {length: {} for length in lengths}
     rng = np.random.default_rng(3)
-    with LlamaModel(path) as model, _memory_folder() as folder:
+    with LlamaModel(path) as model, report.memory_folder("promote-", 8 << 30) as folder:
         prompt = rng.integers(3, model.n_vocab, BASE).tolist()
         for setting in RIVAL_SETTINGS:
             with LlamaContext(model, n_ctx=BASE + 64, **setting) as context:
@@ -212,14 +209,6 @@ def _move(source: LlamaContext, target: LlamaContext, path: Path) -> float:
     elapsed_ms = (time.perf_counter() - start) * 1000
     path.unlink()
     return elapsed_ms
-
-
-@contextlib.contextmanager
-def _memory_folder() -> Iterator[Path]:
-    shm = "/dev/shm"
-    roomy = os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 8 << 30
-    with tempfile.TemporaryDirectory(dir=shm if roomy else None) as folder:
-        yield Path(folder)
 
 
 # ---------------------------------------------------------------------------------------- main

@@ -7,14 +7,17 @@ run. The JSON file holds everything needed to assess the figure later.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
 import os
 import platform
+import shutil
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,15 @@ class Samples:
     def __str__(self) -> str:
         low, high = min(self.values), max(self.values)
         return f"{self.median:10.1f}  [{low:.1f} … {high:.1f}]"
+
+
+@contextlib.contextmanager
+def memory_folder(prefix: str, room_bytes: int) -> Iterator[Path]:
+    """A temporary folder, in memory where so much room is."""
+    shm = "/dev/shm"
+    roomy = os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > room_bytes
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=shm if roomy else None) as folder:
+        yield Path(folder)
 
 
 def machine() -> dict[str, Any]:
