@@ -289,7 +289,7 @@ TEMPLATE_BROKEN = Problem("BE1511", Kind.INTERNAL, "chat_template_invalid",
 TEMPLATE_FAILED = Problem("BE1512", Kind.INTERNAL, "chat_template_failed",
     "the model's chat template failed",
     "{why}",
-    "plain completions still work; a different chat template can be converted in")
+    "plain completions still work; convert the model again with another chat template")
 TEMPLATE_STOPPED = Problem("BE1513", Kind.INTERNAL, "chat_template_stopped",
     "the model's chat template was stopped",
     "{why}",
@@ -357,7 +357,7 @@ NOT_SUPPORTED = Problem("BE1713", Kind.UNSUPPORTED, "not_supported",
     fix="use POST /v1/chat/completions or /v1/completions")
 TOO_MANY_CONNECTIONS = Problem("BE1714", Kind.UNAVAILABLE, "too_many_connections",
     "all {connections_max:,} connections are in use",
-    fix="retry, or raise the connection limit", retry_ms=1000)
+    fix="retry, or raise limits.streams_max and the limit of open files", retry_ms=1000)
 BODY_TOO_SLOW = Problem("BE1718", Kind.TIMEOUT, "request_timeout",
     "the request body did not arrive within {seconds:g} s", fix="send the whole body at once")
 INTERNAL_ERROR = Problem("BE1719", Kind.INTERNAL, _DEFECT,

@@ -1,4 +1,4 @@
-"""Reads GGUF files: one mapping, every byte of it checked before it is believed.
+"""Reads GGUF files: one mapping, every byte of it checked before it is used.
 
 Owns: the container format (header, key-values, tensor table, bounds of the tensor data).
 Refuses: any malformed file. Each defect has one error that names the key or the tensor;
@@ -296,7 +296,7 @@ def file_identity(status: os.stat_result) -> Identity:
 
 
 class _Cursor:
-    """A position in the buffer that never leaves it. Every read names what it reads, for errors."""
+    """A position within the buffer. Every read has the name of what it reads, for errors."""
 
     def __init__(self, buffer: memoryview, name: str) -> None:
         self.buffer = buffer
@@ -324,7 +324,7 @@ class _Cursor:
         return _U64.unpack_from(self.buffer, self.take(8, reading))[0]
 
     def count(self, reading: str, most: int, item_bytes_min: int) -> int:
-        """A count from the file, believed only if so many items can follow it."""
+        """A count from the file, refused unless so many items can follow it."""
         count = self.u64(reading)
         if count > most:
             raise errors.GGUF_COUNT(file=self.name, count=count, reading=reading, most=most)
@@ -482,7 +482,7 @@ def _place_tensors(
     data_start: int,
     alignment: int,
 ) -> dict[str, TensorInfo]:
-    """Checks that every tensor is aligned, inside the file, and alone where it is."""
+    """Checks that every tensor is aligned, inside the file, and overlaps no other."""
     tensors: dict[str, TensorInfo] = {}
     for tensor, kind, shape, offset, n_bytes in infos:
         if tensor in tensors:

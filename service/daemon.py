@@ -1,8 +1,8 @@
 """The daemon: one process from the first banner line to the last log line.
 
 Owns start-up order (socket first, so that a port in use costs nothing; then HTTP, which answers
-503 while the engine loads; then the engine), signals, notifications and the drain. The banner
-holds only what is true when a line is printed.
+503 while the engine loads; then the engine), signals, notifications and the drain. A banner line
+states only what is known when it is printed.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ def _connections_max(config: Config) -> int:
 
 
 def say(line: str) -> None:
-    """One banner line; a closed terminal is no reason to stop serving."""
+    """Prints one banner line; the daemon goes on when its terminal is closed."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
 
 
 class Daemon:
-    """Start-up, waiting, drain."""
+    """The serving process: its start, its waiting for a signal, its drain."""
 
     def __init__(self, config: Config, make_engine: Callable[[Config], EngineApi]) -> None:
         self._config = config
@@ -185,7 +185,7 @@ class Daemon:
             if engine.fatal is not None or engine.phase == "stopped":
                 log.critical("the engine cannot go on (%r): start again", engine.fatal)
                 service.accepting = False
-                await engine.stop(0.0)  # what runs ends with an error, not with silence
+                await engine.stop(0.0)  # running requests end with an error event
                 return EXIT_ENGINE_LOST
         service.accepting = False
         drain_s = self._config.server.drain_s

@@ -1,7 +1,6 @@
 """Messages to the service manager (sd_notify): readiness, status, watchdog, stopping.
 
-Does nothing outside systemd. One datagram per message; a lost one is no
-error.
+Does nothing outside systemd. One datagram per message; a lost one is no error.
 """
 
 from __future__ import annotations

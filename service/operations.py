@@ -88,7 +88,7 @@ class Operation:
         return self.path.endswith("{id}")
 
 
-# ------------------------------------------------------------------------ what the rows perform
+# ------------------------------------------------------------------------ the functions of rows
 
 
 async def promote(engine: EngineApi, subject: Subject, to: str | None = None) -> Facts:
@@ -268,7 +268,7 @@ def own_session(engine: EngineApi, tenant: str, given: str) -> str:
 
 
 def own_subject(operation: Operation, engine: EngineApi, tenant: str, given: str) -> Subject:
-    """What a caller of HTTP means: its own session, which may not exist, or request."""
+    """The subject that an HTTP caller names: its own session, which may not exist, or request."""
     if operation.takes_requests and given.startswith("req_"):
         return Subject(tenant, given, given, is_session=False)
     return Subject(tenant, own_session(engine, tenant, given), given)
@@ -281,8 +281,8 @@ async def find_subject(
     given: str,
     tenant: str | None = None,
 ) -> Subject:
-    """What the operator means; raises 404, or 409 with the candidates. `tenant` limits the search
-    to one of the API keys of the configuration, which are called `key_names`."""
+    """The subject that the operator names; raises 404, or 409 with the candidates. `tenant` limits
+    the search to one of the API keys of the configuration, whose names are `key_names`."""
     if operation.takes_requests and given.removeprefix("be_").startswith("req_"):
         return Subject(tenant, given, given, is_operator=True, is_session=False)
     found = await find(engine, key_names, given, tenant)
@@ -292,10 +292,10 @@ async def find_subject(
 async def find(
     engine: EngineApi, key_names: Sequence[str], given: str, tenant: str | None = None
 ) -> tuple[str, str]:
-    """(tenant, id) of the session an operator means; raises 404, or 409 with the candidates.
+    """(tenant, id) of the session that an operator names; raises 404, or 409 with the candidates.
 
-    In this order: an exact id, the client's own id under any key, a unique beginning, and whatever
-    of that is on disk only.
+    In this order: an exact id, the client's own id under any key, a unique beginning; sessions in
+    memory first, then those that are on disk only.
     """
     tenants = ["", *key_names] if tenant is None else [tenant]
     found = await engine.find_sessions(given, _keys_of(given, tenants), tenant)
@@ -308,7 +308,7 @@ async def find(
         raise errors.AMBIGUOUS_SESSION(
             given=printable(given), count=len(found), found=", ".join(shown)
         )
-    for name in tenants:  # so old that no listing has it
+    for name in tenants:  # an old session may be in the ledger and in no listing
         session_id = session_ids.session_key(name, given)
         if await engine.presence(name, session_id) is not Presence.UNKNOWN:
             return name, session_id
@@ -320,7 +320,7 @@ async def find(
 
 
 def _keys_of(given: str, tenants: Sequence[str]) -> set[tuple[str, str]]:
-    """What a session that a client calls `given` is called in the engine; none for no valid id."""
+    """(tenant, id in the engine) of a client's session `given`; none where the id is invalid."""
     try:
         return {(tenant, session_ids.session_key(tenant, given)) for tenant in tenants}
     except BatchEngineError:

@@ -15,7 +15,7 @@ import re
 
 from batchengine import errors
 
-ID_CHARS_MAX = 4096  # beyond this it is not an id
+ID_CHARS_MAX = 4096  # of a client's name for a session
 CALL_CHARS_MAX = 256  # of a tool call's id
 _OURS = re.compile(r"be_[a-z2-7]{32}")
 _OF_KEY = re.compile(r"idem_[0-9a-f]{32}")

@@ -72,7 +72,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def disk_warnings(config: Config) -> list[str]:
-    """What the store's disk forbids as it is now, which `warnings` does not look at."""
+    """A warning where the store's disk is too full for pages; `warnings` reads no disk."""
     from kv_store.pages.core import derived_floor_bytes  # not needed to read a file
 
     found = disk_bytes(config.store.dir)
@@ -184,7 +184,7 @@ def _read_key(source: Source, path: str, dotted: str) -> str:
         ) from None
 
 
-# ---- rules that need more than one value ----
+# ---- rules between values ----
 
 
 def _check_together(source: Source, config: Config) -> None:
@@ -201,7 +201,7 @@ def _check_together(source: Source, config: Config) -> None:
             raise source.contradiction(f"lane.{index}.cores", "names a core twice")
     names = [lane.name for lane in config.lanes if lane.name]
     if len(set(names)) != len(names):
-        raise source.contradiction("lane", "two lanes have the same name")
+        raise source.contradiction("lane", "has two entries of the same name")
     _check_routing(source, config)
     targets = [(c, config.sla.of(c)) for c in SlaClass]
     for (urgent, a), (patient, b) in itertools.pairwise(targets):
@@ -266,7 +266,7 @@ def _check_auth(source: Source, config: Config) -> None:
         )
 
 
-# ---- what was left to the machine ----
+# ---- values derived from the machine ----
 
 
 def _derive(source: Source, config: Config, machine: Machine) -> Config:
@@ -345,7 +345,8 @@ def _free_name(kind: str, index: int, names: set[str]) -> str:
 
 
 def _default_tier(lane: LaneConfig, lanes: tuple[LaneConfig, ...]) -> str:
-    """An accelerator is fast; beside a fast lane a CPU lane is bulk, among its like it is any."""
+    """The tier of a lane that names none: fast for an accelerator, bulk for a CPU lane beside a
+    fast lane, else any."""
     if lane.kind != "cpu":
         return "fast"
     others = (other.tier or ("any" if other.kind == "cpu" else "fast") for other in lanes)
@@ -355,7 +356,8 @@ def _default_tier(lane: LaneConfig, lanes: tuple[LaneConfig, ...]) -> str:
 def _share_cores(
     lanes: tuple[LaneConfig, ...], machine_cores: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """Given cores win; the other lanes divide what is left, or share all if that is too little."""
+    """The cores of every lane: those given to it; lanes without any divide the rest, or share all
+    cores where the rest is too small."""
     taken = {core for lane in lanes for core in lane.cores}
     left = [core for core in machine_cores if core not in taken]
     open_lanes = [lane for lane in lanes if not lane.cores]

@@ -1,6 +1,6 @@
 """Facts of this machine that defaults are derived from: cores, memory, directories, disk.
 
-Owns the looking; refuses to decide: what a default becomes is in `loading`.
+Reads facts only; `loading` makes defaults of them.
 """
 
 from __future__ import annotations
@@ -92,16 +92,16 @@ def disk_free_bytes(path: str) -> int | None:
 
 
 def disk_bytes(path: str) -> tuple[int, int] | None:
-    """Free and total bytes of the disk that holds `path` or would; None: none is seen.
+    """Free and total bytes of the disk that holds `path`, or would; None where none is found.
 
-    Whether the path can be used is checked where it is opened, with a better error.
+    Whether the path can be used is checked where it is opened.
     """
     probe = Path(path).absolute()
     while True:
         try:
             usage = psutil.disk_usage(str(probe))
             return int(usage.free), int(usage.total)
-        except OSError:  # not there yet, not ours to see, too long a name
+        except OSError:  # it does not exist yet, is not readable, or is too long
             if probe == probe.parent:
                 return None
             probe = probe.parent

@@ -86,8 +86,7 @@ class StoreConfig:
     take any more ends with an error (fail), or as it would have, marked `durable: false` (finish).
     free_floor_bytes: pages leave so much of the disk to others; 0 = by its size
     (`kv_store.pages.allocator.derived_floor_bytes`). sessions_max: garbage collection forgets the
-    longest
-    unused sessions beyond it.
+    longest unused sessions beyond it.
     """
 
     dir: str = field(default="", metadata=PATH)
@@ -151,11 +150,11 @@ class RouterConfig:
     """[router]: which lane serves whom, and when a session moves; see
     `batchengine.policy.router`."""
 
-    promote_auto: bool = True  # an interactive request takes its session to a fast lane;
-    demote_idle_s: float = field(default=60.0, metadata=_within(0, 86_400))  # and back, idle
+    promote_auto: bool = True  # interactive requests move their sessions to a fast lane
+    demote_idle_s: float = field(default=60.0, metadata=_within(0, 86_400))  # then it moves back
     dwell_s: float = field(default=5.0, metadata=_within(0, 3_600))  # least time between moves
     long_prompt_tokens: int = field(default=2048, metadata=_within(1, 16 << 20))
-    tolerance: float = field(default=0.25, metadata=_within(0, 10))  # worse, yet preferred
+    tolerance: float = field(default=0.25, metadata=_within(0, 10))  # by which it may be slower
     loaded_ratio: float = field(default=0.5, metadata=_within(0.01, 1))  # of a lane's seats
 
 

@@ -26,7 +26,7 @@ import msgspec
 from batchengine import errors
 from batchengine.core import BatchEngineError
 
-# Used when a file brings no template of its own.
+# The template of files without one.
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -35,7 +35,8 @@ CHATML = (
 )
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 20
-# Once may be the machine's fault (memory, a killed process); twice is the template's.
+# One loss may be caused by the machine (memory, a killed process); a second one in a row is
+# attributed to the template.
 _COMPILES_LOST_MAX = 2
 
 
@@ -202,7 +203,7 @@ class ChatTemplate:
         if answer.error == "refused":
             raise errors.MESSAGES_REFUSED(why=answer.text)
         if answer.error in ("output", "memory"):
-            self.close()  # a heap that was full once is not worth keeping
+            self.close()  # the next request gets a process with an empty heap
             raise errors.TEMPLATE_STOPPED(why=f"its {answer.error} passed the limit")
         raise errors.TEMPLATE_FAILED(why=answer.text)
 
@@ -232,7 +233,7 @@ class _Child:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """SIGKILL and reap; nothing it holds is worth a goodbye."""
+        """Kill and reap the process; it holds no state."""
         self._socket.close()
         self._process.kill()
         self._process.wait()

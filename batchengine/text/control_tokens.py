@@ -2,7 +2,7 @@
 
 A chat prompt is one string made by the template out of its own text and text of the request.
 Tokenised with control tokens enabled, a message with `<|im_end|>` in it would end its own turn and
-could speak as the system. The guard therefore finds out where control tokens came from:
+could go on in the role of the system. The guard therefore finds the origin of control tokens:
 
 1. Every control token contains a *guard character*, chosen once per vocabulary: few, and away
    from letters and digits (for ChatML models: `|`). A request without any is safe: render it,
@@ -128,7 +128,7 @@ class ControlGuard:
         try:
             return render(twins.hide(chat)), twins
         except BatchEngineError as error:
-            # A template may quote the request in its complaint.
+            # The error of a template may quote the request.
             error.what, error.why = twins.restore(error.what), twins.restore(error.why)
             raise
 

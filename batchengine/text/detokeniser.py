@@ -1,7 +1,7 @@
 """Streaming text: bytes of tokens to whole characters, and stop strings across token borders.
 
-Owns two small state machines of one generation. Both promise that how the stream was cut into
-tokens cannot be seen in the joined output.
+Owns two small state machines of one generation. The joined output of both does not depend on how
+the stream was cut into tokens.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class StopMatcher:
         return pending[:show], False
 
     def flush(self) -> str:
-        """End of stream: the held-back text, which is no stop string after all."""
+        """End of stream: the text that was held back, which completed no stop string."""
         rest, self._held, self._state = self._held, "", 0
         return rest
 

@@ -1,4 +1,4 @@
-"""What of a chat request reaches a template: checked, in the shape templates expect.
+"""Messages, tools and template arguments of a chat request: checked, in the shape of templates.
 
 Pure functions over plain data. Roles and template variables come from fixed sets, because
 templates build control tokens from them (`<|` + role + `|>`); everything else is text.
@@ -106,7 +106,7 @@ def _arguments(arguments: object) -> object:
     try:
         value = msgspec.json.decode(arguments.encode("utf-8", "surrogatepass"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return arguments  # what the model really wrote; a template shows it as it is
+        return arguments  # not JSON: the template gets the text that the model wrote
     return cast(object, value) if isinstance(value, dict) else arguments
 
 

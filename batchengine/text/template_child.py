@@ -153,12 +153,13 @@ def _answer(work: Callable[[], str]) -> dict[str, str]:
         return {"error": "fault", "text": "the template calls itself without end"}
     except jinja2.TemplateSyntaxError as error:
         return {"error": "syntax", "text": f"line {error.lineno}: {error.message}"[:2000]}
-    except Exception as error:  # whatever a template can raise is its own fault
+    except Exception as error:  # any other exception is an error of the template
         return {"error": "fault", "text": f"{type(error).__name__}: {error}"[:2000]}
 
 
 def confine(parent: int, address_bytes: int) -> None:
-    """Die with the parent; no new files, processes, privileges, cores; bounded memory."""
+    """Limits this process: it ends with its parent, has bounded memory, and gets no files,
+    processes, privileges or core dumps."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -179,7 +180,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def warm_up() -> None:
-    """Make Python and Jinja load what they load late, while files can still be opened."""
+    """Has Python and Jinja do their late imports while files can still be opened."""
     environment = build_environment(datetime.date(2000, 1, 1))
     source = "{% for x in [1] %}{{ '\\n\\u00e4' + strftime_now('%d %b %Y') }}{% endfor %}"
     for text in (source + "{{ {'a': 1} | tojson }}{{ 1 // 0 }}", "{% for %}"):

@@ -78,12 +78,12 @@ class _Library:
             self._lines.append(text.decode("utf-8", "replace"))
 
     def quiet(self) -> None:
-        """Forget old lines, and take the log back if another user of the library set its own."""
+        """Clears the lines, and installs this log again if another user of the library set one."""
         self._lines.clear()
         self.api.llama_log_set(self._callback, None)
 
     def cause(self) -> str:
-        """The first complaint since `quiet`, on one line."""
+        """The first error since `quiet`, on one line."""
         for line in "".join(self._lines).splitlines():
             text = line.strip()
             if "error" in text and ":" in text:
@@ -223,7 +223,7 @@ class Tokenizer:
         return model
 
     def _declared(self, name: str, token: int) -> int | None:
-        """llama.cpp makes up a token for files that name none; a plain word is no such token."""
+        """`token` if it is special or the file declares it: llama.cpp has one for every file."""
         key = f"tokenizer.ggml.{name}_token_id".encode()
         named = self._api.llama_model_meta_val_str(self._model, key, None, 0) >= 0
         return token if token in self._attrs or (named and 0 <= token < self.vocab_size) else None

@@ -1,7 +1,7 @@
 """Checks of a GGUF vocabulary that must come before llama.cpp sees it.
 
 llama.cpp answers most defects of a file with an error, but ends the whole process for a few: tokens
-that appear twice, and SentencePiece vocabularies that cannot spell every byte. Those are refused
+that appear twice, and SentencePiece vocabularies without a token for every byte. Those are refused
 here, by name.
 """
 

@@ -10,8 +10,8 @@ reason is returned so that it can be logged, and the caller packs again.
     [64 * k, ...)         packed matrices and float32 vectors, each 64-byte aligned
     [table_offset, end)   table: msgpack of CacheTable
 
-The tables hold an XXH3-128 of every entry; opening reads the whole file once, which both proves
-it and brings it into memory (9 GB/s and more from the page cache).
+The table holds an XXH3-128 of every entry; opening reads the whole file once, which verifies it
+and brings it into memory (9 GB/s and more from the page cache).
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class CacheWriter:
         with _disk_errors(self.path):
             _write_all(self._fd, memoryview(packed), self._offset)
             os.ftruncate(self._fd, self._offset + len(packed))
-            os.fsync(self._fd)  # the data first: a prologue must never promise lost bytes
+            os.fsync(self._fd)  # the data first: no prologue without its data
             _write_all(self._fd, memoryview(prologue), 0)
             os.fsync(self._fd)
             os.rename(self._temporary, self.path)

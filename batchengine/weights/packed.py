@@ -267,7 +267,7 @@ def _read_vector(gguf: GgufFile, name: str) -> np.ndarray[tuple[int], np.dtype[n
 
 
 def _refuse_changed(gguf: GgufFile) -> None:
-    """A file that changed while it was read may have been read half old, half new."""
+    """Raises MODEL_FILE_MOVED if the file changed while it was read."""
     try:
         identity = file_identity(os.stat(gguf.path))
     except OSError as error:

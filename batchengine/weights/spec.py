@@ -1,4 +1,4 @@
-"""What a model is: its hyper-parameters, read from GGUF metadata and checked.
+"""The hyper-parameters of a model, read from GGUF metadata and checked.
 
 Owns `ModelSpec`, a tuple of layer kinds, and the meaning of the metadata keys of the architectures
 llama, qwen2 and qwen3 (defaults included): an architecture is a function from metadata to a spec,
@@ -84,7 +84,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Hyper-parameters of one model; every field is a fact, nothing is "auto".
+    """Hyper-parameters of one model, all with their final values.
 
     layers: one per block of the file, in order. tied = the head is the embedding matrix.
     """

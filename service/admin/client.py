@@ -1,7 +1,7 @@
 """A small blocking client: HTTP with streamed answers, and the admin socket.
 
-What the CLI and the demo talk with. Standard library only, so that `chat` starts at once; every
-failure is a BatchEngineError with a fix.
+The CLI and the demo use it. Standard library only, so that `chat` starts at once; every failure is
+a BatchEngineError with a fix.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Client:
                 reply = connection.getresponse()
             except OSError as error:  # a closed connection too, which is an HTTPException besides
                 raise errors.CONNECTION_LOST(why=str(error) or "no answer came") from None
-            except http.client.HTTPException as error:  # what listens there is no daemon
+            except http.client.HTTPException as error:  # the listener speaks no HTTP
                 raise errors.NO_DAEMON(where=self.url, why=_reason(error)) from None
             with reply:
                 yield reply
@@ -197,7 +197,7 @@ def admin(
 
 
 def _check_arguments(given: Json) -> None:
-    """What cannot go over the wire at all is refused here, where it can be named."""
+    """Raises COMMAND_UNSENDABLE for an argument that the socket cannot carry, and names it."""
     texts = {name: value for name, value in given.items() if isinstance(value, str)}
     for name, text in texts.items():
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):

@@ -1,8 +1,8 @@
 """The admin socket: one JSON line in, one JSON line out, for the user who runs the daemon.
 
 Owns the commands and the fields that each takes; those about one session come from
-`service.operations`. Refuses other users twice: by the mode
-of the socket (0600) and by the peer's uid. Nothing here is reachable over HTTP (R4).
+`service.operations`. Refuses other users twice: by the mode of the socket (0600) and by the peer's
+uid. Nothing here is reachable over HTTP (R4).
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=TEXT_CHARS_MAX)]
 
 
 class Nothing(msgspec.Struct, forbid_unknown_fields=True):
-    """Of status, requests and drain."""
+    """The fields of status, requests and drain: none."""
 
 
 class Listing(msgspec.Struct, forbid_unknown_fields=True):
-    """Of sessions: `stored` also lists those that are on disk only."""
+    """The fields of sessions: `stored` also lists those that are on disk only."""
 
     stored: bool = False
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
-    """Of cancel."""
+    """The fields of cancel."""
 
     request_id: Text
 
 
 class StoreOp(msgspec.Struct, forbid_unknown_fields=True):
-    """Of store."""
+    """The fields of store."""
 
     op: Literal["stat", "verify", "gc"] = "stat"
 
@@ -109,7 +109,7 @@ class AdminSocket:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._clear_stale()
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            old_mask = os.umask(0o177)  # born with 0600: no moment in which others may connect
+            old_mask = os.umask(0o177)  # the socket is made with mode 0600
             try:
                 sock.bind(str(path))
             finally:
@@ -253,7 +253,7 @@ class AdminSocket:
             connections = dict(self._connections)
             for task, writer in connections.items():
                 task.cancel()
-                writer.transport.abort()  # what is not read by now never will be
+                writer.transport.abort()  # answers that are not read by now are lost
             await asyncio.gather(*connections, return_exceptions=True)
             self.unlink()
 
@@ -267,7 +267,7 @@ class AdminSocket:
 def _wrong_field(
     command: str, kind: type[msgspec.Struct], fields: dict[str, Any], why: str
 ) -> BatchEngineError:
-    """What is wrong with an argument, in the words of the command line where it has any."""
+    """The error of an argument, in the words of the command line where it has any."""
     for name, (label, fix) in LABELS.items():
         value = fields.get(name)
         if name not in kind.__struct_fields__ or not isinstance(value, str):

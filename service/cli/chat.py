@@ -20,7 +20,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What every request of the conversation carries."""
+    """The parameters of every request of a conversation."""
 
     system: str | None = None
     session: str | None = None

@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _clean_up(scratch: Path) -> None:
-    """What the parent would have done: ends the workers, removes the folder."""
+    """Ends the workers and removes the folder, in place of the parent."""
     workers = psutil.Process().children(recursive=True)
     for worker in workers:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def demo(model: Path) -> int:
-    """The whole show; raises BatchEngineError when any part of it fails."""
+    """Serves the model, asks twice and stops; raises BatchEngineError when a part of it fails."""
     if not model.is_file():
         why, fix = "it is part of the repository", "clone the repository anew"
         raise errors.NO_MODEL_FILE(path=model.name, why=why, fix=fix)

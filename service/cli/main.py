@@ -80,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
     except cyclopts.CycloptsError as error:
         text = " ".join(str(error).split())
         if isinstance(error, cyclopts.UnusedCliTokensError):
-            text = f"nothing here is called {' '.join(error.unused_tokens or [])!r}."
+            text = f"unexpected argument {' '.join(error.unused_tokens or [])!r}."
         print(f"batchengine: {text} Fix: see `batchengine --help`", file=sys.stderr)
         return EXIT_USAGE
     except BatchEngineError as error:

@@ -1,4 +1,4 @@
-"""What the commands share: options that many of them take, and how answers look in a terminal."""
+"""Options that many commands take, and answers as lines of a terminal."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def age(seconds: float) -> str:
 
 
 def ms(value: float | None) -> str:
-    """Milliseconds with the digits that matter."""
+    """A time in ms as text, in seconds from ten on; None = no limit."""
     if value is None:
         return "no limit"
     if value >= 10_000:

@@ -21,7 +21,7 @@ from service.cli.options import Debug, Json, Socket, admin_path, print_json, sho
 if TYPE_CHECKING:
     from kv_store.fsck import Finding, FsckReport
 
-CHORE_S = 24 * 3600.0  # a terabyte takes its time
+CHORE_S = 24 * 3600.0  # verifying a terabyte takes hours
 
 store = cyclopts.App(name="store", help="The KV store: stat, verify, gc; fsck without a daemon.")
 
@@ -98,7 +98,7 @@ def fsck(
     found = _check(path, repair, quiet=json)
     left = found
     if repair and not found.ok:
-        left = _check(path, False, quiet=True)  # believe the disk, not the repair
+        left = _check(path, False, quiet=True)  # the result is what is on disk
     if json:
         print_json(_plain(found) | {"ok_now": left.ok})
     else:

@@ -96,7 +96,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """A request that never became one: 400 without echoing a byte of it."""
+        """The answer to bytes that are not HTTP: 400, without repeating any of them."""
         if status >= 500:
             log.error("%s %s failed", request.method, request.path[:80], exc_info=exc)
         if request.writer.output_size > 0:

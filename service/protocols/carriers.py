@@ -1,4 +1,4 @@
-"""What a request says beside its prompt: its caller, its session, and the SLA it asks for.
+"""The caller of a request, its session, and the SLA it asks for.
 
 Clients carry these in many fields and headers. For each value the first carrier of API 1.5 and
 1.6 that sets it wins. Model aliases carry a class for clients that can set nothing else, and are
@@ -90,7 +90,7 @@ class SessionName:
 
 
 def session_of(body: Common, headers: CIMultiDictProxy[str], tenant: str) -> SessionName | None:
-    """The session of a request, or None for an anonymous one; raises 400 for an absurd id."""
+    """The session of a request, or None for an anonymous one; raises 400 for an unusable id."""
     for carrier, value in session_carriers(body, headers):
         value = value.strip()
         if value:
@@ -138,7 +138,7 @@ def alias_class(model: str | None) -> SlaClass | None:
 
 
 def sla_of(body: Common, headers: CIMultiDictProxy[str], caller: Caller, config: Config) -> Sla:
-    """The SLA of one request; raises 400 naming the carrier that holds nonsense."""
+    """The SLA of one request; raises 400 naming the carrier with a wrong value."""
     extension = body.batchengine
     sla_class = next(
         _classes(body, headers, caller),

@@ -63,7 +63,7 @@ def _messages(
 def _tool_calls(messages: list[dict[str, Any]]) -> tuple[str, ...]:
     """Ids of the calls in the messages, the newest last: a parked session may wait for one of them.
 
-    Of many only the newest count; what is no id is no reason to refuse a conversation.
+    Only the newest CALLS_MAX count; a value that is no id is left out.
     """
     found: dict[str, None] = {}
     for message in messages:

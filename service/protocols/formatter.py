@@ -1,4 +1,4 @@
-"""Generation events to server-sent events or one whole answer: what every protocol has in common.
+"""Formatting of generation events as server-sent events or one whole answer, for any protocol.
 
 Owns the answers as they grow and the ids of events that can be resumed. A formatter knows nothing
 of sockets: `service.http.relay` writes what it returns.
@@ -116,7 +116,7 @@ class Formatter(ABC):
     # ---- whole answers ----
 
     def collect(self, index: int, event: TokenEvent | DoneEvent) -> None:
-        """Keeps what a whole answer will hold."""
+        """Adds one event to a whole answer."""
         answer = self.answers[index]
         if isinstance(event, DoneEvent):
             answer.parts += self._end(index, event)

@@ -1,4 +1,4 @@
-"""What chat and completions share: OpenAI's envelope, usage, error object, and serving facts."""
+"""The common parts of chat and completions: OpenAI's envelope, usage, error object, and more."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _per_second(count: int, ms: float) -> float:
 
 
 def serving_object(job: HttpJob, answers: list[Answer]) -> Chunk:
-    """Session, lane, times and reuse of the answer: what `promote` and a log reader need."""
+    """Session, lane, times and reuse of the answer."""
     usage = answers[0].usage
     session_id = usage.session_id or (job.session.session_id if job.session else "")
     predicted = job.predict() or {}

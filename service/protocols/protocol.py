@@ -1,4 +1,4 @@
-"""What makes a protocol of the generation routes: one row, from the body to the answer's events."""
+"""A protocol of the generation routes: one row, from the body to the answer's events."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ HEADER_FINAL = "x-dynamo-session-final"
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """What a request asks for its session beside an answer."""
+    """Wishes of a request for its session, beside an answer."""
 
     promote: bool = False
     park: bool = False
@@ -52,7 +52,7 @@ class SessionOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a protocol reads out of its body; all else is common to all protocols.
+    """The part of a request that its protocol reads; all else is common to all protocols.
 
     `param` is the field that errors about the size name. `logprobs` as in `core.Sampling`.
     """
@@ -142,7 +142,7 @@ def open_job(
 
 
 def constraint_of(response_format: dict[str, Any] | None) -> Constraint | None:
-    """What `response_format` demands of the answer's text; None = nothing."""
+    """The constraint of `response_format` on the answer's text; None = any text."""
     if response_format is None or response_format.get("type") == "text":
         return None
     return Constraint(msgspec.json.encode(response_format.get("json_schema") or {}).decode())

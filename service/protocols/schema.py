@@ -1,8 +1,8 @@
 """The request bodies of the OpenAI routes as structs, with a bound on every number and list.
 
 Owns field names, types and limits; `decode_request` turns a body into a struct or into an
-error that names the field. Floats become binary32 here, once (NUMERICS 2.7): what is sampled
-with is what the struct holds. Unknown fields are reported, never guessed at.
+error that names the field. Floats become binary32 here, once (NUMERICS 2.7): the sampler uses
+the numbers of the struct. Unknown fields are reported, and change nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Name = Annotated[str, Meta(max_length=256)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, le=0x7FFFFFFF)]
-# Small enough for any wish, far above what binary32 rounds to zero.
+# The lower bound is far above what binary32 rounds to zero.
 Millis = Annotated[float, Meta(ge=0.001, le=86_400_000)]
 TokenCount = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

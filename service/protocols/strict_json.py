@@ -73,7 +73,7 @@ def _short_int(text: str) -> int:
 
 
 def _check_tree(root: dict[str, object]) -> None:
-    """Depth, surrogates, NaN and infinity, without recursion; blames the top-level key."""
+    """Depth, surrogates, NaN and infinity, without recursion; errors name the top-level key."""
     for name, value in root.items():
         if not _encodable(name):
             raise errors.INVALID_JSON(
