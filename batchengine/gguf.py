@@ -393,10 +393,6 @@ def _read_value(cursor: _Cursor, key: str) -> Value:
     if code is None:
         why = f"unknown value type {kind}"
         raise errors.GGUF_VALUE_TYPE(file=cursor.name, key=key, why=why)
-    return _scalar(cursor, key, code)
-
-
-def _scalar(cursor: _Cursor, key: str, code: str) -> Value:
     start = cursor.take(struct.calcsize("<" + code), f"value of key {key}")
     return struct.unpack_from("<" + code, cursor.buffer, start)[0]
 

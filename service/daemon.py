@@ -113,8 +113,11 @@ class Daemon:
         engine = self._make_engine(config)
         service = app.Service.create(engine, config)
         listener = Listener(app.build(service), sock, _connections_max(config))
-        admin = AdminSocket(Path(config.server.admin_socket), service, self._drain_by_command)
-        self._listen_for_signals(admin)
+        path = Path(config.server.admin_socket)
+        admin = AdminSocket(path, service, lambda: self._drain("drain command"))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal, number.name, admin)
         watchdog: asyncio.Task[None] | None = None
         try:
             await listener.open()
@@ -199,18 +202,10 @@ class Daemon:
         say("  stopped")
         return EXIT_OK
 
-    def _drain_by_command(self) -> None:
-        self._drain("drain command")
-
     def _drain(self, reason: str) -> None:
         if not self._stop.is_set():
             self._stop_reason = reason
             self._stop.set()
-
-    def _listen_for_signals(self, admin: AdminSocket) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, self._on_signal, number.name, admin)
 
     def _on_signal(self, name: str, admin: AdminSocket) -> None:
         """The first signal drains. The second leaves at once: what was sent is durable already.

@@ -123,12 +123,7 @@ class SlaConfig:
 
     def of(self, sla_class: SlaClass) -> ClassConfig:
         """Targets of one class."""
-        return {
-            SlaClass.INTERACTIVE: self.interactive,
-            SlaClass.STANDARD: self.standard,
-            SlaClass.BACKGROUND: self.background,
-            SlaClass.BATCH: self.batch,
-        }[sla_class]
+        return getattr(self, sla_class.value)
 
 
 @dataclass(frozen=True, slots=True)

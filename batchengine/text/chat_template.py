@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -227,7 +226,6 @@ class _Child:
             )
         finally:
             theirs.close()
-        self._socket.setblocking(False)
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -239,15 +237,13 @@ class _Child:
         self._process.wait()
 
     def send(self, data: bytes, wall_s: float) -> None:
-        deadline = time.monotonic() + wall_s
-        left = memoryview(data)
-        while left:
-            try:
-                left = left[self._socket.send(left) :]
-            except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
-            except OSError as error:
-                raise self._ending() from error
+        self._socket.settimeout(wall_s)
+        try:
+            self._socket.sendall(data)
+        except TimeoutError:
+            raise _ChildLost("it took too long") from None
+        except OSError as error:
+            raise self._ending() from error
 
     def receive(self, limits: TemplateLimits, wall_s: float) -> _Answer:
         deadline = time.monotonic() + wall_s
@@ -263,24 +259,20 @@ class _Child:
     def _read(self, size: int, deadline: float) -> bytearray:
         data = bytearray()
         while len(data) < size:
+            left_s = deadline - time.monotonic()
             try:
+                if left_s <= 0:
+                    raise TimeoutError
+                self._socket.settimeout(left_s)
                 part = self._socket.recv(min(size - len(data), _READ_BYTES))
-            except BlockingIOError:
-                self._wait(select.POLLIN, deadline)
-                continue
+            except TimeoutError:
+                raise _ChildLost("it took too long") from None
             except OSError as error:
                 raise self._ending() from error
             if not part:
                 raise self._ending()
             data += part
         return data
-
-    def _wait(self, event: int, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(self._socket, event)
-        left_s = deadline - time.monotonic()
-        if left_s <= 0 or not poll.poll(left_s * 1000):
-            raise _ChildLost("it took too long")
 
     def _ending(self) -> _ChildLost:
         try:

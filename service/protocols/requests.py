@@ -18,7 +18,7 @@ from multidict import CIMultiDictProxy
 
 from batchengine import errors
 from batchengine.config import Config
-from batchengine.core import Constraint, GenerationRequest, ModelInfo, Sampling, Sla
+from batchengine.core import GenerationRequest, ModelInfo, Sampling, Sla
 from service.engine_api import EngineApi, GenerationApi
 from service.protocols import carriers
 from service.protocols.carriers import Caller
@@ -82,7 +82,6 @@ class HttpJob:
     seed: int
     choices_per_prompt: int = 1
     options: SessionOptions = SessionOptions()
-    constraint: Constraint | None = None
     predict: Callable[[], Mapping[str, Any] | None] = lambda: None
     requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
 
@@ -112,8 +111,7 @@ def open_job(
     model = body.model if body.model is not None else engine.info.model_id
     if model not in served:
         raise errors.UNKNOWN_MODEL(asked=model, served=", ".join(served))
-    constraint = constraint_of(body.response_format)
-    if constraint is not None:
+    if body.response_format is not None and body.response_format.get("type") != "text":
         name, what = "response_format", "response_format must be of type text"
         raise errors.UNSUPPORTED_FIELD(param=name, what=what, fix="ask for JSON in the prompt")
     promised = carriers.sla_of(body, headers, caller, config)
@@ -136,16 +134,8 @@ def open_job(
         seed=seed,
         choices_per_prompt=body.n or 1,
         options=_session_options(body, headers),
-        constraint=constraint,
         predict=lambda: engine.predicted(request_id),
     )
-
-
-def constraint_of(response_format: dict[str, Any] | None) -> Constraint | None:
-    """The constraint of `response_format` on the answer's text; None = any text."""
-    if response_format is None or response_format.get("type") == "text":
-        return None
-    return Constraint(msgspec.json.encode(response_format.get("json_schema") or {}).decode())
 
 
 def _session_options(body: Common, headers: CIMultiDictProxy[str]) -> SessionOptions:
@@ -279,7 +269,6 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
                     promote=options.promote,
                     expected_output_tokens=options.expected_output_tokens,
                     form=job.protocol,
-                    constraint=job.constraint,
                 )
             )
 

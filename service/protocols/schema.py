@@ -24,13 +24,11 @@ PROMPTS_MAX = 32
 CHOICES_MAX = 8
 GENERATIONS_MAX = 32  # prompts x choices of one request
 STOP_MAX = 4
-TEXT_MAX = 64 << 20  # the body cap is smaller by default; this bounds the type
 TOKENS_MAX = 1 << 24
 
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Name = Annotated[str, Meta(max_length=256)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
-TokenId = Annotated[int, Meta(ge=0, le=0x7FFFFFFF)]
 # The lower bound is far above what binary32 rounds to zero.
 Millis = Annotated[float, Meta(ge=0.001, le=86_400_000)]
 TokenCount = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
