@@ -13,7 +13,6 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 from batchengine import errors
 from batchengine.config.machine import MIB, Machine, budget_bytes, directory, disk_bytes
@@ -21,14 +20,8 @@ from batchengine.config.settings import (
     ApiKey,
     Config,
     LaneConfig,
-    LimitsConfig,
-    ModelConfig,
-    RouterConfig,
-    ServerConfig,
-    SlaConfig,
-    StoreConfig,
 )
-from batchengine.config.toml import Source, Table, build, put, table, value_of
+from batchengine.config.toml import Source, Table, build, put, table
 from batchengine.core import SlaClass
 
 CHUNK_TOKENS_MIN = 16  # a step must hold every decode and still this much prefill
@@ -132,30 +125,11 @@ def is_loopback(host: str) -> bool:
 
 
 def _build_config(source: Source, tree: Table) -> Config:
-    known = [field.name for field in dataclasses.fields(Config)]
-    known[known.index("lanes")] = "lane"
-    for key in tree:
-        if key not in known:
-            raise source.unknown(key, known)
-    default = Config()
     lanes = tree.get("lane", [{}])
     if not isinstance(lanes, list) or not lanes:
         raise source.error(errors.CONFIG_TYPE, "lane", "must be written as [[lane]]")
-    return Config(
-        model=build(source, ModelConfig, tree.get("model", {}), "model"),
-        server=build(source, ServerConfig, tree.get("server", {}), "server"),
-        auth=_build_auth(source, tree.get("auth", {})),
-        lanes=tuple(
-            build(source, LaneConfig, lane, f"lane.{i}")
-            for i, lane in enumerate(cast("list[object]", lanes))
-        ),
-        store=build(source, StoreConfig, tree.get("store", {}), "store"),
-        sla=build(source, SlaConfig, tree.get("sla", {}), "sla", default.sla),
-        limits=build(source, LimitsConfig, tree.get("limits", {}), "limits"),
-        router=build(source, RouterConfig, tree.get("router", {}), "router"),
-        cache_dir=value_of(source, str, tree.get("cache_dir", ""), "cache_dir", {"path": True}),
-        debug=value_of(source, bool, tree.get("debug", False), "debug", {}),
-    )
+    auth = _build_auth(source, tree.pop("auth", {}))
+    return dataclasses.replace(build(source, Config, tree, "", Config()), auth=auth)
 
 
 def _build_auth(source: Source, value: object) -> tuple[ApiKey, ...]:

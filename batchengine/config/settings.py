@@ -160,10 +160,10 @@ class Config:
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()
     auth: tuple[ApiKey, ...] = ()  # TOML: [auth.keys.NAME]
-    lanes: tuple[LaneConfig, ...] = (LaneConfig(),)  # TOML: [[lane]]
+    lanes: tuple[LaneConfig, ...] = field(default=(LaneConfig(),), metadata={"toml": "lane"})
     store: StoreConfig = StoreConfig()
     sla: SlaConfig = SlaConfig()
     limits: LimitsConfig = LimitsConfig()
     router: RouterConfig = RouterConfig()
-    cache_dir: str = ""
+    cache_dir: str = field(default="", metadata=PATH)
     debug: bool = False

@@ -147,12 +147,12 @@ def build(source: Source, cls: type[_T], value: object, dotted: str, base: _T | 
         fields.pop("name", None)  # the table's own name is not a key in it
     given: Table = {}
     for key, item in given_table.items():
+        path = f"{dotted}.{key}" if dotted else key
         if key not in fields:
-            raise source.unknown(f"{dotted}.{key}", list(fields))
+            raise source.unknown(path, list(fields))
         spec = fields[key]
         metadata = dict(spec.metadata)
         inner = getattr(base, spec.name, None) if base is not None else None
-        path = f"{dotted}.{key}"
         given[spec.name] = value_of(source, hints[spec.name], item, path, metadata, inner)
     return dataclasses.replace(cast("Any", base), **given) if base is not None else cls(**given)
 
@@ -169,7 +169,12 @@ def value_of(
         if not isinstance(value, list | tuple):
             raise source.error(errors.CONFIG_TYPE, dotted, f"must be a list, not {_kind(value)}")
         inner = typing.get_args(kind)[0]
-        return tuple(value_of(source, inner, v, dotted, rule) for v in cast("list[object]", value))
+        items = enumerate(cast("list[object]", value))
+        if dataclasses.is_dataclass(inner):  # [[lane]]: each is a table of its own
+            return tuple(
+                build(source, cast("type[Any]", inner), v, f"{dotted}.{i}") for i, v in items
+            )
+        return tuple(value_of(source, inner, item, dotted, rule) for _, item in items)
     if kind is SlaClass:
         rule = {"choices": tuple(c.value for c in SlaClass)}
     wanted = str if kind is SlaClass else kind

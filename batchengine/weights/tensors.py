@@ -63,7 +63,7 @@ M = TypeVar("M")  # a matrix: planned, or packed for the kernels
 V = TypeVar("V")  # a vector: planned, or packed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionRoles(Generic[M, V]):
     """The tensors of an AttentionSpec by role. qkv has one fused matrix or three."""
 
@@ -76,7 +76,7 @@ class AttentionRoles(Generic[M, V]):
     output_bias: V | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DenseRoles(Generic[M, V]):
     """The tensors of a DenseSpec by role."""
 
@@ -89,7 +89,7 @@ class DenseRoles(Generic[M, V]):
     down_bias: V | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerRoles(Generic[M, V]):
     """The tensors of one layer."""
 

@@ -28,9 +28,7 @@ class Keyring:
     """The configured API keys, kept as digests only."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
-        self._callers: list[tuple[bytes, Caller]] = []
-        for key in keys:
-            self._callers.append((_digest(key.key), Caller(key.name, key.sla_class)))
+        self._callers = [(_digest(key.key), Caller(key.name, key.sla_class)) for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._callers)

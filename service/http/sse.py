@@ -7,7 +7,7 @@ buffers more than the transport's high-water mark: a full socket pauses the writ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 
 from aiohttp import web
 
@@ -42,19 +42,17 @@ class EventStream:
 
     async def send(self, payload: bytes) -> None:
         """Whole events; raises SlowReader, or ConnectionResetError when the client is gone."""
-        if not payload:
-            return
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await self._response.write(payload)
-        except TimeoutError:
-            raise SlowReader from None
+        if payload:
+            await self._taken(self._response.write(payload))
 
     async def close(self) -> None:
-        """End of the body; as patient as `send`."""
+        """End of the body; raises as `send` does."""
+        await self._taken(self._response.write_eof())
+
+    async def _taken(self, writing: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._stall_s):
-                await self._response.write_eof()
+                await writing
         except TimeoutError:
             raise SlowReader from None
 

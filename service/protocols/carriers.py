@@ -17,7 +17,7 @@ from multidict import CIMultiDictProxy
 from batchengine import errors
 from batchengine.config import Config
 from batchengine.core import Sla, SlaClass
-from service.protocols.schema import Common, binary32
+from service.protocols.schema import Common, Extension, binary32
 from service.session_ids import session_key
 
 
@@ -139,19 +139,12 @@ def alias_class(model: str | None) -> SlaClass | None:
 
 def sla_of(body: Common, headers: CIMultiDictProxy[str], caller: Caller, config: Config) -> Sla:
     """The SLA of one request; raises 400 naming the carrier with a wrong value."""
-    extension = body.batchengine
-    sla_class = next(
-        _classes(body, headers, caller),
-        config.sla.default_class,
-    )
-    ttft = extension.ttft_ms if extension else None
-    tpot = extension.tpot_ms if extension else None
-    ttlt = extension.ttlt_ms if extension else None
+    asked = body.batchengine or Extension()
     return Sla(
-        sla_class=sla_class,
-        ttft_ms=_target(ttft, headers, HEADERS_TTFT),
-        tpot_ms=_target(tpot, headers, HEADERS_TPOT),
-        ttlt_ms=_target(ttlt, headers, HEADERS_TTLT),
+        sla_class=next(_classes(body, headers, caller), config.sla.default_class),
+        ttft_ms=_target(asked.ttft_ms, headers, HEADERS_TTFT),
+        tpot_ms=_target(asked.tpot_ms, headers, HEADERS_TPOT),
+        ttlt_ms=_target(asked.ttlt_ms, headers, HEADERS_TTLT),
         priority=next(_priorities(body, headers), 0),
     )
 
