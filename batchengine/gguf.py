@@ -291,7 +291,7 @@ def _map_file(path: Path) -> tuple[mmap.mmap, Identity]:
 
 
 def file_identity(status: os.stat_result) -> Identity:
-    """What changes when a file is replaced or written: the key under which digests are cached."""
+    """The key under which digests of a file are cached: it changes when the file is written."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 

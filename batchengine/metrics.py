@@ -29,7 +29,7 @@ STEP_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2,
 
 
 class Metrics:
-    """All metrics of one daemon, in a registry of its own: two daemons in one test do not mix."""
+    """All metrics of one daemon, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=True)

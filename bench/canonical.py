@@ -1,4 +1,4 @@
-"""What canonical arithmetic costs: our kernels against a build of them in which order is free.
+"""The cost of canonical arithmetic: our kernels against a build of them in which order is free.
 
 The other build is `make free-order`: the same sources and int8 dots with every float sum, rounding
 and division released (kernels/csrc/common/free_order.h says what that changes), made beside the
@@ -109,7 +109,7 @@ class BuildRows:
         self.rows["norm_quantise_512"] = norm_case(pool, rng, 512, 1024).run
 
     def facts(self) -> dict[str, Any]:
-        """What this build is, and the logits of a short prompt: both must compute one model."""
+        """The identity of this build, and its logits of a short prompt; both builds must agree."""
         prompt = np.random.default_rng(5).integers(3, self.runner.spec.n_vocab, 32).tolist()
         logits = self.runner.all_logits(prompt)[-1]
         return {
@@ -173,7 +173,7 @@ class Side:
 
 
 def compare(sides: dict[str, Side], row: str, budget_s: float, turns: int) -> dict[str, Any]:
-    """All sides in turn, in every order, each turn about `budget_s` long."""
+    """Measures all sides in turn, in every order, each turn about `budget_s` long."""
     for side in sides.values():
         once = side.seconds(row, 1)
     passes = max(1, round(budget_s / max(once, 1e-6)))

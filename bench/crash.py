@@ -81,7 +81,7 @@ class PocketOracle:
 
 @dataclass
 class Findings:
-    """What the whole run counted."""
+    """The counts of a whole run."""
 
     kills: Counter[str] = field(default_factory=Counter[str])
     counts: Counter[str] = field(default_factory=Counter[str])
@@ -232,7 +232,7 @@ class Client:
         return self.ended(message, turn, at, resumes)
 
     async def explain(self, engine: EngineProcess, turn: Turn, at: int, token: int) -> None:
-        """Everything that may lead to the cause of a wrong token."""
+        """Reports facts that may show the cause of a wrong token."""
         line = turn.prompt + turn.expected[:at]
         others = [(await self.rig.oracle.tokens(line, 1, seed))[0] for seed in range(3)]
         where = await self.rig.hear(engine.ask("detail", session=self.name), self)
@@ -244,7 +244,7 @@ class Client:
         )
 
     def ended(self, message: dict[str, Any], turn: Turn, at: int, resumes: bool) -> bool:
-        """What the last event of a stream means."""
+        """Records the last event of a stream; True = the turn is complete."""
         if message.get("done") == "length":
             if at == len(turn.expected):
                 return True
@@ -279,7 +279,7 @@ class Client:
         return True
 
     async def between_turns(self, engine: EngineProcess) -> None:
-        """Sometimes the session is parked or dropped."""
+        """Parks or drops the session at random."""
         dice = self.rng.random()
         if dice < 0.2:
             await self.rig.verb(engine, "park", session=self.name, call=f"call-{self.name}")
@@ -397,7 +397,7 @@ class Rig:
         self._engine = None
 
     async def one_life(self, engine: EngineProcess) -> None:
-        """From the start to a death of one of several kinds."""
+        """One run of the engine, from its start to a death of one of several kinds."""
         rng = self.rng
         if rng.random() < 0.12:
             await asyncio.sleep(rng.random() * self.bench.start_s)
@@ -458,7 +458,7 @@ class Rig:
 
 
 class Bench:
-    """Everything the rigs share."""
+    """The state that all rigs share."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.model: str = args.model
@@ -486,7 +486,7 @@ class Bench:
         self.start_s += 0.1 * (seconds - self.start_s)
 
     async def run(self, jobs: int) -> None:
-        """All rigs to their end, with a line now and then."""
+        """Runs all rigs to their end, with a line of progress every 30 s."""
         rigs = [asyncio.ensure_future(Rig(self, number).run()) for number in range(jobs)]
         progress = asyncio.ensure_future(self.progress())
         try:

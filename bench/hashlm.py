@@ -60,7 +60,7 @@ POINTS = (
 
 
 class Faults(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What goes wrong in a worker's run. Steps count from 1 in each run, chores-only too."""
+    """The faults of a worker's run. Steps count from 1 in each run, chores-only too."""
 
     die: str = ""  # one of POINTS
     at: int = 1  # in this step,

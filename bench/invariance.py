@@ -154,7 +154,7 @@ class Daemon:
         return await asyncio.gather(*slow)
 
     async def killed(self, engine: Engine) -> Tokens:
-        """All sequences at once while the worker is killed three times."""
+        """Computes all sequences at once while the worker is killed three times."""
         task = asyncio.create_task(self.every(engine, "killed", 16))
         for _ in range(3):
             await asyncio.sleep(0.25)

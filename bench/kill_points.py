@@ -45,12 +45,12 @@ class Gone(Exception):
 
 
 class Failure(AssertionError):
-    """What must never happen, with the point at which it did."""
+    """A broken promise, with the point of the death before it."""
 
 
 @dataclass
 class Session:
-    """What the client remembers of one session."""
+    """The state of one session as its client has it."""
 
     name: str
     history: list[int] = field(default_factory=list[int])
@@ -78,7 +78,7 @@ class Play:
     # --------------------------------------------------------------------------- the script
 
     def steps(self) -> list[Callable[[], Awaitable[None]]]:
-        """In order; each may be played again after a death."""
+        """The steps in order; each may be played again after a death."""
         s, t, u, v, w = self.sessions.values()
         return [
             lambda: self.turn(s, [*SHARED, *words(1, 30)], 12),
@@ -103,8 +103,8 @@ class Play:
         ]  # fmt: skip
 
     async def play(self, zygote: Zygote, settings: dict[str, Any], number: int) -> None:
-        """All steps, over as many runs as it takes. `number`: the point of the death, over all
-        runs; 0 = none."""
+        """Plays all steps, in as many runs as it takes. `number`: the point of the death, over
+        all runs; 0 = none."""
         steps = self.steps()
         for _ in range(LIVES_MAX):
             left = number - self.points if number > self.points and not self.fired else 0
@@ -178,7 +178,7 @@ class Play:
         session.history, session.turn = turn.prompt + turn.expected, None
 
     async def move_about(self, session: Session) -> None:
-        """To the other lane, its worker dies, and back."""
+        """Moves the session to the other lane, kills the workers, and moves it back."""
         if session.sent >= 10 and self.once("there"):
             self.engine_now.ask("promote", session=session.name, to="b")
         if session.sent >= 30 and self.once("death"):
@@ -188,7 +188,7 @@ class Play:
             self.engine_now.ask("promote", session=session.name, to="a")
 
     async def kill_engine(self, session: Session) -> None:
-        """Everything dies amid a turn: what follows is a reopening."""
+        """Kills the engine amid a turn, which the next run reopens."""
         if session.sent >= 10 and self.once("everything"):
             self.killed_it = True
             self.engine_now.kill()
@@ -224,7 +224,7 @@ class Play:
             raise Gone
 
     async def finish(self) -> None:
-        """Nothing is owned twice, and the store agrees with itself."""
+        """Checks that no session is owned twice, and that the store is consistent."""
         answer = await self.ask("owners")
         if answer["double"]:
             raise Failure("two lanes hold pages of one session")
@@ -233,7 +233,7 @@ class Play:
             raise Failure(f"the store is damaged: {answer}")
 
     async def check(self, session: Session) -> None:
-        """After a death: the ledger has what was sent, and nothing else."""
+        """Checks after a death that the ledger has the tokens that were sent, and no others."""
         found = await self.ask("record", session=session.name)
         tokens: list[int] = found.get("tokens") or []
         if session.turn is None and not session.history:

@@ -157,7 +157,7 @@ class LlamaContext:
             raise RuntimeError("llama.cpp cannot save this sequence")
 
     def load_file(self, sequence: int, path: Path) -> None:
-        """What `save_file` of a context with the same KV type and flash setting wrote."""
+        """Loads what `save_file` of a context with the same KV type and flash setting wrote."""
         tokens, count = (C.llama_token * 1)(), ctypes.c_size_t(0)
         if not C.llama_state_seq_load_file(
             self._context, os.fsencode(path), sequence, tokens, 1, ctypes.byref(count)

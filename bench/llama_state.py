@@ -51,7 +51,7 @@ class SequenceState:
 
     @staticmethod
     def parse(data: U8) -> SequenceState:
-        """From what llama.cpp wrote; ValueError when the layout is another one."""
+        """The state in bytes that llama.cpp wrote; ValueError when the layout is another one."""
         read = _Reader(data)
         magic = read.take(8)  # and the sequence it was
         streams = read.u32()
@@ -80,7 +80,7 @@ class SequenceState:
         )
 
     def data(self, stream: int, streams: int) -> U8:
-        """What a context with so many streams (1 when KV is unified) restores into `stream`."""
+        """The bytes that a context of `streams` streams (1 = unified KV) restores into `stream`."""
         meta = np.zeros((self.cells, 3), "<i4")
         meta[:, 0] = np.arange(self.cells)
         meta[:, 1] = 1

@@ -1,4 +1,4 @@
-"""What the arenas of a dead engine say about who held which open page."""
+"""The open pages in the arenas of a dead engine, and the workers that held them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs to move a running session between two lanes, against computing its KV again.
+"""The cost of moving a running session between two lanes, against computing its KV again.
 
 A real engine with two CPU lanes of one thread each decodes a stream; the session is moved to the
 other lane and back several times. Measured: the longest pause the reader sees around each move,
@@ -49,7 +49,7 @@ RIVAL_SETTINGS: tuple[dict[str, Any], ...] = (
 
 @dataclass
 class Stream:
-    """What a reader saw: tokens, and when each came (s)."""
+    """The tokens of one reader, and when each came (s)."""
 
     tokens: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
@@ -74,7 +74,7 @@ class Pause:
 
 @dataclass
 class Length:
-    """Everything measured at one number of tokens. Lists have one entry per move, the last for
+    """The measurements at one number of tokens. Lists have one entry per move, the last for
     that of the nearly full page, which no median counts."""
 
     tokens: int

@@ -1,4 +1,4 @@
-"""How every bench measures and reports: interleaved repeats, median and range, one RESULT line.
+"""Measuring and reporting of every bench: interleaved repeats, median and range, one RESULT line.
 
 Machines are noisy, so a figure is never a single run: the contenders take turns inside one
 process (A B A B …), each row keeps all its samples, and ratios are taken of medians of the same
@@ -49,7 +49,7 @@ def memory_folder(prefix: str, room_bytes: int) -> Iterator[Path]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine of the figures."""
     model = platform.processor() or "?"
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

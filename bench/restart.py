@@ -1,4 +1,4 @@
-"""How soon a long session speaks again after a restart, against computing its KV again.
+"""The time to the first token of a long session after a restart, against computing its KV again.
 
 An engine process of its own serves a session of 8K tokens. It is stopped cleanly, then killed -9
 amid an answer, and its worker is killed -9 amid another. Measured: from the moment the next run
@@ -38,7 +38,7 @@ SILENCE_S = 600.0
 
 @dataclass
 class Turn:
-    """What the client saw of one request."""
+    """The tokens and times of one request as its client saw them."""
 
     tokens: list[int] = field(default_factory=list[int])
     first_ms: float = 0.0  # from asking to the first token
@@ -115,7 +115,7 @@ class Restart:
         return int(stats["tokens_computed"]) - (last - had)
 
     async def run(self) -> None:
-        """All runs in order."""
+        """Measures all runs in order."""
         engine = await self.start()
         first = await self.turn(engine)
         self.figures["prefill_ms"] = first.first_ms

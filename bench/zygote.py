@@ -88,7 +88,7 @@ class Template:
 
 
 class _Process:
-    """What a lane uses of Popen."""
+    """The part of Popen that a lane uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -1,1 +1,1 @@
-"""Everything that faces a user: HTTP, CLI, control socket, notifications."""
+"""The interfaces of the daemon: HTTP, command line, admin socket, notifications."""

@@ -225,7 +225,7 @@ class Daemon:
 
 
 def banner(config: Config) -> list[str]:
-    """What is known before anything is loaded."""
+    """The lines of facts that are known before anything is loaded."""
     path = Path(config.model.path)
     size = f"{path.stat().st_size / MIB:,.2f} MiB" if path.is_file() else "missing"
     lines = [

@@ -49,7 +49,7 @@ class TextApi(Protocol):
 
 
 class EngineApi(Protocol):
-    """What `service` calls on the engine. Sessions are named by (tenant, id) throughout."""
+    """The engine as `service` calls it. Sessions are named by (tenant, id) throughout."""
 
     @property
     def metrics(self) -> Metrics: ...

@@ -102,8 +102,8 @@ async def demote(engine: EngineApi, subject: Subject, to: str | None = None) -> 
 async def _move(
     engine: EngineApi, move: Callable[..., Awaitable[Facts]], subject: Subject, to: str | None
 ) -> Facts:
-    """To lane `to`, or to the best one; raises 400 for a lane that does not exist, 409 where there
-    is nothing to move."""
+    """Moves a session to lane `to`, or to the best one; raises 400 for a lane that does not exist,
+    409 where there is nothing to move."""
     lanes = [str(lane["name"]) for lane in engine.lanes()]
     if to is not None and to not in lanes:
         raise errors.UNKNOWN_LANE(given=printable(to), lanes=" or ".join(lanes))

@@ -155,7 +155,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything `serve` takes. Build it with `load` so that derived values are filled in."""
+    """The settings of `serve`. `load` makes it, with derived values filled in."""
 
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()

@@ -65,7 +65,7 @@ class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheTable(msgspec.Struct, frozen=True):
-    """What a cache file holds, and for which model file and packing it is valid."""
+    """The entries of a cache file, and the model file and packing for which it is valid."""
 
     pack_version: int
     identity: tuple[int, int, int, int, int]  # of the model file: dev, ino, size, mtime, ctime
@@ -90,7 +90,7 @@ def default_cache_dir() -> Path:
 
 
 def cache_path(cache_dir: Path, model: Path) -> Path:
-    """Where the packed form of a model file lives: one file per model path."""
+    """The path of the packed form of a model file: one file per model path."""
     real = os.path.realpath(model)
     return (
         cache_dir

@@ -121,7 +121,7 @@ def model_fingerprint(header_digest: bytes, tensor_digests: Sequence[tuple[str, 
 
 
 def read_fingerprint(path: Path, is_cancelled: Callable[[], bool]) -> tuple[Identity, bytes] | None:
-    """What the file is now: identity and fingerprint; None = cancelled, or it changed meanwhile.
+    """Identity and fingerprint of a file as it is now; None = cancelled, or it changed meanwhile.
 
     Reads the whole file. Tensors are read, not mapped: a file that is cut short under a mapping
     would end the process. Raises OSError, and BatchEngineError if it is no GGUF file any more.
@@ -176,7 +176,7 @@ class _Packing:
     def open_or_pack(
         self, pool: kernels.Pool, report: Progress, first: cache.CacheMismatch
     ) -> cache.CacheFile:
-        """With the starter lock held: another process may have packed while we waited."""
+        """The cache file, packed now unless another process did during the wait for the lock."""
         try:
             return cache.open_cache(self.path, self.check, report)
         except cache.CacheMismatch as reason:

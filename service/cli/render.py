@@ -30,7 +30,7 @@ def move_line(move: Facts) -> str:
 
 
 def why_lines(found: Facts) -> list[str]:
-    """Where the last prompt left the history of its session."""
+    """The token at which the last prompt left the history of its session, and the cost."""
     last, edit = found.get("last"), found.get("edit")
     if last is None:
         return ["the session has had no turn"]
@@ -190,7 +190,7 @@ def parked(row: Facts, now_s: float) -> str | None:
 
 
 def age(seconds: float) -> str:
-    """How long ago, in the largest unit that fits."""
+    """A duration in the largest unit that fits."""
     for unit, length_s in AGE_UNITS:
         if seconds >= length_s:
             return f"{seconds // length_s:,.0f} {unit}"

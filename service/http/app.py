@@ -176,7 +176,7 @@ async def _read_body(request: web.Request, admission: Admission) -> bytearray:
 
 
 async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatter, Live]:
-    """From the body to running generations; the body is forgotten on return."""
+    """Reads, checks and submits a request; its body is released on return."""
     service = request.app[SERVICE]
     engine, config = service.engine, service.config
     with service.admit() as admission:
@@ -292,7 +292,7 @@ async def _metrics(request: web.Request) -> web.Response:
 
 
 async def _props(request: web.Request) -> web.Response:
-    """What a llama-server client reads to learn the context size and what the template can do."""
+    """The properties from which a llama-server client learns context size and template features."""
     service = request.app[SERVICE]
     _served(service)
     info = service.engine.info

@@ -83,7 +83,7 @@ NOT_SESSIONS = {"x-parent-session-id", "x-dynamo-parent-session-id"}
 
 @dataclass(frozen=True, slots=True)
 class SessionName:
-    """Where the id came from (for logs and tests) and the tenant-bound key."""
+    """The carrier that held the id, and the tenant-bound key."""
 
     carrier: str
     session_id: str

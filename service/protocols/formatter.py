@@ -139,7 +139,7 @@ class Formatter(ABC):
 
     @abstractmethod
     def _finish(self, index: int, parts: Sequence[OutputPart]) -> list[SseEvent]:
-        """As `finish`: `parts` were held back until the end, which is noted in the answer."""
+        """The events of `finish`; `parts` are those that were held back until the end."""
 
     def _end(self, index: int, event: DoneEvent) -> list[OutputPart]:
         """Notes the end of a choice; returns the parts that were held back until it."""

@@ -28,7 +28,7 @@ class OutputParser(Protocol):
         ...
 
     def flush(self) -> list[OutputPart]:
-        """What was held back, at the end of the choice."""
+        """The parts that were held back until the end of the choice."""
         ...
 
 

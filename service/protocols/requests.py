@@ -66,7 +66,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class HttpJob:
-    """Everything about one HTTP request that outlives its body."""
+    """The facts of one HTTP request that outlive its body."""
 
     request_id: str
     protocol: str  # its name
@@ -279,7 +279,7 @@ def _key_of_choice(key: str, index: int) -> str:
 
 
 def submit_all(engine: EngineApi, job: HttpJob) -> list[GenerationApi]:
-    """All generations of a job, or none: a failure half-way cancels those before it."""
+    """Submits all generations of a job, or none: a failure cancels those before it."""
     made: list[GenerationApi] = []
     try:
         for request in job.requests:
