@@ -33,7 +33,6 @@ from service.notify import Notifier
 log = logging.getLogger("batchengine.service")
 
 EXIT_OK = 0
-EXIT_FAILED = 1  # readable error on stderr
 EXIT_FORCED = 130  # second signal
 # A dying parent's signal can arrive once per thread, a terminal's once per process of the group.
 SIGNAL_TWINS_S = 0.3

@@ -89,17 +89,14 @@ def explain_lines(found: Facts) -> list[str]:
     if len(decisions) > 1:
         lines += ["", "earlier"]
         for one in reversed(decisions[:-1]):
-            lines.append(f"  {one['request_id']}  {one['lane']}  {one['reason']}{_outcome(one)}")
+            happened = one.get("happened")
+            ttft = f"  TTFT {ms(happened['ttft_ms'])}" if happened else ""
+            lines.append(f"  {one['request_id']}  {one['lane']}  {one['reason']}{ttft}")
     return lines
 
 
 def _of_key(found: Facts) -> str:
     return f"  (key {found['tenant']})" if found.get("tenant") else ""
-
-
-def _outcome(one: Facts) -> str:
-    happened = one.get("happened")
-    return f"  TTFT {ms(happened['ttft_ms'])}" if happened else ""
 
 
 def _decision(one: Facts) -> list[str]:

@@ -76,10 +76,10 @@ class HttpJob:
     stream: bool
     include_usage: bool
     sla: Sla
-    session: carriers.SessionName | None
     route: str
-    service_tier: str | None
     seed: int
+    session: carriers.SessionName | None = None
+    service_tier: str | None = None
     choices_per_prompt: int = 1
     options: SessionOptions = SessionOptions()
     predict: Callable[[], Mapping[str, Any] | None] = lambda: None

@@ -174,12 +174,8 @@ def _field_error(text: str) -> BatchEngineError:
         param=param,
         what=f"{param or 'body'} has a wrong value",
         why=what.replace("`", ""),
-        fix=_fix(param),
+        fix=f"correct {param} or leave it out" if param else "send a JSON object",
     )
-
-
-def _fix(param: str | None) -> str:
-    return f"correct {param} or leave it out" if param else "send a JSON object"
 
 
 def binary32(value: float) -> float:
