@@ -39,6 +39,7 @@ from batchengine.lanes import cpu, worker, worker_process
 from batchengine.text import ChatTemplate
 from bench import hashlm
 from bench.kill_switch import KillSwitch
+from bench.store_check import check_integrity
 from bench.zygote import Template, Zygote
 
 LINE_BYTES_MAX = 1 << 24
@@ -201,7 +202,7 @@ class Child:
                     self.report(name, points=self.switch.points, fired=self.switch.fired)
                 case "check":
                     store = engine.running.store
-                    await asyncio.to_thread(store.check_integrity)
+                    await asyncio.to_thread(check_integrity, store)
                     self.report(name, done=True)
                 case "detail":
                     self.report(name, detail=await engine.session_detail(tenant, session))

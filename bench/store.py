@@ -24,19 +24,13 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from kv_store import (
-    PAGE_TOKENS,
-    ROOT_KEY,
-    Descriptor,
-    PageLayout,
-    Store,
-    StoreSettings,
-    Ticket,
-    keys,
-    osio,
-)
+from kv_store import keys, osio
+from kv_store.keys import ROOT_KEY
+from kv_store.layout import PAGE_TOKENS, Descriptor, PageLayout
 from kv_store.pages.allocator import FILL_MAX_PERCENT
 from kv_store.pages.index import PageEvent, PageRef
+from kv_store.pages.pool import Ticket
+from kv_store.store import Store, StoreSettings
 
 LAYOUT = PageLayout(1, 1, 32)  # the smallest page: what is measured does not depend on its size
 DESCRIPTOR = Descriptor("aa" * 32, "bb" * 32, "bench", LAYOUT)

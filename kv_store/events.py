@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from kv_store.pages.index import PageRef
 
 
-@dataclass(frozen=True, slots=True)
-class PageInvalid:
+class PageInvalid(NamedTuple):
     """A page that was resident is served no more: its bytes failed, or its content is wrong.
 
     `ref` stays valid while pins hold its slot. Evicted pages are not reported.
@@ -46,12 +45,13 @@ class StoreEvents:
         if waiting:
             wake()
 
-    def put(self, event: StoreEvent) -> None:
+    def put(self, events: Iterable[StoreEvent]) -> None:
         with self._lock:
             was_empty = not self._events
-            self._events.append(event)
+            self._events.extend(events)
+            is_ready = was_empty and bool(self._events)
             wake = self._wake
-        if was_empty:
+        if is_ready:
             wake()
 
     def drain(self) -> list[StoreEvent]:

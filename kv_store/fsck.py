@@ -92,12 +92,15 @@ def fsck(
     lock_fd = take_lock(path)
     try:
         check_version(ledger)
-        check = _Fsck(path, repair, progress or (lambda done, total: None))
-        check.found = continuity.gather(path, lock_fd)
-        report = check.run()
+        run = _Fsck(
+            _Check(path, repair),
+            continuity.gather(path, lock_fd),
+            progress or (lambda done, total: None),
+        )
+        report = run.run()
         if repair:  # the log went with the repair; the next opening still reports what was lost
             with contextlib.suppress(OSError):
-                continuity.mark_closed(osio.Files(), lock_fd, check.lost)
+                continuity.mark_closed(osio.Files(), lock_fd, run.lost)
         return report
     finally:
         os.close(lock_fd)
@@ -111,54 +114,19 @@ def _no_ledger(path: str, repair: bool) -> FsckReport:
     return report
 
 
-class _Fsck:
-    """One run: sections add findings, and fixes that wait for the end."""
+class _Check:
+    """One run: what its sections found, and fixes that wait for its end."""
 
-    def __init__(self, path: str, repair: bool, progress: Progress) -> None:
+    def __init__(self, path: str, repair: bool) -> None:
         self.path = path
         self.repair = repair
-        self.progress = progress
         self.report = FsckReport(path, repair)
         self.counts = self.report.counts
         self.fixes: list[Fix] = []  # for the ledger, in one transaction
         self.removals: list[Callable[[], object]] = []  # of files, afterwards
         self.layouts: dict[bytes, PageLayout] = {}
-        self.buffer = memoryview(b"")
-        self.found = continuity.Traces(continuity.Opening(), 0, "")
-        self.lost = ""
 
-    def run(self) -> FsckReport:
-        self._check_folders()
-        try:
-            with self._opened() as db:
-                self._check_database(db)
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # its words may be damaged too
-            self._set_aside(str(error))
-        self._check_arenas()
-        if self.repair:
-            for remove in self.removals:
-                with contextlib.suppress(OSError):
-                    remove()
-        return self.report
-
-    def _check_database(self, db: sqlite3.Connection) -> None:
-        """Every section, unless a store would not even open what they would read."""
-        why = why_refused(db, thorough=False)
-        if not why:
-            for section in (
-                self._check_ledger, self._check_store_row, self._check_reprs,
-                self._check_extents, self._check_sessions, self._check_turns,
-                self._check_pending,
-            ):  # fmt: skip
-                self._try(section, db)
-            if self.repair and self.fixes:
-                self._apply(db)
-            if self.repair or not self.fixes:
-                why = why_refused(db, thorough=True)
-        if why:
-            self._set_aside(why)
-
-    def _find(
+    def find(
         self, severity: Severity, what: str, why: str, repair: str, fix: Fix | None = None
     ) -> None:
         self.counts[f"{severity}s"] += 1
@@ -166,57 +134,23 @@ class _Fsck:
         if fix is not None:
             self.fixes.append(fix)
 
-    def _try(self, section: Callable[[sqlite3.Connection], None], db: sqlite3.Connection) -> None:
-        try:
-            section(db)
-        except (sqlite3.DatabaseError, TypeError, ValueError, OverflowError) as error:
-            name = section.__name__.removeprefix("_check_").replace("_", " ")
-            if getattr(error, "sqlite_errorname", "") == "SQLITE_NOTADB":
-                raise
-            self._find(
-                "error",
-                f"the check of {name} could not be finished",
-                f"{type(error).__name__}: {error}",
-                "nothing: rows that cannot be read stay; restore the file, or start empty",
-            )
 
-    # -- the ledger's file --------------------------------------------------------------------
+class _LedgerSections:
+    """Checks of the ledger's file, its small tables, sessions and turns."""
 
-    @contextlib.contextmanager
-    def _opened(self) -> Generator[sqlite3.Connection]:
-        """The ledger: itself for repair, else read-only, or a copy if its log must be replayed."""
-        name = os.path.join(self.path, "meta.db")
-        log = name + "-wal"
-        if self.repair:
-            db = connect(name)
-            db.execute("PRAGMA locking_mode=EXCLUSIVE")
-            db.execute("PRAGMA journal_mode=WAL").fetchall()
-            db.execute("PRAGMA synchronous=FULL")
-            with contextlib.closing(db):
-                yield db
-            return
-        with contextlib.ExitStack() as stack:
-            if os.path.exists(log) and os.path.getsize(log):
-                # inside the store: token ids equal the prompt and stay behind its permissions
-                folder = stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix=SCRATCH, dir=self.path)
-                )
-                for source in (name, log):
-                    shutil.copyfile(source, os.path.join(folder, os.path.basename(source)))
-                db = connect(os.path.join(folder, "meta.db"))
-            else:
-                uri = f"file:{urllib.parse.quote(name)}?mode=ro&immutable=1"
-                db = connect(uri, uri=True)
-            yield stack.enter_context(contextlib.closing(db))
+    def __init__(self, check: _Check, traces: continuity.Traces) -> None:
+        self._check = check
+        self._traces = traces
+        self.lost = ""  # why the ledger is not the newest there was
 
-    def _check_ledger(self, db: sqlite3.Connection) -> None:
+    def check_ledger(self, db: sqlite3.Connection) -> None:
         db.execute("PRAGMA cell_size_check=ON")
         db.execute("PRAGMA trusted_schema=OFF")
         problems = [str(row[0]) for row in db.execute("PRAGMA integrity_check(100)")]
         if problems == ["ok"]:
             return
         only_indexes = all("index" in text for text in problems)
-        self._find(
+        self._check.find(
             "error",
             "SQLite finds the ledger damaged",
             "; ".join(problems[:5]),
@@ -226,50 +160,27 @@ class _Fsck:
             (lambda db: db.execute("REINDEX")) if only_indexes else None,
         )
 
-    def _set_aside(self, why: str) -> None:
-        name = os.path.join(self.path, "meta.db")
-        self._find(
-            "error",
-            "the ledger is not a readable database",
-            why,
-            "it is set aside; the store starts empty at its next opening",
-        )
-        self.fixes.clear()
-        self.removals = [lambda: set_aside(name)]
-
-    def _apply(self, db: sqlite3.Connection) -> None:
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            for fix in self.fixes:
-                fix(db)
-            db.execute("COMMIT")
-        except BaseException:
-            db.execute("ROLLBACK")
-            self.removals.clear()
-            raise
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-
-    # -- small tables -------------------------------------------------------------------------
-
-    def _check_store_row(self, db: sqlite3.Connection) -> None:
+    def check_store_row(self, db: sqlite3.Connection) -> None:
         row = db.execute(
             "SELECT store_uuid, epoch, clean, next_page_id, next_extent FROM store"
         ).fetchone()
         if row is None or type(row[0]) is not bytes or len(row[0]) != 16:
-            self._find(
+            self._check.find(
                 "error",
                 "the store has lost its identity",
                 "the row that names it is missing or damaged",
                 "nothing: move the directory away, the next start makes a new store",
             )
             return
-        self.report.store_uuid, self.report.epoch = row[0].hex(), int(row[1])
-        self.report.clean = bool(row[2])
-        if not self.report.clean:
-            self._find("info", "the store was not closed", "its last owner was killed", "nothing")
-        self.lost = self.found.lost(self.report.epoch, self.report.clean)
+        self._check.report.store_uuid, self._check.report.epoch = row[0].hex(), int(row[1])
+        self._check.report.clean = bool(row[2])
+        if not self._check.report.clean:
+            self._check.find(
+                "info", "the store was not closed", "its last owner was killed", "nothing"
+            )
+        self.lost = self._traces.lost(self._check.report.epoch, self._check.report.clean)
         if self.lost:
-            self._find(
+            self._check.find(
                 "warning",
                 "the ledger lost what was written last",
                 f"{self.lost}; sessions may be older than clients remember, or unknown",
@@ -279,7 +190,7 @@ class _Fsck:
             "SELECT max(first_page_id + places), max(extent_index) + 1 FROM extent"
         ).fetchone()
         if row[3] < (page or 0) or row[4] < (extent or 0):
-            self._find(
+            self._check.find(
                 "error",
                 "numbers of pages or extents would be given twice",
                 f"next page {row[3]} of {page}, next extent {row[4]} of {extent}",
@@ -291,40 +202,128 @@ class _Fsck:
                 ),
             )
 
-    def _check_reprs(self, db: sqlite3.Connection) -> None:
+    def check_reprs(self, db: sqlite3.Connection) -> None:
         for repr_id, text, page_bytes in db.execute(
             "SELECT repr_id, descriptor, page_bytes FROM repr"
         ).fetchall():
-            self.counts["reprs"] += 1
+            self._check.counts["reprs"] += 1
             layout = _layout_of(text)
             if layout is None or layout.page_bytes != page_bytes:
-                self._find(
+                self._check.find(
                     "error",
                     f"representation {_hex(repr_id)} is not described",
                     "its descriptor is unreadable or names another page layout",
                     "its pages are forgotten and recomputed",
                 )
             else:
-                self.layouts[repr_id] = layout
+                self._check.layouts[repr_id] = layout
 
-    # -- extents and pages --------------------------------------------------------------------
+    def check_sessions(self, db: sqlite3.Connection) -> None:
+        for name, tenant, repr_id, epoch, length, meta in db.execute(
+            "SELECT id, tenant, repr_id, epoch, ledger_len, meta FROM session"
+        ).fetchall():
+            self._check.counts["sessions"] += 1
+            texts, numbers = (name, tenant, meta), (epoch, length)
+            if not _all(str, texts) or not _all(bytes, (repr_id,)) or not _naturals(numbers):
+                self._check.find(
+                    "error",
+                    f"session {name!r} has a damaged row",
+                    "its fields have other types or signs",
+                    "it is dropped",
+                    lambda db, name=name: writes.DropSession(name).write(db),
+                )
+                continue
+            self._check_timeline(db, name, epoch, length)
 
-    def _check_extents(self, db: sqlite3.Connection) -> None:
-        if not self.report.store_uuid:
+    def _check_timeline(self, db: sqlite3.Connection, name: str, epoch: int, length: int) -> None:
+        sound, why = bytearray(), ""
+        for start, n, ids, checksum in db.execute(
+            "SELECT start, n, ids, checksum FROM token_blob WHERE session = ? ORDER BY start",
+            (name,),
+        ):
+            self._check.counts["token_blobs"] += 1
+            at = len(sound) // 4
+            if start != at:
+                why = f"there is a hole or an overlap at token {at}"
+            elif type(ids) is not bytes or n != len(ids) // 4 or len(ids) % 4:
+                why = f"the ids from token {at} on are damaged"
+            elif keys.blob_checksum(name, start, ids) != checksum:
+                why = f"the ids from token {at} on fail their checksum"
+            if why:
+                break
+            sound += ids
+        have = len(sound) // 4
+        self._check.counts["tokens"] += min(have, length)
+        if not why and have != length:
+            why = f"it should have {length} tokens and has {have}"
+        if why:
+            kept = bytes(sound[: length * 4])
+            self._check.find(
+                "error",
+                f"session {name!r} lost its tokens from {len(kept) // 4} on (of {length})",
+                why,
+                f"it is cut to its first {len(kept) // 4} tokens, under a new epoch",
+                lambda db: _cut_session(db, name, epoch, kept),
+            )
+
+    def check_turns(self, db: sqlite3.Connection) -> None:
+        for session, turn, start, end, seed, status in db.execute(_TURN_QUERY).fetchall():
+            self._check.counts["turns"] += 1
+            self._check.counts["turns_unfinished"] += status == "running"
+            sound = _all(str, (session, turn, status)) and _all(int, (seed,))
+            # A prompt may end before it starts: one that repeats the timeline adds nothing to it.
+            if not sound or not _naturals((start, end)):
+                self._check.find(
+                    "error",
+                    f"a turn of session {session!r} has a damaged row",
+                    "its fields have other types, or are negative",
+                    "the row is deleted; the timeline is not touched",
+                    lambda db, key=(session, turn): db.execute(
+                        "DELETE FROM turn WHERE session IS ? AND id IS ?", key
+                    ),
+                )
+
+    def check_pending(self, db: sqlite3.Connection) -> None:
+        for table in _OF_SESSIONS:
+            lost: int = db.execute(
+                f"SELECT count(*) FROM {table} WHERE session NOT IN (SELECT id FROM session)"
+            ).fetchone()[0]
+            if lost:
+                self._check.find(
+                    "warning",
+                    f"{lost} rows of {table} belong to no session",
+                    "their session's row is gone",
+                    "they are deleted",
+                    lambda db, table=table: db.execute(
+                        f"DELETE FROM {table} WHERE session NOT IN (SELECT id FROM session)"
+                    ),
+                )
+
+
+class _PageSections:
+    """Checks of extents, their manifest rows and every page's bytes."""
+
+    def __init__(self, check: _Check, progress: Progress) -> None:
+        self._check = check
+        self._progress = progress
+        self._buffer = memoryview(b"")
+
+    def check_extents(self, db: sqlite3.Connection) -> None:
+        if not self._check.report.store_uuid:
             return  # every checksum is seeded with it
         infos = [
-            ExtentInfo(*row, path=extent_path(os.path.join(self.path, "ext"), row[0]))
+            ExtentInfo(*row, path=extent_path(os.path.join(self._check.path, "ext"), row[0]))
             for row in db.execute(_EXTENT_QUERY).fetchall()
         ]
         rows = {row[0]: page_row(row) for row in db.execute(PAGE_QUERY).fetchall()}
-        self.counts["extents"] = len(infos)
-        self.counts["page_rows"] = len(rows)
+        self._check.counts["extents"] = len(infos)
+        self._check.counts["page_rows"] = len(rows)
         self._check_strays({info.index for info in infos})
         total = sum(row is not None and row.state == "published" for row in rows.values())
         claimed: set[int] = set()
         done = 0
         for info in infos:
-            ids = range(info.first_page_id, info.first_page_id + info.slots)
+            ids = info.page_ids
             mine = {i: rows.pop(i) for i in ids if i in rows}
             why = "its page ids belong to an extent before it" if claimed & set(ids) else ""
             claimed.update(ids)
@@ -340,7 +339,7 @@ class _Fsck:
                 for page_id, row in mine.items():
                     self._check_page(db, info, fd, page_id, row)
                     done += row is not None and row.state == "published"
-                    self.progress(done, total)
+                    self._progress(done, total)
             finally:
                 os.close(fd)
         for page_id, row in rows.items():
@@ -354,18 +353,18 @@ class _Fsck:
             self._free_page(db, page_id, "fields of its manifest row have other types")
             return
         if row.state == "bad":
-            self.counts["places_retired"] += 1
+            self._check.counts["places_retired"] += 1
             return
         if row.state == "free":
             return
-        self.counts["pages"] += 1
+        self._check.counts["pages"] += 1
         why = self._why_bad(info, fd, row)
         if why:
-            self.counts["pages_bad"] += 1
+            self._check.counts["pages_bad"] += 1
             self._free_page(db, page_id, why)
         else:
-            self.counts["pages_good"] += 1
-            self.counts["tails"] += len(row.tokens) < PAGE_TOKENS * 4
+            self._check.counts["pages_good"] += 1
+            self._check.counts["tails"] += len(row.tokens) < PAGE_TOKENS * 4
 
     def _why_bad(self, info: ExtentInfo, fd: int, row: PageRow) -> str:
         """Why a published page may not be served; empty if it may."""
@@ -376,18 +375,18 @@ class _Fsck:
             return "its manifest row is damaged"
         if not 0 < len(row.tokens) <= PAGE_TOKENS * 4 or len(row.tokens) % 4:
             return "its token ids are damaged"
-        layout = self.layouts.get(row.repr_id)
+        layout = self._check.layouts.get(row.repr_id)
         if layout is None or layout.page_bytes != info.page_bytes:
             return "nothing describes its bytes"
-        if len(self.buffer) != info.page_bytes:
-            self.buffer = memoryview(bytearray(info.page_bytes))
-        data = self.buffer
+        if len(self._buffer) != info.page_bytes:
+            self._buffer = memoryview(bytearray(info.page_bytes))
+        data = self._buffer
         try:
             offset = info.slot_of(row.ref.page_id) * info.page_bytes
             osio.Files().read_all(fd, data, offset)
         except (OSError, StoreCorrupt) as error:
             return f"it cannot be read: {error}"
-        uuid = bytes.fromhex(self.report.store_uuid)
+        uuid = bytes.fromhex(self._check.report.store_uuid)
         seed = keys.sealed_seed(uuid, *row.ref, row.key, layout.layout_id)
         if keys.sealed_checksum(data, seed) != row.checksum:
             return "its bytes fail their sealed checksum"
@@ -400,187 +399,115 @@ class _Fsck:
         found = db.execute("SELECT gen, repr_id FROM page WHERE page_id = ?", (page_id,)).fetchone()
         gen, repr_id = found if found is not None else (0, b"")
         sound = type(gen) is int and 0 <= gen < U32_MAX
-        fixed = writes.FreePage(
-            writes.PageRef(page_id, gen + 1 if sound else U32_MAX),
+        fixed = writes.FreePages(
+            (writes.PageRef(page_id, gen + 1 if sound else U32_MAX),),
             repr_id if type(repr_id) is bytes else b"",
             False,
         )
-        self._find(
+        self._check.find(
             "error",
             f"page {page_id} is bad",
             why,
             "its manifest row is deleted; it is recomputed when it is needed",
-            lambda db: writes.apply(db, fixed),
+            fixed.write,
         )
 
     def _drop_extent(self, info: ExtentInfo, why: str, rows: dict[int, PageRow | None]) -> None:
         lost = sum(row is not None and row.state == "published" for row in rows.values())
-        self.counts["pages"] += lost
-        self.counts["pages_bad"] += lost
+        self._check.counts["pages"] += lost
+        self._check.counts["pages_bad"] += lost
         doomed = [*rows]  # not the rest of its range: another extent may have claimed that
 
         def fix(db: sqlite3.Connection) -> None:
-            writes.apply(db, writes.DropExtent(info.index, 0, 0))
+            writes.DropExtent(info.index, 0, 0).write(db)
             db.executemany("DELETE FROM page WHERE page_id = ?", [(i,) for i in doomed])
 
-        self._find(
+        self._check.find(
             "error",
             f"extent {info.index} is lost, and {lost} pages with it",
             why,
             "its rows are deleted; the pages are recomputed when they are needed",
             fix,
         )
-        self.removals.append(lambda: os.unlink(info.path))
+        self._check.removals.append(lambda: os.unlink(info.path))
 
     def _check_strays(self, known: set[int]) -> None:
-        folder = os.path.join(self.path, "ext")
+        folder = os.path.join(self._check.path, "ext")
         for name in sorted(os.listdir(folder)):
             path = os.path.join(folder, name)
             if not EXTENT_NAME.fullmatch(name):
-                self._find(
+                self._check.find(
                     "info", f"ext/{name} is not ours", "no extent has such a name", "nothing"
                 )
             elif int(name[:6]) not in known:
-                self._find(
+                self._check.find(
                     "warning",
                     f"ext/{name} has no row in the manifest",
                     "its creator was killed before it could record it",
                     "it is deleted",
                 )
-                self.removals.append(lambda path=path: os.unlink(path))
+                self._check.removals.append(lambda path=path: os.unlink(path))
 
-    # -- sessions and turns -------------------------------------------------------------------
 
-    def _check_sessions(self, db: sqlite3.Connection) -> None:
-        for name, tenant, repr_id, epoch, length, meta in db.execute(
-            "SELECT id, tenant, repr_id, epoch, ledger_len, meta FROM session"
-        ).fetchall():
-            self.counts["sessions"] += 1
-            texts, numbers = (name, tenant, meta), (epoch, length)
-            if not _all(str, texts) or not _all(bytes, (repr_id,)) or not _naturals(numbers):
-                self._find(
-                    "error",
-                    f"session {name!r} has a damaged row",
-                    "its fields have other types or signs",
-                    "it is dropped",
-                    lambda db, name=name: writes.apply(db, writes.DropSession(name)),
-                )
-                continue
-            self._check_timeline(db, name, epoch, length)
+class _FolderSections:
+    """Checks of what lies in the store's folders, and of arenas."""
 
-    def _check_timeline(self, db: sqlite3.Connection, name: str, epoch: int, length: int) -> None:
-        sound, why = bytearray(), ""
-        for start, n, ids, checksum in db.execute(
-            "SELECT start, n, ids, checksum FROM token_blob WHERE session = ? ORDER BY start",
-            (name,),
+    def __init__(self, check: _Check) -> None:
+        self._check = check
+
+    def check_folders(self) -> None:
+        for folder in (
+            self._check.path,
+            os.path.join(self._check.path, "ext"),
+            os.path.join(self._check.path, "arena"),
         ):
-            self.counts["token_blobs"] += 1
-            at = len(sound) // 4
-            if start != at:
-                why = f"there is a hole or an overlap at token {at}"
-            elif type(ids) is not bytes or n != len(ids) // 4 or len(ids) % 4:
-                why = f"the ids from token {at} on are damaged"
-            elif keys.blob_checksum(name, start, ids) != checksum:
-                why = f"the ids from token {at} on fail their checksum"
-            if why:
-                break
-            sound += ids
-        have = len(sound) // 4
-        self.counts["tokens"] += min(have, length)
-        if not why and have != length:
-            why = f"it should have {length} tokens and has {have}"
-        if why:
-            kept = bytes(sound[: length * 4])
-            self._find(
-                "error",
-                f"session {name!r} lost its tokens from {len(kept) // 4} on (of {length})",
-                why,
-                f"it is cut to its first {len(kept) // 4} tokens, under a new epoch",
-                lambda db: _cut_session(db, name, epoch, kept),
-            )
-
-    def _check_turns(self, db: sqlite3.Connection) -> None:
-        for session, turn, start, end, seed, status in db.execute(_TURN_QUERY).fetchall():
-            self.counts["turns"] += 1
-            self.counts["turns_unfinished"] += status == "running"
-            sound = _all(str, (session, turn, status)) and _all(int, (seed,))
-            # A prompt may end before it starts: one that repeats the timeline adds nothing to it.
-            if not sound or not _naturals((start, end)):
-                self._find(
-                    "error",
-                    f"a turn of session {session!r} has a damaged row",
-                    "its fields have other types, or are negative",
-                    "the row is deleted; the timeline is not touched",
-                    lambda db, key=(session, turn): db.execute(
-                        "DELETE FROM turn WHERE session IS ? AND id IS ?", key
-                    ),
-                )
-
-    def _check_pending(self, db: sqlite3.Connection) -> None:
-        for table in _OF_SESSIONS:
-            lost: int = db.execute(
-                f"SELECT count(*) FROM {table} WHERE session NOT IN (SELECT id FROM session)"
-            ).fetchone()[0]
-            if lost:
-                self._find(
-                    "warning",
-                    f"{lost} rows of {table} belong to no session",
-                    "their session's row is gone",
-                    "they are deleted",
-                    lambda db, table=table: db.execute(
-                        f"DELETE FROM {table} WHERE session NOT IN (SELECT id FROM session)"
-                    ),
-                )
-
-    # -- folders and arenas -------------------------------------------------------------------
-
-    def _check_folders(self) -> None:
-        for folder in (self.path, os.path.join(self.path, "ext"), os.path.join(self.path, "arena")):
             if not os.path.isdir(folder) or os.path.islink(folder):
                 raise StoreUnsupported(f"{folder} is not a directory", fs="")
             if stat.S_IMODE(os.lstat(folder).st_mode) & 0o077:
-                self._find(
+                self._check.find(
                     "warning",
                     f"others may look into {folder}",
                     "KV and token ids equal the prompts",
                     "it is made private",
                 )
-                self.removals.append(lambda folder=folder: os.chmod(folder, 0o700))
-        for name in sorted(set(os.listdir(self.path)) - _OURS):
-            path = os.path.join(self.path, name)
+                self._check.removals.append(lambda folder=folder: os.chmod(folder, 0o700))
+        for name in sorted(set(os.listdir(self._check.path)) - _OURS):
+            path = os.path.join(self._check.path, name)
             if name.startswith(SCRATCH):
-                self._find(
+                self._check.find(
                     "warning", f"{name} is in the way", "a check was killed", "it is deleted"
                 )
-                self.removals.append(lambda path=path: shutil.rmtree(path))
+                self._check.removals.append(lambda path=path: shutil.rmtree(path))
             else:
-                self._find(
+                self._check.find(
                     "info", f"{name} is not part of the store", "it was put aside", "nothing"
                 )
 
-    def _check_arenas(self) -> None:
-        folder = os.path.join(self.path, "arena")
-        for text in continuity.implausible_arenas(self.path):
-            self._find(
+    def check_arenas(self) -> None:
+        folder = os.path.join(self._check.path, "arena")
+        for text in continuity.implausible_arenas(self._check.path):
+            self._check.find(
                 "warning", text, "no store is opened so often", "nothing: no number follows from it"
             )
         for name in sorted(os.listdir(folder)):
             path = os.path.join(folder, name)
             if not ARENA_NAME.fullmatch(name) or not stat.S_ISREG(os.lstat(path).st_mode):
-                self._find("info", f"arena/{name} is not ours", "no arena is like it", "nothing")
+                self._check.find(
+                    "info", f"arena/{name} is not ours", "no arena is like it", "nothing"
+                )
                 continue
-            self.counts["arenas"] += 1
+            self._check.counts["arenas"] += 1
             why = self._why_useless(path)
             if why == "busy":
-                self._find(
+                self._check.find(
                     "warning",
                     f"arena/{name} has a writer that lives",
                     "a worker outlived its engine, and may still write",
                     "nothing: end that process",
                 )
             elif why:
-                self._find("warning", f"arena/{name} is of no use", why, "it is deleted")
-                self.removals.append(lambda path=path: delete_arena(path))
+                self._check.find("warning", f"arena/{name} is of no use", why, "it is deleted")
+                self._check.removals.append(lambda path=path: delete_arena(path))
 
     def _why_useless(self, path: str) -> str:
         """Why no row of an arena can be imported, "busy" if its lock is held, or empty."""
@@ -589,7 +516,7 @@ class _Fsck:
             if not osio.lock_exclusive(fd):
                 return "busy"
             why = "it is of no model that this store knows"
-            for repr_id, layout in self.layouts.items():
+            for repr_id, layout in self._check.layouts.items():
                 try:
                     arena = ArenaFile.read(fd, layout)
                 except StoreCorrupt as error:
@@ -606,6 +533,117 @@ class _Fsck:
             return why
         finally:
             os.close(fd)
+
+
+class _Fsck:
+    """The order of the sections, and the ledger's connection."""
+
+    def __init__(self, check: _Check, traces: continuity.Traces, progress: Progress) -> None:
+        self._check = check
+        self._ledger = _LedgerSections(check, traces)
+        self._pages = _PageSections(check, progress)
+        self._folders = _FolderSections(check)
+
+    @property
+    def lost(self) -> str:
+        """Why the ledger is not the newest there was; "" = it is."""
+        return self._ledger.lost
+
+    def run(self) -> FsckReport:
+        self._folders.check_folders()
+        try:
+            with self._opened() as db:
+                self._check_database(db)
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # its words may be damaged too
+            self._set_aside(str(error))
+        self._folders.check_arenas()
+        if self._check.repair:
+            for remove in self._check.removals:
+                with contextlib.suppress(OSError):
+                    remove()
+        return self._check.report
+
+    def _check_database(self, db: sqlite3.Connection) -> None:
+        """Every section, unless a store would not even open what they would read."""
+        why = why_refused(db, thorough=False)
+        if not why:
+            ledger = self._ledger
+            for section in (
+                ledger.check_ledger, ledger.check_store_row, ledger.check_reprs,
+                self._pages.check_extents, ledger.check_sessions, ledger.check_turns,
+                ledger.check_pending,
+            ):  # fmt: skip
+                self._try(section, db)
+            if self._check.repair and self._check.fixes:
+                self._apply(db)
+            if self._check.repair or not self._check.fixes:
+                why = why_refused(db, thorough=True)
+        if why:
+            self._set_aside(why)
+
+    def _try(self, section: Callable[[sqlite3.Connection], None], db: sqlite3.Connection) -> None:
+        try:
+            section(db)
+        except (sqlite3.DatabaseError, TypeError, ValueError, OverflowError) as error:
+            name = section.__name__.removeprefix("check_").replace("_", " ")
+            if getattr(error, "sqlite_errorname", "") == "SQLITE_NOTADB":
+                raise
+            self._check.find(
+                "error",
+                f"the check of {name} could not be finished",
+                f"{type(error).__name__}: {error}",
+                "nothing: rows that cannot be read stay; restore the file, or start empty",
+            )
+
+    @contextlib.contextmanager
+    def _opened(self) -> Generator[sqlite3.Connection]:
+        """The ledger: itself for repair, else read-only, or a copy if its log must be replayed."""
+        name = os.path.join(self._check.path, "meta.db")
+        log = name + "-wal"
+        if self._check.repair:
+            db = connect(name)
+            db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            db.execute("PRAGMA journal_mode=WAL").fetchall()
+            db.execute("PRAGMA synchronous=FULL")
+            with contextlib.closing(db):
+                yield db
+            return
+        with contextlib.ExitStack() as stack:
+            if os.path.exists(log) and os.path.getsize(log):
+                # inside the store: token ids equal the prompt and stay behind its permissions
+                folder = stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix=SCRATCH, dir=self._check.path)
+                )
+                for source in (name, log):
+                    shutil.copyfile(source, os.path.join(folder, os.path.basename(source)))
+                db = connect(os.path.join(folder, "meta.db"))
+            else:
+                uri = f"file:{urllib.parse.quote(name)}?mode=ro&immutable=1"
+                db = connect(uri, uri=True)
+            yield stack.enter_context(contextlib.closing(db))
+
+    def _set_aside(self, why: str) -> None:
+        name = os.path.join(self._check.path, "meta.db")
+        self._check.find(
+            "error",
+            "the ledger is not a readable database",
+            why,
+            "it is set aside; the store starts empty at its next opening",
+        )
+        self._check.fixes.clear()
+        self._check.removals = [lambda: set_aside(name)]
+
+    def _apply(self, db: sqlite3.Connection) -> None:
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            for fix in self._check.fixes:
+                fix(db)
+            db.execute("COMMIT")
+        except BaseException:
+            db.execute("ROLLBACK")
+            self._check.removals.clear()
+            raise
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
 def _layout_of(descriptor: Any) -> PageLayout | None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kv_store.layout import PAGE_TOKENS, PageLayout
+from kv_store.layout import PAGE_TOKENS
 
 KEY_BYTES = 32
 ROOT_KEY = bytes(KEY_BYTES)  # the parent of a first page
@@ -49,11 +49,10 @@ def token_ids(blob: bytes) -> list[int]:
 
 def hash_parts(domain: bytes, parts: Iterable[bytes]) -> bytes:
     """SHA-256 over a domain and length-prefixed parts."""
-    h = hashlib.sha256(struct.pack("<I", len(domain)) + domain)
+    framed = [struct.pack("<I", len(domain)), domain]
     for part in parts:
-        h.update(struct.pack("<Q", len(part)))
-        h.update(part)
-    return h.digest()
+        framed += (struct.pack("<Q", len(part)), part)
+    return hashlib.sha256(b"".join(framed)).digest()
 
 
 def content_key(
@@ -112,21 +111,6 @@ def row_seeds(
     base = _low64(hash_parts(b"batchengine row v1", (arena_id, name, session)))
     positions = np.arange(first, first + count, dtype=np.uint64)
     return np.uint64(base) + positions * np.uint64(ROW_SEED_STEP)  # wraps modulo 2^64
-
-
-def row_digests(
-    layout: PageLayout,
-    page: bytes | bytearray | memoryview,
-    seeds: npt.NDArray[np.uint64],
-    first_row: int = 0,
-) -> npt.NDArray[np.uint64]:
-    """XXH3-64 of each row's bytes; the slow twin of the kernel that writes row records."""
-    rows = layout.gather_rows(page, first_row, len(seeds))
-    digests = [
-        xxhash.xxh3_64_intdigest(row.tobytes(), int(seed))
-        for row, seed in zip(rows, seeds, strict=True)
-    ]
-    return np.array(digests, np.uint64)
 
 
 def _low64(digest: bytes) -> int:

@@ -109,21 +109,12 @@ class PageLayout:
     ) -> npt.NDArray[np.uint8]:
         """The bytes of rows [first, first+count): shape (count, row_bytes), layers and heads in
         order, per head K[D] ‖ K scale[D/32] ‖ V[D] ‖ V scale. What a row record's digest covers."""
-        d, heads = self.head_dim, self.n_layer * self.n_kv_head
-        flat = np.frombuffer(page, np.uint8, self.payload_bytes).reshape(heads, self.head_bytes)
-        k, ks, v, vs = np.split(
-            flat, np.cumsum([self.k_bytes, self.k_scale_bytes, self.v_bytes]).tolist(), axis=1
-        )
-        rows = slice(first, first + count)
-        parts = (  # each (heads, 256, bytes of one token)
-            k.reshape(heads, 16, d // 4, 16, 4).transpose(0, 1, 3, 2, 4).reshape(heads, 256, d),
-            ks.reshape(heads, 16, d // 32, 16, 2)
-            .transpose(0, 1, 3, 2, 4)
-            .reshape(heads, 256, d // 16),
-            v.reshape(heads, 64, d, 4).transpose(0, 1, 3, 2).reshape(heads, 256, d),
-            vs.reshape(heads, 256, 2),
-        )
-        joined = np.concatenate([part[:, rows] for part in parts], axis=2)
+        parts = list[npt.NDArray[np.uint8]]()
+        for part in self._parts(page):
+            heads, _, inner, _ = part.shape
+            rows = part.transpose(0, 1, 3, 2).reshape(heads, PAGE_TOKENS, inner)
+            parts.append(rows[:, first : first + count].view(np.uint8))
+        joined = np.concatenate(parts, axis=2)
         return np.ascontiguousarray(joined.transpose(1, 0, 2)).reshape(count, self.row_bytes)
 
     def copy_rows(self, source: Page, target: bytearray | memoryview, count: int) -> None:

@@ -19,7 +19,8 @@ import secrets
 import stat
 from collections.abc import Collection
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 from kv_store import osio
@@ -36,7 +37,6 @@ from kv_store.pages.extents import EXTENT_BYTES, ExtentInfo, Extents, extent_pat
 from kv_store.pages.index import PageState
 from kv_store.pages.maintenance import SESSIONS_MAX, GcReport
 from kv_store.pages.pool import PagePool
-from kv_store.threads import new_future
 
 AGES_MAX = 4096  # pages whose age one maintenance writes: the commit that holds them stays short
 
@@ -273,63 +273,32 @@ class Store:
         if self.ledger.failure is None:
             self.ledger.commit()
 
-    def check_integrity(self) -> None:
-        """Recount every index under one hold of the lock: for tests. Raises AssertionError."""
-        with self.core.lock:
-            for pool in self._pools.values():
-                pool.index.check()
-                slots = sum(info.slots for info in pool.allocator.infos)
-                assert len(pool.index) == slots, (len(pool.index), slots)
-            held = [info for pool in self._pools.values() for info in pool.allocator.infos]
-            total = sum(info.file_bytes for info in held + self.core.foreign)
-            assert total == self.core.extent_bytes, (total, self.core.extent_bytes)
-            assert total <= self.core.budget.budget_bytes, (total, self.core.budget)
-
     def gc(self, keep: Collection[str] = ()) -> Future[GcReport]:
         """Evict to the target, drop superseded tails, other models' extents that crowd the
         budget, and ledger rows beyond `sessions_max`; never sessions named in `keep`.
         """
-        result: Future[GcReport] = new_future()
+        return self.core.thread.submit(lambda: self._collect(keep))
 
-        def pages_done(collected: Future[GcReport]) -> None:
-            if (error := collected.exception()) is not None:
-                result.set_exception(error)
-                return
-            half = collected.result()
-            self.ledger.prune(self.sessions_max, keep).add_done_callback(
-                lambda pruned: ledger_done(half, pruned)
-            )
-
-        def ledger_done(half: GcReport, pruned: Future[tuple[int, int]]) -> None:
-            if (error := pruned.exception()) is not None:
-                result.set_exception(error)
-                return
-            sessions, turns = pruned.result()
-            self.ledger.commit()
-            result.set_result(replace(half, sessions=sessions, turns=turns))
-
-        self.core.thread.submit(self._collect).add_done_callback(pages_done)
-        return result
-
-    def _collect(self) -> GcReport:
-        """What `gc` does to pages and extents (page thread)."""
+    def _collect(self, keep: Collection[str]) -> GcReport:
+        """What `gc` does (page thread)."""
         found = [pool.maintenance.collect() for pool in self._pools.values()]
         limit, extents, slots = self.core.budget.budget_bytes * EVICT_TO_PERCENT // 100, 0, 0
         while self.core.foreign and self.core.extent_bytes > limit:
             slots += self.core.drop_oldest_foreign()
             extents += 1
         evicted, tails = map(sum, zip(*found, strict=True))
-        return GcReport(evicted, tails, extents, slots, 0, 0)
+        sessions, turns = self.ledger.prune(self.sessions_max, keep)
+        return GcReport(evicted, tails, extents, slots, sessions, turns)
 
     def drain(self) -> Future[None]:
         """Resolves when the page thread has done everything submitted so far."""
-        return self.core.drain()
+        return self.core.thread.submit(lambda: None)
 
     @property
     def tier(self) -> str:
         """ "ok", or what is wrong with caching: for health."""
         core, pages = self.core, self.pages
-        if not pages.slots_max:
+        if not pages.allocator.slots_max:
             return "off: the budget is smaller than one page"
         if not core.thread.alive:
             return "off: the page thread has ended"
@@ -351,27 +320,32 @@ class Store:
         core, pages = self.core, self.pages
         with core.lock:
             pools = list(self._pools.values())
-            numbers: dict[str, int | float | str] = {
-                "epoch": self.epoch,
-                "page_bytes": pages.layout.page_bytes,
-                "budget_bytes": core.budget.budget_bytes,
-                "extent_bytes": core.extent_bytes,
-                "extent_bytes_other_reprs": core.foreign_bytes,
-                "used_bytes": sum(pool.index.used * pool.layout.page_bytes for pool in pools),
-                "disk_free_floor_bytes": core.budget.free_floor_bytes,
-                "pages_total": sum(len(pool.index) for pool in pools),
-                "pages_max": pages.slots_max,
-                "pages_pinned": sum(pool.index.pinned for pool in pools),
-                "tails": sum(pool.index.tails for pool in pools),
-                "tails_superseded": sum(pool.index.superseded for pool in pools),
-                "page_tier": self.tier,
-                "growth_blocked": pages.allocator.growth_blocked,
-                "page_backlog": core.thread.backlog(),
-            }
-            for state in PageState:
-                counts = [(pool.index.count(state), pool.layout.page_bytes) for pool in pools]
-                numbers[f"pages_{state.value}"] = sum(n for n, _ in counts)
-                numbers[f"bytes_{state.value}"] = sum(n * size for n, size in counts)
+            counts = [pool.index.counts() for pool in pools]
+        sizes = [pool.layout.page_bytes for pool in pools]
+        numbers: dict[str, int | float | str] = {
+            "epoch": self.epoch,
+            "page_bytes": pages.layout.page_bytes,
+            "budget_bytes": core.budget.budget_bytes,
+            "extent_bytes": core.extent_bytes,
+            "extent_bytes_other_reprs": core.foreign_bytes,
+            "used_bytes": sum(
+                (sum(n.values()) - n[PageState.FREE]) * size
+                for n, size in zip(counts, sizes, strict=True)
+            ),
+            "disk_free_floor_bytes": core.budget.free_floor_bytes,
+            "pages_total": sum(sum(n.values()) for n in counts),
+            "pages_max": pages.allocator.slots_max,
+            "pages_pinned": sum(pool.index.pinned for pool in pools),
+            "tails": sum(pool.index.tails for pool in pools),
+            "tails_superseded": sum(pool.index.superseded for pool in pools),
+            "page_tier": self.tier,
+            "growth_blocked": pages.allocator.growth_blocked,
+            "page_backlog": core.thread.backlog(),
+        }
+        for state in PageState:
+            each = [n[state] for n in counts]
+            numbers[f"pages_{state.value}"] = sum(each)
+            numbers[f"bytes_{state.value}"] = sum(map(mul, each, sizes))
         times = sorted(self.ledger.stats.commit_us)
         numbers |= {
             "read_bytes_per_s": core.rates.read_bytes_per_s or 0.0,
@@ -396,7 +370,7 @@ class Store:
             index, pages = self.pages.index, self.pages
             mib = pages.layout.page_bytes / (1 << 20)
             return (
-                f"<Store epoch={self.epoch} pages={index.used}/{pages.slots_max}"
+                f"<Store epoch={self.epoch} pages={index.used}/{pages.allocator.slots_max}"
                 f" published={index.count(PageState.PUBLISHED)}"
                 f" listed={index.count(PageState.LISTED)}"
                 f" {index.used * mib:.0f}/{self.core.budget.budget_bytes >> 20} MiB"
@@ -407,11 +381,12 @@ class Store:
 
     def _recover(self, replay: Replay, boot: str) -> None:
         """Bring the index back from the manifest; nothing is read from the extents yet."""
+        core = self.core
         dropped = {"malformed row": replay.pages_malformed} if replay.pages_malformed else {}
         rows = {row.ref.page_id: row for row in replay.pages}
-        self._open_extents(replay, rows, dropped)
-        known = [*self.pages.allocator.infos, *self.core.foreign]
-        for stray in self.core.extents.strays({info.index for info in known}):
+        _open_extents(core, self.pages, replay, rows, dropped, self.warnings)
+        known = [*self.pages.allocator.infos, *core.foreign]
+        for stray in core.extents.strays({info.index for info in known}):
             try:
                 os.unlink(stray)
             except OSError as error:
@@ -425,12 +400,12 @@ class Store:
         if same_boot and self._settings.keep_arenas:
             folder = os.path.join(self.path, "arena")
             self.orphaned = OrphanedArenas(
-                folder, self.pages.layout, self.pages.repr_id, self.core.files
+                folder, self.pages.layout, self.pages.repr_id, core.files
             )
             self.warnings += self.orphaned.warnings
             deleted, busy = self.orphaned.deleted, self.orphaned.busy
         else:
-            deleted, busy = self._sweep_arenas()
+            deleted, busy = _sweep_arenas(self.path, self.warnings)
         others = [
             tuple(differing_fields(self.pages.descriptor, text))
             for repr_id, text in replay.reprs.items()
@@ -448,63 +423,6 @@ class Store:
             other_reprs=tuple(others),
         )
 
-    def _open_extents(
-        self, replay: Replay, rows: dict[int, PageRow], dropped: dict[str, int]
-    ) -> None:
-        """Own extents join the pool, others wait to be dropped; all within the budget."""
-        core, repr_id = self.core, self.pages.repr_id
-        infos = [
-            ExtentInfo(*row, path=extent_path(core.extents.folder, row[0]))
-            for row in replay.extents
-        ]
-        gens = {page_id: row.ref.gen for page_id, row in rows.items()}
-        for info in sorted(infos, key=lambda i: (i.repr_id != repr_id, i.index)):
-            gone = ""
-            if core.extent_bytes + info.file_bytes > core.budget.budget_bytes:
-                gone = "over budget"
-            elif info.repr_id != repr_id:
-                core.add_foreign(info)
-            elif info.page_bytes != self.pages.layout.page_bytes:
-                gone = "other page size"
-            else:
-                try:
-                    self.pages.allocator.open_extent(info, gens)
-                except StoreCorrupt as error:
-                    gone = "extent missing or truncated"
-                    self.warnings.append(str(error))
-            if gone:
-                ids = range(info.first_page_id, info.first_page_id + info.slots)
-                lost = sum(i in rows and rows[i].state == "published" for i in ids)
-                dropped[gone] = dropped.get(gone, 0) + lost
-                for page_id in ids:
-                    rows.pop(page_id, None)
-                core.extents.drop(info)
-                core.forget_extent(info)
-        published = {row.ref.page_id for row in rows.values() if row.state == "published"}
-        core.foreign.sort(
-            key=lambda info: len(
-                published.intersection(range(info.first_page_id, info.first_page_id + info.slots))
-            )
-        )  # the first to go costs least
-
-    def _sweep_arenas(self) -> tuple[int, tuple[str, ...]]:
-        """Delete arenas of dead writers. A locked one has a writer that may still write."""
-        folder, deleted, busy = os.path.join(self.path, "arena"), 0, list[str]()
-        for name in os.listdir(folder):
-            if not ARENA_NAME.fullmatch(name):
-                continue
-            path = os.path.join(folder, name)
-            try:
-                gone = delete_arena(path)
-            except OSError as error:  # a directory, a link: not ours, and nothing reads it
-                self.warnings.append(f"{path} is no arena: {os.strerror(error.errno or 0)}")
-                continue
-            if gone:
-                deleted += 1
-            else:
-                busy.append(name)
-        return deleted, tuple(sorted(busy))
-
     def _stop(self, *, clean: bool) -> None:
         if self._stopped:  # closing a descriptor twice may close another file's
             return
@@ -521,6 +439,66 @@ class Store:
             with contextlib.suppress(OSError):
                 continuity.mark_closed(self.core.files, self._lock_fd)
             os.close(self._lock_fd)
+
+
+def _open_extents(
+    core: StoreCore,
+    pages: PagePool,
+    replay: Replay,
+    rows: dict[int, PageRow],
+    dropped: dict[str, int],
+    warnings: list[str],
+) -> None:
+    """Own extents join the pool, others wait to be dropped; all within the budget.
+
+    Takes the rows of lost extents out of `rows` and counts them in `dropped`.
+    """
+    infos = [
+        ExtentInfo(*row, path=extent_path(core.extents.folder, row[0])) for row in replay.extents
+    ]
+    gens = {page_id: row.ref.gen for page_id, row in rows.items()}
+    for info in sorted(infos, key=lambda i: (i.repr_id != pages.repr_id, i.index)):
+        gone = ""
+        if core.extent_bytes + info.file_bytes > core.budget.budget_bytes:
+            gone = "over budget"
+        elif info.repr_id != pages.repr_id:
+            core.add_foreign(info)
+        elif info.page_bytes != pages.layout.page_bytes:
+            gone = "other page size"
+        else:
+            try:
+                pages.allocator.open_extent(info, gens)
+            except StoreCorrupt as error:
+                gone = "extent missing or truncated"
+                warnings.append(str(error))
+        if gone:
+            lost = [rows.pop(page_id) for page_id in info.page_ids if page_id in rows]
+            count = sum(row.state == "published" for row in lost)
+            dropped[gone] = dropped.get(gone, 0) + count
+            core.extents.drop(info)
+            core.forget_extent(info)
+    published = {row.ref.page_id for row in rows.values() if row.state == "published"}
+    # the first to go costs least
+    core.foreign.sort(key=lambda info: len(published.intersection(info.page_ids)))
+
+
+def _sweep_arenas(path: str, warnings: list[str]) -> tuple[int, tuple[str, ...]]:
+    """Delete arenas of dead writers; gives how many, and the names of those with a live writer."""
+    folder, deleted, busy = os.path.join(path, "arena"), 0, list[str]()
+    for name in sorted(os.listdir(folder)):
+        if not ARENA_NAME.fullmatch(name):
+            continue
+        path = os.path.join(folder, name)
+        try:
+            gone = delete_arena(path)
+        except OSError as error:  # a directory, a link: not ours, and nothing reads it
+            warnings.append(f"{path} is no arena: {os.strerror(error.errno or 0)}")
+            continue
+        if gone:
+            deleted += 1
+        else:
+            busy.append(name)
+    return deleted, tuple(busy)
 
 
 def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
@@ -640,15 +618,12 @@ def _start_epoch(opener: _Opener, known: int) -> tuple[Ledger, int]:
         connect=opener.connect,
     )
     epoch = max(ledger.replay.epoch, known) + 1
-    row = writes.StartEpoch(
-        epoch,
-        opener.boot,
-        descriptor.repr_id,
-        descriptor.to_json(),
-        descriptor.layout.page_bytes,
-    )
+    layout = descriptor.layout
     try:
-        ledger.append(row)
+        ledger.append(
+            writes.StartEpoch(epoch, opener.boot),
+            writes.AddRepr(descriptor.repr_id, descriptor.to_json(), layout.page_bytes),
+        )
         ledger.commit().result()
     except BaseException as error:
         ledger.close()

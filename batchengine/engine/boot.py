@@ -45,8 +45,10 @@ from batchengine.lanes.worker_process import Lane
 from batchengine.policy import cost
 from batchengine.text import ChatTemplate, TextFrontend
 from batchengine.weights import read_spec
-from kv_store import Descriptor, PageLayout, Store, StoreError, StoreLocked, StoreSettings
+from kv_store.errors import StoreError, StoreLocked
+from kv_store.layout import Descriptor, PageLayout
 from kv_store.pages.extents import EXTENT_BYTES
+from kv_store.store import Store, StoreSettings
 
 log = logging.getLogger("batchengine.engine")
 
@@ -199,7 +201,7 @@ async def _start(launch: Launch, undo: contextlib.AsyncExitStack) -> Running:
         undo.push_async_callback(lane.close)  # before the store, which they map
     for warning in store.warnings:
         log.warning("store: %s", warning)
-    info.context_tokens = min(info.context_tokens, store.pages.slots_max * 256)
+    info.context_tokens = min(info.context_tokens, store.pages.allocator.slots_max * 256)
     journal = Journal(
         store,
         level=config.store.durability,
@@ -210,7 +212,7 @@ async def _start(launch: Launch, undo: contextlib.AsyncExitStack) -> Running:
     for lane, lane_config in zip(lanes, config.lanes, strict=True):
         loops.append(await factory.lane(lane, lane_config))
         undo.callback(loops[-1].kv.close)
-    detail = f"{store.path}, {store.pages.slots_max} pages"
+    detail = f"{store.path}, {store.pages.allocator.slots_max} pages"
     launch.on_stage(Stage(4, STAGES, "kv store", detail, time.monotonic() - started))
     state.open(store, loops)
     return await _compose(launch, info, text, store, journal, factory)

@@ -99,7 +99,7 @@ class SealPipeline:
         """
         waiting = self.read_back.waiting()
         in_flight = any(not seal.again for seal in self.in_flight.keys() - waiting)
-        return in_flight or bool(self.queued and self._store.pages.is_growing)
+        return in_flight or bool(self.queued and self._store.pages.allocator.is_growing)
 
     # ----------------------------------------------------------------------------- digests
 

@@ -243,11 +243,8 @@ class _Draft:
     def suspect_is_next(self) -> bool:
         """Has the suspect waited longer than the others, who count as one?"""
         group = [r.served_ms for r in self.decodes] + [r.served_ms for r in self.prefills]
-        if group:
-            others_ms = max(group)
-        else:
-            others = (_last_ms(r) for r in self.view.waiting if not (r.suspect or r.paused))
-            others_ms = min(others, default=math.inf)
+        waiting = (_last_ms(r) for r in self.view.waiting if not (r.suspect or r.paused))
+        others_ms = max(group) if group else min(waiting, default=math.inf)
         return _last_ms(self._suspect()) <= others_ms
 
     def _suspect(self) -> TurnRow:
@@ -549,14 +546,11 @@ class _Draft:
         later_ms = row.deadline_ms + policy.margin_ms - self.now_ms
         rules: list[tuple[float, float]] = []
         for rank in RANK.values():
-            if rank > row.rank:
-                if aged:
-                    rules.append((policy.quantum_ms, -math.inf))
-                else:
-                    quantum = policy.quantum_ms if few[rank] else policy.quantum_urgent_ms
-                    rules.append((quantum, later_ms))
-            elif aged and (rank == row.rank or poor):
+            if aged and (rank >= row.rank or poor):
                 rules.append((policy.quantum_ms, -math.inf))
+            elif rank > row.rank:
+                quantum = policy.quantum_ms if few[rank] else policy.quantum_urgent_ms
+                rules.append((quantum, later_ms))
             else:
                 rules.append((math.inf, math.inf))
         return rules

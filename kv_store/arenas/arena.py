@@ -23,7 +23,7 @@ import re
 import secrets
 import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -210,10 +210,6 @@ class Arena:
         self._expect(at, SlotState.OPEN)
         files.read_all(self.fd, into, self.shape.page_offset(at.slot))
 
-    def valid_rows(self, files: osio.Files, at: ArenaSlot, owner: SlotOwner, ids: list[int]) -> int:
-        """Rows of a slot that a dead writer left whole (see `valid_rows` below)."""
-        return valid_rows(files, self.fd, self.shape, self.arena_id, at.slot, owner, ids)
-
     def count(self, state: SlotState) -> int:
         return self._states.count(state)
 
@@ -390,28 +386,6 @@ class ArenaMapping:
         return np.frombuffer(self._view[at : at + ROW_RECORDS_BYTES], ROW_RECORD_DTYPE)
 
 
-def valid_rows(
-    files: osio.Files,
-    fd: int,
-    shape: ArenaShape,
-    arena_id: bytes,
-    slot: int,
-    owner: SlotOwner,
-    ids: Sequence[int],
-) -> int:
-    """How many leading rows of `slot` are proven to hold the tokens `ids` of `owner`.
-
-    The caller has the writer reaped and the arena's lock, and passes the ledger's token ids from
-    the page's first position on. A torn, stale or foreign row ends the run.
-    """
-    page = memoryview(bytearray(shape.layout.page_bytes))
-    source = ArenaFile(fd, shape, arena_id, 0, "")
-    return proven_rows(
-        files, source, slot, owner, np.array(ids[:PAGE_TOKENS], np.uint32), page,
-        lambda seeds: keys.row_digests(shape.layout, page, seeds),
-    )  # fmt: skip
-
-
 def proven_rows(
     files: osio.Files,
     source: ArenaFile,
@@ -421,9 +395,11 @@ def proven_rows(
     into: memoryview,
     digests: Callable[[npt.NDArray[np.uint64]], npt.NDArray[np.uint64]],
 ) -> int:
-    """Read a slot into `into` (page_bytes) and prove its leading rows, as `valid_rows` says.
+    """Read a slot into `into` (page_bytes); gives how many leading rows of it are proven to hold
+    the tokens `ids` of `owner`, which are the ledger's from the page's first position on.
 
-    `digests` takes seeds and returns the digests of as many rows of `into`, from the first on:
+    The caller has the writer reaped and the arena's lock. A torn, stale or foreign row ends the
+    run. `digests` takes seeds and returns the digests of as many rows of `into`, from the first on:
     what was proven are the very bytes the caller holds.
     """
     shape = source.shape

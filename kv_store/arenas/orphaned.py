@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -52,13 +53,6 @@ class _Held:
     wanted: int = 0
 
 
-@dataclass(slots=True)
-class _Found:
-    """Slots of one session, by epoch."""
-
-    by_epoch: dict[int, list[OrphanedSlot]] = field(default_factory=dict[int, list[OrphanedSlot]])
-
-
 class OrphanedArenas:
     """What earlier runs left in `folder`. Thread safe. An empty one: `OrphanedArenas()`."""
 
@@ -79,7 +73,8 @@ class OrphanedArenas:
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
         self._busy: set[str] = set()
-        self._index: dict[bytes, _Found] = {}
+        # per session name and epoch
+        self._index = defaultdict[bytes, dict[int, list[OrphanedSlot]]](dict)
         if folder:
             self._busy = {name for name in os.listdir(folder) if ARENA_NAME.fullmatch(name)}
             self.retry()
@@ -111,8 +106,7 @@ class OrphanedArenas:
     def find(self, session: bytes, epoch: int) -> list[OrphanedSlot]:
         """Slots headed (session, epoch), by page; of one page, the one with most rows first."""
         with self._lock:
-            found = self._index.get(session_name(session))
-            slots = [] if found is None else found.by_epoch.get(epoch, [])
+            slots = self._index.get(session_name(session), {}).get(epoch, [])
             return sorted(slots, key=lambda slot: (slot.page_index, -slot.rows, slot.arena))
 
     def forget(self, session: bytes) -> None:
@@ -185,8 +179,7 @@ class OrphanedArenas:
             raise
         held = self._held[name] = _Held(fd, os.fstat(fd).st_size, len(slots))
         for session, epoch, slot in slots:
-            found = self._index.setdefault(session, _Found())
-            found.by_epoch.setdefault(epoch, []).append(slot)
+            self._index[session].setdefault(epoch, []).append(slot)
         if not held.wanted:
             self._delete(name, self._held.pop(name).fd)
 
@@ -212,12 +205,10 @@ class OrphanedArenas:
         return slots
 
     def _forget(self, session: bytes) -> None:
-        found = self._index.pop(session, None)
-        if found is not None:
-            for slots in found.by_epoch.values():
-                for slot in slots:
-                    if slot.arena in self._held:
-                        self._held[slot.arena].wanted -= 1
+        for slots in self._index.pop(session, {}).values():
+            for slot in slots:
+                if slot.arena in self._held:
+                    self._held[slot.arena].wanted -= 1
 
     def _delete(self, name: str, fd: int) -> None:
         """Unlink while the lock is still held, so that no file of a live writer can go."""

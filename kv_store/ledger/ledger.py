@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kv_store import keys, osio
+from kv_store import osio
 from kv_store.errors import (
     LedgerError,
     LedgerRefused,
@@ -98,8 +98,6 @@ class _Group:
 @dataclass(slots=True)
 class LedgerStats:
     commits: int = 0
-    intents: int = 0
-    intents_failed: int = 0
     checkpoints: int = 0
     sessions: int = 0
     is_full: bool = False  # the last commit found no room; the next may
@@ -160,33 +158,7 @@ class Ledger:
         self._thread = threading.Thread(target=self._run, name="kv-ledger", daemon=True)
         self._thread.start()
 
-    # -- sessions: one atomic intent each -----------------------------------------------------
-
-    def set_meta(self, session: str, epoch: int, state: str, meta: str) -> Future[int]:
-        return self.append(writes.SetMeta(session, epoch, state, meta))
-
-    def append_tokens(
-        self, session: str, epoch: int, start: int, ids: keys.Tokens | bytes
-    ) -> Future[int]:
-        """Token ids from position `start`, which must be the session's length."""
-        return self.append(writes.AppendTokens(session, epoch, start, keys.token_bytes(ids)))
-
-    def truncate_tokens(self, session: str, epoch: int, length: int) -> Future[int]:
-        """Cut the timeline to `length` tokens."""
-        return self.append(writes.TruncateTokens(session, epoch, length))
-
-    def set_owner(self, session: str, epoch: int, incarnation: int, lane: str) -> Future[int]:
-        """Flip the owner; `epoch` must be higher than the session's and becomes it."""
-        return self.append(writes.SetOwner(session, epoch, incarnation, lane))
-
-    def set_suspect(
-        self, session: str, incarnation: int, strikes: int, alone: bool = False
-    ) -> Future[int]:
-        """Mark a session that was in a step which killed its worker; 0 strikes clear the mark."""
-        return self.append(writes.SetSuspect(session, incarnation, strikes, alone))
-
-    def drop_session(self, session: str) -> Future[int]:
-        return self.append(writes.DropSession(session))
+    # -- sessions -----------------------------------------------------------------------------
 
     def load_session(self, session: str) -> Future[SessionRecord | None]:
         """Tokens and turns of a session; None if unknown; StoreCorrupt if damaged."""
@@ -197,42 +169,27 @@ class Ledger:
         return self.read(queries.infos)
 
     def suspects(self) -> Future[list[SuspectInfo]]:
-        """Every session marked by `set_suspect`."""
+        """Every session that a SetSuspect marks."""
         return self.read(queries.suspects)
 
     def prune(
         self, sessions_max: int, keep: Collection[str], turns_max: int = writes.TURNS_KEPT
-    ) -> Future[tuple[int, int]]:
+    ) -> tuple[int, int]:
         """Forget the longest unused sessions beyond `sessions_max`, never those in `keep`, and
         finished turns beyond the last `turns_max` of a session. Gives (sessions, turns).
 
-        Commits. A session that is used while this runs stays.
+        Commits and blocks. A session that is used while this runs stays.
         """
-        result: Future[tuple[int, int]] = new_future()
         kept = frozenset(keep)
-
-        def chosen(done: Future[queries.Prunable]) -> None:
-            error = done.exception()
-            if error is not None:
-                result.set_exception(error)
-                return
-            found = done.result()
-            counts = len(found.idle), found.turns
-            ops: list[Op] = [writes.ForgetIdle(*row) for row in found.idle]
-            if found.turns:
-                ops.append(writes.PruneTurns(turns_max))
-            if not ops:
-                result.set_result((0, 0))
-                return
-            self.append(*ops).add_done_callback(
-                lambda written: settle(result, lambda: (written.result(), counts)[1])
-            )
+        found = self.read(lambda db: queries.prunable(db, sessions_max, kept, turns_max)).result()
+        ops: list[Op] = [writes.ForgetIdle(*row) for row in found.idle]
+        if found.turns:
+            ops.append(writes.PruneTurns(turns_max))
+        if ops:
+            written = self.append(*ops)
             self.commit()
-
-        self.read(lambda db: queries.prunable(db, sessions_max, kept, turns_max)).add_done_callback(
-            chosen
-        )
-        return result
+            written.result()
+        return len(found.idle), found.turns
 
     # -- the interface underneath -------------------------------------------------------------
 
@@ -253,8 +210,8 @@ class Ledger:
         with self._lock:
             if self._failure is not None or self._closed:
                 future.set_exception(self._failure or StoreError("the ledger is closed"))
-                return future
-            self._hand_over(future)
+            else:
+                self._hand_over(future)
         return future
 
     def _hand_over(self, future: Future[int]) -> None:
@@ -330,11 +287,8 @@ class Ledger:
             sequence, failed = self._transact(intents)
         except Exception as error:
             everyone = error
-        stats = self.stats
-        stats.commits += 1
-        stats.intents += len(intents)
-        stats.intents_failed += len(failed) if everyone is None else len(intents)
-        stats.commit_us.append((time.perf_counter() - start) * 1e6)
+        self.stats.commits += 1
+        self.stats.commit_us.append((time.perf_counter() - start) * 1e6)
         index = 0
         for group in groups:
             first = everyone
@@ -388,7 +342,7 @@ class Ledger:
             change = 0
             try:
                 for op in intent.ops:
-                    change += writes.apply(db, op)
+                    change += op.write(db) or 0
             except sqlite3.IntegrityError as error:
                 failed[index] = LedgerRefused("the ledger refused a record", why=str(error))
             except sqlite3.DatabaseError:
@@ -515,7 +469,7 @@ def _opening_error(path: str, error: sqlite3.DatabaseError) -> StoreError:
 def is_damage(error: BaseException | None) -> bool:
     """Does SQLite say that the file's bytes are wrong, rather than the disk or a rule?"""
     name = getattr(error, "sqlite_errorname", "")
-    return name.startswith(_DAMAGE) or "malformed" in str(error)
+    return name.startswith(_DAMAGE)
 
 
 def pages_of(db: sqlite3.Connection, repr_id: bytes) -> list[PageRow]:
@@ -539,7 +493,8 @@ def page_row(row: tuple[Any, ...]) -> PageRow | None:
 
 
 def _size(op: Op) -> int:
-    return RECORD_BYTES + (len(op.ids) if isinstance(op, writes.AppendTokens) else 0)
+    rows = len(op.refs) if isinstance(op, writes.FreePages) else 1
+    return RECORD_BYTES * rows + (len(op.ids) if isinstance(op, writes.AppendTokens) else 0)
 
 
 def _is_full(error: BaseException) -> bool:

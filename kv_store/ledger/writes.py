@@ -72,25 +72,50 @@ CREATE TABLE suspect (
 """
 
 
+class Op:
+    """One record of an intent."""
+
+    __slots__ = ()
+
+    def write(self, db: sqlite3.Connection) -> int | None:
+        """Write it; gives how many sessions there are more, if that may have changed. Raises
+        LedgerRefused when it breaks a rule; the caller rolls back."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
-class OpenSession:
+class OpenSession(Op):
     session: str
     tenant: str
     repr_id: bytes
     epoch: int
     meta: str
 
+    def write(self, db: sqlite3.Connection) -> int:
+        db.execute(
+            "INSERT INTO session VALUES (?,?,?,?,0,'',0,'idle',?,?)",
+            (self.session, self.tenant, self.repr_id, self.epoch, self.meta, _commit_seq(db)),
+        )
+        return 1
+
 
 @dataclass(frozen=True, slots=True)
-class SetMeta:
+class SetMeta(Op):
     session: str
     epoch: int
     state: str
     meta: str
 
+    def write(self, db: sqlite3.Connection) -> None:
+        _fence(db, self.session, self.epoch)
+        db.execute(
+            "UPDATE session SET state = ?, meta = ?, used_seq = ? WHERE id = ?",
+            (self.state, self.meta, _commit_seq(db), self.session),
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class SetOwner:
+class SetOwner(Op):
     """The one commit point of a hand-over: `epoch` becomes the session's, and must be higher."""
 
     session: str
@@ -98,14 +123,29 @@ class SetOwner:
     incarnation: int
     lane: str
 
+    def write(self, db: sqlite3.Connection) -> None:
+        row = db.execute("SELECT epoch FROM session WHERE id = ?", (self.session,)).fetchone()
+        if row is None or self.epoch <= row[0]:
+            raise LedgerRefused(f"session {self.session}: epoch {self.epoch} is not a new one")
+        db.execute(
+            "UPDATE session SET epoch = ?, owner_incarnation = ?, owner_lane = ? WHERE id = ?",
+            (self.epoch, self.incarnation, self.lane, self.session),
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class DropSession:
+class DropSession(Op):
     session: str
 
+    def write(self, db: sqlite3.Connection) -> int:
+        gone = db.execute("DELETE FROM session WHERE id = ?", (self.session,)).rowcount
+        for table in ("turn", "token_blob", "suspect"):
+            db.execute(f"DELETE FROM {table} WHERE session = ?", (self.session,))
+        return -gone
+
 
 @dataclass(frozen=True, slots=True)
-class CopySession:
+class CopySession(Op):
     """A fork: a new session with the source's tokens and `meta`, and no turns."""
 
     source: str
@@ -113,25 +153,56 @@ class CopySession:
     tenant: str
     epoch: int
 
+    def write(self, db: sqlite3.Connection) -> int:
+        """The ids are written anew: a blob's checksum names its session and position."""
+        row = db.execute(
+            "SELECT repr_id, ledger_len, meta FROM session WHERE id = ?", (self.source,)
+        ).fetchone()
+        if row is None:
+            raise LedgerRefused(f"there is no session {self.source} to copy")
+        repr_id, length, meta = row
+        ids = read_tokens(db, self.source)
+        if len(ids) != length * 4:
+            raise StoreCorrupt(
+                f"session {self.source} should have {length} tokens, has {len(ids) // 4}"
+            )
+        db.execute(
+            "INSERT INTO session VALUES (?,?,?,?,0,'',?,'idle',?,?)",
+            (self.session, self.tenant, repr_id, self.epoch, length, meta, _commit_seq(db)),
+        )
+        if length:
+            _insert_blob(db, self.session, 0, ids)
+        return 1
+
 
 @dataclass(frozen=True, slots=True)
-class ForgetIdle:
+class ForgetIdle(Op):
     """Drop a session unless it was used, or changed hands, since it was chosen."""
 
     session: str
     epoch: int
     used_seq: int
 
+    def write(self, db: sqlite3.Connection) -> int:
+        found = db.execute(
+            "SELECT 1 FROM session WHERE id = ? AND epoch = ? AND used_seq = ?",
+            (self.session, self.epoch, self.used_seq),
+        ).fetchone()
+        return 0 if found is None else DropSession(self.session).write(db)
+
 
 @dataclass(frozen=True, slots=True)
-class PruneTurns:
+class PruneTurns(Op):
     """Keep the last `keep` turns of every session, and those still running."""
 
     keep: int
 
+    def write(self, db: sqlite3.Connection) -> None:
+        db.execute(f"DELETE FROM turn WHERE (session, id) IN ({OLD_TURNS})", (self.keep,))
+
 
 @dataclass(frozen=True, slots=True)
-class AppendTurn:
+class AppendTurn(Op):
     session: str
     epoch: int
     turn: str
@@ -141,35 +212,95 @@ class AppendTurn:
     seed: int
     idempotency_key: str | None
 
+    def write(self, db: sqlite3.Connection) -> None:
+        _fence(db, self.session, self.epoch)
+        seq = _commit_seq(db)
+        db.execute(
+            "INSERT INTO turn VALUES (?,?,?,?,?,?,?,?,'running','')",
+            (
+                self.session, self.turn, seq, self.idempotency_key, self.prompt_start,
+                self.prompt_end, self.sampling, _signed(self.seed),
+            ),
+        )  # fmt: skip
+        db.execute("UPDATE session SET used_seq = ? WHERE id = ?", (seq, self.session))
+
 
 @dataclass(frozen=True, slots=True)
-class FinishTurn:
+class FinishTurn(Op):
     session: str
     epoch: int
     turn: str
     status: str
     finish_reason: str
 
+    def write(self, db: sqlite3.Connection) -> None:
+        _fence(db, self.session, self.epoch)
+        row = db.execute(
+            "SELECT prompt_start FROM turn WHERE session = ? AND id = ?", (self.session, self.turn)
+        ).fetchone()
+        if row is None:
+            raise LedgerRefused(f"session {self.session} has no turn {self.turn}")
+        db.execute(
+            "UPDATE turn SET status = ?, finish_reason = ? WHERE session = ? AND id = ?",
+            (self.status, self.finish_reason, self.session, self.turn),
+        )
+        _join_blobs(db, self.session, row[0])
+        oldest_kept = db.execute(
+            "SELECT seq FROM turn WHERE session = ? ORDER BY seq DESC LIMIT 1 OFFSET ?",
+            (self.session, TURNS_KEPT - 1),
+        ).fetchone()
+        if oldest_kept is not None:
+            db.execute(
+                "DELETE FROM turn WHERE session = ? AND seq < ? AND status != 'running'",
+                (self.session, oldest_kept[0]),
+            )
+
 
 @dataclass(frozen=True, slots=True)
-class AppendTokens:
+class AppendTokens(Op):
     session: str
     epoch: int
     start: int
     ids: bytes  # u32 LE
 
+    def write(self, db: sqlite3.Connection) -> None:
+        length = _fence(db, self.session, self.epoch)
+        if self.start != length:
+            raise LedgerRefused(
+                f"tokens of session {self.session} must continue at {length}, not {self.start}"
+            )
+        if self.ids:
+            _insert_blob(db, self.session, self.start, self.ids)
+            _set_length(db, self.session, length + len(self.ids) // 4)
+
 
 @dataclass(frozen=True, slots=True)
-class TruncateTokens:
+class TruncateTokens(Op):
     """Cut the timeline to `length` tokens (a client edited its history)."""
 
     session: str
     epoch: int
     length: int
 
+    def write(self, db: sqlite3.Connection) -> None:
+        session, cut, length = self.session, self.length, _fence(db, self.session, self.epoch)
+        if not 0 <= cut <= length:
+            raise LedgerRefused(f"session {session} has {length} tokens, cannot keep {cut}")
+        row = db.execute(
+            "SELECT start, ids, checksum FROM token_blob WHERE session = ? AND start < ?"
+            " ORDER BY start DESC LIMIT 1",
+            (session, cut),
+        ).fetchone()
+        db.execute("DELETE FROM token_blob WHERE session = ? AND start >= ?", (session, cut))
+        if row and row[0] + len(row[1]) // 4 > cut:
+            _check_blob(session, *row)
+            db.execute("DELETE FROM token_blob WHERE session = ? AND start = ?", (session, row[0]))
+            _insert_blob(db, session, row[0], row[1][: (cut - row[0]) * 4])
+        _set_length(db, session, cut)
+
 
 @dataclass(frozen=True, slots=True)
-class SetSuspect:
+class SetSuspect(Op):
     """Mark (strikes > 0) or clear (0) a session that was in a crashed step."""
 
     session: str
@@ -177,9 +308,17 @@ class SetSuspect:
     strikes: int
     alone: bool
 
+    def write(self, db: sqlite3.Connection) -> None:
+        db.execute("DELETE FROM suspect WHERE session = ?", (self.session,))
+        if self.strikes:
+            db.execute(
+                "INSERT INTO suspect VALUES (?,?,?,?)",
+                (self.session, self.incarnation, self.strikes, int(self.alone)),
+            )
+
 
 @dataclass(frozen=True, slots=True)
-class PublishPage:
+class PublishPage(Op):
     ref: PageRef
     key: bytes
     parent: bytes
@@ -189,321 +328,113 @@ class PublishPage:
     checksum: bytes
     epoch: int
     priority: int
-    lru_seq: int
+
+    def write(self, db: sqlite3.Connection) -> None:
+        db.execute(
+            "INSERT OR REPLACE INTO page VALUES (?,?,'published',?,?,?,?,?,?,?,?,?,0)",
+            (
+                *self.ref, self.repr_id, self.key, self.parent, len(self.tokens) // 4, self.tokens,
+                self.digest, self.checksum, self.epoch, self.priority,
+            ),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class FreePage:
-    """The slot's next generation is `ref.gen`; `bad` retires it."""
+class FreePages(Op):
+    """Each slot's next generation is `ref.gen`; `bad` retires it."""
 
-    ref: PageRef
+    refs: tuple[PageRef, ...]
     repr_id: bytes
     bad: bool
 
+    def write(self, db: sqlite3.Connection) -> None:
+        """The rows stay: generations must keep rising across restarts."""
+        state = "bad" if self.bad else "free"
+        db.executemany(
+            "INSERT OR REPLACE INTO page VALUES (?,?,?,?,NULL,NULL,0,NULL,NULL,NULL,0,0,0)",
+            [(*ref, state, self.repr_id) for ref in self.refs],
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class AgePages:
+class AgePages(Op):
     """Persist (page_id, gen, priority, lru_seq)."""
 
     rows: tuple[tuple[int, int, int, int], ...]
 
+    def write(self, db: sqlite3.Connection) -> None:
+        db.executemany(
+            "UPDATE page SET priority = ?3, lru_seq = ?4 WHERE page_id = ?1 AND gen = ?2",
+            self.rows,
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class AddExtent:
+class AddExtent(Op):
     index: int
     first_page_id: int
     slots: int
     page_bytes: int
     repr_id: bytes
 
+    def write(self, db: sqlite3.Connection) -> None:
+        """Twice is no error: a part that cannot know whether it was written writes it again."""
+        row = (self.index, "page", self.first_page_id, self.slots, self.page_bytes, self.repr_id)
+        known = db.execute("SELECT * FROM extent WHERE extent_index = ?", (self.index,)).fetchone()
+        if known == row:
+            return
+        if known is not None:
+            raise LedgerRefused(f"extent {self.index} is another one")
+        db.execute("INSERT INTO extent VALUES (?,?,?,?,?,?)", row)
+        db.execute(
+            "UPDATE store SET next_extent = max(next_extent, ?),"
+            " next_page_id = max(next_page_id, ?)",
+            (self.index + 1, self.first_page_id + self.slots),
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class DropExtent:
+class DropExtent(Op):
     index: int
     first_page_id: int
     slots: int
 
+    def write(self, db: sqlite3.Connection) -> None:
+        db.execute("DELETE FROM extent WHERE extent_index = ?", (self.index,))
+        db.execute(
+            "DELETE FROM page WHERE page_id >= ? AND page_id < ?",
+            (self.first_page_id, self.first_page_id + self.slots),
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class StartEpoch:
+class AddRepr(Op):
+    """A representation that this process keeps pages of."""
+
+    repr_id: bytes
+    descriptor: str
+    page_bytes: int
+
+    def write(self, db: sqlite3.Connection) -> None:
+        row = (self.repr_id, self.descriptor, self.page_bytes)
+        db.execute("INSERT OR IGNORE INTO repr VALUES (?,?,?)", row)
+
+
+@dataclass(frozen=True, slots=True)
+class StartEpoch(Op):
     """First write of a process: older work is void from here on."""
 
     epoch: int
     boot_id: str
-    repr_id: bytes
-    descriptor: str
-    page_bytes: int
+
+    def write(self, db: sqlite3.Connection) -> None:
+        db.execute("UPDATE store SET epoch = ?, boot_id = ?, clean = 0", (self.epoch, self.boot_id))
 
 
 @dataclass(frozen=True, slots=True)
-class AddRepr:
-    """A further representation that this process keeps pages of."""
-
-    repr_id: bytes
-    descriptor: str
-    page_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class MarkClean:
-    pass
-
-
-Op = (
-    OpenSession
-    | SetMeta
-    | SetOwner
-    | DropSession
-    | CopySession
-    | ForgetIdle
-    | PruneTurns
-    | AppendTurn
-    | FinishTurn
-    | AppendTokens
-    | TruncateTokens
-    | SetSuspect
-    | PublishPage
-    | FreePage
-    | AgePages
-    | AddExtent
-    | DropExtent
-    | StartEpoch
-    | AddRepr
-    | MarkClean
-)
-
-
-def apply(db: sqlite3.Connection, op: Op) -> int:
-    """Write one record; gives how many sessions there are more. Raises LedgerRefused when it
-    breaks a rule; the caller rolls back."""
-    match op:
-        case AppendTokens() | TruncateTokens():
-            _apply_tokens(db, op)
-        case AppendTurn() | FinishTurn():
-            _apply_turn(db, op)
-        case OpenSession() | SetMeta() | SetOwner() | SetSuspect():
-            _apply_session(db, op)
-        case CopySession():
-            _copy_session(db, op)
-        case DropSession() | ForgetIdle() | PruneTurns():
-            return -_apply_forgetting(db, op)
-        case PublishPage() | FreePage() | AgePages():
-            _apply_page(db, op)
-        case AddExtent() | DropExtent() | StartEpoch() | AddRepr() | MarkClean():
-            _apply_store(db, op)
-    return int(isinstance(op, OpenSession | CopySession))
-
-
-def _apply_tokens(db: sqlite3.Connection, op: AppendTokens | TruncateTokens) -> None:
-    length = _fence(db, op.session, op.epoch)
-    if isinstance(op, AppendTokens):
-        n = len(op.ids) // 4
-        if op.start != length:
-            raise LedgerRefused(
-                f"tokens of session {op.session} must continue at {length}, not {op.start}"
-            )
-        if n:
-            _insert_blob(db, op.session, op.start, op.ids)
-            db.execute("UPDATE session SET ledger_len = ? WHERE id = ?", (length + n, op.session))
-        return
-    if not 0 <= op.length <= length:
-        raise LedgerRefused(f"session {op.session} has {length} tokens, cannot keep {op.length}")
-    row = db.execute(
-        "SELECT start, ids, checksum FROM token_blob WHERE session = ? AND start < ?"
-        " ORDER BY start DESC LIMIT 1",
-        (op.session, op.length),
-    ).fetchone()
-    db.execute("DELETE FROM token_blob WHERE session = ? AND start >= ?", (op.session, op.length))
-    if row and row[0] + len(row[1]) // 4 > op.length:
-        _check_blob(op.session, *row)
-        db.execute("DELETE FROM token_blob WHERE session = ? AND start = ?", (op.session, row[0]))
-        _insert_blob(db, op.session, row[0], row[1][: (op.length - row[0]) * 4])
-    db.execute("UPDATE session SET ledger_len = ? WHERE id = ?", (op.length, op.session))
-
-
-def _apply_turn(db: sqlite3.Connection, op: AppendTurn | FinishTurn) -> None:
-    _fence(db, op.session, op.epoch)
-    if isinstance(op, AppendTurn):
-        seq = db.execute("SELECT commit_seq FROM store").fetchone()[0]
-        db.execute(
-            "INSERT INTO turn VALUES (?,?,?,?,?,?,?,?,'running','')",
-            (
-                op.session,
-                op.turn,
-                seq,
-                op.idempotency_key,
-                op.prompt_start,
-                op.prompt_end,
-                op.sampling,
-                _signed(op.seed),
-            ),
-        )
-        db.execute("UPDATE session SET used_seq = ? WHERE id = ?", (seq, op.session))
-        return
-    row = db.execute(
-        "SELECT prompt_start FROM turn WHERE session = ? AND id = ?", (op.session, op.turn)
-    ).fetchone()
-    if row is None:
-        raise LedgerRefused(f"session {op.session} has no turn {op.turn}")
-    db.execute(
-        "UPDATE turn SET status = ?, finish_reason = ? WHERE session = ? AND id = ?",
-        (op.status, op.finish_reason, op.session, op.turn),
-    )
-    _join_blobs(db, op.session, row[0])
-    oldest_kept = db.execute(
-        "SELECT seq FROM turn WHERE session = ? ORDER BY seq DESC LIMIT 1 OFFSET ?",
-        (op.session, TURNS_KEPT - 1),
-    ).fetchone()
-    if oldest_kept is not None:
-        db.execute(
-            "DELETE FROM turn WHERE session = ? AND seq < ? AND status != 'running'",
-            (op.session, oldest_kept[0]),
-        )
-
-
-def _apply_session(
-    db: sqlite3.Connection,
-    op: OpenSession | SetMeta | SetOwner | SetSuspect,
-) -> None:
-    seq = db.execute("SELECT commit_seq FROM store").fetchone()[0]
-    match op:
-        case OpenSession():
-            db.execute(
-                "INSERT INTO session VALUES (?,?,?,?,0,'',0,'idle',?,?)",
-                (op.session, op.tenant, op.repr_id, op.epoch, op.meta, seq),
-            )
-        case SetMeta():
-            _fence(db, op.session, op.epoch)
-            db.execute(
-                "UPDATE session SET state = ?, meta = ?, used_seq = ? WHERE id = ?",
-                (op.state, op.meta, seq, op.session),
-            )
-        case SetOwner():
-            row = db.execute("SELECT epoch FROM session WHERE id = ?", (op.session,)).fetchone()
-            if row is None or op.epoch <= row[0]:
-                raise LedgerRefused(f"session {op.session}: epoch {op.epoch} is not a new one")
-            db.execute(
-                "UPDATE session SET epoch = ?, owner_incarnation = ?, owner_lane = ? WHERE id = ?",
-                (op.epoch, op.incarnation, op.lane, op.session),
-            )
-        case SetSuspect():
-            db.execute("DELETE FROM suspect WHERE session = ?", (op.session,))
-            if op.strikes:
-                db.execute(
-                    "INSERT INTO suspect VALUES (?,?,?,?)",
-                    (op.session, op.incarnation, op.strikes, int(op.alone)),
-                )
-
-
-def _copy_session(db: sqlite3.Connection, op: CopySession) -> None:
-    """The ids are written anew: a blob's checksum names its session and position."""
-    row = db.execute(
-        "SELECT repr_id, ledger_len, meta FROM session WHERE id = ?", (op.source,)
-    ).fetchone()
-    if row is None:
-        raise LedgerRefused(f"there is no session {op.source} to copy")
-    repr_id, length, meta = row
-    ids = read_tokens(db, op.source)
-    if len(ids) != length * 4:
-        raise StoreCorrupt(f"session {op.source} should have {length} tokens, has {len(ids) // 4}")
-    seq = db.execute("SELECT commit_seq FROM store").fetchone()[0]
-    db.execute(
-        "INSERT INTO session VALUES (?,?,?,?,0,'',?,'idle',?,?)",
-        (op.session, op.tenant, repr_id, op.epoch, length, meta, seq),
-    )
-    if length:
-        _insert_blob(db, op.session, 0, ids)
-
-
-def _apply_forgetting(db: sqlite3.Connection, op: DropSession | ForgetIdle | PruneTurns) -> int:
-    """Returns the sessions that are gone."""
-    if isinstance(op, PruneTurns):
-        db.execute(f"DELETE FROM turn WHERE (session, id) IN ({OLD_TURNS})", (op.keep,))
-        return 0
-    if isinstance(op, ForgetIdle):
-        found = db.execute(
-            "SELECT 1 FROM session WHERE id = ? AND epoch = ? AND used_seq = ?",
-            (op.session, op.epoch, op.used_seq),
-        ).fetchone()
-        if found is None:
-            return 0
-    gone = db.execute("DELETE FROM session WHERE id = ?", (op.session,)).rowcount
-    for table in ("turn", "token_blob", "suspect"):
-        db.execute(f"DELETE FROM {table} WHERE session = ?", (op.session,))
-    return gone
-
-
-def _apply_page(db: sqlite3.Connection, op: PublishPage | FreePage | AgePages) -> None:
-    match op:
-        case PublishPage():
-            db.execute(
-                "INSERT OR REPLACE INTO page VALUES (?,?,'published',?,?,?,?,?,?,?,?,?,?)",
-                (
-                    op.ref.page_id,
-                    op.ref.gen,
-                    op.repr_id,
-                    op.key,
-                    op.parent,
-                    len(op.tokens) // 4,
-                    op.tokens,
-                    op.digest,
-                    op.checksum,
-                    op.epoch,
-                    op.priority,
-                    op.lru_seq,
-                ),
-            )
-        case FreePage():  # the row stays: generations must keep rising across restarts
-            db.execute(
-                "INSERT OR REPLACE INTO page VALUES (?,?,?,?,NULL,NULL,0,NULL,NULL,NULL,0,0,0)",
-                (op.ref.page_id, op.ref.gen, "bad" if op.bad else "free", op.repr_id),
-            )
-        case AgePages():
-            db.executemany(
-                "UPDATE page SET priority = ?3, lru_seq = ?4 WHERE page_id = ?1 AND gen = ?2",
-                op.rows,
-            )
-
-
-def _apply_store(
-    db: sqlite3.Connection, op: AddExtent | DropExtent | StartEpoch | AddRepr | MarkClean
-) -> None:
-    match op:
-        case AddExtent():
-            _add_extent(db, op)
-        case DropExtent():
-            db.execute("DELETE FROM extent WHERE extent_index = ?", (op.index,))
-            db.execute(
-                "DELETE FROM page WHERE page_id >= ? AND page_id < ?",
-                (op.first_page_id, op.first_page_id + op.slots),
-            )
-        case StartEpoch():
-            db.execute("UPDATE store SET epoch = ?, boot_id = ?, clean = 0", (op.epoch, op.boot_id))
-            _add_repr(db, op)
-        case AddRepr():
-            _add_repr(db, op)
-        case MarkClean():
-            db.execute("UPDATE store SET clean = 1")
-
-
-def _add_repr(db: sqlite3.Connection, op: StartEpoch | AddRepr) -> None:
-    row = (op.repr_id, op.descriptor, op.page_bytes)
-    db.execute("INSERT OR IGNORE INTO repr VALUES (?,?,?)", row)
-
-
-def _add_extent(db: sqlite3.Connection, op: AddExtent) -> None:
-    """Again is no error: who cannot know whether it was written says it with whatever needs it."""
-    row = (op.index, "page", op.first_page_id, op.slots, op.page_bytes, op.repr_id)
-    known = db.execute("SELECT * FROM extent WHERE extent_index = ?", (op.index,)).fetchone()
-    if known == row:
-        return
-    if known is not None:
-        raise LedgerRefused(f"extent {op.index} is another one")
-    db.execute("INSERT INTO extent VALUES (?,?,?,?,?,?)", row)
-    db.execute(
-        "UPDATE store SET next_extent = max(next_extent, ?), next_page_id = max(next_page_id, ?)",
-        (op.index + 1, op.first_page_id + op.slots),
-    )
+class MarkClean(Op):
+    def write(self, db: sqlite3.Connection) -> None:
+        db.execute("UPDATE store SET clean = 1")
 
 
 def read_tokens(db: sqlite3.Connection, session: str, start: int = 0) -> bytes:
@@ -534,6 +465,15 @@ def _fence(db: sqlite3.Connection, session: str, epoch: int) -> int:
             why="its ownership moved on",
         )
     return row[1]
+
+
+def _commit_seq(db: sqlite3.Connection) -> int:
+    """The number of the commit that is being written."""
+    return db.execute("SELECT commit_seq FROM store").fetchone()[0]
+
+
+def _set_length(db: sqlite3.Connection, session: str, tokens: int) -> None:
+    db.execute("UPDATE session SET ledger_len = ? WHERE id = ?", (tokens, session))
 
 
 def _insert_blob(db: sqlite3.Connection, session: str, start: int, ids: bytes) -> None:

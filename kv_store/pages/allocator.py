@@ -56,11 +56,12 @@ class NoRoom:
 
 
 class Retracted(NamedTuple):
-    """An invalid page at the generation it had; `listed`: the manifest has its row."""
+    """An invalid page, and what it was: `listed` = the manifest has its row."""
 
     page: Page
-    gen: int
+    ref: PageRef
     listed: bool
+    resident: bool
 
 
 class SlotAllocator:
@@ -105,7 +106,7 @@ class SlotAllocator:
         self.infos.insert(at, info)
         self.file_bytes += info.file_bytes
         self.core.pool_bytes += info.file_bytes
-        for page_id in range(info.first_page_id, info.first_page_id + info.slots):
+        for page_id in info.page_ids:
             self.index.add_slot(page_id, gens.get(page_id, 0))
 
     @property
@@ -189,7 +190,7 @@ class SlotAllocator:
         ]
         for _, info in sorted(costs, key=lambda pair: (pair[0], pair[1].index)):
             removed = list[tuple[int, int]]()
-            if all(self._clear(part, removed) for part in _slices(info)):
+            if all(self._clear(part, removed) for part in info.slices(SLICE_PAGES)):
                 with self.core.lock:
                     at = self.infos.index(info)
                     del self.infos[at], self._firsts[at]
@@ -207,7 +208,7 @@ class SlotAllocator:
     def _cost(self, info: ExtentInfo) -> int | None:
         """Resident pages in an extent; None = one of its pages is in use."""
         cost = 0
-        for part in _slices(info):
+        for part in info.slices(SLICE_PAGES):
             with self.core.lock:
                 pages = [page for i in part if (page := self.index.find(i)) is not None]
                 if not all(_is_idle(page) for page in pages):
@@ -273,15 +274,13 @@ class SlotAllocator:
 
     def evict(self, count: int, priority_max: int | None = None) -> int:
         """Evict up to `count` pages, least valuable first; returns how many."""
-        done, rows = 0, list[writes.Op]()
-        while done < count and (page := self.index.next_victim(priority_max)) is not None:
+        pages = list[Page]()
+        while len(pages) < count and (page := self.index.next_victim(priority_max)) is not None:
             self.index.apply(page, PageEvent.RELEASE)
-            rows += self._freed(page)
-            done += 1
-        if rows:
-            self.core.ledger.append(*rows)
-        self.core.counters["pages_evicted"] += done
-        return done
+            pages.append(page)
+        self.settle(*pages)
+        self.core.counters["pages_evicted"] += len(pages)
+        return len(pages)
 
     def release(self, page: Page) -> None:
         self.index.apply(page, PageEvent.RELEASE)
@@ -291,46 +290,54 @@ class SlotAllocator:
         self.index.unpin(page)
         self.settle(page)
 
-    def settle(self, page: Page) -> None:
+    def settle(self, *pages: Page) -> None:
         """QUARANTINE -> FREE or BAD once no reader pins the slot and no writer is in it."""
-        if rows := self._freed(page):
-            self.core.ledger.append(*rows)
-
-    def _freed(self, page: Page) -> tuple[writes.Op, ...]:
-        """Settle a page; gives the rows that record it."""
-        if page.state is not PageState.QUARANTINE or page.pins or page.writers:
-            return ()
-        bad, listed = page.fails >= FAILURES_MAX, page.listed
-        self.index.apply(page, PageEvent.RETIRE if bad else PageEvent.FREE)
-        page.listed = False
-        if not bad:
-            self.poison_later(page.ref)
-        if not (listed or bad):
-            return ()
-        return (*self.extent_row(page.page_id), writes.FreePage(page.ref, self.repr_id, bad))
+        free, bad, rows = list[PageRef](), list[PageRef](), dict[int, writes.AddExtent]()
+        for page in pages:
+            if page.state is not PageState.QUARANTINE or page.pins or page.writers:
+                continue
+            is_bad, listed = page.fails >= FAILURES_MAX, page.listed
+            self.index.apply(page, PageEvent.RETIRE if is_bad else PageEvent.FREE)
+            page.listed, ref = False, page.ref
+            if not is_bad:
+                self.poison_later(ref)
+            if listed or is_bad:
+                (bad if is_bad else free).append(ref)
+                rows |= {row.index: row for row in self.extent_row(ref.page_id)}
+        if free or bad:
+            self.core.ledger.append(
+                *rows.values(),
+                writes.FreePages(tuple(free), self.repr_id, False),
+                writes.FreePages(tuple(bad), self.repr_id, True),
+            )
 
     # -- invalid pages ------------------------------------------------------------------------
 
     def invalidate(self, page: Page, *, slot_failed: bool) -> None:
         """Never serve this page again; its manifest row is freed by the next commit."""
-        self.free_rows([self.retract(page, slot_failed=slot_failed)])
+        retracted = [self.retract(page, slot_failed=slot_failed)]
+        self.report(retracted)
+        self.free_rows(retracted)
         self.unpin(page)
 
     def retract(self, page: Page, *, slot_failed: bool) -> Retracted:
-        """Take a page out of service and report it. A pin keeps its slot until its row is freed.
+        """Take a page out of service. A pin keeps its slot until its row is freed.
 
         `slot_failed`: the bytes failed, and that counts against the slot; otherwise the slot is
         sound and the content is wrong.
         """
-        self.core.counters["pages_rejected"] += 1
         page.fails += slot_failed
-        self.index.pin(page)
-        retracted = Retracted(page, page.gen, page.listed)
-        if page.state in RESIDENT:
+        retracted = Retracted(page, page.ref, page.listed, page.state in RESIDENT)
+        if retracted.resident:
             page.listed = False
-            self.core.events.put(PageInvalid(page.key, page.ref))
             self.index.apply(page, PageEvent.RELEASE)
+        self.index.pin(page)
         return retracted
+
+    def report(self, pages: Sequence[Retracted]) -> None:
+        """Count retracted pages and say which of them were resident."""
+        self.core.counters["pages_rejected"] += len(pages)
+        self.core.events.put([PageInvalid(one.page.key, one.ref) for one in pages if one.resident])
 
     def free_rows(self, pages: Sequence[Retracted]) -> None:
         """Free the manifest rows of retracted pages, all or none, before their slots: a pin may
@@ -342,15 +349,14 @@ class SlotAllocator:
         def written(done: Future[int]) -> None:
             if done.exception() is not None:
                 with self.core.lock:  # no room in the ledger: `settle` tries again
-                    for page, gen, _ in listed:
-                        if page.gen == gen and page.state is PageState.QUARANTINE:
+                    for page, ref, *_ in listed:
+                        if page.ref == ref and page.state is PageState.QUARANTINE:
                             page.listed = True
 
-        rows = [
-            writes.FreePage(PageRef(page.page_id, gen + 1), self.repr_id, False)
-            for page, gen, _ in listed
-        ]
-        self.core.ledger.append(*rows).add_done_callback(written)
+        refs = tuple(PageRef(one.ref.page_id, one.ref.gen + 1) for one in listed)
+        self.core.ledger.append(writes.FreePages(refs, self.repr_id, False)).add_done_callback(
+            written
+        )
 
     def poison_later(self, ref: PageRef) -> None:
         """Have a freed slot overwritten when the page thread has nothing to do."""
@@ -384,11 +390,3 @@ def _is_idle(page: Page) -> bool:
     if page.state in EVICTABLE:
         return not page.pins
     return page.state in (PageState.FREE, PageState.BAD)
-
-
-def _slices(info: ExtentInfo) -> list[range]:
-    last = info.first_page_id + info.slots
-    return [
-        range(first, min(first + SLICE_PAGES, last))
-        for first in range(info.first_page_id, last, SLICE_PAGES)
-    ]

@@ -124,10 +124,6 @@ class StoreCore:
     def extent_bytes(self) -> int:
         return self.pool_bytes + self.foreign_bytes
 
-    def drain(self) -> Future[None]:
-        """Resolves when the page thread has done everything submitted so far."""
-        return self.thread.submit(lambda: None)
-
     # -- extents ------------------------------------------------------------------------------
 
     def add_foreign(self, info: ExtentInfo) -> None:

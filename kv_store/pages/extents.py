@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kv_store import osio
@@ -33,6 +34,15 @@ class ExtentInfo:
     @property
     def file_bytes(self) -> int:
         return self.slots * self.page_bytes
+
+    @property
+    def page_ids(self) -> range:
+        return range(self.first_page_id, self.first_page_id + self.slots)
+
+    def slices(self, count: int) -> Iterator[range]:
+        """Its page ids, at most `count` at a time."""
+        for first in range(0, self.slots, count):
+            yield self.page_ids[first : first + count]
 
     def slot_of(self, page_id: int) -> int:
         return page_id - self.first_page_id

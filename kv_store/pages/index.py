@@ -106,6 +106,7 @@ class Page:
     priority: int = 0
     lru_seq: int = 0
     listed: bool = False  # the manifest has a row for this generation
+    hashed: bool = False  # the key was computed from parent and tokens, in this run
     before: Page | None = None  # resident pages with the same parent form a list
     after: Page | None = None
 
@@ -136,6 +137,8 @@ class PageIndex:
         self._free: list[int] = []  # heap: low slots first keeps writes together
         self._by_key: dict[bytes, Page] = {}
         self._children: dict[bytes, Page] = {}  # per parent key: the first of its resident pages
+        self.resident = self._by_key.get  # the page of a content key, if it may be found
+        self.first_child = self._children.get  # one resident page that follows that of a key
         self._parents_gone: set[bytes] = set()  # keys of `_children` without a resident page
         self._tails: dict[bytes, Counter[int]] = {}  # per parent: resident tails per length
         self._verified: OrderedDict[int, None] = OrderedDict()  # resident, least recently first
@@ -155,6 +158,9 @@ class PageIndex:
 
     def count(self, *states: PageState) -> int:
         return sum(self._counts[state] for state in states)
+
+    def counts(self) -> dict[PageState, int]:
+        return self._counts.copy()
 
     @property
     def used(self) -> int:
@@ -188,9 +194,6 @@ class PageIndex:
     def find(self, page_id: int) -> Page | None:
         """The slot, whatever its state."""
         return self._pages.get(page_id)
-
-    def resident(self, key: bytes) -> Page | None:
-        return self._by_key.get(key)
 
     def children(self, parent: bytes) -> Iterator[Page]:
         """The resident pages that follow the page of this key."""
@@ -240,7 +243,7 @@ class PageIndex:
         if target is PageState.FREE:
             page.gen += 1
             page.key = page.parent = page.tokens = page.digest = page.checksum = b""
-            page.lru_seq = 0
+            page.lru_seq, page.hashed = 0, False
             self._set_priority(page, 0)
             self.dirty_lru.discard(page.page_id)
             if page.gen < GEN_MAX:  # a slot whose generations are used up is never used again
@@ -248,9 +251,11 @@ class PageIndex:
 
     def pin(self, page: Page, count: int = 1) -> None:
         """Forbid eviction until as many pins were given back."""
-        self.pinned += not page.pins
+        if not page.pins:
+            self.pinned += 1
+            if page.state in EVICTABLE:
+                self._order.remove(page.page_id)
         page.pins += count
-        self._order.remove(page.page_id)
 
     def unpin(self, page: Page) -> None:
         """Give one pin back; the last one is a use of the page."""
@@ -299,7 +304,8 @@ class PageIndex:
         if priority is not None:
             self._set_priority(page, priority)
         self.dirty_lru.add(page.page_id)
-        self._reorder(page)
+        if not page.pins and page.key not in self._children:  # else it is in no order
+            self._reorder(page)
 
     def restore_age(self, page: Page, priority: int, lru_seq: int) -> None:
         """Give a replayed page what its manifest row recorded."""
@@ -349,7 +355,8 @@ class PageIndex:
         if first is not None:
             first.before = page
         self._children[page.parent] = page
-        self._count_tail(page, 1)
+        if page.is_tail:
+            self._count_tail(page, 1)
         if first is not None:
             return
         if (parent := self._by_key.get(page.parent)) is not None:
@@ -370,11 +377,10 @@ class PageIndex:
             if (parent := self._by_key.get(page.parent)) is not None:
                 self._reorder(parent)
         page.before = page.after = None
-        self._count_tail(page, -1)
+        if page.is_tail:
+            self._count_tail(page, -1)
 
     def _count_tail(self, page: Page, change: int) -> None:
-        if not page.is_tail:
-            return
         self.tails += change
         lengths = self._tails.setdefault(page.parent, Counter())
         lengths[page.n_tokens] += change
@@ -411,30 +417,3 @@ class PageIndex:
         assert sum(self._counts.values()) == len(self._pages), self._counts
         assert len(self._by_key) == sum(self._counts[state] for state in RESIDENT)
         assert len(self._verified) == len(self._by_key)
-
-    def check(self) -> None:
-        """Recount everything that is kept incrementally, O(n). Raises AssertionError."""
-        self.check_sums()
-        counts = dict.fromkeys(PageState, 0)
-        tails: dict[bytes, Counter[int]] = {}
-        for page in self._pages.values():
-            self.check_page(page)
-            counts[page.state] += 1
-            if page.state in RESIDENT and page.is_tail:
-                tails.setdefault(page.parent, Counter())[page.n_tokens] += 1
-        children = {parent: list(self.children(parent)) for parent in self._children}
-        linked = [page for pages in children.values() for page in pages]
-        gone = {key for key in children if key != ROOT_KEY and key not in self._by_key}
-        assert gone == self._parents_gone
-        assert counts == self._counts, (counts, self._counts)
-        assert sorted(page.page_id for page in linked) == sorted(self._verified)
-        assert all(page.parent == parent for parent, pages in children.items() for page in pages)
-        assert tails == self._tails
-        assert self.tails == sum(lengths.total() for lengths in tails.values())
-        assert self.pinned == sum(page.pins > 0 for page in self)
-        assert self.superseded == sum(page.priority == SUPERSEDED for page in self)
-        evictable = sum(page.page_id in self._order for page in self)
-        assert evictable == len(self._order)
-        free = {i for i in self._free if i in self._pages and self._pages[i].state is _S.FREE}
-        usable = {p.page_id for p in self._pages.values() if p.state is _S.FREE and p.gen < GEN_MAX}
-        assert free == usable, "the free list and the free slots differ"

@@ -6,8 +6,8 @@ that fails is invalid and its slot is used again once: the second failure retire
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -35,21 +35,19 @@ class PageLoader:
         """
         result: Future[list[bool]] = new_future()
         with self._core.lock:
-            waits = [self.load_one(ref) for ref in refs]
-        left = [len(waits)]
-        lock = threading.Lock()
+            waits = deque(self.load_one(ref) for ref in refs)
+        good = list[bool]()
 
-        def one_done(_: Future[bool]) -> None:
-            with lock:
-                left[0] -= 1
-                if left[0]:
-                    return
-            result.set_result([wait.result() for wait in waits])
+        def collect(_: Future[bool] | None = None) -> None:
+            """Take what is done, in order; goes on when the first that is not is done."""
+            while waits and waits[0].done():
+                good.append(waits.popleft().result())
+            if waits:
+                waits[0].add_done_callback(collect)
+            else:
+                result.set_result(good)
 
-        if not waits:
-            result.set_result([])
-        for wait in waits:
-            wait.add_done_callback(one_done)
+        collect()
         return result
 
     def cold(self, refs: Sequence[PageRef]) -> list[bool]:
@@ -69,21 +67,27 @@ class PageLoader:
             if page.state is not PageState.PUBLISHED:
                 raise StaleRef(f"{page!r} is not published")
             self._index.pin(page)
+        return self._core.thread.submit(lambda: self.read_again(page))
 
-        def intent() -> bool:
-            good = False
-            try:
-                good = self._bytes_match(page)
-            finally:
-                with self._core.lock:
-                    if not good:
-                        self._slots.invalidate(page, slot_failed=True)
-                    elif page.state is PageState.PUBLISHED:
-                        self._index.note_verified(page)
-                    self._slots.unpin(page)
-            return good
+    def read_again(self, page: Page) -> bool:
+        """Read a page that the caller pinned, and give that pin back (page thread).
 
-        return self._core.thread.submit(intent)
+        A page whose bytes are right is readable then, one whose checksum fails is invalid.
+        """
+        good = False
+        try:
+            good = self._bytes_match(page)
+        finally:
+            with self._core.lock:
+                if not good:
+                    self._slots.invalidate(page, slot_failed=True)
+                elif page.state is PageState.LISTED:
+                    self._index.apply(page, PageEvent.LOAD)
+                    self._index.apply(page, PageEvent.VERIFY)
+                elif page.state is PageState.PUBLISHED:
+                    self._index.note_verified(page)
+                self._slots.unpin(page)
+        return good
 
     def self_test(self) -> None:
         """Write and read back a free slot before the pool has users (opener's thread).

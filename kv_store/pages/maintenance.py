@@ -8,15 +8,15 @@ recomputed by the caller, not here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from kv_store.errors import StaleRef
 from kv_store.ledger import writes
 from kv_store.pages.allocator import EVICT_BATCH, EVICT_TO_PERCENT, SlotAllocator
 from kv_store.pages.core import StoreCore
-from kv_store.pages.index import EVICTABLE, SLICE_PAGES, SUPERSEDED, PageRef, PageState
+from kv_store.pages.index import EVICTABLE, RESIDENT, SLICE_PAGES, SUPERSEDED, PageRef
 from kv_store.pages.load import PageLoader
 from kv_store.threads import new_future
 
@@ -40,7 +40,7 @@ class ScrubResult:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Pages of `total` read so far: `good`, `bad` (invalid now), `gone` (evicted meanwhile)."""
+    """Pages of `total` that were read: `good`, `bad` (invalid now); `gone`: evicted meanwhile."""
 
     total: int
     good: int = 0
@@ -48,10 +48,6 @@ class VerifyReport:
     gone: int = 0
     read_bytes: int = 0
     seconds: float = 0.0
-
-    @property
-    def done(self) -> int:
-        return self.good + self.bad + self.gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +60,6 @@ class GcReport:
     places_other_reprs: int
     sessions: int
     turns: int
-
-
-Progress = Callable[[VerifyReport], None]
 
 
 class PageMaintenance:
@@ -86,42 +79,33 @@ class PageMaintenance:
         A bad one becomes invalid. None = no page to read. Bytes come through the kernel's page
         cache, as the lanes see them.
         """
-        result: Future[ScrubResult | None] = new_future()
+        return self._core.thread.submit(self._scrub)
+
+    def _scrub(self) -> ScrubResult | None:
         with self._core.lock:
             page = self._index.least_verified()
             if page is None:
-                result.set_result(None)
-                return result
-            ref, key, parent, n = page.ref, page.key, page.parent, page.n_tokens
-            digest = page.digest
-            checked = self._check(ref)
+                return None
+            self._index.pin(page)
+            ref, key, parent, n, digest = (
+                page.ref, page.key, page.parent, page.n_tokens, page.digest,
+            )  # fmt: skip
+        good = self._loader.read_again(page)
+        self._core.counters["pages_scrubbed"] += 1
+        return ScrubResult(ref, good, key, parent, n, digest)
 
-        def done(future: Future[bool]) -> None:
-            error = future.exception()
-            if error is not None:
-                result.set_exception(error)
-                return
-            self._core.counters["pages_scrubbed"] += 1
-            result.set_result(ScrubResult(ref, future.result(), key, parent, n, digest))
-
-        checked.add_done_callback(done)
-        return result
-
-    def verify_all(self, progress: Progress | None = None) -> Future[VerifyReport]:
+    def verify_all(self) -> Future[VerifyReport]:
         """Read every page; those that fail become invalid. Serving goes on in between.
 
-        `progress` is called on the page thread after each page. One run at a time: a second call
-        gets the first one's future.
+        One run at a time: a second call gets the first one's future.
         """
         with self._core.lock:
-            if self._verifying is not None and not self._verifying.done():
-                return self._verifying
-            result: Future[VerifyReport] = new_future()
-            self._verifying = result
-            total = self._index.count(*EVICTABLE)
-        refs = self._evictable_refs()
-        self._verify_from(refs, VerifyReport(total), time.monotonic(), progress, result)
-        return result
+            if self._verifying is None or self._verifying.done():
+                self._verifying = new_future()
+                self._verify_from(
+                    self._evictable_refs(), Counter(), time.monotonic(), self._verifying
+                )
+            return self._verifying
 
     def _evictable_refs(self) -> Iterator[PageRef]:
         for ids in self._slices():
@@ -133,60 +117,45 @@ class PageMaintenance:
     def _verify_from(
         self,
         left: Iterator[PageRef],
-        report: VerifyReport,
+        counts: Counter[str],
         start: float,
-        progress: Progress | None,
         result: Future[VerifyReport],
     ) -> None:
-        """Check one page, then the rest."""
+        """Submit the check of one page, which submits the rest: others' work goes in between."""
 
-        def done(future: Future[bool]) -> None:
-            error = future.exception()
-            if error is not None and not isinstance(error, StaleRef):
-                result.set_exception(error)  # the store is closed
+        def check() -> None:
+            ref = next(left, None)
+            if ref is not None:
+                counts[self._check(ref)] += 1
+                self._verify_from(left, counts, start, result)
                 return
-            counted = _counted(
-                report, future, self._slots.layout.page_bytes, time.monotonic() - start
+            read_bytes = (counts["good"] + counts["bad"]) * self._slots.layout.page_bytes
+            seconds = time.monotonic() - start
+            result.set_result(
+                VerifyReport(counts.total(), **counts, read_bytes=read_bytes, seconds=seconds)
             )
-            try:
-                if progress is not None:
-                    progress(counted)
-            except Exception as failed:  # else the caller's future would never resolve
-                result.set_exception(failed)
-                return
-            # through the queue: others' work goes in between, and the stack stays flat
-            again = self._core.thread.submit(
-                lambda: self._verify_from(left, counted, start, progress, result)
-            )
-            if again.done() and (closed := again.exception()) and not result.done():
-                result.set_exception(closed)
 
-        ref = next(left, None)
-        if ref is None:
-            result.set_result(replace(report, total=report.done))
-            return
-        self._check(ref).add_done_callback(done)
+        def done(checked: Future[None]) -> None:
+            if (error := checked.exception()) is not None:  # e.g. the store is closed
+                result.set_exception(error)
 
-    def _check(self, ref: PageRef) -> Future[bool]:
-        """Verify or load, whichever the page needs; StaleRef in the future if it is gone."""
+        self._core.thread.submit(check).add_done_callback(done)
+
+    def _check(self, ref: PageRef) -> str:
+        """Read one page; gives the field of VerifyReport that counts it."""
         with self._core.lock:
-            try:
-                if self._index.get(ref).state is PageState.PUBLISHED:
-                    return self._loader.verify(ref)
-                return self._loader.load_one(ref)
-            except StaleRef as error:
-                gone: Future[bool] = new_future()
-                gone.set_exception(error)
-                return gone
+            page = self._index.find(ref.page_id)
+            if page is None or page.ref != ref or page.state not in RESIDENT:
+                return "gone"
+            self._index.pin(page)
+        return "good" if self._loader.read_again(page) else "bad"
 
     # -- in slices ----------------------------------------------------------------------------
 
     def _slices(self) -> Iterator[range]:
         """The ids of every slot, a few at a time."""
         for info in list(self._slots.infos):
-            last = info.first_page_id + info.slots
-            for first in range(info.first_page_id, last, SLICE_PAGES):
-                yield range(first, min(first + SLICE_PAGES, last))
+            yield from info.slices(SLICE_PAGES)
 
     def check(self) -> None:
         """Compare the next CHECK_SLOTS slots with the indexes, in slices; after the last slot the
@@ -252,18 +221,3 @@ class PageMaintenance:
                 break
         wait([self._core.ledger.commit()])
         return evicted
-
-
-def _counted(
-    report: VerifyReport, future: Future[bool], page_bytes: int, seconds: float
-) -> VerifyReport:
-    if future.exception() is not None:
-        return replace(report, gone=report.gone + 1, seconds=seconds)
-    good = future.result()
-    return replace(
-        report,
-        good=report.good + good,
-        bad=report.bad + (not good),
-        read_bytes=report.read_bytes + page_bytes,
-        seconds=seconds,
-    )

@@ -61,21 +61,6 @@ class PagePool:
         self.verify_all = self.maintenance.verify_all
         core.pools.append(self.allocator)
 
-    @property
-    def slots_max(self) -> int:
-        """Pages the budget allows."""
-        return self.allocator.slots_max
-
-    @property
-    def is_growing(self) -> bool:
-        """Whether an extent is being allocated: a refused `reserve` may soon succeed."""
-        return self.allocator.is_growing
-
-    @property
-    def bytes_loading(self) -> int:
-        """Of pages that were asked for before and are still being read."""
-        return self.loader.bytes_loading
-
     def match_prefix(
         self,
         tokens: keys.Tokens | bytes,
@@ -87,34 +72,46 @@ class PagePool:
     ) -> list[PageRef]:
         """The longest run of full pages, from the first token on, that the store knows.
 
-        Token ids are compared, not only their hash. At most `tokens_max` tokens are covered.
-        Pages that were not read since start are included: `load()` them before use.
+        Token ids are compared, not only their hash; a timeline has one salt. At most `tokens_max`
+        tokens are covered. Pages that were not read since start are included: `load()` them
+        before use.
         """
         ids, parent, found = keys.token_bytes(tokens), keys.ROOT_KEY, list[PageRef]()
         if tokens_max is not None:
             ids = ids[: max(0, tokens_max) * 4]
         step = PAGE_TOKENS * 4
-        ends = range(step, len(ids) + 1, step)
-        for first in range(0, len(ends), MATCH_SLICE):  # hashed outside the lock
-            links = list[tuple[bytes, bytes]]()
-            for end in ends[first : first + MATCH_SLICE]:
-                part = ids[end - step : end]
-                parent = keys.content_key(parent, part, self.repr_id, salt)
-                links.append((parent, part))
-            count = len(found)
+        starts = range(0, len(ids) - step + 1, step)
+        for first in range(0, len(starts), MATCH_SLICE):
             with self.core.lock:
-                for key, part in links:
-                    page = self.index.resident(key)
-                    if page is None or page.tokens != part:
+                for start in starts[first : first + MATCH_SLICE]:
+                    page = self._follower(parent, ids[start : start + step], salt)
+                    if page is None:
                         break
                     self.index.touch(page, priority)
                     if pin:
                         self.index.pin(page)
                     found.append(page.ref)
-            if len(found) - count < len(links):
+                    parent = page.key
+            if len(found) < first + MATCH_SLICE:
                 break
         self.core.counters["pages_matched"] += len(found)
         return found
+
+    def _follower(self, parent: bytes, ids: bytes, salt: bytes) -> Page | None:
+        """The resident page of these tokens after the page of `parent`.
+
+        Most pages are followed by one: where its key is known to be that of its tokens, comparing
+        these is enough. A timeline's first page is found by hash, as the salt is part of it.
+        """
+        page = self.index.first_child(parent)
+        if page is None:
+            return None
+        if parent == keys.ROOT_KEY or not page.hashed or page.tokens != ids:
+            page = self.index.resident(keys.content_key(parent, ids, self.repr_id, salt))
+            if page is None or page.tokens != ids:
+                return None
+            page.hashed = True
+        return page
 
     def find_tail(
         self,
@@ -194,40 +191,44 @@ class PagePool:
         """
         if slot_failed and (descendants or rootless):
             raise ValueError("a failed slot says nothing about the content of other pages")
-        found, retracted = set[bytes](), list[Retracted]()
+        index, retracted = self.index, list[Retracted]()
         with self.core.lock:
             named = {key for page in pages if (key := self._key_of(page))}
             left = deque(named)
             if rootless:
-                left.extend(page.key for page in self.index.rootless())
+                left.extend(page.key for page in index.rootless())
         while left:
+            count = len(retracted)
             with self.core.lock:
                 for _ in range(INVALIDATE_SLICE):
+                    key = left[0]
+                    page = index.resident(key)
+                    if page is None and (descendants or rootless):
+                        page = index.first_child(key)
+                    if page is not None:
+                        retracted.append(self.allocator.retract(page, slot_failed=slot_failed))
+                        if page.key != key:
+                            left.append(page.key)
+                        continue
+                    left.popleft()
                     if not left:
                         break
-                    page = self._next_invalid(left[0], descendants or rootless)
-                    if page is None:
-                        left.popleft()
-                        continue
-                    found.add(page.key)
-                    if page.key != left[0]:
-                        left.append(page.key)
-                    retracted.append(self.allocator.retract(page, slot_failed=slot_failed))
+                self.allocator.report(retracted[count:])
+        named.update(one.page.key for one in retracted)
         if retracted:
             self.allocator.free_rows(retracted)
             self.core.ledger.commit()
-        for first in range(0, len(retracted), INVALIDATE_SLICE):
-            with self.core.lock:
-                for page, _, _ in retracted[first : first + INVALIDATE_SLICE]:
-                    self.allocator.unpin(page)
-        return named | found
+            self._let_go(retracted[:INVALIDATE_SLICE])
+            for first in range(INVALIDATE_SLICE, len(retracted), INVALIDATE_SLICE):
+                part = retracted[first : first + INVALIDATE_SLICE]
+                self.core.thread.submit(lambda part=part: self._let_go(part))
+        return named
 
-    def _next_invalid(self, key: bytes, descendants: bool) -> Page | None:
-        """The page of a wrong key or, once that is retracted, one that follows it."""
-        page = self.index.resident(key)
-        if page is None and descendants:
-            page = next(self.index.children(key), None)
-        return page
+    def _let_go(self, retracted: list[Retracted]) -> None:
+        """Give the pins of retracted pages back."""
+        with self.core.lock:
+            for page, *_ in retracted:
+                self.allocator.unpin(page)
 
     def _key_of(self, page: PageRef | bytes) -> bytes:
         """The content key that is meant; empty for a reference that is not resident, as another

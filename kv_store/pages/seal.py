@@ -77,7 +77,7 @@ class PageSealer:
             if isinstance(page, NoRoom):
                 self._core.counters["reserve_refused"] += 1
                 return page
-            page.key, page.parent, page.tokens = key, parent, ids
+            page.key, page.parent, page.tokens, page.hashed = key, parent, ids, True
             return Ticket(key, parent, ids, salt, priority, page, None)
 
     def seal(
@@ -155,7 +155,6 @@ class PageSealer:
             page.checksum,
             self._core.epoch,
             ticket.priority,
-            0,
         )
         self._publishing[ticket.key] = (page, [future])
         written = self._core.ledger.append(*self._slots.extent_row(page.page_id), row)

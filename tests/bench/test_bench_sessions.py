@@ -21,8 +21,7 @@ from bench import crash, hashlm, kill_points
 from bench.engine_child import EngineProcess
 from bench.postmortem import double_slots
 from bench.zygote import Zygote
-from kv_store import ArenaMapping, SlotOwner
-from kv_store.arenas.arena import Arena
+from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner
 
 ROOT = Path(__file__).resolve().parents[2]
 

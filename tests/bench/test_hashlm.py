@@ -20,8 +20,9 @@ from batchengine.core import Sampling
 from batchengine.lanes.step_input import ARENA_BIT, StepLimits, StepOutput, unpack
 from bench import hashlm
 from bench.hashlm import LAYOUT, HashDevice, HashTimeline, hashlm_tokens
-from kv_store.arenas.arena import Arena, SlotOwner, valid_rows
+from kv_store.arenas.arena import Arena, SlotOwner
 from kv_store.osio import Files
+from tests.support.arena_rows import valid_rows
 from tests.support.engines import Site, read, request, running_engine, until, words
 
 VOCAB = 2048

@@ -15,6 +15,7 @@ import pytest
 from batchengine.core import Sampling
 from batchengine.engine import Engine
 from batchengine.engine.lane.loop import LaneLoop
+from bench.store_check import check_integrity
 from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
 CLASSES = ["interactive", "standard", "background", "batch"]
@@ -89,7 +90,7 @@ async def test_chaos(site: Site, reference: Reference, seed: int) -> None:
             await until(
                 lambda: all(_available(loop) == loop.config.places for loop in engine.state.lanes)
             )
-        engine.running.store.check_integrity()
+        check_integrity(engine.running.store)
     assert chaos.cancelled + len(chaos.received) == 30
     for prompt, n, sampling, tokens in chaos.received:
         assert tokens == reference.tokens(prompt, n, sampling), (len(prompt), n, sampling)

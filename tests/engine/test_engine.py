@@ -13,6 +13,7 @@ from batchengine import errors
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError, Constraint, Kind, Sampling, TokenEvent
 from batchengine.engine import Engine
+from bench.store_check import check_integrity
 from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
 
@@ -178,7 +179,7 @@ async def test_idle_sessions_give_way_when_the_store_is_full(
             longer = [*prompt, *words(i, 300)]
             answer = await read(engine.submit(request(longer, 10, session=f"s{i}")))
             assert answer.tokens == reference.tokens(longer, 10)
-        engine.running.store.check_integrity()
+        check_integrity(engine.running.store)
 
 
 async def test_urgent_requests_preempt_and_nothing_changes(

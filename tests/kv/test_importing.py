@@ -22,10 +22,11 @@ from batchengine.lanes.step_input import ARENA_BIT, BadStep, StepLimits, unpack
 from batchengine.lanes.worker_process import Lane, LaneDied
 from bench import hashlm
 from kv_store import keys
-from kv_store.arenas.arena import FILE_HEADER, Arena, ArenaMapping, SlotOwner, valid_rows
+from kv_store.arenas.arena import FILE_HEADER, Arena, ArenaMapping, SlotOwner
 from kv_store.layout import PAGE_TOKENS, PageLayout
 from kv_store.osio import Files
 from tests.lanes.test_lane import frame_of, load_message, slot
+from tests.support.arena_rows import row_digests, valid_rows
 from tests.support.engines import Reference, words
 
 LAYOUT = PageLayout(2, 2, 64)
@@ -62,7 +63,7 @@ class Bank:
         page = self.mapping.page(at)
         page[: LAYOUT.payload_bytes] = self.rows.data
         seeds = owner.seeds(self.mapping.arena_id, at, 0, rows)
-        digests = keys.row_digests(LAYOUT, page, seeds)
+        digests = row_digests(LAYOUT, page, seeds)
         self.mapping.write_records(at, 0, IDS[:rows].astype(np.uint32), digests)
 
     def import_rows(

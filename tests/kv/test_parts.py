@@ -16,8 +16,9 @@ from batchengine.kv.touching import PageTouches
 from batchengine.session import Event, Loss, Session
 from batchengine.session_kv import PendingRows
 from batchengine.wire import FromArena
-from kv_store import PAGE_TOKENS, Store
 from kv_store.arenas.arena import Arena
+from kv_store.layout import PAGE_TOKENS
+from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import descriptor, settings
 

@@ -12,9 +12,11 @@ import pytest
 
 from batchengine.kv import LaneKv, Provenance, Seal
 from batchengine.session import Event, Session
-from kv_store import PAGE_TOKENS, Store, osio
+from kv_store import osio
 from kv_store.arenas.arena import Arena
 from kv_store.keys import payload_digest
+from kv_store.layout import PAGE_TOKENS
+from kv_store.store import Store
 from tests.simulation.stage import Stage, play, words
 from tests.support import kv_scene
 from tests.support.kv_workload import LAYOUT, descriptor, settings

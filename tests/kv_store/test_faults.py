@@ -14,24 +14,19 @@ import numpy as np
 import pytest
 
 import kv_store.osio as osio
-from kv_store import (
-    ROOT_KEY,
-    LedgerError,
-    NoRoom,
-    NoRoomKind,
-    PageRef,
-    PageState,
-    Store,
-    StoreCorrupt,
-    StoreError,
-    StoreFull,
-)
+from bench.store_check import check_integrity
+from kv_store.errors import LedgerError, StoreCorrupt, StoreError, StoreFull
+from kv_store.keys import ROOT_KEY
+from kv_store.pages.allocator import NoRoom, NoRoomKind
+from kv_store.pages.index import PageRef, PageState
+from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import (
     LAYOUT,
     SALT,
     CountedFiles,
     Lane,
+    append_tokens,
     descriptor,
     evict,
     failing_files,
@@ -60,7 +55,7 @@ def path(tmp_path: Path) -> Path:
     refs = lane.add_chain(IDS)
     assert [ref.page_id for ref in refs] == [0, 1, 2, 3]
     open_session(store.ledger, "s", "t")
-    store.ledger.append_tokens("s", 1, 0, IDS)
+    append_tokens(store.ledger, "s", 1, 0, IDS)
     lane.close()
     store.close()
     return tmp_path / "store"
@@ -94,7 +89,7 @@ def check_every_page(store: Store, damaged: set[int]) -> None:
         parent = store.pages.key_of(parent, IDS[index * 256 : (index + 1) * 256], SALT)
         assert read_page(store, ref) == payload_of(parent).tobytes()
     assert store.pages.load(again).result(20) == [True] * 4
-    store.check_integrity()
+    check_integrity(store)
     lane.close()
 
 
@@ -210,7 +205,7 @@ def test_a_resized_extent_is_forgotten_with_its_pages(path: Path, size: int) -> 
     assert store.ledger.load_session("s").result(20) is not None, "sessions are not lost"
     lane = Lane(store, incarnation=2)
     lane.add_chain(IDS)
-    store.check_integrity()
+    check_integrity(store)
     lane.close()
     store.close()
 
@@ -229,7 +224,7 @@ def test_an_extent_truncated_while_serving_costs_a_recompute(path: Path) -> None
     os.truncate(path / "ext" / "000001.kv", SIZE)
     good = store.pages.load(store.pages.match_prefix(IDS, SALT)).result(20)
     assert good == [True, False, False, False]
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 
@@ -267,7 +262,7 @@ def test_a_damaged_ledger_file_never_gives_wrong_tokens_or_pages(path: Path, whe
         parent = store.pages.key_of(parent, IDS[index * 256 : (index + 1) * 256], SALT)
         if ok:
             assert read_page(store, ref) == payload_of(parent).tobytes()
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 
@@ -347,7 +342,7 @@ def test_an_io_error_in_a_seal_fails_that_page_only(
     assert store.pages.load([first, again]).result(20) == [True, True]
     assert store.stat()["seal_io_errors_total"] == 1
     lane.close()
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 
@@ -366,7 +361,7 @@ def test_a_place_that_fails_twice_is_retired_for_good(tmp_path: Path) -> None:
     store.close()
     store = Store.open(tmp_path / "s", descriptor(), settings())
     assert store.stat()["pages_bad"] == 1
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 
@@ -411,7 +406,7 @@ def test_verify_on_doubt_condemns_a_page_that_rotted(path: Path) -> None:
     assert page_state(store, refs[1]) is PageState.QUARANTINE, "its reader still holds the place"
     store.pages.unpin(refs[1])
     assert store.pages.load([refs[1]]).result(20) == [False]
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 
@@ -427,7 +422,7 @@ def test_a_dead_ledger_publishes_nothing(tmp_path: Path) -> None:
     assert store.stat()["used_bytes"] == 0
     assert store.stat()["ledger_failed"]
     lane.close()
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 
@@ -482,7 +477,7 @@ def test_a_full_file_system_is_survived(small_disk: Path) -> None:
     open_session(store.ledger, "s", "t")
     done = 0
     while done < 2_000_000:
-        store.ledger.append_tokens("s", 1, done, range(done, done + 20_000))
+        append_tokens(store.ledger, "s", 1, done, range(done, done + 20_000))
         error = store.ledger.commit().exception(20)
         if error is not None:
             break
@@ -490,7 +485,7 @@ def test_a_full_file_system_is_survived(small_disk: Path) -> None:
     assert isinstance(error, StoreFull)
     assert not os.path.exists(small_disk / "s" / "BALLAST"), "its bytes were spent first"
     os.unlink(small_disk / "filler")
-    store.ledger.append_tokens("s", 1, done, [7])
+    append_tokens(store.ledger, "s", 1, done, [7])
     store.ledger.commit().result(20)
     lane.close()
     store.close()

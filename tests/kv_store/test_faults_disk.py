@@ -16,25 +16,22 @@ import numpy as np
 import pytest
 
 import kv_store.osio as osio
-from kv_store import (
-    PAGE_TOKENS,
-    ROOT_KEY,
-    PageRef,
-    PageState,
-    Store,
-    StoreCorrupt,
-    StoreError,
-    StoreFull,
-    Ticket,
-    keys,
-)
+from bench.store_check import check_integrity
+from kv_store import keys
+from kv_store.errors import StoreCorrupt, StoreError, StoreFull
 from kv_store.fsck import fsck
+from kv_store.keys import ROOT_KEY
+from kv_store.layout import PAGE_TOKENS
+from kv_store.pages.index import PageRef, PageState
+from kv_store.pages.pool import Ticket
+from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import (
     LAYOUT,
     SALT,
     CountedFiles,
     Lane,
+    append_tokens,
     descriptor,
     evict,
     open_session,
@@ -92,7 +89,7 @@ def work(folder: Path, files: osio.Files, incarnation: int) -> None:
         finally:
             lane.close()
     finally:
-        store.check_integrity()
+        check_integrity(store)
         store.close()
 
 
@@ -196,7 +193,7 @@ def test_a_batch_that_fails_half_way_leaves_no_unread_page_readable(
     assert store.pages.match_prefix(IDS, SALT) == refs[:2]
     assert store.pages.load([refs[2]]).result(20) == [False], "it is gone, not merely unread"
     assert store.stat()["pages_loading"] == 0
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 
@@ -324,7 +321,7 @@ def test_without_descriptors_caching_stops_and_comes_back(tmp_path: Path) -> Non
     wait_for_growth(store)
     assert len(store.pages.allocator.infos) > before
     lane.close()
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 
@@ -347,7 +344,7 @@ def test_without_inodes_caching_stops_and_the_ledger_goes_on(few_inodes: Path) -
     with pytest.raises((StoreFull, OSError)):
         store.create_arena("cpu", 9, 1)
     open_session(store.ledger, "s", "t")
-    store.ledger.append_tokens("s", 1, 0, IDS)
+    append_tokens(store.ledger, "s", 1, 0, IDS)
     store.ledger.commit().result(20)
     lane.close()
     store.close()
@@ -398,7 +395,7 @@ def test_a_late_writer_meets_quarantine(tmp_path: Path) -> None:
     assert served(store) == 4
     assert store.pages.match_prefix(IDS, SALT)[0] == PageRef(old.page_id, old.gen + 1)
     lane.close()
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 
@@ -457,7 +454,7 @@ def test_an_engine_killed_on_a_full_disk_loses_nothing_acknowledged(tmp_path: Pa
         done = 0
         while store.ledger.commit().exception(20) is None:
             print(done, flush=True)
-            store.ledger.append_tokens("s", 1, done, range(done, done + 20_000))
+            append_tokens(store.ledger, "s", 1, done, range(done, done + 20_000))
             done += 20_000
         os.kill(os.getpid(), signal.SIGKILL)"""
     with kv_scene.small_disk("size=3m") as folder:

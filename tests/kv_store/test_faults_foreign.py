@@ -13,24 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from kv_store import (
-    PAGE_TOKENS,
-    Descriptor,
-    PageLayout,
-    PageRef,
-    Store,
-    StoreLocked,
-    StoreUnsupported,
-    StoreVersion,
-    keys,
-)
+from bench.store_check import check_integrity
+from kv_store import keys
+from kv_store.errors import StoreLocked, StoreUnsupported, StoreVersion
 from kv_store.fsck import fsck
+from kv_store.layout import PAGE_TOKENS, Descriptor, PageLayout
 from kv_store.ledger import writes
+from kv_store.pages.index import PageRef
+from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import (
     LAYOUT,
     SALT,
     Lane,
+    append_tokens,
     descriptor,
     evict,
     payload_of,
@@ -161,7 +157,7 @@ def test_a_copied_directory_is_a_store_of_its_own(path: Path, tmp_path: Path) ->
         lane = Lane(store, incarnation=5)
         lane.add_chain(tokens_of(7, 1))
         lane.close()
-        store.check_integrity()
+        check_integrity(store)
     assert (tmp_path / "copy" / "LOCK").read_bytes() != (path / "LOCK").read_bytes()
     original.close()
     copy.close()
@@ -264,12 +260,12 @@ def test_a_store_of_every_schema_opens_with_nothing_lost(tmp_path: Path, version
     assert (bob.tokens, bob.info.epoch, bob.info.owner_lane) == ([1, 2, 3, 4], 2, "cpu")
     assert [turn.status for turn in bob.turns] == ["running"]
     assert [mark.session for mark in store.ledger.suspects().result(20)] == ["bob"]
-    store.ledger.append_tokens("bob", 2, 4, [5])
+    append_tokens(store.ledger, "bob", 2, 4, [5])
     store.ledger.commit().result(20)
     lane = Lane(store)
     lane.add_chain(IDS)
     lane.close()
-    store.check_integrity()
+    check_integrity(store)
     store.close()
     assert fsck(path).findings == []
 

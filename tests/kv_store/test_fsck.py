@@ -14,25 +14,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_store import (
-    ArenaMapping,
-    SlotOwner,
-    Store,
-    StoreCorrupt,
-    StoreError,
-    StoreLocked,
-    StoreUnsupported,
-    StoreVersion,
-    keys,
-)
+from bench.store_check import check_integrity
+from kv_store import keys
+from kv_store.arenas.arena import ArenaMapping, SlotOwner
+from kv_store.errors import StoreCorrupt, StoreError, StoreLocked, StoreUnsupported, StoreVersion
 from kv_store.fsck import FsckReport, fsck
 from kv_store.ledger import writes
+from kv_store.store import Store
 from service.cli.store import fsck as check_command
 from tests.support import kv_scene
 from tests.support.kv_workload import (
     LAYOUT,
     SALT,
     Lane,
+    append_tokens,
     append_turn,
     descriptor,
     open_session,
@@ -60,7 +55,7 @@ def path(tmp_path: Path) -> Path:
     for name in ("a", "b"):
         open_session(store.ledger, name, "t")
         for start in range(0, 1024, 100):
-            store.ledger.append_tokens(name, 1, start, IDS[start : start + 100])
+            append_tokens(store.ledger, name, 1, start, IDS[start : start + 100])
         append_turn(store.ledger, name, "one", 0, 700)
     append_turn(store.ledger, "a", "two", 700, 800)
     store.ledger.commit().result(20)
@@ -105,7 +100,7 @@ def checked(path: Path, words: str) -> FsckReport:
     assert again.ok
     store = Store.open(path, descriptor(), settings())
     assert not store.recovery.pages_dropped
-    store.check_integrity()
+    check_integrity(store)
     report = store.pages.verify_all().result(20)
     assert report.bad == 0
     for info in store.ledger.list_sessions().result(20):
@@ -142,7 +137,7 @@ def test_a_killed_store_is_checked_through_its_log_and_left_as_it_is(tmp_path: P
         lane = Lane(store)
         lane.add_chain(IDS)
         open_session(store.ledger, "s", "t")
-        store.ledger.append_tokens("s", 1, 0, IDS)
+        append_tokens(store.ledger, "s", 1, 0, IDS)
         store.ledger.commit().result(20)
         os.kill(os.getpid(), signal.SIGKILL)"""
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60)
@@ -561,5 +556,5 @@ def test_a_ledger_of_junk_ends_in_named_errors_and_no_lie(
             assert error is None or isinstance(error, StoreCorrupt)
             record = None if error else future.result()
             assert record is None or record.tokens == IDS[: len(record.tokens)].tolist()
-        store.check_integrity()
+        check_integrity(store)
         store.close()

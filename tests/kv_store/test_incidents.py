@@ -19,23 +19,15 @@ import numpy as np
 import pytest
 
 import kv_store.store as store_module
-from kv_store import (
-    ROOT_KEY,
-    Descriptor,
-    PageLayout,
-    PageState,
-    StaleRef,
-    Store,
-    StoreError,
-    StoreLocked,
-    keys,
-    osio,
-    payload_digest,
-)
+from kv_store import keys, osio
+from kv_store.errors import StaleRef, StoreError, StoreLocked
+from kv_store.keys import ROOT_KEY, payload_digest
+from kv_store.layout import Descriptor, PageLayout
 from kv_store.pages.allocator import SlotAllocator
-from kv_store.pages.index import Page, PageEvent, PageIndex
+from kv_store.pages.index import Page, PageEvent, PageIndex, PageState
 from kv_store.pages.load import PageLoader
 from kv_store.pages.seal import PageSealer, Ticket
+from kv_store.store import Store
 from kv_store.threads import IntentThread, new_future
 from tests.support import kv_scene
 from tests.support.kv_workload import (

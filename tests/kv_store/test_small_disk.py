@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from batchengine.core import Kind
-from kv_store import Store, StoreFull, keys
+from bench.store_check import check_integrity
+from kv_store import keys
+from kv_store.errors import StoreFull
 from kv_store.pages.core import derived_floor_bytes
-from kv_store.store import StoreSettings
+from kv_store.store import Store, StoreSettings
 from tests.support import kv_scene
 from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 from tests.support.kv_workload import (
@@ -114,7 +116,7 @@ def test_a_small_disk_is_cached_on_down_to_its_floor_and_then_evicts(make_disk: 
     assert listed == len(refs) > 0
     good = store.pages.load(refs).result(20)
     assert sum(good) > 20
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 

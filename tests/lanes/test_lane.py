@@ -21,9 +21,10 @@ from batchengine.core import GREEDY, PAGE_TOKENS, BatchEngineError
 from batchengine.lanes.step_input import ARENA_BIT, BadStep, StepLimits, unpack
 from batchengine.lanes.worker_process import Lane, LaneDied
 from kv_store import keys, layout, osio
-from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner, valid_rows
+from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner
 from kv_store.errors import StoreError
 from kv_store.layout import PageLayout
+from tests.support.arena_rows import valid_rows
 from tests.support.engines import words
 
 LAYOUT = PageLayout(4, 2, 64)

@@ -32,6 +32,7 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.recompute import KEY as RECOMPUTE
 from batchengine.engine.placement.migration import OnPoint
 from batchengine.session import Session, State
+from bench.store_check import check_integrity
 from kv_store.arenas.arena import SlotState
 from tests.simulation import faults
 from tests.simulation.clock import VirtualLoop
@@ -594,7 +595,7 @@ class World:
                 raise AssertionError(f"{session!r} is not idle")
         store = life.seam.opened
         assert store is not None
-        store.check_integrity()
+        check_integrity(store)
 
     def _is_looking_after_itself(self, life: Life) -> bool:
         """A canary sits in an arena, the scrub reads a page, a lane just died: it ends."""

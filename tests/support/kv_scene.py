@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kv_store import Store
+from bench.store_check import check_integrity
+from kv_store.store import Store
 from tests.support.kv_workload import Lane, descriptor, scratch, settings
 
 
@@ -29,7 +30,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     """An empty one; its index is recounted at the end."""
     opened = Store.open(tmp_path / "store", descriptor(), settings())
     yield opened
-    opened.check_integrity()
+    check_integrity(opened)
     opened.close()
 
 

@@ -22,24 +22,16 @@ from typing import Any
 import numpy as np
 
 import kv_store.osio as osio
-from kv_store import (
-    PAGE_TOKENS,
-    ROOT_KEY,
-    Arena,
-    ArenaMapping,
-    Descriptor,
-    Ledger,
-    PageLayout,
-    PageRef,
-    PageState,
-    SlotOwner,
-    Store,
-    StoreSettings,
-    Ticket,
-    content_key,
-)
+from bench.store_check import check_integrity
+from kv_store import keys
+from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner
+from kv_store.keys import ROOT_KEY, content_key
+from kv_store.layout import PAGE_TOKENS, Descriptor, PageLayout
 from kv_store.ledger import writes
-from kv_store.ledger.ledger import lenient_text
+from kv_store.ledger.ledger import Ledger, lenient_text
+from kv_store.pages.index import PageRef, PageState
+from kv_store.pages.pool import Ticket
+from kv_store.store import Store, StoreSettings
 
 LAYOUT = PageLayout(1, 1, 32)  # 17 KiB of payload in one 64 KiB page
 SALT = b"tenant"
@@ -169,6 +161,14 @@ def open_session(
     ledger: Ledger, session: str, tenant: str, epoch: int = 1, meta: str = "{}"
 ) -> Future[int]:
     return ledger.append(writes.OpenSession(session, tenant, ledger.repr_id, epoch, meta))
+
+
+def append_tokens(
+    ledger: Ledger, session: str, epoch: int, start: int, ids: keys.Tokens
+) -> Future[int]:
+    """Token ids from position `start`, which must be the session's length."""
+    record = writes.AppendTokens(session, epoch, start, keys.token_bytes(ids))
+    return ledger.append(record)
 
 
 def append_turn(
@@ -302,7 +302,7 @@ def crash_workload(path: str, ack: int, number: int) -> int:
     open_session(store.ledger, "s", "t")
     append_turn(store.ledger, "s", "turn", 0, TURNS[0])
     for count in TURNS:
-        store.ledger.append_tokens("s", 1, done, TIMELINE[done : done + count])
+        append_tokens(store.ledger, "s", 1, done, TIMELINE[done : done + count])
         done += count
         store.ledger.commit().result(20)
         os.write(ack, ACK.pack(done, published))
@@ -345,10 +345,10 @@ def second_life(store: Store) -> None:
     store.pages.scrub_next().result(20)
     store.gc(keep=["s", "fork"]).result(20)
     open_session(store.ledger, "gone", "t")
-    store.ledger.append_tokens("gone", 1, 0, GONE)
+    append_tokens(store.ledger, "gone", 1, 0, GONE)
     wait_for_growth(store)
     store.pages.unpin(lane.add(ROOT_KEY, GONE)[0])
-    store.ledger.drop_session("gone")
+    store.ledger.append(writes.DropSession("gone"))
     store.ledger.commit().result(20)
     lane.close()
 
@@ -391,12 +391,12 @@ def crash_check(path: str, acks: bytes) -> None:
             parent = content_key(parent, ids, store.pages.repr_id, SALT)
             assert read_page(store, ref) == payload_of(parent).tobytes(), "wrong KV"
             store.pages.unpin(ref)
-        store.check_integrity()
+        check_integrity(store)
         lane = Lane(store, 2, incarnation=2)
         wait_for_growth(store)
         lane.add_chain(TIMELINE)
         assert len(store.pages.match_prefix(TIMELINE, SALT)) == 3
-        store.check_integrity()
+        check_integrity(store)
         lane.close()
     finally:
         store.close()

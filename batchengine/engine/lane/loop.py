@@ -72,7 +72,7 @@ class LaneLoop:
         self.config = config
         self.cost = CostModel(cost)
         self.meter = StepMeter(self.cost, metrics.step_seconds.labels(lane.name))
-        self.seats = Seats(self.kv, config, store.pages.slots_max, metrics, self.now_ms)
+        self.seats = Seats(self.kv, config, store.pages.allocator.slots_max, metrics, self.now_ms)
         self.running, self.waiting = self.seats.running, self.seats.waiting
         self.sessions = self.kv.slots.members  # every session with pages on this lane
         self.stopping = False

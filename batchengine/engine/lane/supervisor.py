@@ -15,8 +15,7 @@ from batchengine.config import Config, LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.kv import LaneKv
 from batchengine.lanes.worker_process import Lane
-from kv_store import StoreError
-from kv_store.errors import StoreFull, StoreGone
+from kv_store.errors import StoreError, StoreFull, StoreGone
 from kv_store.ledger.continuity import INCARNATIONS
 from kv_store.store import Store
 

@@ -16,6 +16,7 @@ from batchengine.engine.turns.journal import Journal
 from batchengine.engine.turns.turn import Turn
 from batchengine.session import Session
 from kv_store.errors import StoreError
+from kv_store.ledger import writes
 from kv_store.ledger.queries import SuspectInfo
 from kv_store.store import Store
 
@@ -50,7 +51,9 @@ class Suspects:
             strikes = row.strikes
             if row.incarnation != ATTRIBUTED:
                 strikes -= not crashed
-                mark = self._store.ledger.set_suspect(row.session, ATTRIBUTED, strikes, row.alone)
+                mark = self._store.ledger.append(
+                    writes.SetSuspect(row.session, ATTRIBUTED, strikes, row.alone)
+                )
                 waits.append(asyncio.wrap_future(mark))
             if row.alone and strikes > 0:
                 self._strikes[row.session] = strikes

@@ -33,7 +33,7 @@ class Restores:
             cold_tokens=cold_tokens,
             cold_bytes=cold_bytes,
             read_bytes_per_s=self._read_rate(),
-            queued_bytes=0 if store is None else store.pages.bytes_loading,
+            queued_bytes=0 if store is None else store.pages.loader.bytes_loading,
             decodes=load.decodes,
         )
         self._state.metrics.restores_total.labels(found.choice).inc()

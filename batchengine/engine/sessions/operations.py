@@ -34,7 +34,7 @@ from batchengine.engine.turns.records import (
 from batchengine.session import Session
 from batchengine.session_kv import full_pages, page_start
 from batchengine.text import TextFrontend
-from kv_store import LedgerRefused, StoreError
+from kv_store.errors import LedgerRefused, StoreError
 from kv_store.ledger import writes
 from kv_store.ledger.queries import SessionRecord
 from kv_store.store import Store
@@ -103,7 +103,9 @@ class SessionOperations:
             facts.parks = parked.tool_call_id if is_busy else None
         name = durable_name(tenant, session_id)
         try:
-            await self._wait(self._store.ledger.set_meta(name, epoch, state, encode(meta)))
+            await self._wait(
+                self._store.ledger.append(writes.SetMeta(name, epoch, state, encode(meta)))
+            )
         except (BatchEngineError, LedgerRefused) as error:
             if facts is not None and facts.meta is meta:
                 facts.meta, facts.parks = before
@@ -169,7 +171,9 @@ class SessionOperations:
             await self._end_requests(session)
             self._state.forget(session)
         self._recovery.forget(tenant, session_id)
-        await self._wait(self._store.ledger.drop_session(durable_name(tenant, session_id)))
+        await self._wait(
+            self._store.ledger.append(writes.DropSession(durable_name(tenant, session_id)))
+        )
         self._recovery.forget(tenant, session_id)  # a call that it was parked for meanwhile
         return {"session_id": session_id, "tokens": len(found.tokens), "state": "dropped"}
 

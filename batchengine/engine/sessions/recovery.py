@@ -47,9 +47,10 @@ from batchengine.session import (
 )
 from batchengine.session_kv import PendingRows, page_start, rows_in
 from batchengine.wire import FromArena
-from kv_store import differing_fields, keys
+from kv_store import keys
 from kv_store.arenas.orphaned import ORPHANED_S
 from kv_store.errors import StoreError
+from kv_store.layout import differing_fields
 from kv_store.ledger.queries import SessionInfo, SessionRecord, TurnInfo
 from kv_store.store import Store
 

@@ -136,7 +136,9 @@ class Journal:
         """
         mine = [] if turn is None else self._append(turn)
         tokens, before = len(session.tokens), session.logged_epoch
-        owner = self._ledger.set_owner(session.name.decode(), epoch, incarnation, lane)
+        owner = self._ledger.append(
+            writes.SetOwner(session.name.decode(), epoch, incarnation, lane)
+        )
         session.logged_epoch = epoch  # whatever is appended from here on follows that record
         commit = self._ledger.commit()
         self._watch(commit)
@@ -151,18 +153,20 @@ class Journal:
     def cut(self, session: Session, length: int) -> None:
         """The ledger holds tokens that the session has given up: forget them there too."""
         name = session.name.decode()
-        cut = self._ledger.truncate_tokens(name, session.logged_epoch, length)
+        cut = self._ledger.append(writes.TruncateTokens(name, session.logged_epoch, length))
         self._commit(session, [cut], lambda _: None)
 
     async def mark_suspect(self, session: Session, strikes: int, incarnation: int) -> None:
         """Returns once it is durable that the session is about to compute alone."""
-        future = self._ledger.set_suspect(session.name.decode(), incarnation, strikes, True)
+        future = self._ledger.append(
+            writes.SetSuspect(session.name.decode(), incarnation, strikes, True)
+        )
         self._watch(self._ledger.commit())
         await asyncio.wrap_future(future)
 
     def clear_suspect(self, session: Session) -> None:
         """Clear the mark of a suspect; its commit is not awaited."""
-        self._ledger.set_suspect(session.name.decode(), 0, 0)
+        self._ledger.append(writes.SetSuspect(session.name.decode(), 0, 0, False))
         self._watch(self._ledger.commit())
 
     async def run(self) -> None:
@@ -231,7 +235,11 @@ class Journal:
         start, session.logged = session.logged, len(session.tokens)
         name = session.name.decode()
         return [
-            self._ledger.append_tokens(name, session.logged_epoch, start, session.tokens[start:])
+            self._ledger.append(
+                writes.AppendTokens(
+                    name, session.logged_epoch, start, keys.token_bytes(session.tokens[start:])
+                )
+            )
         ]
 
     def _teller(self, turn: Turn, tokens: int) -> Callable[[BaseException | None], None]:

@@ -19,6 +19,7 @@ from batchengine.core import GenerationRequest
 from batchengine.engine import Engine, housekeeping
 from batchengine.engine.lane.recompute import PageRecompute, RecomputeFailed
 from batchengine.session import LOG_UNKNOWN, Session
+from kv_store.ledger import writes
 from kv_store.pages.index import PageRef
 from kv_store.threads import new_future
 from tests.engine.placement.test_migration import other, two_lanes
@@ -275,7 +276,7 @@ async def test_a_cut_by_the_ledger_takes_the_table_along(site: Site, reference: 
         await until(lambda: session.kv.parked is not None)
         pages.slots.vacate(session)
         ledger = engine.running.store.ledger  # it has less than the session, as after a full disk
-        cut = ledger.truncate_tokens("\x1fs", session.logged_epoch, 150)
+        cut = ledger.append(writes.TruncateTokens("\x1fs", session.logged_epoch, 150))
         ledger.commit()
         await asyncio.wrap_future(cut)
         session.logged = LOG_UNKNOWN

@@ -20,6 +20,7 @@ from batchengine.engine.lane.supervisor import WorkerSupervisor
 from batchengine.lanes.worker_process import LaneDied
 from kv_store.errors import StoreFull
 from tests.support.engines import Reference, Site, read, request, running_engine, until, words
+from tests.support.kv_workload import append_tokens
 
 PAGE_BYTES = 327_680
 
@@ -193,7 +194,7 @@ async def test_a_disk_that_fills_up_amid_a_turn_ends_it_with_a_reason(
 async def test_one_sessions_refusal_is_not_anothers(site: Site, reference: Reference) -> None:
     """Each of the sessions whose records share a commit gets its own result."""
     async with running_engine(site) as engine:
-        bad: Future[int] = engine.running.store.ledger.append_tokens("nobody", 1, 0, [1, 2])
+        bad: Future[int] = append_tokens(engine.running.store.ledger, "nobody", 1, 0, [1, 2])
         answer = await read(engine.submit(request(words(9, 20), 5, session="s")))
         assert answer.error is None
         assert answer.tokens == reference.tokens(words(9, 20), 5)

@@ -18,6 +18,7 @@ from batchengine.engine.placement import migration
 from batchengine.session import Session
 from kv_store.arenas.arena import SlotState
 from kv_store.errors import LedgerRefused, StoreFull
+from kv_store.ledger import writes
 from tests.engine.placement.test_migration import other, two_lanes
 from tests.support.engines import (
     Answer,
@@ -229,17 +230,19 @@ async def test_an_owner_the_ledger_refuses_does_not_compute(
         generation, reader = await start(engine, "s", prompt, 400)
         session, ledger = engine.state.sessions["", "s"], engine.running.store.ledger
         epoch, here = session.epoch, lanes_of(engine, "s")[0]
-        real = ledger.set_owner
+        real = ledger.append
 
-        def refuse(*_: Any) -> Future[int]:
+        def refuse(*ops: writes.Op) -> Future[int]:
+            if not isinstance(ops[0], writes.SetOwner):
+                return real(*ops)
             future: Future[int] = Future()
             future.set_exception(error)
             return future
 
-        ledger.set_owner = refuse  # type: ignore[method-assign]
+        ledger.append = refuse  # type: ignore[method-assign]
         assert "the ledger refused" in await try_to_move(engine, "s")
         assert (session.epoch, lanes_of(engine, "s")[0]) == (epoch, here)
-        ledger.set_owner = real  # type: ignore[method-assign]
+        ledger.append = real  # type: ignore[method-assign]
         at = generation.completion_tokens
         await until(lambda: generation.completion_tokens > at + 5)
         assert await try_to_move(engine, "s") == "moved"

@@ -93,8 +93,8 @@ def ledger_epoch(before: int, asked: int) -> int:
             if statement.strip():
                 db.execute(statement)
         db.execute("INSERT INTO store VALUES (1, ?, 0, 1, '', 0, 1, 0)", (bytes(16),))
-        writes.apply(db, writes.OpenSession(NAME, "", bytes(32), before, "{}"))
-        writes.apply(db, writes.SetOwner(NAME, asked, 1, TARGET))
+        writes.OpenSession(NAME, "", bytes(32), before, "{}").write(db)
+        writes.SetOwner(NAME, asked, 1, TARGET).write(db)
     finally:
         db.close()
     return asked

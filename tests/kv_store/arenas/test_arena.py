@@ -12,23 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_store import (
-    PAGE_TOKENS,
+from kv_store import keys, osio
+from kv_store.arenas.arena import (
+    SIDECAR_BYTES,
     Arena,
     ArenaMapping,
     ArenaSlot,
-    PageLayout,
     SlotOwner,
     SlotState,
-    StaleRef,
-    StoreCorrupt,
-    StoreError,
-    StoreFull,
     delete_arena,
-    keys,
-    osio,
 )
-from kv_store.arenas.arena import SIDECAR_BYTES
+from kv_store.errors import StaleRef, StoreCorrupt, StoreError, StoreFull
+from kv_store.layout import PAGE_TOKENS, PageLayout
+from tests.support.arena_rows import row_digests, rows_left
 from tests.support.kv_workload import LAYOUT, failing_files, payload_of, tokens_of
 
 FILES = osio.Files()
@@ -57,7 +53,7 @@ def write_rows(mapping: ArenaMapping, at: ArenaSlot, owner: SlotOwner, count: in
     page = np.frombuffer(mapping.page(at.slot), np.uint8)
     page[:] = payload_of(b"rows")
     seeds = owner.seeds(mapping.arena_id, at.slot, 0, count)
-    digests = keys.row_digests(LAYOUT, mapping.page(at.slot), seeds)
+    digests = row_digests(LAYOUT, mapping.page(at.slot), seeds)
     mapping.write_records(at.slot, 0, IDS[:count], digests)
 
 
@@ -115,8 +111,8 @@ def test_whole_rows_of_a_dead_writer_are_found(
     at, owner = arena.reserve(), SlotOwner(b"s", 4, 0, 2)
     assert at is not None
     write_rows(mapping, at, owner, count)
-    assert arena.valid_rows(FILES, at, owner, IDS.tolist()) == count
-    assert arena.valid_rows(FILES, at, owner, IDS.tolist()[:20]) == min(count, 20)
+    assert rows_left(arena, at, owner, IDS.tolist()) == count
+    assert rows_left(arena, at, owner, IDS.tolist()[:20]) == min(count, 20)
 
 
 def test_rows_of_another_owner_time_or_place_are_not_imported(
@@ -128,22 +124,22 @@ def test_rows_of_another_owner_time_or_place_are_not_imported(
     owner = SlotOwner(b"s", 4, 0, 2)
     write_rows(mapping, at, owner, 30)
     ids = IDS.tolist()
-    assert arena.valid_rows(FILES, at, owner, ids) == 30
+    assert rows_left(arena, at, owner, ids) == 30
     for stranger in (
         SlotOwner(b"t", 4, 0, 2),
         SlotOwner(b"s", 5, 0, 2),
         SlotOwner(b"s", 4, 1, 2),
         SlotOwner(b"s", 4, 0, 3),
     ):
-        assert arena.valid_rows(FILES, at, stranger, ids) == 0
+        assert rows_left(arena, at, stranger, ids) == 0
     wrong = [*ids[:12], ids[12] ^ 1, *ids[13:]]
-    assert arena.valid_rows(FILES, at, owner, wrong) == 12
+    assert rows_left(arena, at, owner, wrong) == 12
     # the very bytes and records, but in another slot
     mapping.page(other.slot)[:] = mapping.page(at.slot)
     size, shape = SIDECAR_BYTES, arena.shape
     copy = os.pread(arena.fd, size, shape.rows_offset(at.slot))
     os.pwrite(arena.fd, copy, shape.rows_offset(other.slot))
-    assert arena.valid_rows(FILES, other, owner, ids) == 0
+    assert rows_left(arena, other, owner, ids) == 0
 
 
 @pytest.mark.parametrize("layout", [PageLayout(1, 1, 32), PageLayout(2, 3, 96)])
@@ -183,15 +179,15 @@ def test_every_flipped_bit_ends_the_run_at_its_row(arena: Arena, mapping: ArenaM
     for offset in rng.integers(0, LAYOUT.payload_bytes, 60).tolist():
         page[offset] ^= 1 << (offset % 8)
         expected = min(100, int(row_of[offset]))
-        assert arena.valid_rows(FILES, at, owner, IDS.tolist()) == expected, offset
+        assert rows_left(arena, at, owner, IDS.tolist()) == expected, offset
         page[offset] ^= 1 << (offset % 8)
     start = arena.shape.rows_offset(at.slot)
     for bit in rng.integers(0, 100 * 16 * 8, 60).tolist():
         raw = os.pread(arena.fd, 1, start + bit // 8)
         os.pwrite(arena.fd, bytes([raw[0] ^ 1 << (bit % 8)]), start + bit // 8)
-        assert arena.valid_rows(FILES, at, owner, IDS.tolist()) == bit // 128
+        assert rows_left(arena, at, owner, IDS.tolist()) == bit // 128
         os.pwrite(arena.fd, raw, start + bit // 8)
-    assert arena.valid_rows(FILES, at, owner, IDS.tolist()) == 100
+    assert rows_left(arena, at, owner, IDS.tolist()) == 100
 
 
 def test_only_one_writer_maps_an_arena(arena: Arena, mapping: ArenaMapping) -> None:
@@ -204,7 +200,8 @@ def test_only_one_writer_maps_an_arena(arena: Arena, mapping: ArenaMapping) -> N
 def test_the_lock_of_a_killed_writer_is_free(tmp_path: Path) -> None:
     arena = Arena.create(str(tmp_path / "cpu.1"), LAYOUT, 1)
     code = (
-        "from kv_store import ArenaMapping, PageLayout\nimport os, signal\n"
+        "from kv_store.arenas.arena import ArenaMapping\n"
+        "from kv_store.layout import PageLayout\nimport os, signal\n"
         f"m = ArenaMapping({arena.path!r}, PageLayout(1, 1, 32))\n"
         "m.page(0)[:4] = b'abcd'\nos.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -12,20 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_store import (
-    PAGE_TOKENS,
-    Arena,
-    ArenaMapping,
-    Descriptor,
-    OrphanedArenas,
-    OrphanedSlot,
-    PageLayout,
-    SlotOwner,
-    Store,
-    osio,
-)
+from kv_store import osio
 from kv_store.arenas import orphaned as orphaned_module
-from kv_store.arenas.arena import SLOT_HEADER, ArenaFile, ArenaShape, _file_header
+from kv_store.arenas.arena import (
+    SLOT_HEADER,
+    Arena,
+    ArenaFile,
+    ArenaMapping,
+    ArenaShape,
+    SlotOwner,
+    _file_header,
+)
+from kv_store.arenas.orphaned import OrphanedArenas, OrphanedSlot
+from kv_store.layout import PAGE_TOKENS, Descriptor, PageLayout
+from kv_store.store import Store
 from tests.kv.test_importing import DAMAGE, header
 from tests.support.kv_workload import LAYOUT, descriptor, failing_files, settings
 
@@ -282,7 +282,8 @@ def test_a_file_that_cannot_be_read_is_deleted(tmp_path: Path) -> None:
 
 ZOMBIE = """
 import sys
-from kv_store import ArenaMapping, PageLayout
+from kv_store.arenas.arena import ArenaMapping
+from kv_store.layout import PageLayout
 mapping = ArenaMapping(sys.argv[1], PageLayout(*map(int, sys.argv[2:])))
 print("locked", flush=True)
 sys.stdin.readline()

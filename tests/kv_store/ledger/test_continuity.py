@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from kv_store import Store, StoreError
+from kv_store.errors import StoreError
 from kv_store.fsck import fsck
 from kv_store.ledger import continuity
-from kv_store.store import set_aside, take_lock
+from kv_store.store import Store, set_aside, take_lock
 from tests.support import kv_scene
 from tests.support.engines import Site, running_engine
 from tests.support.kv_workload import (
+    append_tokens,
     descriptor,
     open_session,
     settings,
@@ -39,7 +40,7 @@ def opened(path: Path) -> closing[Store]:
 def write(store: Store, first: int, last: int) -> None:
     """Acknowledged commits, one per number, of a few pages each."""
     for number in range(first, last):
-        store.ledger.append_tokens("s", 1, number * 3000, range(3000))
+        append_tokens(store.ledger, "s", 1, number * 3000, range(3000))
         store.ledger.commit().result(20)
 
 
@@ -302,7 +303,7 @@ def test_a_full_disk_is_reported_until_there_is_room(caplog: pytest.LogCaptureFi
             while True:
                 file.write(bytes(4096))
         open_session(store.ledger, "s", "t")
-        store.ledger.append_tokens("s", 1, 0, range(100_000))
+        append_tokens(store.ledger, "s", 1, 0, range(100_000))
         store.ledger.commit().result(20)
         (trouble,) = store.troubles
         assert "the spare bytes in BALLAST are spent" in trouble

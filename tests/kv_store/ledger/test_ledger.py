@@ -14,19 +14,14 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from kv_store import (
-    Ledger,
-    LedgerError,
-    LedgerRefused,
-    StoreCorrupt,
-    StoreError,
-    StoreFull,
-)
+from kv_store.errors import LedgerError, LedgerRefused, StoreCorrupt, StoreError, StoreFull
 from kv_store.ledger import ledger as ledger_module
 from kv_store.ledger import writes
+from kv_store.ledger.ledger import Ledger
 from tests.support import kv_scene
 from tests.support.kv_workload import (
     CountedDb,
+    append_tokens,
     append_turn,
     counted_connect,
     cut_session,
@@ -70,13 +65,13 @@ def tokens(ledger: Ledger, session: str = "s") -> list[int]:
 def test_a_session_comes_back_whole(tmp_path: Path) -> None:
     ledger = opened(tmp_path)
     open_session(ledger, "s", "tenant", meta='{"x":1}')
-    ledger.append_tokens("s", 1, 0, [1, 2, 3])
+    append_tokens(ledger, "s", 1, 0, [1, 2, 3])
     append_turn(ledger, "s", "t1", 0, 3, "once")
     for token in range(10, 20):
-        ledger.append_tokens("s", 1, token - 7, [token])
+        append_tokens(ledger, "s", 1, token - 7, [token])
         ledger.commit()
     finish_turn(ledger, "s", "t1")
-    ledger.set_meta("s", 1, "parked", "{}")
+    ledger.append(writes.SetMeta("s", 1, "parked", "{}"))
     ledger.close()
     ledger = opened(tmp_path)
     record = ledger.load_session("s").result(20)
@@ -99,12 +94,12 @@ def test_a_session_comes_back_whole(tmp_path: Path) -> None:
 def test_sessions_are_listed_by_last_use_and_dropped_whole(ledger: Ledger) -> None:
     for name in ("a", "b", "c"):
         open_session(ledger, name, "t")
-        ledger.append_tokens(name, 1, 0, [1])
+        append_tokens(ledger, name, 1, 0, [1])
         ledger.commit().result(20)
-    ledger.set_meta("a", 1, "idle", "{}")
+    ledger.append(writes.SetMeta("a", 1, "idle", "{}"))
     ledger.commit().result(20)
     assert [s.id for s in ledger.list_sessions().result(20)] == ["a", "c", "b"]
-    ledger.drop_session("c")
+    ledger.append(writes.DropSession("c"))
     ledger.commit().result(20)
     assert ledger.load_session("c").result(20) is None
     left = ledger.read(lambda db: db.execute("SELECT DISTINCT session FROM token_blob").fetchall())
@@ -114,14 +109,14 @@ def test_sessions_are_listed_by_last_use_and_dropped_whole(ledger: Ledger) -> No
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda led: led.append_tokens("s", 1, 5, [1]), "continue at 3"),
-        (lambda led: led.append_tokens("s", 1, 2, [1]), "continue at 3"),
-        (lambda led: led.append_tokens("s", 0, 3, [1]), "epoch"),
-        (lambda led: led.append_tokens("s", 2, 3, [1]), "epoch"),
-        (lambda led: led.append_tokens("x", 1, 0, [1]), "no session"),
-        (lambda led: led.truncate_tokens("s", 1, 9), "cannot keep"),
-        (lambda led: led.truncate_tokens("s", 1, -1), "cannot keep"),
-        (lambda led: led.set_owner("s", 1, 1, "cpu"), "not a new"),
+        (lambda led: append_tokens(led, "s", 1, 5, [1]), "continue at 3"),
+        (lambda led: append_tokens(led, "s", 1, 2, [1]), "continue at 3"),
+        (lambda led: append_tokens(led, "s", 0, 3, [1]), "epoch"),
+        (lambda led: append_tokens(led, "s", 2, 3, [1]), "epoch"),
+        (lambda led: append_tokens(led, "x", 1, 0, [1]), "no session"),
+        (lambda led: led.append(writes.TruncateTokens("s", 1, 9)), "cannot keep"),
+        (lambda led: led.append(writes.TruncateTokens("s", 1, -1)), "cannot keep"),
+        (lambda led: led.append(writes.SetOwner("s", 1, 1, "cpu")), "not a new"),
         (lambda led: open_session(led, "s", "t"), "refused a record"),
         (lambda led: append_turn(led, "s", "t", 0, 3), "refused a record"),
         (lambda led: append_turn(led, "s", "new", 0, 3, "once"), "refused a record"),
@@ -130,15 +125,15 @@ def test_sessions_are_listed_by_last_use_and_dropped_whole(ledger: Ledger) -> No
 )
 def test_a_refused_intent_fails_alone(ledger: Ledger, write: Any, words: str) -> None:
     open_session(ledger, "s", "t")
-    ledger.append_tokens("s", 1, 0, [1, 2, 3])
+    append_tokens(ledger, "s", 1, 0, [1, 2, 3])
     append_turn(ledger, "s", "t", 0, 3, "once")
     ledger.commit().result(20)
-    before = ledger.append_tokens("s", 1, 3, [4])
+    before = append_tokens(ledger, "s", 1, 3, [4])
     bad: Future[int] = write(ledger)
     if "continue" in words:
-        bad = ledger.append_tokens("s", 1, 9, [1])
+        bad = append_tokens(ledger, "s", 1, 9, [1])
         words = "continue at 4"
-    after = ledger.append_tokens("s", 1, 4, [5])
+    after = append_tokens(ledger, "s", 1, 4, [5])
     commit = ledger.commit()
     with pytest.raises(LedgerRefused, match=words):
         bad.result(20)
@@ -161,8 +156,11 @@ def test_an_intent_of_several_records_is_all_or_nothing(ledger: Ledger) -> None:
 
 def test_the_owner_flips_once_per_epoch(ledger: Ledger) -> None:
     open_session(ledger, "s", "t")
-    flip, again = ledger.set_owner("s", 2, 7, "gpu"), ledger.set_owner("s", 2, 8, "cpu")
-    late = ledger.append_tokens("s", 1, 0, [1])
+    flip, again = (
+        ledger.append(writes.SetOwner("s", 2, 7, "gpu")),
+        ledger.append(writes.SetOwner("s", 2, 8, "cpu")),
+    )
+    late = append_tokens(ledger, "s", 1, 0, [1])
     ledger.commit()
     assert flip.exception(20) is None
     assert isinstance(again.exception(20), LedgerRefused)
@@ -174,7 +172,7 @@ def test_the_owner_flips_once_per_epoch(ledger: Ledger) -> None:
 
 def test_a_cut_moves_the_epoch_and_the_end_at_once(ledger: Ledger) -> None:
     open_session(ledger, "s", "t")
-    ledger.append_tokens("s", 1, 0, range(10))
+    append_tokens(ledger, "s", 1, 0, range(10))
     ledger.commit().result(20)
     bad = cut_session(ledger, "s", 11)  # longer than the timeline
     ledger.commit()
@@ -185,7 +183,7 @@ def test_a_cut_moves_the_epoch_and_the_end_at_once(ledger: Ledger) -> None:
     cut_session(ledger, "s", 4)
     ledger.commit().result(20)
     assert tokens(ledger) == [0, 1, 2, 3]
-    late = ledger.append_tokens("s", 1, 4, [9])
+    late = append_tokens(ledger, "s", 1, 4, [9])
     ledger.commit()
     assert isinstance(late.exception(20), LedgerRefused)
 
@@ -194,8 +192,8 @@ def test_a_cut_moves_the_epoch_and_the_end_at_once(ledger: Ledger) -> None:
 def test_a_fork_has_its_own_copy_of_the_timeline(ledger: Ledger, length: int) -> None:
     ids = list(range(700))
     open_session(ledger, "s", "t", meta="m")
-    ledger.append_tokens("s", 1, 0, ids[:300])
-    ledger.append_tokens("s", 1, 300, ids[300:])
+    append_tokens(ledger, "s", 1, 0, ids[:300])
+    append_tokens(ledger, "s", 1, 300, ids[300:])
     append_turn(ledger, "s", "turn", 0, 700, "once")
     fork_session(ledger, "s", "fork", length)
     ledger.commit().result(20)
@@ -204,16 +202,16 @@ def test_a_fork_has_its_own_copy_of_the_timeline(ledger: Ledger, length: int) ->
     assert record.tokens == ids[:length]
     assert (record.info.epoch, record.info.meta, record.info.repr_id) == (1, "m", REPR)
     assert record.turns == []
-    ledger.append_tokens("fork", 1, length, [1])
-    ledger.truncate_tokens("s", 1, 0)
-    ledger.drop_session("s")
+    append_tokens(ledger, "fork", 1, length, [1])
+    ledger.append(writes.TruncateTokens("s", 1, 0))
+    ledger.append(writes.DropSession("s"))
     ledger.commit().result(20)
     assert tokens(ledger, "fork") == [*ids[:length], 1]
 
 
 def test_forks_that_cannot_be_are_refused(ledger: Ledger) -> None:
     open_session(ledger, "a", "t")
-    ledger.append_tokens("a", 1, 0, [1, 2])
+    append_tokens(ledger, "a", 1, 0, [1, 2])
     open_session(ledger, "b", "t")
     ledger.commit().result(20)
     bad = [
@@ -229,7 +227,7 @@ def test_forks_that_cannot_be_are_refused(ledger: Ledger) -> None:
 
 def test_a_damaged_source_is_not_forked(ledger: Ledger) -> None:
     open_session(ledger, "s", "t")
-    ledger.append_tokens("s", 1, 0, [1, 2])
+    append_tokens(ledger, "s", 1, 0, [1, 2])
     ledger.commit().result(20)
     ledger.read(lambda db: db.execute("UPDATE token_blob SET ids = x'0700000008000000'"))
     fork = fork_session(ledger, "s", "fork", 2)
@@ -242,8 +240,8 @@ def test_marks_of_suspects_survive_a_restart_until_they_are_cleared(tmp_path: Pa
     ledger = opened(tmp_path)
     for name in ("a", "b"):
         open_session(ledger, name, "t")
-    ledger.set_suspect("a", 3, 1)
-    ledger.set_suspect("b", 4, 2, alone=True)
+    ledger.append(writes.SetSuspect("a", 3, 1, False))
+    ledger.append(writes.SetSuspect("b", 4, 2, alone=True))
     ledger.commit().result(20)
     ledger.close()
     ledger = opened(tmp_path)
@@ -252,8 +250,8 @@ def test_marks_of_suspects_survive_a_restart_until_they_are_cleared(tmp_path: Pa
         ("a", 3, 1, False),
         ("b", 4, 2, True),
     ]
-    ledger.set_suspect("b", 0, 0)
-    ledger.drop_session("a")
+    ledger.append(writes.SetSuspect("b", 0, 0, False))
+    ledger.append(writes.DropSession("a"))
     ledger.commit().result(20)
     assert ledger.suspects().result(20) == []
     ledger.close()
@@ -263,8 +261,8 @@ def test_turns_are_listed_as_they_were_begun(ledger: Ledger) -> None:
     """A turn after a cut starts further left than the turns it replaces."""
     open_session(ledger, "s", "t")
     for turn, start in (("one", 0), ("two", 2), ("three", 1)):
-        ledger.truncate_tokens("s", 1, start)
-        ledger.append_tokens("s", 1, start, [7, 8])
+        ledger.append(writes.TruncateTokens("s", 1, start))
+        append_tokens(ledger, "s", 1, start, [7, 8])
         append_turn(ledger, "s", turn, start, start + 2)
         ledger.commit().result(20)
     record = ledger.load_session("s").result(20)
@@ -285,8 +283,8 @@ def test_a_session_keeps_its_last_turns_and_every_running_one(ledger: Ledger) ->
         "old and running",
         *(f"{number}" for number in range(80 - writes.TURNS_KEPT, 80)),
     ]
-    assert ledger.prune(9, []).result(20) == (0, 0)
-    assert ledger.prune(9, [], turns_max=3).result(20) == (0, writes.TURNS_KEPT - 3)
+    assert ledger.prune(9, []) == (0, 0)
+    assert ledger.prune(9, [], turns_max=3) == (0, writes.TURNS_KEPT - 3)
     record = ledger.load_session("s").result(20)
     assert record is not None
     assert [turn.id for turn in record.turns] == ["old and running", "77", "78", "79"]
@@ -295,14 +293,14 @@ def test_a_session_keeps_its_last_turns_and_every_running_one(ledger: Ledger) ->
 def test_the_longest_unused_sessions_go_first_and_live_ones_never(ledger: Ledger) -> None:
     for name in "abcdef":
         open_session(ledger, name, "t")
-        ledger.append_tokens(name, 1, 0, [1])
+        append_tokens(ledger, name, 1, 0, [1])
         ledger.commit().result(20)
-    ledger.set_meta("a", 1, "idle", "")  # used again
+    ledger.append(writes.SetMeta("a", 1, "idle", ""))  # used again
     ledger.commit().result(20)
-    assert ledger.prune(10, []).result(20) == (0, 0)
-    assert ledger.prune(3, ["b", "zzz"]).result(20) == (3, 0)
+    assert ledger.prune(10, []) == (0, 0)
+    assert ledger.prune(3, ["b", "zzz"]) == (3, 0)
     assert {info.id for info in ledger.list_sessions().result(20)} == {"a", "b", "f"}
-    assert ledger.prune(0, ["a", "b", "f"]).result(20) == (0, 0)
+    assert ledger.prune(0, ["a", "b", "f"]) == (0, 0)
     blobs = ledger.read(lambda db: db.execute("SELECT count(*) FROM token_blob").fetchone()[0])
     assert blobs.result(20) == 3
 
@@ -315,7 +313,7 @@ def test_a_session_used_since_it_was_chosen_is_not_forgotten(ledger: Ledger) -> 
     ledger.append(writes.ForgetIdle("s", info.epoch, info.used_seq))
     ledger.commit().result(20)
     (info,) = ledger.list_sessions().result(20)
-    ledger.set_owner("s", 2, 1, "cpu")
+    ledger.append(writes.SetOwner("s", 2, 1, "cpu"))
     ledger.append(writes.ForgetIdle("s", info.epoch, info.used_seq))
     ledger.commit().result(20)
     assert len(ledger.list_sessions().result(20)) == 1
@@ -340,11 +338,11 @@ def test_a_timeline_equals_its_model(steps: list[tuple[str, int]]) -> None:
     for action, number in steps:
         if action == "append":
             ids = list(range(len(model), len(model) + number % 40))
-            ledger.append_tokens("s", 1, len(model), ids)
+            append_tokens(ledger, "s", 1, len(model), ids)
             model += ids
         elif action == "truncate":
             model = model[: number % (len(model) + 1)]
-            ledger.truncate_tokens("s", 1, len(model))
+            ledger.append(writes.TruncateTokens("s", 1, len(model)))
         elif action == "finish":
             finish_turn(ledger, "s", "t")
         elif action == "commit":
@@ -364,7 +362,7 @@ def test_waiting_groups_share_one_transaction(ledger: Ledger) -> None:
     open_session(ledger, "s", "t")
     commits = [ledger.commit()]
     for position in range(50):
-        ledger.append_tokens("s", 1, position, [position])
+        append_tokens(ledger, "s", 1, position, [position])
         commits.append(ledger.commit())
     gate.set()
     assert len({commit.result(20) for commit in commits}) == 1
@@ -396,7 +394,7 @@ def test_a_damaged_timeline_refuses_that_session_only(tmp_path: Path, sql: str) 
     ledger = opened(tmp_path)
     for name in ("s", "fine"):
         open_session(ledger, name, "t")
-        ledger.append_tokens(name, 1, 0, [1, 2, 3])
+        append_tokens(ledger, name, 1, 0, [1, 2, 3])
     ledger.close()
     damage(tmp_path, sql)
     ledger = opened(tmp_path)
@@ -415,7 +413,7 @@ def test_a_torn_log_loses_its_tail_and_nothing_else(tmp_path: Path) -> None:
     marks = [(0, 0)]
     wal = source / "meta.db-wal"
     for position in range(12):
-        ledger.append_tokens("s", 1, position, [position])
+        append_tokens(ledger, "s", 1, position, [position])
         ledger.commit().result(20)
         marks.append((wal.stat().st_size, position + 1))
     log, base = wal.read_bytes(), (source / "meta.db").read_bytes()
@@ -442,7 +440,7 @@ def test_after_an_io_error_nothing_is_acknowledged(
 ) -> None:
     ledger = opened(tmp_path, connect=counted_connect)
     open_session(ledger, "s", "t")
-    ledger.append_tokens("s", 1, 0, [1])
+    append_tokens(ledger, "s", 1, 0, [1])
     ledger.commit().result(20)
 
     def fail(sql: str) -> None:
@@ -450,13 +448,13 @@ def test_after_an_io_error_nothing_is_acknowledged(
             raise sqlite_error(name)
 
     on_statement.on_statement = staticmethod(fail)
-    intent, commit = ledger.append_tokens("s", 1, 1, [2]), ledger.commit()
+    intent, commit = append_tokens(ledger, "s", 1, 1, [2]), ledger.commit()
     for future in (intent, commit):
         with pytest.raises(LedgerError, match="durability"):
             future.result(20)
     on_statement.on_statement = staticmethod(lambda sql: None)
     with pytest.raises(LedgerError):
-        ledger.append_tokens("s", 1, 1, [2]).result(20)
+        append_tokens(ledger, "s", 1, 1, [2]).result(20)
     with pytest.raises(LedgerError):
         ledger.commit().result(20)
     assert ledger.failure is not None
@@ -487,17 +485,17 @@ def test_a_full_disk_spends_the_reserve_then_refuses_without_latching(
     open_session(ledger, "s", "t")
     ledger.commit().result(20)
     room[0] = False
-    ledger.append_tokens("s", 1, 0, [1])
+    append_tokens(ledger, "s", 1, 0, [1])
     ledger.commit().result(20)  # the reserve was there for this
     room[0] = False
-    refused = ledger.append_tokens("s", 1, 1, [2])
+    refused = append_tokens(ledger, "s", 1, 1, [2])
     with pytest.raises(StoreFull, match="full"):
         ledger.commit().result(20)
     with pytest.raises(StoreFull):
         refused.result(20)
     assert ledger.stats.is_full
     room[0] = True
-    ledger.append_tokens("s", 1, 1, [2])
+    append_tokens(ledger, "s", 1, 1, [2])
     ledger.commit().result(20)
     assert not ledger.stats.is_full
     assert tokens(ledger) == [1, 2]
@@ -524,7 +522,7 @@ def test_every_statement_of_a_commit_may_fail(
         acked = list[int]()
         open_session(ledger, "s", "t")
         for position in range(3):
-            intent = ledger.append_tokens("s", 1, position, [position])
+            intent = append_tokens(ledger, "s", 1, position, [position])
             ledger.commit().exception(20)
             if intent.exception(20) is None:
                 acked.append(position)
@@ -550,7 +548,7 @@ def test_the_log_is_checkpointed_before_it_grows_without_bound(
     open_session(ledger, "s", "t")
     sizes = list[int]()
     for position in range(60):
-        ledger.append_tokens("s", 1, position, [position])
+        append_tokens(ledger, "s", 1, position, [position])
         ledger.commit().result(20)
         ledger.read(lambda _: None).result(20)
         sizes.append((tmp_path / "meta.db-wal").stat().st_size)

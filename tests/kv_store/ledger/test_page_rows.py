@@ -12,21 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_store import (
-    PAGE_TOKENS,
-    ROOT_KEY,
-    LedgerRefused,
-    NumericsFault,
-    PageInvalid,
-    PageRef,
-    PageState,
-    StaleRef,
-    Store,
-    StoreFull,
-)
+from bench.store_check import check_integrity
+from kv_store.errors import LedgerRefused, NumericsFault, StaleRef, StoreFull
+from kv_store.events import PageInvalid
 from kv_store.fsck import fsck
+from kv_store.keys import ROOT_KEY
+from kv_store.layout import PAGE_TOKENS
 from kv_store.ledger import writes
-from kv_store.pages.index import FAILURES_MAX
+from kv_store.pages.index import FAILURES_MAX, PageRef, PageState
+from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import (
     SALT,
@@ -117,7 +111,7 @@ def test_a_pinned_invalid_page_stays_gone(store: Store, lane: Lane, tmp_path: Pa
     store.drain().result(20)
     (again,) = lane.add_chain(IDS)
     assert again == PageRef(ref.page_id, ref.gen + 1)
-    store.check_integrity()
+    check_integrity(store)
 
 
 def test_an_invalid_page_is_freed_once(
@@ -126,7 +120,9 @@ def test_an_invalid_page_is_freed_once(
     freed, append = list[tuple[PageRef, bool]](), store.ledger.append
 
     def noted(*ops: writes.Op) -> object:
-        freed.extend((op.ref, op.bad) for op in ops if isinstance(op, writes.FreePage))
+        freed.extend(
+            (ref, op.bad) for op in ops if isinstance(op, writes.FreePages) for ref in op.refs
+        )
         return append(*ops)
 
     monkeypatch.setattr(store.ledger, "append", noted)
@@ -183,7 +179,7 @@ def test_a_page_invalidated_while_it_is_read_is_not_served(tmp_path: Path) -> No
         gate.set()
         assert loaded.result(20) == [False]
         assert store.pages.match_prefix(IDS, SALT) == []
-        store.check_integrity()
+        check_integrity(store)
     check_gone(path, ref)
 
 
@@ -226,7 +222,7 @@ def test_descendants_of_any_life_go_in_one_commit(tmp_path: Path) -> None:
         assert len(store.pages.match_prefix(IDS, SALT)) == 1
         assert store.stat()["pages_bad"] == 0
         lane.close()
-        store.check_integrity()
+        check_integrity(store)
     with next_life(left) as store:
         assert store.recovery.pages_listed == 1
 
@@ -274,7 +270,7 @@ def test_an_older_page_with_other_bytes_is_not_replaced_unseen(tmp_path: Path) -
         assert page_state(store, ref) is PageState.LISTED
         assert again(store, flip=0) == ref
         assert page_state(store, ref) is PageState.PUBLISHED
-        store.check_integrity()
+        check_integrity(store)
 
 
 def test_an_older_page_that_rotted_is_found_out_and_replaced(tmp_path: Path) -> None:
@@ -294,7 +290,7 @@ def test_an_older_page_that_rotted_is_found_out_and_replaced(tmp_path: Path) -> 
         new = again(store, flip=0)
         assert new != ref
         assert store.pages.load([new]).result(20) == [True]
-        store.check_integrity()
+        check_integrity(store)
 
 
 # -- extents whose row was refused ------------------------------------------------------------

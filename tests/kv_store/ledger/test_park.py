@@ -8,17 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_store import (
-    PAGE_TOKENS,
-    ROOT_KEY,
-    NumericsFault,
-    PageState,
-    StaleRef,
-    Store,
-    content_key,
-    payload_digest,
-    sealed_checksum,
-)
+from bench.store_check import check_integrity
+from kv_store.errors import NumericsFault, StaleRef
+from kv_store.keys import ROOT_KEY, content_key, payload_digest, sealed_checksum
+from kv_store.layout import PAGE_TOKENS
+from kv_store.pages.index import PageState
+from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import (
     SALT,
@@ -186,7 +181,7 @@ def test_tails_survive_a_restart(tmp_path: Path) -> None:
     assert evict(store, 1) == 1
     assert store.pages.find_tail(parent, SECOND[:30], SALT) is None, "superseded: the first to go"
     assert store.pages.find_tail(parent, SECOND, SALT) == ref
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_store import PAGE_TOKENS, ROOT_KEY, PageLayout, chain_keys, content_key, differing_fields
 from kv_store import keys as k
+from kv_store.keys import ROOT_KEY, chain_keys, content_key
+from kv_store.layout import PAGE_TOKENS, PageLayout, differing_fields
+from tests.support.arena_rows import row_digests
 from tests.support.kv_workload import LAYOUT, SALT, descriptor, payload_of, tokens_of
 
 REPR = b"r" * 32
@@ -179,5 +181,5 @@ def test_lanes_write_the_rows_we_read() -> None:
         np.array([kernels.address_of(page)], np.uint64),
     )
     seeds = k.row_seeds(b"a" * 16, 0, 0, b"s", 1, first, count)
-    ours = k.row_digests(layout, page.tobytes(), seeds, first)
+    ours = row_digests(layout, page.tobytes(), seeds, first)
     assert np.array_equal(np.asarray(kernels.row_digests(batch, shape, seeds)), ours)

@@ -13,30 +13,26 @@ import numpy as np
 import pytest
 
 import kv_store.osio as osio
-from kv_store import (
-    PAGE_TOKENS,
-    ROOT_KEY,
-    NoRoom,
-    NoRoomKind,
+from bench.store_check import check_integrity
+from kv_store.errors import (
     NumericsFault,
-    PageLayout,
-    PageRef,
-    PageState,
     StaleRef,
-    Store,
     StoreCorrupt,
     StoreLocked,
     StoreUnsupported,
     StoreVersion,
-    content_key,
-    payload_digest,
-    sealed_checksum,
 )
+from kv_store.keys import ROOT_KEY, content_key, payload_digest, sealed_checksum
+from kv_store.layout import PAGE_TOKENS, PageLayout
+from kv_store.pages.allocator import NoRoom, NoRoomKind
+from kv_store.pages.index import PageRef, PageState
+from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import (
     LAYOUT,
     SALT,
     Lane,
+    append_tokens,
     descriptor,
     evict,
     open_session,
@@ -219,7 +215,7 @@ def test_budget_is_hard_and_eviction_takes_the_lowest_then_oldest(tmp_path: Path
     for name in range(200, 230):
         wait_for_growth(store)
         lane.add_chain(tokens_of(name, 1))
-        store.check_integrity()
+        check_integrity(store)
         if name == 201:
             assert store.pages.match_prefix(tokens_of(102, 1), SALT) == []
             assert store.pages.match_prefix(tokens_of(101, 1), SALT)
@@ -305,7 +301,7 @@ def test_pages_and_sessions_survive_a_restart(store: Store) -> None:
     ids = tokens_of(1, 3)
     refs = lane.add_chain(ids, priority=3)
     open_session(store.ledger, "s", "t")
-    store.ledger.append_tokens("s", 1, 0, ids)
+    append_tokens(store.ledger, "s", 1, 0, ids)
     uuid, epoch = store.core.uuid, store.epoch
     lane.close()
     store = reopen(store)
@@ -345,12 +341,12 @@ def test_a_smaller_budget_drops_extents_and_a_larger_one_grows(store: Store) -> 
     assert store.stat()["pages_total"] == 4
     assert store.recovery.pages_dropped == {"over budget": 2}
     assert store.recovery.pages_listed == 4
-    store.check_integrity()
+    check_integrity(store)
     store = reopen(store, pages=20)
     store.maintain()
     wait_for_growth(store)
     assert store.stat()["pages_total"] > 4
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 
@@ -374,7 +370,7 @@ def test_another_model_shares_the_budget_and_takes_old_space_when_needed(store: 
     for name in range(40):
         wait_for_growth(store)
         lane.add_chain(tokens_of(name, 1))
-        store.check_integrity()
+        check_integrity(store)
     lane.close()
     store.close()
     store = Store.open(path, descriptor(), settings())
@@ -404,7 +400,7 @@ def test_a_second_opener_learns_who_holds_the_store(store: Store) -> None:
     assert caught.value.pid == os.getpid()
     assert f"pid {os.getpid()}" in str(caught.value)
     code = (
-        "import sys\nfrom kv_store import *\nfrom tests.support.kv_workload import *\n"
+        "import sys\nfrom kv_store.errors import *\nfrom tests.support.kv_workload import *\n"
         f"try: Store.open({store.path!r}, descriptor(), settings())\n"
         "except StoreLocked as error: sys.exit(3 if error.pid == "
         f"{os.getpid()} else 4)"

@@ -6,19 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from kv_store import (
-    PAGE_TOKENS,
-    ROOT_KEY,
-    Arena,
-    ArenaMapping,
-    NoRoom,
-    PageInvalid,
-    PagePool,
-    PageRef,
-    SlotOwner,
-    Store,
-    Ticket,
-)
+from bench.store_check import check_integrity
+from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner
+from kv_store.events import PageInvalid
+from kv_store.keys import ROOT_KEY
+from kv_store.layout import PAGE_TOKENS
+from kv_store.pages.allocator import NoRoom
+from kv_store.pages.index import PageRef
+from kv_store.pages.pool import PagePool, Ticket
+from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import SALT, descriptor, payload_of, settings, tokens_of
 
@@ -36,7 +32,7 @@ def add_chain(store: Store, pool: PagePool, ids: np.ndarray, incarnation: int) -
     for first in range(0, len(ids), PAGE_TOKENS):
         ticket = pool.reserve(parent, ids[first : first + PAGE_TOKENS], SALT)
         while isinstance(ticket, NoRoom):
-            assert pool.is_growing, ticket
+            assert pool.allocator.is_growing, ticket
             store.drain().result(20)
             ticket = pool.reserve(parent, ids[first : first + PAGE_TOKENS], SALT)
         refs.append(seal(store, pool, arena, mapping, ticket))
@@ -93,7 +89,7 @@ def test_two_representations_seal_and_load_side_by_side(tmp_path: Path) -> None:
         theirs[1]
     ]
     check(store, store.pages, ids, 3)
-    store.check_integrity()
+    check_integrity(store)
     store.maintain()
     store.close()
 
@@ -110,7 +106,7 @@ def test_a_second_representation_is_kept_over_a_restart(tmp_path: Path) -> None:
     assert store.stat()["extent_bytes_other_reprs"] == 0
     check(store, other, ids, 3)
     check(store, store.pages, ids, 3)
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 
@@ -127,7 +123,7 @@ def test_the_budget_is_shared_and_the_pool_that_holds_most_gives(tmp_path: Path)
     for name in range(4):
         add_chain(store, other, tokens_of(name, 4), 11 + name)
         assert store.core.extent_bytes <= budget.budget_bytes
-        store.check_integrity()
+        check_integrity(store)
     assert other.allocator.file_bytes == full // 2
     assert store.pages.allocator.file_bytes == full // 2
     assert store.counters["extents_reclaimed"] == 2
@@ -155,5 +151,5 @@ def test_pages_of_no_open_pool_go_first(tmp_path: Path) -> None:
         add_chain(store, store.pages, tokens_of(name, 3), 2 + name)
     assert store.stat()["extent_bytes_other_reprs"] == 0
     assert "extents_reclaimed" not in store.counters
-    store.check_integrity()
+    check_integrity(store)
     store.close()

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_store import (
-    ROOT_KEY,
-    PageState,
-    Store,
-    StoreError,
-    VerifyReport,
-)
+from bench.store_check import check_integrity
+from kv_store.errors import StoreError
+from kv_store.keys import ROOT_KEY
+from kv_store.pages.index import Page, PageState
+from kv_store.pages.load import PageLoader
+from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import (
     LAYOUT,
@@ -44,7 +43,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     lane.add_chain(IDS)
     lane.close()
     yield opened
-    opened.check_integrity()
+    check_integrity(opened)
     opened.close()
 
 
@@ -133,58 +132,54 @@ def test_random_flips_are_all_found_by_one_round(store: Store) -> None:
 # -- verify everything ------------------------------------------------------------------------
 
 
-def test_verify_reads_every_page_and_tells_its_progress(store: Store) -> None:
+def test_verify_reads_every_page(store: Store) -> None:
     path = store.path
     store.close()
     again = Store.open(path, descriptor(), settings())
     again.pages.load(again.pages.match_prefix(IDS, SALT)[:1]).result(20)
     flip(again, 0)  # read since start
     flip(again, 3)  # not read since start
-    steps = list[VerifyReport]()
-    report = again.pages.verify_all(steps.append).result(20)
+    report = again.pages.verify_all().result(20)
     assert (report.total, report.good, report.bad, report.gone) == (4, 2, 2, 0)
     assert report.read_bytes == 4 * SIZE
-    assert [step.done for step in steps] == [1, 2, 3, 4]
     assert again.pages.match_prefix(IDS, SALT) == []
     assert again.pages.verify_all().result(20).good == 2
-    again.check_integrity()
+    check_integrity(again)
     again.close()
 
 
 def test_verify_goes_on_past_pages_that_leave_and_only_once_at_a_time(store: Store) -> None:
-    def evict_all(report: VerifyReport) -> None:
-        if report.done == 1:
-            assert store.pages.verify_all() is running
-            evict(store, 4)
-
     gate = threading.Event()
     store.core.thread.submit(gate.wait)
-    running = store.pages.verify_all(evict_all)
+    running = store.pages.verify_all()
+    assert store.pages.verify_all() is running
+    store.core.thread.submit(lambda: evict(store, 4))  # after the first page
     gate.set()
     report = running.result(20)
     assert (report.good, report.gone, report.total) == (1, 3, 4)
 
 
 def test_a_seal_does_not_wait_for_the_whole_verification(store: Store) -> None:
-    order = list[str]()
-    lane = Lane(store, incarnation=2)
-
-    def seal_in_between(report: VerifyReport) -> None:
-        order.append(f"verify {report.done}")
-        if report.done == 1:
-            store.core.thread.submit(lambda: order.append("other work"))
-
-    store.pages.verify_all(seal_in_between).result(20)
-    assert order.index("other work") == 1
-    lane.close()
+    gate = threading.Event()
+    store.core.thread.submit(gate.wait)
+    running = store.pages.verify_all()
+    before = store.core.counters["pages_verified"]
+    other = store.core.thread.submit(lambda: store.core.counters["pages_verified"] - before)
+    gate.set()
+    assert other.result(20) == 1
+    assert running.result(20).good == 4
 
 
-def test_a_verification_that_cannot_go_on_says_so(tmp_path: Path, store: Store) -> None:
-    def broken(_: VerifyReport) -> None:
-        raise RuntimeError("listener gone")
+def test_a_verification_that_cannot_go_on_says_so(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(loader: PageLoader, page: Page) -> bool:
+        raise RuntimeError("no memory")
 
-    with pytest.raises(RuntimeError, match="listener gone"):
-        store.pages.verify_all(broken).result(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(PageLoader, "read_again", broken)
+        with pytest.raises(RuntimeError, match="no memory"):
+            store.pages.verify_all().result(20)
     closing = Store.open(tmp_path / "other", descriptor(), settings())
     lane = Lane(closing)
     lane.add_chain(IDS)
@@ -227,7 +222,7 @@ def test_collecting_garbage_reaches_the_target_and_spares_what_is_used(tmp_path:
     assert store.pages.match_prefix(tokens_of(50, 1), SALT)
     store.pages.unpin(held[0])
     lane.close()
-    store.check_integrity()
+    check_integrity(store)
     store.close()
 
 
@@ -240,7 +235,7 @@ def test_another_models_pages_leave_when_they_crowd_the_budget(store: Store) -> 
         report = again.gc().result(20)
         assert (report.extents_other_reprs, report.places_other_reprs) == (dropped, 4 * dropped)
         assert again.stat()["extent_bytes_other_reprs"] == (3 - dropped) * 4 * SIZE
-        again.check_integrity()
+        check_integrity(again)
         again.close()
     again = Store.open(path, descriptor(), settings())
     assert len(again.pages.match_prefix(IDS, SALT)) == 4, "an extent without pages went first"

@@ -280,7 +280,7 @@ def test_texts_for_what_did_not_happen() -> None:
 def test_fsck_says_what_it_found_and_exits_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kv_store import Store
+    from kv_store.store import Store
     from tests.support.kv_workload import descriptor, settings
 
     path = tmp_path / "kv"
