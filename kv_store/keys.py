@@ -20,6 +20,8 @@ from kv_store.layout import PAGE_TOKENS
 KEY_BYTES = 32
 ROOT_KEY = bytes(KEY_BYTES)  # the parent of a first page
 MASK64 = (1 << 64) - 1
+_LENGTH, _PAGE_COUNT = struct.Struct("<Q"), struct.Struct("<QIQ")
+_PAGE_HEAD = struct.pack("<I19sQ", 19, b"batchengine page v1", KEY_BYTES)
 ROW_SEED_STEP = 0x9E3779B97F4A7C15  # odd: neighbouring positions get distant seeds, none repeats
 
 Tokens = Sequence[int] | npt.NDArray[np.uint32]
@@ -49,10 +51,11 @@ def token_ids(blob: bytes) -> list[int]:
 
 def hash_parts(domain: bytes, parts: Iterable[bytes]) -> bytes:
     """SHA-256 over a domain and length-prefixed parts."""
-    framed = [struct.pack("<I", len(domain)), domain]
+    h = hashlib.sha256(struct.pack("<I", len(domain)) + domain)
     for part in parts:
-        framed += (struct.pack("<Q", len(part)), part)
-    return hashlib.sha256(b"".join(framed)).digest()
+        h.update(_LENGTH.pack(len(part)))
+        h.update(part)
+    return h.digest()
 
 
 def content_key(
@@ -63,8 +66,11 @@ def content_key(
     n = len(ids) // 4
     if len(parent) != KEY_BYTES or not 1 <= n <= PAGE_TOKENS or len(ids) % 4:
         raise ValueError(f"a page has 1..{PAGE_TOKENS} tokens and a {KEY_BYTES}-byte parent key")
-    count = struct.pack("<I", n)
-    return hash_parts(b"batchengine page v1", (parent, count, ids, repr_id, tenant_salt))
+    parts = (  # what `hash_parts` would hash: parent, count, ids, representation, salt
+        _PAGE_HEAD, parent, _PAGE_COUNT.pack(4, n, 4 * n), ids, _LENGTH.pack(len(repr_id)), repr_id,
+        _LENGTH.pack(len(tenant_salt)), tenant_salt,
+    )  # fmt: skip
+    return hashlib.sha256(b"".join(parts)).digest()
 
 
 def chain_keys(

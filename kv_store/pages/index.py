@@ -217,7 +217,7 @@ class PageIndex:
         target = TRANSITIONS[page.state].get(event)
         if target is None:
             raise StaleRef(f"{page!r} cannot {event.value}")
-        if event in (PageEvent.FREE, PageEvent.RETIRE) and (page.pins or page.writers):
+        if (page.pins or page.writers) and event in (PageEvent.FREE, PageEvent.RETIRE):
             raise StaleRef(f"{page!r} is still held", why=f"writers={page.writers}")
         was_resident, is_resident = page.state in RESIDENT, target in RESIDENT
         if is_resident and not was_resident and page.key in self._by_key:

@@ -24,7 +24,7 @@ __all__ = ["PagePool", "PageProof", "Ticket"]
 
 
 MATCH_SLICE = 64  # pages looked up under one hold of the lock
-INVALIDATE_SLICE = 16  # pages retracted, or freed, under one
+INVALIDATE_SLICE = 32  # pages retracted, or freed, under one
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,16 +219,17 @@ class PagePool:
             self.allocator.free_rows(retracted)
             self.core.ledger.commit()
             self._let_go(retracted[:INVALIDATE_SLICE])
-            for first in range(INVALIDATE_SLICE, len(retracted), INVALIDATE_SLICE):
-                part = retracted[first : first + INVALIDATE_SLICE]
-                self.core.thread.submit(lambda part=part: self._let_go(part))
+            rest = retracted[INVALIDATE_SLICE:]
+            if rest:
+                self.core.thread.submit(lambda: self._let_go(rest))
         return named
 
     def _let_go(self, retracted: list[Retracted]) -> None:
-        """Give the pins of retracted pages back."""
-        with self.core.lock:
-            for page, *_ in retracted:
-                self.allocator.unpin(page)
+        """Give the pins of retracted pages back, in slices."""
+        for first in range(0, len(retracted), INVALIDATE_SLICE):
+            with self.core.lock:
+                for page, *_ in retracted[first : first + INVALIDATE_SLICE]:
+                    self.allocator.unpin(page)
 
     def _key_of(self, page: PageRef | bytes) -> bytes:
         """The content key that is meant; empty for a reference that is not resident, as another
