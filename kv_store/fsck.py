@@ -53,12 +53,14 @@ U32_MAX = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be. `repair` says what repair does, or did, about it."""
+    """One thing that is not as it should be. `repair` says what repair does, or did, about it;
+    `is_repairable` False: nothing."""
 
     severity: Severity
     what: str
     why: str
     repair: str
+    is_repairable: bool = True
 
 
 @dataclass(slots=True)
@@ -110,7 +112,8 @@ def _no_ledger(path: str, repair: bool) -> FsckReport:
     """A store whose ledger was set aside and that was not opened since."""
     report = FsckReport(path, repair)
     what, why = "there is no ledger", "it was set aside: meta.db.damaged-1"
-    report.findings.append(Finding("info", what, why, "nothing: the next opening makes a new one"))
+    nothing = "nothing: the next opening makes a new one"
+    report.findings.append(Finding("info", what, why, nothing, is_repairable=False))
     return report
 
 
@@ -127,10 +130,16 @@ class _Check:
         self.layouts: dict[bytes, PageLayout] = {}
 
     def find(
-        self, severity: Severity, what: str, why: str, repair: str, fix: Fix | None = None
+        self,
+        severity: Severity,
+        what: str,
+        why: str,
+        repair: str,
+        fix: Fix | None = None,
+        is_repairable: bool = True,
     ) -> None:
         self.counts[f"{severity}s"] += 1
-        self.report.findings.append(Finding(severity, what, why, repair))
+        self.report.findings.append(Finding(severity, what, why, repair, is_repairable))
         if fix is not None:
             self.fixes.append(fix)
 
@@ -158,6 +167,7 @@ class _LedgerSections:
             if only_indexes
             else "nothing: what can still be read is checked below",
             (lambda db: db.execute("REINDEX")) if only_indexes else None,
+            is_repairable=only_indexes,
         )
 
     def check_store_row(self, db: sqlite3.Connection) -> None:
@@ -170,13 +180,18 @@ class _LedgerSections:
                 "the store has lost its identity",
                 "the row that names it is missing or damaged",
                 "nothing: move the directory away, the next start makes a new store",
+                is_repairable=False,
             )
             return
         self._check.report.store_uuid, self._check.report.epoch = row[0].hex(), int(row[1])
         self._check.report.clean = bool(row[2])
         if not self._check.report.clean:
             self._check.find(
-                "info", "the store was not closed", "its last owner was killed", "nothing"
+                "info",
+                "the store was not closed",
+                "its last owner was killed",
+                "nothing",
+                is_repairable=False,
             )
         self.lost = self._traces.lost(self._check.report.epoch, self._check.report.clean)
         if self.lost:
@@ -185,6 +200,7 @@ class _LedgerSections:
                 "the ledger lost what was written last",
                 f"{self.lost}; sessions may be older than clients remember, or unknown",
                 "nothing: restore meta.db and meta.db-wal together, if there is a copy",
+                is_repairable=False,
             )
         page, extent = db.execute(
             "SELECT max(first_page_id + places), max(extent_index) + 1 FROM extent"
@@ -437,7 +453,11 @@ class _PageSections:
             path = os.path.join(folder, name)
             if not EXTENT_NAME.fullmatch(name):
                 self._check.find(
-                    "info", f"ext/{name} is not ours", "no extent has such a name", "nothing"
+                    "info",
+                    f"ext/{name} is not ours",
+                    "no extent has such a name",
+                    "nothing",
+                    is_repairable=False,
                 )
             elif int(name[:6]) not in known:
                 self._check.find(
@@ -480,20 +500,32 @@ class _FolderSections:
                 self._check.removals.append(lambda path=path: shutil.rmtree(path))
             else:
                 self._check.find(
-                    "info", f"{name} is not part of the store", "it was put aside", "nothing"
+                    "info",
+                    f"{name} is not part of the store",
+                    "it was put aside",
+                    "nothing",
+                    is_repairable=False,
                 )
 
     def check_arenas(self) -> None:
         folder = os.path.join(self._check.path, "arena")
         for text in continuity.implausible_arenas(self._check.path):
             self._check.find(
-                "warning", text, "no store is opened so often", "nothing: no number follows from it"
+                "warning",
+                text,
+                "no store is opened so often",
+                "nothing: no number follows from it",
+                is_repairable=False,
             )
         for name in sorted(os.listdir(folder)):
             path = os.path.join(folder, name)
             if not ARENA_NAME.fullmatch(name) or not stat.S_ISREG(os.lstat(path).st_mode):
                 self._check.find(
-                    "info", f"arena/{name} is not ours", "no arena is like it", "nothing"
+                    "info",
+                    f"arena/{name} is not ours",
+                    "no arena is like it",
+                    "nothing",
+                    is_repairable=False,
                 )
                 continue
             self._check.counts["arenas"] += 1
@@ -504,6 +536,7 @@ class _FolderSections:
                     f"arena/{name} has a writer that lives",
                     "a worker outlived its engine, and may still write",
                     "nothing: end that process",
+                    is_repairable=False,
                 )
             elif why:
                 self._check.find("warning", f"arena/{name} is of no use", why, "it is deleted")
@@ -593,6 +626,7 @@ class _Fsck:
                 f"the check of {name} could not be finished",
                 f"{type(error).__name__}: {error}",
                 "nothing: rows that cannot be read stay; restore the file, or start empty",
+                is_repairable=False,
             )
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ from service.cli import render
 from service.cli.options import Debug, Json, Socket, admin_path, print_json, show
 
 if TYPE_CHECKING:
-    from kv_store.fsck import Finding, FsckReport
+    from kv_store.fsck import FsckReport
 
 CHORE_S = 24 * 3600.0  # verifying a terabyte takes hours
 
@@ -105,17 +105,13 @@ def fsck(
         _print_report(found)
         if repair and not found.ok:
             print("repaired, and sound now" if left.ok else "errors are left after the repair")
-        elif any(_helps(finding) for finding in found.findings):
+        elif any(one.severity == "error" and one.is_repairable for one in found.findings):
             print(f"Fix: batchengine store fsck {path} --repair")
         elif not found.ok:
             print(
                 f"Fix: restore {path} from a copy, or move it away: the next start makes a new one"
             )
     return 0 if left.ok else 1
-
-
-def _helps(finding: Finding) -> bool:
-    return finding.severity == "error" and not finding.repair.startswith("nothing")
 
 
 def _check(path: Path, repair: bool, *, quiet: bool) -> FsckReport:
