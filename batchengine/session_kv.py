@@ -133,14 +133,11 @@ class SessionKv:
 
     def note_writer(self, start: int, end: int, lane: str) -> None:
         """The lane computed positions `start .. end`."""
-        page, row = divmod(start, PAGE_TOKENS)
-        if row:
-            writers = self.writers.get(page, frozenset())
-            if lane not in writers:
-                self.writers[page] = writers | {lane}
-            page += 1
-        for index in range(page, pages_for(end)):
-            self.writers[index] = frozenset((lane,))
+        for page in range(full_pages(start), pages_for(end)):
+            is_begun = page_start(page) < start
+            before = self.writers.get(page, frozenset()) if is_begun else frozenset()
+            if lane not in before:
+                self.writers[page] = before | {lane}
 
     def append(self, slot: ArenaSlot) -> None:
         """An arena slot for the page after the last one."""

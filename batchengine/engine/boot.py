@@ -40,7 +40,7 @@ from batchengine.engine.state import EngineState
 from batchengine.engine.tasks import Tasks
 from batchengine.engine.turns.journal import Journal
 from batchengine.gguf import GgufFile
-from batchengine.kv import Provenance
+from batchengine.kv import Disputes
 from batchengine.lanes.worker_process import Lane
 from batchengine.policy import cost
 from batchengine.text import ChatTemplate, TextFrontend
@@ -86,12 +86,12 @@ class LaneFactory:
         self._store = store
         self._journal = journal
         self._loader = loader
-        self.provenance = Provenance(store)
+        self.disputes = Disputes(store)
         self.suspects = Suspects(store, journal)
         self.supervisor = WorkerSupervisor(loader, store, launch.config.store.budget_bytes)
 
     async def lane(
-        self, lane: Lane, config: LaneConfig, provenance: Provenance | None = None
+        self, lane: Lane, config: LaneConfig, disputes: Disputes | None = None
     ) -> LaneLoop:
         """The loop of a lane whose worker has loaded, with its arena attached."""
         info = self._info
@@ -99,7 +99,7 @@ class LaneFactory:
             lane,
             self._store,
             config,
-            provenance=provenance or self.provenance,
+            disputes=disputes or self.disputes,
             text=self._text,
             journal=self._journal,
             suspects=self.suspects,
@@ -117,7 +117,7 @@ class LaneFactory:
         lane = Lane(FRESH, command=self._launch.command)
         try:
             await self._loader.load(lane, config)
-            loop = await self.lane(lane, config, Provenance(self._store))
+            loop = await self.lane(lane, config, Disputes(self._store))
             running = asyncio.create_task(loop.run())
             try:
                 yield loop
@@ -143,7 +143,7 @@ class Running:
     crash_marker: CrashMarker
     supervisor: WorkerSupervisor
     suspects: Suspects
-    provenance: Provenance
+    disputes: Disputes
     recovery: SessionRecovery
     migrator: Migrator
     dispatcher: Dispatcher
@@ -232,10 +232,10 @@ async def _compose(
     await recovery.start(crash_marker)
     migrator = Migrator(state, journal, launch.on_point)
     dispatcher = Dispatcher(state, migrator, tasks.spawn)
-    audit = Audit(state, store, factory.provenance, factory.fresh_worker)
+    audit = Audit(state, store, factory.disputes, factory.fresh_worker)
     audit.watch_store()
     n_vocab = text.tokenizer.vocab_size
-    maintenance = Maintenance(state, store, recovery, audit, factory.provenance, n_vocab)
+    maintenance = Maintenance(state, store, recovery, audit, n_vocab)
     parking = Parking(state)
     requests = Requests(
         state, info, text, journal, recovery, dispatcher, parking, tasks, maintenance.check_model
@@ -251,7 +251,7 @@ async def _compose(
         crash_marker=crash_marker,
         supervisor=factory.supervisor,
         suspects=factory.suspects,
-        provenance=factory.provenance,
+        disputes=factory.disputes,
         recovery=recovery,
         migrator=migrator,
         dispatcher=dispatcher,

@@ -14,9 +14,9 @@ zeroed and used again by the next frame.
 Each knows those before it only.
 """
 
+from batchengine.kv.disputes import Disputes
 from batchengine.kv.importing import RowImport
 from batchengine.kv.lane_kv import LaneKv
-from batchengine.kv.provenance import DisputedPage, Provenance, Written
 from batchengine.kv.slots import Seal
 
-__all__ = ["DisputedPage", "LaneKv", "Provenance", "RowImport", "Seal", "Written"]
+__all__ = ["Disputes", "LaneKv", "RowImport", "Seal"]

@@ -17,7 +17,6 @@ from batchengine import wire
 from batchengine.core import PAGE_TOKENS
 from batchengine.kv.arenas import DeadArenas
 from batchengine.kv.digests import DigestQueue
-from batchengine.kv.provenance import Provenance
 from batchengine.kv.slots import LostArena, Slots
 from batchengine.session import Loss, Session, State
 from batchengine.session_kv import PendingRows, page_start
@@ -77,14 +76,12 @@ class RowImporter:
         slots: Slots,
         digests: DigestQueue,
         arenas: DeadArenas,
-        provenance: Provenance,
         wake: Callable[[], None],
     ) -> None:
         self._store = store
         self._slots = slots
         self._digests = digests
         self._arenas = arenas
-        self._provenance = provenance
         self._wake = wake
         self._local: dict[Session, RowImport] = {}  # members' own pending rows
         self.imports: dict[RowImport, None] = {}  # all that hold slots
@@ -357,7 +354,7 @@ class RowImporter:
         label = self._slots.label(slot, session, row_import.epoch, pending.page)
         source = pending.source
         if not isinstance(source, wire.FromArena):
-            session.kv.writers[pending.page] = self._provenance.lanes_of(source)
+            session.kv.writers[pending.page] = self._store.pages.lanes_of(source)
             source, ids = self._page_source(source, ids)
         return wire.ImportRows(label, len(ids), source), ids
 

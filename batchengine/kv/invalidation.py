@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 
-from batchengine.kv.provenance import Provenance
+from batchengine.kv.disputes import Disputes
 from batchengine.kv.sealing import SealPipeline
 from batchengine.kv.slots import Slots
 from batchengine.session import Loss, Session, State
@@ -26,12 +26,12 @@ class Invalidation:
     """Takes invalid pages and rows out of the tables of one lane."""
 
     def __init__(
-        self, store: Store, slots: Slots, sealing: SealPipeline, provenance: Provenance
+        self, store: Store, slots: Slots, sealing: SealPipeline, disputes: Disputes
     ) -> None:
         self._store = store
         self._slots = slots
         self._sealing = sealing
-        self._provenance = provenance
+        self._disputes = disputes
 
     def fall_back(self, session: Session, *, only_sealed: bool) -> bool:
         """Keep the sealed pages before the first invalid one; True if any KV went.
@@ -85,7 +85,7 @@ class Invalidation:
             del rest[-1:]  # a shorter one may be there as well
         self._sealing.drop(session)
         self._slots.truncate(session, first)
-        self._provenance.invalidate(wrong)
+        self._disputes.invalidate(wrong)
 
     async def recheck(self, sessions: list[Session]) -> None:
         """Read the sealed pages of sessions again: one of them may have ended the worker.

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from batchengine import wire
 from batchengine.kv.arenas import DeadArenas
 from batchengine.kv.digests import DueDigest
+from batchengine.kv.disputes import Disputes
 from batchengine.kv.importing import RowImport, RowImporter
 from batchengine.kv.invalidation import Invalidation
 from batchengine.kv.prefix import PrefixMatcher
-from batchengine.kv.provenance import Provenance
 from batchengine.kv.sealing import SealPipeline
 from batchengine.kv.slots import Seal, Slots
 from batchengine.kv.touching import PageTouches, Touch
@@ -48,19 +48,17 @@ class LaneKv:
     def __init__(
         self,
         store: Store,
-        provenance: Provenance,
+        disputes: Disputes,
         wake: Callable[[], None],
         commit: Callable[[], None],
     ) -> None:
-        self.provenance = provenance
+        self.disputes = disputes
         self.arenas = DeadArenas()
         self.slots = Slots(store)
         self.prefix = PrefixMatcher(store, self.slots)
-        self.sealing = SealPipeline(store, self.slots, self.arenas, provenance, wake, commit)
-        self.invalidation = Invalidation(store, self.slots, self.sealing, provenance)
-        self.importing = RowImporter(
-            store, self.slots, self.sealing.digests, self.arenas, provenance, wake
-        )
+        self.sealing = SealPipeline(store, self.slots, self.arenas, disputes, wake, commit)
+        self.invalidation = Invalidation(store, self.slots, self.sealing, disputes)
+        self.importing = RowImporter(store, self.slots, self.sealing.digests, self.arenas, wake)
         self.touches = PageTouches(store.pages.layout.page_bytes, wake)
 
     def __repr__(self) -> str:

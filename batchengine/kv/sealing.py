@@ -17,7 +17,7 @@ from batchengine import wire
 from batchengine.core import PAGE_TOKENS
 from batchengine.kv.arenas import DeadArenas
 from batchengine.kv.digests import DigestQueue
-from batchengine.kv.provenance import DisputedPage, Provenance, Written
+from batchengine.kv.disputes import Disputes
 from batchengine.kv.readback import ReadBack
 from batchengine.kv.slots import Seal, Slots
 from batchengine.session import Session, State
@@ -45,7 +45,7 @@ class SealPipeline:
         store: Store,
         slots: Slots,
         arenas: DeadArenas,
-        provenance: Provenance,
+        disputes: Disputes,
         wake: Callable[[], None],
         commit: Callable[[], None],
     ) -> None:
@@ -54,7 +54,7 @@ class SealPipeline:
         self.digests = DigestQueue(slots)
         self.read_back = ReadBack(store)
         self._arenas = arenas
-        self._provenance = provenance
+        self._disputes = disputes
         self._wake = wake
         self._commit = commit
         self.in_flight: dict[Seal, Callable[[], None]] = {}  # how to let go of their arenas
@@ -196,7 +196,9 @@ class SealPipeline:
     def _reserve(self, seal: Seal, session: Session) -> Ticket | None:
         """A slot in the store; sessions that do not run give their pins for it."""
         while True:
-            found = self._store.pages.reserve(seal.parent, seal.tokens, seal.salt, seal.priority)
+            found = self._store.pages.reserve(
+                seal.parent, seal.tokens, seal.salt, seal.priority, seal.lanes
+            )
             if isinstance(found, Ticket):
                 return found
             if found.kind is NoRoomKind.GROWING or seal.is_tail:
@@ -207,7 +209,7 @@ class SealPipeline:
     def _follow(self, seal: Seal, future: Future[PageRef]) -> None:
         if seal not in self.in_flight:
             self.in_flight[seal] = self._arenas.hold(seal.arena)
-        self._provenance.seals.add(seal)
+        self._disputes.seals.add(seal)
 
         def done(finished: Future[PageRef]) -> None:
             self._done.append((seal, finished))
@@ -230,7 +232,6 @@ class SealPipeline:
                 self._commit()
             else:
                 seal.ref = future.result()  # may name an older, equal page
-                self._note_written(seal, seal.ref)
                 if seal.is_tail:
                     self._tail_parked(seal, seal.ref)
                 elif seal.arena is self._slots.arena:
@@ -238,18 +239,13 @@ class SealPipeline:
                 else:
                     self.unverified([seal])
 
-    def _note_written(self, seal: Seal, ref: PageRef) -> None:
-        ticket = seal.ticket
-        if ticket is not None and ticket.page is not None and ticket.page.ref == ref:
-            self._provenance.record(ref, Written(ticket.key, ticket.parent, seal.lanes))
-
     def _not_published(self, seal: Seal, ref: PageRef) -> None:
         """The store is done with a seal that must not be published, or has just published it."""
         if seal.written:
             ticket = seal.ticket
             self._store.pages.unpin(ref)
             if ticket is not None and ticket.page is not None and ticket.page.ref == ref:
-                self._provenance.invalidate([ticket.key])  # else it is an older, equal page
+                self._disputes.invalidate([ticket.key])  # else it is an older, equal page
         self._seal_failed(seal, StoreError("its rows are invalid, or its lane publishes nothing"))
 
     def _tail_parked(self, seal: Seal, ref: PageRef) -> None:
@@ -316,10 +312,7 @@ class SealPipeline:
         level = logging.ERROR if isinstance(error, NumericsFault) else logging.WARNING
         log.log(logging.DEBUG if ran_on else level, "page %d was not sealed: %s", seal.index, error)
         if isinstance(error, NumericsFault) and not seal.dropped:
-            chain = seal.timeline[: seal.index * PAGE_TOKENS + len(seal.tokens)]
-            self._provenance.dispute(
-                DisputedPage(chain, seal.salt, seal.priority, seal.digest, seal.lanes)
-            )
+            self._disputes.dispute(seal)
         if seal.ticket is not None and seal.ref is None:
             try:
                 self._store.pages.abort(seal.ticket)
@@ -357,7 +350,7 @@ class SealPipeline:
         release = self.in_flight.pop(seal, None)
         if release is not None:
             release()
-        self._provenance.seals.discard(seal)
+        self._disputes.seals.discard(seal)
         seal.ticket = None
 
     def verify_message(self, seal: Seal) -> wire.Verify:

@@ -74,6 +74,11 @@ class Seal:
     def is_tail(self) -> bool:
         return len(self.tokens) < PAGE_TOKENS
 
+    @property
+    def chain(self) -> list[int]:
+        """The timeline up to the end of the page."""
+        return self.timeline[: page_start(self.index) + len(self.tokens)]
+
 
 class LostArena(NamedTuple):
     """An arena whose worker died, and the epoch in the header of every slot that was held."""

@@ -103,6 +103,7 @@ class Page:
     tokens: bytes = b""  # u32 LE ids: compared on every hit
     digest: bytes = b""  # unseeded, equal wherever this content is computed
     checksum: bytes = b""  # seeded with this slot's identity
+    lanes: frozenset[str] = frozenset()  # that computed its rows in this run; none = earlier ones
     priority: int = 0
     lru_seq: int = 0
     listed: bool = False  # the manifest has a row for this generation
@@ -243,6 +244,7 @@ class PageIndex:
         if target is PageState.FREE:
             page.gen += 1
             page.key = page.parent = page.tokens = page.digest = page.checksum = b""
+            page.lanes = frozenset()
             page.lru_seq, page.hashed = 0, False
             self._set_priority(page, 0)
             self.dirty_lru.discard(page.page_id)

@@ -28,7 +28,7 @@ CHECK_SLOTS = 16_384  # compared by one `check`: it shares the interpreter with 
 @dataclass(frozen=True, slots=True)
 class ScrubResult:
     """One page read again. `good` False: it is invalid now; `key` and `parent` say what it held,
-    `digest` is that of its payload when it was sealed."""
+    `digest` is that of its payload when it was sealed, `lanes` computed it."""
 
     ref: PageRef
     good: bool
@@ -36,6 +36,7 @@ class ScrubResult:
     parent: bytes
     n_tokens: int
     digest: bytes
+    lanes: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +88,11 @@ class PageMaintenance:
             if page is None:
                 return None
             self._index.pin(page)
-            ref, key, parent, n, digest = (
-                page.ref, page.key, page.parent, page.n_tokens, page.digest,
-            )  # fmt: skip
+            ref, key, parent, n = page.ref, page.key, page.parent, page.n_tokens
+            digest, lanes = page.digest, page.lanes
         good = self._loader.read_again(page)
         self._core.counters["pages_scrubbed"] += 1
-        return ScrubResult(ref, good, key, parent, n, digest)
+        return ScrubResult(ref, good, key, parent, n, digest, lanes)
 
     def verify_all(self) -> Future[VerifyReport]:
         """Read every page; those that fail become invalid. Serving goes on in between.

@@ -170,6 +170,26 @@ class PagePool:
             page = self.index.resident(key)
             return None if page is None else page.ref
 
+    def lanes_of(self, ref: PageRef) -> frozenset[str]:
+        """The lanes that computed rows of this page; empty if it is of an earlier run, or gone."""
+        with self.core.lock:
+            try:
+                return self.index.get(ref).lanes
+            except StaleRef:
+                return frozenset()
+
+    def computed_by(self, lanes: frozenset[str]) -> set[bytes]:
+        """Keys of the pages with rows of any of these lanes. Looks at every page."""
+        with self.core.lock:
+            return {
+                page.key for page in self.index if page.state in RESIDENT and page.lanes & lanes
+            }
+
+    def computed_after(self, key: bytes) -> list[bytes]:
+        """Keys of the pages that this run computed and that follow the page of this key."""
+        with self.core.lock:
+            return [page.key for page in self.index.children(key) if page.lanes]
+
     def invalidate(
         self,
         *pages: PageRef | bytes,

@@ -51,9 +51,14 @@ class PageSealer:
         self._publishing: dict[bytes, tuple[Page, list[Future[PageRef]]]] = {}
 
     def reserve(
-        self, parent: bytes, tokens: keys.Tokens | bytes, salt: bytes, priority: int = 0
+        self,
+        parent: bytes,
+        tokens: keys.Tokens | bytes,
+        salt: bytes,
+        priority: int = 0,
+        lanes: frozenset[str] = frozenset(),
     ) -> Ticket | NoRoom:
-        """A slot for the page of `tokens` after `parent`, evicting if need be.
+        """A slot for the page of `tokens` after `parent`, computed by `lanes`; evicts if need be.
 
         Fewer than 256 tokens make a parked tail, which no page can follow (ValueError).
         NoRoom: not now; the page then simply stays in its arena.
@@ -78,6 +83,7 @@ class PageSealer:
                 self._core.counters["reserve_refused"] += 1
                 return page
             page.key, page.parent, page.tokens, page.hashed = key, parent, ids, True
+            page.lanes = lanes
             return Ticket(key, parent, ids, salt, priority, page, None)
 
     def seal(

@@ -10,7 +10,6 @@ import pytest
 from batchengine.kv.arenas import DeadArenas
 from batchengine.kv.digests import REST_TICKS, DigestQueue
 from batchengine.kv.importing import RowImporter
-from batchengine.kv.provenance import Provenance
 from batchengine.kv.slots import Seal, Slots
 from batchengine.kv.touching import PageTouches
 from batchengine.session import Event, Loss, Session
@@ -167,7 +166,7 @@ def test_an_import_that_its_session_does_not_wait_for_is_ended(
 ) -> None:
     arenas, released = DeadArenas(), list[int]()
     digests = DigestQueue(slots)
-    importer = RowImporter(store, slots, digests, arenas, Provenance(store), lambda: None)
+    importer = RowImporter(store, slots, digests, arenas, lambda: None)
     session = Session(1, "s", "")
     session.tokens = list(range(300))
     session.on(Event.START)
@@ -196,9 +195,7 @@ def test_an_import_that_its_session_does_not_wait_for_is_ended(
 
 
 def test_rows_that_arrive_become_the_table(store: Store, slots: Slots) -> None:
-    importer = RowImporter(
-        store, slots, DigestQueue(slots), DeadArenas(), Provenance(store), lambda: None
-    )
+    importer = RowImporter(store, slots, DigestQueue(slots), DeadArenas(), lambda: None)
     session = Session(1, "s", "")
     session.tokens = list(range(300))
     session.on(Event.START)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batchengine.kv import LaneKv, Provenance, Seal
+from batchengine.kv import Disputes, LaneKv, Seal
 from batchengine.session import Event, Session
 from kv_store import osio
 from kv_store.arenas.arena import Arena
@@ -41,7 +41,7 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.disk = Disk()
         self.store = Store.open(folder / "store", descriptor(), settings(), files=self.disk)
-        self.pages = LaneKv(self.store, Provenance(self.store), lambda: None, self._commit)
+        self.pages = LaneKv(self.store, Disputes(self.store), lambda: None, self._commit)
         self.arena: Arena = self.store.create_arena("cpu", 1, 8)
         self.pages.attach(self.arena)
         self.session = Session(1, "s", "tenant")
@@ -112,7 +112,7 @@ def test_rows_of_a_page_that_must_not_be_published_are_computed_again(scene: Sce
     pages.sealing.verified(first, False)
     lost = [event.key for event in scene.store.events.drain()]
     assert lost == session.kv.keys[:1]
-    pages.provenance.invalidate_descendants(lost)
+    pages.disputes.invalidate_descendants(lost)
     assert not pages.invalidation.fall_back(session, only_sealed=False)
     scene.until(lambda: not pages.sealing.in_flight)
     assert [seal.index for seal in pages.sealing.stalled] == [0], "sound where it is"
@@ -150,7 +150,7 @@ def test_a_seal_dropped_between_its_publishing_and_its_proof_is_not_published(sc
     scene.fill(1)
     scene.published(0, 1)
     first, second = sorted(pages.sealing.read_back.queued, key=lambda seal: seal.index)
-    pages.provenance.invalidate_descendants(session.kv.keys[:1])
+    pages.disputes.invalidate_descendants(session.kv.keys[:1])
     assert second.dropped
     assert second.ref is not None
     assert not first.dropped

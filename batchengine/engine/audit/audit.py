@@ -39,7 +39,7 @@ from batchengine.engine.lane.recompute import (
 )
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
-from batchengine.kv import Provenance
+from batchengine.kv import Disputes
 from kv_store.errors import StaleRef, StoreError
 from kv_store.pages.index import PageRef
 from kv_store.store import Store
@@ -58,29 +58,29 @@ class Audit:
         self,
         state: EngineState,
         store: Store,
-        provenance: Provenance,
+        disputes: Disputes,
         fresh_worker: Callable[[], AbstractAsyncContextManager[LaneLoop]],
     ) -> None:
         self._state = state
         self._store = store
-        self._provenance = provenance
+        self._disputes = disputes
         self._fresh_worker = fresh_worker
         self._one = asyncio.Lock()  # one page at a time
         self._faults = Counter[str]()  # by lane
         self._disputes: dict[Turn, int] = {}
 
     def __repr__(self) -> str:
-        return f"<Audit faults={dict(self._faults)} {self._provenance!r}>"
+        return f"<Audit faults={dict(self._faults)} {self._disputes!r}>"
 
     async def run(self) -> None:
         """Audit pages that lanes dispute when they seal, until cancelled."""
-        provenance = self._provenance
+        disputes = self._disputes
         while True:
-            await provenance.has_disputed.wait()
-            provenance.has_disputed.clear()
-            while provenance.disputed:
-                found = provenance.disputed[0]
-                page = PageContent(array("i", found.tokens), found.salt, found.priority)
+            await disputes.has_disputed.wait()
+            disputes.has_disputed.clear()
+            while disputes.disputed:
+                found = disputes.disputed[0]
+                page = PageContent(array("i", found.chain), found.salt, found.priority)
                 self._state.metrics.numeric_faults_total.inc()
                 try:
                     await self.disputed(page, statement(found.lanes, found.digest))
@@ -102,7 +102,7 @@ class Audit:
         """Sessions fall back to the pages before those; what this run computed after them goes."""
         lost = [event.key for event in self._store.events.drain()]
         if lost:
-            self._provenance.invalidate_descendants(lost)
+            self._disputes.invalidate_descendants(lost)
             for loop in self._state.lanes:
                 loop.recheck()
 
@@ -168,7 +168,7 @@ class Audit:
         async with self._one, self._paused_lanes():
             for loop in self._state.lanes:
                 loop.drop_open()
-            self._provenance.audits += 1
+            self._disputes.audits += 1
             other = other or self._stored(page)
             if other is None or other.digest == stated.digest:
                 return None
@@ -195,7 +195,7 @@ class Audit:
             await asyncio.gather(*(loop.pause() for loop in loops))
             yield
         finally:
-            self._provenance.disputed.clear()  # others were computed from rows that are dropped
+            self._disputes.disputed.clear()  # others were computed from rows that are dropped
             for loop in loops:
                 loop.unpause()
 
@@ -204,7 +204,7 @@ class Audit:
         ref = self._store.pages.find(page.key(self._store.pages.repr_id))
         with contextlib.suppress(StaleRef):
             if ref is not None:
-                return statement(self._provenance.lanes_of(ref), self._store.pages.digest(ref))
+                return statement(self._store.pages.lanes_of(ref), self._store.pages.digest(ref))
         return None
 
     async def _votes(self, page: PageContent) -> list[Statement]:
@@ -236,12 +236,12 @@ class Audit:
 
     def _invalidate(self, page: PageContent, other: Statement, outcome: Outcome) -> None:
         """The page if its content lost, and all that wrong lanes have a part in."""
-        wrong = self._provenance.keys_written_by(outcome.wrong)
+        wrong = self._store.pages.computed_by(outcome.wrong)
         has_lost = other.digest != outcome.digest
         stored = self._stored(page)
         if has_lost or (stored is not None and stored.digest != outcome.digest):
             wrong.add(page.key(self._store.pages.repr_id))
-        self._provenance.invalidate(wrong, rootless=has_lost and other.witness == UNKNOWN)
+        self._disputes.invalidate(wrong, rootless=has_lost and other.witness == UNKNOWN)
         if outcome.digest is None:
             why = f"page {page.page} of {len(page.tokens)} tokens: {outcome.why}"
             self._state.troubles["audit"] = why

@@ -25,7 +25,6 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.recompute import PageRecompute, RecomputeFailed
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.state import EngineState
-from batchengine.kv import Provenance, Written
 from kv_store.errors import StoreError
 from kv_store.pages.allocator import NoRoom
 from kv_store.pages.maintenance import GcReport, ScrubResult
@@ -51,14 +50,12 @@ class Maintenance:
         store: Store,
         recovery: SessionRecovery,
         audit: Audit,
-        provenance: Provenance,
         n_vocab: int,
     ) -> None:
         self._state = state
         self._store = store
         self._recovery = recovery
         self._audit = audit
-        self._provenance = provenance
         self._search = PageSearch(state, store)
         self._idle_since = time.monotonic()
         self._files = ModelFiles(state, store.pages.descriptor.model_hash)
@@ -114,8 +111,7 @@ class Maintenance:
             log.warning("no session known here has the tokens of page %r", found.ref)
             self._count("unknown")
             return
-        lanes = self._provenance.lanes_of(found.ref)
-        await self.recompute(page, statement(lanes, found.digest))
+        await self.recompute(page, statement(found.lanes, found.digest))
 
     def _count(self, result: str) -> None:
         self._state.metrics.kv_pages_recomputed_total.labels(result).inc()
@@ -153,7 +149,8 @@ class Maintenance:
         if row_import is None or not loop.kv.sealing.publishes or store.pages.find(key) is not None:
             return
         ids = page.tokens[page.page * PAGE_TOKENS :]
-        ticket = store.pages.reserve(parent, ids, page.salt, page.priority)
+        lanes = frozenset((loop.lane.name,))
+        ticket = store.pages.reserve(parent, ids, page.salt, page.priority, lanes)
         if isinstance(ticket, NoRoom):
             raise StoreError(f"there is no room: {ticket.why}")
         release = loop.kv.arenas.hold(row_import.arena)
@@ -168,8 +165,6 @@ class Maintenance:
             raise
         finally:
             release()
-        if ticket.page is not None and ticket.page.ref == ref:  # not an older, equal page
-            self._provenance.record(ref, Written(key, parent, frozenset((loop.lane.name,))))
         store.pages.unpin(ref)
 
     # -------------------------------------------------------------------------------- garbage

@@ -27,7 +27,7 @@ from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.lane.transfer import Frozen, Transfers
 from batchengine.engine.turns.journal import Journal
 from batchengine.engine.turns.turn import Turn, TurnEnd
-from batchengine.kv import LaneKv, Provenance
+from batchengine.kv import Disputes, LaneKv
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
@@ -56,7 +56,7 @@ class LaneLoop:
         store: Store,
         config: LaneConfig,
         *,
-        provenance: Provenance,
+        disputes: Disputes,
         text: TextFrontend,
         journal: Journal,
         suspects: Suspects,
@@ -68,7 +68,7 @@ class LaneLoop:
         """`cost` is what a step is assumed to cost until steps were measured."""
         self._event_loop = asyncio.get_running_loop()
         self.lane = lane
-        self.kv = LaneKv(store, provenance, self._wake_threadsafe, journal.note)
+        self.kv = LaneKv(store, disputes, self._wake_threadsafe, journal.note)
         self.config = config
         self.cost = CostModel(cost)
         self.meter = StepMeter(self.cost, metrics.step_seconds.labels(lane.name))
@@ -193,7 +193,7 @@ class LaneLoop:
     @property
     def is_paused(self) -> bool:
         """Whether the lane computes recomputes only: an audit is under way, or about to begin."""
-        return self._paused or bool(self.kv.provenance.disputed)
+        return self._paused or bool(self.kv.disputes.disputed)
 
     async def pause(self) -> None:
         """Plan nothing until `unpause`; returns once no step is in flight.

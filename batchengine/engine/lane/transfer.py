@@ -79,7 +79,7 @@ class Transfers:
         self._seats.forget_arrival(session)
         self._kv.slots.protect(session)
         last_ms = self._seats.now_ms() if turn is None else turn.served_ms
-        return Frozen(turn, seated, last_ms, self._kv.provenance.audits)
+        return Frozen(turn, seated, last_ms, self._kv.disputes.audits)
 
     def thaw(self, session: Session, frozen: Frozen) -> bool:
         """The session goes on here, with the seat and the deadline it had.
@@ -98,7 +98,7 @@ class Transfers:
                 turn.generation.lane = self._lane_name
             if frozen.seated and (turn.paused or self._seats.free > 0):
                 self._seats.seat(session.key)
-        if frozen.audits == self._kv.provenance.audits:
+        if frozen.audits == self._kv.disputes.audits:
             return False
         self._kv.slots.keep_sealed(session)
         return True

@@ -264,7 +264,7 @@ class Migrator:
         missing = session.frontier - move.reach()
         if missing > RECOMPUTE_MAX and source.lane.alive:
             raise Abort(f"{missing} of its rows could not be proven; they are good where they are")
-        if move.frozen is not None and move.frozen.audits != to.kv.provenance.audits:
+        if move.frozen is not None and move.frozen.audits != to.kv.disputes.audits:
             raise Abort("an audit invalidated its open rows")
         turn = None if move.frozen is None else move.frozen.turn
         if turn is not None and (turn.generation.cancelled or turn.generation.finished):

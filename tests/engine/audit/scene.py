@@ -129,12 +129,12 @@ async def expose(stage: Stage, lane: str) -> None:
 
 
 def audits_of(stage: Stage) -> int:
-    return stage.up.running.provenance.audits
+    return stage.up.running.disputes.audits
 
 
 def seals_of(stage: Stage) -> set[Seal]:
     """The seals of all lanes that are with the store."""
-    return stage.up.running.provenance.seals
+    return stage.up.running.disputes.seals
 
 
 def logged(stage: Stage, *texts: str) -> None:

@@ -604,7 +604,7 @@ def test_a_page_that_is_computed_again_has_time_to_be_written() -> None:
         stage.now.threads.delay = lambda name: 0.0005
         (again,) = store.pages.match_prefix(prompt, b"")
         assert again != ref
-        assert running.provenance.lanes_of(again)
+        assert store.pages.lanes_of(again)
 
     play(scene, limits__canary_s=0)
 
