@@ -33,11 +33,6 @@ class DigestQueue:
     def __bool__(self) -> bool:
         return bool(self._due)
 
-    @property
-    def has_tails(self) -> bool:
-        """Tails are to be digested."""
-        return any(due.rows < PAGE_TOKENS for due in self._due.values())
-
     def add(self, session: Session, page: int, slot: ArenaSlot) -> None:
         """A full page came into the arena."""
         self._due[slot] = DueDigest(session, page, PAGE_TOKENS, slot)

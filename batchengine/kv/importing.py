@@ -8,6 +8,7 @@ proven; what is not proven is computed again.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from array import array
 from collections import deque
@@ -30,26 +31,11 @@ IMPORT_BYTES = 32 << 20  # of pages copied by one frame, for which all turns of 
 class RowImport:
     """Open rows of one session on their way into an arena. `rows[i]` answers `pending_rows[i]`."""
 
-    __slots__ = (
-        "arena",
-        "epoch",
-        "fallen",
-        "on_done",
-        "over",
-        "pending_rows",
-        "rows",
-        "sent",
-        "session",
-        "slots",
-    )  # fmt: skip
-
-    def __init__(
-        self, session: Session, epoch: int, arena: Arena, on_done: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, session: Session, epoch: int, arena: Arena) -> None:
         self.session = session
         self.epoch = epoch  # in the headers of the new slots
         self.arena = arena
-        self.on_done = on_done  # called once, with whether every answer came
+        self.imported: asyncio.Future[bool] | None = None  # see `prepare`
         self.pending_rows: Sequence[PendingRows] = ()
         self.slots: list[ArenaSlot] = []
         self.rows: list[int] = []
@@ -60,11 +46,6 @@ class RowImport:
     @property
     def is_complete(self) -> bool:
         return len(self.rows) == len(self.pending_rows)
-
-    @property
-    def proven(self) -> int:
-        """Rows that arrived, over all pages."""
-        return sum(self.rows)
 
 
 class RowImporter:
@@ -98,19 +79,22 @@ class RowImporter:
         session: Session,
         epoch: int,
         n_pages: int,
-        on_done: Callable[[bool], None],
+        imported: asyncio.Future[bool] | None = None,
         *,
         reclaim: bool = True,
         warm: bool = False,
     ) -> RowImport | None:
         """Slots for `n_pages` open pages of a session; None if the arena has not so many.
 
+        `imported` is resolved with whether every answer came.
+
         `warm`: the next frame writes to them, so that rows that come later meet no page faults.
         """
-        self._sweep()
+        self.poll()
         if self._slots.arena is None:
             return None
-        row_import = RowImport(session, epoch, self._slots.arena, on_done)
+        row_import = RowImport(session, epoch, self._slots.arena)
+        row_import.imported = imported
         if not self._widen(row_import, n_pages, reclaim):
             return None
         self.imports[row_import] = None
@@ -131,7 +115,7 @@ class RowImporter:
             self._slots.free(row_import.slots.pop())
         row_import.pending_rows = pending_rows
         if not pending_rows:
-            row_import.on_done(True)
+            self._end(row_import, True)
         else:
             self.queue.append(row_import)
             self._wake()
@@ -209,7 +193,7 @@ class RowImporter:
             PendingRows(
                 sealed + offset,
                 PAGE_TOKENS,
-                self._source(self._slots.arena, slot, self._slots.epoch_of(slot)),
+                self._source(self._slots.arena, slot, self._slots.epochs[slot]),
                 _nothing,
             )
             for offset, slot in enumerate(session.kv.open)
@@ -234,9 +218,6 @@ class RowImporter:
 
     def poll(self) -> None:
         """End imports whose session goes on without them. Called between steps."""
-        self._sweep()
-
-    def _sweep(self) -> None:
         for session, row_import in list(self._local.items()):
             if self._is_stale(row_import):
                 del self._local[session]
@@ -264,7 +245,7 @@ class RowImporter:
 
     def _import_pending(self) -> None:
         """Start fetching the open rows of members: those that hold a seat first."""
-        self._sweep()
+        self.poll()
         if self._slots.arena is None:
             return
         due = [session for session in self._slots.members_pending() if self._is_importable(session)]
@@ -275,24 +256,29 @@ class RowImporter:
             self._import_local(session)
 
     def _import_local(self, session: Session) -> None:
-        def done(complete: bool) -> None:
-            del self._local[session]
-            if complete:
-                self.install(row_import)
-                if session.state in (State.IDLE, State.WAITING):
-                    self._slots.make_reclaimable(session)  # the death left it nothing to reclaim
-            self._slots.changed(session)
-
         pending_rows, wanted = session.kv.pending, session.state is not State.IDLE
-        made = self.prepare(session, session.epoch, len(pending_rows), done, reclaim=wanted)
-        if made is None:  # no room for them: what is sealed must do
+        row_import = self.prepare(session, session.epoch, len(pending_rows), reclaim=wanted)
+        if row_import is None:  # no room for them: what is sealed must do
             self._slots.drop_pending(session)
             session.loss = Loss.WORKER
             self._slots.changed(session)
             return
-        row_import = made
         self._local[session] = row_import
         self.import_rows(row_import, pending_rows)
+
+    def _end(self, row_import: RowImport, complete: bool) -> None:
+        """The last answer came, or will never come."""
+        session, imported = row_import.session, row_import.imported
+        if imported is not None and not imported.done():
+            imported.set_result(complete)
+        if self._local.get(session) is not row_import:
+            return
+        del self._local[session]
+        if complete:
+            self.install(row_import)
+            if session.state in (State.IDLE, State.WAITING):
+                self._slots.make_reclaimable(session)  # the death left it nothing to reclaim
+        self._slots.changed(session)
 
     def _widen(self, row_import: RowImport, n_pages: int, reclaim: bool) -> bool:
         """Have at least `n_pages` slots; on failure those taken now are given back."""
@@ -367,13 +353,13 @@ class RowImporter:
 
     def arrived(self, row_imports: Sequence[RowImport], imported: Sequence[int]) -> None:
         """The frame was executed: proven rows of each message of `take_imports`."""
-        self._sweep()
+        self.poll()
         for row_import, rows in zip(row_imports, imported, strict=True):
             if row_import.over or row_import.fallen is not None:
                 continue
             row_import.rows.append(rows)
             if row_import.is_complete:
-                row_import.on_done(True)
+                self._end(row_import, True)
 
     # -------------------------------------------------------------------------------- death
 
@@ -423,7 +409,7 @@ class RowImporter:
             else:
                 row_import.over = True
                 del self.imports[row_import]
-                row_import.on_done(False)
+                self._end(row_import, False)
 
 
 def _nothing() -> None:

@@ -19,7 +19,6 @@ from batchengine.kv.prefix import PrefixMatcher
 from batchengine.kv.sealing import SealPipeline
 from batchengine.kv.slots import Seal, Slots
 from batchengine.kv.touching import PageTouches, Touch
-from kv_store.arenas.arena import Arena
 from kv_store.store import Store
 
 
@@ -137,10 +136,6 @@ class LaneKv:
         lost = self.slots.lose_arena()
         if lost is not None:
             lost.arena.close(delete=True)
-
-    def attach(self, arena: Arena) -> None:
-        """A new worker has mapped this arena; no session has a slot in it yet."""
-        self.slots.attach(arena)
 
     def lane_died(self, chores: Chores | None) -> None:
         """The worker is reaped: open rows are pending rows, and seals in flight go on from the old

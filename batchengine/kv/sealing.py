@@ -103,11 +103,6 @@ class SealPipeline:
 
     # ----------------------------------------------------------------------------- digests
 
-    def fills(self, session: Session, n_tokens: int) -> list[tuple[Session, int, ArenaSlot]]:
-        """Pages that will be full once `n_tokens` more tokens are computed."""
-        filled = session.kv.filled(session.frontier, session.frontier + n_tokens)
-        return [(session, page, slot) for page, slot in filled]
-
     def park(self, session: Session) -> bool:
         """Have the open tail of a session that does not run sealed as a partial page.
 
@@ -123,43 +118,32 @@ class SealPipeline:
         for session in self.digests.tick():
             self.park(session)
 
-    @property
-    def is_parking(self) -> bool:
-        """Tails are on their way to the store."""
-        return self.digests.has_tails or any(
-            seal.is_tail for seal in (*self.in_flight, *self.queued)
-        )
-
     def digested(
         self, session: Session, index: int, rows: int, slot: ArenaSlot, digest: bytes
     ) -> None:
         """The lane digested what `digests.take` named."""
         if slot in self._slots.seals or not self.digests.is_due(session, index, rows, slot):
             return
-        if rows == PAGE_TOKENS:
-            self.filled(session, index, slot, digest)
-        elif session.kv.parked is None and self._slots.arena is not None:
-            self._begin_seal(session, index, slot, digest, rows)
+        if rows == PAGE_TOKENS or session.kv.parked is None:
+            self.filled(session, index, slot, digest, rows)
 
-    def filled(self, session: Session, index: int, slot: ArenaSlot, digest: bytes) -> None:
-        """A page is full and the lane digested it: start sealing."""
-        if self._slots.arena is not None:
-            self._begin_seal(session, index, slot, digest, PAGE_TOKENS)
-
-    def _begin_seal(
-        self, session: Session, index: int, slot: ArenaSlot, digest: bytes, rows: int
+    def filled(
+        self,
+        session: Session,
+        index: int,
+        slot: ArenaSlot,
+        digest: bytes,
+        rows: int = PAGE_TOKENS,
     ) -> None:
+        """The lane digested a page that is full, or a tail of so many rows: start sealing."""
         if self._slots.arena is None:
-            raise RuntimeError("a digest without an arena")
-        n_keys = index + (rows == PAGE_TOKENS)
-        while len(session.kv.keys) < n_keys:
-            page = len(session.kv.keys)
-            parent = session.kv.keys[-1] if page else keys.ROOT_KEY
-            tokens = session.tokens[page_start(page) : page_start(page + 1)]
-            session.kv.keys.append(
-                keys.content_key(parent, tokens, self._store.pages.repr_id, session.salt)
-            )
-        parent = session.kv.keys[index - 1] if index else keys.ROOT_KEY
+            return
+        known, kv = len(session.kv.keys), session.kv
+        if known < (n_keys := index + (rows == PAGE_TOKENS)):
+            parent = kv.keys[-1] if known else keys.ROOT_KEY
+            tokens = session.tokens[page_start(known) : page_start(n_keys)]
+            kv.keys += keys.chain_keys(tokens, self._store.pages.repr_id, session.salt, parent)
+        parent = kv.keys[index - 1] if index else keys.ROOT_KEY
         seal = Seal(session, index, slot, self._slots.arena, digest, parent, rows)
         self._slots.seals[slot] = seal  # instead of that of the tail this page was, if any
         self._pending.append(seal)

@@ -29,25 +29,6 @@ class Seal:
     A page of fewer than 256 tokens is a tail being parked: its slot stays the session's.
     """
 
-    __slots__ = (
-        "again",
-        "arena",
-        "digest",
-        "dropped",
-        "index",
-        "lanes",
-        "parent",
-        "priority",
-        "ref",
-        "salt",
-        "session",
-        "slot",
-        "ticket",
-        "timeline",
-        "tokens",
-        "written",
-    )  # fmt: skip
-
     def __init__(
         self, session: Session, index: int, slot: ArenaSlot, arena: Arena, digest: bytes,
         parent: bytes, rows: int = PAGE_TOKENS,
@@ -117,7 +98,7 @@ class Slots:
         self.reclaimable: dict[Session, int] = {}  # not running; slots they would give back
         self._changed: dict[Session, None] = {}
         self._claims: dict[Session, None] = {}  # members that may have pending rows
-        self._epochs: dict[ArenaSlot, int] = {}  # in the header of every held slot
+        self.epochs: dict[ArenaSlot, int] = {}  # in the header of every held slot
         self._poison: dict[int, None] = {}
         self._fresh: dict[ArenaSlot, wire.ReserveSlot] = {}
         self._relabels: dict[ArenaSlot, wire.Relabel] = {}
@@ -225,7 +206,7 @@ class Slots:
     def fit(self, session: Session) -> None:
         """After the timeline changed: keep the pages that still hold it, under its epoch."""
         self._fit(session)
-        if any(self._epochs.get(slot) != session.epoch for slot in session.kv.open):
+        if any(self.epochs.get(slot) != session.epoch for slot in session.kv.open):
             self._relabel(session)
 
     def _fit(self, session: Session) -> None:
@@ -273,7 +254,7 @@ class Slots:
 
     def label(self, slot: ArenaSlot, session: Session, epoch: int, page: int) -> wire.ReserveSlot:
         """The header that a held slot gets now."""
-        self._epochs[slot] = epoch
+        self.epochs[slot] = epoch
         return wire.ReserveSlot(slot.slot, slot.gen, session.name, epoch, page)
 
     def take(self, *, reclaim: bool = True) -> ArenaSlot | None:
@@ -381,7 +362,7 @@ class Slots:
             return
         self.arena.release(slot)
         self.arena.freed(slot)  # the frame that poisons it goes out before any that uses it
-        self._epochs.pop(slot, None)
+        self.epochs.pop(slot, None)
         self._relabels.pop(slot, None)
         self._fresh.pop(slot, None)
         self._poison[slot.slot] = None
@@ -403,10 +384,6 @@ class Slots:
             if not session.kv.pending or not self.owns(session):
                 del self._claims[session]
         return list(self._claims)
-
-    def epoch_of(self, slot: ArenaSlot) -> int:
-        """The epoch in the header of a held slot."""
-        return self._epochs[slot]
 
     # ------------------------------------------------------------------------------- the frame
 
@@ -448,11 +425,11 @@ class Slots:
 
         The tables still name the slots, for `RowImporter.arena_died` to take.
         """
-        lost = None if self.arena is None else LostArena(self.arena, self._epochs)
+        lost = None if self.arena is None else LostArena(self.arena, self.epochs)
         for seal in self.seals.values():
             seal.session = None
         # Keys of a dead arena's slots may repeat in the new one.
-        self.arena, self.seals, self._epochs = None, {}, {}
+        self.arena, self.seals, self.epochs = None, {}, {}
         self._poison, self._fresh, self._relabels = {}, {}, {}
         self._relabeling = frozenset()
         # Slots are gone, but sessions that do not run still give their pins.

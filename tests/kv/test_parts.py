@@ -144,7 +144,7 @@ def test_a_tail_is_digested_once_its_session_has_rested(slots: Slots) -> None:
     session.on(Event.FINISH)
     assert [digests.tick() for _ in range(REST_TICKS)] == [*[[]] * (REST_TICKS - 1), [session]]
     assert digests.add_tail(session)
-    assert digests.has_tails
+    assert digests
     (due,) = digests.take()
     assert due == (session, 0, 10, session.kv.open[0])
     assert not digests

@@ -43,7 +43,7 @@ class Scene:
         self.store = Store.open(folder / "store", descriptor(), settings(), files=self.disk)
         self.pages = LaneKv(self.store, Disputes(self.store), lambda: None, self._commit)
         self.arena: Arena = self.store.create_arena("cpu", 1, 8)
-        self.pages.attach(self.arena)
+        self.pages.slots.attach(self.arena)
         self.session = Session(1, "s", "tenant")
         self.session.tokens = list(range(2000))
         self.session.on(Event.START)

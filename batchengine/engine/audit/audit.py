@@ -38,7 +38,6 @@ from batchengine.engine.lane.recompute import (
     RecomputeFailed,
 )
 from batchengine.engine.state import EngineState
-from batchengine.engine.turns.turn import Turn
 from batchengine.kv import Disputes
 from kv_store.errors import StaleRef, StoreError
 from kv_store.pages.index import PageRef
@@ -67,7 +66,6 @@ class Audit:
         self._fresh_worker = fresh_worker
         self._one = asyncio.Lock()  # one page at a time
         self._faults = Counter[str]()  # by lane
-        self._disputes: dict[Turn, int] = {}
 
     def __repr__(self) -> str:
         return f"<Audit faults={dict(self._faults)} {self._disputes!r}>"
@@ -268,13 +266,11 @@ class Audit:
 
     def _count_dispute(self, page: PageContent) -> None:
         """Fail turns whose pages are disputed again and again."""
-        running = [t for t in self._state.turns.values() if not t.generation.finished]
-        self._disputes = {turn: n for turn, n in self._disputes.items() if turn in running}
         tokens = page.tokens.tolist()
-        for turn in running:
+        for turn in self._state.turns.values():
             if turn.salt == page.salt and turn.session.tokens[: len(tokens)] == tokens:
-                self._disputes[turn] = self._disputes.get(turn, 0) + 1
-                if self._disputes[turn] > DISPUTES_MAX:
+                turn.disputes += 1
+                if turn.disputes > DISPUTES_MAX and not turn.generation.finished:
                     turn.generation.abort(
                         errors.PAGES_DIFFER(request_id=turn.generation.request_id)
                     )

@@ -151,7 +151,7 @@ class RecomputeQueue:
         owner = Session(KEY, "", "")  # of the slots
         n_new = recompute.n_pages - recompute.first
         recompute.row_import = self._kv.importing.prepare(
-            owner, EPOCH, n_new, lambda _: None, reclaim=recompute.urgent
+            owner, EPOCH, n_new, reclaim=recompute.urgent
         )
         if recompute.row_import is None:
             return ()

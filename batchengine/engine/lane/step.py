@@ -94,7 +94,7 @@ class StepWriter:
             entries.append(wire.Entry(key, session.epoch, start, n, n_pages, sampling, history_len))
             parts.append(StepEntry(turn, n, wants))
             if full_pages(start) != full_pages(end):
-                fills += [(turn, i, slot) for _, i, slot in self._kv.sealing.fills(session, n)]
+                fills += [(turn, page, slot) for page, slot in session.kv.filled(start, end)]
         if not entries and not self._kv.has_chores:
             return None
         chores, verify = self._kv.chores()

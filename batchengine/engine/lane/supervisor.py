@@ -108,7 +108,7 @@ class WorkerSupervisor:
             await lane.died()
             arena.close(delete=True)
             raise
-        kv.attach(arena)
+        kv.slots.attach(arena)
 
 
 def store_error(row: errors.Problem, error: StoreError) -> BatchEngineError:

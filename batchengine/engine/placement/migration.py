@@ -69,10 +69,6 @@ class Migration:
         self.arrival: asyncio.Future[float] | None = None  # the target's first commit, to come
         self.is_owned = False  # P5 is durable, or was asked for and never answered
 
-    def on_imported(self, complete: bool) -> None:
-        if not self.imported.done():
-            self.imported.set_result(complete)
-
     @property
     def turn(self) -> Turn | None:
         key = self.session.key
@@ -204,7 +200,7 @@ class Migrator:
                 )
         n_pages = max(len(session.kv.open), len(session.kv.pending)) + (turn is not None)
         move.row_import = to.kv.importing.prepare(
-            session, move.epoch, n_pages, move.on_imported, warm=True
+            session, move.epoch, n_pages, move.imported, warm=True
         )
         if move.row_import is None:
             raise Abort(

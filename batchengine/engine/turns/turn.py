@@ -55,10 +55,10 @@ class Turn:
     """One generation on one session. Times are milliseconds of the engine's clock."""
 
     __slots__ = (
-        "_ended", "_started", "admitted_ms", "cached_row", "deadline_ms", "end", "generation",
-        "history_tokens", "horizon_ms", "length", "loss", "needs_match", "pages_max", "paused",
-        "priority", "rank", "reported", "reused", "salt", "sampling", "served_ms", "session",
-        "shared", "stop_early", "suspect_until", "timeline", "tpot_ms", "turn_id",
+        "_ended", "_started", "admitted_ms", "cached_row", "deadline_ms", "disputes", "end",
+        "generation", "history_tokens", "horizon_ms", "length", "loss", "needs_match", "pages_max",
+        "paused", "priority", "rank", "reported", "reused", "salt", "sampling", "served_ms",
+        "session", "shared", "stop_early", "suspect_until", "timeline", "tpot_ms", "turn_id",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +83,7 @@ class Turn:
         self.needs_match = False  # it lost KV: look once more what the store still has
         self.stop_early = bool(request.stop)  # text decides the end: it cannot wait for the emitter
         self.suspect_until = 0
+        self.disputes = 0  # audits of pages that it shares
         self.cached_row: TurnRow | None = None  # valid while it waits
         self.reported = False  # it has computed: how much KV it reuses is known,
         self.reused = 0  # of so many tokens of its timeline,

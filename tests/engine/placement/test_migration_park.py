@@ -25,7 +25,6 @@ async def parked(engine: Engine, name: str) -> Session:
     session = engine.state.sessions["", name]
     pages = engine.state.home[session.key].kv
     assert pages.sealing.park(session)
-    assert not pages.sealing.digests.may_park(session) or pages.sealing.is_parking
     await until(lambda: session.kv.parked is not None)
     return session
 
