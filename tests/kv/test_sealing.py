@@ -4,102 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from batchengine.kv import Disputes, LaneKv, Seal
-from batchengine.session import Event, Session
-from kv_store import osio
-from kv_store.arenas.arena import Arena
-from kv_store.keys import payload_digest
 from kv_store.layout import PAGE_TOKENS
-from kv_store.store import Store
+from tests.kv import scene as lane_scene
+from tests.kv.scene import Scene
 from tests.simulation.stage import Stage, play, words
 from tests.support import kv_scene
-from tests.support.kv_workload import LAYOUT, descriptor, settings
+from tests.support.kv_workload import LAYOUT
 
-tmp_path = kv_scene.tmp_path
-
-
-class Disk(osio.Files):
-    """Pages cannot be written while `refuses`: for no reason that the store knows."""
-
-    refuses = False
-
-    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        if self.refuses:
-            raise OSError(errno.EROFS, "read-only")
-        return super().pwrite(fd, data, offset)
-
-
-class Scene:
-    """The pages of one lane, its worker played by hand; one session that runs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.disk = Disk()
-        self.store = Store.open(folder / "store", descriptor(), settings(), files=self.disk)
-        self.pages = LaneKv(self.store, Disputes(self.store), lambda: None, self._commit)
-        self.arena: Arena = self.store.create_arena("cpu", 1, 8)
-        self.pages.slots.attach(self.arena)
-        self.session = Session(1, "s", "tenant")
-        self.session.tokens = list(range(2000))
-        self.session.on(Event.START)
-        self.session.on(Event.ADMIT)
-        self.pages.slots.enter(self.session)
-
-    def _commit(self) -> None:
-        self.store.ledger.commit()
-
-    def fill(self, index: int) -> None:
-        """Compute a page: zeros will do."""
-        session = self.session
-        assert session.frontier == index * PAGE_TOKENS
-        assert self.pages.slots.ensure(session, (index + 1) * PAGE_TOKENS)
-        session.frontier = (index + 1) * PAGE_TOKENS
-        slot = session.kv.open[index - len(session.kv.sealed)]
-        digest = payload_digest(memoryview(bytearray(LAYOUT.page_bytes)))
-        self.pages.sealing.filled(session, index, slot, digest)
-        self.frame()
-
-    def frame(self) -> list[Seal]:
-        """The next frame is executed; what it verifies is for the caller to answer."""
-        chores, verify = self.pages.chores()
-        self.pages.answered(chores, (), ())
-        return verify
-
-    def poll(self) -> None:
-        self.pages.poll()
-        self.pages.sealing.start_seals()
-
-    def until(self, fact: Callable[[], bool]) -> None:
-        end = time.monotonic() + 20
-        while not fact():
-            assert time.monotonic() < end, "it does not happen"
-            self.poll()
-            time.sleep(0.001)
-
-    def published(self, *pages: int) -> None:
-        self.until(
-            lambda: sorted(seal.index for seal in self.pages.sealing.read_back.queued) == [*pages]
-        )
-
-    def swap(self) -> None:
-        """Whatever is published reads well."""
-        while seals := self.frame():
-            for seal in seals:
-                self.pages.sealing.verified(seal, True)
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path)
-    yield made
-    made.session.check()
-    made.pages.close()
-    made.store.close()
+tmp_path, scene = kv_scene.tmp_path, lane_scene.scene
 
 
 def test_rows_of_a_page_that_must_not_be_published_are_computed_again(scene: Scene) -> None:

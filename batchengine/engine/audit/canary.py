@@ -22,7 +22,7 @@ from batchengine.engine.state import EngineState
 log = logging.getLogger("batchengine.engine")
 
 LOOK_S = 1.0
-REST_S = 5.0  # without a step: the lane is not needed
+REST_S = 5.0  # without work: the lane is not needed
 RETRY_S = 30.0  # after one that was abandoned
 PIECE_MAX = 16  # tokens of one frame: a request that arrives waits for no more than these
 SALT = b"\0canary"  # no tenant's name: no request has its key
@@ -43,7 +43,7 @@ class Canary:
         self._every_s = state.config.limits.canary_s
         self._page = PageContent(canary_tokens(n_vocab), SALT, 0)
         self._first: Statement | None = None  # the reference
-        self._rest: dict[str, tuple[int, float]] = {}  # lane -> its steps, and since when so many
+        self._busy_at: dict[str, float] = {}  # lane -> when it was last seen with work
         self._due: dict[str, tuple[int, float]] = {}  # lane -> incarnation, when it is due again
 
     def __repr__(self) -> str:
@@ -58,17 +58,10 @@ class Canary:
 
     def _rests(self, loop: LaneLoop) -> bool:
         now, name = time.monotonic(), loop.lane.name
-        steps, since = self._rest.get(name, (-1, now))
-        if (
-            steps != loop.meter.steps
-            or loop.assigned
-            or loop.seats.expected
-            or loop.running
-            or loop.waiting
-        ):
-            self._rest[name] = (loop.meter.steps, now)
-            return False
-        return loop.up and now - since >= min(REST_S, self._every_s)
+        if loop.assigned or loop.seats.expected or loop.running or loop.waiting:
+            self._busy_at[name] = now
+        rested_s = now - self._busy_at.setdefault(name, now)
+        return loop.up and rested_s >= min(REST_S, self._every_s)
 
     def _is_due(self, loop: LaneLoop) -> bool:
         """A worker that has just started is due at once."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from array import array
-from collections.abc import AsyncGenerator, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncGenerator
 
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine.audit.majority import PageContent
@@ -22,14 +21,6 @@ from kv_store.store import Store
 LEDGER_LOOK_MAX = 64  # sessions on disk whose tokens are compared with a page
 
 
-class Timeline(NamedTuple):
-    """Tokens of a session, and what its pages are called by."""
-
-    tokens: Sequence[int]
-    salt: bytes
-    priority: int
-
-
 class PageSearch:
     """Searches the timelines that one engine knows."""
 
@@ -39,31 +30,24 @@ class PageSearch:
 
     async def page_of(self, found: ScrubResult) -> PageContent | None:
         """The tokens of the page: of a session in memory, or one of the ledger's latest."""
-        async for timeline in self._timelines():
-            n = len(timeline.tokens) // PAGE_TOKENS * PAGE_TOKENS
-            chain = await asyncio.to_thread(self._chain, timeline, n)
-            if found.key in chain:
-                end = (chain.index(found.key) + 1) * PAGE_TOKENS
-            elif found.n_tokens < PAGE_TOKENS and found.parent in (keys.ROOT_KEY, *chain):
-                at = 0 if found.parent == keys.ROOT_KEY else chain.index(found.parent) + 1
-                end = at * PAGE_TOKENS + found.n_tokens
-            else:
+        repr_id = self._store.pages.repr_id
+        async for whole in self._timelines():
+            chain = await asyncio.to_thread(keys.chain_keys, whole.tokens, repr_id, whole.salt)
+            parents = [keys.ROOT_KEY, *chain]
+            if found.parent not in parents:
                 continue
-            page = PageContent(array("i", timeline.tokens[:end]), timeline.salt, timeline.priority)
-            if end <= len(timeline.tokens) and page.key(self._store.pages.repr_id) == found.key:
+            end = parents.index(found.parent) * PAGE_TOKENS + found.n_tokens
+            page = whole._replace(tokens=whole.tokens[:end])
+            if end <= len(whole.tokens) and page.key(repr_id) == found.key:
                 return page
         return None
 
-    def _chain(self, timeline: Timeline, n: int) -> list[bytes]:
-        tokens = array("i", timeline.tokens[:n])
-        return keys.chain_keys(tokens, self._store.pages.repr_id, timeline.salt) if n else []
-
-    async def _timelines(self) -> AsyncGenerator[Timeline]:
+    async def _timelines(self) -> AsyncGenerator[PageContent]:
         """Of sessions in memory, newest use first, then of others."""
         live = list(self._state.sessions.values())
         live += [turn.session for turn in self._state.turns.values()]
         for session in reversed(live):
-            yield Timeline(list(session.tokens), session.salt, session.priority)
+            yield PageContent(array("i", session.tokens), session.salt, session.priority)
         names = {session.name.decode() for session in live}
         infos = await asyncio.wrap_future(self._store.ledger.list_sessions())
         others = [info for info in infos if info.id not in names]
@@ -71,4 +55,4 @@ class PageSearch:
             with contextlib.suppress(StoreError):
                 record = await asyncio.wrap_future(self._store.ledger.load_session(info.id))
                 if record is not None:
-                    yield Timeline(record.tokens, info.tenant.encode(), 0)
+                    yield PageContent(array("i", record.tokens), info.tenant.encode(), 0)
