@@ -133,9 +133,10 @@ class SessionKv:
 
     def note_writer(self, start: int, end: int, lane: str) -> None:
         """The lane computed positions `start .. end`."""
+        none = frozenset[str]()
         for page in range(full_pages(start), pages_for(end)):
             is_begun = page_start(page) < start
-            before = self.writers.get(page, frozenset()) if is_begun else frozenset()
+            before = self.writers.get(page, none) if is_begun else none
             if lane not in before:
                 self.writers[page] = before | {lane}
 

@@ -17,7 +17,7 @@ from batchengine.kv.importing import RowImport, RowImporter
 from batchengine.kv.invalidation import Invalidation
 from batchengine.kv.prefix import PrefixMatcher
 from batchengine.kv.sealing import SealPipeline
-from batchengine.kv.slots import Seal, Slots
+from batchengine.kv.slots import Labels, Seal, Slots
 from batchengine.kv.touching import PageTouches, Touch
 from kv_store.store import Store
 
@@ -25,9 +25,7 @@ from kv_store.store import Store
 class Chores(NamedTuple):
     """What a frame carries besides entries, and what its answers belong to."""
 
-    poison: tuple[int, ...]
-    reserve: tuple[wire.ReserveSlot, ...]
-    relabel: tuple[wire.Relabel, ...]
+    labels: Labels
     import_rows: tuple[wire.ImportRows, ...]
     import_tokens: bytes
     touch: tuple[int, ...]
@@ -78,11 +76,8 @@ class LaneKv:
         import_rows, tokens, row_imports = self.importing.take_imports()
         touch, touches = self.touches.take()
         digests = self.sealing.digests.take()
-        labels = self.slots.take_labels()
         chores = Chores(
-            labels.poison,
-            labels.reserve,
-            labels.relabel,
+            self.slots.take_labels(),
             tuple(import_rows),
             tokens,
             tuple(touch),

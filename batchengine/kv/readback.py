@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from concurrent.futures import Future
 
 from batchengine.kv.slots import Seal
 from batchengine.session import Session
-from kv_store.errors import StaleRef
+from kv_store.errors import StaleRef, StoreError
 from kv_store.pages.index import PageRef
 from kv_store.store import Store
 
@@ -24,11 +25,7 @@ class ReadBack:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.queued: list[Seal] = []
-        self._proofs: set[asyncio.Future[bool]] = set()  # pages that the store reads
-
-    def add(self, seal: Seal) -> None:
-        """The page of the seal was published."""
-        self.queued.append(seal)
+        self._proofs: list[Future[bool]] = []  # pages that the store reads
 
     def due(self) -> list[Seal]:
         """What the next frame verifies: a session's pages swap in page order.
@@ -67,16 +64,13 @@ class ReadBack:
     def by_store(self, ref: PageRef) -> None:
         """Have the store itself read a page back: it invalidates one that is damaged."""
         with contextlib.suppress(StaleRef):  # invalid meanwhile
-            proof = asyncio.wrap_future(self._store.pages.verify(ref))
-            self._proofs.add(proof)
-            proof.add_done_callback(self._proven)
+            self._proofs.append(self._store.pages.verify(ref))
 
     async def settled(self) -> None:
         """Returns once the store has read what it was asked to."""
-        if self._proofs:
-            await asyncio.wait(list(self._proofs))
-
-    def _proven(self, proof: asyncio.Future[bool]) -> None:
-        self._proofs.discard(proof)
-        if not proof.cancelled() and (error := proof.exception()) is not None:
-            log.warning("a page could not be read back: %s", error)
+        proofs, self._proofs = self._proofs, []
+        for proof in proofs:
+            try:
+                await asyncio.wrap_future(proof)
+            except (StoreError, OSError) as error:
+                log.warning("a page could not be read back: %s", error)

@@ -219,7 +219,7 @@ class SealPipeline:
                 if seal.is_tail:
                     self._tail_parked(seal, seal.ref)
                 elif seal.arena is self._slots.arena:
-                    self.read_back.add(seal)
+                    self.read_back.queued.append(seal)
                 else:
                     self.unverified([seal])
 
@@ -270,7 +270,9 @@ class SealPipeline:
             self._seal_failed(seal, StoreError(f"page {ref!r} does not read back as written"))
             return
         if session is not None and seal.index != len(session.kv.sealed):
-            self.read_back.add(seal)  # the page before it, verified by the same frame, was bad
+            self.read_back.queued.append(
+                seal
+            )  # the page before it, verified by the same frame, was bad
             return
         if session is not None and (seal.dropped or not self._store.pages.is_resident(ref)):
             seal.dropped = True  # it is invalid since it was published

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -9,14 +10,17 @@ TOUCH_BYTES = 64 << 20  # of pages faulted in by one frame: mostly from the page
 
 
 class Touch:
-    """Sealed pages to fault in; `on_done` when the lane has, or died. Without pages: an answer."""
+    """Sealed pages to fault in; `done` when the lane has, or died. Without pages: an answer."""
 
-    __slots__ = ("codes", "left", "on_done")
-
-    def __init__(self, codes: Sequence[int], on_done: Callable[[], None]) -> None:
+    def __init__(self, codes: Sequence[int]) -> None:
         self.codes = deque(codes)
         self.left = max(1, len(codes))
-        self.on_done = on_done
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def end(self) -> None:
+        """Nothing is left to fault in."""
+        if not self.done.done():
+            self.done.set_result(None)
 
 
 class PageTouches:
@@ -30,10 +34,11 @@ class PageTouches:
     def __bool__(self) -> bool:
         return bool(self._queue)
 
-    def touch(self, codes: Sequence[int], on_done: Callable[[], None]) -> None:
+    def touch(self, codes: Sequence[int]) -> asyncio.Future[None]:
         """Fault pages of the store in; without any, have the lane answer a frame."""
-        self._queue.append(Touch(codes, on_done))
+        self._queue.append(Touch(codes))
         self._wake()
+        return self._queue[-1].done
 
     def take(self) -> tuple[list[int], list[Touch]]:
         """Codes of pages for the next frame, and what each belongs to, or only asks for it."""
@@ -52,10 +57,10 @@ class PageTouches:
         for touch in touches:
             touch.left -= 1
             if not touch.left:
-                touch.on_done()
+                touch.end()
 
     def arena_died(self) -> None:
         """Nothing is left to fault in: all are done."""
         queue, self._queue = self._queue, deque()
         for touch in queue:
-            touch.on_done()
+            touch.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -214,20 +215,22 @@ def test_rows_that_arrive_become_the_table(store: Store, slots: Slots) -> None:
 
 
 def test_touches_end_with_their_last_page_or_with_the_worker() -> None:
-    ended: list[str] = []
-    touches = PageTouches(32 << 20, lambda: None)  # two pages of a frame
-    touches.touch([1, 2, 3], lambda: ended.append("three"))
-    touches.touch([], lambda: ended.append("none"))
-    codes, owners = touches.take()
-    assert codes == [1, 2]
-    touches.touched(owners)
-    assert not ended
-    codes, owners = touches.take()
-    assert codes == [3]
-    assert not touches
-    touches.touched(owners)
-    assert ended == ["three", "none"]
-    touches.touch([4], lambda: ended.append("dead"))
-    touches.arena_died()
-    assert ended[-1] == "dead"
-    assert not touches
+    async def scene() -> None:
+        touches = PageTouches(32 << 20, lambda: None)  # two pages of a frame
+        three, none = touches.touch([1, 2, 3]), touches.touch([])
+        codes, owners = touches.take()
+        assert codes == [1, 2]
+        touches.touched(owners)
+        assert not three.done()
+        codes, owners = touches.take()
+        assert codes == [3]
+        assert not touches
+        touches.touched(owners)
+        assert three.done()
+        assert none.done()
+        dead = touches.touch([4])
+        touches.arena_died()
+        assert dead.done()
+        assert not touches
+
+    asyncio.run(scene())

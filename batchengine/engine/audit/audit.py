@@ -136,9 +136,15 @@ class Audit:
     async def digest(
         self, loop: LaneLoop, page: PageContent, *, urgent: bool, piece_max: int = PIECES[0]
     ) -> bytes:
-        """The payload digest of the page as this lane computes it. Raises RecomputeFailed."""
-        async with self.computed(loop, page, urgent=urgent, piece_max=piece_max) as (_, digest):
-            return digest
+        """The payload digest of the page as this lane computes it, or NOT_FINITE.
+
+        Raises RecomputeFailed.
+        """
+        try:
+            async with self.computed(loop, page, urgent=urgent, piece_max=piece_max) as (_, digest):
+                return digest
+        except NotFinite:
+            return NOT_FINITE
 
     async def _prefix(self, page: PageContent) -> list[PageRef]:
         """Verified pages from the start up to the one in question, each pinned once."""
@@ -224,8 +230,6 @@ class Audit:
         """One statement, or none if the lane dies, hangs or has no room."""
         try:
             return [Statement(name, await self.digest(loop, page, urgent=True))]
-        except NotFinite:
-            return [Statement(name, NOT_FINITE)]
         except (RecomputeFailed, StoreError) as error:
             log.warning("%s has no vote: %s", name, error)
             return []

@@ -16,7 +16,7 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.engine.audit.audit import Audit
 from batchengine.engine.audit.majority import NOT_FINITE, PageContent, Statement
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.lane.recompute import NotFinite, RecomputeFailed
+from batchengine.engine.lane.recompute import RecomputeFailed
 from batchengine.engine.state import EngineState
 
 log = logging.getLogger("batchengine.engine")
@@ -76,8 +76,6 @@ class Canary:
             self._first = None  # the reference lane is drained: take a new reference
         try:
             got = await self._audit.digest(loop, self._page, urgent=False, piece_max=PIECE_MAX)
-        except NotFinite:
-            got = NOT_FINITE
         except RecomputeFailed as error:
             log.debug("canary on lane %s: %s", name, error)
             self._due[name] = (loop.lane.incarnation, time.monotonic() + min(RETRY_S, every_s))

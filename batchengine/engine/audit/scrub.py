@@ -129,15 +129,11 @@ class Maintenance:
                     await self._publish(loop, page, recompute, got)
         except RecomputeFailed as error:
             log.info("page %d is not computed again now: %s", page.page, error)
-            self._count("failed")
-            return
         except StoreError as error:
             log.warning("page %d was not published again: %s", page.page, error)
-        if not got:
-            self._count("failed")
-            return
-        self._count("equal" if got == sealed.digest else "different")
-        if got != sealed.digest:
+        is_equal = got == sealed.digest
+        self._count("failed" if not got else "equal" if is_equal else "different")
+        if got and not is_equal:
             await self._audit.disputed(page, Statement(loop.lane.name, got), sealed)
 
     async def _publish(
@@ -146,7 +142,8 @@ class Maintenance:
         """From its slot in the arena into the store, as a seal does it."""
         row_import, store = recompute.row_import, self._store
         parent, key = page.link(store.pages.repr_id)
-        if row_import is None or not loop.kv.sealing.publishes or store.pages.find(key) is not None:
+        is_wanted = loop.kv.sealing.publishes and store.pages.find(key) is None
+        if row_import is None or not is_wanted:
             return
         ids = page.tokens[page.page * PAGE_TOKENS :]
         lanes = frozenset((loop.lane.name,))

@@ -101,11 +101,11 @@ class StepWriter:
         digest = tuple([wire.Digest(slot.slot, PAGE_TOKENS) for _, _, slot in fills])
         step = wire.Step(
             tuple(entries),
-            chores.poison,
-            chores.reserve,
+            chores.labels.poison,
+            chores.labels.reserve,
             digest + chores.digest,
             tuple([self._kv.sealing.verify_message(seal) for seal in verify]),
-            chores.relabel,
+            chores.labels.relabel,
             chores.import_rows,
             chores.touch,
         )

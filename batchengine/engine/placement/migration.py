@@ -218,8 +218,7 @@ class Migrator:
     async def _touch(self, loop: LaneLoop, sealed: Sequence[int]) -> None:
         """Returns once the lane has answered a frame that was yet to be sent, and has faulted
         these pages in; or once its worker died, which is noticed later."""
-        touched: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        loop.kv.touches.touch(sealed, lambda: None if touched.done() else touched.set_result(None))
+        touched = loop.kv.touches.touch(sealed)
         loop.wake()
         await asyncio.wait([touched], timeout=ANSWER_S)
         if not touched.done():
