@@ -209,10 +209,11 @@ class SessionKv:
     def claim(self, pending: Sequence[PendingRows]) -> None:
         """Rows of the pages right after those the table holds; earlier pending rows are released.
 
-        Raises ValueError, and changes nothing, if they do not follow.
+        Raises ValueError, and changes nothing, if they do not follow, or the table has open pages.
         """
         first = len(self.codes)
-        if [rows.page for rows in pending] != [*range(first, first + len(pending))]:
+        wanted = [*range(first, first + len(pending))] if not self.open else []
+        if [rows.page for rows in pending] != wanted:
             raise ValueError(f"{self!r}: pending rows do not follow page {first - 1}")
         self.cut_pending(0)
         self.pending = list(pending)

@@ -86,29 +86,26 @@ class RowImporter:
     ) -> RowImport | None:
         """Slots for `n_pages` open pages of a session; None if the arena has not so many.
 
-        `imported` is resolved with whether every answer came.
-
-        `warm`: the next frame writes to them, so that rows that come later meet no page faults.
+        `imported` is resolved with whether every answer came. `warm`: the next frame writes to
+        the slots, so that rows that come later meet no page faults.
         """
         self.poll()
         if self._slots.arena is None:
             return None
         row_import = RowImport(session, epoch, self._slots.arena)
         row_import.imported = imported
-        if not self._widen(row_import, n_pages, reclaim):
+        if not self._widen(row_import, n_pages, reclaim=reclaim):
             return None
         self.imports[row_import] = None
         if warm:
             self._slots.warm(row_import.slots)
         return row_import
 
-    def import_rows(
-        self, row_import: RowImport, pending_rows: Sequence[PendingRows], *, reclaim: bool = True
-    ) -> bool:
+    def import_rows(self, row_import: RowImport, pending_rows: Sequence[PendingRows]) -> bool:
         """Start copying. False, and the import is over, if there are not enough slots."""
         if row_import.over or row_import.arena is not self._slots.arena:
             return False
-        if not self._widen(row_import, len(pending_rows), reclaim):
+        if not self._widen(row_import, len(pending_rows), reclaim=True):
             self.abandon(row_import)
             return False
         while len(row_import.slots) > len(pending_rows):
@@ -178,11 +175,7 @@ class RowImporter:
         ]
         if row_import.fallen is not None:
             row_import.fallen()
-        try:
-            self._slots.claim_pending(session, pending_rows)
-        except ValueError:  # a page before them is missing
-            for pending in pending_rows:
-                pending.release()
+        self.bring(session, pending_rows)
 
     def sources(self, session: Session) -> list[PendingRows]:
         """Where the session's open rows are now, for another lane to copy."""
@@ -194,24 +187,18 @@ class RowImporter:
                 sealed + offset,
                 PAGE_TOKENS,
                 self._source(self._slots.arena, slot, self._slots.epochs[slot]),
-                _nothing,
+                lambda: None,  # the arena of a worker that is up is not held
             )
             for offset, slot in enumerate(session.kv.open)
         ]
 
-    def bring(self, session: Session, tails: Sequence[PendingRows]) -> None:
-        """Parked rows that came along with a session: wanted if they follow its sealed pages.
-
-        Behind an open page they cannot wait: a session has pending rows or open pages, never both.
-        """
-        if not tails:
-            return
+    def bring(self, session: Session, pending_rows: Sequence[PendingRows]) -> None:
+        """Rows that came along with a session: wanted if they follow its sealed pages."""
         try:
-            if session.kv.open:
-                raise ValueError(f"{session!r} has open pages")
-            self._slots.claim_pending(session, tails)
+            if pending_rows:
+                self._slots.claim_pending(session, pending_rows)
         except ValueError:
-            for pending in tails:
+            for pending in pending_rows:
                 pending.release()
 
     # --------------------------------------------------------------------------- own pending rows
@@ -280,7 +267,7 @@ class RowImporter:
                 self._slots.make_reclaimable(session)  # the death left it nothing to reclaim
         self._slots.changed(session)
 
-    def _widen(self, row_import: RowImport, n_pages: int, reclaim: bool) -> bool:
+    def _widen(self, row_import: RowImport, n_pages: int, *, reclaim: bool) -> bool:
         """Have at least `n_pages` slots; on failure those taken now are given back."""
         before = len(row_import.slots)
         while len(row_import.slots) < n_pages:
@@ -410,7 +397,3 @@ class RowImporter:
                 row_import.over = True
                 del self.imports[row_import]
                 self._end(row_import, False)
-
-
-def _nothing() -> None:
-    """The arena of a worker that is up is not held."""

@@ -308,8 +308,8 @@ class Slots:
             session.loss = Loss.RECLAIMED
             return
         if parked.page == len(session.kv.codes):
-            session.kv.claim([self.pending_in_page(parked.page, parked.rows, parked.ref)])
-            self._claims[session] = None
+            rows = self.pending_in_page(parked.page, parked.rows, parked.ref)
+            self.claim_pending(session, [rows])
         else:
             self._store.pages.unpin(parked.ref)
 

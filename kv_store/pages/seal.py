@@ -48,6 +48,7 @@ class PageSealer:
         self._slots = allocator
         self._index = allocator.index
         self._loader = loader
+        self._lanes: dict[frozenset[str], frozenset[str]] = {}  # equal sets of pages are one object
         self._publishing: dict[bytes, tuple[Page, list[Future[PageRef]]]] = {}
 
     def reserve(
@@ -83,7 +84,7 @@ class PageSealer:
                 self._core.counters["reserve_refused"] += 1
                 return page
             page.key, page.parent, page.tokens, page.hashed = key, parent, ids, True
-            page.lanes = lanes
+            page.lanes = self._lanes.setdefault(lanes, lanes)
             return Ticket(key, parent, ids, salt, priority, page, None)
 
     def seal(

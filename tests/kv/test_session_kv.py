@@ -205,3 +205,12 @@ def test_what_a_lane_must_never_find_is_found_by_the_check() -> None:
             kv.check(0)
     with pytest.raises(AssertionError, match="has no page"):
         SessionKv().check(1)
+
+
+def test_no_rows_are_pending_behind_an_open_page() -> None:
+    kv, ledger = SessionKv(), Ledger()
+    kv.append(ledger.slot())
+    with pytest.raises(ValueError, match="do not follow"):
+        kv.claim([ledger.pending(1, 20, arena=False)])
+    kv.claim([])
+    assert not kv.pending
