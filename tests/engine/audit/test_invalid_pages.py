@@ -16,6 +16,7 @@ import pytest
 from batchengine.config import LaneConfig
 from batchengine.engine import Engine
 from batchengine.engine.lane.loop import LaneLoop
+from batchengine.lanes.worker_process import WORKER
 from batchengine.session import Session, State
 from kv_store.arenas.arena import SlotState
 from kv_store.pages.index import PageRef
@@ -32,7 +33,9 @@ ONE_LANE = (LaneConfig(name="left", threads=1),)
 
 
 @asynccontextmanager
-async def engine_of(lanes: int, site: Site, command: tuple[str, ...] = ()) -> AsyncIterator[Engine]:
+async def engine_of(
+    lanes: int, site: Site, command: tuple[str, ...] = WORKER
+) -> AsyncIterator[Engine]:
     made = ONE_LANE if lanes == 1 else LANES
     async with running_engine(site, command, lanes=made, router__promote_auto=False) as engine:
         yield engine
