@@ -25,6 +25,7 @@ from tests.support.engines import (
     Reference,
     Site,
     WatchedEngine,
+    hold_restarts,
     read,
     request,
     until,
@@ -285,15 +286,7 @@ async def test_turns_leave_a_lane_that_does_not_come_back(site: Site, reference:
         source, target = engine.state.lanes
         n_there = len(source.running)
         assert n_there
-        supervisor = engine.running.supervisor
-        may_start, restart = asyncio.Event(), supervisor.restart
-
-        async def later(*given: Any) -> None:
-            await may_start.wait()
-            await restart(*given)
-
-        source.lane.backoff_s = lambda: 1.0  # type: ignore[method-assign]
-        supervisor.restart = later  # type: ignore[method-assign]
+        may_start = hold_restarts(engine)
         await kill(source)
         answers = await asyncio.gather(*(reader for _, reader in started))
         assert [a.tokens for a in answers] == [reference.tokens(p, 1000) for p in prompts]

@@ -14,7 +14,16 @@ from batchengine.core import BatchEngineError, GenerationRequest, Kind, QueuedEv
 from batchengine.engine import Engine, Generation
 from batchengine.engine.placement import lane_view
 from batchengine.policy.cost import StepCost
-from tests.support.engines import Reference, Site, read, request, running_engine, until, words
+from tests.support.engines import (
+    Reference,
+    Site,
+    hold_restarts,
+    read,
+    request,
+    running_engine,
+    until,
+    words,
+)
 
 LANES = (
     LaneConfig(name="quick", tier="fast", threads=1, cores=(0,), entries_max=4),
@@ -204,13 +213,14 @@ async def test_a_session_whose_lane_is_down_goes_on_elsewhere(
         history = words(4, 300)
         await talk(engine, reference, history, 20, "background")
         home = next(loop for loop in engine.state.lanes if loop.lane.name == "many")
-        home.lane.backoff_s = lambda: 20.0  # type: ignore[method-assign]
+        may_start = hold_restarts(engine)
         home.lane.kill("the test wants it")
         await until(lambda: not home.lane.alive)
         async with asyncio.timeout(15):
             job = await talk(engine, reference, history, 20, "background")
         assert engine.explain(job.request_id)["lane"] == "quick"
         assert lane_of(engine, "agent") == "quick"
+        may_start.set()
 
 
 # ---- load or recompute ----
