@@ -26,6 +26,7 @@ from tests.support.kv_workload import (
     SALT,
     CountedFiles,
     Lane,
+    add_chain,
     append_tokens,
     descriptor,
     evict,
@@ -147,9 +148,7 @@ def test_random_bit_flips_never_pass(path: Path) -> None:
         store = reopened(path)
         good = store.pages.load(store.pages.match_prefix(IDS, SALT)).result(20)
         assert [i for i, ok in enumerate(good) if not ok] == [offset // SIZE]
-        lane = Lane(store)
-        lane.add_chain(IDS)  # repairs the page in its slot
-        lane.close()
+        add_chain(store, IDS)  # repairs the page in its slot
         store.close()
         original = extent.read_bytes()
 
@@ -300,9 +299,7 @@ def test_no_room_for_extents_stops_caching_not_serving(tmp_path: Path) -> None:
     files.on_call = lambda name, number: None  # space is back
     store.maintain()
     wait_for_growth(store)
-    lane = Lane(store)
-    lane.add_chain(IDS)
-    lane.close()
+    add_chain(store, IDS)
     store.close()
 
 

@@ -31,6 +31,7 @@ from tests.support.kv_workload import (
     SALT,
     CountedFiles,
     Lane,
+    add_chain,
     append_tokens,
     descriptor,
     evict,
@@ -174,9 +175,7 @@ def test_a_batch_that_fails_half_way_leaves_no_unread_page_readable(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store.open(tmp_path / "s", descriptor(), settings())
-    lane = Lane(store)
-    lane.add_chain(IDS)
-    lane.close()
+    add_chain(store, IDS)
     store.close()
     store = Store.open(tmp_path / "s", descriptor(), settings())
     real, calls = store.core.extents.read_page, list[int]()

@@ -26,6 +26,7 @@ from tests.support.kv_workload import (
     LAYOUT,
     SALT,
     Lane,
+    add_chain,
     append_tokens,
     descriptor,
     evict,
@@ -45,9 +46,7 @@ tmp_path = kv_scene.tmp_path
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     store = Store.open(tmp_path / "store", descriptor(), settings(40))
-    lane = Lane(store)
-    lane.add_chain(IDS)
-    lane.close()
+    add_chain(store, IDS)
     store.close()
     return tmp_path / "store"
 
@@ -262,9 +261,7 @@ def test_a_store_of_every_schema_opens_with_nothing_lost(tmp_path: Path, version
     assert [mark.session for mark in store.ledger.suspects().result(20)] == ["bob"]
     append_tokens(store.ledger, "bob", 2, 4, [5])
     store.ledger.commit().result(20)
-    lane = Lane(store)
-    lane.add_chain(IDS)
-    lane.close()
+    add_chain(store, IDS)
     check_integrity(store)
     store.close()
     assert fsck(path).findings == []

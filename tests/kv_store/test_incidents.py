@@ -35,6 +35,7 @@ from tests.support.kv_workload import (
     SALT,
     CountedFiles,
     Lane,
+    add_chain,
     descriptor,
     evict,
     payload_of,
@@ -83,9 +84,7 @@ def flip(store: Store, slot: int) -> None:
 def check_other(folder: Path, other: Descriptor) -> None:
     assert other.layout.page_bytes == SIZE, "only its name may tell it apart"
     store = opened(folder)
-    lane = Lane(store)
-    lane.add_chain(IDS)
-    lane.close()
+    add_chain(store, IDS)
     store.close()
     store = Store.open(folder / "s", other, settings())
     found = store.pages.match_prefix(IDS, SALT)
@@ -244,9 +243,7 @@ def acknowledge_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def check_batch(folder: Path) -> None:
     """A page that was not read and verified is never handed out as readable."""
     store = opened(folder)
-    lane = Lane(store)
-    lane.add_chain(IDS)
-    lane.close()
+    add_chain(store, IDS)
     store.close()
     store = opened(folder)
     flip(store, 1)
@@ -372,9 +369,7 @@ def clock_identity(monkeypatch: pytest.MonkeyPatch) -> None:
 def check_rejected_restore(folder: Path) -> None:
     """After a failed load nothing of the page is left: not in the index, not for a later caller."""
     store = opened(folder)
-    lane = Lane(store)
-    lane.add_chain(IDS)
-    lane.close()
+    add_chain(store, IDS)
     store.close()
     store = opened(folder)
     flip(store, 0)

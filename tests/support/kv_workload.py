@@ -126,6 +126,15 @@ class Lane:
         self.arena.close(delete=True)
 
 
+def add_chain(store: Store, ids: np.ndarray) -> list[PageRef]:
+    """Publish these pages from a lane of their own."""
+    lane = Lane(store)
+    try:
+        return lane.add_chain(ids)
+    finally:
+        lane.close()
+
+
 def read_page(store: Store, ref: PageRef) -> bytes:
     """The page's bytes as a lane would map them."""
     code = store.pages.slot_code(ref)

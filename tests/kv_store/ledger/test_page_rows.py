@@ -26,6 +26,7 @@ from tests.support.kv_workload import (
     SALT,
     CountedDb,
     Lane,
+    add_chain,
     counted_connect,
     descriptor,
     page_state,
@@ -36,6 +37,7 @@ from tests.support.kv_workload import (
 )
 
 tmp_path = kv_scene.tmp_path
+lane = kv_scene.lane
 IDS = tokens_of(1, 1)
 
 
@@ -59,13 +61,6 @@ def store(tmp_path: Path, room: list[bool]) -> Iterator[Store]:
     opened = Store.open(tmp_path / "s", descriptor(), changes, connect=counted_connect)
     yield opened
     opened.close()
-
-
-@pytest.fixture
-def lane(store: Store) -> Iterator[Lane]:
-    made = Lane(store)
-    yield made
-    made.close()
 
 
 def left_behind(store: Store, folder: Path) -> Path:
@@ -167,9 +162,7 @@ def test_a_page_invalidated_on_a_full_disk_is_freed_when_its_pin_goes(
 def test_a_page_invalidated_while_it_is_read_is_not_served(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with next_life(path) as store:
-        lane = Lane(store)
-        (ref,) = lane.add_chain(IDS)
-        lane.close()
+        (ref,) = add_chain(store, IDS)
     with next_life(path) as store:
         gate = threading.Event()
         store.core.thread.submit(gate.wait)  # a busy page thread
@@ -260,9 +253,7 @@ def again(store: Store, flip: int) -> PageRef:
 def test_an_older_page_with_other_bytes_is_not_replaced_unseen(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with next_life(path) as store:
-        lane = Lane(store)
-        (ref,) = lane.add_chain(IDS)
-        lane.close()
+        (ref,) = add_chain(store, IDS)
     with next_life(path) as store:
         with pytest.raises(NumericsFault):
             again(store, flip=1)
@@ -276,9 +267,7 @@ def test_an_older_page_with_other_bytes_is_not_replaced_unseen(tmp_path: Path) -
 def test_an_older_page_that_rotted_is_found_out_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with next_life(path) as store:
-        lane = Lane(store)
-        (ref,) = lane.add_chain(IDS)
-        lane.close()
+        (ref,) = add_chain(store, IDS)
         info = store.pages.allocator.infos[0]
     with open(info.path, "r+b") as file:
         file.seek(info.slot_of(ref.page_id) * info.page_bytes + 100)

@@ -32,6 +32,7 @@ from tests.support.kv_workload import (
     LAYOUT,
     SALT,
     Lane,
+    add_chain,
     append_tokens,
     descriptor,
     evict,
@@ -527,9 +528,7 @@ def test_maintain_audits_and_notices_a_broken_index(store: Store, lane: Lane) ->
 
 def test_a_closed_store_fails_futures_and_none_hangs(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s", descriptor(), settings())
-    lane = Lane(store)
-    lane.add_chain(tokens_of(1, 1))
-    lane.close()
+    add_chain(store, tokens_of(1, 1))
     store = reopen(store)
     refs = store.pages.match_prefix(tokens_of(1, 1), SALT)
     store.close()
