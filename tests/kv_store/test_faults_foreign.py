@@ -74,7 +74,7 @@ def test_the_matrix_has_every_field_of_a_descriptor() -> None:
     assert changed == {field.name for field in dataclasses.fields(Descriptor)}
 
 
-@pytest.mark.parametrize(("change", "why"), ONE_CHANGE, ids=lambda v: next(iter(v)))
+@pytest.mark.parametrize(("change", "why"), ONE_CHANGE, ids=max)
 def test_one_changed_field_misses_and_is_named(
     path: Path, change: dict[str, object], why: set[str]
 ) -> None:
