@@ -288,6 +288,7 @@ class Store:
             extents += 1
         evicted, tails = map(sum, zip(*found, strict=True))
         sessions, turns = self.ledger.prune(self.sessions_max, keep)
+        self.ledger.commit()  # also where there was nothing to prune
         return GcReport(evicted, tails, extents, slots, sessions, turns)
 
     def drain(self) -> Future[None]:

@@ -52,22 +52,24 @@ class Disputes:
     def invalidate_descendants(self, keys: Iterable[bytes]) -> None:
         """These pages are not served any more: what this run computed from them is not either.
 
+        Pages of earlier runs between them and those of this run stay: their bytes were checked.
+
         The chain from a page to a later one is cut here, so the later one could no longer be found
         if the first proved wrong.
         """
         lost = set(keys)
         after = self._with_descendants(lost) - lost
         self._drop_seals(after)
-        self._store.pages.invalidate(*after)
+        self._store.pages.invalidate(*self._store.pages.of_this_run(after))
 
     def _with_descendants(self, keys: set[bytes]) -> set[bytes]:
-        """`keys` and those of all pages that follow and that this run published or is sealing."""
+        """`keys` and those of all pages that follow, resident or being sealed."""
         found, left = set[bytes](), list(keys)
         while left:
             key = left.pop()
             if key not in found:
                 found.add(key)
-                left += self._store.pages.computed_after(key)
+                left += self._store.pages.following(key)
                 left += [s.ticket.key for s in self.seals if s.ticket and s.parent == key]
         return found
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from batchengine.kv.slots import Seal
 from batchengine.session import Session
-from kv_store.errors import StaleRef, StoreError
+from kv_store.errors import StaleRef
 from kv_store.pages.index import PageRef
 from kv_store.store import Store
 
@@ -72,5 +72,5 @@ class ReadBack:
         for proof in proofs:
             try:
                 await asyncio.wrap_future(proof)
-            except (StoreError, OSError) as error:
+            except Exception as error:  # a page that could not be read ends no lane
                 log.warning("a page could not be read back: %s", error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -75,6 +75,7 @@ class SlotAllocator:
         self.infos: list[ExtentInfo] = []  # by first page id
         self.file_bytes = 0
         self.growth_blocked = ""
+        self.leaving = 0  # slots of invalid pages that the page thread is about to free
         self.buffer = memoryview(bytearray(self.layout.page_bytes))  # page thread only
         self._layout_id = self.layout.layout_id
         self._firsts: list[int] = []  # of `infos`
@@ -89,6 +90,11 @@ class SlotAllocator:
         if at < 0 or page_id >= self._firsts[at] + self.infos[at].slots:
             raise StaleRef(f"no extent holds page {page_id}")
         return self.infos[at]
+
+    def slices(self) -> Iterator[range]:
+        """The ids of every slot, a few at a time."""
+        for info in list(self.infos):
+            yield from info.slices(SLICE_PAGES)
 
     def seed(self, page: Page) -> int:
         return keys.sealed_seed(self.core.uuid, page.page_id, page.gen, page.key, self._layout_id)
@@ -255,14 +261,17 @@ class SlotAllocator:
         cap = self.slots_max
         high = max(1, cap * FILL_MAX_PERCENT // 100)
         low = min(high - 1, cap * EVICT_TO_PERCENT // 100)
-        if self.index.used >= high:
-            self.evict(min(EVICT_BATCH, self.index.used - low))
+        used = self.index.used - self.leaving
+        if used >= high:
+            self.evict(min(EVICT_BATCH, used - low))
         page = self.index.take_free()
         self.grow_ahead()
         if page is not None:
             return page
         if self._growing is not None:
             return NoRoom(NoRoomKind.GROWING, "the next extent is being allocated")
+        if self.leaving:
+            return NoRoom(NoRoomKind.GROWING, "slots of invalid pages are being freed")
         share = len(self.index) * (100 - EVICT_TO_PERCENT) // 100
         if self.evict(max(1, min(EVICT_BATCH, share))) and (page := self.index.take_free()):
             return page
@@ -286,8 +295,8 @@ class SlotAllocator:
         self.index.apply(page, PageEvent.RELEASE)
         self.settle(page)
 
-    def unpin(self, page: Page) -> None:
-        self.index.unpin(page)
+    def unpin(self, page: Page, is_use: bool = True) -> None:
+        self.index.unpin(page, is_use)
         self.settle(page)
 
     def settle(self, *pages: Page) -> None:

@@ -259,13 +259,17 @@ class PageIndex:
                 self._order.remove(page.page_id)
         page.pins += count
 
-    def unpin(self, page: Page) -> None:
-        """Give one pin back; the last one is a use of the page."""
+    def unpin(self, page: Page, is_use: bool = True) -> None:
+        """Give one pin back; the last one is a use of the page, unless a check had it."""
         page.pins -= 1
         if not page.pins:
             self.pinned -= 1
-            if page.state in RESIDENT:
+            if page.state not in RESIDENT:
+                return
+            if is_use:
                 self.touch(page)
+            else:
+                self._reorder(page)
 
     def note_verified(self, page: Page) -> None:
         """The page's bytes were read and are right."""

@@ -86,7 +86,7 @@ class PageLoader:
                     self._index.apply(page, PageEvent.VERIFY)
                 elif page.state is PageState.PUBLISHED:
                     self._index.note_verified(page)
-                self._slots.unpin(page)
+                self._slots.unpin(page, is_use=False)
         return good
 
     def self_test(self) -> None:

@@ -72,7 +72,7 @@ class PageMaintenance:
         self._index = allocator.index
         self._loader = loader
         self._verifying: Future[VerifyReport] | None = None
-        self._unchecked = self._slices()
+        self._unchecked = self._slots.slices()
 
     def scrub_next(self) -> Future[ScrubResult | None]:
         """Read the page that was verified longest ago, never verified ones first.
@@ -108,7 +108,7 @@ class PageMaintenance:
             return self._verifying
 
     def _evictable_refs(self) -> Iterator[PageRef]:
-        for ids in self._slices():
+        for ids in self._slots.slices():
             with self._core.lock:
                 pages = filter(None, map(self._index.find, ids))
                 refs = [page.ref for page in pages if page.state in EVICTABLE]
@@ -152,11 +152,6 @@ class PageMaintenance:
 
     # -- in slices ----------------------------------------------------------------------------
 
-    def _slices(self) -> Iterator[range]:
-        """The ids of every slot, a few at a time."""
-        for info in list(self._slots.infos):
-            yield from info.slices(SLICE_PAGES)
-
     def check(self) -> None:
         """Compare the next CHECK_SLOTS slots with the indexes, in slices; after the last slot the
         first follows. Raises AssertionError."""
@@ -167,7 +162,7 @@ class PageMaintenance:
         while left > 0:
             ids = next(self._unchecked, None)
             if ids is None:
-                self._unchecked = self._slices()
+                self._unchecked = self._slots.slices()
                 return
             with self._core.lock:
                 for page in filter(None, map(self._index.find, ids)):

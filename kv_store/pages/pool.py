@@ -7,6 +7,7 @@ a sealer (arena to manifest) and their maintenance. What pools share is in `core
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kv_store import keys
@@ -179,16 +180,26 @@ class PagePool:
                 return frozenset()
 
     def computed_by(self, lanes: frozenset[str]) -> set[bytes]:
-        """Keys of the pages with rows of any of these lanes. Looks at every page."""
-        with self.core.lock:
-            return {
-                page.key for page in self.index if page.state in RESIDENT and page.lanes & lanes
-            }
+        """Keys of the pages with rows of any of these lanes. Looks at every page, in slices."""
+        found = set[bytes]()
+        for ids in self.allocator.slices():
+            with self.core.lock:
+                pages = filter(None, map(self.index.find, ids))
+                found.update(
+                    page.key for page in pages if page.state in RESIDENT and page.lanes & lanes
+                )
+        return found
 
-    def computed_after(self, key: bytes) -> list[bytes]:
-        """Keys of the pages that this run computed and that follow the page of this key."""
+    def following(self, key: bytes) -> list[bytes]:
+        """Keys of the resident pages that follow the page of this key at once, of any run."""
         with self.core.lock:
-            return [page.key for page in self.index.children(key) if page.lanes]
+            return [page.key for page in self.index.children(key)]
+
+    def of_this_run(self, chain: Iterable[bytes]) -> list[bytes]:
+        """Those of these keys whose resident pages a lane of this run computed rows of."""
+        with self.core.lock:
+            pages = filter(None, map(self.index.resident, chain))
+            return [page.key for page in pages if page.lanes]
 
     def invalidate(
         self,
@@ -241,15 +252,20 @@ class PagePool:
             self._let_go(retracted[:INVALIDATE_SLICE])
             rest = retracted[INVALIDATE_SLICE:]
             if rest:
-                self.core.thread.submit(lambda: self._let_go(rest))
+                with self.core.lock:
+                    self.allocator.leaving += len(rest)
+                self.core.thread.submit(lambda: self._let_go(rest, leaving=True))
         return named
 
-    def _let_go(self, retracted: list[Retracted]) -> None:
+    def _let_go(self, retracted: list[Retracted], leaving: bool = False) -> None:
         """Give the pins of retracted pages back, in slices."""
         for first in range(0, len(retracted), INVALIDATE_SLICE):
+            part = retracted[first : first + INVALIDATE_SLICE]
             with self.core.lock:
-                for page, *_ in retracted[first : first + INVALIDATE_SLICE]:
+                for page, *_ in part:
                     self.allocator.unpin(page)
+                if leaving:
+                    self.allocator.leaving -= len(part)
 
     def _key_of(self, page: PageRef | bytes) -> bytes:
         """The content key that is meant; empty for a reference that is not resident, as another

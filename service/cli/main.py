@@ -222,7 +222,7 @@ def check(*, config: ConfigFile = None, json: Json = False, debug: Debug = False
     found = configuration.warnings(loaded) + configuration.disk_warnings(loaded)
     lines = [f"warning: {text}" for text in found]
     lines += [f"ok: {config if config is not None else 'built-in defaults'}"]
-    show({"ok": True, "warnings": found, "model": loaded.model.path}, json, *lines)
+    show({"ok": True, "warnings": found, "model": loaded.model.path}, json, lambda: lines)
     return 0
 
 
@@ -272,6 +272,12 @@ def ps(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False)
     path = admin_path(admin_socket)
     status = admin(path, "status")["status"]
     requests = admin(path, "requests")["requests"]
+    show({"status": status, "requests": requests}, json, lambda: _status_lines(status, requests))
+    return 0
+
+
+def _status_lines(status: dict[str, Any], requests: list[dict[str, Any]]) -> list[str]:
+    """The daemon, its lanes, its store and its requests, as `ps` shows them."""
     lines = [
         f"{status['model'] or '(loading)'}  {status['state']}  {status['address']}"
         f"  pid {status['pid']}  batchengine {status['version']}"
@@ -285,8 +291,7 @@ def ps(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False)
         lines.append(f"store  kv={kv}  ledger={ledger}  durability={durability}")
     lines += [f"warning  {trouble}" for trouble in stats.get("troubles", ())]
     lines += table_lines([_request_row(row) for row in requests], "nothing is running")
-    show({"status": status, "requests": requests}, json, *lines)
-    return 0
+    return lines
 
 
 def _request_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -313,7 +318,7 @@ def version(*, json: Json = False, debug: Debug = False) -> int:
         "machine": platform.machine(),
     }
     line = f"batchengine {facts['batchengine']}  python {facts['python']}  {facts['machine']}"
-    show(facts, json, line)
+    show(facts, json, lambda: [line])
     return 0
 
 

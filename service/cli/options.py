@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,12 +54,12 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
-def show(value: object, json: bool, *lines: str) -> None:
-    """The answer of a command: as JSON, or as lines."""
+def show(value: object, json: bool, lines: Callable[[], Iterable[str]]) -> None:
+    """The answer of a command: as JSON, or as lines, which are made only then."""
     if json:
         print_json(value)
     else:
-        print("\n".join(lines))
+        print("\n".join(lines()))
 
 
 def table_lines(rows: Sequence[dict[str, Any]], nothing: str) -> list[str]:

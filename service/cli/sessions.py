@@ -73,7 +73,7 @@ def _command(operation: Operation) -> Callable[..., int]:
         found = _ask(
             operation, admin_socket, **{operation.subject: subject}, tenant=key_name, **given
         )
-        show(found, json, *LINES[operation.name](found, given))
+        show(found, json, lambda: LINES[operation.name](found, given))
         return EXIT_FAILED if found.get("result", "moved") not in DONE else 0
 
     def option(name: str, kind: Any, default: object = None) -> inspect.Parameter:
@@ -114,8 +114,11 @@ def list_sessions(
 ) -> int:
     """Sessions the daemon knows: where they are, how long, what their last turn reused."""
     rows: list[Answer] = admin(admin_path(admin_socket), "sessions", stored=all)["sessions"]
-    table = table_lines([_listed(row, rows) for row in rows], "no sessions yet")
-    show({"sessions": rows}, json, *table)
+    show(
+        {"sessions": rows},
+        json,
+        lambda: table_lines([_listed(row, rows) for row in rows], "no sessions yet"),
+    )
     return 0
 
 

@@ -35,7 +35,11 @@ def add(app: cyclopts.App) -> None:
 def stat(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
     """How full the store is, how fast, and what has happened to its pages."""
     found = _op(admin_socket, "stat")
-    show(found, json, *(f"{name:<26} {_number(name, found[name])}" for name in sorted(found)))
+    show(
+        found,
+        json,
+        lambda: (f"{name:<26} {_number(name, found[name])}" for name in sorted(found)),
+    )
     return 0
 
 
@@ -53,6 +57,11 @@ def _number(name: str, value: Any) -> str:
 def verify(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
     """Read every page and drop those that are damaged; serving goes on. Exit code 1 = some were."""
     found = _op(admin_socket, "verify")
+    show(found, json, lambda: _verify_lines(found))
+    return 1 if found["bad"] else 0
+
+
+def _verify_lines(found: dict[str, Any]) -> list[str]:
     lines = [
         f"{found['total']:,} pages, {render.size(found['read_bytes'])} read in"
         f" {found['seconds']:,.1f} s: {found['good']:,} good, {found['bad']:,} damaged and"
@@ -60,8 +69,7 @@ def verify(*, admin_socket: Socket = None, json: Json = False, debug: Debug = Fa
     ]
     if found["bad"]:
         lines += ["sessions that had damaged pages compute them again; answers do not change"]
-    show(found, json, *lines)
-    return 1 if found["bad"] else 0
+    return lines
 
 
 @store.command
@@ -71,9 +79,11 @@ def gc(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False)
     show(
         found,
         json,
-        f"forgotten: {found['pages_evicted']:,} pages, {found['tails_superseded']:,} outgrown"
-        f" tails, {found['extents_other_reprs']:,} extents of other models,"
-        f" {found['sessions']:,} sessions, {found['turns']:,} turns",
+        lambda: [
+            f"forgotten: {found['pages_evicted']:,} pages, {found['tails_superseded']:,} outgrown"
+            f" tails, {found['extents_other_reprs']:,} extents of other models,"
+            f" {found['sessions']:,} sessions, {found['turns']:,} turns"
+        ],
     )
     return 0
 

@@ -55,7 +55,7 @@ def run_bench(name: str, json_path: Path, cache: Path) -> dict[str, object]:
     return result
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_quick_bench_reports_every_row(name: str, tmp_path: Path, cache: Path) -> None:
     result = run_bench(name, tmp_path / "result.json", cache)

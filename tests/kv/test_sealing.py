@@ -75,6 +75,18 @@ def test_a_seal_dropped_between_its_publishing_and_its_proof_is_not_published(sc
     assert not scene.store.pages.is_resident(second.ref)
 
 
+def test_a_loss_reaches_pages_of_this_run_behind_pages_of_an_earlier_one(scene: Scene) -> None:
+    """A page whose rows were all imported names no lane of this run; what follows it does."""
+    scene.seal(4)
+    store, session = scene.store, scene.session
+    for n, ref in enumerate(session.kv.sealed):
+        store.pages.index.get(ref).lanes = frozenset({"cpu"} if n != 2 else ())
+    store.pages.invalidate(session.kv.sealed[1])
+    scene.pages.disputes.invalidate_descendants(session.kv.keys[1:2])
+    resident = [store.pages.is_resident(ref) for ref in session.kv.sealed]
+    assert resident == [True, False, True, False]
+
+
 def test_a_seal_that_failed_before_promises_no_place(scene: Scene) -> None:
     """A turn that waits for one would wait for ever: the seal fails again, once a second."""
     pages = scene.pages

@@ -43,7 +43,7 @@ class Canary:
         self._every_s = state.config.limits.canary_s
         self._page = PageContent(canary_tokens(n_vocab), SALT, 0)
         self._first: Statement | None = None  # the reference
-        self._busy_at: dict[str, float] = {}  # lane -> when it was last seen with work
+        self._rest: dict[str, tuple[int, float]] = {}  # lane -> its steps, and since when so many
         self._due: dict[str, tuple[int, float]] = {}  # lane -> incarnation, when it is due again
 
     def __repr__(self) -> str:
@@ -58,10 +58,13 @@ class Canary:
 
     def _rests(self, loop: LaneLoop) -> bool:
         now, name = time.monotonic(), loop.lane.name
+        steps, since = self._rest.get(name, (-1, now))
         if loop.assigned or loop.seats.expected or loop.running or loop.waiting:
-            self._busy_at[name] = now
-        rested_s = now - self._busy_at.setdefault(name, now)
-        return loop.up and rested_s >= min(REST_S, self._every_s)
+            steps = -1
+        if steps != loop.meter.steps:  # a turn between two looks is work too
+            since = now
+        self._rest[name] = loop.meter.steps, since
+        return loop.up and now - since >= min(REST_S, self._every_s)
 
     def _is_due(self, loop: LaneLoop) -> bool:
         """A worker that has just started is due at once."""

@@ -123,7 +123,7 @@ async def test_mixed_load_on_two_lanes(site: Site, reference: Reference) -> None
             await asyncio.sleep(0.001)
         answers = await asyncio.gather(*readers)
         assert [a.tokens for a in answers] == [reference.tokens(p, 160) for p in prompts]
-        assert moved > 20
+        assert moved > len(prompts), "a stream moves more than once, on average"
 
 
 async def test_a_prompt_moves_while_it_is_prefilled(site: Site, reference: Reference) -> None:

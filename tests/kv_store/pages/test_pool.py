@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ from kv_store.keys import ROOT_KEY, content_key, payload_digest, sealed_checksum
 from kv_store.layout import PAGE_TOKENS, PageLayout
 from kv_store.pages.allocator import NoRoom, NoRoomKind
 from kv_store.pages.index import PageRef, PageState
+from kv_store.pages.pool import INVALIDATE_SLICE
+from kv_store.pages.seal import Ticket
 from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import (
@@ -252,6 +255,38 @@ def test_reserve_says_why_when_everything_is_pinned(tmp_path: Path) -> None:
     store.pages.unpin(refs[0])
     lane.add(ROOT_KEY, tokens_of(3, 1))
     assert store.pages.match_prefix(tokens_of(1, 1), SALT) == []
+    lane.close()
+    store.close()
+
+
+def test_slots_of_invalid_pages_are_waited_for_not_taken_from_good_ones(tmp_path: Path) -> None:
+    """While the page thread has yet to free them, a reservation evicts nothing."""
+    store = Store.open(tmp_path / "s", descriptor(), settings(pages=50, extent_pages=50))
+    lane, wrong = Lane(store), tokens_of(1, 40)
+    (good,) = lane.add_chain(tokens_of(2, 1))
+    chain = lane.add_chain(wrong)
+    wait_for_growth(store)
+    free, busy = len(store.pages.index) - store.pages.index.used, threading.Event()
+    store.core.thread.submit(busy.wait)
+    store.pages.invalidate(chain[0], descendants=True)
+    evicted, tickets = store.core.counters["pages_evicted"], list[Ticket]()
+    answers = [
+        store.pages.reserve(ROOT_KEY, tokens_of(1000 + n, 1), SALT)
+        for n in range(free + INVALIDATE_SLICE + 1)
+    ]
+    tickets += [answer for answer in answers if isinstance(answer, Ticket)]
+    assert len(tickets) == free + INVALIDATE_SLICE
+    assert isinstance(answers[-1], NoRoom)
+    assert answers[-1].kind is NoRoomKind.GROWING
+    assert store.core.counters["pages_evicted"] == evicted
+    assert store.pages.is_resident(good)
+    busy.set()
+    wait_for_growth(store)
+    last = store.pages.reserve(ROOT_KEY, tokens_of(1, 1), SALT)
+    assert isinstance(last, Ticket)
+    for ticket in [*tickets, last]:
+        store.pages.abort(ticket)
+    check_integrity(store)
     lane.close()
     store.close()
 

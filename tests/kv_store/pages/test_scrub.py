@@ -12,7 +12,7 @@ import pytest
 from bench.store_check import check_integrity
 from kv_store.errors import StoreError
 from kv_store.keys import ROOT_KEY
-from kv_store.pages.index import Page, PageState
+from kv_store.pages.index import RESIDENT, Page, PageState
 from kv_store.pages.load import PageLoader
 from kv_store.store import Store
 from tests.support import kv_scene
@@ -69,6 +69,23 @@ def test_scrub_reads_what_was_read_longest_ago(store: Store) -> None:
     assert store.pages.verify(refs[2]).result(20)  # it would have been next
     assert scrubbed(store, 4) == [(3, True), (0, True), (1, True), (2, True)]
     assert store.stat()["pages_scrubbed_total"] == 10
+
+
+def test_a_check_is_not_a_use(store: Store) -> None:
+    """Neither scrub nor `verify` changes which page is evicted next, or writes an age."""
+    path = store.path
+    store.close()
+    again = Store.open(path, descriptor(), settings())
+    index = again.pages.index
+    before = {page.page_id: page.lru_seq for page in index if page.state in RESIDENT}
+    victim = index.next_victim()
+    assert scrubbed(again, 2) == [(0, True), (1, True)]
+    assert again.pages.verify_all().result(20).good == 4
+    assert {page.page_id: page.lru_seq for page in index if page.state in RESIDENT} == before
+    assert index.next_victim() is victim
+    assert not index.dirty_lru
+    check_integrity(again)
+    again.close()
 
 
 def test_scrub_of_an_empty_store_has_nothing_to_say(tmp_path: Path) -> None:
