@@ -364,7 +364,7 @@ def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out:
         work_ms += cost.fixed_ms * (1 + n_tokens // load.chunk_tokens)
     kv_tokens = frontier + n_tokens + tokens_out / 2
     decode_ms = step_ms + cost.decode_entry_ms + cost.decode_kv_ms * kv_tokens
-    beside_ms = load.prefill_ms[RANKS - 1] / max(1, tokens_out)
+    beside_ms = load.prefill_ms[-1] / (tokens_out or 1)
     return Prediction(
         load.seat_ms[rank] + work_ms,
         decode_ms + (beside_ms if beside_ms < decode_ms else decode_ms),

@@ -65,7 +65,7 @@ class Reason(enum.StrEnum):
     BEST = "no lane keeps the promise: the nearest to it"
 
 
-class RoutePolicy(NamedTuple):
+class RoutePolicy(msgspec.Struct, frozen=True, gc=False):
     """Constants of the tree; milliseconds, tokens and ratios."""
 
     long_prompt_tokens: int = 2048
@@ -79,7 +79,7 @@ class RoutePolicy(NamedTuple):
     move_row_ms: float = 0.01  # and per token of the open page
 
 
-class RouteRequest(NamedTuple):
+class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """What is known of a request. Targets are resolved: the request's own or its class's."""
 
     rank: int  # of its class: 0 = interactive ... 3 = batch
@@ -92,7 +92,7 @@ class RouteRequest(NamedTuple):
     promote: bool = False  # the caller asks for the fast tier
 
 
-class RouteSession(NamedTuple):
+class RouteSession(msgspec.Struct, frozen=True, gc=False):
     """A session that has KV. `lane` holds its open page; sealed pages are shared by all lanes."""
 
     lane: str
@@ -102,7 +102,7 @@ class RouteSession(NamedTuple):
     urgent_ms: float = math.inf  # since it last had a latency-sensitive turn
 
 
-class LaneState(NamedTuple):
+class LaneState(msgspec.Struct, frozen=True, gc=False):
     """One lane. `tier` any serves both tiers; lanes of one `pool` are variants of each other."""
 
     name: str
@@ -114,7 +114,7 @@ class LaneState(NamedTuple):
     full: bool = False  # its queue is as long as it may be
 
 
-class RouteState(NamedTuple):
+class RouteState(msgspec.Struct, frozen=True, gc=False):
     """Every lane at one moment."""
 
     lanes: tuple[LaneState, ...]

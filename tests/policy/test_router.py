@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from batchengine.config import SlaConfig
 from batchengine.core import SlaClass
@@ -146,13 +147,13 @@ def test_pool_variants_compete_by_prediction() -> None:
 
 def test_dead_and_too_small_lanes_are_no_candidates() -> None:
     gpu, cpu = lanes().lanes
-    dead = gpu._replace(alive=False)
+    dead = replace(gpu, alive=False)
     decision = route(request(0), None, RouteState((dead, cpu)))
     assert (decision.lane, decision.reason) == ("cpu", Reason.ONLY)
     assert decision.candidates[0].excluded == "it is down"
-    small = gpu._replace(context_max=4096)
+    small = replace(gpu, context_max=4096)
     assert route(request(0, prompt=8000), None, RouteState((small, cpu))).lane == "cpu"
-    nowhere = route(request(0), None, RouteState((dead, cpu._replace(alive=False))))
+    nowhere = route(request(0), None, RouteState((dead, replace(cpu, alive=False))))
     assert (nowhere.lane, nowhere.reason, nowhere.predicted) == ("", Reason.NO_LANE, None)
     no_fit = route(request(0, prompt=8000), None, RouteState((small,)))
     assert (no_fit.lane, no_fit.reason) == ("", Reason.NO_FIT)
@@ -197,14 +198,14 @@ def test_affinity_weighs_the_hand_over() -> None:
     idle = LaneState("b", load(CPU))
     state = RouteState((busy, idle))
     tight = request(0, prompt=200, tpot_ms=1000.0)
-    dear = state._replace(policy=RoutePolicy(move_ms=10_000.0))
+    dear = replace(state, policy=RoutePolicy(move_ms=10_000.0))
     assert route(tight, home("a"), dear).lane == "a"
-    cheap = state._replace(policy=RoutePolicy(move_ms=0.1, move_row_ms=0.0))
+    cheap = replace(state, policy=RoutePolicy(move_ms=0.1, move_row_ms=0.0))
     assert route(tight, home("a"), cheap).lane == "b"
     assert route(tight, home("b"), cheap).reason is Reason.HOME
     calm = RouteState((LaneState("a", load(CPU, decodes=1)), idle), cheap.policy)
     assert route(tight, home("a"), calm).reason is Reason.HOME
-    assert route(tight, home("a"), RouteState((busy._replace(alive=False), idle))).lane == "b"
+    assert route(tight, home("a"), RouteState((replace(busy, alive=False), idle))).lane == "b"
 
 
 def test_cached_kv_shortens_what_counts_as_a_long_prompt() -> None:
@@ -243,7 +244,7 @@ def test_idle_sessions_leave_the_fast_lane() -> None:
     ):
         assert session.lane == lane
         assert demotion(session, idle_ms, 300, state) == to
-    dead = state.lanes[1]._replace(alive=False)
+    dead = replace(state.lanes[1], alive=False)
     assert demotion(home("gpu"), 61_000.0, 300, RouteState((state.lanes[0], dead))) == ""
 
 
@@ -267,10 +268,10 @@ def test_the_least_loaded_lane_of_a_tier() -> None:
 
 def test_full_queues_are_no_candidates_but_for_who_lives_there() -> None:
     gpu, cpu = lanes().lanes
-    state = RouteState((gpu, cpu._replace(full=True)))
+    state = RouteState((gpu, replace(cpu, full=True)))
     assert route(request(2), None, state).lane == "gpu"
     assert route(request(2), home("cpu"), state).lane == "cpu"
-    both = RouteState((gpu._replace(full=True), cpu._replace(full=True)))
+    both = RouteState((replace(gpu, full=True), replace(cpu, full=True)))
     assert (route(request(2), None, both).lane, route(request(2), None, both).reason) == (
         "",
         Reason.FULL,
@@ -388,11 +389,11 @@ def test_load_never_makes_a_lane_more_attractive(
     lane = state.lanes[index]
     before: Decision = route(*call)
     assume(before.lane != lane.name)
-    more = lane._replace(load=heavier(lane.load, decodes, waiting, ms))
+    more = replace(lane, load=heavier(lane.load, decodes, waiting, ms))
     after = route(
         asked,
         session,
-        state._replace(lanes=(*state.lanes[:index], more, *state.lanes[index + 1 :])),
+        replace(state, lanes=(*state.lanes[:index], more, *state.lanes[index + 1 :])),
     )
     assert after.lane != lane.name
     assert after.candidates[index].strain >= before.candidates[index].strain
@@ -404,7 +405,7 @@ def test_interactive_is_never_sent_to_a_much_worse_lane(
     call: tuple[RouteRequest, RouteSession | None, RouteState],
 ) -> None:
     asked, session, state = call
-    decision = route(asked._replace(rank=0), session, state)
+    decision = route(replace(asked, rank=0), session, state)
     assume(decision.predicted is not None)
     assert decision.predicted is not None
     able = [c.strain for c in decision.candidates if not c.excluded]

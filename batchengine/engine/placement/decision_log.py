@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict
 
 from batchengine.core import ID_PREFIX_CHARS_MIN
 from batchengine.engine.placement.move_report import MoveReport
@@ -74,8 +75,8 @@ class DecisionRecord:
             "reason": str(decision.reason),
             "reason_id": decision.reason.name.lower(),
             "strategy": decision.strategy._asdict(),
-            "request": _plain(self.request._asdict()),
-            "session": None if self.session is None else _plain(self.session._asdict()),
+            "request": _plain(asdict(self.request)),
+            "session": None if self.session is None else _plain(asdict(self.session)),
             "predicted": self._predicted(),
             "candidates": [
                 {**_plain(msgspec.structs.asdict(candidate)), **_lane_dict(lane)}

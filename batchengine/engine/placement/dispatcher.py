@@ -285,7 +285,7 @@ class Dispatcher:
         policy = self._policy  # the share of copied rows keeps its prior
         fixed_ms = max(0.1, moved.total_ms - policy.move_row_ms * moved.rows_copied)
         move_ms = policy.move_ms + MOVE_GAIN * (fixed_ms - policy.move_ms)
-        self._policy = policy._replace(move_ms=move_ms)
+        self._policy = msgspec.structs.replace(policy, move_ms=move_ms)
 
     async def relocate(self, session: Session, to: str | None, tier: str) -> MoveReport:
         """Move a session to lane `to`, or to the best other one of `tier`.

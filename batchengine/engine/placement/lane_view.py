@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from batchengine.core import GenerationRequest
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.state import EngineState
@@ -53,7 +55,7 @@ class LaneViews:
         counted = self._counted.get(loop)
         if counted is not None:
             load = cost.joined(counted.state.load, rank, frontier, n_tokens)
-            counted.state = counted.state._replace(load=load)
+            counted.state = msgspec.structs.replace(counted.state, load=load)
 
     def tokens_out(self, request: GenerationRequest) -> int:
         """Tokens the answer will probably have."""
