@@ -40,7 +40,7 @@ class BuildRows:
 
     def __init__(self, threads: int, quick: bool) -> None:
         from bench.engine import synthetic_model
-        from bench.local_runner import LocalRunner
+        from bench.models.local_runner import LocalRunner
 
         kernels.set_isa(LEVEL)
         self.quick = quick
@@ -67,7 +67,7 @@ class BuildRows:
         return self.rng.integers(3, self.runner.spec.n_vocab, count).tolist()
 
     def _prefill(self, count: int) -> Callable[[], object]:
-        from bench.local_runner import LocalSequence
+        from bench.models.local_runner import LocalSequence
 
         prompt = self._tokens(count)
 
@@ -79,7 +79,7 @@ class BuildRows:
         return run
 
     def _decode(self, batch: int, length: int) -> Callable[[], object]:
-        from bench.local_runner import LocalSequence
+        from bench.models.local_runner import LocalSequence
 
         first = LocalSequence()
         self.runner.prefill(first, self._tokens(length))

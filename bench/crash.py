@@ -9,7 +9,7 @@ or a drop within milliseconds. After each death of an engine the ledger must hav
 and the arenas of its newest workers must not hold one (session, epoch, page) twice.
 
 HashLM's tokens depend on every KV byte, so a wrong byte is a wrong token; the pocket model runs
-the real arithmetic. Processes are forks (`bench.zygote`), which makes a kill cost milliseconds.
+the real arithmetic. Processes are forks (`bench.processes.zygote`): a kill costs milliseconds.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 
 from batchengine.session import common_prefix
 from bench import report
-from bench.engine_child import EngineProcess
-from bench.hashlm import LAYOUT, hashlm_tokens
-from bench.local_runner import LocalRunner
-from bench.postmortem import double_slots
-from bench.zygote import ROOT, Zygote
+from bench.models.hashlm import LAYOUT, hashlm_tokens
+from bench.models.local_runner import LocalRunner
+from bench.processes.engine_child import EngineProcess, engine_zygote
+from bench.processes.postmortem import double_slots
+from bench.processes.zygote import ROOT
 
 POCKET = ROOT / "pocket" / "pocket-q4_0.gguf"
 LANES = ("a", "b")
@@ -468,7 +468,7 @@ class Bench:
         self.verbose: bool = args.verbose
         self.folder = folder
         self.findings = Findings()
-        self.zygote = Zygote()
+        self.zygote = engine_zygote()
         is_hash = self.model == "hash"
         self.page_bytes = LAYOUT.page_bytes if is_hash else 327_680
         self.pause_s = 0.05 if is_hash else 0.2

@@ -29,10 +29,10 @@ import numpy as np
 import kernels
 from batchengine.gguf import GgufFile
 from bench import report
-from bench.llama import LlamaContext, LlamaModel
-from bench.llama_state import SequenceState
-from bench.local_runner import LocalRunner, LocalSequence
-from bench.synthetic import PRESETS, write_synthetic
+from bench.models.llama import LlamaContext, LlamaModel
+from bench.models.llama_state import SequenceState
+from bench.models.local_runner import LocalRunner, LocalSequence
+from bench.models.synthetic import PRESETS, write_synthetic
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"flash": False, "kv_type": "f16"},

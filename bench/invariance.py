@@ -27,7 +27,7 @@ from batchengine import core
 from batchengine.config import Config, LaneConfig, ModelConfig, StoreConfig
 from batchengine.engine import Engine
 from bench import report
-from bench.local_runner import LocalRunner
+from bench.models.local_runner import LocalRunner
 
 ROOT = Path(__file__).resolve().parent.parent
 Tokens = list[list[int]]

@@ -26,7 +26,7 @@ Row = dict[str, float]
 
 def random_packed(pool: Any, kind: str, rows: int, cols: int, rng: np.random.Generator) -> Any:
     """A Matrix of seeded random blocks with sane scales, packed as the engine packs it."""
-    from bench import synthetic
+    from bench.models import synthetic
 
     source = np.ascontiguousarray(synthetic.random_matrix(rng, kind, rows, cols, 1.0))
     source = source.reshape(-1).view(np.uint8)

@@ -30,10 +30,10 @@ from bench.crash import (
     ledger_after,
     words,
 )
-from bench.engine_child import EngineProcess
-from bench.hashlm import LAYOUT, hashlm_tokens
-from bench.postmortem import double_slots
-from bench.zygote import Zygote
+from bench.models.hashlm import LAYOUT, hashlm_tokens
+from bench.processes.engine_child import EngineProcess, engine_zygote
+from bench.processes.postmortem import double_slots
+from bench.processes.zygote import Zygote
 
 STUCK_S = 60.0
 LIVES_MAX = 12  # of one play: it ends in two or three
@@ -300,7 +300,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--target", choices=("engine", "worker"), default="engine")
     parser.add_argument("--json", help="write figures to this file")
     args = parser.parse_args(argv)
-    zygote, killed, last, began = Zygote(), 0, 0, time.perf_counter()
+    zygote, killed, last, began = engine_zygote(), 0, 0, time.perf_counter()
     try:
         for last, died in sweep(zygote, args.first, args.every, args.target):
             killed += died

@@ -35,7 +35,7 @@ from batchengine.core import PAGE_TOKENS, DoneEvent, ErrorEvent, GenerationReque
 from batchengine.engine import Engine
 from bench import report
 from bench.engine import DISK, synthetic_model
-from bench.llama import LlamaContext, LlamaModel
+from bench.models.llama import LlamaContext, LlamaModel
 
 LANES = ("a", "b")
 BETWEEN = 12  # tokens between two moves, undisturbed

@@ -27,8 +27,8 @@ from batchengine.gguf import GgufFile
 from batchengine.weights import read_spec
 from bench import report
 from bench.engine import DISK, synthetic_model
-from bench.engine_child import EngineProcess
-from bench.zygote import Zygote
+from bench.processes.engine_child import EngineProcess, engine_zygote
+from bench.processes.zygote import Zygote
 
 ANSWER = 24  # tokens of each turn
 AMID = 12  # tokens sent before a kill
@@ -185,7 +185,7 @@ def main(argv: list[str]) -> int:
     length = args.tokens or (1100 if args.quick else 8192)
     print(f"{path.name}, {length} tokens, {args.threads} threads, {kernels.isa()}")
     print("  the page cache cannot be dropped here: pages come from memory, and are verified")
-    zygote = Zygote()
+    zygote = engine_zygote()
     try:
         with tempfile.TemporaryDirectory(prefix="restart-") as folder:
             settings = {

@@ -1,6 +1,6 @@
 """Writes a pocket model as GGUF: weights as named arrays in, a file llama.cpp loads out.
 
-Owns the names of tensors, the metadata, the chat template, and a written-out Q4_0 quantiser whose
+Owns the metadata, the chat template, and a written-out Q4_0 quantiser whose
 bytes must equal those of the gguf package before anything is written.
 
     python -m pocket.export CHECKPOINT.pt OUT.gguf [--float]
@@ -10,33 +10,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-BLOCK = 32  # weights per Q4_0 block: one fp16 scale, sixteen bytes of nibbles
+from pocket.shape import BLOCK, Shape, tensor_shapes
+
 BLOCK_BYTES = 18
 
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a qwen3-shaped model; the defaults are the shipped ones."""
-
-    vocab: int = 2048
-    layers: int = 4
-    hidden: int = 256
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
-    ffn: int = 768
-    context_tokens: int = 16_384
-    rope_base: float = 1e6
-    eps: float = 1e-6
 
 
 def quantise_q4_0(weights: np.ndarray) -> np.ndarray:
@@ -57,31 +41,6 @@ def quantise_q4_0(weights: np.ndarray) -> np.ndarray:
     # Low nibbles hold weights 0-15 of the block, high nibbles 16-31.
     packed[:, 2:] = levels[:, :16] | levels[:, 16:] << 4
     return packed.reshape(rows, columns // BLOCK * BLOCK_BYTES)
-
-
-def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """GGUF tensor name -> (rows, columns) or (size,), in file order."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab, shape.hidden)}
-    for layer in range(shape.layers):
-        shapes |= {
-            f"blk.{layer}.{name}.weight": size
-            for name, size in {
-                "attn_norm": (shape.hidden,),
-                "attn_q": (queries, shape.hidden),
-                "attn_k": (keys, shape.hidden),
-                "attn_v": (keys, shape.hidden),
-                "attn_q_norm": (shape.head_dim,),
-                "attn_k_norm": (shape.head_dim,),
-                "attn_output": (shape.hidden, queries),
-                "ffn_norm": (shape.hidden,),
-                "ffn_gate": (shape.ffn, shape.hidden),
-                "ffn_up": (shape.ffn, shape.hidden),
-                "ffn_down": (shape.hidden, shape.ffn),
-            }.items()
-        }
-    shapes["output_norm.weight"] = (shape.hidden,)
-    return shapes
 
 
 def write(

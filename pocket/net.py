@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pocket.export import BLOCK, Shape
+from pocket.shape import BLOCK, Shape
 
 
 def round_to_q4_0(weights: Tensor) -> Tensor:

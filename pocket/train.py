@@ -25,8 +25,8 @@ from torch.nn import functional
 
 from pocket import generate
 from pocket.bpe import TURN_END, TURN_START, Vocabulary
-from pocket.export import Shape, tensor_shapes
 from pocket.net import Net
+from pocket.shape import Shape, tensor_shapes
 
 USER_SHARE, USER_WEIGHT = 0.4, 0.2  # of the user's tokens this share is learnt, this much
 NO_DILUTION = ("facts", "recall", "system")  # kinds whose keys are what recall must find

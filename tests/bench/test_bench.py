@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import kernels
-from bench import synthetic
 from bench.engine import SETTINGS
-from bench.llama import LlamaContext, LlamaModel
+from bench.models import synthetic
+from bench.models.llama import LlamaContext, LlamaModel
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE = ("b1", "b4", "b8", "b16", "b32", "4k_b1", "4k_b4")

@@ -17,10 +17,11 @@ from typing import Any, cast
 
 import pytest
 
-from bench import crash, hashlm, kill_points
-from bench.engine_child import EngineProcess
-from bench.postmortem import double_slots
-from bench.zygote import Zygote
+from bench import crash, kill_points
+from bench.models import hashlm
+from bench.processes.engine_child import EngineProcess, engine_zygote
+from bench.processes.postmortem import double_slots
+from bench.processes.zygote import Zygote
 from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +150,7 @@ def _arena(path: Path, owners: list[SlotOwner]) -> None:
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
-    made = Zygote()
+    made = engine_zygote()
     yield made
     made.close()
 

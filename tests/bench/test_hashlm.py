@@ -18,8 +18,8 @@ from batchengine import wire
 from batchengine.config import LaneConfig
 from batchengine.core import Sampling
 from batchengine.lanes.step_input import ARENA_BIT, StepLimits, StepOutput, unpack
-from bench import hashlm
-from bench.hashlm import LAYOUT, HashDevice, HashTimeline, hashlm_tokens
+from bench.models import hashlm
+from bench.models.hashlm import LAYOUT, HashDevice, HashTimeline, hashlm_tokens
 from kv_store.arenas.arena import Arena, SlotOwner
 from kv_store.osio import Files
 from tests.support.arena_rows import valid_rows

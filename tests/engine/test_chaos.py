@@ -15,7 +15,7 @@ import pytest
 from batchengine.core import Sampling
 from batchengine.engine import Engine
 from batchengine.engine.lane.loop import LaneLoop
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
 CLASSES = ["interactive", "standard", "background", "batch"]

@@ -13,7 +13,7 @@ from batchengine import errors
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError, Constraint, Kind, Sampling, TokenEvent
 from batchengine.engine import Engine
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
 

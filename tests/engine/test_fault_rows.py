@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from batchengine.core import BatchEngineError
-from bench.hashlm import POINTS
+from bench.models.hashlm import POINTS
 from tests.simulation.stage import Plan, Stage, play, words
 
 

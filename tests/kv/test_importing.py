@@ -20,7 +20,7 @@ from batchengine import wire
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.step_input import ARENA_BIT, BadStep, StepLimits, unpack
 from batchengine.lanes.worker_process import Lane, LaneDied
-from bench import hashlm
+from bench.models import hashlm
 from kv_store import keys
 from kv_store.arenas.arena import FILE_HEADER, Arena, ArenaMapping, SlotOwner
 from kv_store.layout import PAGE_TOKENS, PageLayout

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kv_store.osio as osio
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from kv_store.errors import LedgerError, StoreCorrupt, StoreError, StoreFull
 from kv_store.keys import ROOT_KEY
 from kv_store.pages.allocator import NoRoom, NoRoomKind

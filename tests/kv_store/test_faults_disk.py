@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kv_store.osio as osio
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from kv_store import keys
 from kv_store.errors import StoreCorrupt, StoreError, StoreFull
 from kv_store.fsck import fsck

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from kv_store import keys
 from kv_store.errors import StoreLocked, StoreUnsupported, StoreVersion
 from kv_store.fsck import fsck

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from kv_store import keys
 from kv_store.arenas.arena import ArenaMapping, SlotOwner
 from kv_store.errors import StoreCorrupt, StoreError, StoreLocked, StoreUnsupported, StoreVersion

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from batchengine.core import Kind
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from kv_store import keys
 from kv_store.errors import StoreFull
 from kv_store.pages.core import derived_floor_bytes

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from bench.llama import LlamaContext, LlamaModel
-from bench.local_runner import LocalRunner
-from bench.synthetic import Shape, write_synthetic
+from bench.models.llama import LlamaContext, LlamaModel
+from bench.models.local_runner import LocalRunner
+from bench.models.synthetic import Shape, write_synthetic
 from tests.hostile.rewrite import edited
 
 COSINE_MIN = 0.999

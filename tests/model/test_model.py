@@ -19,8 +19,8 @@ from msgspec import structs
 
 import kernels
 from batchengine.core import Sampling
-from bench.local_runner import LocalRunner, LocalSequence, RunnerError
-from bench.synthetic import Shape, write_synthetic
+from bench.models.local_runner import LocalRunner, LocalSequence, RunnerError
+from bench.models.synthetic import Shape, write_synthetic
 from tests.hostile.rewrite import edited
 
 MIXED = Shape(

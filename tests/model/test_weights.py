@@ -25,7 +25,7 @@ import kernels
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile
 from batchengine.weights import Weights, cache, open_weights, packed, plan_tensors, read_spec
-from bench.synthetic import Shape, write_synthetic
+from bench.models.synthetic import Shape, write_synthetic
 from tests.hostile.rewrite import edited
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from batchengine import wire
 from batchengine.core import BatchEngineError
 from batchengine.lanes.worker_process import Lane
 from batchengine.wire.frames import Decoder, FrameProtocol, Payload
-from bench.hashlm import PAGE_TOKENS, POINTS, Faults, HashDevice, HashWorker, _offsets
+from bench.models.hashlm import PAGE_TOKENS, POINTS, Faults, HashDevice, HashWorker, _offsets
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

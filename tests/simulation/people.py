@@ -22,7 +22,7 @@ from batchengine.core import (
     TokenEvent,
 )
 from batchengine.engine import Generation
-from bench.hashlm import hashlm_tokens
+from bench.models.hashlm import hashlm_tokens
 from tests.support.engines import words
 
 if TYPE_CHECKING:

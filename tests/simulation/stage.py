@@ -25,7 +25,7 @@ from batchengine.core import (
 )
 from batchengine.engine import Engine, Generation
 from batchengine.engine.lane.loop import LaneLoop
-from bench.hashlm import hashlm_tokens
+from bench.models.hashlm import hashlm_tokens
 from tests.simulation.lanes import Plan, SimLane
 from tests.simulation.world import MODEL, PAGE_BYTES, Life, Outcome, World, simulate
 from tests.support.engines import words

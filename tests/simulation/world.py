@@ -32,7 +32,7 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.recompute import KEY as RECOMPUTE
 from batchengine.engine.placement.migration import OnPoint
 from batchengine.session import Session, State
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from kv_store.arenas.arena import SlotState
 from tests.simulation import faults
 from tests.simulation.clock import VirtualLoop

@@ -24,7 +24,7 @@ from batchengine.core import (
 from batchengine.engine import Engine, Generation
 from batchengine.engine.placement.migration import OnPoint, pass_point
 from batchengine.lanes.worker_process import WORKER
-from bench.local_runner import LocalRunner
+from bench.models.local_runner import LocalRunner
 
 
 @dataclass(frozen=True, slots=True)

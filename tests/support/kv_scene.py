@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from kv_store.store import Store
 from tests.support.kv_workload import Lane, descriptor, scratch, settings
 

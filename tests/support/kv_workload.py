@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import kv_store.osio as osio
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from kv_store import keys
 from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner
 from kv_store.keys import ROOT_KEY, content_key

@@ -17,7 +17,7 @@ import pytest
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.engine import Engine
-from bench.hashlm import WORKER_COMMAND, HashTimeline
+from bench.models.hashlm import WORKER_COMMAND, HashTimeline
 from tests.engine.placement.test_migration_faults import slots_held, slots_open
 from tests.support.engines import Site, read, request, running_engine, until
 

@@ -9,7 +9,7 @@ import pytest
 
 from batchengine.core import BatchEngineError, Kind, Sampling
 from batchengine.engine.sessions import recovery
-from bench.hashlm import LAYOUT, WORKER_COMMAND, hashlm_tokens
+from bench.models.hashlm import LAYOUT, WORKER_COMMAND, hashlm_tokens
 from kv_store.errors import StoreFull
 from tests.engine.test_worker_faults import FAULTY
 from tests.support.engine_process import engine_process

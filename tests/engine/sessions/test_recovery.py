@@ -13,7 +13,7 @@ import pytest
 from batchengine.core import BatchEngineError, GenerationRequest, Kind
 from batchengine.engine import Engine
 from batchengine.engine.sessions import recovery
-from bench.hashlm import WORKER_COMMAND, hashlm_tokens
+from bench.models.hashlm import WORKER_COMMAND, hashlm_tokens
 from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
 

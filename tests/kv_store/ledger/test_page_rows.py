@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from kv_store.errors import LedgerRefused, NumericsFault, StaleRef, StoreFull
 from kv_store.events import PageInvalid
 from kv_store.fsck import fsck

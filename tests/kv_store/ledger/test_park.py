@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from kv_store.errors import NumericsFault, StaleRef
 from kv_store.keys import ROOT_KEY, content_key, payload_digest, sealed_checksum
 from kv_store.layout import PAGE_TOKENS

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bench.store_check import check_index, check_integrity
+from bench.processes.store_check import check_index, check_integrity
 from kv_store.errors import StaleRef
 from kv_store.keys import ROOT_KEY, chain_keys
 from kv_store.layout import PAGE_TOKENS

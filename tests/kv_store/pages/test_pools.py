@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner
 from kv_store.events import PageInvalid
 from kv_store.keys import ROOT_KEY

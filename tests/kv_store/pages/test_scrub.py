@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.store_check import check_integrity
+from bench.processes.store_check import check_integrity
 from kv_store.errors import StoreError
 from kv_store.keys import ROOT_KEY
 from kv_store.pages.index import RESIDENT, Page, PageState

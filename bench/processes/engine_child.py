@@ -2,7 +2,7 @@
 
 A token counts as sent once its line was read.
 
-The child's side (`main`, run by `bench.zygote`) obeys one command per line; the parent's side
+The child's side (`main`, in a fork of a zygote) obeys one command per line; the parent's side
 (`EngineProcess`) belongs to an asyncio program that may kill the engine at any moment.
 """
 
@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import types
 from collections import Counter
 from pathlib import Path
@@ -37,14 +38,19 @@ from batchengine.engine import boot as start_module
 from batchengine.engine.sessions import recovery as reopen_module
 from batchengine.lanes import cpu, worker, worker_process
 from batchengine.text import ChatTemplate
-from bench import hashlm
-from bench.kill_switch import KillSwitch
-from bench.store_check import check_integrity
-from bench.zygote import Template, Zygote
+from bench.models import hashlm
+from bench.processes.kill_switch import KillSwitch
+from bench.processes.store_check import check_integrity
+from bench.processes.zygote import Template, Zygote, serve
 
 LINE_BYTES_MAX = 1 << 24
 READY_S = 60.0
 PRELOADED = (cpu, worker, hashlm)  # forks have them at once
+
+
+def engine_zygote() -> Zygote:
+    """A zygote whose forks are engine processes."""
+    return Zygote("bench.processes.engine_child")
 
 
 class EngineProcess:
@@ -360,3 +366,7 @@ def main(settings: dict[str, Any], commands: int, answers: int) -> int:
         logging.basicConfig(level=logging.INFO, format=form)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_live(child, settings, commands))
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), main)

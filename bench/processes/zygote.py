@@ -6,7 +6,7 @@ clones its workers as the engine's own children (CLONE_PARENT), so that death si
 statuses and parents are those of processes started by exec. What runs is the program itself; the
 chat template's child process alone is left out: these benches send no chat requests.
 
-Owns processes and pipes. Knows nothing of sessions: `bench.engine_child` speaks to the engine.
+Owns processes and pipes. Knows nothing of sessions: the program that it forks speaks to the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CLONE_PARENT = 0x8000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 MESSAGE_BYTES_MAX = 1 << 16
@@ -127,7 +127,7 @@ def _be_worker(compute: str) -> None:
     try:
         if compute == "hash":
             from batchengine.lanes.worker import main
-            from bench.hashlm import HashWorker
+            from bench.models.hashlm import HashWorker
 
             main(HashWorker)
         else:
@@ -149,11 +149,12 @@ def _be_worker(compute: str) -> None:
 class Zygote:
     """The bench's side: `spawn` engines, `reap` them. Blocking, about a millisecond each."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str) -> None:
+        """`program` is a module that calls `serve` when it is run with a file number."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         one_thread = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.zygote", str(theirs.fileno())],
+            [sys.executable, "-m", program, str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             cwd=ROOT,
             env=os.environ | one_thread,
@@ -183,9 +184,9 @@ class Zygote:
         self._process.wait(30)
 
 
-def _serve_engines(sock: socket.socket) -> None:
-    from bench import engine_child
-
+def serve(fd: int, main: Callable[[dict[str, Any], int, int], int]) -> None:
+    """Fork a process per request, which runs `main(settings, commands, answers)`."""
+    sock = socket.socket(fileno=fd)
     die_with_parent()
     while True:
         asked, fds = receive(sock)
@@ -202,7 +203,7 @@ def _serve_engines(sock: socket.socket) -> None:
                 die_with_parent()
                 commands, answers = fds
                 close_files((commands, answers))
-                code = engine_child.main(asked["settings"], commands, answers)
+                code = main(asked["settings"], commands, answers)
             except BaseException as error:
                 print(f"engine: {error!r}", file=sys.stderr, flush=True)
             finally:
@@ -210,7 +211,3 @@ def _serve_engines(sock: socket.socket) -> None:
         for fd in fds:
             os.close(fd)
         send(sock, pid)
-
-
-if __name__ == "__main__":
-    _serve_engines(socket.socket(fileno=int(sys.argv[1])))

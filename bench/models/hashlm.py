@@ -6,7 +6,7 @@ are read through the page table, so one wrong, stale, foreign or reordered byte 
 after it, even if only a chunk of a prefill saw it. `hashlm_tokens` computes the same without an
 engine, pages or processes.
 
-Runs as a worker: `python -m bench.hashlm SOCKET_FD PARENT_PID REPORT_FD INCARNATION`. The
+Runs as a worker: `python -m bench.models.hashlm SOCKET_FD PARENT_PID REPORT_FD INCARNATION`. The
 environment variable HASHLM_FAULTS (JSON, see Faults) plants deaths, delays and NaN.
 """
 
@@ -44,7 +44,7 @@ FIRST_TOKEN = 20  # smallest token that it samples: those below may end a turn
 MASK64 = (1 << 64) - 1
 _POSITION = struct.Struct("<QI")
 FAULTS = "HASHLM_FAULTS"
-WORKER_COMMAND = (sys.executable, "-m", "bench.hashlm")
+WORKER_COMMAND = (sys.executable, "-m", "bench.models.hashlm")
 
 # Where a planted death may strike, in the order of a step.
 POINTS = (

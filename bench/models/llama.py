@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
-from bench.llama_state import SequenceState
+from bench.models.llama_state import SequenceState
 
 F32 = npt.NDArray[np.float32]
 

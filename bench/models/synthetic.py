@@ -5,7 +5,7 @@ byte-level vocabulary, tensor types per role as `llama-quantize ... Q4_0` choose
 weights of a scale at which logits spread (block bytes are drawn directly with a sane fp16
 scale, so a 0.6B model takes seconds). They are for speed and agreement; they say nothing.
 
-    python -m bench.synthetic --preset 0.6b --out synthetic-0.6b.gguf
+    python -m bench.models.synthetic --preset 0.6b --out synthetic-0.6b.gguf
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def _llama3_factors(shape: Shape) -> F32:
 
 def main() -> None:
     """Command line: a preset, with single dimensions changed."""
-    parser = argparse.ArgumentParser(prog="python -m bench.synthetic", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.models.synthetic", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--preset", choices=PRESETS, default="0.6b")
     integers = ("n_layer", "n_embd", "n_ff", "n_head", "n_kv_head", "head_dim", "n_vocab", "seed")
