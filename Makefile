@@ -19,7 +19,7 @@ env: .venv/.env-stamp
 	@echo "[env 1/3] Python packages"
 	$(LIST) rest > .venv/rest.txt && $(PIP) install -q --upgrade pip && $(PIP) install -q -r .venv/rest.txt
 	@echo "[env 2/3] llama.cpp, compiled from source: about four minutes on 2 cores"
-	$(LIST) llama > .venv/llama.txt && CMAKE_ARGS="$(LLAMA_ARGS)" $(PIP) install -v -r .venv/llama.txt \
+	$(LIST) llama > .venv/llama.txt && CMAKE_ARGS="$(LLAMA_ARGS)" $(PIP) install -v -r .venv/llama.txt 2>&1 \
 	  | awk '/Successfully installed|ERROR|: error:|already satisfied: llama/ {print; fflush()} match($$0, /\[[0-9]+\/[0-9]+\]/) {n++; if (n % 14 == 0) {print "  llama.cpp " substr($$0, RSTART, RLENGTH); fflush()}}'
 	@echo "[env 3/3] packages ready"
 	touch $@
