@@ -31,7 +31,7 @@ VOCABULARY = tomllib.loads((Path(__file__).parent / "vocabulary.toml").read_text
 BANNED: dict[str, str] = VOCABULARY["banned"]
 ALLOWED: frozenset[str] = frozenset(VOCABULARY["names"]["allowed"])
 MODULE_WORDS: dict[str, str] = VOCABULARY["modules"]
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "docs")
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs")
 
 
 def too_long(sources: dict[str, str]) -> list[str]:
