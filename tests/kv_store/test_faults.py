@@ -153,7 +153,7 @@ def test_random_bit_flips_never_pass(path: Path) -> None:
         original = extent.read_bytes()
 
 
-def test_a_stale_page_of_the_same_place_is_rejected(path: Path) -> None:
+def test_a_stale_page_of_the_same_slot_is_rejected(path: Path) -> None:
     """The bytes of an earlier generation come back, as after a lost write."""
     extent = path / "ext" / "000001.kv"
     old = extent.read_bytes()[:SIZE]
@@ -179,7 +179,7 @@ def test_an_extent_of_another_store_is_rejected(path: Path, tmp_path: Path) -> N
     other.close()
     shutil.copy(tmp_path / "other" / "ext" / "000001.kv", path / "ext" / "000001.kv")
     store = reopened(path)
-    # the bytes are right, but nothing vouches for them: same content is still another identity
+    # the bytes are right, but no digest of this store covers them
     good = store.pages.load(store.pages.match_prefix(IDS, SALT)).result(20)
     assert good == [True] * 4, "content equal to what was sealed passes its own checksum"
     store.close()
@@ -195,7 +195,7 @@ def test_an_extent_of_another_store_is_rejected(path: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("size", [0, SIZE - 1, 3 * SIZE, 5 * SIZE])
-def test_a_resized_extent_is_forgotten_with_its_pages(path: Path, size: int) -> None:
+def test_a_resized_extent_is_dropped_with_its_pages(path: Path, size: int) -> None:
     os.truncate(path / "ext" / "000001.kv", size)
     store = reopened(path)
     assert store.recovery.pages_dropped == {"extent missing or truncated": 4}
@@ -209,7 +209,7 @@ def test_a_resized_extent_is_forgotten_with_its_pages(path: Path, size: int) -> 
     store.close()
 
 
-def test_a_missing_or_replaced_extent_is_forgotten(path: Path, tmp_path: Path) -> None:
+def test_a_missing_or_replaced_extent_is_dropped(path: Path, tmp_path: Path) -> None:
     (path / "ext" / "000001.kv").rename(tmp_path / "moved")
     (path / "ext" / "000001.kv").symlink_to(tmp_path / "moved")
     store = reopened(path)
@@ -238,7 +238,7 @@ def test_stray_files_of_a_crash_are_removed_and_others_left(path: Path) -> None:
 
 @pytest.mark.parametrize("where", range(0, 100, 7))
 def test_a_damaged_ledger_file_never_gives_wrong_tokens_or_pages(path: Path, where: int) -> None:
-    """Overwrite 64 bytes somewhere: refused session, empty store, or all well; never a lie."""
+    """Overwrite 64 bytes at some offset: a refused session, an empty store, or no effect."""
     size = (path / "meta.db").stat().st_size
     at = max(24, size * where // 100)
 
@@ -249,7 +249,7 @@ def test_a_damaged_ledger_file_never_gives_wrong_tokens_or_pages(path: Path, whe
     try:
         store = reopened(path)
     except StoreError:
-        return  # refused as a whole
+        return  # the whole store is refused
     try:
         record = store.ledger.load_session("s").result(20)
         assert record is None or record.tokens == IDS.tolist()
@@ -285,7 +285,7 @@ def test_a_destroyed_ledger_is_set_aside_and_the_store_starts_empty(
 # -- full disks and I/O errors ----------------------------------------------------------------
 
 
-def test_no_room_for_extents_stops_caching_not_serving(tmp_path: Path) -> None:
+def test_without_room_for_extents_the_store_serves_but_caches_nothing(tmp_path: Path) -> None:
     files = failing_files({"fallocate": 1}, errno.ENOSPC)
     store = Store.open(tmp_path / "s", descriptor(), settings(), files=files)
     assert any("caching is off" in text for text in store.warnings)
@@ -343,7 +343,7 @@ def test_an_io_error_in_a_seal_fails_that_page_only(
     store.close()
 
 
-def test_a_place_that_fails_twice_is_retired_for_good(tmp_path: Path) -> None:
+def test_a_slot_that_fails_twice_is_retired_permanently(tmp_path: Path) -> None:
     files = CountedFiles(lambda name, number: None)
     store = Store.open(tmp_path / "s", descriptor(), settings(), files=files)
     lane = Lane(store)
@@ -362,20 +362,20 @@ def test_a_place_that_fails_twice_is_retired_for_good(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_write_that_lies_is_caught_before_the_arena_copy_goes(tmp_path: Path) -> None:
-    class Lying(osio.Files):
-        lie = False
+def test_a_lost_write_is_detected_before_the_arena_copy_is_freed(tmp_path: Path) -> None:
+    class LosingWrites(osio.Files):
+        loses_writes = False
 
         def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-            return len(data) if self.lie else super().pwrite(fd, data, offset)
+            return len(data) if self.loses_writes else super().pwrite(fd, data, offset)
 
-    files = Lying()
+    files = LosingWrites()
     store = Store.open(tmp_path / "s", descriptor(), settings(), files=files)
     lane = Lane(store)
-    files.lie = True
+    files.loses_writes = True
     with pytest.raises(StoreCorrupt, match="differs from what was written"):
         lane.seal(ROOT_KEY, IDS[:256])
-    files.lie = False
+    files.loses_writes = False
     lane.add_chain(IDS)
     lane.close()
     store.close()
@@ -392,7 +392,7 @@ def test_an_unreadable_page_is_recomputed(path: Path) -> None:
     store.close()
 
 
-def test_verify_on_doubt_condemns_a_page_that_rotted(path: Path) -> None:
+def test_verify_invalidates_a_corrupt_page(path: Path) -> None:
     store = reopened(path)
     refs = store.pages.match_prefix(IDS, SALT)
     assert store.pages.load(refs).result(20) == [True] * 4
@@ -407,7 +407,7 @@ def test_verify_on_doubt_condemns_a_page_that_rotted(path: Path) -> None:
     store.close()
 
 
-def test_a_dead_ledger_publishes_nothing(tmp_path: Path) -> None:
+def test_a_failed_ledger_publishes_nothing(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s", descriptor(), settings())
     lane = Lane(store)
     ticket = lane.seal(ROOT_KEY, IDS[:256])
@@ -512,12 +512,12 @@ def sweep(first: int, step: int) -> int:
     return int(done.stdout.split()[1])
 
 
-def test_killed_at_many_points_what_is_left_is_a_prefix() -> None:
+def test_a_kill_at_many_points_leaves_a_prefix() -> None:
     assert sweep(2, 7) >= 90
 
 
 @pytest.mark.slow
-def test_killed_at_every_point_what_is_left_is_a_prefix(request: pytest.FixtureRequest) -> None:
+def test_a_kill_at_every_point_leaves_a_prefix(request: pytest.FixtureRequest) -> None:
     if "slow" not in request.config.option.markexpr:
         pytest.skip("all points: pytest -m slow")
     assert sweep(1, 1) >= 700

@@ -51,7 +51,7 @@ tmp_path = kv_scene.tmp_path
 
 
 def quiet(_name: str, _number: int) -> None:
-    """Files that do what they should."""
+    """File calls without faults."""
 
 
 # -- F15, F17: every file call fails once -----------------------------------------------------
@@ -69,7 +69,7 @@ def served(store: Store) -> int:
 
 
 def work(folder: Path, files: osio.Files, incarnation: int) -> None:
-    """Open, restore, seal, evict, scrub, close; what fails is skipped, as an engine would."""
+    """Open, restore, seal, evict, scrub, close; skip a call that fails, as an engine does."""
     store = Store.open(folder, descriptor(), settings(6, 2), files=files)
     try:
         served(store)
@@ -97,7 +97,7 @@ def work(folder: Path, files: osio.Files, incarnation: int) -> None:
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 def test_any_file_call_may_fail_once(tmp_path: Path, error: int) -> None:
     """The n-th call fails, for every n until a run meets no failure. Opening may be refused, by a
-    named error; everything else costs pages, never a wrong one, and the next life is whole."""
+    named error; all other failures cost pages, never serve a wrong one, and leave a valid store."""
     number, opened = 0, 0
     folder = tmp_path / "s"
     while True:
@@ -115,7 +115,7 @@ def test_any_file_call_may_fail_once(tmp_path: Path, error: int) -> None:
             opened += 1
         if not failed:
             break
-        if number % 7 == 0:  # now and then: what is left serves, and a check agrees
+        if number % 7 == 0:  # at some points only: the store serves, and fsck finds nothing
             report = fsck(folder)
             assert not [f for f in report.findings if "page" in f.what], report.findings
     assert number > 60, "the sweep met too few calls"
@@ -128,8 +128,8 @@ def test_any_file_call_may_fail_once(tmp_path: Path, error: int) -> None:
     store.close()
 
 
-def test_a_tier_that_opens_but_cannot_be_written_says_so(tmp_path: Path) -> None:
-    """F7: a capability is what works, not what was granted."""
+def test_a_tier_that_opens_but_cannot_be_written_is_reported_as_failing(tmp_path: Path) -> None:
+    """F7: a capability is tested by a write, not taken from the open call."""
     files = CountedFiles(quiet)
 
     def refuse(name: str, _: int) -> None:
@@ -171,7 +171,7 @@ def test_the_tier_is_off_without_extents_and_without_a_budget(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EIO, "x"), RuntimeError("x")])
-def test_a_batch_that_fails_half_way_leaves_no_unread_page_readable(
+def test_a_batch_that_fails_midway_leaves_no_unread_page_readable(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store.open(tmp_path / "s", descriptor(), settings())
@@ -199,9 +199,9 @@ def test_a_batch_that_fails_half_way_leaves_no_unread_page_readable(
 # -- F52: flipped bits ------------------------------------------------------------------------
 
 
-def test_flips_are_caught_from_the_lanes_digest_on(tmp_path: Path) -> None:
+def test_bit_flips_after_the_lanes_digest_are_detected(tmp_path: Path) -> None:
     """Between digest and seal, and in the extent: all of them. Before the digest: none, since
-    nothing vouches for those bytes yet; there only a recomputation can tell."""
+    no digest covers those bytes yet; there only a recomputation detects the flip."""
     store = Store.open(tmp_path / "s", descriptor(), settings(64, 8))
     lane = Lane(store)
     rng = np.random.default_rng(9)
@@ -249,8 +249,8 @@ def test_flips_are_caught_from_the_lanes_digest_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1_500, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_corrupted_pages_never_verify(tmp_path: Path, count: int) -> None:
-    """Bits, zeros, swapped, stale, foreign, misdirected, shortened: one check tells them all."""
+def test_corrupt_pages_never_verify(tmp_path: Path, count: int) -> None:
+    """Bits, zeros, swapped, stale, foreign, misdirected, shortened: the checksum fails for all."""
     store = Store.open(tmp_path / "s", descriptor(), settings(16, 16))
     lane = Lane(store)
     stale = [read_page(store, ref) for ref in lane.add_chain(tokens_of(70, 4))]
@@ -292,14 +292,14 @@ def test_corrupted_pages_never_verify(tmp_path: Path, count: int) -> None:
 # -- F71: descriptors and inodes --------------------------------------------------------------
 
 
-def test_without_descriptors_caching_stops_and_comes_back(tmp_path: Path) -> None:
+def test_without_descriptors_caching_stops_and_resumes(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s", descriptor(), settings(32, 2))
     lane = Lane(store)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wait_for_growth(store)
     before, taken = len(store.pages.allocator.infos), list[int]()
     try:
-        # Every number below the limit is taken: what others close meanwhile must not help.
+        # Every number below the limit is taken: descriptors closed elsewhere must not help.
         highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(highest + 1, soft), hard))
         with contextlib.suppress(OSError):
@@ -330,7 +330,7 @@ def few_inodes() -> Iterator[Path]:
         yield folder
 
 
-def test_without_inodes_caching_stops_and_the_ledger_goes_on(few_inodes: Path) -> None:
+def test_without_inodes_caching_stops_and_the_ledger_continues(few_inodes: Path) -> None:
     store = Store.open(few_inodes / "s", descriptor(), settings(32, 2))
     lane, name = Lane(store, 2), 0
     while not store.stat()["growth_blocked"]:
@@ -355,8 +355,8 @@ def test_without_inodes_caching_stops_and_the_ledger_goes_on(few_inodes: Path) -
 # -- F20: the writer is late ------------------------------------------------------------------
 
 
-def test_a_late_writer_meets_quarantine(tmp_path: Path) -> None:
-    """A seal hangs in its write; its ticket is given up. The slot is not free until it is over."""
+def test_a_slot_with_a_late_writer_is_not_free(tmp_path: Path) -> None:
+    """A seal hangs in its write and its ticket is abandoned: the slot is free after the write."""
     gate, inside = threading.Event(), threading.Event()
     files = CountedFiles(quiet)
     store = Store.open(tmp_path / "s", descriptor(), settings(), files=files)
@@ -401,7 +401,7 @@ def test_a_late_writer_meets_quarantine(tmp_path: Path) -> None:
 # -- F15, F16: the tiers are full -------------------------------------------------------------
 
 
-def test_below_the_floor_the_store_stops_growing_and_goes_on_by_evicting(tmp_path: Path) -> None:
+def test_below_the_floor_the_store_evicts_instead_of_growing(tmp_path: Path) -> None:
     class Disk(osio.Files):
         free = 1 << 40
 
@@ -432,7 +432,7 @@ def test_below_the_floor_the_store_stops_growing_and_goes_on_by_evicting(tmp_pat
     store.close()
 
 
-def test_the_reserve_comes_back_when_there_is_room(tmp_path: Path) -> None:
+def test_the_reserve_is_restored_when_there_is_room(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s", descriptor(), settings())
     reserve = tmp_path / "s" / "BALLAST"
     assert reserve.stat().st_blocks * 512 >= reserve.stat().st_size == SIZE, "allocated, not sparse"
@@ -443,8 +443,8 @@ def test_the_reserve_comes_back_when_there_is_room(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_engine_killed_on_a_full_disk_loses_nothing_acknowledged(tmp_path: Path) -> None:
-    """F16: what was acknowledged is there after the reserve is gone and the process is killed."""
+def test_a_kill_on_a_full_disk_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    """F16: acknowledged writes survive the use of the reserve and the kill of the process."""
     script = """if True:
         import os, signal, sys
         from tests.kv_store.test_faults_disk import *

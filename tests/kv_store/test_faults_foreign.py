@@ -53,7 +53,7 @@ def path(tmp_path: Path) -> Path:
 
 # -- F11, F12: another representation ---------------------------------------------------------
 
-# every field of a descriptor, changed alone, and the names that say why nothing was reused
+# every field of a descriptor, changed alone, and the fields reported as the cause of the miss
 ONE_CHANGE = [
     ({"model_hash": "cc" * 32}, {"model_hash"}),
     ({"arith_id": "cc" * 32}, {"arith_id"}),
@@ -69,13 +69,13 @@ ONE_CHANGE = [
 ]
 
 
-def test_the_matrix_has_every_field_of_a_descriptor() -> None:
+def test_the_cases_cover_every_field_of_a_descriptor() -> None:
     changed = {name for change, _ in ONE_CHANGE for name in change}
     assert changed == {field.name for field in dataclasses.fields(Descriptor)}
 
 
 @pytest.mark.parametrize(("change", "why"), ONE_CHANGE, ids=max)
-def test_one_changed_field_misses_and_is_named(
+def test_a_changed_field_matches_no_page_and_is_reported(
     path: Path, change: dict[str, object], why: set[str]
 ) -> None:
     other = descriptor(**change)
@@ -118,7 +118,7 @@ HOLDER = """if True:
 """
 
 
-def test_a_stopped_owner_still_owns_and_a_dead_one_does_not(path: Path) -> None:
+def test_a_stopped_owner_keeps_the_lock_and_a_dead_one_does_not(path: Path) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path)],
         cwd=ROOT,
@@ -136,7 +136,7 @@ def test_a_stopped_owner_still_owns_and_a_dead_one_does_not(path: Path) -> None:
         assert caught.value.pid == holder.pid
     with pytest.raises(StoreLocked):
         fsck(path)
-    holder.send_signal(signal.SIGCONT)  # it was never fenced off: its writes still count
+    holder.send_signal(signal.SIGCONT)  # it kept the lock: its writes are valid
     holder.stdin.close()
     assert holder.wait(30) == 0
     holder.stdout.close()
@@ -145,7 +145,7 @@ def test_a_stopped_owner_still_owns_and_a_dead_one_does_not(path: Path) -> None:
     store.close()
 
 
-def test_a_copied_directory_is_a_store_of_its_own(path: Path, tmp_path: Path) -> None:
+def test_a_copied_directory_opens_as_a_separate_store(path: Path, tmp_path: Path) -> None:
     """Its LOCK names the original's owner, who does not hold the copy."""
     original = Store.open(path, descriptor(), settings(40))
     original.ledger.commit().result(20)
@@ -163,7 +163,7 @@ def test_a_copied_directory_is_a_store_of_its_own(path: Path, tmp_path: Path) ->
 
 
 def test_a_ledger_in_use_by_another_program_is_refused(path: Path) -> None:
-    """The second line of defence: SQLite's own lock, should LOCK be deleted."""
+    """SQLite's own lock still refuses a second owner if LOCK was deleted."""
     store = Store.open(path, descriptor(), settings(40))
     (path / "LOCK").unlink()
     with pytest.raises(Exception, match="cannot be opened"):
@@ -171,7 +171,7 @@ def test_a_ledger_in_use_by_another_program_is_refused(path: Path) -> None:
     store.close()
 
 
-# -- F14: where no store can live -------------------------------------------------------------
+# -- F14: folders that can hold no store ------------------------------------------------------
 
 
 def test_a_read_only_mount_is_refused_with_a_reason(path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(
     store.close()
 
 
-def test_the_store_never_asks_for_the_time_of_day() -> None:
+def test_the_store_never_reads_the_wall_clock() -> None:
     for file in (ROOT / "kv_store").glob("*.py"):
         for banned in ("time.time", "time_ns(", "datetime", "import random", "uuid4"):
             assert banned not in file.read_text(), f"{file.name} uses {banned}"
@@ -210,7 +210,7 @@ def test_the_store_never_asks_for_the_time_of_day() -> None:
 
 
 def rebuilt(version: int, folder: Path) -> Path:
-    """The golden store of a schema version, as its program left it."""
+    """The golden store of a schema version, as the program of that version left it."""
     (folder / "ext").mkdir(parents=True, mode=0o700)
     (folder / "arena").mkdir(mode=0o700)
     folder.chmod(0o700)
@@ -268,7 +268,7 @@ def test_a_store_of_every_schema_opens_with_nothing_lost(tmp_path: Path, version
 
 
 def test_a_golden_store_keeps_its_keys_and_checksums(tmp_path: Path) -> None:
-    """A changed key, seed or checksum formula would turn every store into a cold one."""
+    """A changed key, seed or checksum formula would make every existing page a miss."""
     path = rebuilt(1, tmp_path / "golden")
     store = Store.open(path, descriptor(), settings())
     chain = keys.chain_keys(IDS[:768], store.pages.repr_id, SALT)

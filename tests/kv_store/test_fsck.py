@@ -1,4 +1,4 @@
-"""fsck: every kind of damage is found, nothing is touched without repair, and repair repairs."""
+"""fsck: every kind of damage is found, nothing changes without --repair, repairs are complete."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def run_sql(path: Path, *statements: str) -> None:
 
 
 def checked(path: Path, words: str) -> FsckReport:
-    """Found without a touch, repaired, and then clean; the repaired store opens without a loss."""
+    """Found without a change, repaired, then clean; the repaired store opens without a loss."""
     before = contents(path)
     found = fsck(path)
     assert any(words in what for what in problems(found)), found.findings
@@ -111,10 +111,10 @@ def checked(path: Path, words: str) -> FsckReport:
     return found
 
 
-# -- sound stores -----------------------------------------------------------------------------
+# -- valid stores -----------------------------------------------------------------------------
 
 
-def test_a_sound_store_has_nothing_to_find(path: Path) -> None:
+def test_a_valid_store_has_no_findings(path: Path) -> None:
     before, steps = contents(path), list[tuple[int, int]]()
     report = fsck(path, progress=lambda done, total: steps.append((done, total)))
     assert report.ok
@@ -129,7 +129,7 @@ def test_a_sound_store_has_nothing_to_find(path: Path) -> None:
     assert fsck(path, repair=True).findings == []
 
 
-def test_a_killed_store_is_checked_through_its_log_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_killed_store_is_checked_through_its_log_and_not_changed(tmp_path: Path) -> None:
     script = f"""if True:
         import os, signal
         from tests.kv_store.test_fsck import *
@@ -161,7 +161,9 @@ def test_a_store_in_use_is_refused(path: Path) -> None:
     assert fsck(path).ok
 
 
-def test_what_is_no_store_or_a_newer_one_is_refused(path: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_store_or_with_a_newer_one_is_refused(
+    path: Path, tmp_path: Path
+) -> None:
     for folder in (tmp_path / "nothing", tmp_path):
         with pytest.raises(StoreUnsupported, match="holds no store"):
             fsck(folder)
@@ -173,7 +175,7 @@ def test_what_is_no_store_or_a_newer_one_is_refused(path: Path, tmp_path: Path) 
     assert contents(path) == before
 
 
-def test_other_models_pages_are_checked_without_their_model(path: Path) -> None:
+def test_pages_of_other_models_are_checked_without_their_model(path: Path) -> None:
     other = descriptor(model_hash="dd" * 32)
     store = Store.open(path, other, settings(pages=40))
     lane = Lane(store, incarnation=2)
@@ -206,7 +208,7 @@ def test_a_flipped_bit_anywhere_in_a_page_is_found(path: Path, offset: int) -> N
     assert report.counts["pages_good"] == 4
 
 
-def test_two_pages_in_each_others_places_are_found(path: Path) -> None:
+def test_two_swapped_pages_are_found(path: Path) -> None:
     def swap(data: bytearray) -> None:
         data[:SIZE], data[SIZE : 2 * SIZE] = data[SIZE : 2 * SIZE], data[:SIZE]
 
@@ -225,7 +227,7 @@ def test_two_pages_in_each_others_places_are_found(path: Path) -> None:
     ],
     ids=["gone", "short", "long", "link", "pipe"],
 )
-def test_a_lost_extent_is_found_with_its_pages(
+def test_a_missing_extent_is_found_with_its_pages(
     path: Path, damage: Callable[[Path], object]
 ) -> None:
     damage(path / "ext" / "000001.kv")
@@ -233,7 +235,7 @@ def test_a_lost_extent_is_found_with_its_pages(
     assert report.counts["pages_good"] == 1
 
 
-def test_a_half_made_extent_is_a_stray_and_a_foreign_file_is_not_ours(path: Path) -> None:
+def test_an_unfinished_extent_is_removed_and_a_foreign_file_is_left(path: Path) -> None:
     (path / "ext" / "000077.kv").write_bytes(b"x")
     (path / "ext" / "notes.txt").write_text("mine")
     report = checked(path, "ext/000077.kv has no row")
@@ -276,12 +278,12 @@ def test_rows_of_pages_that_cannot_exist_are_found(path: Path) -> None:
     assert report.counts["pages_good"] == 4
 
 
-def test_numbers_that_would_be_given_twice_are_found(path: Path) -> None:
+def test_counters_that_would_reuse_a_number_are_found(path: Path) -> None:
     run_sql(path, "UPDATE store SET next_page_id = 1, next_extent = 1")
     checked(path, "would be given twice")
 
 
-def test_a_representation_that_nothing_describes_loses_its_pages(path: Path) -> None:
+def test_a_representation_without_a_descriptor_loses_its_pages(path: Path) -> None:
     run_sql(path, "UPDATE repr SET descriptor = '{}'")
     found = fsck(path)
     assert found.counts["pages_bad"] == 5
@@ -309,7 +311,7 @@ def test_a_representation_that_nothing_describes_loses_its_pages(path: Path) -> 
         ("UPDATE session SET ledger_len = 310 WHERE id='a'", 310),
     ],
 )
-def test_a_damaged_timeline_keeps_its_longest_sound_prefix(path: Path, sql: str, left: int) -> None:
+def test_a_damaged_timeline_keeps_its_longest_valid_prefix(path: Path, sql: str, left: int) -> None:
     run_sql(path, sql)
     checked(path, f"session 'a' lost its tokens from {left} on")
     store = Store.open(path, descriptor(), settings())
@@ -339,7 +341,7 @@ def test_rows_without_a_session_and_damaged_rows_are_found(path: Path) -> None:
 
 @pytest.mark.parametrize("where", range(0, 100, 6))
 def test_any_damage_to_the_ledgers_file_is_survived(path: Path, where: int) -> None:
-    """64 bytes of junk anywhere: no check or repair fails, and no lie is left afterwards."""
+    """64 bytes of junk anywhere: no check or repair fails, and later reads are never wrong."""
     size = (path / "meta.db").stat().st_size
     at = max(100, size * where // 100)
     edit(path / "meta.db", lambda data: data.__setitem__(slice(at, at + 64), b"\x5a" * 64))
@@ -391,7 +393,7 @@ LEDGERS = [empty_ledger, foreign_ledger, nameless_ledger, damaged_ledger]
 
 
 @pytest.mark.parametrize("damage", LEDGERS, ids=lambda damage: damage.__name__)
-def test_a_ledger_that_no_store_would_open_is_set_aside_as_advised(
+def test_a_ledger_that_cannot_be_opened_is_set_aside_as_advised(
     path: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(path)
@@ -409,7 +411,7 @@ def test_a_ledger_that_no_store_would_open_is_set_aside_as_advised(
     assert fsck(path).ok
 
 
-def test_no_repair_is_advised_that_does_nothing(
+def test_repair_is_advised_only_where_it_helps(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kv_store.fsck._TURN_QUERY", "SELECT what_a_bad_page_held FROM turn")
@@ -421,7 +423,7 @@ def test_no_repair_is_advised_that_does_nothing(
 
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
 @pytest.mark.parametrize("name", ["LOCK", "meta.db"])
-def test_what_stands_in_the_place_of_a_file_is_reported_with_its_fix(
+def test_an_entry_that_is_not_a_plain_file_is_reported_with_its_fix(
     path: Path, name: str, kind: str
 ) -> None:
     (path / name).unlink()
@@ -451,7 +453,7 @@ def test_a_broken_index_is_rebuilt(path: Path) -> None:
 # -- arenas, folders, strays ------------------------------------------------------------------
 
 
-def test_arenas_are_judged_by_their_use(path: Path) -> None:
+def test_useless_arenas_are_deleted_and_held_ones_are_left(path: Path) -> None:
     store = Store.open(path, descriptor(), settings())
     good, held = store.create_arena("cpu", 5, 2), store.create_arena("cpu", 6, 2)
     for arena in (good, held):
@@ -491,7 +493,7 @@ def test_open_folders_and_killed_checks_are_found(path: Path) -> None:
         fsck(path)
 
 
-# -- many random damages ----------------------------------------------------------------------
+# -- random damage ----------------------------------------------------------------------------
 
 
 def test_after_repair_of_random_damage_no_bad_page_is_left(path: Path, tmp_path: Path) -> None:
@@ -511,7 +513,7 @@ def test_after_repair_of_random_damage_no_bad_page_is_left(path: Path, tmp_path:
 
 
 def junk(data: bytearray, rng: np.random.Generator) -> None:
-    """A few damages anywhere, the file's header as often as the rest."""
+    """Damage a few bytes, in the file's header as often as in the rest."""
     for _ in range(int(rng.integers(1, 4))):
         limit = len(data) if rng.integers(3) else 200
         at, length = int(rng.integers(limit)), int(rng.integers(1, 200))
@@ -527,7 +529,7 @@ def junk(data: bytearray, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("count", [45, pytest.param(1500, marks=pytest.mark.slow)])
-def test_a_ledger_of_junk_ends_in_named_errors_and_no_lie(
+def test_a_ledger_of_junk_raises_named_errors_or_serves_valid_data(
     path: Path, tmp_path: Path, count: int
 ) -> None:
     original = (path / "meta.db").read_bytes()

@@ -1,7 +1,7 @@
 """Published silent-wrong-KV incidents, each as a checker that passes on this store and fails when
-the incident's mechanism is built back in. A checker that cannot fail would prove nothing.
+the incident's mechanism is put in (which proves that the checker can fail).
 
-Letters and sources are those of RELIABILITY section 2; only what a store can show is here.
+Letters and sources are those of RELIABILITY section 2; this file has those that concern a store.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def opened(folder: Path, files: osio.Files | None = None, **changes: Any) -> Sto
 
 
 def check_served(store: Store, ids: np.ndarray) -> int:
-    """Whatever is found and loads holds what its tokens say; how many pages do."""
+    """Every page found and loaded holds the bytes of its tokens; returns how many."""
     refs = store.pages.match_prefix(ids, SALT)
     good = store.pages.load(refs).result(20)
     for key, ref, ok in zip(
@@ -119,21 +119,21 @@ def name_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_failed_write(folder: Path) -> None:
-    """A page whose write failed, or lied, is never visible."""
+    """A page whose write failed, or was lost, is never visible."""
 
-    class Lying(osio.Files):
-        lie = False
+    class LosingWrites(osio.Files):
+        loses_writes = False
 
         def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-            return len(data) if self.lie else super().pwrite(fd, data, offset)
+            return len(data) if self.loses_writes else super().pwrite(fd, data, offset)
 
-    files = Lying()
+    files = LosingWrites()
     store = opened(folder, files)
     lane = Lane(store)
-    files.lie = True
+    files.loses_writes = True
     with contextlib.suppress(StoreError):
         lane.add(ROOT_KEY, ONE)
-    files.lie = False
+    files.loses_writes = False
     try:
         check_served(store, ONE)
     finally:
@@ -153,7 +153,7 @@ def publish_unverified(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_two_writers(folder: Path) -> None:
-    """Two pages on their way at once end up in two slots."""
+    """Two pages sealed at once get two slots."""
     store = opened(folder)
     lane = Lane(store)
     try:
@@ -175,9 +175,9 @@ def one_staging_name(monkeypatch: pytest.MonkeyPatch) -> None:
         if page.state is PageState.FREE:
             self.apply(page, PageEvent.RESERVE)
             return page
-        twin = Page(page.page_id, page.gen, PageState.RESERVED)
+        duplicate = Page(page.page_id, page.gen, PageState.RESERVED)
         self._counts[PageState.RESERVED] += 1
-        return twin
+        return duplicate
 
     monkeypatch.setattr(PageIndex, "take_free", take)
 
@@ -186,7 +186,7 @@ def one_staging_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_reused_buffer(folder: Path) -> None:
-    """When a seal says it is done, the arena slot may hold the next session's page."""
+    """When a seal reports success, the arena slot may hold the next session's page."""
     gate = threading.Event()
     store = opened(folder)
     lane = Lane(store)
@@ -261,7 +261,7 @@ def load_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_stale_reference(folder: Path) -> None:
-    """A reference to a slot that was used again means nothing, not the new bytes."""
+    """A reference to a reused slot is invalid and does not give the new bytes."""
     store = opened(folder)
     lane = Lane(store)
     try:
@@ -286,7 +286,7 @@ def forget_generations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_abort_under_writer(folder: Path) -> None:
-    """While a write is in flight its slot has no other use."""
+    """While a write is in flight its slot is not reused."""
     gate, inside = threading.Event(), threading.Event()
     files = CountedFiles(lambda name, number: None)
     store = opened(folder, files)
@@ -367,7 +367,7 @@ def clock_identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_rejected_restore(folder: Path) -> None:
-    """After a failed load nothing of the page is left: not in the index, not for a later caller."""
+    """After a failed load the page is neither in the index nor found by a later caller."""
     store = opened(folder)
     add_chain(store, IDS)
     store.close()
@@ -409,7 +409,7 @@ def check_bad_intent(folder: Path) -> None:
         assert check_served(store, ONE) == 1
     except TimeoutError:
         lost = True
-        store.ledger.close()  # the page thread will not end: a daemon's death is its end
+        store.ledger.close()  # the page thread does not end before the process
     finally:
         lane.close()
         if not lost:
@@ -432,7 +432,7 @@ def unsupervised(monkeypatch: pytest.MonkeyPatch) -> None:
             try:
                 intent()
             except RuntimeError:
-                return  # as the thread's death, without its noise in the test's output
+                return  # as if the thread had died, without its traceback in the test's output
 
     monkeypatch.setattr(IntentThread, "submit", submit)
     monkeypatch.setattr(IntentThread, "_run", run)
@@ -462,7 +462,7 @@ def no_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PageLoader, "self_test", lambda self: None)
 
 
-# letter and source, checker, mechanism, what the checker says when the mechanism is there
+# letter and source, checker, mechanism, the checker's message when the mechanism is there
 INCIDENTS: list[tuple[str, Checker, Mechanism, str]] = [
     ("A LMCache#4492: keys without the model", check_other_model, name_by_layout, "another repr"),
     ("B LMCache#4991: a failed store is visible", check_failed_write, publish_unverified, "wrong"),
@@ -487,14 +487,14 @@ NAMES = [name.partition(":")[0] for name, *_ in INCIDENTS]
 
 
 @pytest.mark.parametrize(("name", "check", "mechanism", "words"), INCIDENTS, ids=NAMES)
-def test_the_incident_does_not_happen_here(
+def test_the_store_passes_the_checker(
     tmp_path: Path, name: str, check: Checker, mechanism: Mechanism, words: str
 ) -> None:
     check(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "check", "mechanism", "words"), INCIDENTS, ids=NAMES)
-def test_the_incident_is_caught_when_it_is_built_in(
+def test_the_checker_fails_when_the_mechanism_is_put_in(
     tmp_path: Path,
     name: str,
     check: Checker,

@@ -1,4 +1,5 @@
-"""A store on a small file system that others fill: pages give way, turns go on, tokens stay."""
+"""A store on a small file system that other programs fill: pages are evicted, turns continue,
+and tokens stay the same."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def derived(pages: int) -> StoreSettings:
 
 
 def mapped(store: Store, name: int) -> bool:
-    """The one page of a timeline, read through a mapping as a lane does, is what it must be."""
+    """Whether the page of a timeline, read through a mapping as a lane does, is right."""
     (ref,) = store.pages.match_prefix(tokens_of(name, 1), SALT)
     (key,) = keys.chain_keys(tokens_of(name, 1), store.pages.repr_id, SALT)
     code = store.pages.slot_code(ref)
@@ -82,7 +83,7 @@ def mapped(store: Store, name: int) -> bool:
         return pages[start : start + SIZE] == payload_of(key).tobytes()
 
 
-def test_a_small_disk_is_cached_on_down_to_its_floor_and_then_evicts(make_disk: MakeDisk) -> None:
+def test_a_small_disk_is_used_down_to_its_floor_and_then_evicts(make_disk: MakeDisk) -> None:
     disk = make_disk(8)
     store = Store.open(disk / "s", descriptor(), derived(256))  # a budget of twice the disk
     assert store.stat()["disk_free_floor_bytes"] == 2 * MIB
@@ -120,7 +121,7 @@ def test_a_small_disk_is_cached_on_down_to_its_floor_and_then_evicts(make_disk: 
     store.close()
 
 
-def test_a_disk_that_was_full_before_says_why_nothing_is_cached(make_disk: MakeDisk) -> None:
+def test_a_disk_that_was_full_before_reports_why_nothing_is_cached(make_disk: MakeDisk) -> None:
     disk = make_disk(8)
     (disk / "others").write_bytes(bytes(7 * MIB))
     store = Store.open(disk / "s", descriptor(), derived(16))
@@ -135,9 +136,11 @@ def test_a_disk_that_was_full_before_says_why_nothing_is_cached(make_disk: MakeD
     store.close()
 
 
-async def test_a_daemon_whose_small_disk_fills_answers_on(site: Site, make_disk: MakeDisk) -> None:
-    """Pages that are there are used, reused and evicted; no token is another one than before; a
-    named turn is refused in words while the ledger has no room, and served when it has."""
+async def test_a_daemon_on_a_full_small_disk_continues_to_answer(
+    site: Site, make_disk: MakeDisk
+) -> None:
+    """Existing pages are used, reused and evicted; tokens are those of the reference; a named turn
+    is refused with a reason while the ledger has no room, and served when it has."""
     disk = make_disk(96)
     reference = Reference(site.model, site.cache_dir)
     prompts = {f"s{i}": words(60 + i, 600) for i in range(4)}

@@ -1,4 +1,4 @@
-"""Open pages: who owns a slot, and which rows of a dead writer are proven whole."""
+"""Arena files: slot ownership, and which rows of a dead writer are proven complete."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def mapping(arena: Arena) -> Iterator[ArenaMapping]:
 
 
 def write_rows(mapping: ArenaMapping, at: ArenaSlot, owner: SlotOwner, count: int) -> None:
-    """What a worker does for `count` tokens."""
+    """Write and record the rows of `count` tokens, as a worker does."""
     mapping.reserve(at.slot, owner)
     page = np.frombuffer(mapping.page(at.slot), np.uint8)
     page[:] = payload_of(b"rows")
@@ -57,7 +57,7 @@ def write_rows(mapping: ArenaMapping, at: ArenaSlot, owner: SlotOwner, count: in
     mapping.write_records(at.slot, 0, IDS[:count], digests)
 
 
-def test_places_are_handed_out_once_and_reused_with_a_new_generation(arena: Arena) -> None:
+def test_slots_are_allocated_once_and_reused_with_a_new_generation(arena: Arena) -> None:
     slots = [arena.reserve() for _ in range(4)]
     assert [p and (p.slot, p.gen) for p in slots] == [(0, 0), (1, 0), (2, 0), None]
     one = slots[1]
@@ -73,7 +73,7 @@ def test_places_are_handed_out_once_and_reused_with_a_new_generation(arena: Aren
             late(one)
 
 
-def test_a_reserved_place_is_zero_and_a_freed_one_is_not_a_number(
+def test_a_reserved_slot_is_zero_and_a_freed_one_is_nan(
     arena: Arena, mapping: ArenaMapping
 ) -> None:
     at = arena.reserve()
@@ -115,7 +115,7 @@ def test_whole_rows_of_a_dead_writer_are_found(
     assert rows_left(arena, at, owner, IDS.tolist()[:20]) == min(count, 20)
 
 
-def test_rows_of_another_owner_time_or_place_are_not_imported(
+def test_rows_of_another_owner_epoch_or_slot_are_not_imported(
     arena: Arena, mapping: ArenaMapping
 ) -> None:
     at, other = arena.reserve(), arena.reserve()
@@ -125,13 +125,13 @@ def test_rows_of_another_owner_time_or_place_are_not_imported(
     write_rows(mapping, at, owner, 30)
     ids = IDS.tolist()
     assert rows_left(arena, at, owner, ids) == 30
-    for stranger in (
+    for other_owner in (
         SlotOwner(b"t", 4, 0, 2),
         SlotOwner(b"s", 5, 0, 2),
         SlotOwner(b"s", 4, 1, 2),
         SlotOwner(b"s", 4, 0, 3),
     ):
-        assert rows_left(arena, at, stranger, ids) == 0
+        assert rows_left(arena, at, other_owner, ids) == 0
     wrong = [*ids[:12], ids[12] ^ 1, *ids[13:]]
     assert rows_left(arena, at, owner, wrong) == 12
     # the very bytes and records, but in another slot
@@ -163,7 +163,7 @@ def test_leading_rows_are_copied_and_others_cleared(layout: PageLayout, count: i
     assert target[layout.payload_bytes :] == padding
 
 
-def test_every_flipped_bit_ends_the_run_at_its_row(arena: Arena, mapping: ArenaMapping) -> None:
+def test_a_flipped_bit_ends_the_proven_rows_at_its_row(arena: Arena, mapping: ArenaMapping) -> None:
     at, owner = arena.reserve(), SlotOwner(b"s", 1, 0, 0)
     assert at is not None
     write_rows(mapping, at, owner, 100)
@@ -237,7 +237,7 @@ def test_a_file_that_is_not_this_arena_is_refused(arena: Arena, tmp_path: Path) 
         ArenaMapping(str(link), LAYOUT)
 
 
-def test_no_room_for_an_arena_leaves_no_file(tmp_path: Path) -> None:
+def test_an_arena_that_does_not_fit_on_the_disk_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(StoreFull, match="2 open pages"):
         Arena.create(str(tmp_path / "a"), LAYOUT, 2, files=failing_files({"fallocate": 1}, 28))
     assert not (tmp_path / "a").exists()

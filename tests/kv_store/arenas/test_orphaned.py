@@ -1,4 +1,4 @@
-"""Arenas of earlier lives: kept, found by session, and deleted; a live writer's is left alone."""
+"""Arenas of earlier runs: kept, found by session, and deleted, but not while a writer lives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def write(mapping: ArenaMapping, slot: int, owner: SlotOwner, rows: int) -> None:
-    """A slot with `rows` recorded rows; the orphaned arenas looks at records only."""
+    """A slot with `rows` recorded rows; `OrphanedArenas` reads records only."""
     mapping.reserve(slot, owner)
     mapping.write_records(
         slot, 0, np.arange(rows, dtype=np.uint32), np.arange(rows, dtype=np.uint64)
@@ -79,7 +79,7 @@ def orphaned(tmp_path: Path) -> Iterator[OrphanedArenas]:
     made.close()
 
 
-def test_places_are_found_by_session_and_epoch_in_page_order(orphaned: OrphanedArenas) -> None:
+def test_slots_are_found_by_session_and_epoch_in_page_order(orphaned: OrphanedArenas) -> None:
     assert orphaned.find(b"a", 2) == [
         OrphanedSlot("cpu.10001", 0, 5, 0, 256),
         OrphanedSlot("fast-1.10002", 3, 1, 1, 44),  # more rows of the same page come first
@@ -95,7 +95,9 @@ def test_places_are_found_by_session_and_epoch_in_page_order(orphaned: OrphanedA
     )
 
 
-def test_what_is_not_wanted_is_swept(orphaned: OrphanedArenas, tmp_path: Path) -> None:
+def test_a_sweep_deletes_arenas_of_no_retained_session(
+    orphaned: OrphanedArenas, tmp_path: Path
+) -> None:
     assert orphaned.sweep() == 0
     orphaned.forget(b"zz")
     orphaned.forget(b"a")
@@ -113,7 +115,7 @@ def test_what_is_not_wanted_is_swept(orphaned: OrphanedArenas, tmp_path: Path) -
     assert orphaned.deleted == 2
 
 
-def test_everything_is_swept_when_its_time_is_over(
+def test_a_sweep_of_everything_deletes_every_arena(
     orphaned: OrphanedArenas, tmp_path: Path
 ) -> None:
     assert orphaned.sweep(everything=True) == 2
@@ -167,7 +169,7 @@ def test_a_damaged_or_foreign_arena_is_deleted_and_counted(
     assert os.listdir(tmp_path) == ["cpu.2"]
 
 
-def test_what_is_no_file_of_ours_stays(tmp_path: Path) -> None:
+def test_files_that_are_not_arenas_are_left(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes(b"precious")
     folder = tmp_path / "arena"
@@ -187,7 +189,7 @@ def test_what_is_no_file_of_ours_stays(tmp_path: Path) -> None:
     orphaned.close()
 
 
-def test_a_flipped_place_header_hides_that_place_alone(tmp_path: Path) -> None:
+def test_a_flipped_slot_header_hides_that_slot_only(tmp_path: Path) -> None:
     path = leave(
         tmp_path,
         "cpu.1",
@@ -217,7 +219,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_file_of_holes_costs_neither_memory_nor_a_descriptor(tmp_path: Path) -> None:
+def test_a_sparse_file_costs_neither_memory_nor_a_descriptor(tmp_path: Path) -> None:
     """Its header asks for 128 GiB of sidecars; the file takes one block of the disk."""
     shape, before = ArenaShape(LAYOUT, 1 << 24), open_files()
     leave(tmp_path, "cpu.1", (0, SlotOwner(b"a", 1, 0, 0), 9))
@@ -242,7 +244,7 @@ def test_an_arena_made_on_a_real_disk_has_no_holes(tmp_path: Path) -> None:
             arena.close(delete=True)
 
 
-def test_places_are_found_whatever_slice_of_sidecars_they_are_in(
+def test_slots_are_found_in_every_slice_of_sidecars(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uses = [(slot, SlotOwner(b"a", 1, 0, slot), slot + 1) for slot in range(SLOTS)]
@@ -290,8 +292,8 @@ sys.stdin.readline()
 """
 
 
-def test_a_lingering_writer_keeps_its_arena_to_itself(tmp_path: Path) -> None:
-    """F79: neither imported nor deleted while it may still write; both once it has ended."""
+def test_an_arena_whose_writer_lingers_is_neither_imported_nor_deleted(tmp_path: Path) -> None:
+    """F79: it may still write; once it has ended, its arena is imported and deleted."""
     path = leave(tmp_path, "cpu.1", (0, SlotOwner(b"a", 1, 0, 0), 9))
     shape = [str(n) for n in (LAYOUT.n_layer, LAYOUT.n_kv_head, LAYOUT.head_dim)]
     zombie = subprocess.Popen(
@@ -317,7 +319,7 @@ def test_a_lingering_writer_keeps_its_arena_to_itself(tmp_path: Path) -> None:
     assert not os.path.exists(path)
 
 
-def test_a_new_arena_of_this_life_is_not_taken_for_an_old_one(
+def test_a_new_arena_of_this_run_is_not_treated_as_orphaned(
     orphaned: OrphanedArenas, tmp_path: Path
 ) -> None:
     """Its worker locks it a moment after the engine made it."""
@@ -335,7 +337,7 @@ def open_store(folder: Path, *, keep: bool = True, describe: Descriptor | None =
 
 
 def use(store: Store) -> None:
-    """A life that ends without deleting its arena."""
+    """A run that ends without deleting its arena."""
     arena = store.create_arena("cpu", store.epoch * 10_000 + 1, SLOTS)
     mapping = ArenaMapping(arena.path, store.pages.layout)
     write(mapping, 2, SlotOwner(b"s", 3, 0, 1), 17)
@@ -344,7 +346,7 @@ def use(store: Store) -> None:
     store.close()
 
 
-def test_the_next_life_finds_what_the_last_one_left(tmp_path: Path) -> None:
+def test_the_next_run_finds_arenas_of_the_last_one(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert store.orphaned.names == ()
     use(store)
@@ -359,10 +361,10 @@ def test_the_next_life_finds_what_the_last_one_left(tmp_path: Path) -> None:
     store.close()
 
 
-def test_arenas_are_deleted_where_they_cannot_be_trusted(
+def test_arenas_of_another_boot_model_or_layout_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not asked for; after a reboot; written by another model; in another layout."""
+    """Also when the store is opened without keeping arenas."""
     lives = [
         ("not kept", lambda: open_store(tmp_path, keep=False)),
         ("model", lambda: open_store(tmp_path, describe=descriptor(model_hash="ef" * 32))),
@@ -393,7 +395,7 @@ def test_a_copied_directory_of_this_boot_holds_no_arena_of_another(tmp_path: Pat
     store.close()
 
 
-def test_the_orphaned_arenas_counts_every_row_of_a_full_place(tmp_path: Path) -> None:
+def test_every_row_of_a_full_slot_is_counted(tmp_path: Path) -> None:
     leave(tmp_path, "cpu.1", (0, SlotOwner(b"a", 1, 0, 0), PAGE_TOKENS))
     orphaned = open_orphaned(tmp_path)
     assert orphaned.find(b"a", 1)[0].rows == PAGE_TOKENS

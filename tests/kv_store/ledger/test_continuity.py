@@ -1,4 +1,4 @@
-"""What a ledger lost, and a disk that is full, is said: in warnings, health, fsck and stat."""
+"""Lost ledger records and a full disk are reported in warnings, health, fsck and stat."""
 
 from __future__ import annotations
 
@@ -105,11 +105,9 @@ DAMAGES: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_ledger_that_lost_its_log_says_so_and_no_epoch_comes_twice(
-    killed: Path, name: str
-) -> None:
-    """Sessions were unknown or older without a word, and the epoch of the lost run came again:
-    its arena's rows would have passed for those of the new one."""
+def test_a_lost_ledger_log_is_reported_and_no_epoch_is_used_twice(killed: Path, name: str) -> None:
+    """Otherwise sessions are missing or older without a report, and the epoch of the lost run is
+    used again, so that rows of its arena pass as rows of the new one."""
     DAMAGES[name](killed)
     report = fsck(killed)
     assert [f.severity for f in report.findings if LOST in f.what] == ["warning"]
@@ -137,8 +135,8 @@ def test_a_first_run_that_lost_everything_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["killed", "torn", "old LOCK", "no LOCK", "junk LOCK", "repaired"])
-def test_what_a_kill_leaves_is_no_loss(killed: Path, name: str) -> None:
-    """A last commit torn by a crash was never acknowledged; nothing else may cry wolf either."""
+def test_a_killed_store_reports_no_loss(killed: Path, name: str) -> None:
+    """A last commit torn by a crash was never acknowledged; other states report no loss either."""
     lock = killed / "LOCK"
     match name:
         case "torn":
@@ -169,7 +167,7 @@ def test_a_repair_does_not_hide_the_loss_from_the_next_opening(killed: Path) -> 
         assert [LOST in text for text in store.losses] == [True]
 
 
-def test_an_opening_that_failed_is_no_loss_and_hides_none(
+def test_a_failed_opening_neither_reports_nor_hides_a_loss(
     killed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -190,7 +188,7 @@ def test_an_opening_that_failed_is_no_loss_and_hides_none(
         assert [LOST in text for text in store.losses] == [True]
 
 
-def test_implausible_numbers_move_no_epoch(killed: Path) -> None:
+def test_implausible_numbers_do_not_change_the_epoch(killed: Path) -> None:
     (killed / "arena" / "cpu.9999999999").write_bytes(b"x")
     (killed / "LOCK").write_text(json.dumps({"epoch": 1 << 62, "closed": False}))
     with opened(killed) as store:
@@ -198,8 +196,8 @@ def test_implausible_numbers_move_no_epoch(killed: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [1_999_999_999, 2_000_009_999, 4_299_999_999, 9_999_999_999])
-def test_no_name_of_an_arena_ends_the_making_of_arenas(killed: Path, number: int) -> None:
-    """A plausible epoch leaves as many; an implausible one is reported and ignored."""
+def test_no_arena_file_name_prevents_new_arenas(killed: Path, number: int) -> None:
+    """A plausible epoch is continued; an implausible one is reported and ignored."""
     name = f"cpu.{number}"
     (killed / "arena" / name).write_bytes(b"")
     plausible = number // continuity.INCARNATIONS <= continuity.EPOCH_PLAUSIBLE_MAX
@@ -215,7 +213,7 @@ def test_no_name_of_an_arena_ends_the_making_of_arenas(killed: Path, number: int
         (killed / "arena" / name).write_bytes(b"")
 
 
-def test_an_arena_has_a_number_that_fits_its_header(tmp_path: Path) -> None:
+def test_an_arena_number_fits_its_header(tmp_path: Path) -> None:
     with opened(tmp_path / "s") as store:
         store.create_arena("cpu", 0xFFFFFFFF, 1).close(delete=True)
         for number in (1 << 32, -1):
@@ -224,7 +222,7 @@ def test_an_arena_has_a_number_that_fits_its_header(tmp_path: Path) -> None:
         assert os.listdir(tmp_path / "s" / "arena") == []
 
 
-def test_a_log_is_read_as_sqlite_reads_it(killed: Path) -> None:
+def test_the_write_ahead_log_is_read_as_sqlite_reads_it(killed: Path) -> None:
     """Every frame of a whole log follows; one of older salts behind the end means nothing."""
     log = killed / "meta.db-wal"
     data = log.read_bytes()
@@ -253,7 +251,7 @@ def test_a_lock_is_written_in_place_and_read_back(tmp_path: Path) -> None:
     assert (text["pid"], text["store_uuid"]) == (os.getpid(), "u")
 
 
-def test_a_ledger_set_aside_is_a_trouble_of_this_run(tmp_path: Path) -> None:
+def test_setting_a_ledger_aside_is_reported_in_that_run_only(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     with opened(path):
         pass
@@ -265,7 +263,7 @@ def test_a_ledger_set_aside_is_a_trouble_of_this_run(tmp_path: Path) -> None:
         assert (store.epoch, store.troubles) == (3, [])
 
 
-def test_a_ledger_never_meets_the_log_of_one_set_aside(
+def test_a_new_ledger_never_reads_the_log_of_one_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after any rename: no log stands where a new ledger would read it, none is lost."""

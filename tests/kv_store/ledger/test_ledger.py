@@ -1,4 +1,4 @@
-"""The ledger: timelines are prefixes, intents are atomic, acknowledged means durable."""
+"""The ledger: timelines are prefixes, intents are atomic, acknowledged writes are durable."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def tokens(ledger: Ledger, session: str = "s") -> list[int]:
     return record.tokens
 
 
-def test_a_session_comes_back_whole(tmp_path: Path) -> None:
+def test_a_session_is_read_back_completely(tmp_path: Path) -> None:
     ledger = opened(tmp_path)
     open_session(ledger, "s", "tenant", meta='{"x":1}')
     append_tokens(ledger, "s", 1, 0, [1, 2, 3])
@@ -91,7 +91,7 @@ def test_a_session_comes_back_whole(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_sessions_are_listed_by_last_use_and_dropped_whole(ledger: Ledger) -> None:
+def test_sessions_are_listed_by_last_use_and_dropped_completely(ledger: Ledger) -> None:
     for name in ("a", "b", "c"):
         open_session(ledger, name, "t")
         append_tokens(ledger, name, 1, 0, [1])
@@ -209,7 +209,7 @@ def test_a_fork_has_its_own_copy_of_the_timeline(ledger: Ledger, length: int) ->
     assert tokens(ledger, "fork") == [*ids[:length], 1]
 
 
-def test_forks_that_cannot_be_are_refused(ledger: Ledger) -> None:
+def test_impossible_forks_are_refused(ledger: Ledger) -> None:
     open_session(ledger, "a", "t")
     append_tokens(ledger, "a", 1, 0, [1, 2])
     open_session(ledger, "b", "t")
@@ -257,7 +257,7 @@ def test_marks_of_suspects_survive_a_restart_until_they_are_cleared(tmp_path: Pa
     ledger.close()
 
 
-def test_turns_are_listed_as_they_were_begun(ledger: Ledger) -> None:
+def test_turns_are_listed_in_order_of_their_start(ledger: Ledger) -> None:
     """A turn after a cut starts further left than the turns it replaces."""
     open_session(ledger, "s", "t")
     for turn, start in (("one", 0), ("two", 2), ("three", 1)):
@@ -404,7 +404,7 @@ def test_a_damaged_timeline_refuses_that_session_only(tmp_path: Path, sql: str) 
     ledger.close()
 
 
-def test_a_torn_log_loses_its_tail_and_nothing_else(tmp_path: Path) -> None:
+def test_a_torn_log_loses_only_its_tail(tmp_path: Path) -> None:
     """Power loss without a checkpoint: every cut of the write-ahead log leaves a prefix."""
     source = tmp_path / "source"
     source.mkdir()
@@ -505,7 +505,7 @@ def test_a_full_disk_spends_the_reserve_then_refuses_without_latching(
 def test_every_statement_of_a_commit_may_fail(
     tmp_path: Path, on_statement: type[CountedDb]
 ) -> None:
-    """The k-th statement fails, k = 1.. until none does: an acknowledgement is never a lie."""
+    """The k-th statement fails, k = 1.. until none does: what was acknowledged is durable."""
     k = 0
     while True:
         k += 1
@@ -558,7 +558,7 @@ def test_the_log_is_checkpointed_before_it_grows_without_bound(
     ledger.close()
 
 
-def test_one_bad_read_ends_neither_the_thread_nor_the_ledger(ledger: Ledger) -> None:
+def test_a_failed_read_ends_neither_the_thread_nor_the_ledger(ledger: Ledger) -> None:
     with pytest.raises(StoreCorrupt, match="nonsense"):
         ledger.read(lambda db: db.execute("SELECT nonsense")).result(20)
     open_session(ledger, "s", "t")
@@ -588,7 +588,8 @@ def test_safety_settings_are_on(ledger: Ledger) -> None:
 def test_a_disk_that_fails_while_room_is_made_acknowledges_nothing(
     tmp_path: Path, on_statement: type[CountedDb]
 ) -> None:
-    """The commit finds no room, the checkpoint that makes some fails: a later commit may lie."""
+    """The commit finds no room, the checkpoint that makes some fails: a later commit may report
+    success without being durable."""
     ledger = opened(tmp_path, connect=counted_connect)
     commits = list[str]()
 
@@ -611,7 +612,7 @@ def test_a_disk_that_fails_while_room_is_made_acknowledges_nothing(
 
 
 class Crowded:
-    """A lock; whenever it is given back, another caller comes in before its owner goes on."""
+    """A lock; at every release another caller runs before its owner continues."""
 
     def __init__(self, lock: threading.Lock, other: Callable[[], object]) -> None:
         self._lock, self._other, self._is_in = lock, other, False
@@ -627,8 +628,8 @@ class Crowded:
             self._is_in = False
 
 
-def test_whatever_is_given_to_a_ledger_that_closes_resolves(tmp_path: Path) -> None:
-    """An intent before the end is written, one after it is refused: none is in between."""
+def test_every_intent_given_to_a_closing_ledger_resolves(tmp_path: Path) -> None:
+    """An intent submitted before the close is written, a later one is refused."""
     ledger, late = opened(tmp_path), list[Future[int]]()
     first = open_session(ledger, "first", "t")
     ledger._lock = Crowded(  # type: ignore[assignment]
@@ -643,7 +644,7 @@ def test_whatever_is_given_to_a_ledger_that_closes_resolves(tmp_path: Path) -> N
             future.result(20)
 
 
-def test_what_was_pending_when_the_disk_failed_resolves_at_the_end(
+def test_intents_pending_when_the_disk_fails_resolve_at_close(
     tmp_path: Path, on_statement: type[CountedDb]
 ) -> None:
     ledger = opened(tmp_path, connect=counted_connect)

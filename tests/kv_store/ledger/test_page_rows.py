@@ -1,5 +1,5 @@
-"""Manifest rows follow what memory decided: an invalid page is gone for every later run, and no
-page is published in an extent without a row. Also with pins, and on a full disk."""
+"""Manifest rows follow the page index: an invalid page is absent in every later run, and no page
+is published in an extent without a row. Also with pins, and on a full disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ IDS = tokens_of(1, 1)
 
 @pytest.fixture
 def room() -> Iterator[list[bool]]:
-    """Whether a commit of the stores here finds room."""
+    """Whether the ledger of these stores has room for a commit."""
     found = [True]
 
     def commit(sql: str) -> None:
@@ -64,7 +64,7 @@ def store(tmp_path: Path, room: list[bool]) -> Iterator[Store]:
 
 
 def left_behind(store: Store, folder: Path) -> Path:
-    """What a power cut leaves now: everything that is durable, and nothing else."""
+    """A copy of what a power cut would leave now: only what is durable."""
     store.ledger.read(lambda _: None).result(20)
     return Path(shutil.copytree(store.path, folder))
 
@@ -73,15 +73,15 @@ def rows(store: Store, sql: str) -> list[tuple[int, ...]]:
     return store.ledger.read(lambda db: db.execute(sql).fetchall()).result(20)
 
 
-def next_life(path: Path) -> closing[Store]:
+def next_run(path: Path) -> closing[Store]:
     return closing(Store.open(path, descriptor(), settings(32, 4, ballast_bytes=0)))
 
 
 def check_gone(path: Path, ref: PageRef) -> None:
-    """A next life neither finds the page nor gives its slot a generation it had before."""
+    """A next run neither finds the page nor gives its slot a generation it had before."""
     report = fsck(path)
     assert report.ok, report.findings
-    with next_life(path) as store:
+    with next_run(path) as store:
         assert store.pages.match_prefix(IDS, SALT) == []
         assert store.recovery.pages_dropped == {}
         lane = Lane(store, incarnation=9)
@@ -94,7 +94,7 @@ def check_gone(path: Path, ref: PageRef) -> None:
 # -- invalid pages --------------------------------------------------------------------------------
 
 
-def test_a_pinned_invalid_page_stays_gone(store: Store, lane: Lane, tmp_path: Path) -> None:
+def test_a_pinned_invalid_page_stays_absent(store: Store, lane: Lane, tmp_path: Path) -> None:
     ref, _ = lane.add(ROOT_KEY, IDS)  # pinned
     store.pages.invalidate(ref)
     assert page_state(store, ref) is PageState.QUARANTINE
@@ -136,9 +136,9 @@ def test_an_invalid_page_is_freed_once(
     assert bad == [(ref.page_id,)]
 
 
-def test_a_pinned_invalid_page_stays_gone_after_closing(tmp_path: Path) -> None:
+def test_a_pinned_invalid_page_stays_absent_after_closing(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    with next_life(path) as store:
+    with next_run(path) as store:
         lane = Lane(store)
         ref, _ = lane.add(ROOT_KEY, IDS)
         store.pages.invalidate(ref)
@@ -161,9 +161,9 @@ def test_a_page_invalidated_on_a_full_disk_is_freed_when_its_pin_goes(
 
 def test_a_page_invalidated_while_it_is_read_is_not_served(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    with next_life(path) as store:
+    with next_run(path) as store:
         (ref,) = add_chain(store, IDS)
-    with next_life(path) as store:
+    with next_run(path) as store:
         gate = threading.Event()
         store.core.thread.submit(gate.wait)  # a busy page thread
         loaded = store.pages.load([ref])
@@ -190,15 +190,15 @@ def test_wrong_content_retires_no_slot_and_its_key_is_reported(store: Store, lan
     assert store.stat()["pages_bad"] == 1
 
 
-def test_descendants_of_any_life_go_in_one_commit(tmp_path: Path) -> None:
+def test_descendants_of_every_run_are_invalidated_in_one_commit(tmp_path: Path) -> None:
     path, ids = tmp_path / "s", tokens_of(7, 3)
-    with next_life(path) as store:
+    with next_run(path) as store:
         lane = Lane(store)
         lane.add_chain(ids)
         lane.add_chain(np.concatenate([ids[:PAGE_TOKENS], tokens_of(8, 1)]))
         lane.add_chain(IDS)
         lane.close()
-    with next_life(path) as store:
+    with next_run(path) as store:
         lane = Lane(store, incarnation=2)
         commits, refs = store.ledger.stats.commits, store.pages.match_prefix(ids, SALT)
         pin(store, refs[0])
@@ -216,15 +216,15 @@ def test_descendants_of_any_life_go_in_one_commit(tmp_path: Path) -> None:
         assert store.stat()["pages_bad"] == 0
         lane.close()
         check_integrity(store)
-    with next_life(left) as store:
+    with next_run(left) as store:
         assert store.recovery.pages_listed == 1
 
 
-def test_a_page_without_its_parent_goes_only_if_asked(store: Store, lane: Lane) -> None:
+def test_a_page_without_its_parent_is_invalidated_only_on_request(store: Store, lane: Lane) -> None:
     ids = tokens_of(9, 3)
     refs = lane.add_chain(ids)
     other = lane.add_chain(IDS)
-    store.pages.invalidate(refs[1])  # as bit rot would: what comes after it stays
+    store.pages.invalidate(refs[1])  # as after bit rot: its descendants stay
     key = store.pages.key_of(ROOT_KEY, ids[:PAGE_TOKENS], SALT)
     assert store.pages.invalidate(bytes(31) + b"x", descendants=True) == {bytes(31) + b"x"}
     store.pages.invalidate(key, descendants=True)
@@ -234,11 +234,11 @@ def test_a_page_without_its_parent_goes_only_if_asked(store: Store, lane: Lane) 
     assert store.pages.is_resident(other[0])
 
 
-# -- a page of an older life that is computed again -------------------------------------------
+# -- a page of an earlier run that is computed again ------------------------------------------
 
 
 def again(store: Store, flip: int) -> PageRef:
-    """A lane of this life has the page, too."""
+    """Seal the same page from a lane of this run."""
     lane = Lane(store, incarnation=3)
     try:
         published = store.pages.publish(lane.seal(ROOT_KEY, IDS, flip=flip))
@@ -250,11 +250,11 @@ def again(store: Store, flip: int) -> PageRef:
         lane.close()
 
 
-def test_an_older_page_with_other_bytes_is_not_replaced_unseen(tmp_path: Path) -> None:
+def test_an_older_page_with_other_bytes_is_a_fault_and_stays(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    with next_life(path) as store:
+    with next_run(path) as store:
         (ref,) = add_chain(store, IDS)
-    with next_life(path) as store:
+    with next_run(path) as store:
         with pytest.raises(NumericsFault):
             again(store, flip=1)
         assert store.counters["numerics_faults"] == 1
@@ -264,15 +264,15 @@ def test_an_older_page_with_other_bytes_is_not_replaced_unseen(tmp_path: Path) -
         check_integrity(store)
 
 
-def test_an_older_page_that_rotted_is_found_out_and_replaced(tmp_path: Path) -> None:
+def test_a_corrupt_older_page_is_detected_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    with next_life(path) as store:
+    with next_run(path) as store:
         (ref,) = add_chain(store, IDS)
         info = store.pages.allocator.infos[0]
     with open(info.path, "r+b") as file:
         file.seek(info.slot_of(ref.page_id) * info.page_bytes + 100)
         file.write(b"rot")
-    with next_life(path) as store:
+    with next_run(path) as store:
         with pytest.raises(StaleRef):
             again(store, flip=0)
         assert store.pages.match_prefix(IDS, SALT) == []
@@ -296,7 +296,7 @@ def publish(store: Store, lane: Lane, name: int) -> BaseException | None:
 
 
 def grown_without_room(store: Store, lane: Lane, room: list[bool]) -> None:
-    """Another extent is there, and the ledger had no room to say so."""
+    """Another extent exists, and the ledger had no room for its row."""
     room[0] = False
     assert isinstance(publish(store, lane, 100), StoreFull)  # and an extent is added ahead
     store.drain().result(20)
@@ -315,17 +315,17 @@ def fill(store: Store, lane: Lane, count: int) -> list[int]:
 
 
 def check_whole(path: Path, names: list[int]) -> None:
-    """Every page is there in a next life, and fsck has nothing to say."""
+    """Every page is present in a next run, and fsck finds nothing."""
     report = fsck(path)
     assert report.ok, report.findings
-    with next_life(path) as store:
+    with next_run(path) as store:
         assert store.recovery.pages_dropped == {}
         for name in names:
             (ref,) = store.pages.match_prefix(tokens_of(name, 1), SALT)
             assert store.pages.load([ref]).result(20) == [True]
 
 
-def test_pages_bring_the_row_of_their_extent_along(
+def test_pages_are_committed_with_the_row_of_their_extent(
     store: Store, lane: Lane, room: list[bool], tmp_path: Path
 ) -> None:
     grown_without_room(store, lane, room)
@@ -351,7 +351,7 @@ def test_maintenance_writes_the_row_that_a_full_disk_refused(
     check_whole(left_behind(store, tmp_path / "crashed"), names)
 
 
-def test_an_extent_recorded_late_takes_no_number_back(tmp_path: Path, store: Store) -> None:
+def test_an_extent_recorded_late_reuses_no_number(tmp_path: Path, store: Store) -> None:
     """Its row comes after that of a younger one, and twice; another with its number is refused."""
     late = writes.AddExtent(7, 70, 4, 4096, bytes(32))
     for row in (writes.AddExtent(8, 74, 4, 4096, bytes(32)), late, late):

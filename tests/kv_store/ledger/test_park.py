@@ -99,7 +99,7 @@ def test_no_page_follows_a_tail(store: Store, lane: Lane) -> None:
         store.pages.reserve(ROOT_KEY, IDS[: PAGE_TOKENS + 1], SALT)
 
 
-def test_a_pinned_tail_stays_and_an_invalid_one_is_gone(store: Store, lane: Lane) -> None:
+def test_a_pinned_tail_stays_and_an_invalid_one_is_removed(store: Store, lane: Lane) -> None:
     parked(lane, ROOT_KEY, FIRST[:100])
     ref = store.pages.find_tail(ROOT_KEY, FIRST, SALT, pin=True)
     assert ref is not None
@@ -112,7 +112,9 @@ def test_a_pinned_tail_stays_and_an_invalid_one_is_gone(store: Store, lane: Lane
         store.pages.page_tokens(ref)
 
 
-def test_two_equal_tails_are_one_and_unequal_ones_a_fault(store: Store, lane: Lane) -> None:
+def test_equal_tails_are_deduplicated_and_unequal_ones_are_a_fault(
+    store: Store, lane: Lane
+) -> None:
     ref = lane.add(ROOT_KEY, FIRST[:100])[0]
     assert lane.add(ROOT_KEY, FIRST[:100])[0] == ref
     with pytest.raises(NumericsFault):
@@ -128,7 +130,7 @@ def test_a_superseded_tail_is_evicted_before_anything_else(
     parked(lane, ROOT_KEY, FIRST[:100], priority=9)
     away = FIRST[:100].copy()
     away[99] ^= 1
-    parked(lane, ROOT_KEY, away)  # another way on: not superseded
+    parked(lane, ROOT_KEY, away)  # another continuation: not superseded
     parked(lane, ROOT_KEY, tokens_of(5, 1))  # the oldest full page of the lowest class
     parked(lane, ROOT_KEY, FIRST[:longer])
     assert store.stat()["tails_superseded_total"] == 1
@@ -138,7 +140,7 @@ def test_a_superseded_tail_is_evicted_before_anything_else(
     assert len(store.pages.match_prefix(tokens_of(5, 1), SALT)) == 1
 
 
-def test_a_superseded_tail_that_is_used_again_is_worth_keeping(store: Store, lane: Lane) -> None:
+def test_a_superseded_tail_that_is_used_again_is_kept(store: Store, lane: Lane) -> None:
     parked(lane, ROOT_KEY, FIRST[:100])
     parked(lane, ROOT_KEY, FIRST[:120])
     assert store.pages.find_tail(ROOT_KEY, FIRST[:110], SALT, priority=3) is not None  # cut back

@@ -1,4 +1,4 @@
-"""Bytes of a page, their names and checksums: sizes, order, and that every field counts."""
+"""Bytes of a page, content keys and checksums: sizes, order, and the effect of every field."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_shape_has_its_own_layout_id() -> None:
     assert len({s.layout_id for s in shapes}) == len(shapes)
 
 
-def test_content_key_separates_every_input() -> None:
+def test_content_key_depends_on_every_input() -> None:
     ids = tokens_of(0, 1)
     base = content_key(ROOT_KEY, ids, REPR, SALT)
     changed = [
@@ -98,7 +98,7 @@ def test_content_key_separates_every_input() -> None:
         content_key(ROOT_KEY, ids[::-1], REPR, SALT),
         content_key(ROOT_KEY, ids, b"q" * 32, SALT),
         content_key(ROOT_KEY, ids, REPR, b"other"),
-        content_key(ROOT_KEY, ids, REPR + SALT, b""),  # same bytes, another border
+        content_key(ROOT_KEY, ids, REPR + SALT, b""),  # same bytes, another boundary
     ]
     assert len({base, *changed}) == 7
     assert base == content_key(ROOT_KEY, ids.tolist(), REPR, SALT)
@@ -106,7 +106,7 @@ def test_content_key_separates_every_input() -> None:
 
 
 def test_content_key_is_pinned() -> None:
-    """The format may not drift: stores of the past must be found again."""
+    """The format must not change: pages of existing stores must be found."""
     key = content_key(ROOT_KEY, range(256), bytes(32), b"")
     assert key.hex() == "afcb8d4e98ce29ba928ae1f95a4a93d02361cff75bf84847cd8ff9bee3bae9a2"
     assert k.sealed_seed(bytes(16), 1, 2, key, "l") == 8132417788143123635
@@ -143,7 +143,7 @@ def test_chains_share_exactly_the_common_full_pages(n: int, cut: int) -> None:
     assert left[:same] == right[:same]
 
 
-def test_sealed_seed_names_one_page_of_one_store() -> None:
+def test_sealed_seed_identifies_one_page_of_one_store() -> None:
     seeds = {
         k.sealed_seed(uuid, page, gen, key, layout)
         for uuid in (b"a" * 16, b"b" * 16)
@@ -163,7 +163,7 @@ def test_row_seeds_wrap_and_never_repeat() -> None:
     assert seeds[0] != k.row_seeds(b"a" * 16, 1, 2, b"s", 4, 1 << 40, 1)[0]
 
 
-def test_lanes_write_the_rows_we_read() -> None:
+def test_kernels_and_store_compute_equal_row_digests() -> None:
     """The kernels' row digests equal the definition here."""
     kernels = pytest.importorskip("kernels")
     layout = PageLayout(2, 2, 64)

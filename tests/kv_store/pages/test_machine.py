@@ -208,7 +208,7 @@ TestStoreMachine.settings = settings(
 )
 
 
-def test_only_the_written_transitions_exist() -> None:
+def test_only_transitions_of_the_table_exist() -> None:
     """Every (state, event) pair: it leads where the table says, or nothing changes."""
     for state, event in itertools.product(PageState, PageEvent):
         table = PageIndex()
@@ -231,7 +231,7 @@ def test_only_the_written_transitions_exist() -> None:
 
 
 @pytest.mark.parametrize("holder", ["pins", "writers"])
-def test_a_held_place_is_never_freed(holder: str) -> None:
+def test_a_held_slot_is_never_freed(holder: str) -> None:
     table = PageIndex()
     table.add_slot(0, 0)
     page = table.take_free()
@@ -254,7 +254,7 @@ def published(table: PageIndex, page_id: int, parent: bytes, priority: int = 0) 
     return page
 
 
-def test_the_next_victim_is_what_a_search_of_all_pages_finds() -> None:
+def test_the_next_victim_equals_a_search_of_all_pages() -> None:
     """Lowest priority first, then least recently used; pages with children and pinned ones stay."""
     rng = np.random.default_rng(3)
     for _ in range(60):
@@ -291,7 +291,7 @@ def test_the_next_victim_is_what_a_search_of_all_pages_finds() -> None:
                 assert any(p.parent == page.key and p.state is PageState.LISTED for p in pages)
 
 
-def test_a_place_whose_generations_are_used_up_is_never_reused() -> None:
+def test_a_slot_whose_generations_are_exhausted_is_never_reused() -> None:
     table = PageIndex()
     table.add_slot(0, 0xFFFFFFFE)
     page = table.take_free()
@@ -302,7 +302,7 @@ def test_a_place_whose_generations_are_used_up_is_never_reused() -> None:
     check_index(table)
 
 
-def test_the_audit_catches_what_it_is_for() -> None:
+def test_the_index_check_detects_inconsistent_pages() -> None:
     table = PageIndex()
     page = published(table, 0, ROOT_KEY)
     check_index(table)

@@ -62,7 +62,7 @@ def reopen(store: Store, **changes: int) -> Store:
 # -- one page ---------------------------------------------------------------------------------
 
 
-def test_a_sealed_page_is_what_the_lane_wrote(store: Store, lane: Lane) -> None:
+def test_a_sealed_page_holds_the_bytes_that_the_lane_wrote(store: Store, lane: Lane) -> None:
     ids = tokens_of(1, 1)
     ref, key = lane.add(ROOT_KEY, ids)
     assert key == content_key(ROOT_KEY, ids, store.pages.repr_id, SALT)
@@ -130,7 +130,7 @@ def test_bytes_that_change_after_the_lane_hashed_them_are_refused(store: Store, 
     assert store.stat()["pages_reserved"] == store.stat()["pages_quarantine"] == 0
 
 
-def test_a_ticket_given_up_at_any_moment_frees_its_place(store: Store, lane: Lane) -> None:
+def test_a_ticket_abandoned_at_any_moment_frees_its_slot(store: Store, lane: Lane) -> None:
     ids = tokens_of(1, 1)
     first = store.pages.reserve(ROOT_KEY, ids, SALT)
     assert first is not None
@@ -189,7 +189,7 @@ def test_equal_keys_with_other_bytes_are_a_numerics_fault(
     assert store.stat()["pages_published"] == store.stat()["pages_pinned"] + 1 == 1
 
 
-def test_a_twin_that_was_not_read_since_start_is_replaced_or_verified(store: Store) -> None:
+def test_a_duplicate_of_a_page_not_read_since_start_replaces_or_verifies_it(store: Store) -> None:
     lane = Lane(store)
     ids = tokens_of(1, 1)
     lane.add_chain(ids)
@@ -246,7 +246,7 @@ def test_a_chain_is_evicted_from_its_end(store: Store, lane: Lane) -> None:
         pin(store, refs[0])
 
 
-def test_reserve_says_why_when_everything_is_pinned(tmp_path: Path) -> None:
+def test_reserve_gives_the_reason_when_everything_is_pinned(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s", descriptor(), settings(pages=2, extent_pages=2))
     lane = Lane(store)
     refs = [lane.add(ROOT_KEY, tokens_of(name, 1))[0] for name in (1, 2)]
@@ -259,7 +259,7 @@ def test_reserve_says_why_when_everything_is_pinned(tmp_path: Path) -> None:
     store.close()
 
 
-def test_slots_of_invalid_pages_are_waited_for_not_taken_from_good_ones(tmp_path: Path) -> None:
+def test_reserve_waits_for_slots_of_invalid_pages_and_evicts_no_valid_page(tmp_path: Path) -> None:
     """While the page thread has yet to free them, a reservation evicts nothing."""
     store = Store.open(tmp_path / "s", descriptor(), settings(pages=50, extent_pages=50))
     lane, wrong = Lane(store), tokens_of(1, 40)
@@ -299,7 +299,7 @@ def test_a_budget_below_one_page_serves_uncached(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_freed_place_is_poisoned_and_its_generation_rises(store: Store, lane: Lane) -> None:
+def test_a_freed_slot_is_poisoned_and_its_generation_rises(store: Store, lane: Lane) -> None:
     (ref,) = lane.add_chain(tokens_of(1, 1))
     code = store.pages.slot_code(ref)
     assert evict(store, 1) == 1
@@ -386,7 +386,7 @@ def test_a_smaller_budget_drops_extents_and_a_larger_one_grows(store: Store) -> 
     store.close()
 
 
-def test_another_model_shares_the_budget_and_takes_old_space_when_needed(store: Store) -> None:
+def test_another_model_shares_the_budget_and_reclaims_old_extents(store: Store) -> None:
     lane = Lane(store)
     ids = tokens_of(1, 4)
     lane.add_chain(ids)
@@ -430,7 +430,7 @@ def test_the_directory_is_private_and_links_are_not_followed(tmp_path: Path) -> 
         Store.open(path, descriptor(), settings())
 
 
-def test_a_second_opener_learns_who_holds_the_store(store: Store) -> None:
+def test_a_second_opener_is_refused_with_the_pid_of_the_holder(store: Store) -> None:
     with pytest.raises(StoreLocked) as caught:
         Store.open(store.path, descriptor(), settings())
     assert caught.value.pid == os.getpid()
@@ -445,7 +445,7 @@ def test_a_second_opener_learns_who_holds_the_store(store: Store) -> None:
     assert done.returncode == 3
 
 
-def test_a_stale_lock_file_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_store_with_a_stale_lock_file_opens(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.mkdir(mode=0o700)
     (path / "LOCK").write_text(json.dumps({"pid": 1, "store_uuid": "00"}))
@@ -513,7 +513,7 @@ def test_dead_arenas_are_deleted_and_live_ones_are_left(store: Store) -> None:
     store.close()
 
 
-def test_foreign_things_with_our_names_are_named_and_left(store: Store) -> None:
+def test_files_of_the_wrong_type_are_reported_and_left(store: Store) -> None:
     path = Path(store.path)
     (path / "arena" / "cpu.98").mkdir()
     (path / "arena" / "cpu.97").symlink_to("/etc/hostname")
@@ -528,7 +528,7 @@ def test_foreign_things_with_our_names_are_named_and_left(store: Store) -> None:
 def test_an_opening_that_fails_closes_its_lock_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is the one that happened, and the store can be opened again."""
+    """The original error is raised, and the store can be opened again."""
     store.close()
 
     def fails(*_: object) -> None:
@@ -552,7 +552,7 @@ def test_status_line_and_numbers(store: Store, lane: Lane) -> None:
     assert numbers["ledger_failed"] == ""
 
 
-def test_maintain_audits_and_notices_a_broken_index(store: Store, lane: Lane) -> None:
+def test_maintain_checks_the_index_and_reports_an_inconsistency(store: Store, lane: Lane) -> None:
     (ref,) = lane.add_chain(tokens_of(1, 1))
     store.maintain()
     store.pages.index.get(ref).state = PageState.BAD
@@ -561,7 +561,7 @@ def test_maintain_audits_and_notices_a_broken_index(store: Store, lane: Lane) ->
     store.pages.index.get(ref).state = PageState.PUBLISHED
 
 
-def test_a_closed_store_fails_futures_and_none_hangs(tmp_path: Path) -> None:
+def test_closing_a_store_fails_its_pending_futures(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s", descriptor(), settings())
     add_chain(store, tokens_of(1, 1))
     store = reopen(store)

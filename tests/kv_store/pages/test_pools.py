@@ -24,7 +24,7 @@ THEIRS = descriptor(model_hash="cc" * 32)
 
 
 def add_chain(store: Store, pool: PagePool, ids: np.ndarray, incarnation: int) -> list[PageRef]:
-    """Seal and publish a timeline in a pool; gives its references, unpinned."""
+    """Seal and publish a timeline in a pool; returns its references, unpinned."""
     arena = store.create_arena("cpu", incarnation, 2, pool)
     mapping = ArenaMapping(arena.path, pool.layout)
     assert mapping.repr_id == pool.repr_id
@@ -110,8 +110,8 @@ def test_a_second_representation_is_kept_over_a_restart(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_budget_is_shared_and_the_pool_that_holds_most_gives(tmp_path: Path) -> None:
-    """Four extents of four pages: one pool has them all, and gives until both hold the same."""
+def test_the_budget_is_shared_and_the_largest_pool_is_reclaimed_from(tmp_path: Path) -> None:
+    """Four extents of four pages: one pool has them all, and loses extents until both have two."""
     budget = settings(pages=16)
     store = Store.open(tmp_path / "s", OURS, budget)
     for name in range(4):
@@ -131,7 +131,7 @@ def test_the_budget_is_shared_and_the_pool_that_holds_most_gives(tmp_path: Path)
         assert store.pages.is_resident(ref), "a page in use went to another pool"
         store.pages.unpin(ref)
     check(store, other, tokens_of(3, 4), 4)
-    for pool in (store.pages, other):  # no page is left whose prefix is gone
+    for pool in (store.pages, other):  # no page is left without its prefix
         assert pool.index.rootless() == []
     path = store.path
     store.close()
@@ -141,7 +141,7 @@ def test_the_budget_is_shared_and_the_pool_that_holds_most_gives(tmp_path: Path)
     store.close()
 
 
-def test_pages_of_no_open_pool_go_first(tmp_path: Path) -> None:
+def test_pages_of_no_open_pool_are_evicted_first(tmp_path: Path) -> None:
     budget = settings(pages=16)
     store = Store.open(tmp_path / "s", THEIRS, budget)
     add_chain(store, store.pages, tokens_of(1, 4), 1)

@@ -1,4 +1,4 @@
-"""Doubt and upkeep: scrub, verify everything, recomputed pages, garbage, rates, numbers."""
+"""Maintenance: scrub, verification of all pages, recomputed pages, garbage, rates, counters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ tmp_path = kv_scene.tmp_path
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    """One chain of four pages in places 0..3 of extent 1, none pinned."""
+    """One chain of four pages in slots 0..3 of extent 1, none pinned."""
     opened = Store.open(tmp_path / "store", descriptor(), settings())
     lane = Lane(opened)
     lane.add_chain(IDS)
@@ -63,7 +63,7 @@ def scrubbed(store: Store, count: int) -> list[tuple[int, bool]]:
 # -- scrub ------------------------------------------------------------------------------------
 
 
-def test_scrub_reads_what_was_read_longest_ago(store: Store) -> None:
+def test_scrub_reads_the_page_that_was_read_longest_ago(store: Store) -> None:
     assert scrubbed(store, 6) == [(n % 4, True) for n in range(6)]
     refs = store.pages.match_prefix(IDS, SALT)
     assert store.pages.verify(refs[2]).result(20)  # it would have been next
@@ -71,7 +71,7 @@ def test_scrub_reads_what_was_read_longest_ago(store: Store) -> None:
     assert store.stat()["pages_scrubbed_total"] == 10
 
 
-def test_a_check_is_not_a_use(store: Store) -> None:
+def test_checks_do_not_change_the_eviction_order(store: Store) -> None:
     """Neither scrub nor `verify` changes which page is evicted next, or writes an age."""
     path = store.path
     store.close()
@@ -88,13 +88,13 @@ def test_a_check_is_not_a_use(store: Store) -> None:
     again.close()
 
 
-def test_scrub_of_an_empty_store_has_nothing_to_say(tmp_path: Path) -> None:
+def test_scrub_of_an_empty_store_returns_nothing(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s", descriptor(), settings())
     assert store.pages.scrub_next().result(20) is None
     store.close()
 
 
-def test_scrub_starts_with_what_this_life_never_read(store: Store) -> None:
+def test_scrub_starts_with_pages_not_read_in_this_run(store: Store) -> None:
     path = store.path
     store.close()
     again = Store.open(path, descriptor(), settings())
@@ -105,7 +105,7 @@ def test_scrub_starts_with_what_this_life_never_read(store: Store) -> None:
     again.close()
 
 
-def test_scrub_condemns_a_rotten_page_and_tells_what_it_was(store: Store) -> None:
+def test_scrub_invalidates_a_page_whose_checksum_fails(store: Store) -> None:
     refs = store.pages.match_prefix(IDS, SALT, pin=True)
     flip(store, 1)
     assert scrubbed(store, 1) == [(0, True)]
@@ -126,7 +126,7 @@ def test_scrub_condemns_a_rotten_page_and_tells_what_it_was(store: Store) -> Non
     lane.close()
 
 
-def test_random_flips_are_all_found_by_one_round(store: Store) -> None:
+def test_one_scrub_round_finds_every_random_bit_flip(store: Store) -> None:
     rng = np.random.default_rng(5)
     path = Path(store.pages.allocator.infos[0].path)
     clean = path.read_bytes()
@@ -165,7 +165,7 @@ def test_verify_reads_every_page(store: Store) -> None:
     again.close()
 
 
-def test_verify_goes_on_past_pages_that_leave_and_only_once_at_a_time(store: Store) -> None:
+def test_verify_skips_pages_evicted_meanwhile_and_runs_once_at_a_time(store: Store) -> None:
     gate = threading.Event()
     store.core.thread.submit(gate.wait)
     running = store.pages.verify_all()
@@ -187,7 +187,7 @@ def test_a_seal_does_not_wait_for_the_whole_verification(store: Store) -> None:
     assert running.result(20).good == 4
 
 
-def test_a_verification_that_cannot_go_on_says_so(
+def test_a_failed_verification_raises_its_error(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(loader: PageLoader, page: Page) -> bool:
@@ -209,7 +209,7 @@ def test_a_verification_that_cannot_go_on_says_so(
 # -- garbage ----------------------------------------------------------------------------------
 
 
-def test_collecting_garbage_reaches_the_target_and_spares_what_is_used(tmp_path: Path) -> None:
+def test_garbage_collection_reaches_its_target_and_keeps_used_pages(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s", descriptor(), settings(20, 20, sessions_max=2))
     lane = Lane(store)
     for name in range(17):  # 85 % of 20 slots
@@ -243,7 +243,7 @@ def test_collecting_garbage_reaches_the_target_and_spares_what_is_used(tmp_path:
     store.close()
 
 
-def test_another_models_pages_leave_when_they_crowd_the_budget(store: Store) -> None:
+def test_pages_of_another_model_are_dropped_when_they_fill_the_budget(store: Store) -> None:
     path = store.path
     store.close()
     other = descriptor(model_hash="dd" * 32)
@@ -259,7 +259,7 @@ def test_another_models_pages_leave_when_they_crowd_the_budget(store: Store) -> 
     again.close()
 
 
-def test_a_page_that_two_sessions_share_costs_one_place(store: Store) -> None:
+def test_a_page_that_two_sessions_share_takes_one_slot(store: Store) -> None:
     used = store.stat()["used_bytes"]
     lane = Lane(store, incarnation=2)
     fork = np.concatenate([IDS[:512], tokens_of(8, 1)])
@@ -272,7 +272,7 @@ def test_a_page_that_two_sessions_share_costs_one_place(store: Store) -> None:
     lane.close()
 
 
-# -- numbers ----------------------------------------------------------------------------------
+# -- counters ---------------------------------------------------------------------------------
 
 
 def test_rates_are_measured_at_opening_and_as_pages_move(store: Store) -> None:
