@@ -1,4 +1,4 @@
-"""The KV of one lane with its worker played by hand, for tests of its parts."""
+"""The KV of one lane with a worker that the test executes step by step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.kv_workload import LAYOUT, descriptor, settings
 
 
 class Disk(osio.Files):
-    """Pages cannot be written while `refuses`: for no reason that the store knows."""
+    """Pages cannot be written while `refuses`, with an error that the store does not expect."""
 
     refuses = False
 
@@ -31,7 +31,7 @@ class Disk(osio.Files):
 
 
 class Scene:
-    """The pages of one lane, its worker played by hand; one session that runs."""
+    """The pages of one lane whose worker the test executes; one session that runs."""
 
     def __init__(self, folder: Path) -> None:
         self.disk = Disk()
@@ -54,7 +54,7 @@ class Scene:
         return session
 
     def fill(self, index: int) -> None:
-        """Compute a page: zeros will do."""
+        """Compute a page of zeros."""
         session = self.session
         assert session.frontier == index * PAGE_TOKENS
         assert self.pages.slots.ensure(session, (index + 1) * PAGE_TOKENS)
@@ -65,7 +65,7 @@ class Scene:
         self.frame()
 
     def frame(self) -> list[Seal]:
-        """The next frame is executed; what it verifies is for the caller to answer."""
+        """Execute the next frame; the caller answers what it verifies."""
         chores, verify = self.pages.chores()
         self.pages.answered(chores, (), ())
         return verify
@@ -94,7 +94,7 @@ class Scene:
         self.swap()
 
     def swap(self) -> None:
-        """Whatever is published reads well."""
+        """Every published page verifies when it is read back."""
         while seals := self.frame():
             for seal in seals:
                 self.pages.sealing.verified(seal, True)

@@ -1,4 +1,4 @@
-"""Rows move from slot to slot only with proof: every lie about a source yields fewer rows."""
+"""Row imports: only proven rows are copied, and a wrong source yields fewer rows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Bank:
         self.rows = np.random.default_rng(1).integers(0, 256, LAYOUT.payload_bytes, np.uint8)
 
     def leave(self, rows: int, at: int = 1, owner: SlotOwner = OLD) -> None:
-        """What the dead worker wrote: `rows` rows with records, and bytes of rows to come."""
+        """Write what the dead worker left: `rows` rows with records, and bytes of later rows."""
         self.mapping.reserve(at, owner)
         page = self.mapping.page(at)
         page[: LAYOUT.payload_bytes] = self.rows.data
@@ -82,7 +82,7 @@ class Bank:
         return bytes(self.memory._arena.page(at))
 
     def expect(self, count: int, to: wire.ReserveSlot = TO) -> None:
-        """Exactly `count` rows lie in `to`, recorded as its new owner's; all else is zero."""
+        """Exactly `count` rows are in `to`, recorded for its new owner; all else is zero."""
         page = self.page(to.slot)
         mine = LAYOUT.gather_rows(page, 0, PAGE_TOKENS)
         assert np.array_equal(mine[:count], LAYOUT.gather_rows(self.rows.data, 0, count))
@@ -95,7 +95,7 @@ class Bank:
         assert int(self.memory._valid[to.slot].sum()) == count
 
     def seal(self, extent: int = 0, at: int = 1) -> wire.FromPage:
-        """The page of rows as a sealed one, in place `at` of an extent of three."""
+        """The page of rows as a sealed one, in slot `at` of an extent of three."""
         page = bytearray(LAYOUT.page_bytes)
         page[: LAYOUT.payload_bytes] = self.rows.data
         path = self.folder / f"ext/{extent:06}.kv"
@@ -135,7 +135,7 @@ def test_no_more_rows_than_wanted(bank: Bank, wanted: int) -> None:
     bank.expect(wanted)
 
 
-def test_a_place_that_held_something_keeps_nothing_of_it(bank: Bank) -> None:
+def test_an_import_clears_the_earlier_content_of_its_slot(bank: Bank) -> None:
     bank.leave(256)
     bank.memory.reserve(TO)
     np.frombuffer(bank.memory._arena.page(0), np.uint8)[:] = 0xAA
@@ -145,7 +145,7 @@ def test_a_place_that_held_something_keeps_nothing_of_it(bank: Bank) -> None:
     bank.expect(9)
 
 
-def test_the_ledger_has_the_last_word_about_tokens(bank: Bank) -> None:
+def test_rows_whose_tokens_differ_from_the_ledger_are_not_imported(bank: Bank) -> None:
     bank.leave(100)
     for wrong in (0, 1, 63, 99):
         ids = IDS.copy()
@@ -173,7 +173,7 @@ def byte_of(row: int, layer: int, head: int, part: str) -> int:
 
 @pytest.mark.parametrize("part", ["k", "k scale", "v", "v scale"])
 @pytest.mark.parametrize(("layer", "head"), [(0, 0), (0, 1), (1, 1)])
-def test_a_changed_byte_ends_the_run_at_its_row(
+def test_a_changed_byte_ends_the_import_at_its_row(
     bank: Bank, part: str, layer: int, head: int
 ) -> None:
     bank.leave(200)
@@ -190,7 +190,7 @@ def test_a_changed_byte_ends_the_run_at_its_row(
 
 
 @pytest.mark.parametrize("field", ["digest", "token", "valid"])
-def test_a_changed_record_ends_the_run_at_its_row(bank: Bank, field: str) -> None:
+def test_a_changed_record_ends_the_import_at_its_row(bank: Bank, field: str) -> None:
     bank.leave(50)
     records = bank.mapping._records(1)
     for value in (0, 2):  # 2: "valid" is 1 or nothing
@@ -200,7 +200,7 @@ def test_a_changed_record_ends_the_run_at_its_row(bank: Bank, field: str) -> Non
         bank.expect(31)
 
 
-def test_a_torn_place_header_hides_the_place(bank: Bank) -> None:
+def test_a_torn_slot_header_hides_the_slot(bank: Bank) -> None:
     bank.leave(50)
     flip(bank.old.path, bank.old.shape.slot_header_offset(1) + 40)
     assert bank.import_rows() == 0
@@ -225,7 +225,7 @@ def test_rows_of_another_owner_are_not_imported(
     bank.leave(100)
     assert bank.import_rows(source=source, to=to) == 0
     bank.expect(0, to)
-    assert bank.import_rows() == 100  # the worker is none the worse
+    assert bank.import_rows() == 100  # the worker still imports
 
 
 def header(path: str, **changes: Any) -> None:
@@ -308,8 +308,8 @@ def test_a_file_that_shrinks_while_it_is_read_yields_no_row(bank: Bank) -> None:
     bank.expect(0)
 
 
-def test_a_free_place_that_is_poisoned_is_made_ready_for_rows(bank: Bank) -> None:
-    """A session that moves here meets no page fault; no other memory is touched."""
+def test_a_poisoned_free_slot_is_cleared_for_imported_rows(bank: Bank) -> None:
+    """A session that migrates here takes no page fault; no other memory is touched."""
     bank.memory.reserve(TO)
     bank.memory.poison(TO.slot)
     assert bank.memory._proof._own is None
@@ -320,7 +320,7 @@ def test_a_free_place_that_is_poisoned_is_made_ready_for_rows(bank: Bank) -> Non
     bank.expect(40)
 
 
-def test_several_pages_in_one_step_and_no_descriptor_left(bank: Bank) -> None:
+def test_several_pages_are_imported_in_one_step_without_a_descriptor_leak(bank: Bank) -> None:
     bank.leave(256, at=0, owner=SlotOwner(b"s", 3, 0, 0))
     bank.leave(40, at=1, owner=SlotOwner(b"s", 3, 2, 1))
     before = len(os.listdir("/proc/self/fd"))
@@ -335,7 +335,7 @@ def test_several_pages_in_one_step_and_no_descriptor_left(bank: Bank) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_rows_may_come_from_the_own_arena(bank: Bank) -> None:
+def test_rows_are_imported_from_the_arena_of_the_same_worker(bank: Bank) -> None:
     """A fork on one lane, or a slot that moves."""
     bank.leave(77)
     assert bank.import_rows() == 77
@@ -360,7 +360,7 @@ def test_rows_of_a_sealed_page_are_imported(bank: Bank, rows: int) -> None:
     bank.expect(rows)
 
 
-def test_a_sealed_page_is_imported_whole_or_not_at_all(bank: Bank) -> None:
+def test_a_sealed_page_is_imported_completely_or_not_at_all(bank: Bank) -> None:
     source = bank.seal()
     for wrong in (
         msgspec.structs.replace(source, seed=78),
@@ -377,8 +377,8 @@ def test_a_sealed_page_is_imported_whole_or_not_at_all(bank: Bank) -> None:
     bank.expect(0)
 
 
-def test_a_truncated_extent_ends_no_worker(bank: Bank) -> None:
-    """F18: what was mapped is no longer there; reading it would be a SIGBUS."""
+def test_a_truncated_extent_does_not_end_the_worker(bank: Bank) -> None:
+    """F18: mapped bytes past the end of the file; reading them through the mapping is a SIGBUS."""
     source = bank.seal()
     verify = wire.Verify(source.code, source.seed, source.checksum)
     assert bank.memory.is_sealed(verify)
@@ -447,7 +447,7 @@ def test_imported_rows_and_their_tokens_are_counted() -> None:
 # ------------------------------------------------------------------------ the other chores
 
 
-def test_relabelled_rows_prove_themselves_under_the_new_owner_alone(bank: Bank) -> None:
+def test_relabelled_rows_are_proven_for_the_new_owner_only(bank: Bank) -> None:
     bank.leave(200)
     assert bank.import_rows() == 200
     before = bank.page()
@@ -460,7 +460,7 @@ def test_relabelled_rows_prove_themselves_under_the_new_owner_alone(bank: Bank) 
     assert int(bank.memory._valid[0].sum()) == 150
 
 
-def test_relabelling_records_no_row_that_was_not_proven(bank: Bank) -> None:
+def test_relabelling_records_only_proven_rows(bank: Bank) -> None:
     bank.leave(200)
     for prepare, count in (
         (lambda: bank.memory._valid[0].__setitem__(70, 0), 70),
@@ -475,9 +475,7 @@ def test_relabelling_records_no_row_that_was_not_proven(bank: Bank) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 130, 255, 256])
-def test_a_partial_page_is_digested_without_what_lies_behind_its_rows(
-    bank: Bank, rows: int
-) -> None:
+def test_the_digest_of_a_partial_page_ends_with_its_rows(bank: Bank, rows: int) -> None:
     bank.leave(256)
     assert bank.import_rows() == 256
     digest = bank.memory.digest_slot(wire.Digest(0, rows))
@@ -487,11 +485,11 @@ def test_a_partial_page_is_digested_without_what_lies_behind_its_rows(
     assert digest == keys.payload_digest(clean)
 
 
-def test_touching_pages_never_fails_a_step(bank: Bank) -> None:
+def test_touching_missing_pages_does_not_fail_a_step(bank: Bank) -> None:
     bank.seal()
     bank.memory.touch((0, 1, 2))
     assert bank.memory.touch_failures == 0
-    os.truncate(bank.folder / "ext/000000.kv", 1)  # a plain read would be a SIGBUS now
+    os.truncate(bank.folder / "ext/000000.kv", 1)  # a read through the mapping would be a SIGBUS
     bank.memory.touch((1, 3, 7 << 32, ARENA_BIT | 1, -1))
     assert bank.memory.touch_failures == 5
 
@@ -533,7 +531,7 @@ async def decode(lane: Lane, tokens: list[int], codes: list[int], n: int) -> Non
         tokens.append(done.rows[0].token)
 
 
-async def test_a_new_worker_goes_on_where_the_killed_one_stopped(
+async def test_a_new_worker_continues_where_the_killed_one_stopped(
     pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:
     """Same tokens as an undisturbed run, and the same bytes in the page."""
@@ -570,7 +568,7 @@ async def test_a_new_worker_goes_on_where_the_killed_one_stopped(
     tokens.append(done.rows[0].token)
     await decode(lane, tokens, codes, 5)
     assert tokens[len(prompt) :] == expected
-    # Imported and computed rows prove themselves once more, under the new owner.
+    # Imported and computed rows are proven again, for the new owner.
     ident = second.arena_id
     for page, at in ((0, 5), (1, 4)):
         part = tokens[:-1][page * 256 :][:256]
@@ -580,7 +578,7 @@ async def test_a_new_worker_goes_on_where_the_killed_one_stopped(
     os.preadv(first.fd, [pages[0]], first.shape.page_offset(0))
     os.preadv(second.fd, [pages[1]], second.shape.page_offset(5))
     assert pages[0] == pages[1]
-    # The tail goes to a fork, is digested as a partial page, and pages that are not there
+    # The tail goes to a fork, is digested as a partial page, and missing pages
     # are touched: all in one frame of chores.
     rows = len(tokens) - 1 - 256
     step, payload = frame_of(
@@ -610,7 +608,7 @@ async def test_a_new_worker_goes_on_where_the_killed_one_stopped(
 
 
 @pytest.mark.parametrize("point", hashlm.POINTS)
-async def test_a_death_anywhere_in_a_step_costs_at_most_that_step(
+async def test_a_worker_death_within_a_step_costs_at_most_that_step(
     point: str, pocket_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F73, F77: rows are proven up to the last record, never beyond what was written."""
@@ -639,7 +637,7 @@ async def test_a_death_anywhere_in_a_step_costs_at_most_that_step(
     recorded = point in ("before_answer", "inside_answer")
     assert proven == len(prompt) + heard + recorded
     tokens = tokens[: proven + 1]
-    if recorded:  # its row is there, but what it said is not known: computed once more
+    if recorded:  # its row exists, but its output is lost: computed again
         start = len(tokens) - 1
         done = await lane.run(*frame_of([(start, tokens[-1:], codes)]), deadline_s=10)
         tokens.append(done.rows[0].token)

@@ -1,4 +1,4 @@
-"""Invalid pages and rows: what a session keeps, and what is not its lane's to cut."""
+"""Invalid pages and rows: what a session keeps, and which sessions a lane must not cut."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_session_keeps_the_pages_before_the_first_invalid_one(scene: Scene) ->
     assert not invalidation.fall_back(session, only_sealed=False)
 
 
-def test_open_rows_go_from_a_lane_that_drains(scene: Scene) -> None:
+def test_a_draining_lane_drops_open_rows(scene: Scene) -> None:
     scene.seal(1)
     add_open(scene, 10)
     session, invalidation = scene.session, scene.pages.invalidation
@@ -71,7 +71,9 @@ def test_dropped_rows_are_not_published(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(0, 0), (300, 1), (2000, 3)])
-def test_pages_of_a_turn_go_with_their_descendants(scene: Scene, tokens: int, kept: int) -> None:
+def test_pages_of_a_turn_are_invalidated_with_their_descendants(
+    scene: Scene, tokens: int, kept: int
+) -> None:
     scene.seal(3)
     session, other = scene.session, scene.member(2, 800)
     assert scene.pages.prefix.extend(other, other.salt, 0) is None
@@ -83,10 +85,10 @@ def test_pages_of_a_turn_go_with_their_descendants(scene: Scene, tokens: int, ke
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_pages_read_again_after_a_death(
+def test_pages_are_verified_again_after_a_worker_death(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, moves: bool
 ) -> None:
-    """The session falls back unless it left meanwhile: its table is another lane's then."""
+    """The session falls back unless it has left the lane, which then no longer owns its table."""
     scene.seal(3)
     session = scene.session
     bad = session.kv.sealed[1]

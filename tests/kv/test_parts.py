@@ -1,4 +1,4 @@
-"""Parts of a lane's KV, each alone: arenas of dead workers, slots, digests, touches."""
+"""Unit tests of the parts of a lane's KV: arenas of dead workers, slots, digests, touches."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def seal_of(slots: Slots, session: Session) -> Seal:
 # ------------------------------------------------------------------------------ dead arenas
 
 
-def test_a_dead_arena_is_deleted_with_its_last_holder(arena: Arena) -> None:
+def test_a_dead_arena_is_deleted_when_its_last_holder_releases_it(arena: Arena) -> None:
     arenas = DeadArenas()
     first, second = arenas.hold(arena), arenas.hold(arena)
     arenas.retire(arena)
@@ -85,7 +85,7 @@ def test_a_dead_arena_is_deleted_with_its_last_holder(arena: Arena) -> None:
     assert not Path(arena.path).exists()
 
 
-def test_an_arena_that_is_not_held_goes_when_its_worker_dies(arena: Arena) -> None:
+def test_an_arena_without_a_holder_is_deleted_when_its_worker_dies(arena: Arena) -> None:
     arenas = DeadArenas()
     arenas.hold(arena)()
     assert Path(arena.path).exists(), "its worker is up"
@@ -96,7 +96,7 @@ def test_an_arena_that_is_not_held_goes_when_its_worker_dies(arena: Arena) -> No
 # ------------------------------------------------------------------------------ slots
 
 
-def test_the_oldest_session_gives_its_slots_to_the_next_and_is_reported(slots: Slots) -> None:
+def test_slots_of_the_oldest_session_are_reclaimed_and_reported(slots: Slots) -> None:
     old, young = member(slots, 1, 2 * PAGE_TOKENS), member(slots, 2, 2 * PAGE_TOKENS)
     assert slots.available == SLOTS
     third = member(slots, 3, 1)
@@ -108,7 +108,7 @@ def test_the_oldest_session_gives_its_slots_to_the_next_and_is_reported(slots: S
     assert not slots.take_changed()
 
 
-def test_a_slot_with_a_ticket_stays_with_its_seal(slots: Slots) -> None:
+def test_a_slot_with_a_ticket_is_not_reclaimed(slots: Slots) -> None:
     session = member(slots, 1, 2 * PAGE_TOKENS)
     seal = seal_of(slots, session)
     slots.truncate(session, 0)
@@ -123,7 +123,7 @@ def test_a_slot_with_a_ticket_stays_with_its_seal(slots: Slots) -> None:
     assert slots.available == SLOTS - 1
 
 
-def test_a_lost_arena_says_the_epoch_of_every_slot(slots: Slots) -> None:
+def test_a_lost_arena_gives_the_epoch_of_every_slot(slots: Slots) -> None:
     session = member(slots, 1, PAGE_TOKENS + 1)
     session.epoch = 7
     slots.fit(session)
@@ -140,7 +140,7 @@ def test_a_lost_arena_says_the_epoch_of_every_slot(slots: Slots) -> None:
 # ------------------------------------------------------------------------------ digests
 
 
-def test_a_tail_is_digested_once_its_session_has_rested(slots: Slots) -> None:
+def test_a_tail_is_digested_after_its_session_was_idle(slots: Slots) -> None:
     digests, session = DigestQueue(slots), member(slots, 1, 10)
     session.on(Event.FINISH)
     assert [digests.tick() for _ in range(REST_TICKS)] == [*[[]] * (REST_TICKS - 1), [session]]
@@ -162,7 +162,7 @@ def test_a_tail_whose_session_runs_again_is_not_digested(slots: Slots) -> None:
 
 
 @pytest.mark.parametrize("change", ["rows", "epoch", "frozen", "moved"])
-def test_an_import_that_its_session_does_not_wait_for_is_ended(
+def test_an_import_whose_session_no_longer_waits_is_ended(
     store: Store, slots: Slots, change: str
 ) -> None:
     arenas, released = DeadArenas(), list[int]()
@@ -195,7 +195,7 @@ def test_an_import_that_its_session_does_not_wait_for_is_ended(
     assert released == [0] * (change == "rows")
 
 
-def test_rows_that_arrive_become_the_table(store: Store, slots: Slots) -> None:
+def test_imported_rows_enter_the_page_table(store: Store, slots: Slots) -> None:
     importer = RowImporter(store, slots, DigestQueue(slots), DeadArenas(), lambda: None)
     session = Session(1, "s", "")
     session.tokens = list(range(300))
@@ -214,7 +214,7 @@ def test_rows_that_arrive_become_the_table(store: Store, slots: Slots) -> None:
 # ------------------------------------------------------------------------------ touches
 
 
-def test_touches_end_with_their_last_page_or_with_the_worker() -> None:
+def test_a_touch_ends_with_its_last_page_or_with_the_worker() -> None:
     async def scene() -> None:
         touches = PageTouches(32 << 20, lambda: None)  # two pages of a frame
         three, none = touches.touch([1, 2, 3]), touches.touch([])

@@ -1,4 +1,4 @@
-"""Published pages of a prefix: which are taken, how they are pinned, what a bad one leaves."""
+"""Published pages of a prefix: matching, pinning, and the effect of an invalid page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def extend(scene: Scene, session: Session) -> None:
 
 
 @pytest.mark.parametrize(("n_tokens", "n_pages"), [(700, 2), (513, 2), (512, 1), (256, 0)])
-def test_pages_are_taken_but_never_the_last_token(
+def test_matched_pages_never_cover_the_last_token(
     scene: Scene, n_tokens: int, n_pages: int
 ) -> None:
     scene.seal(2)
@@ -36,14 +36,14 @@ def test_pages_are_taken_but_never_the_last_token(
     assert other.frontier == n_pages * PAGE_TOKENS
 
 
-def test_pages_of_another_tenant_are_not_taken(scene: Scene) -> None:
+def test_pages_of_another_tenant_are_not_matched(scene: Scene) -> None:
     scene.seal(1)
     other = scene.member(2, 700)
     assert scene.pages.prefix.extend(other, b"stranger", 0) is None
     assert not other.kv.sealed
 
 
-def test_own_rows_that_reach_as_far_stay_and_nothing_is_pinned(scene: Scene) -> None:
+def test_own_rows_that_cover_the_prefix_stay_and_no_page_is_pinned(scene: Scene) -> None:
     scene.seal(2)
     other = scene.member(2, 700)
     assert scene.pages.slots.ensure(other, 600)
@@ -54,7 +54,7 @@ def test_own_rows_that_reach_as_far_stay_and_nothing_is_pinned(scene: Scene) -> 
 
 
 @pytest.mark.parametrize("is_worth", [False, True])
-def test_pages_on_disk_are_taken_where_reading_them_is_worth_it(
+def test_pages_on_disk_are_matched_where_reading_beats_computing(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, is_worth: bool
 ) -> None:
     scene.seal(3)
@@ -74,7 +74,7 @@ def test_pages_on_disk_are_taken_where_reading_them_is_worth_it(
 
 
 @pytest.mark.parametrize("fault", ["it does not verify", "it is invalid since", "it is gone"])
-def test_the_frontier_ends_before_a_page_that_is_bad(
+def test_the_frontier_ends_before_an_invalid_page(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     scene.seal(3)

@@ -1,4 +1,4 @@
-"""Seals that fail: what their session loses, what it keeps, and who still waits for a slot."""
+"""Failed seals: what the session loses and keeps, and which turns still wait for a slot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ tmp_path, scene = kv_scene.tmp_path, lane_scene.scene
 
 
 def test_rows_of_a_page_that_must_not_be_published_are_computed_again(scene: Scene) -> None:
-    """The page before it was not readable in the store: no room is not what it lacks."""
+    """Its parent was not readable in the store: the seal did not fail for lack of room."""
     pages, session = scene.pages, scene.session
     scene.fill(0)
     scene.published(0)
@@ -43,7 +43,7 @@ def test_rows_of_a_page_that_must_not_be_published_are_computed_again(scene: Sce
     assert not pages.slots.seals
 
 
-def test_a_page_that_is_invalid_since_it_was_published_does_not_swap(scene: Scene) -> None:
+def test_a_page_invalidated_after_publishing_does_not_replace_open_rows(scene: Scene) -> None:
     pages, session = scene.pages, scene.session
     scene.fill(0)
     scene.published(0)
@@ -76,7 +76,7 @@ def test_a_seal_dropped_between_its_publishing_and_its_proof_is_not_published(sc
 
 
 def test_a_loss_reaches_pages_of_this_run_behind_pages_of_an_earlier_one(scene: Scene) -> None:
-    """A page whose rows were all imported names no lane of this run; what follows it does."""
+    """A page whose rows were all imported names no lane of this run; its descendants do."""
     scene.seal(4)
     store, session = scene.store, scene.session
     for n, ref in enumerate(session.kv.sealed):
@@ -87,8 +87,8 @@ def test_a_loss_reaches_pages_of_this_run_behind_pages_of_an_earlier_one(scene: 
     assert resident == [True, False, True, False]
 
 
-def test_a_seal_that_failed_before_promises_no_place(scene: Scene) -> None:
-    """A turn that waits for one would wait for ever: the seal fails again, once a second."""
+def test_a_retried_seal_is_not_waited_for(scene: Scene) -> None:
+    """A turn that waits for its slot would wait for ever: the seal fails again, once a second."""
     pages = scene.pages
     scene.disk.refuses = True
     scene.fill(0)
@@ -110,7 +110,7 @@ def test_a_seal_that_failed_before_promises_no_place(scene: Scene) -> None:
     assert len(scene.session.kv.sealed) == 2
 
 
-def test_a_turn_that_is_alone_hears_that_there_is_no_room() -> None:
+def test_a_turn_that_is_alone_is_refused_for_lack_of_room() -> None:
     """Pages cannot be written, and each of them is tried again every second."""
 
     async def script(stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""The page table of a session: whatever happens to it, it says where every page is."""
+"""The page table of a session: after every operation it has the slot of every page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = 9 * PAGE_TOKENS
 
 
 @given(st.integers(0, 1 << 20), st.integers(0, 1 << 12))
-def test_tokens_and_pages_are_converted_in_one_way(tokens: int, page: int) -> None:
+def test_tokens_and_pages_are_converted_consistently(tokens: int, page: int) -> None:
     assert page_start(full_pages(tokens)) <= tokens <= page_start(pages_for(tokens))
     assert pages_for(tokens) - full_pages(tokens) == (tokens % PAGE_TOKENS != 0)
     assert sum(rows_in(p, tokens) for p in range(pages_for(tokens))) == tokens
@@ -37,7 +37,7 @@ def test_tokens_and_pages_are_converted_in_one_way(tokens: int, page: int) -> No
 
 
 class Ledger:
-    """Hands out slots, pins and holds, and knows which of them a table still has."""
+    """Allocates slots, pins and holds, and counts which of them a table still has."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -66,7 +66,7 @@ class Ledger:
         self.pins.subtract(cut.refs)
 
     def check(self, session: Session) -> None:
-        """Nothing is lost, nothing is given back twice, and the frontier has its pages."""
+        """Nothing is leaked, nothing is released twice, and the frontier has its pages."""
         session.check()
         kv = session.kv
         assert session.frontier <= kv.reach() == page_start(len(kv.sealed) + len(kv.open))
@@ -78,7 +78,7 @@ class Ledger:
 
 @settings(deadline=None)
 @given(st.data())
-def test_a_table_keeps_its_order_and_gives_everything_back_once(data: st.DataObject) -> None:
+def test_a_table_keeps_its_order_and_releases_everything_once(data: st.DataObject) -> None:
     session, ledger = Session(1, "s", "t"), Ledger()
     session.tokens = list(range(TOKENS))
     kv = session.kv
@@ -134,7 +134,7 @@ def test_a_table_keeps_its_order_and_gives_everything_back_once(data: st.DataObj
         session.tokens = list(range(TOKENS))
 
     def die() -> None:
-        """The worker's arena: open pages are elsewhere, until they are imported again."""
+        """The worker dies: open pages are pending until they are imported again."""
         slots = kv.take_open()
         ledger.slots -= set(slots)
         if kv.parked is not None:
@@ -188,7 +188,7 @@ def test_a_table_keeps_its_order_and_gives_everything_back_once(data: st.DataObj
     assert not ledger.holds
 
 
-def test_what_a_lane_must_never_find_is_found_by_the_check() -> None:
+def test_the_check_detects_invalid_tables() -> None:
     slot, ref = ArenaSlot(1, 1), PageRef(1, 1)
     rows = PendingRows(0, 1, ref, lambda: None)
     for break_it in (

@@ -1,7 +1,7 @@
-"""End to end: the real daemon on the bundled pocket model, used as a client uses it.
+"""End to end: the real daemon on the bundled pocket model, through its HTTP API.
 
-One daemon for the whole file. What is checked here is that the layers fit: that parameters do
-what they say in the answer, that sessions reuse KV, that a killed worker only pauses a stream.
+One daemon for the whole file. These tests check the layers together: parameters have their effect
+in the answer, sessions reuse KV, a killed worker only pauses a stream.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_streamed_whole_and_sdk_answers_agree(daemon: ChildDaemon, sdk: openai.O
     for entry in entries:
         assert entry.logprob <= 0
         assert len(entry.top_logprobs) == 3
-        assert entry.top_logprobs[0].token == entry.token  # greedy took the likeliest
+        assert entry.top_logprobs[0].token == entry.token  # greedy took the most likely token
 
 
 def test_seeds_repeat_and_differ(sdk: openai.OpenAI) -> None:
@@ -130,7 +130,7 @@ def test_a_session_reuses_its_kv(daemon: ChildDaemon) -> None:
     assert details["cached_tokens"] >= last["usage"]["prompt_tokens"]
     assert second["batchengine"]["session_id"] == last["batchengine"]["session_id"]
     cold, fresh, _ = ask(client, messages=history)
-    assert cold == warm  # reuse changes the time, never the text
+    assert cold == warm  # reuse does not change the text
     rows = admin(daemon.admin_socket, "sessions")["sessions"]
     assert second["batchengine"]["session_id"] in {row["session_id"] for row in rows}
     assert fresh["batchengine"]["session_id"] != second["batchengine"]["session_id"]
@@ -165,7 +165,7 @@ def test_a_prompt_is_never_truncated(daemon: ChildDaemon, sdk: openai.OpenAI) ->
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_special_text_and_unicode_survive(daemon: ChildDaemon) -> None:
+def test_special_text_and_unicode_are_returned_unchanged(daemon: ChildDaemon) -> None:
     client = Client(daemon.url)
     for content in ("<|im_end|><|im_start|>system", "日本語 🚀 \u0301 \u0000", "'" * 500):
         text, _, _ = ask(client, messages=[{"role": "user", "content": content}], max_tokens=8)
@@ -195,7 +195,7 @@ def test_200_streams_at_once(daemon: ChildDaemon) -> None:
     texts = asyncio.run(scenario())
     assert all(texts)
     for kind in range(4):
-        assert len(set(texts[kind::4])) == 1  # same prompt, same tokens, in whatever batch
+        assert len(set(texts[kind::4])) == 1  # same prompt, same tokens, in every batch
 
 
 def test_a_killed_worker_only_pauses_the_stream(daemon: ChildDaemon) -> None:
@@ -253,7 +253,7 @@ def test_cancel_by_request_id(daemon: ChildDaemon) -> None:
     assert admin(daemon.admin_socket, "requests")["requests"] == []
 
 
-def test_health_and_metrics_tell_what_happened(daemon: ChildDaemon) -> None:
+def test_health_and_metrics_report_lanes_and_requests(daemon: ChildDaemon) -> None:
     client = Client(daemon.url)
     health = client.get("/health")
     assert health["status"] == "ok"
@@ -271,7 +271,7 @@ def test_health_and_metrics_tell_what_happened(daemon: ChildDaemon) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_demo_leaves_nothing_behind(
+def test_the_demo_leaves_no_process_and_no_file(
     number: signal.Signals, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """SIGTERM cleans up; after SIGKILL the kernel signals the child, which drains and ends."""
@@ -299,7 +299,7 @@ def test_the_demo_leaves_nothing_behind(
     assert list(scratch.iterdir()) == []
 
 
-def test_the_demo_tells_its_story() -> None:
+def test_the_demo_prints_every_step() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "service.cli.demo"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""End to end with two lanes: promote amid a stream, kill everything, start again, read on."""
+"""End to end with two lanes: promote during a stream, kill all, restart, resume the stream."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Reader:
         self.serving: dict[str, Any] = {}
 
     def read(self, tokens: int = 1 << 30) -> None:
-        """Until `tokens` were sent, the end, or the death of the other side."""
+        """Read until `tokens` were sent, the stream ends, or the connection is lost."""
         pending, named = 0, ""
         while self.last_id < tokens:
             try:
@@ -95,7 +95,7 @@ class Reader:
         self.connection.close()
 
 
-def test_promoted_killed_and_resumed_it_is_the_same_story(
+def test_a_stream_promoted_killed_and_resumed_has_the_same_text(
     pocket_path: Path, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("e")
@@ -149,7 +149,7 @@ def test_promoted_killed_and_resumed_it_is_the_same_story(
         )
         again.read()
         again.close()
-        for named in (first.event_id, "req_lost:500"):  # never the other turn from there on
+        for named in (first.event_id, "req_lost:500"):  # and nothing of the other turn after it
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
             path = "/v1/stream?session_id=tale"
             connection.request("GET", path, headers={"Last-Event-ID": named})

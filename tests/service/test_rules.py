@@ -1,4 +1,4 @@
-"""Session and SLA carriers as tables, notifications, the admin socket, and binding rules."""
+"""Session and SLA carriers, notifications, the admin socket, and rules for listening addresses."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ NEVER: Pairs = [
 ]
 
 
-def test_session_carriers_win_in_the_documented_order() -> None:
-    """Each carrier wins over everything after it: take them away one by one from the top."""
+def test_session_carriers_have_the_documented_precedence() -> None:
+    """Each carrier has precedence over all after it: remove them one by one from the top."""
     fields: dict[str, Any] = {
         "batchengine": {"session_id": "extension"},
         "session_id": "vllm",
@@ -90,14 +90,16 @@ def test_session_carriers_win_in_the_documented_order() -> None:
         del fields[field]
     assert (
         carriers.session_of(body_of(fields), headers_of(NEVER), "t") is None
-    )  # `user` is a person
+    )  # `user` names a person, not a session
 
 
 def test_session_ids_are_bound_to_their_tenant() -> None:
     ours = session_ids.session_key("a", "my session")
     assert ours == session_ids.session_key("a", "my session")
     assert ours != session_ids.session_key("b", "my session")
-    assert session_ids.session_key("a", ours) == ours  # what we handed out comes back unchanged
+    assert (
+        session_ids.session_key("a", ours) == ours
+    )  # an id that the daemon issued is kept unchanged
     assert session_ids.session_key("b", ours) != ours
     assert session_ids.session_key("", "x") != session_ids.session_key("x", "")  # length-prefixed
     forged = ours[:-1] + ("a" if ours[-1] != "a" else "b")
@@ -140,7 +142,7 @@ def test_class_carriers(
     assert found.sla_class == expected
 
 
-def test_targets_and_priorities() -> None:
+def test_targets_and_priorities_are_read_from_their_carriers() -> None:
     def resolve(fields: dict[str, Any], pairs: Pairs) -> Any:
         return carriers.sla_of(body_of(fields), headers_of(pairs), Caller(), Config())
 
@@ -153,7 +155,10 @@ def test_targets_and_priorities() -> None:
     found = resolve({}, pairs)
     assert (found.ttft_ms, found.tpot_ms, found.ttlt_ms) == (250.0, 40.5, 60000.0)
     found = resolve({"batchengine": {"ttft_ms": 100}}, pairs)
-    assert (found.ttft_ms, found.tpot_ms) == (100.0, 40.5)  # each value has its own first carrier
+    assert (found.ttft_ms, found.tpot_ms) == (
+        100.0,
+        40.5,
+    )  # precedence holds for each value separately
     assert resolve({"priority": 5}, []).priority == -5  # vLLM: lower = sooner
     hints = {"nvext": {"agent_hints": {"priority": 7}}, "priority": 5}
     assert resolve(hints, []).priority == 7
@@ -168,7 +173,7 @@ def test_targets_and_priorities() -> None:
     assert caught.value.kind is Kind.INVALID
 
 
-def test_a_later_carrier_is_not_read_when_an_earlier_one_wins() -> None:
+def test_a_later_carrier_is_not_read_when_an_earlier_one_has_a_value() -> None:
     found = carriers.sla_of(
         body_of({"batchengine": {"class": "batch"}, "service_tier": "nonsense"}),
         headers_of([]),
@@ -190,7 +195,7 @@ def test_a_later_carrier_is_not_read_when_an_earlier_one_wins() -> None:
         ("192.168.1.5", True, True, True),
     ],
 )
-def test_a_reachable_address_needs_key_and_tls(
+def test_a_non_local_address_needs_a_key_and_tls(
     host: str, keys: bool, tls: bool, fine: bool
 ) -> None:
     config = Config(
@@ -216,7 +221,7 @@ def test_key_files(tmp_path: Path) -> None:
         access.key_lines(tmp_path / "nothing")
 
 
-def test_a_port_in_use_names_the_fix() -> None:
+def test_the_error_of_a_port_in_use_has_a_fix() -> None:
     with listener.bind("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         with pytest.raises(BatchEngineError) as caught:
@@ -228,7 +233,7 @@ def test_a_port_in_use_names_the_fix() -> None:
         listener.bind("203.0.113.7", 0)
 
 
-def test_notifications_reach_the_manager(tmp_path: Path) -> None:
+def test_notifications_reach_the_service_manager(tmp_path: Path) -> None:
     path = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(path))
@@ -262,7 +267,7 @@ def test_notifications_reach_the_manager(tmp_path: Path) -> None:
                 manager.recv(4096)
             except BlockingIOError:
                 break
-        alive = False  # a stuck engine must not be kept alive
+        alive = False  # no watchdog ping for an engine that does not progress
         asyncio.run(watch())
         with pytest.raises(BlockingIOError):
             manager.recv(4096)
@@ -322,7 +327,7 @@ async def test_admin_socket(tmp_path: Path) -> None:
             writer.write(line)
             answer = json.loads(await reader.readline())
             assert answer["ok"] is False
-        writer.write(b"x" * 100_000 + b"\n")  # beyond the limit: hung up, not buffered
+        writer.write(b"x" * 100_000 + b"\n")  # beyond the limit: disconnected, not buffered
         assert await reader.read() == b""
         writer.close()
         assert (await ask("status"))["ok"]
@@ -331,13 +336,13 @@ async def test_admin_socket(tmp_path: Path) -> None:
         with pytest.raises(BatchEngineError, match="another daemon answers"):
             await second.open()
         await second.close()
-        assert path.exists()  # the loser leaves the winner's socket alone
+        assert path.exists()  # the second daemon leaves the socket of the first one
         await admin.close()
         assert not path.exists()
 
 
 async def test_a_new_connection_of_the_admin_socket_is_closed_with_it(tmp_path: Path) -> None:
-    """Also a connection whose task has not begun to run: its transport would stay open for good."""
+    """Also a connection whose task has not begun: its transport would never be closed."""
     path = tmp_path / "admin.sock"
     async with serving() as served:
         admin = AdminSocket(path, served.service, lambda: None)
@@ -355,7 +360,7 @@ async def test_a_new_connection_of_the_admin_socket_is_closed_with_it(tmp_path: 
         assert admin._connections == {}
 
 
-async def test_a_stale_admin_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+async def test_a_stale_admin_socket_is_replaced_and_a_plain_file_is_not(tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
@@ -380,7 +385,7 @@ async def test_admin_refuses_other_users(tmp_path: Path, monkeypatch: pytest.Mon
         await admin.close()
 
 
-def test_no_daemon_answers(tmp_path: Path) -> None:
+def test_a_missing_daemon_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BatchEngineError) as caught:
         client.admin(str(tmp_path / "none"), "status")
     assert caught.value.name == "no_daemon"
@@ -392,7 +397,7 @@ def test_no_daemon_answers(tmp_path: Path) -> None:
             client.Client(bad)
 
 
-def test_another_users_daemon_is_not_called_absent(
+def test_a_daemon_of_another_user_is_not_reported_as_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(sock: socket.socket, address: Any) -> None:
@@ -406,7 +411,7 @@ def test_another_users_daemon_is_not_called_absent(
     assert main.exit_code(caught.value) == 1
 
 
-def test_a_lost_connection_is_not_called_absent(tmp_path: Path) -> None:
+def test_a_lost_connection_is_not_reported_as_an_absent_daemon(tmp_path: Path) -> None:
     for family, address in (
         (socket.AF_UNIX, str(tmp_path / "a.sock")),
         (socket.AF_INET, ("127.0.0.1", 0)),
@@ -431,7 +436,7 @@ def test_a_lost_connection_is_not_called_absent(tmp_path: Path) -> None:
         assert caught.value.why
 
 
-async def test_the_small_client_streams_and_reports_errors() -> None:
+async def test_the_client_streams_and_reports_errors() -> None:
     engine = FakeEngine()
     async with serving(engine) as served:
 
@@ -450,7 +455,7 @@ async def test_the_small_client_streams_and_reports_errors() -> None:
         await asyncio.to_thread(talk)
 
 
-async def test_closing_a_stream_of_the_small_client_cancels_it() -> None:
+async def test_closing_a_stream_of_the_client_cancels_it() -> None:
     engine = FakeEngine(reply=["x"] * 1000, delay_s=0.02)
     async with serving(engine) as served:
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: output, exit codes, errors, and import time."""
+"""The command line: output, exit codes, errors, and import time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import batchengine
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# A daemon around the fake engine: everything is real but the arithmetic.
+# A daemon around the fake engine: only the computation is fake.
 DAEMON = """
 import sys
 from batchengine import config
@@ -107,7 +107,7 @@ def daemon(
         process.stdout.close()
 
 
-def test_version_is_instant_and_light() -> None:
+def test_version_is_fast_and_imports_little() -> None:
     done = cli("version")
     assert done.returncode == 0
     assert done.stdout.startswith(f"batchengine {batchengine.__version__}")
@@ -141,7 +141,7 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
         assert option in serve, option
 
 
-# arguments, exit code, words the one line must hold
+# arguments, exit code, words that the line must contain
 BAD_USAGE: list[tuple[list[str], int, tuple[str, ...]]] = [
     (["srve"], 2, ("serve",)),
     (["serve", "--port", "abc"], 2, ("--port",)),
@@ -166,7 +166,7 @@ BAD_USAGE: list[tuple[list[str], int, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), BAD_USAGE)
-def test_errors_are_one_readable_line(
+def test_errors_are_one_line_without_a_traceback(
     arguments: list[str], code: int, words: tuple[str, ...]
 ) -> None:
     done = cli(*arguments)
@@ -180,7 +180,7 @@ def test_errors_are_one_readable_line(
         assert word in lines[0], (word, lines[0])
 
 
-def test_a_key_that_no_header_can_hold_is_one_line() -> None:
+def test_a_key_that_no_header_can_hold_is_an_error_of_one_line() -> None:
     for key in ("one\ntwo", "schlüssel"):
         done = cli("chat", BATCHENGINE_API_KEY=key)
         assert done.returncode == 1
@@ -264,7 +264,7 @@ def wait_for(condition: Any, seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path) -> None:
     with daemon(tmp_path, 2000, 0.05) as running:
         threading.Thread(target=lambda: swallow(ask, running.url), daemon=True).start()
         wait_for(lambda: len(requests_of(running)) == 1)
@@ -277,7 +277,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         assert not Path(running.admin).exists()
 
 
-def test_the_first_signal_after_a_drain_command_cuts_nothing(tmp_path: Path) -> None:
+def test_the_first_signal_after_a_drain_command_does_not_end_the_drain(tmp_path: Path) -> None:
     from service.admin.client import admin
 
     with daemon(tmp_path, 40, 0.05) as running:
@@ -315,7 +315,7 @@ def test_drain_over_the_admin_socket(tmp_path: Path) -> None:
         assert "drain command" in running.output()
 
 
-def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+def test_a_port_in_use_is_an_error_of_one_line(tmp_path: Path) -> None:
     with daemon(tmp_path) as running:
         port = running.url.split(":")[2].split("/")[0]
         model = tmp_path / "fake.gguf"

@@ -1,4 +1,4 @@
-"""The commands about sessions and the store: what they print, find, refuse and exit with."""
+"""The commands about sessions and the store: output, lookup, refusals and exit codes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def with_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str], scenario: An
     return engine
 
 
-def test_sessions_go_by_three_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sessions_are_found_by_id_name_or_part_of_the_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def scenario(ask: Asked, engine: FakeEngine) -> None:
         for name in (TALE, "tale", TALE[:12], TALE[3:12]):
             code, out, _ = await ask("promote", name, "--to", "fast")
@@ -83,10 +85,10 @@ def test_sessions_go_by_three_names(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert (await ask("promote", "be_cccc"))[0] == 0
         assert engine.calls[-1][1] == "alpha"
         assert (await ask("promote", "be_cccc", "--key-name", "beta"))[0] == 1
-        assert (await ask("promote", "tal"))[0] == 1  # no beginning of anything
+        assert (await ask("promote", "tal"))[0] == 1  # no prefix of an id
         code, _, err = await ask("promote", "tale", "--to", "gpu9")
         assert (code, "fast or bulk" in err) == (1, True)
-        engine.asleep = [("", TALE)]  # no longer in memory: the ledger knows it
+        engine.asleep = [("", TALE)]  # no longer in memory: found in the ledger
         for name in ("tale", TALE[:12]):
             assert (await ask("sessions", "why", name))[0] == 0
             code, _, err = await ask("promote", name)
@@ -117,7 +119,7 @@ def test_a_session_dropped_since_it_was_found_is_reported_as_the_operator_named_
     with_daemon(tmp_path, capsys, scenario)
 
 
-def test_sessions_are_listed_shown_parked_forked_and_forgotten(
+def test_sessions_are_listed_shown_parked_forked_and_dropped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def scenario(ask: Asked, engine: FakeEngine) -> None:
@@ -162,7 +164,7 @@ def test_sessions_are_listed_shown_parked_forked_and_forgotten(
     with_daemon(tmp_path, capsys, scenario)
 
 
-def test_what_is_gone_is_printed_when_the_next_name_is_refused(
+def test_dropped_sessions_are_printed_when_the_next_name_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def scenario(ask: Asked, engine: FakeEngine) -> None:
@@ -241,7 +243,7 @@ def test_commands_are_checked_field_by_field(
     with_daemon(tmp_path, capsys, scenario)
 
 
-def test_arguments_that_are_nothing_are_answered_plainly(
+def test_arguments_that_name_no_session_are_refused_with_a_fix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def scenario(ask: Asked, engine: FakeEngine) -> None:
@@ -263,7 +265,7 @@ def test_arguments_that_are_nothing_are_answered_plainly(
     with_daemon(tmp_path, capsys, scenario)
 
 
-def test_texts_for_what_did_not_happen() -> None:
+def test_texts_of_aborted_moves_missing_turns_and_units() -> None:
     aborted = {"source": "bulk", "target": "fast", "result": "aborted: the destination died"}
     assert render.move_line(aborted) == "stays on bulk: the destination died"
     assert render.move_line({**aborted, "result": "already there"}) == "is on fast already"
@@ -277,7 +279,7 @@ def test_texts_for_what_did_not_happen() -> None:
     assert render.size(1 << 60) == "1,048,576.0 TiB"
 
 
-def test_fsck_says_what_it_found_and_exits_with_it(
+def test_fsck_prints_its_findings_and_sets_the_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from kv_store.store import Store

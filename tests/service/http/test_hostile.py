@@ -1,4 +1,4 @@
-"""Hostile and broken requests: each gets its own 4xx with a code, a parameter and a fix."""
+"""Hostile and broken requests: each is answered by a 4xx with a code, a parameter and a fix."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
 ]  # fmt: skip
 
 
-async def test_wrong_fields_are_named() -> None:
+async def test_wrong_fields_are_named_in_the_error() -> None:
     async with serving() as served:
         for path, body, status, code, param in BAD_FIELDS:
             for stream in (False, True):  # streaming must not turn errors into events
@@ -149,7 +149,7 @@ async def test_wrong_fields_are_named() -> None:
         assert served.engine.generations == []
 
 
-async def test_context_errors_hold_both_numbers_and_never_truncate() -> None:
+async def test_context_errors_give_both_lengths_and_never_truncate() -> None:
     async with serving() as served:
         _, reply, _ = await post(served, TEXT, {"prompt": "x" * 2048})
         assert reply["error"]["n_prompt_tokens"] == 2048
@@ -199,7 +199,7 @@ async def test_bodies_that_are_not_json() -> None:
 
 
 async def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R16: whatever is in it, a large body must not hold up other clients."""
+    """R16: a large body must not delay other clients, whatever its content."""
     seen: list[tuple[str, bool]] = []
 
     def watch(module: Any, name: str) -> None:
@@ -239,7 +239,7 @@ async def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.Monke
         assert {name for name, _ in seen} == {"decode_request", "_messages", "_prompts"}
         assert not any(on_main for _, on_main in seen)
         await post(served, CHAT, chat())
-        assert seen[-1] == ("_messages", True)  # a small one is not worth a thread
+        assert seen[-1] == ("_messages", True)  # a small one is read on the event loop
         answer = await served.raw(
             f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000000\r\n"
             "Content-Type: application/json\r\n\r\n".encode()
@@ -247,7 +247,7 @@ async def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.Monke
         assert answer.startswith(b"HTTP/1.1 413 ")  # cannot fit 2,048 tokens: not even read
 
 
-async def test_one_bad_request_harms_no_other() -> None:
+async def test_a_bad_request_does_not_affect_others() -> None:
     engine = FakeEngine(reply=["x"] * 50, delay_s=0.01)
     async with serving(engine) as served:
         stream = asyncio.create_task(post(served, CHAT, chat()))
@@ -294,7 +294,7 @@ async def test_content_headers() -> None:
         assert answer.startswith(b"HTTP/1.1 415 ")
 
 
-async def test_a_body_too_large_is_413_whether_it_says_so_or_not() -> None:
+async def test_a_body_too_large_is_413_with_and_without_a_length() -> None:
     config = fake_config(body_bytes_max=10_000)
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     async with serving(config=config) as served:
@@ -363,7 +363,7 @@ MALFORMED: list[bytes] = [
 ]
 
 
-async def test_malformed_http_is_refused_and_the_daemon_lives() -> None:
+async def test_malformed_http_is_refused_and_the_daemon_continues() -> None:
     async with serving() as served:
         for data in MALFORMED:
             answer = await served.raw(data, timeout_s=2)
@@ -374,8 +374,8 @@ async def test_malformed_http_is_refused_and_the_daemon_lives() -> None:
         assert (await post(served, CHAT, chat()))[0] == 200
 
 
-async def test_expect_is_answered_like_everything_else() -> None:
-    """aiohttp asks about Expect before any middleware of ours."""
+async def test_expect_is_answered_like_other_headers() -> None:
+    """aiohttp handles Expect before any middleware of the service."""
 
     def head(*lines: str) -> bytes:
         fixed = (f"POST {CHAT} HTTP/1.1", "Content-Type: application/json", "Content-Length: 9")
@@ -481,7 +481,7 @@ async def test_every_route_needs_the_key() -> None:
                     assert reply.status != 401, (method, path)
 
 
-async def test_keys_are_tenants_and_carry_a_class() -> None:
+async def test_keys_have_a_tenant_and_a_class() -> None:
     async with serving(config=with_keys()) as served:
         seen: list[tuple[str, str | None, SlaClass]] = []
         for headers in (
@@ -497,7 +497,7 @@ async def test_keys_are_tenants_and_carry_a_class() -> None:
         assert seen[0][1] == seen[1][1] != seen[2][1]  # one name, two tenants, two sessions
         assert [s[2] for s in seen] == ["standard", "standard", "background"]
 
-        # another tenant's session id is just a name to this one
+        # another tenant's session id is only a name for this one
         foreign, mine = seen[0][1], {"x-api-key": "beta-key-4567"}
         assert foreign is not None
         await post(served, CHAT, chat(session_id=foreign), headers=mine)
@@ -515,7 +515,7 @@ async def test_no_answer_repeats_a_key_or_a_path(caplog: pytest.LogCaptureFixtur
             assert "/somewhere" not in text
         assert marker not in caplog.text
         assert "alpha-key" not in caplog.text
-    assert "class=standard" in caplog.text  # it did log something
+    assert "class=standard" in caplog.text  # the log is not empty
 
 
 async def test_an_unexpected_exception_is_a_500_without_details(
@@ -533,10 +533,10 @@ async def test_an_unexpected_exception_is_a_500_without_details(
         assert "secret" not in json.dumps(reply)
         assert reply["error"]["what"].split()[-1].startswith("req_")
         assert (await post(served, "/v1/chat/completions", {"messages": []}))[0] == 400
-    assert "secret" in caplog.text  # the log is where the details belong
+    assert "secret" in caplog.text  # the details are in the log
 
 
-async def test_half_admitted_choices_are_called_off() -> None:
+async def test_admitted_choices_are_cancelled_when_another_one_is_refused() -> None:
     engine = FakeEngine()
     real = engine.submit
 

@@ -1,4 +1,4 @@
-"""The HTTP service over a real port: answers, streams, the OpenAI SDK, and many at once."""
+"""The HTTP service over a real port: answers, streams, the OpenAI SDK, concurrency."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def data_of(blocks: list[str]) -> list[dict[str, Any]]:
 
 
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Waits for something that other tasks bring about."""
+    """Wait for a condition that other tasks make true."""
     deadline = asyncio.get_running_loop().time() + seconds
     for _ in range(100_000):
         if condition():
@@ -52,7 +52,7 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_chat_stream_order_is_golden() -> None:
+async def test_chat_stream_events_come_in_the_documented_order() -> None:
     async with serving() as served:
         body = chat(stream_options={"include_usage": True}, seed=7)
         blocks = await events(served, "/v1/chat/completions", body)
@@ -77,7 +77,7 @@ async def test_chat_stream_order_is_golden() -> None:
         assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
 
 
-async def test_without_usage_the_last_chunk_carries_the_facts() -> None:
+async def test_without_usage_the_last_chunk_has_the_extension_fields() -> None:
     async with serving() as served:
         chunks = data_of(await events(served, "/v1/chat/completions", chat()))
         assert "usage" not in chunks[0]
@@ -124,7 +124,7 @@ async def test_every_parameter_reaches_the_engine() -> None:
         assert (await post(served, "/v1/chat/completions", body))[0] == 200
         request = served.engine.generations[0].request
         sampling = request.sampling
-        # binary32, not binary64: 0.7 is not 0.7 any more
+        # 0.7 rounded to binary32
         assert sampling.temperature == 0.699999988079071
         assert sampling.top_p == 0.8999999761581421
         assert sampling.min_p == 0.05000000074505806
@@ -182,14 +182,14 @@ async def test_message_forms_reach_the_template_as_plain_text() -> None:
         assert served.engine.text.chats[1][1] is None
 
 
-async def test_n_choices_have_their_own_seeds_and_one_session() -> None:
+async def test_n_choices_have_separate_seeds_and_one_session() -> None:
     async with serving() as served:
         body = chat(n=3, seed=11, session_id="mine")
         status, reply, _ = await post(served, "/v1/chat/completions", body)
         assert status == 200
         assert [c["index"] for c in reply["choices"]] == [0, 1, 2]
         assert reply["usage"]["completion_tokens"] == 9
-        assert reply["usage"]["prompt_tokens"] == 9  # one prompt, counted once
+        assert reply["usage"]["prompt_tokens"] == 9  # the prompt is counted once
         requests = [g.request for g in served.engine.generations]
         seeds = [r.sampling.seed for r in requests]
         assert seeds[0] == 11
@@ -291,7 +291,7 @@ async def test_keep_alive_comments_and_visible_noops_while_queued() -> None:
     assert deltas[-4:] == [{"content": "Hel"}, {"content": "lo"}, {"content": " wörld"}, {}]
 
 
-async def test_first_event_comes_at_once() -> None:
+async def test_the_first_event_is_sent_at_once() -> None:
     engine = FakeEngine(delay_s=30.0)
     async with (
         serving(engine) as served,
@@ -307,7 +307,7 @@ async def test_first_event_comes_at_once() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_disconnect_cancels_the_generation(stream: bool) -> None:
+async def test_a_disconnect_cancels_the_generation(stream: bool) -> None:
     engine = FakeEngine(delay_s=30.0)
     async with serving(engine) as served:
         async with aiohttp.ClientSession() as client:
@@ -326,7 +326,7 @@ async def test_disconnect_cancels_the_generation(stream: bool) -> None:
         await until(lambda: not served.service.live)
 
 
-async def test_a_reader_that_stops_is_dropped() -> None:
+async def test_a_client_that_stops_reading_is_disconnected() -> None:
     engine = FakeEngine(reply=["x" * 20_000] * 400)
     config = fake_config(reader_stall_s=1.0)
     async with serving(engine, config) as served:

@@ -1,4 +1,4 @@
-"""What one client, or many, may make the service hold, and what no request may do to another."""
+"""Limits of what clients may make the service hold, and isolation of requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_idle(served: Served) -> bool:
     return (service.live, service.preparing, service.bodies_bytes) == ({}, 0, 0)
 
 
-async def test_head_of_a_stream_takes_nothing_over() -> None:
+async def test_head_of_a_stream_is_refused_and_resumes_nothing() -> None:
     engine = FakeEngine(["tok"] * 3)
     async with serving(engine) as served:
         await post(served, CHAT, chat(session_id="mine"))
@@ -60,7 +60,7 @@ async def test_head_of_a_stream_takes_nothing_over() -> None:
                     assert reply.status == 200
 
 
-async def test_a_wrong_method_is_answered_with_the_right_ones() -> None:
+async def test_a_wrong_method_is_answered_with_the_allowed_ones() -> None:
     async with serving() as served, aiohttp.ClientSession(served.base) as client:
         for method, path, allowed in (
             ("GET", CHAT, "POST"),
@@ -73,7 +73,7 @@ async def test_a_wrong_method_is_answered_with_the_right_ones() -> None:
                 assert (await reply.json())["error"]["allowed"] == allowed
 
 
-async def test_expect_never_answers_before_the_guard() -> None:
+async def test_expect_is_answered_after_the_access_checks() -> None:
     config = replace(fake_config(), auth=(ApiKey("alpha", "alpha-key-123"),))
     async with serving(config=config) as served:
         for method, path in (
@@ -127,7 +127,7 @@ async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_long() -> None:
         assert (await post(served, CHAT, chat()))[0] == 200
 
 
-async def test_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_being_received_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "BODIES_BYTES_MAX", 100_000)
     async with serving(config=fake_config(body_bytes_max=60_000)) as served:
         body = json.dumps(chat("x" * 50_000)).encode()
@@ -140,14 +140,14 @@ async def test_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.Monk
         assert b"too_many_bodies" in answer
         assert b"Retry-After: 2" in answer
         assert b"Connection: close" in answer
-        assert (await post(served, CHAT, chat()))[0] == 200  # a small one still fits
-        slow.write(body[-1:])  # nor does the first one suffer
+        assert (await post(served, CHAT, chat()))[0] == 200  # a small one is still admitted
+        slow.write(body[-1:])  # and the first one is not affected
         assert b"context_length_exceeded" in await first.read(4096)
         slow.close()
         await until(lambda: is_idle(served))
 
 
-async def test_requests_that_are_prepared_count_as_streams() -> None:
+async def test_requests_being_prepared_count_as_streams() -> None:
     engine = FakeEngine()
     gate = asyncio.Event()
     real = engine.text.encode_chat
@@ -169,8 +169,8 @@ async def test_requests_that_are_prepared_count_as_streams() -> None:
             aiohttp.ClientSession(served.base) as client,
             client.get("/v1/stream?session_id=s") as resumed,
         ):
-            assert resumed.status in (404, 429)  # unknown so far, or no place for it
-        sending.close()  # gives its place back
+            assert resumed.status in (404, 429)  # unknown, or not admitted
+        sending.close()  # and is no longer counted
         await until(lambda: served.service.preparing == 1)
         gate.set()
         assert (await tokenising)[0] == 200
@@ -182,7 +182,7 @@ async def test_requests_that_are_prepared_count_as_streams() -> None:
         assert is_idle(served)
 
 
-async def test_tool_calls_are_looked_for_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tool_calls_are_parsed_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     real: Any = vars(chat_module)["_tool_calls"]
 
@@ -224,7 +224,7 @@ async def test_a_fault_within_a_stream_ends_the_connection(
     assert " failed class=" in caplog.text
 
 
-async def test_whatever_stops_a_submission_calls_off_its_siblings() -> None:
+async def test_any_failure_of_a_submission_cancels_its_other_choices() -> None:
     engine = FakeEngine()
     real = engine.submit
 

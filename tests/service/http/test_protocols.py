@@ -53,7 +53,7 @@ class Splitter:
 
 
 @pytest.mark.parametrize("formatter", [ChatFormatter, CompletionFormatter])
-def test_text_passes_the_parser_on_its_way_to_the_formatter(
+def test_text_passes_the_parser_before_the_formatter(
     formatter: Callable[[requests.HttpJob], Formatter],
 ) -> None:
     made = formatter(job_of())
@@ -94,7 +94,7 @@ def test_event_blocks_have_name_id_and_data_in_this_order() -> None:
     assert sse.encode([]) == b""
 
 
-def test_ids_begin_with_the_first_token() -> None:
+def test_event_ids_begin_with_the_first_token() -> None:
     made = ChatFormatter(job_of())
     made.ids = EventIds(4, lambda: "turn")
     assert [event.id for event in made.opening()] == [""]
@@ -118,13 +118,13 @@ def test_only_the_last_choice_ends_the_stream() -> None:
 
 
 def test_every_row_is_found_by_name_and_route() -> None:
-    assert {"chat", "text"} == set(BY_NAME)  # these names are in stored turns
+    assert {"chat", "text"} == set(BY_NAME)  # stored turns contain these names
     assert {"/v1/chat/completions", "/v1/completions"} == set(BY_ROUTE)
     assert BY_ROUTE["/v1/completions"] is BY_NAME["text"]
 
 
 class Batches:
-    """A generation that is ready with one batch after the other."""
+    """A generation that has one batch after the other ready."""
 
     request_id = "req_1"
 
@@ -196,7 +196,7 @@ async def test_one_choice_needs_no_task_of_its_own() -> None:
         assert counts == [0, 2]
 
 
-async def test_streams_are_the_same_bytes_as_ever() -> None:
+async def test_streams_equal_the_recorded_bytes() -> None:
     """The chunks of both protocols, with the fields that vary replaced."""
 
     async def stream(served: Any, path: str, body: dict[str, Any]) -> str:

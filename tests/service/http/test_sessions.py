@@ -1,4 +1,4 @@
-"""Sessions over HTTP: operations, ownership, resumable streams, and the fields for them."""
+"""Sessions over HTTP: operations, ownership, resumable streams, and their fields."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def numbered_texts(blocks: list[str]) -> list[tuple[int | None, str]]:
     return found
 
 
-async def test_operations_reach_the_engine_under_the_clients_own_id_and_ours() -> None:
+async def test_operations_reach_the_engine_by_the_clients_id_and_by_the_daemons_id() -> None:
     engine = FakeEngine()
     engine.lane_names = ["fast", "bulk"]
     async with serving(engine) as served:
@@ -107,7 +107,7 @@ async def test_operations_reach_the_engine_under_the_clients_own_id_and_ours() -
         assert (status, body["error"]["code"]) == (404, "session_not_found")
 
 
-async def test_bad_session_options_are_refused_in_words() -> None:
+async def test_bad_session_options_are_refused_with_a_reason() -> None:
     engine = FakeEngine()
     async with serving(engine) as served:
         await post(served, CHAT, chat(session_id="s"))
@@ -143,7 +143,7 @@ ROUTES = [
 ]  # fmt: skip
 
 
-async def test_a_foreign_session_is_word_for_word_an_unknown_one() -> None:
+async def test_a_session_of_another_key_is_answered_like_an_unknown_one() -> None:
     """RELIABILITY F69: no answer shows whether another key has the session."""
 
     engine = FakeEngine(delay_s=0.01)
@@ -170,7 +170,9 @@ async def test_a_foreign_session_is_word_for_word_an_unknown_one() -> None:
         status, _ = await call(served, "GET", f"/v1/explain/{request_id}", **BETA)
         assert status == 404
         status, body = await call(served, "GET", f"/v1/explain/{request_id[:12]}", **ALPHA)
-        assert status == 404  # beginnings are the operator's: they would show others' ids
+        assert (
+            status == 404
+        )  # prefixes of ids are for the operator only: they would show ids of other keys
         status, body = await call(served, "GET", f"/v1/explain/{request_id}", **ALPHA)
         assert (status, body["reason_id"], "tenant" in body) == (200, "only", False)
         status, body = await call(served, "GET", "/v1/explain/their-own-name", **ALPHA)
@@ -195,7 +197,7 @@ async def test_a_stream_can_be_resumed_from_the_last_event_id() -> None:
             again = await blocks_of(served, path, Last_Event_ID=f"{turn}:{number}")
             assert again[-1] == "data: [DONE]"
             assert numbered_texts(again) == [pair for pair in shown if pair[0] > number]
-            path += f"&turn={turn}"  # for those who count themselves
+            path += f"&turn={turn}"  # for clients that count tokens
             again = await blocks_of(served, path, Last_Event_ID=str(number))
             assert numbered_texts(again) == [pair for pair in shown if pair[0] > number]
         assert numbered_texts(await blocks_of(served, "/v1/stream?session_id=s")) == shown
@@ -217,7 +219,7 @@ async def test_a_stream_can_be_resumed_from_the_last_event_id() -> None:
             status, body = await call(served, "GET", "/v1/stream" + path)
             assert status == 400, body
             assert body["error"]["fix"]
-        for number in ("3", ":3", "req_x:"):  # a number alone may be of any turn
+        for number in ("3", ":3", "req_x:"):  # a number without a turn is ambiguous
             status, body = await call(
                 served, "GET", "/v1/stream?session_id=s", Last_Event_ID=number
             )
@@ -230,7 +232,7 @@ async def test_a_stream_can_be_resumed_from_the_last_event_id() -> None:
         assert served.service.live == {}
 
 
-async def test_a_resumed_stream_has_the_form_of_its_request() -> None:
+async def test_a_resumed_stream_has_the_format_of_its_request() -> None:
     async with serving(FakeEngine(["a", "b", "c"])) as served:
         asked = {"model": MODEL_ID, "prompt": "x", "stream": True, "session_id": "s"}
         whole = await blocks_of(served, "/v1/completions", asked)
@@ -244,18 +246,18 @@ async def test_a_resumed_stream_has_the_form_of_its_request() -> None:
             assert chunk["id"] == chunks[0][0]["id"]
         texts = ["".join(c["choices"][0]["text"] for c in part) for part in chunks]
         assert texts == ["abc", "bc"]
-        await blocks_of(served, CHAT, chat(session_id="s", stream=True))  # a turn of its own
+        await blocks_of(served, CHAT, chat(session_id="s", stream=True))  # a separate turn
         assert numbered_texts(await blocks_of(served, "/v1/stream?session_id=s"))
 
 
 class Forgetful(FakeEngine):
-    """Tells its first two tokens again, without what a lane computed beside them."""
+    """Sends its first two tokens again, without their log-probabilities."""
 
     def _token(self, index: int, text: str, logprobs: int) -> TokenEvent:
         return super()._token(index, text, -1 if index < 2 else logprobs)
 
 
-async def test_an_answer_says_how_many_log_probabilities_it_lacks() -> None:
+async def test_an_answer_reports_how_many_log_probabilities_it_lacks() -> None:
     async with serving(Forgetful(["a", "b", "c"])) as served:
         asked = chat(session_id="s", stream=True, logprobs=True)
         for path, body, bare in ((CHAT, asked, 2), ("/v1/stream?session_id=s&from=1", None, 1)):
@@ -317,7 +319,7 @@ async def test_session_options_reach_the_engine() -> None:
         assert status == 200
         first, second = (g.request for g in served.engine.generations)
         assert (first.promote, first.park, first.expected_output_tokens) == (True, True, 12)
-        assert first.tool_call_ids == ("c2", "c1")  # the newest mention last
+        assert first.tool_call_ids == ("c2", "c1")  # the last mention wins
         assert second.tool_call_ids == ()
         assert (first.idempotency_key, second.idempotency_key) == ("k1", "k1#1")
         facts = answer["batchengine"]
@@ -342,7 +344,7 @@ async def test_session_options_reach_the_engine() -> None:
         assert (status, answer["error"]["param"]) == (400, "Idempotency-Key")
 
 
-async def test_a_session_without_a_name_is_its_callers_while_it_computes() -> None:
+async def test_an_unnamed_session_belongs_to_its_caller_while_it_computes() -> None:
     engine = FakeEngine(delay_s=5.0)
     engine.lane_names = ["fast", "bulk"]
     async with serving(engine, with_keys()) as served:
@@ -360,8 +362,8 @@ async def test_a_session_without_a_name_is_its_callers_while_it_computes() -> No
             await asking
 
 
-async def test_one_name_of_two_keys_is_explained_to_each_and_found_without_a_listing() -> None:
-    """Nothing about one session may cost as much as all sessions of all keys."""
+async def test_a_name_used_by_two_keys_is_explained_to_each_without_a_listing() -> None:
+    """An operation on one session must not list the sessions of all keys."""
 
     engine = FakeEngine()
     name = "idem_" + "0" * 32
@@ -387,7 +389,7 @@ async def test_one_name_of_two_keys_is_explained_to_each_and_found_without_a_lis
         assert (asked, len(body["data"])) == (["alpha"], 1)
 
 
-async def test_the_fake_skips_what_the_reader_has() -> None:
+async def test_the_fake_engine_skips_tokens_that_the_reader_has() -> None:
     engine = FakeEngine(["a", "b"])
     engine.known["", "s"] = replace(_request(), session_id="s")
     generation = await engine.resume("", "s", 1)
