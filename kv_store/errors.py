@@ -1,4 +1,4 @@
-"""The ways a store can refuse, each with what happened, why, and what to do about it.
+"""Errors of the store, each with what happened, why, and what to do about it.
 
 Callers above map these to their own coded errors; this package never formats for HTTP.
 """

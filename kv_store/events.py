@@ -1,6 +1,6 @@
-"""What the store's threads report to its user: one queue, and one callback that says it has filled.
+"""The queue of events from the store's threads to its user, with one wake-up callback.
 
-Owns the queue. Refuses to call anything but that callback: who drains decides what an event costs.
+Calls nothing but that callback: the consumer handles events where it drains the queue.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from kv_store.pages.index import PageRef
 
 
 class PageInvalid(NamedTuple):
-    """A page that was resident is served no more: its bytes failed, or its content is wrong.
+    """A resident page became invalid: its bytes failed their check, or its content is wrong.
 
-    `ref` stays valid while pins hold its slot. Evicted pages are not reported.
+    `ref` stays valid while its slot is pinned. Evicted pages are not reported.
     """
 
     key: bytes

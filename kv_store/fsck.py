@@ -53,8 +53,8 @@ U32_MAX = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be. `repair` says what repair does, or did, about it;
-    `is_repairable` False: nothing."""
+    """One defect or remark. `repair` says what repair does, or did, about it; `is_repairable`
+    False: nothing."""
 
     severity: Severity
     what: str
@@ -65,7 +65,7 @@ class Finding:
 
 @dataclass(slots=True)
 class FsckReport:
-    """What a check found. `ok` = no error; warnings never cost a wrong answer."""
+    """What a check found. `ok` = no error; warnings never cause wrong output."""
 
     path: str
     repaired: bool
@@ -100,7 +100,7 @@ def fsck(
             progress or (lambda done, total: None),
         )
         report = run.run()
-        if repair:  # the log went with the repair; the next opening still reports what was lost
+        if repair:  # repair removes the log; LOCK makes the next opening report what was lost
             with contextlib.suppress(OSError):
                 continuity.mark_closed(osio.Files(), lock_fd, run.lost)
         return report
@@ -109,7 +109,7 @@ def fsck(
 
 
 def _no_ledger(path: str, repair: bool) -> FsckReport:
-    """A store whose ledger was set aside and that was not opened since."""
+    """The report on a store whose ledger was set aside and that was not opened since."""
     report = FsckReport(path, repair)
     what, why = "there is no ledger", "it was set aside: meta.db.damaged-1"
     nothing = "nothing: the next opening makes a new one"
@@ -118,7 +118,7 @@ def _no_ledger(path: str, repair: bool) -> FsckReport:
 
 
 class _Check:
-    """One run: what its sections found, and fixes that wait for its end."""
+    """State of one fsck run: findings, and fixes to apply at its end."""
 
     def __init__(self, path: str, repair: bool) -> None:
         self.path = path
@@ -150,7 +150,7 @@ class _LedgerSections:
     def __init__(self, check: _Check, traces: continuity.Traces) -> None:
         self._check = check
         self._traces = traces
-        self.lost = ""  # why the ledger is not the newest there was
+        self.lost = ""  # why the ledger is not the newest one written
 
     def check_ledger(self, db: sqlite3.Connection) -> None:
         db.execute("PRAGMA cell_size_check=ON")
@@ -579,7 +579,7 @@ class _Fsck:
 
     @property
     def lost(self) -> str:
-        """Why the ledger is not the newest there was; "" = it is."""
+        """Why the ledger is not the newest one written; "" = it is."""
         return self._ledger.lost
 
     def run(self) -> FsckReport:
@@ -587,7 +587,7 @@ class _Fsck:
         try:
             with self._opened() as db:
                 self._check_database(db)
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # its words may be damaged too
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # its text may be damaged too
             self._set_aside(str(error))
         self._folders.check_arenas()
         if self._check.repair:
@@ -597,7 +597,7 @@ class _Fsck:
         return self._check.report
 
     def _check_database(self, db: sqlite3.Connection) -> None:
-        """Every section, unless a store would not even open what they would read."""
+        """Run every section, or set the ledger aside if a store could not open it."""
         why = why_refused(db, thorough=False)
         if not why:
             ledger = self._ledger
@@ -631,7 +631,7 @@ class _Fsck:
 
     @contextlib.contextmanager
     def _opened(self) -> Generator[sqlite3.Connection]:
-        """The ledger: itself for repair, else read-only, or a copy if its log must be replayed."""
+        """Open the ledger: read-write for repair, else read-only, or a copy if it has a log."""
         name = os.path.join(self._check.path, "meta.db")
         log = name + "-wal"
         if self._check.repair:
@@ -644,7 +644,7 @@ class _Fsck:
             return
         with contextlib.ExitStack() as stack:
             if os.path.exists(log) and os.path.getsize(log):
-                # inside the store: token ids equal the prompt and stay behind its permissions
+                # inside the store: token ids reveal the prompt, so its permissions must cover them
                 folder = stack.enter_context(
                     tempfile.TemporaryDirectory(prefix=SCRATCH, dir=self._check.path)
                 )
@@ -708,7 +708,7 @@ def _open_extent(info: ExtentInfo) -> int:
 
 
 def _cut_session(db: sqlite3.Connection, name: str, epoch: int, ids: bytes) -> None:
-    """Keep only `ids`; a new epoch, so that no older open row can be taken for the new timeline."""
+    """Cut a session to `ids`, under a new epoch, so that older open rows do not match it."""
     db.execute("DELETE FROM token_blob WHERE session = ?", (name,))
     if ids:
         db.execute(

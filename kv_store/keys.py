@@ -1,6 +1,6 @@
 """Names and checksums of pages: content keys, sealed checksums, payload digests, row digests.
 
-SHA-256 names content (it must resist a crafted collision); XXH3 finds accidents (it must be fast).
+SHA-256 names content (it must resist crafted collisions); XXH3 detects damage (it must be fast).
 Every hash is domain separated and length prefixed, so no two inputs share an encoding.
 """
 
@@ -102,7 +102,7 @@ def sealed_checksum(page: bytes | bytearray | memoryview, seed: int) -> bytes:
 
 
 def blob_checksum(session: str, start: int, blob: bytes) -> bytes:
-    """XXH3-64 of a token blob, seeded with its slot in its session. 8 bytes."""
+    """XXH3-64 of a token blob, seeded with its session and start position. 8 bytes."""
     seed = _low64(
         hash_parts(b"batchengine tokens v1", (session.encode(), struct.pack("<Q", start)))
     )

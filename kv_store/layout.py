@@ -1,7 +1,7 @@
-"""The bytes of one KV page: 256 tokens, every layer a host owns, kernel-native order.
+"""The layout of one KV page: 256 tokens, every layer a host owns, in the order kernels read.
 
-Owns the sizes, offsets and the identity (`layout_id`, `Descriptor`) of a page. Refuses to know
-where a page lives: files and states are elsewhere. Every lane reads exactly this layout.
+Owns the sizes, offsets and the identity (`layout_id`, `Descriptor`) of a page; its files and states
+are elsewhere. Every lane reads exactly this layout.
 
 One head, D = head_dim (all integers little-endian):
 
@@ -25,7 +25,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-if sys.byteorder != "little":  # the files are mapped by kernels, so there is no second order
+if sys.byteorder != "little":  # kernels map the files, so no byte is ever swapped
     raise ImportError("batchengine stores are little-endian only")
 
 PAGE_TOKENS = 256
@@ -108,7 +108,7 @@ class PageLayout:
         self, page: bytes | bytearray | memoryview, first: int, count: int
     ) -> npt.NDArray[np.uint8]:
         """The bytes of rows [first, first+count): shape (count, row_bytes), layers and heads in
-        order, per head K[D] ‖ K scale[D/32] ‖ V[D] ‖ V scale. What a row record's digest covers."""
+        order, per head K[D] ‖ K scale[D/32] ‖ V[D] ‖ V scale. A row record's digest covers them."""
         parts = list[npt.NDArray[np.uint8]]()
         for part in self._parts(page):
             heads, _, inner, _ = part.shape
@@ -135,8 +135,8 @@ class PageLayout:
             part[:, whole:] = 0
 
     def _parts(self, page: Page) -> tuple[npt.NDArray[np.unsignedinteger[Any]], ...]:
-        """K, K scale, V, V scale of a page as aliases, each (heads, groups, inner, tokens of one
-        group): the groups are what lies together, the last axis is the token."""
+        """Views of K, K scale, V, V scale of a page, each (heads, groups, inner, tokens of one
+        group); one group is contiguous in memory."""
         d = self.head_dim
         flat = np.frombuffer(page, np.uint8, self.payload_bytes).reshape(-1, self.head_bytes)
         k, ks, v, vs = np.split(
@@ -151,7 +151,7 @@ class PageLayout:
         )
 
 
-# The smallest and a common shape, worked out by hand: the formulas above may not drift.
+# The smallest and a common shape, computed by hand: the formulas above must not change.
 assert PageLayout(1, 1, 32).head_bytes == 8192 + 512 + 8192 + 512
 assert PageLayout(28, 8, 128).payload_bytes == 28 * 8 * (2 * 32768 + 2048 + 512)
 assert PageLayout(28, 8, 128).page_bytes == 233 * 65536
@@ -160,10 +160,10 @@ assert PageLayout(28, 8, 128).row_bytes * 256 == PageLayout(28, 8, 128).payload_
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """What the bytes of a page mean. Two stores share KV only if every field is equal.
+    """What the bytes of a page represent. Two stores share KV only if every field is equal.
 
     `extra` holds further (name, value) pairs of the model's arithmetic, e.g. RoPE parameters;
-    values are text so that one encoding exists.
+    values are text so that their encoding is unique.
     """
 
     model_hash: str  # hex SHA-256: tensor data and architecture metadata

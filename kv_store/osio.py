@@ -1,7 +1,7 @@
 """Every system call that touches a store file, behind one object that tests can replace.
 
 Owns whole-buffer reads and writes (short transfers and EINTR), the OFD lock, and what kind of
-file system a directory lies on. Knows nothing of pages.
+file system a directory lies on. Independent of pages.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Literal
 from kv_store.errors import StoreCorrupt
 
 CHUNK_BYTES = 4 << 20  # bounds one transfer, so a page thread never blocks on a single huge call
-TEST_BYTE = 0xA5  # neither zero nor poison: what a self-test writes is seen to be its own
+TEST_BYTE = 0xA5  # neither zero nor poison, so that a self-test recognises its own bytes
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 assert _FLOCK.size == 32
 
 
 class Files:
-    """The calls. A test subclass fails, shortens or records them."""
+    """The system calls on store files. Test subclasses fail, shorten or record them."""
 
     def pread(self, fd: int, into: memoryview, offset: int) -> int:
         return os.preadv(fd, [into], offset)
@@ -38,7 +38,7 @@ class Files:
         os.fsync(fd)
 
     def free_bytes(self, path: str) -> tuple[int, int]:
-        """(free to us, total) of the file system."""
+        """(free for this user, total) bytes of the file system."""
         s = os.statvfs(path)
         return s.f_bavail * s.f_frsize, s.f_blocks * s.f_frsize
 
@@ -78,8 +78,8 @@ def fsync_directory(files: Files, path: str) -> None:
 
 
 def create_allocated(files: Files, path: str, size: int, head: bytes = b"") -> int:
-    """A new file with every byte allocated, `head` written and its name durable; nothing remains
-    on failure."""
+    """Create a file with every byte allocated, `head` written and its name durable; nothing
+    remains on failure. Returns the descriptor."""
     fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         files.fallocate(fd, 0, size)
@@ -96,7 +96,7 @@ def create_allocated(files: Files, path: str, size: int, head: bytes = b"") -> i
 def lock_exclusive(fd: int) -> bool:
     """Take the open-file-description write lock of a file; False if another holder has it.
 
-    The lock dies with the last copy of this descriptor and survives closing other ones.
+    The lock ends when the last copy of this descriptor is closed, not when others are.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
@@ -144,7 +144,7 @@ _KNOWN = {
 
 
 def file_system(path: str) -> FileSystem:
-    """What `path` lies on and whether a store may live there."""
+    """The file system that `path` lies on, and whether a store may be kept there."""
     buffer = ctypes.create_string_buffer(256)  # struct statfs is 120 bytes; f_type comes first
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.statfs(os.fsencode(path), buffer) != 0:
@@ -155,6 +155,6 @@ def file_system(path: str) -> FileSystem:
 
 
 def classify(kind: int) -> FileSystem:
-    """What is known of a file system, by its magic number."""
+    """Look a file system up by its magic number; an unknown one is refused."""
     unknown = FileSystem(f"0x{kind:x}", "refuse", "this file system was never tested")
     return _KNOWN.get(kind, unknown)

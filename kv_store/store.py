@@ -1,4 +1,4 @@
-"""The store directory: who owns it, what is found in it at opening, and closing it.
+"""The store directory: its lock, recovery at opening, arenas, maintenance and closing.
 
     LOCK               held while open; inside, the process, and how the last opening ended
     `BALLAST`          reserve bytes, freed when the ledger meets a full disk
@@ -6,7 +6,7 @@
     ext/000001.kv      sealed pages
     arena/<lane>.<n>   open pages of one worker incarnation
 
-Opening never fails for damaged pages: what does not verify is forgotten and counted in
+Opening never fails for damaged pages: rows that do not verify are dropped and counted in
 `recovery`. It fails for a second owner, a newer format, and an unsuitable file system.
 """
 
@@ -38,7 +38,7 @@ from kv_store.pages.index import PageState
 from kv_store.pages.maintenance import SESSIONS_MAX, GcReport
 from kv_store.pages.pool import PagePool
 
-AGES_MAX = 4096  # pages whose age one maintenance writes: the commit that holds them stays short
+AGES_MAX = 4096  # pages whose age one call of `maintain` writes: bounds its commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """Everything about a store that is not its content. None = the default in the text.
+    """Settings of a store. None = the default named below.
 
     `ballast_bytes`: 64 MiB, or a sixteenth of a budget below 1 GiB. free_floor_bytes: by the size
     of the file system. allow_any_fs turns a refused file system into a warning.
@@ -78,13 +78,12 @@ class StoreSettings:
 class Store:
     """An open store. Use `Store.open`.
 
-    `pages` is the pool of the representation it was opened for; `pool` opens further ones. What is
-    left here is the directory: lock, recovery, arenas, maintenance of the whole, closing.
+    `pages` is the pool of the representation it was opened for; `pool` opens further ones.
     """
 
     path: str
     warnings: list[str]
-    losses: list[str]  # what this opening found to be lost for good: sentences for health
+    losses: list[str]  # sentences for health: what this opening found to be lost for good
     recovery: Recovery
     orphaned: OrphanedArenas  # arenas of earlier runs, if StoreSettings.keep_arenas; else empty
     sessions_max: int
@@ -128,8 +127,8 @@ class Store:
             )
         except BaseException:
             opening = continuity.read_opening(lock_fd)
-            if not found.log or opening != found.opening:  # else it would hide what was found
-                with contextlib.suppress(OSError):  # the ledger's log went with its closing
+            if not found.log or opening != found.opening:  # else the next opening finds no loss
+                with contextlib.suppress(OSError):  # closing the ledger removed its log
                     continuity.mark_closed(files, lock_fd, opening.lost)
             os.close(lock_fd)
             raise
@@ -194,10 +193,10 @@ class Store:
         return self
 
     def pool(self, descriptor: Descriptor) -> PagePool:
-        """The pages of this representation, whose sealed pages are kept from now on; blocks.
+        """The pool of a representation, opened at the first call; blocks.
 
         All pools share the byte budget: one that needs an extent gets it from representations that
-        are not open, then from the pool that holds most. Raises LedgerError, StoreCorrupt.
+        are not open, then from the largest pool. Raises LedgerError, StoreCorrupt.
         """
         found = self._pools.get(descriptor.repr_id)
         if found is None:
@@ -205,7 +204,7 @@ class Store:
         return found
 
     def _open_pool(self, descriptor: Descriptor) -> PagePool:
-        """On the page thread, which no growth can run beside."""
+        """Open a pool (page thread, so that no pool grows meanwhile)."""
         core, repr_id = self.core, descriptor.repr_id
         core.ledger.append(
             writes.AddRepr(repr_id, descriptor.to_json(), descriptor.layout.page_bytes)
@@ -232,7 +231,7 @@ class Store:
     def create_arena(
         self, lane: str, incarnation: int, slots: int, pool: PagePool | None = None
     ) -> Arena:
-        """The arena file of one worker incarnation; the worker opens it as `ArenaMapping`.
+        """Create the arena file of one worker incarnation; the worker opens it as `ArenaMapping`.
 
         Its slots are pages of `pool`, or of the store's own representation.
         Raises StoreFull, StoreGone, StoreError for a number that no arena can have, OSError.
@@ -251,7 +250,7 @@ class Store:
         return Arena.create(path, pool.layout, slots, incarnation, self.core.files, pool.repr_id)
 
     def is_in_place(self) -> bool:
-        """Whether the folder that stands at `path` is the one that was opened; may block."""
+        """Whether the folder at `path` is the one that was opened; may block."""
         try:
             return os.path.samestat(os.stat(self.path), self._folder)
         except OSError:
@@ -274,13 +273,13 @@ class Store:
             self.ledger.commit()
 
     def gc(self, keep: Collection[str] = ()) -> Future[GcReport]:
-        """Evict to the target, drop superseded tails, other models' extents that crowd the
-        budget, and ledger rows beyond `sessions_max`; never sessions named in `keep`.
+        """Evict to the target; drop superseded tails, other models' extents while the budget is
+        too full, and ledger rows beyond `sessions_max`; never sessions named in `keep`.
         """
         return self.core.thread.submit(lambda: self._collect(keep))
 
     def _collect(self, keep: Collection[str]) -> GcReport:
-        """What `gc` does (page thread)."""
+        """Collect garbage, for `gc` (page thread)."""
         found = [pool.maintenance.collect() for pool in self._pools.values()]
         limit, extents, slots = self.core.budget.budget_bytes * EVICT_TO_PERCENT // 100, 0, 0
         while self.core.foreign and self.core.extent_bytes > limit:
@@ -297,7 +296,7 @@ class Store:
 
     @property
     def tier(self) -> str:
-        """ "ok", or what is wrong with caching: for health."""
+        """The state of the page cache, for health: "ok", or what is wrong."""
         core, pages = self.core, self.pages
         if not pages.allocator.slots_max:
             return "off: the budget is smaller than one page"
@@ -311,7 +310,7 @@ class Store:
 
     @property
     def troubles(self) -> list[str]:
-        """What is wrong beside the ledger and the page tier: sentences for health."""
+        """Sentences for health about faults other than those of the ledger and the page tier."""
         spent = self._reserve.trouble
         return [*self.losses, *([spent] if spent else [])]
 
@@ -381,7 +380,7 @@ class Store:
     # -- opening and closing ------------------------------------------------------------------
 
     def _recover(self, replay: Replay, boot: str) -> None:
-        """Bring the index back from the manifest; nothing is read from the extents yet."""
+        """Rebuild the index from the manifest; nothing is read from the extents yet."""
         core = self.core
         dropped = {"malformed row": replay.pages_malformed} if replay.pages_malformed else {}
         rows = {row.ref.page_id: row for row in replay.pages}
@@ -450,7 +449,7 @@ def _open_extents(
     dropped: dict[str, int],
     warnings: list[str],
 ) -> None:
-    """Own extents join the pool, others wait to be dropped; all within the budget.
+    """Open the pool's extents, note those of other representations, drop those over the budget.
 
     Takes the rows of lost extents out of `rows` and counts them in `dropped`.
     """
@@ -479,12 +478,12 @@ def _open_extents(
             core.extents.drop(info)
             core.forget_extent(info)
     published = {row.ref.page_id for row in rows.values() if row.state == "published"}
-    # the first to go costs least
+    # the extents with the fewest pages are dropped first
     core.foreign.sort(key=lambda info: len(published.intersection(info.page_ids)))
 
 
 def _sweep_arenas(path: str, warnings: list[str]) -> tuple[int, tuple[str, ...]]:
-    """Delete arenas of dead writers; gives how many, and the names of those with a live writer."""
+    """Delete arenas of dead writers; returns how many, and the names of those still in use."""
     folder, deleted, busy = os.path.join(path, "arena"), 0, list[str]()
     for name in sorted(os.listdir(folder)):
         if not ARENA_NAME.fullmatch(name):
@@ -503,7 +502,7 @@ def _sweep_arenas(path: str, warnings: list[str]) -> tuple[int, tuple[str, ...]]
 
 
 def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
-    """Make the directories, private to us. Returns warnings."""
+    """Make the directories, mode 0700. Returns warnings. Raises StoreUnsupported."""
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
         fs = osio.file_system(path)
@@ -573,7 +572,7 @@ def take_lock(path: str) -> int:
 
 
 class _Opener(NamedTuple):
-    """What it takes to open the ledger of `path`."""
+    """The arguments for opening the ledger of `path`."""
 
     path: str
     descriptor: Descriptor
@@ -583,9 +582,10 @@ class _Opener(NamedTuple):
 
 
 def _open_ledger(opener: _Opener, found: continuity.Traces) -> tuple[Ledger, int, str, list[str]]:
-    """Open the ledger; a damaged file is set aside and a new one started, and we say so.
+    """Open the ledger; a damaged file is set aside and a new one started.
 
-    Gives it, our epoch, why it is not the newest there was ("" = it is), and what was lost.
+    Returns the ledger, the new epoch, why the ledger is not the newest one written ("" = it is),
+    and sentences about what was lost.
     """
     path = opener.path
     try:
@@ -606,9 +606,9 @@ def _open_ledger(opener: _Opener, found: continuity.Traces) -> tuple[Ledger, int
 
 
 def _start_epoch(opener: _Opener, known: int) -> tuple[Ledger, int]:
-    """Open the ledger and commit a new epoch: from here on every older process's work is void.
+    """Open the ledger and commit a new epoch, which makes work of earlier processes void.
 
-    It is above `known`, too: open rows of an opening that the ledger lost must not pass for ours.
+    The epoch is above `known`, too: open rows of an opening that the ledger lost must not match.
     """
     descriptor = opener.descriptor
     ledger = Ledger(
@@ -635,8 +635,8 @@ def _start_epoch(opener: _Opener, known: int) -> tuple[Ledger, int]:
 
 
 def set_aside(name: str) -> str:
-    """Rename a ledger to the first free name; gives that. Its log goes first: a new file that met
-    the old log would be given its records."""
+    """Rename a ledger to the first free name and return that. Its log is renamed first: SQLite
+    would replay the old log into a new file."""
     number, suffixes = 1, ("-wal", "-shm", "")
     while any(os.path.lexists(f"{name}.damaged-{number}{suffix}") for suffix in suffixes):
         number += 1

@@ -16,8 +16,8 @@ T = TypeVar("T")
 class IntentThread:
     """A queue of callables and the only thread that runs them.
 
-    `idle` does one small piece of background work and says whether more is left; it runs only
-    while no intent waits. `wake()` makes an idle thread look again.
+    `idle` does one small piece of background work and returns whether more is left; it runs only
+    while no intent waits. `wake()` makes an idle thread call it again.
     """
 
     def __init__(self, name: str, idle: Callable[[], bool] = lambda: False) -> None:
@@ -87,7 +87,7 @@ def _nothing() -> None:
 
 
 def new_future() -> Future[Any]:
-    """A future that cannot be cancelled: what was asked for happens, awaited or not."""
+    """A future that cannot be cancelled: its intent runs whether it is awaited or not."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

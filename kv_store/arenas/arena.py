@@ -1,15 +1,15 @@
 """OPEN pages: one file per worker incarnation, one process that writes its bytes.
 
-The engine side (`Arena`) creates the file, decides which slot is whose and reads with pread.
+The engine side (`Arena`) creates the file, assigns its slots and reads with pread.
 The worker side (`ArenaMapping`) maps it, zero-fills on reserve, poisons on free and writes rows
 and row records; it holds the file's lock, so the arena of a live writer is not deleted or imported.
 
-    [0, 64 KiB)                          header: what this file is, written once by its creator
+    [0, 64 KiB)                          header: sizes and identity, written once by the creator
     [64 KiB, + slots * page_bytes)      slots, in order
     [.., + slots * 8 KiB)               sidecars: 256 row records (4 KiB), then the slot header
 
-A row record is written after its row, a slot header when the slot is reserved: together they
-let a later reader prove which rows of a dead writer are whole and whose they are.
+A row record is written after its row, a slot header when the slot is reserved: from both, a later
+reader proves which rows of a dead writer are whole and which session they belong to.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ ARENA_SLOT_BIT = 1 << 63  # of a slot code: the low 32 bits are a slot of the la
 FILE_HEADER = struct.Struct("<8sIIQ16s32s32s36sIQ")
 assert FILE_HEADER.size == 152
 INCARNATION_MAX = 0xFFFFFFFF  # u32 in the header
-FILE_VERSION = 2  # 1 did not say which model its rows are of
-FILE_HEADER_BYTES = 64 * 1024  # keeps the first place aligned
+FILE_VERSION = 2  # version 1 did not name the model of its rows
+FILE_HEADER_BYTES = 64 * 1024  # keeps the first slot aligned
 # SHA-256 of the session id, epoch, slot generation, page index, XXH3-64 of the rest
 SLOT_HEADER = struct.Struct("<32sQIIQ8x")
 assert SLOT_HEADER.size == 64
@@ -90,7 +90,7 @@ class ArenaShape:
 
 @dataclass(frozen=True, slots=True)
 class SlotOwner:
-    """Whose rows a slot holds. `session` is any bytes that name it, e.g. its id."""
+    """The owner of a slot's rows. `session` is any bytes that identify the session, e.g. its id."""
 
     session: bytes
     epoch: int
@@ -112,7 +112,7 @@ class SlotOwner:
 
 
 def session_name(session: bytes) -> bytes:
-    """What a slot header calls a session, 32 bytes."""
+    """The 32-byte hash that identifies a session in a slot header."""
     return keys.hash_parts(b"batchengine place v1", (session,))
 
 
@@ -124,14 +124,14 @@ class SlotState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ArenaSlot:
-    """One use of one place of an arena."""
+    """One use (generation) of one slot of an arena."""
 
     slot: int
     gen: int
 
     @property
     def code(self) -> int:
-        """The u64 a lane's page table holds for it."""
+        """The u64 that stands for this slot in a lane's page table."""
         return ARENA_SLOT_BIT | self.slot
 
 
@@ -160,8 +160,8 @@ class Arena:
         files: osio.Files | None = None,
         repr_id: bytes = bytes(32),
     ) -> Arena:
-        """A new arena file, fully allocated, mode 0600; `repr_id` says what its bytes mean. Raises
-        StoreFull when it does not fit."""
+        """Create an arena file, fully allocated, mode 0600; `repr_id` is the representation of its
+        rows. Raises StoreFull when it does not fit."""
         if slots < 1:
             raise ValueError("an arena needs at least one place")
         if not 0 <= incarnation <= INCARNATION_MAX:
@@ -186,7 +186,7 @@ class Arena:
         return cls(path, fd, shape, arena_id, incarnation)
 
     def reserve(self) -> ArenaSlot | None:
-        """A FREE slot, now OPEN; the worker zero-fills it before use. None = all taken."""
+        """Make a FREE slot OPEN; the worker zero-fills it before use. None = no slot is FREE."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -194,7 +194,7 @@ class Arena:
         return ArenaSlot(slot, self._gens[slot])
 
     def release(self, at: ArenaSlot) -> None:
-        """OPEN -> QUARANTINE: not reused until the worker has poisoned it and said so."""
+        """OPEN -> QUARANTINE: not reused until the worker reports it poisoned (`freed`)."""
         self._expect(at, SlotState.OPEN)
         self._states[at.slot] = SlotState.QUARANTINE
 
@@ -222,7 +222,7 @@ class Arena:
         """Close; delete only once the writer is reaped (its process can still write until then)."""
         try:
             if delete:
-                # Its folder may be gone, or hold the same name in another store by now.
+                # The folder may be gone, or the path may name a file of another store by now.
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(self.fd), os.stat(self.path)):
                         os.unlink(self.path)
@@ -290,7 +290,7 @@ class ArenaFile:
     @classmethod
     def open(cls, path: str, layout: PageLayout) -> ArenaFile:
         """An arena of this boot, to read rows from. Raises OSError or StoreCorrupt."""
-        # O_NONBLOCK: a FIFO of that name must not hold the caller.
+        # O_NONBLOCK: a FIFO of that name must not block the caller.
         fd = osio.open_private(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             found = cls.read(fd, layout)
@@ -328,8 +328,8 @@ class ArenaMapping:
     def reserve(
         self, slot: int, owner: SlotOwner, rows: memoryview | None = None, count: int = 0
     ) -> None:
-        """Name the owner of a slot and zero-fill it: absent rows are multiplied by 0, never by
-        NaN. With `rows`, a page elsewhere, its leading `count` rows are in the place afterwards;
+        """Write the owner of a slot and zero-fill it: attention multiplies absent rows by 0, and
+        0 x NaN is NaN. With `rows` (another page), its first `count` rows are copied into the slot;
         none of them is recorded yet."""
         self._records(slot)[:] = 0
         at = self.shape.slot_header_offset(slot)
@@ -343,13 +343,13 @@ class ArenaMapping:
         np.frombuffer(page, np.uint8)[layout.payload_bytes :] = 0
 
     def label(self, slot: int, owner: SlotOwner) -> None:
-        """Name another owner; the rows stay, none of them is recorded any more."""
+        """Write another owner; the rows stay, their records become invalid."""
         self._records(slot)["valid"] = 0
         at = self.shape.slot_header_offset(slot)
         self._view[at : at + SLOT_HEADER.size] = owner.pack()
 
     def poison(self, slot: int) -> None:
-        """Make a freed slot unreadable as numbers and its records invalid."""
+        """Fill a freed slot with POISON (NaN) and clear its owner and records."""
         at = self.shape.slot_header_offset(slot)
         self._view[at : at + SLOT_HEADER.size] = bytes(SLOT_HEADER.size)
         self._records(slot)[:] = 0
@@ -371,11 +371,11 @@ class ArenaMapping:
         records["valid"] = 1
 
     def digest(self, slot: int) -> bytes:
-        """Unseeded XXH3-128 of the whole slot: what the store compares with what it reads."""
+        """Unseeded XXH3-128 of the whole slot; the store compares it with the bytes it reads."""
         return keys.payload_digest(self.page(slot))
 
     def close(self) -> None:
-        """Unmap and give up the lock; spans still held elsewhere keep the memory alive."""
+        """Unmap and release the lock; views still held elsewhere keep the memory mapped."""
         with contextlib.suppress(BufferError):
             self._view.release()
             self._map.close()
@@ -395,12 +395,12 @@ def proven_rows(
     into: memoryview,
     digests: Callable[[npt.NDArray[np.uint64]], npt.NDArray[np.uint64]],
 ) -> int:
-    """Read a slot into `into` (page_bytes); gives how many leading rows of it are proven to hold
-    the tokens `ids` of `owner`, which are the ledger's from the page's first position on.
+    """Read a slot into `into` (page_bytes); returns how many leading rows are proven to belong to
+    `owner` and to the tokens `ids`, which the ledger has from the page's first position on.
 
-    The caller has the writer reaped and the arena's lock. A torn, stale or foreign row ends the
-    run. `digests` takes seeds and returns the digests of as many rows of `into`, from the first on:
-    what was proven are the very bytes the caller holds.
+    The caller has reaped the writer and holds the arena's lock. A torn, stale or foreign row ends
+    the proven rows. `digests` takes one seed per row, from the first on, and returns the digests of
+    those rows of `into`, so that the proof covers the bytes the caller holds.
     """
     shape = source.shape
     sidecar = bytearray(ROW_RECORDS_BYTES + SLOT_HEADER.size)

@@ -1,8 +1,8 @@
 """Arenas of earlier runs of this boot: open rows without a writer, until they are imported.
 
-Owns their files: takes each one's lock, reads whose rows its slots hold, deletes it in the end.
-A file whose lock is held has a writer that may still write: it is left alone. Rows are
-not verified here: a slot is found by its header, and the worker that imports its rows proves them.
+Owns their files: locks each one, reads the owners of its slots, deletes it when it is not needed.
+A file that is locked already has a writer that may still write: it is left alone. Rows are not
+verified here: a slot is found by its header, and the worker that imports its rows proves them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kv_store.arenas.arena import (
 from kv_store.errors import StoreCorrupt
 from kv_store.layout import PAGE_TOKENS, ROW_RECORD_DTYPE, ROW_RECORDS_BYTES, PageLayout
 
-ORPHANED_S = 600.0  # an owner should have swept everything by then: what was reopened is imported
+ORPHANED_S = 600.0  # rows of sessions that were reopened are imported by then: the rest is swept
 _SLICE_SLOTS = 512  # sidecars read at once: 4 MiB
 _HEADER_SPAN = 48  # of a slot header: what its checksum covers
 
@@ -46,7 +46,7 @@ class OrphanedSlot(NamedTuple):
 
 @dataclass(slots=True)
 class _Held:
-    """One locked file. `wanted` counts index entries that lead into it."""
+    """One locked file. `wanted` counts index entries that point into it."""
 
     fd: int
     bytes: int
@@ -54,7 +54,7 @@ class _Held:
 
 
 class OrphanedArenas:
-    """What earlier runs left in `folder`. Thread safe. An empty one: `OrphanedArenas()`."""
+    """Arena files that earlier runs left in `folder`; none without it. Thread safe."""
 
     def __init__(
         self,
@@ -104,13 +104,13 @@ class OrphanedArenas:
             return sum(held.bytes for held in self._held.values())
 
     def find(self, session: bytes, epoch: int) -> list[OrphanedSlot]:
-        """Slots headed (session, epoch), by page; of one page, the one with most rows first."""
+        """Slots whose header names (session, epoch), by page; most rows first within a page."""
         with self._lock:
             slots = self._index.get(session_name(session), {}).get(epoch, [])
             return sorted(slots, key=lambda slot: (slot.page_index, -slot.rows, slot.arena))
 
     def forget(self, session: bytes) -> None:
-        """The session's rows are imported or not wanted: `sweep` may delete what held only them."""
+        """Drop the session's rows from the index; `sweep` may delete files without other rows."""
         with self._lock:
             self._forget(session_name(session))
 
@@ -122,9 +122,9 @@ class OrphanedArenas:
                 self._forget(name)
 
     def sweep(self, *, everything: bool = False) -> int:
-        """Delete files that no index entry leads into, or all that are held; how many.
+        """Delete files that no index entry points into, or all that are held; returns how many.
 
-        Files that were busy are looked at again first. Blocks for the deletions.
+        Files that were busy are examined again first. Blocks for the deletions.
         """
         self.retry()
         with self._lock:
@@ -136,14 +136,14 @@ class OrphanedArenas:
             return len(doomed)
 
     def retry(self) -> None:
-        """Take the files whose writer has ended meanwhile. New files are never looked at: between
-        its creation and its worker's lock an arena of this run looks abandoned."""
+        """Take the files whose writer has ended meanwhile. Files of this run are never examined:
+        they are unlocked until their worker has locked them."""
         with self._lock:
             for name in sorted(self._busy):
                 self._examine(name)
 
     def close(self) -> None:
-        """Give the locks up; the files stay for the next run."""
+        """Release the locks; the files stay for the next run."""
         with self._lock:
             for held in self._held.values():
                 os.close(held.fd)
@@ -154,7 +154,7 @@ class OrphanedArenas:
     # -- inside: the lock is held -------------------------------------------------------------
 
     def _examine(self, name: str) -> None:
-        """Lock and index one file, delete it if it is of no use, or leave it busy."""
+        """Lock and index one file, delete it if no row in it is usable, or leave it busy."""
         path = os.path.join(self._folder, name)
         try:
             fd = osio.open_private(path, os.O_RDWR)

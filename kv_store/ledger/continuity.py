@@ -1,4 +1,4 @@
-"""Whether the ledger is the newest there was, by what the store's other files record.
+"""Detects a ledger older than the last one written, from what the store's other files record.
 
 Owns the text in LOCK (which process opened the store, at which epoch, whether it was closed) and a
 check of the ledger's log before SQLite reads it, as SQLite silently ignores what does not verify.
@@ -19,8 +19,8 @@ from kv_store import osio
 from kv_store.arenas.arena import ARENA_NAME
 
 INCARNATIONS = 10_000  # of workers per opening of the store: keeps arena names unique
-EPOCH_PLAUSIBLE_MAX = 200_000  # half of the numbers, which are u32 in an arena's header; an arena
-# or LOCK that names a later opening is ignored
+EPOCH_PLAUSIBLE_MAX = 200_000  # uses half of an arena's u32 numbers; an arena or LOCK that names a
+# later opening is ignored
 LOST_MAX_CHARS = 1000
 _LOCK_BYTES_MAX = 8192
 _LOG_HEADER = struct.Struct(">8I")  # magic, format, page bytes, checkpoints, 2 salts, 2 checksums
@@ -32,7 +32,7 @@ _BATCH_FRAMES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What LOCK says of the last opening. `closed` None: an older program wrote it."""
+    """The last opening as LOCK records it. `closed` None: an older program wrote LOCK."""
 
     epoch: int = 0
     closed: bool | None = False
@@ -40,7 +40,7 @@ class Opening:
 
 
 def read_opening(fd: int) -> Opening:
-    """LOCK's text; one that cannot be read, or is implausible, counts as absent."""
+    """Read LOCK's text; one that is unreadable or implausible counts as absent."""
     info = _read(fd)
     epoch, closed, lost = info.get("epoch"), info.get("closed"), info.get("lost")
     if type(epoch) is not int or not 0 <= epoch <= EPOCH_PLAUSIBLE_MAX:
@@ -53,7 +53,7 @@ def read_opening(fd: int) -> Opening:
 
 
 def write_opening(files: osio.Files, fd: int, uuid: str, boot: str, opening: Opening) -> None:
-    """Write LOCK for operators, a second process and the next opening; the kernel has the lock.
+    """Write LOCK's text, for operators, a second process and the next opening to read.
 
     Overwrites in place, so that a full disk does not matter. Raises OSError.
     """
@@ -72,7 +72,7 @@ def write_opening(files: osio.Files, fd: int, uuid: str, boot: str, opening: Ope
 
 
 def mark_closed(files: osio.Files, fd: int, lost: str = "") -> None:
-    """Record that SQLite was closed, which is why no log is left. Raises OSError."""
+    """Record in LOCK that SQLite was closed and therefore left no log. Raises OSError."""
     opening = read_opening(fd)
     _write(files, fd, _read(fd) | {"epoch": opening.epoch, "closed": True, "lost": lost})
 
@@ -94,19 +94,19 @@ def _write(files: osio.Files, fd: int, info: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """What was found before the ledger was opened."""
+    """What LOCK, arenas and log showed before the ledger was opened."""
 
     opening: Opening
     arenas_epoch: int
-    log: str  # "": nothing to say; "gone", "void"; else how much of it cannot follow
+    log: str  # as `check_log` returns it
 
     @property
     def epoch(self) -> int:
-        """The highest that LOCK or an arena names."""
+        """The highest epoch that LOCK or an arena names."""
         return max(self.opening.epoch, self.arenas_epoch)
 
     def lost(self, epoch: int, clean: bool) -> str:
-        """Why a ledger of this epoch is not the newest there was; "" = no reason to think so."""
+        """Why a ledger of this epoch is not the newest one written; "" = no sign of that."""
         if self.opening.lost:
             return self.opening.lost  # found by an opening that was not closed since
         if self.opening.epoch > epoch:
@@ -123,7 +123,7 @@ class Traces:
 
 
 def gather(path: str, lock_fd: int) -> Traces:
-    """Look at LOCK, arenas and log of the store at `path`, which this process has locked."""
+    """Read LOCK, arenas and log of the store at `path`, which this process has locked."""
     return Traces(
         read_opening(lock_fd),
         _arenas_epoch(os.path.join(path, "arena")),
@@ -132,7 +132,7 @@ def gather(path: str, lock_fd: int) -> Traces:
 
 
 def describe(why: str) -> str:
-    """The sentence of log, health and fsck."""
+    """The sentence about a loss that log, health and fsck show."""
     return (
         f"the ledger lost what was written last ({why}): sessions may be older than clients"
         " remember, or unknown"
@@ -169,7 +169,7 @@ def _arena_epochs(folder: str) -> dict[str, int]:
 
 
 def check_log(name: str) -> str:
-    """ "" = whole, or torn in its last commit; "gone", "void" (its head), or how it is broken."""
+    """Check a log: "" = whole or torn in its last commit, "gone", "void" (bad head) or a reason."""
     try:
         fd = osio.open_private(name, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -194,8 +194,8 @@ def check_log(name: str) -> str:
 
 
 def _check_frames(data: bytes, head: tuple[int, ...], words: str) -> str:
-    """A commit is acknowledged once its frames are synced, so at most one may be torn: two or
-    more of this log (its salts) behind a frame that does not follow were lost."""
+    """Check the frames of a log: "" or how it is broken. A commit is acknowledged once its frames
+    are synced, so one may be torn; two or more with this log's salts after a bad frame are lost."""
     size = _FRAME_HEADER + head[2]
     n = (len(data) - _LOG_HEADER.size) // size
     if not n:

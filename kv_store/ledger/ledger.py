@@ -3,7 +3,8 @@
 An *intent* is what one call writes, all or nothing. `commit()` hands every intent given since
 the last one to the thread, which puts all waiting groups into one transaction: group commit.
 A future resolves only when its intent is durable. After an I/O error nothing is acknowledged any
-more (`LedgerError`, latched): a failed fsync leaves the kernel's pages clean, so a retry would lie.
+more (`LedgerError`, latched): after a failed fsync the kernel's pages are clean, so that a retry
+would succeed without writing them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Opener = Callable[[str], sqlite3.Connection]
 WAL_BYTES_MAX = 4 << 20  # checkpoint beyond this: reopening replays at most so much
 COMMIT_BYTES = 8 << 10  # what a small transaction adds to the log, beside its records
 RECORD_BYTES = 4 << 10
-# what SQLite says of a file we may write whose bytes are not a database, or not a whole one
+# SQLite's error names for a writable file whose bytes are not a database, or not a whole one
 _DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_READONLY")
 PAGE_QUERY = (
     "SELECT page_id, gen, state, repr_id, content_key, parent_key, tokens, payload_digest,"
@@ -68,7 +69,7 @@ class PageRow:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the file said when it was opened."""
+    """The ledger's rows when it was opened, without sessions."""
 
     store_uuid: bytes
     epoch: int
@@ -111,12 +112,12 @@ def connect(path: str, *, uri: bool = False) -> sqlite3.Connection:
 
 
 def lenient_text(raw: bytes) -> str:
-    """Text of a damaged file may be no text: one bad row must not hide all the others."""
+    """Decode text, replacing invalid bytes: one damaged row must not hide all the others."""
     return raw.decode("utf-8", "replace")
 
 
 class Ledger:
-    """Writers below return at once; see the module docstring for when their futures resolve."""
+    """The open ledger and its thread. The module docstring says when futures resolve."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class Ledger:
     ) -> None:
         """Open or create the file. Raises StoreVersion (untouched), StoreCorrupt, LedgerError.
 
-        `on_full` frees spare space once and says whether it did.
+        `on_full` frees reserve space once and returns whether it did.
         """
         self.path = path
         self.repr_id = repr_id
@@ -176,7 +177,7 @@ class Ledger:
         self, sessions_max: int, keep: Collection[str], turns_max: int = writes.TURNS_KEPT
     ) -> tuple[int, int]:
         """Forget the longest unused sessions beyond `sessions_max`, never those in `keep`, and
-        finished turns beyond the last `turns_max` of a session. Gives (sessions, turns).
+        finished turns beyond the last `turns_max` of a session. Returns (sessions, turns).
 
         Commits and blocks. A session that is used while this runs stays.
         """
@@ -194,7 +195,7 @@ class Ledger:
     # -- the interface underneath -------------------------------------------------------------
 
     def append(self, *ops: Op) -> Future[int]:
-        """One atomic intent, of any number of records, for the next commit. Resolves to the
+        """Add one atomic intent, of any number of records, to the next commit. Resolves to the
         commit's sequence number."""
         future: Future[int] = new_future()
         with self._lock:
@@ -205,7 +206,7 @@ class Ledger:
         return future
 
     def commit(self) -> Future[int]:
-        """Make everything appended so far durable. Fails with the first failure among it."""
+        """Make every intent appended so far durable. Fails with the first failure among them."""
         future: Future[int] = new_future()
         with self._lock:
             if self._failure is not None or self._closed:
@@ -242,7 +243,7 @@ class Ledger:
 
     def close(self) -> None:
         """Commit what is pending, checkpoint, close. Every future given before resolves."""
-        with self._lock:  # once: what is appended between a commit and the end would wait for ever
+        with self._lock:  # held throughout: an intent appended after the commit would never resolve
             if not self._closed:
                 self._hand_over(new_future())
             self._closed = True
@@ -309,14 +310,14 @@ class Ledger:
             self._checkpoint("PASSIVE")
 
     def _transact(self, intents: list[_Intent]) -> tuple[int, dict[int, Exception]]:
-        """One transaction. On a full disk nothing of it remains, so trying again is honest:
-        first with the log's own file used anew, then with the spare bytes given up."""
+        """Write one transaction. A full disk leaves nothing of it, so it is retried: first after a
+        checkpoint, which frees the log's file for reuse, then after `on_full` has freed space."""
         for attempt, make_room in enumerate((lambda: True, lambda: True, self._on_full)):
             if not make_room():
                 break
             if attempt:
                 self._checkpoint("PASSIVE")
-                if self._failure is not None:  # of the disk: a commit that succeeds now may lie
+                if self._failure is not None:  # a disk error: a commit may not be durable any more
                     self._roll_back()
                     raise self._failure
             try:
@@ -376,9 +377,9 @@ class Ledger:
         return self._failure
 
     def _checkpoint(self, kind: str) -> None:
-        """Own checkpoints instead of SQLite's automatic ones, whose errors it would swallow.
+        """Run a checkpoint; SQLite's automatic ones are off, as SQLite ignores their errors.
 
-        PASSIVE keeps the log's file, so on a disk that fills up its bytes stay ours.
+        PASSIVE keeps the log's file, so its bytes stay allocated when the disk fills up.
         """
         if self._failure is not None:
             return
@@ -428,7 +429,7 @@ class Ledger:
 
 
 def check_version(path: str) -> None:
-    """Refuse a newer file before SQLite can touch it; create a missing one, private to us."""
+    """Refuse a newer file before SQLite can touch it; create a missing one with mode 0600."""
     head, why = b"", ""
     try:
         fd = osio.open_private(path, os.O_RDWR | os.O_CREAT)
@@ -467,7 +468,7 @@ def _opening_error(path: str, error: sqlite3.DatabaseError) -> StoreError:
 
 
 def is_damage(error: BaseException | None) -> bool:
-    """Does SQLite say that the file's bytes are wrong, rather than the disk or a rule?"""
+    """Whether an error of SQLite means wrong bytes in the file, not a disk error or broken rule."""
     name = getattr(error, "sqlite_errorname", "")
     return name.startswith(_DAMAGE)
 
@@ -502,8 +503,8 @@ def _is_full(error: BaseException) -> bool:
 
 
 def why_refused(db: sqlite3.Connection, *, thorough: bool) -> str:
-    """Why the file would be set aside if a store opened it; "" = it would not be. `thorough`: as
-    SQLite judges its pages, too, which only counts after a crash."""
+    """Why the file would be set aside if a store opened it; "" = it would not be. `thorough`: also
+    run SQLite's page check, which an opening does only after a crash."""
     try:
         if not db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
             return "it has no table: it was emptied, or its owner was killed before its first write"

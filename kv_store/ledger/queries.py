@@ -1,6 +1,6 @@
-"""What can be asked of the ledger about sessions and turns. Read-only queries, on its thread.
+"""Read-only queries of the ledger about sessions and turns; they run on the ledger's thread.
 
-A damaged row is a `StoreCorrupt` for its session alone: values of a damaged file may have any type.
+A damaged row, whose values may have any type, raises `StoreCorrupt` for its session alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kv_store import keys
 from kv_store.errors import StoreCorrupt
 from kv_store.ledger import writes
 
-PRUNED_AT_ONCE_MAX = 1000  # sessions: bounds the transaction that everybody's commit waits for
+PRUNED_AT_ONCE_MAX = 1000  # sessions: bounds the transaction that all other commits wait for
 _TURN_COLUMNS = (
     "id, idempotency_key, prompt_start, prompt_end, sampling, seed, status, finish_reason, seq"
 )
@@ -59,7 +59,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class SuspectInfo:
-    """A session that was in a step which killed its worker."""
+    """A session that was in a step which crashed its worker."""
 
     session: str
     incarnation: int

@@ -1,7 +1,7 @@
 """The reserve file `BALLAST`: allocated bytes that are freed when the ledger meets a full disk.
 
-Owns the file, and whether it is there. It is made again only while as much again stays free.
-Blocks for I/O, except for `trouble`.
+A spent file is made again only while as many bytes again stay free. Everything except `trouble`
+blocks for I/O.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from kv_store import osio
 from kv_store.layout import PAGE_ALIGN_BYTES
 
 log = logging.getLogger("batchengine.store")
-RESERVE_BYTES = 64 << 20  # enough for a ledger to finish every running turn and say why it stops
+RESERVE_BYTES = 64 << 20  # enough to record the end of every running turn and its reason
 
 
 class ReserveFile:
-    """The file of one store. `spend` is the ledger thread's, `make` the opener's or page thread's;
-    both leave the name as the kernel has it, so a race costs one attempt."""
+    """The reserve file of one store. `spend` runs on the ledger thread, `make` on the opener's or
+    the page thread; both act on the file system's state, so a race costs one attempt."""
 
     def __init__(self, folder: str, files: osio.Files, size: int | None, budget_bytes: int) -> None:
         """`size` None: 64 MiB, or a sixteenth of a budget below 1 GiB."""
         if size is None:
             size = min(RESERVE_BYTES, budget_bytes // 16)
-        self.trouble = ""  # why it is not there; "" = it is, or none is wanted
+        self.trouble = ""  # why the file is missing; "" = it is not, or none is wanted
         self._path = os.path.join(folder, "BALLAST")
         self._folder = folder
         self._files = files
         self._size = size // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
 
     def spend(self) -> bool:
-        """Give the bytes up; False = there were none."""
+        """Delete the file to free its bytes; False = there was none."""
         try:
             os.unlink(self._path)
         except OSError:
@@ -40,7 +40,7 @@ class ReserveFile:
         return True
 
     def make(self) -> None:
-        """Have the file, if it is wanted and there is room."""
+        """Create the file if it is missing, wanted, and there is room."""
         if not self._size or os.path.exists(self._path):
             self._report("")
             return
@@ -60,7 +60,7 @@ class ReserveFile:
             )
 
     def _report(self, trouble: str) -> None:
-        """Keep the trouble; log one line when it begins, one when it ends."""
+        """Set `trouble`; log one line when it begins, one when it ends."""
         was, self.trouble = self.trouble, trouble
         if trouble and not was:
             log.warning("store: %s", trouble)

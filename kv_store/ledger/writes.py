@@ -1,7 +1,7 @@
-"""What the ledger can record: the tables, one frozen record per kind of write, and their rules.
+"""The ledger's tables and its writes: one frozen record class per kind of write.
 
-Owns the SQL. Every write of a session names its epoch: a lower one is refused (fencing), and
-tokens only append at the end of the timeline (no holes). Refuses to know threads and files.
+Owns the SQL. Every write of a session names its epoch: another one is refused (fencing), and
+tokens only append at the end of the timeline (no holes). Threads and files are elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kv_store.pages.index import PageRef
 APPLICATION_ID = 0x42454B56  # "BEKV", in the SQLite header
 SCHEMA_VERSION = 1
 TURNS_KEPT = 64  # per session: enough to answer a repeated or resumed request
-# finished turns that at least ?1 later ones of their session follow
+# finished turns with at least ?1 later turns in their session
 OLD_TURNS = """SELECT session, id FROM (
   SELECT session, id, status, row_number() OVER
     (PARTITION BY session ORDER BY seq DESC, prompt_start DESC, id DESC) AS age
@@ -78,7 +78,7 @@ class Op:
     __slots__ = ()
 
     def write(self, db: sqlite3.Connection) -> int | None:
-        """Write it; gives how many sessions there are more, if that may have changed. Raises
+        """Write the record; returns the change in the number of sessions, None = 0. Raises
         LedgerRefused when it breaks a rule; the caller rolls back."""
         raise NotImplementedError
 
@@ -116,7 +116,7 @@ class SetMeta(Op):
 
 @dataclass(frozen=True, slots=True)
 class SetOwner(Op):
-    """The one commit point of a hand-over: `epoch` becomes the session's, and must be higher."""
+    """Commit point of a change of owner: `epoch`, which must be higher, becomes the session's."""
 
     session: str
     epoch: int
@@ -154,7 +154,7 @@ class CopySession(Op):
     epoch: int
 
     def write(self, db: sqlite3.Connection) -> int:
-        """The ids are written anew: a blob's checksum names its session and position."""
+        """Write the ids again, as a blob's checksum covers its session and position."""
         row = db.execute(
             "SELECT repr_id, ledger_len, meta FROM session WHERE id = ?", (self.source,)
         ).fetchone()
@@ -177,7 +177,7 @@ class CopySession(Op):
 
 @dataclass(frozen=True, slots=True)
 class ForgetIdle(Op):
-    """Drop a session unless it was used, or changed hands, since it was chosen."""
+    """Drop a session unless it was used, or changed its epoch, since it was chosen."""
 
     session: str
     epoch: int
@@ -341,7 +341,7 @@ class PublishPage(Op):
 
 @dataclass(frozen=True, slots=True)
 class FreePages(Op):
-    """Each slot's next generation is `ref.gen`; `bad` retires it."""
+    """Free page slots: `ref.gen` is the next generation of each; `bad` retires them."""
 
     refs: tuple[PageRef, ...]
     repr_id: bytes
@@ -378,7 +378,7 @@ class AddExtent(Op):
     repr_id: bytes
 
     def write(self, db: sqlite3.Connection) -> None:
-        """Twice is no error: a part that cannot know whether it was written writes it again."""
+        """Write the row; a repetition is no error, as a caller may not know if it was written."""
         row = (self.index, "page", self.first_page_id, self.slots, self.page_bytes, self.repr_id)
         known = db.execute("SELECT * FROM extent WHERE extent_index = ?", (self.index,)).fetchone()
         if known == row:
@@ -438,8 +438,8 @@ class MarkClean(Op):
 
 
 def read_tokens(db: sqlite3.Connection, session: str, start: int = 0) -> bytes:
-    """Every token id of a session from the blob that holds `start` on. Raises StoreCorrupt for a
-    hole or a blob that fails its checksum."""
+    """Token ids of a session, from the first blob at or after `start` on. Raises StoreCorrupt for
+    a hole or a blob that fails its checksum."""
     ids, at = bytearray(), -1
     for row in db.execute(
         "SELECT start, ids, checksum FROM token_blob WHERE session = ? AND start >= ?"
@@ -455,7 +455,7 @@ def read_tokens(db: sqlite3.Connection, session: str, start: int = 0) -> bytes:
 
 
 def _fence(db: sqlite3.Connection, session: str, epoch: int) -> int:
-    """The session's length in tokens, if `epoch` may write to it."""
+    """The session's length in tokens. Raises LedgerRefused unless it is at `epoch`."""
     row = db.execute("SELECT epoch, ledger_len FROM session WHERE id = ?", (session,)).fetchone()
     if row is None:
         raise LedgerRefused(f"there is no session {session}")
@@ -484,7 +484,7 @@ def _insert_blob(db: sqlite3.Connection, session: str, start: int, ids: bytes) -
 
 
 def _check_blob(session: str, start: Any, ids: Any, checksum: Any) -> None:
-    """Values come from a file that may be damaged: their types are checked too."""
+    """Raise StoreCorrupt for a bad blob; a damaged file may hold values of any type."""
     sound = type(start) is int and start >= 0 and type(ids) is bytes and not len(ids) % 4
     if not sound or keys.blob_checksum(session, start, ids) != checksum:
         raise StoreCorrupt(
@@ -495,7 +495,7 @@ def _check_blob(session: str, start: Any, ids: Any, checksum: Any) -> None:
 
 
 def _join_blobs(db: sqlite3.Connection, session: str, start: int) -> None:
-    """One blob instead of one per commit for a finished turn: reading it back stays short."""
+    """Merge a finished turn's blobs, one per commit, into one, so that reading stays fast."""
     first = db.execute(
         "SELECT min(start), count(*) FROM token_blob WHERE session = ? AND start >= ?",
         (session, start),
@@ -507,7 +507,7 @@ def _join_blobs(db: sqlite3.Connection, session: str, start: int) -> None:
 
 
 def _signed(seed: int) -> int:
-    """SQLite integers are signed: a u64 seed keeps its bits."""
+    """The i64 with the bits of a u64 seed, as SQLite integers are signed."""
     return (seed & keys.MASK64) - (1 << 64) if seed & (1 << 63) else seed & keys.MASK64
 
 

@@ -1,6 +1,6 @@
 """The slots of one pool: which exist, which are free, what is evicted, how freed ones are cleaned.
 
-Knows nothing of what is copied into a slot or read from it. Unless a method says otherwise, it runs
+Pages are copied into slots and read from them elsewhere. Unless a method says otherwise, it runs
 under the store's lock and does no I/O.
 """
 
@@ -36,9 +36,9 @@ from kv_store.pages.index import (
 
 FILL_MAX_PERCENT = 90  # the last tenth is for pages that are pinned
 EVICT_TO_PERCENT = 85
-EVICT_BATCH = 16  # pages that one reservation evicts: what a hold of the lock can bear
-CHAIN_MAX = 512  # descendants that giving an extent back may cost per page
-GROW_BELOW_SLOTS = 8  # a prefill seals a few pages per second; allocating takes less than that
+EVICT_BATCH = 16  # pages that one reservation evicts: bounds one hold of the lock
+CHAIN_MAX = 512  # descendants evicted per page when an extent is given back
+GROW_BELOW_SLOTS = 8  # a prefill seals a few pages per second; an extent is allocated sooner
 
 
 class NoRoomKind(enum.Enum):
@@ -56,7 +56,7 @@ class NoRoom:
 
 
 class Retracted(NamedTuple):
-    """An invalid page, and what it was: `listed` = the manifest has its row."""
+    """An invalid page and its former state: `listed` = the manifest has its row."""
 
     page: Page
     ref: PageRef
@@ -80,7 +80,7 @@ class SlotAllocator:
         self._layout_id = self.layout.layout_id
         self._firsts: list[int] = []  # of `infos`
         self._growing: Future[None] | None = None
-        self._unpoisoned = deque[int]()  # page id << 32 | generation: nothing for the collector
+        self._unpoisoned = deque[int]()  # page id << 32 | generation: cheap for the collector
 
     # -- extents ------------------------------------------------------------------------------
 
@@ -180,15 +180,15 @@ class SlotAllocator:
             self._add(info, {})
 
     def extent_row(self, page_id: int) -> tuple[writes.AddExtent, ...]:
-        """What the first rows of a new extent's pages are written with: at once or not at all, as
-        the extent's own row may have been lost meanwhile."""
+        """The extent's own row while it is not durable, else nothing: it is written in the same
+        intent as rows of the extent's pages, so that none of them is durable without it."""
         row = self.core.unrecorded.get(self.info(page_id).index)
         return () if row is None else (row,)
 
     def give_extent(self) -> bool:
         """Evict the pages of one extent, with their descendants, and delete it (page thread).
 
-        The one that takes the fewest resident pages goes; False = each has a page in use. Takes
+        The extent with the fewest resident pages is chosen; False = each has a page in use. Takes
         the lock for a slice of pages at a time.
         """
         costs = [
@@ -256,8 +256,8 @@ class SlotAllocator:
     # -- slots --------------------------------------------------------------------------------
 
     def take(self) -> Page | NoRoom:
-        """A slot, in this order: (1) keep under the fill limit by evicting, (2) a free slot,
-        (3) evict for one when no extent can be added, (4) refuse and say why."""
+        """Take a slot: (1) evict to stay under the fill limit, (2) take a free slot, (3) evict for
+        one when no extent can be added, (4) refuse and say why."""
         cap = self.slots_max
         high = max(1, cap * FILL_MAX_PERCENT // 100)
         low = min(high - 1, cap * EVICT_TO_PERCENT // 100)
@@ -332,8 +332,8 @@ class SlotAllocator:
     def retract(self, page: Page, *, slot_failed: bool) -> Retracted:
         """Take a page out of service. A pin keeps its slot until its row is freed.
 
-        `slot_failed`: the bytes failed, and that counts against the slot; otherwise the slot is
-        sound and the content is wrong.
+        `slot_failed`: the bytes failed, which counts against the slot; otherwise only the content
+        is wrong.
         """
         page.fails += slot_failed
         retracted = Retracted(page, page.ref, page.listed, page.state in RESIDENT)
@@ -349,8 +349,8 @@ class SlotAllocator:
         self.core.events.put([PageInvalid(one.page.key, one.ref) for one in pages if one.resident])
 
     def free_rows(self, pages: Sequence[Retracted]) -> None:
-        """Free the manifest rows of retracted pages, all or none, before their slots: a pin may
-        outlive this process, and no later run may find these bytes again. Needs no lock."""
+        """Free the manifest rows of retracted pages, all or none, before their slots: a slot may
+        stay pinned until exit, and no later run may find its bytes. Needs no lock."""
         listed = [one for one in pages if one.listed]
         if not listed:
             return
@@ -368,7 +368,7 @@ class SlotAllocator:
         )
 
     def poison_later(self, ref: PageRef) -> None:
-        """Have a freed slot overwritten when the page thread has nothing to do."""
+        """Queue a freed slot for overwriting when the page thread is idle."""
         if not self._unpoisoned:
             self.core.thread.wake()
         self._unpoisoned.append(ref.page_id << 32 | ref.gen)

@@ -1,4 +1,4 @@
-"""What all page pools of one open store share: lock, ledger, page thread, extents, byte budget.
+"""The shared parts of an open store's page pools: lock, ledger, page thread, extents, byte budget.
 
 The indexes live in memory and are changed on the caller's thread and on the two I/O threads under
 one lock, held for microseconds and never across I/O. Files are touched by the page thread only,
@@ -24,20 +24,20 @@ from kv_store.threads import IntentThread
 
 log = logging.getLogger("batchengine.store")
 
-RATE_WEIGHT = 0.2  # of the newest page: five pages after a change most of it shows
+RATE_WEIGHT = 0.2  # of the newest page: five pages after a change, two thirds of it show
 FREE_FLOOR_PERCENT = 5
-FREE_FLOOR_BYTES = 2 << 30  # what logs and other programs need, whatever the disk's size;
-FREE_FLOOR_SHARE = 4  # yet never more than this part of a disk too small to spare so much
+FREE_FLOOR_BYTES = 2 << 30  # kept for logs and other programs on a disk of any size,
+FREE_FLOOR_SHARE = 4  # but never more than one part in so many of a small disk
 
 
 def derived_floor_bytes(total_bytes: int) -> int:
-    """What extents leave free of a file system: max(5 %, min(2 GiB, a quarter of it))."""
+    """Bytes of a file system that extents leave free: max(5 %, min(2 GiB, a quarter of it))."""
     least = min(FREE_FLOOR_BYTES, total_bytes // FREE_FLOOR_SHARE)
     return max(total_bytes * FREE_FLOOR_PERCENT // 100, least)
 
 
 class BudgetSpent(StoreFull):
-    """All extents that may exist do: nothing is wrong."""
+    """All extents of the budget exist; this is no fault."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Budget:
 
 @dataclass(slots=True)
 class Rates:
-    """How fast this machine's pages move, measured as they do; None until the first one."""
+    """Measured speed of page reads and writes; None until the first one."""
 
     read_bytes_per_s: float | None = None  # read and verify
     seal_bytes_per_s: float | None = None  # arena to extent, read back if that is on
@@ -68,7 +68,7 @@ def _mixed(before: float | None, now: float) -> float:
 
 
 class ExtentOwner(Protocol):
-    """A pool as the others see it: how much it holds, and that it can give some back."""
+    """The interface of a pool to other pools: the size of its extents, and giving one back."""
 
     @property
     def file_bytes(self) -> int: ...
@@ -107,14 +107,14 @@ class StoreCore:
         self.counters: Counter[str] = Counter()
         self.rates = Rates()
         self.pools: list[ExtentOwner] = []
-        self.foreign: list[ExtentInfo] = []  # of representations that are not open: first to go
+        self.foreign: list[ExtentInfo] = []  # of representations that are not open: deleted first
         self.foreign_bytes = 0
         self.pool_bytes = 0  # of all pools' extents
         self.next_page_id = ledger.replay.next_page_id
         self.next_extent = ledger.replay.next_extent
         self.unrecorded: dict[int, writes.AddExtent] = {}  # rows that are not durable yet
-        self.not_growing = ""  # what the disk refused when a slot was wanted last
-        self.write_failure = ""  # of the last page written: shown as the tier's state
+        self.not_growing = ""  # why the disk refused the last extent; "" = it did not
+        self.write_failure = ""  # of the last page written; "" = none
         self._is_below_floor = False
         self.thread = IntentThread(
             "kv-pages", idle=lambda: any(pool.poison_one() for pool in list(self.pools))
@@ -131,18 +131,18 @@ class StoreCore:
         self.foreign_bytes += info.file_bytes
 
     def take_foreign(self, repr_id: bytes) -> list[ExtentInfo]:
-        """The extents of a representation that is opened now."""
+        """Remove and return the extents of a representation that is being opened."""
         taken = [info for info in self.foreign if info.repr_id == repr_id]
         self.foreign = [info for info in self.foreign if info.repr_id != repr_id]
         self.foreign_bytes -= sum(info.file_bytes for info in taken)
         return taken
 
     def make_room(self, wanted: int, asking: ExtentOwner) -> None:
-        """Have room for `wanted` more bytes of extents (page thread).
+        """Make room for `wanted` more bytes of extents (page thread).
 
-        Extents of representations that are not open go first; then the pool that holds most gives
-        one, if it holds an extent more than the one that asks. Raises BudgetSpent, or StoreFull for
-        the floor.
+        Extents of representations that are not open go first; then the largest pool gives its own,
+        if it is larger than the asking pool by more than `wanted`. Raises BudgetSpent, or StoreFull
+        for the floor.
         """
         limit = self.budget.budget_bytes
         while self.foreign and self.extent_bytes + wanted > limit:
@@ -154,7 +154,7 @@ class StoreCore:
         self.check_floor(wanted)
 
     def may_reclaim(self, asking: ExtentOwner, wanted: int) -> bool:
-        """Whether another pool holds so much more that it must give an extent."""
+        """Whether another pool is so much larger that it must give an extent."""
         return any(self.is_richer(pool, asking, wanted) for pool in self.pools)
 
     def is_richer(self, pool: ExtentOwner, asking: ExtentOwner, wanted: int) -> bool:
@@ -203,7 +203,7 @@ class StoreCore:
             )
 
     def look_again(self) -> None:
-        """The disk refused an extent; is there room for one by now? (page thread)"""
+        """Check for disk space again after the floor refused an extent (page thread)."""
         if not self.not_growing or not self._is_below_floor:
             return  # other refusals end with the next attempt
         try:
@@ -213,7 +213,7 @@ class StoreCore:
         self.note_growth("")
 
     def note_growth(self, refusal: str) -> None:
-        """One log line when the disk begins to refuse extents, one when it ends."""
+        """Set `not_growing`; log one line when the refusals begin, one when they end."""
         was, self.not_growing = self.not_growing, refusal
         if refusal and not was:
             log.warning("store: no pages are added: %s", refusal)

@@ -1,8 +1,8 @@
 """The order in which pages are evicted: lowest priority first, then least recently used.
 
-Owns the order of the pages that may go now, and nothing of why they may. Every operation costs
-O(log n) at most, however many pages there are: a page that was used just now is appended, one that
-may go again with an older use (its last descendant went) is put into a heap beside.
+Holds only evictable pages; which pages those are is decided elsewhere. Every operation costs at
+most O(log n): a page that was used just now is appended, one that becomes evictable again with an
+older use (its last descendant was evicted) goes into a heap.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import OrderedDict
 
 
 class _Level:
-    """Pages of one priority. `recent` rises by use; `older` is a heap that may hold stale entries,
-    valid where `uses` agrees."""
+    """Pages of one priority. `recent` is ordered by use; `older` is a heap with stale entries,
+    of which those that agree with `uses` are valid."""
 
     def __init__(self) -> None:
         self.recent: OrderedDict[int, int] = OrderedDict()
@@ -54,7 +54,7 @@ class EvictionOrder:
         return page_id in self._level_of
 
     def add(self, page_id: int, priority: int, use: int) -> None:
-        """Put a page in, or to its new position."""
+        """Add a page, or move it to its new position."""
         self.remove(page_id)
         self._level_of[page_id] = priority
         self._levels.setdefault(priority, _Level()).add(page_id, use)

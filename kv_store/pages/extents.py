@@ -1,7 +1,7 @@
-"""Extent files: where sealed pages live. `ext/000001.kv`, page-sized slots, nothing else inside.
+"""Extent files, which hold the sealed pages: `ext/000001.kv`, page-sized slots and nothing else.
 
 Owns creating, opening, reading and writing them, on the page thread. A file is allocated whole,
-never resized, and holds no header: identity and checksum of a page live in its manifest row.
+never resized, and holds no header: identity and checksum of a page are in its manifest row.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ExtentInfo:
         return page_id - self.first_page_id
 
     def slot_code(self, page_id: int) -> int:
-        """u64 of a lane's page table: bit 63 clear, (extent index << 32) | slot."""
+        """The slot as a u64 of a lane's page table: bit 63 clear, (extent index << 32) | slot."""
         return self.index << 32 | self.slot_of(page_id)
 
 
@@ -115,7 +115,7 @@ class Extents:
             os.unlink(info.path)
 
     def strays(self, known: set[int]) -> list[str]:
-        """Extent files without a manifest row: a crash between creating one and recording it."""
+        """Paths of extent files without a manifest row, left by a crash before it was recorded."""
         names = [name for name in os.listdir(self.folder) if EXTENT_NAME.fullmatch(name)]
         return [os.path.join(self.folder, n) for n in names if int(n[:6]) not in known]
 

@@ -1,15 +1,15 @@
 """The states of every page slot of one representation. No I/O, no threads, no clock.
 
-Theory. A slot is a page-sized span of an extent; (page_id, gen) names one use of it. Exactly the
+A slot is a page-sized span of an extent; (page_id, gen) names one use of it. Exactly the
 transitions below exist. Only PUBLISHED pages may be read. A slot returns to FREE only when no
-reader pins it and no writer is in it, and then its generation rises, so an old reference can
-never mean new bytes. Lookup by content key sees PUBLISHED, LISTED and LOADING pages only.
+reader pins it and no writer is in it, and then its generation rises, so that an old reference
+never reaches new bytes. Lookup by content key finds PUBLISHED, LISTED and LOADING pages only.
 
 A *tail* is a page of fewer than 256 tokens: the parked end of a timeline. It is a leaf of its
-chain; once a longer page of the same timeline is resident it is superseded, and goes first.
+chain; once a longer page of the same timeline is resident it is superseded: evicted first.
 
-Costs: every method is O(1) or O(log n) in the number of pages, except where it says otherwise; what
-must look at all of them does so in slices.
+Every method is O(1) or O(log n) in the number of pages, except where it says otherwise; scans of
+all pages are done in slices.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ TRANSITIONS: dict[PageState, dict[PageEvent, PageState]] = {
 }
 RESIDENT = frozenset({_S.PUBLISHED, _S.LISTED, _S.LOADING})
 EVICTABLE = frozenset({_S.PUBLISHED, _S.LISTED})
-SUPERSEDED = -(1 << 31)  # the priority below every caller's: first to go
+SUPERSEDED = -(1 << 31)  # a priority below every caller's: evicted first
 SLICE_PAGES = 64  # looked at under one hold of the store's lock
 FAILURES_MAX = 2  # a slot that fails twice is a bad spot on the disk, not an accident
 
@@ -103,7 +103,7 @@ class Page:
     tokens: bytes = b""  # u32 LE ids: compared on every hit
     digest: bytes = b""  # unseeded, equal wherever this content is computed
     checksum: bytes = b""  # seeded with this slot's identity
-    lanes: frozenset[str] = frozenset()  # that computed its rows in this run; none = earlier ones
+    lanes: frozenset[str] = frozenset()  # that computed its rows; empty = in an earlier run
     priority: int = 0
     lru_seq: int = 0
     listed: bool = False  # the manifest has a row for this generation
@@ -139,7 +139,7 @@ class PageIndex:
         self._by_key: dict[bytes, Page] = {}
         self._children: dict[bytes, Page] = {}  # per parent key: the first of its resident pages
         self.resident = self._by_key.get  # the page of a content key, if it may be found
-        self.first_child = self._children.get  # one resident page that follows that of a key
+        self.first_child = self._children.get  # one resident page whose parent has this key
         self._parents_gone: set[bytes] = set()  # keys of `_children` without a resident page
         self._tails: dict[bytes, Counter[int]] = {}  # per parent: resident tails per length
         self._verified: OrderedDict[int, None] = OrderedDict()  # resident, least recently first
@@ -147,7 +147,7 @@ class PageIndex:
         self._counts: dict[PageState, int] = dict.fromkeys(PageState, 0)
         self._lru_seq = 0
         self.pinned = 0  # pages with a pin
-        self.superseded = 0  # pages of that priority
+        self.superseded = 0  # pages of priority SUPERSEDED
         self.tails = 0  # resident parked tails
         self.dirty_lru: set[int] = set()  # slots whose priority or age the manifest lacks
 
@@ -204,7 +204,7 @@ class PageIndex:
             page = page.after
 
     def rootless(self) -> list[Page]:
-        """Resident pages whose parent is not resident; O(how many)."""
+        """Resident pages whose parent is not resident; O(their number)."""
         return [page for parent in self._parents_gone for page in self.children(parent)]
 
     def tail_lengths(self, parent: bytes, tokens_max: int) -> list[int]:
@@ -252,7 +252,7 @@ class PageIndex:
                 heapq.heappush(self._free, page.page_id)
 
     def pin(self, page: Page, count: int = 1) -> None:
-        """Forbid eviction until as many pins were given back."""
+        """Forbid eviction until `count` pins were given back."""
         if not page.pins:
             self.pinned += 1
             if page.state in EVICTABLE:
@@ -260,7 +260,7 @@ class PageIndex:
         page.pins += count
 
     def unpin(self, page: Page, is_use: bool = True) -> None:
-        """Give one pin back; the last one is a use of the page, unless a check had it."""
+        """Give one pin back; giving back the last one is a use of the page if `is_use`."""
         page.pins -= 1
         if not page.pins:
             self.pinned -= 1
@@ -272,12 +272,12 @@ class PageIndex:
                 self._reorder(page)
 
     def note_verified(self, page: Page) -> None:
-        """The page's bytes were read and are right."""
+        """Record that the page's bytes were read just now and are right."""
         self._verified.move_to_end(page.page_id)
 
     def least_verified(self) -> Page | None:
         """The page whose bytes were read longest ago and that may be read now. None: there is
-        none, or all that come first are being read already."""
+        none, or the SLICE_PAGES read longest ago are being read already."""
         for page_id in itertools.islice(self._verified, SLICE_PAGES):
             page = self._pages[page_id]
             if page.state in EVICTABLE:
@@ -310,11 +310,11 @@ class PageIndex:
         if priority is not None:
             self._set_priority(page, priority)
         self.dirty_lru.add(page.page_id)
-        if not page.pins and page.key not in self._children:  # else it is in no order
+        if not page.pins and page.key not in self._children:  # else it is not evictable
             self._reorder(page)
 
     def restore_age(self, page: Page, priority: int, lru_seq: int) -> None:
-        """Give a replayed page what its manifest row recorded."""
+        """Set the priority and age of a replayed page to those of its manifest row."""
         page.lru_seq = lru_seq
         self._set_priority(page, priority)
         self._lru_seq = max(self._lru_seq, lru_seq)
@@ -334,13 +334,13 @@ class PageIndex:
     def supersede_tails(self, parents: Iterable[bytes]) -> None:
         """Give tails that a longer page of their chain continues the lowest priority.
 
-        Not those without a parent: only a chain's key says whose timeline it is.
+        Tails without a parent are skipped: only a parent's key proves that pages share a timeline.
         """
         for parent in parents:
             if parent not in self._tails or parent == ROOT_KEY:
                 continue
             family = sorted(self.children(parent), key=lambda page: page.tokens)
-            for page, follower in itertools.pairwise(family):  # what continues it comes next
+            for page, follower in itertools.pairwise(family):  # in order, a continuation is next
                 if page.is_tail and follower.tokens.startswith(page.tokens):
                     self.touch(page, SUPERSEDED)
 
@@ -398,7 +398,7 @@ class PageIndex:
     # -- checking -----------------------------------------------------------------------------
 
     def check_page(self, page: Page) -> None:
-        """One slot against the indexes. Raises AssertionError."""
+        """Compare one slot with the indexes. Raises AssertionError."""
         resident = page.state in RESIDENT
         assert page.pins >= 0, page
         assert 0 <= page.writers <= 1, page
@@ -419,7 +419,7 @@ class PageIndex:
         assert (page.page_id in self._order) == evictable, page
 
     def check_sums(self) -> None:
-        """What is counted against what is held; O(states). Raises AssertionError."""
+        """Compare the counts with the indexes; O(states). Raises AssertionError."""
         assert sum(self._counts.values()) == len(self._pages), self._counts
         assert len(self._by_key) == sum(self._counts[state] for state in RESIDENT)
         assert len(self._verified) == len(self._by_key)

@@ -1,6 +1,6 @@
-"""Reading pages back. Only what passed its checksum is readable.
+"""Reads pages back. Only a page that passed its checksum is readable.
 
-A page that was not read since start is LISTED; reading it and comparing makes it PUBLISHED. A page
+A page that was not read since start is LISTED; verifying its bytes makes it PUBLISHED. A page
 that fails is invalid and its slot is used again once: the second failure retires the slot.
 """
 
@@ -39,7 +39,7 @@ class PageLoader:
         good = list[bool]()
 
         def collect(_: Future[bool] | None = None) -> None:
-            """Take what is done, in order; goes on when the first that is not is done."""
+            """Take finished loads in order; runs again when the first unfinished one is done."""
             while waits and waits[0].done():
                 good.append(waits.popleft().result())
             if waits:
@@ -57,7 +57,7 @@ class PageLoader:
 
     @property
     def bytes_loading(self) -> int:
-        """Of pages that were asked for before and are still being read."""
+        """Bytes of the pages that are being read or wait for it."""
         return len(self._loads) * self._slots.layout.page_bytes
 
     def verify(self, ref: PageRef) -> Future[bool]:
@@ -92,7 +92,7 @@ class PageLoader:
     def self_test(self) -> None:
         """Write and read back a free slot before the pool has users (opener's thread).
 
-        What a file system allows shows in doing it, not in asking; and the rates get a first value.
+        Finds write errors that no query of the file system shows; sets the rates' first values.
         """
         page = self._index.peek_free()
         if page is None:

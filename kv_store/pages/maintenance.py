@@ -1,8 +1,8 @@
 """Maintenance of a pool's pages: scrub, verify all, check, write ages, collect garbage.
 
-Owns no thread: each part is one short intent of the page thread, so a seal never waits for more
-than one page of it; what looks at every page takes the lock for one slice at a time. A bad page is
-recomputed by the caller, not here.
+Has no thread of its own: each part is one short intent of the page thread, so a seal waits for at
+most one page; scans of all pages take the lock for one slice at a time. The caller recomputes bad
+pages.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What was forgotten. `places_other_reprs` are page slots of other models' extents."""
+    """What `gc` removed. `places_other_reprs` are page slots of other models' extents."""
 
     pages_evicted: int
     tails_superseded: int
@@ -121,7 +121,7 @@ class PageMaintenance:
         start: float,
         result: Future[VerifyReport],
     ) -> None:
-        """Submit the check of one page, which submits the rest: others' work goes in between."""
+        """Submit the check of one page, which submits the rest: other intents run in between."""
 
         def check() -> None:
             ref = next(left, None)
@@ -142,7 +142,7 @@ class PageMaintenance:
         self._core.thread.submit(check).add_done_callback(done)
 
     def _check(self, ref: PageRef) -> str:
-        """Read one page; gives the field of VerifyReport that counts it."""
+        """Read one page; returns the field of VerifyReport that counts it."""
         with self._core.lock:
             page = self._index.find(ref.page_id)
             if page is None or page.ref != ref or page.state not in RESIDENT:
@@ -153,8 +153,8 @@ class PageMaintenance:
     # -- in slices ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Compare the next CHECK_SLOTS slots with the indexes, in slices; after the last slot the
-        first follows. Raises AssertionError."""
+        """Compare the next CHECK_SLOTS slots with the indexes, in slices, starting again after the
+        last slot. Raises AssertionError."""
         with self._core.lock:
             self._index.check_sums()
             assert len(self._index) == sum(info.slots for info in self._slots.infos)
@@ -170,7 +170,7 @@ class PageMaintenance:
             left -= len(ids)
 
     def write_ages(self, count: int | None = None) -> None:
-        """Record priority and age of up to `count` pages (None: of all) that were used since."""
+        """Record priority and age of up to `count` pages (None: all) that the manifest lacks."""
         left = len(self._index.dirty_lru) if count is None else count
         dirty = self._index.dirty_lru
         while left > 0 and dirty:
@@ -204,9 +204,8 @@ class PageMaintenance:
         return evicted, tails
 
     def _evict(self, count: int, priority_max: int | None = None) -> int:
-        """Evict up to `count` pages and wait until their rows are written: records that wait by
-        the ten thousand would make Python's collector run for as long as a hundred milliseconds
-        inside some hold of the lock."""
+        """Evict up to `count` pages and wait until their rows are written: tens of thousands of
+        waiting records would make Python's collector run for up to 100 ms under the lock."""
         evicted = 0
         while evicted < count:
             with self._core.lock:

@@ -1,7 +1,7 @@
-"""The pages of one representation in an open store: match, pin, where a page is, its proof.
+"""The pages of one representation in an open store: prefix match, pins, slots, proofs.
 
 Composed of an index (states and order), an allocator (slots and eviction), a loader (reading back),
-a sealer (arena to manifest) and their maintenance. What pools share is in `core`.
+a sealer (arena to manifest) and their maintenance. The parts that pools share are in `core`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["PagePool", "PageProof", "Ticket"]
 
 
 MATCH_SLICE = 64  # pages looked up under one hold of the lock
-INVALIDATE_SLICE = 32  # pages retracted, or freed, under one
+INVALIDATE_SLICE = 32  # pages retracted, or freed, under one hold of the lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class PagePool:
         pin: bool = False,
         priority: int | None = None,
     ) -> list[PageRef]:
-        """The longest run of full pages, from the first token on, that the store knows.
+        """The longest run of full pages, from the first token on, that the store holds.
 
         Token ids are compared, not only their hash; a timeline has one salt. At most `tokens_max`
         tokens are covered. Pages that were not read since start are included: `load()` them
@@ -101,8 +101,8 @@ class PagePool:
     def _follower(self, parent: bytes, ids: bytes, salt: bytes) -> Page | None:
         """The resident page of these tokens after the page of `parent`.
 
-        Most pages are followed by one: where its key is known to be that of its tokens, comparing
-        these is enough. A timeline's first page is found by hash, as the salt is part of it.
+        Most pages have one follower: if its key was computed from its tokens in this run, comparing
+        the tokens is enough. A timeline's first page is found by key, which includes the salt.
         """
         page = self.index.first_child(parent)
         if page is None:
@@ -158,7 +158,7 @@ class PagePool:
             self.allocator.unpin(page)
 
     def is_resident(self, ref: PageRef) -> bool:
-        """Whether the page may be read: not once it is invalid, though a pin keeps its slot."""
+        """Whether the page is resident; an invalid page is not, even while a pin keeps its slot."""
         with self.core.lock:
             try:
                 return self.index.get(ref).state in RESIDENT
@@ -208,17 +208,16 @@ class PagePool:
         slot_failed: bool = False,
         rootless: bool = False,
     ) -> set[bytes]:
-        """Never serve these pages again, in this run or a later one. Gives the keys it covered.
+        """Never serve these pages again, in this run or a later one. Returns the keys it covered.
 
-        A page is named by reference or by content key; one that is gone needs nothing. The named
+        A page is named by reference or by content key; one that is gone is skipped. The named
         pages go first, then level by level what follows them, a slice under each hold of the lock.
         All their rows are freed by one commit: no later run finds a page without the one before it.
 
         `descendants`: the content is wrong, and with it every page computed from it, whether the
         named page is resident or not. `rootless`: also every page whose parent is not resident, as
         its origin cannot be known, and what follows those. `slot_failed`: the bytes do not read
-        back as written; the second failure of a slot retires it; that says nothing about
-        descendants.
+        back as written; the second failure of a slot retires it; descendants stay valid.
         """
         if slot_failed and (descendants or rootless):
             raise ValueError("a failed slot says nothing about the content of other pages")
@@ -268,8 +267,8 @@ class PagePool:
                     self.allocator.leaving -= len(part)
 
     def _key_of(self, page: PageRef | bytes) -> bytes:
-        """The content key that is meant; empty for a reference that is not resident, as another
-        page may have its key by now."""
+        """The content key of a page; empty for a reference that is not resident, as another page
+        may have its key by now."""
         if not isinstance(page, PageRef):
             return page
         try:
@@ -279,13 +278,13 @@ class PagePool:
         return found.key if found.state in RESIDENT else b""
 
     def slot_code(self, ref: PageRef) -> int:
-        """Where a lane finds the page: (extent index << 32) | slot."""
+        """The page's slot as a u64 of a lane's page table: (extent index << 32) | slot."""
         with self.core.lock:
             self.index.get(ref)
             return self.allocator.info(ref.page_id).slot_code(ref.page_id)
 
     def proof(self, ref: PageRef) -> PageProof:
-        """How a lane checks the sealed or published page through its own mapping."""
+        """The data with which a lane checks a sealed or published page through its own mapping."""
         with self.core.lock:
             page = self.index.get(ref)
             if not page.checksum:
@@ -297,7 +296,7 @@ class PagePool:
             )
 
     def digest(self, ref: PageRef) -> bytes:
-        """The unseeded payload digest: what a recomputation must equal."""
+        """The unseeded payload digest; a recomputation must give the same."""
         with self.core.lock:
             return self.index.get(ref).digest
 

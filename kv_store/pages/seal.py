@@ -1,6 +1,6 @@
 """From arena to manifest: reserve a slot, seal a copy into it, publish its row, or give it up.
 
-Publishing comes after verifying, and the manifest row is the only thing that makes a page found.
+A page is published after it was verified; only its manifest row makes it findable.
 The first of two pages with one key wins; their payload digests must be equal.
 """
 
@@ -24,7 +24,7 @@ from kv_store.threads import new_future
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A promised page. `page` is its own slot, `duplicate` the resident page with the same key."""
+    """A reserved page. `page` is its own slot, `duplicate` the resident page with the same key."""
 
     key: bytes
     parent: bytes
@@ -48,7 +48,7 @@ class PageSealer:
         self._slots = allocator
         self._index = allocator.index
         self._loader = loader
-        self._lanes: dict[frozenset[str], frozenset[str]] = {}  # equal sets of pages are one object
+        self._lanes: dict[frozenset[str], frozenset[str]] = {}  # equal sets share one object
         self._publishing: dict[bytes, tuple[Page, list[Future[PageRef]]]] = {}
 
     def reserve(
@@ -62,7 +62,7 @@ class PageSealer:
         """A slot for the page of `tokens` after `parent`, computed by `lanes`; evicts if need be.
 
         Fewer than 256 tokens make a parked tail, which no page can follow (ValueError).
-        NoRoom: not now; the page then simply stays in its arena.
+        NoRoom: no slot can be had now; the page stays in its arena.
         """
         ids = keys.token_bytes(tokens)
         key = keys.content_key(parent, ids, self._slots.repr_id, salt)
@@ -168,8 +168,8 @@ class PageSealer:
         written.add_done_callback(lambda done: self._published(ticket, page, done))
 
     def _publish_duplicate(self, duplicate: Page, future: Future[PageRef]) -> None:
-        """An older page has the key, and the ticket's pin on it passes to the caller; if it was
-        not read since start, it must verify first."""
+        """Resolve to the older page with the same key, whose pin passes to the caller; a page not
+        read since start is verified first."""
 
         def loaded(done: Future[bool]) -> None:
             if done.result():
@@ -183,7 +183,7 @@ class PageSealer:
         self._loader.load_one(duplicate.ref).add_done_callback(loaded)
 
     def _published(self, ticket: Ticket, page: Page, done: Future[int]) -> None:
-        """The manifest row is durable, or will never be (ledger thread)."""
+        """Finish publishing once the manifest row is durable or was refused (ledger thread)."""
         error = done.exception()
         with self._core.lock:
             futures = self._publishing.pop(page.key)[1]
@@ -205,7 +205,7 @@ class PageSealer:
                 future.set_exception(error)
 
     def _supersede(self, ticket: Ticket) -> None:
-        """Shorter tails that the new page continues are of no more use than any evicted page."""
+        """Give shorter tails that the new page continues the lowest priority."""
         length = len(ticket.tokens) // 4
         for n in self._index.tail_lengths(ticket.parent, length - 1):
             part = ticket.tokens[: n * 4]
@@ -226,7 +226,7 @@ class PageSealer:
     # -- page thread --------------------------------------------------------------------------
 
     def _seal_duplicate(self, ticket: Ticket, arena: Arena, at: ArenaSlot) -> PageRef:
-        """The key is resident already: nothing to copy, but the bytes must be equal."""
+        """Compare with the resident page of the key instead of copying: digests must be equal."""
         duplicate = ticket.duplicate
         assert duplicate is not None
         if duplicate.digest != ticket.digest:
@@ -261,7 +261,7 @@ class PageSealer:
             return page.ref
 
     def _copy_page(self, ticket: Ticket, page: Page, arena: Arena, at: ArenaSlot) -> None:
-        """pread the arena, compare with the lane, pwrite that very buffer, read it back."""
+        """pread the arena, compare with the lane's digest, pwrite that buffer, read it back."""
         data, start = self._slots.buffer, time.perf_counter()
         arena.read_page(self._core.files, at, data)
         if keys.payload_digest(data) != ticket.digest:
