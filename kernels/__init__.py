@@ -1,8 +1,8 @@
 """Canonical CPU kernels (CA-1): the only importer of the native module.
 
 Owns packed weights, quantised activations, attention over KV pages and sampling: pure functions
-over flat buffers. Refuses to know requests, sessions or files. Every instruction-set level gives
-the same bits; `arith_id` names them.
+over flat buffers, independent of requests, sessions and files. Every instruction-set level gives
+the same bits, which `arith_id` identifies.
 """
 
 from __future__ import annotations

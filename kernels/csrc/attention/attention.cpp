@@ -59,7 +59,7 @@ PageKernel page_kernel() {
     return page_partials_scalar;
 }
 
-// Everything a piece needs that is the same for the whole call.
+// The data shared by all pieces of one call.
 struct Job {
     const Queries& queries;
     const Batch& batch;
@@ -72,7 +72,7 @@ struct Job {
     size_t position(const Tile& tile, size_t row) const {
         return tile.entry->start_position + (tile.first_row + row) / group;
     }
-    // Token of the entry and head that a row of a tile is.
+    // Token (within the entry) and query head of a row of a tile.
     size_t token(const Tile& tile, size_t row) const { return (tile.first_row + row) / group; }
     size_t head(const Tile& tile, size_t row) const {
         return tile.kv_head * group + (tile.first_row + row) % group;

@@ -1,8 +1,8 @@
 // CA-1 rule 7 on AVX2; attention_scalar.cpp is its definition.
 //
-// Scores: lane = token, two vectors of eight per tile. vpmaddubsw wants one unsigned side, so it gets
-// |k| and q with the sign of k; a pair sums to at most 2 * 127 * 127, which fits int16. Outputs:
-// lane = (dim, token pair); V and the 14-bit weights meet as int16 in vpmaddwd.
+// Scores: lane = token, two vectors of eight per tile. vpmaddubsw needs one unsigned operand, so it
+// gets |k| and q with the sign of k; a pair sums to at most 2 * 127 * 127, which fits int16. Outputs:
+// lane = (dim, token pair); vpmaddwd multiplies V and the 14-bit weights as int16.
 #include "attention/attention_page.h"
 #include "common/simd.h"
 
@@ -69,7 +69,7 @@ SIMD_FN int32_t reduce_add(__m256i x) {
 }
 
 // Scores of one row -> m, l and 14-bit weights up to the next multiple of 16 tokens. The row is first
-// padded: what stands behind the visible tokens is stale. False when something is not finite.
+// padded: scores after the visible tokens are stale. False when a score or a weight is not finite.
 SIMD_FN bool soften(int n, float* s, const float* dv, uint16_t* weight, float* m, float* l,
                     float* weight_scale) {
     const int end = (n + 15) / 16 * 16;

@@ -21,14 +21,14 @@ SIMD_FN __m512i dword_everywhere(const void* p) {
     return _mm512_set1_epi32(four);
 }
 
-// Asks for a cache line, into L2: a page is larger than L1. K is read while V is on its way, and V
-// while the next page's K is, one line asked for per line read: a core has few requests in flight,
-// and a burst of them would keep everything else from L2 out until DRAM has answered.
+// Prefetches a cache line into L2: a page is larger than L1. While K is read, V is prefetched, and
+// while V is read, the next page's K, one line per line read: a core has few requests in flight, and
+// a burst of them would block all other loads that miss L2 until DRAM has answered.
 SIMD_FN void prefetch(const int8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
 }
 
-// Scores of R rows against token tiles [first_tile, first_tile + TT); AHEAD: their V is asked for.
+// Scores of R rows against token tiles [first_tile, first_tile + TT); AHEAD: prefetches their V.
 template <int R, int TT, bool AHEAD>
 SIMD_FN void score_block(const PageView& page, int head_dim, const QueryRows& rows, int row,
                          int first_tile, float (*score)[256]) {
@@ -79,7 +79,7 @@ SIMD_FN void score_block(const PageView& page, int head_dim, const QueryRows& ro
 template <int R, int TT>
 void score_rows(const PageView& page, int head_dim, const QueryRows& rows, int row, int tiles,
                 float (*score)[256]) {
-    // The last group may reach past the visible tiles; the page has sixteen, so that is only waste.
+    // The last group may reach past the visible tiles; the page has sixteen, so all loads are valid.
     for (int tile = 0; tile < tiles; tile += TT)
         if (row == 0)
             score_block<R, TT, true>(page, head_dim, rows, row, tile, score);
@@ -259,7 +259,7 @@ void page_partials_avx512(const PageView& page, int head_dim, const QueryRows& r
         }
     }
     const int quads = (visible_max + 3) / 4;
-    if (page.next_k)  // its K scales
+    if (page.next_k)  // the next page's K scales
         for (int i = 0; i < head_dim / 4; i++) prefetch(page.next_k + 256 * head_dim + 64 * i);
     int row = 0;
     for (; row + 3 <= rows.rows; row += 3)

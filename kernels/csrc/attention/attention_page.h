@@ -21,7 +21,7 @@ struct PageView {
 };
 
 // Contiguous rows that read the same KV head. visible[r] = how many tokens of the page row r may
-// see, 1..256; whatever stands behind them is stale and must not matter. visible never falls.
+// see, 1..256; later tokens are stale and must not affect results. visible never falls with r.
 struct QueryRows {
     const int8_t* q;        // [rows][head_dim]
     const float* scale;     // [rows][head_dim/32]

@@ -1,4 +1,4 @@
-// place_kv and row_digests: the writing and the fingerprinting of page rows. See attention.h.
+// place_kv and row_digests: writing and hashing page rows. See attention.h.
 #include <algorithm>
 #include <vector>
 
@@ -9,7 +9,7 @@
 namespace batchengine {
 namespace {
 
-// How far ahead rows of qkv are asked for.
+// How far ahead rows of qkv are prefetched.
 constexpr size_t TOKENS_AHEAD = 2;
 // Tokens gathered together for digests: a K tile, so that its cache lines are read once.
 constexpr size_t DIGEST_TOKENS = 16;
@@ -97,8 +97,8 @@ struct PlaceJob {
                batch.entry_of[token + 3] == batch.entry_of[token];
     }
 
-    // The rows of a decoding token left the caches a step ago: K alone touches head_dim / 4 lines.
-    // Asked for before the queries are worked on, they are there when they are written.
+    // Prefetches a token's page rows before its queries are computed: at decode, no cache holds them
+    // any more, and K alone touches head_dim / 4 lines.
     void prefetch_row(size_t token, size_t head) const {
         const size_t t = batch.position(token) % PAGE_TOKENS, head_dim = shape.head_dim;
         const HeadPage page = head_page(token, head);
@@ -111,7 +111,7 @@ struct PlaceJob {
         __builtin_prefetch(page.v_scale + t, 1);
     }
 
-    // What one KV head takes from a row of qkv: pieces of rows are no stream the hardware foresees.
+    // Prefetches one KV head's parts of a row of qkv, which the hardware prefetcher does not detect.
     void prefetch_inputs(size_t token, size_t head) const {
         const size_t group = queries.n_head / shape.n_kv_head, head_dim = shape.head_dim;
         const float* q = qkv.row(token) + head * group * head_dim;

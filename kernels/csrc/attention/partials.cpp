@@ -90,7 +90,7 @@ struct EntryToken {
     size_t token;
 };
 
-// body(entry, token) for each of `tokens`, on the pool when `values` are worth waking it.
+// body(entry, token) for each of `tokens`, on the pool if `values` is more than VALUES_ALONE.
 template <class Body>
 void for_tokens(Pool& pool, const std::vector<EntryToken>& tokens, size_t values, Body&& body) {
     if (pool.threads() == 1 || values <= VALUES_ALONE) {
@@ -156,7 +156,7 @@ void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& 
 void fold(Pool& pool, Partials& into, const Partials& next) {
     std::vector<PartialEntry> entries = joined(into, next);
     const size_t total = number_accumulators(entries, into.n_head), head_dim = into.head_dim;
-    if (total != into.n_accumulators) {  // an entry never gets fewer: equal totals, equal places
+    if (total != into.n_accumulators) {  // no entry's count falls: equal totals mean equal indexes
         Accumulators at;
         at.reserve(total, head_dim);
         for (size_t e = 0; e < entries.size(); e++) {
@@ -174,7 +174,7 @@ void fold(Pool& pool, Partials& into, const Partials& next) {
         if (other.count == 0) continue;
         if (old.count > 0 && old.first == 0)
             for (size_t t = 0; t < old.n_tokens; t++) tokens.push_back({e, t});
-        else  // the terms stand one behind the other
+        else  // the terms follow one another
             copy_accumulators(next.at, other.start, into.at,
                               entries[e].start + old.terms() * into.rows(old),
                               other.terms() * next.rows(other), head_dim);

@@ -63,7 +63,7 @@ struct Partials {
 // of which those that no token sees are zero. std::invalid_argument for a span outside its entry.
 void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& spans);
 
-// Takes in spans that begin where those of `into` end (or where either is empty).
+// Folds in spans that begin where those of `into` end (or where either is empty).
 // std::invalid_argument, `into` unchanged, when the steps differ or a span is not the next one.
 void fold(Pool& pool, Partials& into, const Partials& next);
 

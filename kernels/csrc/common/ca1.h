@@ -1,9 +1,9 @@
-// CA-1, the canonical scalar arithmetic: the one place where a float formula of the engine is spelled.
+// CA-1, the canonical scalar arithmetic: the only definition of the engine's float formulas.
 //
 // Every function here is a fixed expression tree of correctly rounded binary32 operations, so any
 // compiler that neither contracts nor reorders (-ffp-contract=off, never -ffast-math) gives the same
-// bits. The vector code of simd.h repeats these trees lane by lane. Nothing here allocates, throws,
-// or knows about tensors. The header also compiles as CUDA C++.
+// bits. The vector code of simd.h repeats these trees lane by lane. Nothing here allocates or throws.
+// The header also compiles as CUDA C++.
 #pragma once
 
 #include <cstdint>
@@ -67,7 +67,7 @@ CA1_FN float fma_rn(float a, float b, float c) {
 CA1_FN float canonical_nan() { return float_of(NAN_BITS); }
 CA1_FN bool is_finite(float x) { return (bits_of(x) & 0x7F800000u) != 0x7F800000u; }
 
-// rint under round-to-nearest-even for |x| < 2²²: the magic-number form every unit can do.
+// rint under round-to-nearest-even for |x| < 2²²: by the magic number, as every unit can.
 CA1_FN int32_t round_to_int(float x) {
     return static_cast<int32_t>(bits_of(x + ROUND_MAGIC) - ROUND_MAGIC_BITS);
 }

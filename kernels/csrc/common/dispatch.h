@@ -1,7 +1,7 @@
 // Which instruction set the kernels use: chosen once at start, forced by BATCHENGINE_ISA or a test.
 //
 // Every level gives the same bits. A kernel family keeps one table of function pointers per level
-// and indexes it with level(). Seam for AMX: append Level::amx, give it a name and a check in
+// and indexes it with level(). To add AMX: append Level::amx, give it a name and a check in
 // dispatch.cpp, and let each family's table point to its AVX-512 functions until it has tile ones
 // (the 16-row tiles and 16-token panels already are the operands of TDPBSSD/TDPBUSD).
 #pragma once

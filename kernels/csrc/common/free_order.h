@@ -1,10 +1,10 @@
-// What one would write without CA-1, on AVX-512: included only when BATCHENGINE_FREE_ORDER is defined,
+// AVX-512 arithmetic without the order of CA-1: included only when BATCHENGINE_FREE_ORDER is defined,
 // which only the free-order build of `python -m bench canonical` does. The product never loads it.
 //
 // Free here means: the compiler may reassociate and fuse; a row of a product is one running sum, not
 // sums of 1024 k; probabilities are summed as floats; norms reduce in any order; divisions and exp
-// take the approximate instructions; pages fold straight into the total. What is the same in both
-// builds is the same because it is also fastest: int8 dots need a scale per block in any order, and
+// take the approximate instructions; pages fold straight into the total. The rest is the same in both
+// builds, as it is also the fastest: int8 dots need a scale per block in any order, and
 // probabilities times V as integers take two instructions per 64 products, as floats twelve.
 #pragma once
 

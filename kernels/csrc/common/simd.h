@@ -2,9 +2,9 @@
 //
 // A unit compiled with AVX-512 flags gets one zmm, with AVX2 flags two ymm, otherwise a plain array.
 // Bodies written on V16 therefore compile once per ISA unit and give the same bits in each: every
-// operation is the IEEE one, lane by lane, and fma appears only where it is written. Reductions over
-// lanes are refused here except those that are exact (maximum, flags, integer sums) and the one tree
-// that CA-1 writes. All of it has internal linkage.
+// operation is the IEEE one, lane by lane, and fma appears only where it is written. The only
+// reductions over lanes are exact ones (maximum, flags, integer sums) and the one tree that CA-1
+// prescribes. All of it has internal linkage.
 #pragma once
 
 #include "common/ca1.h"
@@ -21,7 +21,7 @@
 namespace {
 
 // repeat<N>(EACH(i) { ... }) runs the body for the constants 0..N-1. Unlike an unrolled loop it is
-// gone before the compiler decides which arrays may live in registers, so they all do.
+// expanded before the compiler decides which arrays to keep in registers, so it keeps them all there.
 template <class F, int... I>
 SIMD_FN void repeat_for(std::integer_sequence<int, I...>, F&& body) {
     (body(std::integral_constant<int, I>{}), ...);
@@ -276,8 +276,8 @@ SIMD_FN int32_t vsum_rounded(V16 x, V16 y) {
 #include "common/free_order.h"
 #else
 
-// Lane by lane the trees of ca1.h; the comments on ranges stand there. max(0, x) is the value below
-// the range: 0 for a number, and the NaN itself for a NaN, because maxps hands on its second operand.
+// Lane by lane the trees of ca1.h, which documents the ranges. max(0, x) is the value below the
+// range: 0 for a number, and the NaN itself for a NaN, because maxps returns its second operand.
 SIMD_FN V16 vexp2c(V16 x) {
     const V16 magic = vset(ca1::ROUND_MAGIC);
     const V16 t = x + magic;

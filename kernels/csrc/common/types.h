@@ -1,7 +1,7 @@
 // The types of every kernel: aligned buffers, fp32 rows, quantised activations, packed matrices.
 //
-// They own memory and know their shape; they compute nothing, and no request or session is known
-// here. Sizes are checked once, in the bindings (bind/), and kernels rely on that.
+// They own memory and its shape and compute nothing, independent of requests and sessions. Sizes are
+// checked once, in the bindings (bind/), and kernels rely on that.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ constexpr size_t GROUP_TOKENS = 16;    // tokens that sit together in an activat
 #if defined(BATCHENGINE_FREE_ORDER)
 constexpr size_t SEGMENT_BLOCKS = size_t{1} << 20;  // never: see free_order.h
 #else
-constexpr size_t SEGMENT_BLOCKS = 32;  // blocks summed before the running total takes over (1024 k)
+constexpr size_t SEGMENT_BLOCKS = 32;  // blocks summed before they join the running total (1024 k)
 #endif
 constexpr size_t CACHE_LINE = 64;
 
@@ -90,8 +90,8 @@ struct Vector {
 //   offset  int32 [group][block][token 16]       -8 * sum of the 32 q
 //   halves  int32 [group][block][2][token 16]    -32 * sum of q[0..15], of q[16..31]
 //
-// Packed weights are unsigned (weight + 8, + 128, + 32); the offsets are what that adds to a dot,
-// negated, so a kernel starts its integer sum from them. A row tile reads a panel from front to
+// Packed weights are unsigned (weight + 8, + 128, + 32); the offsets negate what that adds to a dot,
+// so a kernel starts its integer sum from them. A row tile reads a panel from front to
 // back. Tokens past the count of a call are stale: kernels must not let them reach an output. k past
 // width is zero.
 struct Activations {

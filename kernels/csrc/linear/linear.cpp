@@ -9,17 +9,17 @@
 namespace batchengine {
 namespace {
 
-// Row tiles that run together: what the widest register tile of the kernels multiplies at once (Q6_K
-// has two sums per output); few enough that weights, 16 tokens and results stay near.
+// Row tiles that run together: those of the widest register tile of the kernels (Q6_K has two sums
+// per output); few enough that weights, 16 tokens and results stay in cache.
 constexpr size_t RUN_TILES_MAX = 3;
 constexpr size_t run_tiles(Kind kind) { return kind == Kind::q6_k ? 2 : RUN_TILES_MAX; }
-// Pieces per thread: the others wait for the last one. One token group makes pieces of 10 us or more
-// anyway; with several, larger ones read the activations less often.
+// Pieces per thread, because all threads wait for the last piece. With one token group a piece takes
+// 10 us or more anyway; with several, larger pieces read the activations less often.
 constexpr size_t PIECES_PER_THREAD = 8, PIECES_PER_THREAD_ONE_GROUP = 32;
 constexpr size_t MANY_GROUPS_TILES = 6;  // whole runs of every kind
-// A piece of a one-token step is a stream from memory: not shorter than this.
+// Least bytes of a piece of a one-token step, which streams its weights from memory.
 constexpr size_t STREAM_BYTES = size_t{48} << 10;
-// Weights that every token group of a piece reads again: at most this much of the level-2 cache.
+// Most bytes of weights in a piece, in the level-2 cache: every token group of it reads them again.
 constexpr size_t REREAD_BYTES = size_t{384} << 10;
 
 struct Plan {
@@ -78,17 +78,17 @@ TileTarget target(Rows& out, size_t column, const LinearPart& part, size_t tile,
             std::min(TILE_ROWS, part.matrix->rows - row)};
 }
 
-// Asks for the output lines of `tiles` tiles while their product is made: rows lie pages apart, which
-// no hardware foresees, and a store that misses holds up those behind it. Into the second level,
-// because such rows meet in the same few sets of the first.
+// Prefetches the output lines of `tiles` tiles while their product is computed: rows lie pages apart,
+// which the hardware prefetcher does not detect, and a store that misses delays those after it. Into
+// the second level, because such rows share the same few sets of the first.
 void expect(const TileTarget& to, size_t tiles) {
     for (size_t token = 0; token < to.tokens; ++token)
         for (size_t tile = 0; tile < tiles; ++tile)
             __builtin_prefetch(to.out + token * to.stride + tile * TILE_ROWS, 1, 2);
 }
 
-// One token group streams weights, so each thread walks a range of its own; several groups share
-// what is in the cache, so all threads walk together.
+// Number of piece ranges: one token group streams weights, so each thread has a range of its own;
+// several groups share the weights in the cache, so all threads share one range.
 int ranges(const Pool& pool, size_t tokens) { return tokens <= GROUP_TOKENS ? pool.threads() : 1; }
 
 enum class Finish { store, add };

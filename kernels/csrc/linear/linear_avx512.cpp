@@ -17,8 +17,8 @@
 namespace batchengine {
 namespace {
 
-// One token reads the weights as fast as memory gives them: this far ahead, into the second level
-// (prefetches into the first level fill its few miss buffers and cost a third of the bandwidth).
+// How far ahead weights are prefetched for one token, which memory bandwidth bounds. Into the second
+// level: prefetches into the first fill its few miss buffers and cost a third of the bandwidth.
 constexpr size_t STREAM_AHEAD_BYTES = 9216;
 
 // The panel of one token group, from its first block.
@@ -252,7 +252,7 @@ INLINE void fold(const Accumulators<R, N>& acc, bool first, size_t token, TileRe
 }
 
 // R tiles times N tokens of the panel, from token `token` on. With `ahead`, the weights that many
-// bytes further on are asked for meanwhile.
+// bytes further on are prefetched.
 template <class Weights, int R, int N>
 void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token, size_t ahead,
              TileResult* results) {
@@ -283,8 +283,8 @@ void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token, s
     }
 }
 
-// All tokens of a group for R tiles: fours, then what is left. The first pass asks for the tiles
-// after these, which come next.
+// All tokens of a group for R tiles: fours, then the rest. The first pass prefetches the tiles that
+// follow these.
 template <class Weights, int R>
 void tokens_of(const uint8_t* tiles, size_t bytes, const Panel& x, size_t tokens, bool cold,
                TileResult* results) {
@@ -336,8 +336,8 @@ INLINE void half_block(Sums<R, N>& sums, const Unpacked<R>& from, size_t b, cons
             sums.s[r][n] = _mm512_mullo_epi32(sums.s[r][n], from.scale[2 * b + H][r]);
 }
 
-// The running segment of N tokens goes on where the last superblock left it. The first tokens of a
-// group unpack on the way, so that their stores hide behind dots, and ask for the tiles to come.
+// Adds one superblock to the running segment of N tokens. The first tokens of a group also unpack the
+// weights, so that the stores overlap with dots, and prefetch the tiles that follow.
 template <int R, int N, bool FIRST>
 void superblock(__m512 (&running)[GROUP_TOKENS][R], const uint8_t* const (&unit)[R],
                 Unpacked<R>& from, const Panel& x, size_t block, size_t token, size_t ahead) {
@@ -417,7 +417,7 @@ INLINE void run_tiles(const uint8_t* tile, size_t bytes, const Panel& x, size_t 
     tokens_of<Weights, R>(tile, bytes, x, tokens, cold, results);
 }
 
-// One token alone reads one tile after the other: a single stream is what memory serves fastest.
+// One token alone reads one tile after the other, because memory serves a single stream fastest.
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
                      bool cold, TileResult* results) {

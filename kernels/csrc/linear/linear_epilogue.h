@@ -1,4 +1,4 @@
-// What follows a product in the same pass, on 16 lanes: included by the level units only.
+// The epilogues of a product (bias, residual, gate) on 16 lanes: included by the level units only.
 #pragma once
 
 #include "common/simd.h"

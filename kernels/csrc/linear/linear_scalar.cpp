@@ -11,7 +11,7 @@
 namespace batchengine {
 namespace {
 
-// One block of one token, as the rule sees it.
+// One block of one token, in the terms of the rule.
 struct Cell {
     const int8_t* q;
     float scale;

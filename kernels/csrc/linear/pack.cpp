@@ -9,7 +9,7 @@
 namespace batchengine {
 namespace {
 
-// The blocks of a GGUF file, little-endian, as they lie.
+// The blocks of a GGUF file, little-endian, as stored.
 struct FileQ4_0 {
     uint16_t d;
     uint8_t q[16];  // low nibble = k, high nibble = k + 16

@@ -3,7 +3,7 @@
 //
 // Inside a tile, byte 4r+i of a 64-byte vector belongs to row r: 16 rows are the 16 lanes of a
 // vector, and four consecutive k are the four bytes of a dword. Rows past the last are zero weights
-// with zero scale. Quantised kinds want cols to be a multiple of their block; f16, bf16 and f32 take
+// with zero scale. Quantised kinds need cols to be a multiple of their block; f16, bf16 and f32 take
 // any cols and are padded with zeros to 32.
 #pragma once
 

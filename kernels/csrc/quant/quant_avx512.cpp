@@ -14,7 +14,7 @@ namespace batchengine {
 namespace {
 
 constexpr int AT_ONCE = 8;
-// Rows are streams a page or more apart, too many for the hardware to foresee.
+// Prefetch distance: rows are streams a page or more apart, too many for the hardware prefetcher.
 constexpr size_t AHEAD_FLOATS = 128;
 
 struct Inputs {

@@ -1,4 +1,4 @@
-// How row-by-row operations on the tokens of a step are dealt out to the pool.
+// Distributes row-by-row operations on the tokens of a step over the pool.
 #pragma once
 
 #include <algorithm>

@@ -21,7 +21,7 @@ struct RowOps {
                            int32_t* offset);
     // Rule 6: `groups` groups of `width` values share one fp16 scale each (K: 32, V: head_dim).
     void (*quantise_kv8)(const float* x, size_t groups, size_t width, int8_t* q, uint16_t* d);
-    // Rule 7, fold: the accumulator (m, l, o) takes in a partial that lies behind it.
+    // Rule 7, fold: adds the partial that follows the accumulator (m, l, o) to it.
     void (*fold)(float* m, float* l, float* o, float m_next, float l_next, const float* o_next,
                  size_t head_dim);
     // Rule 7, output: RN(o * RN(1/l)); an l that is not finite gives the canonical NaN.

@@ -35,7 +35,7 @@ struct Scratch {
     std::vector<int32_t> history;
 };
 
-// Float order turned round, as an unsigned integer. Both zeros become one.
+// An unsigned integer that rises as the float falls; equal for both zeros.
 uint32_t falling_key(float x) {
     const uint32_t bits = ca1::bits_of(x + 0.0f);
     const uint32_t rising = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -65,7 +65,7 @@ void radix_sort(std::vector<Candidate>& candidates, std::vector<Candidate>& spar
     }
 }
 
-// Step 2. Returns false when a logit stopped being a number.
+// Step 2. Returns false when a logit became NaN.
 bool apply_penalties(const SampleSpec& spec, size_t vocab, const float* logits, Scratch& scratch) {
     scratch.logits.assign(logits, logits + vocab);
     float* x = scratch.logits.data();
@@ -100,7 +100,7 @@ Ranked best(const float* x, size_t vocab, size_t n) {
     constexpr size_t RUN = 64;
     for (size_t run = 0; run < vocab; run += RUN) {
         const size_t end = std::min(run + RUN, vocab);
-        if (top.size() == n) {  // most runs hold nothing better than what was found
+        if (top.size() == n) {  // most runs hold no value above those found
             const float worst = top.back().second;
             int any = 0;
             for (size_t i = run; i < end; i++) any |= x[i] > worst;
@@ -128,7 +128,7 @@ void drop_light(Scratch& scratch) {
     scratch.in_order.resize(kept);
 }
 
-// Candidates when top_k is small: their weights are all that is computed.
+// Candidates when top_k is small: only their weights are computed.
 void select_few(const SampleSpec& spec, const float* x, size_t vocab, float top, Scratch& scratch) {
     const Ranked ranked = best(x, vocab, static_cast<size_t>(spec.top_k));
     scratch.ids.clear();
@@ -143,7 +143,7 @@ void select_few(const SampleSpec& spec, const float* x, size_t vocab, float top,
     drop_light(scratch);
 }
 
-// Candidates when all that weigh anything compete.
+// Candidates otherwise: all tokens with a weight of WEIGHT_MIN or more.
 void sort_all(const SampleSpec& spec, const float* x, size_t vocab, float top, Scratch& scratch) {
     scratch.weights.resize(vocab);
     rowops().weights(x, vocab, top, spec.temperature, scratch.weights.data());
