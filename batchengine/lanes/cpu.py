@@ -77,7 +77,7 @@ class CpuDevice(HostDevice):
         )
 
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
-        """One forward pass; one token for each entry that wants one and is finite."""
+        """Run one forward pass; one token for each entry that wants one and is finite."""
         stepper = self._stepper
         if stepper is None:
             raise RuntimeError("compute before load")

@@ -1,4 +1,4 @@
-"""The contract between a worker and the device that it drives: a model, pages and steps.
+"""The interface of a worker's device: it loads a model, maps pages and computes steps.
 
 A step names pages by slot codes. Only the device translates a code to an address, so that it may
 keep copies in a memory of its own.
@@ -20,11 +20,11 @@ class LaneMemory(Protocol):
     """The pages of one lane: its arena, and sealed pages read-only."""
 
     def check(self, step: wire.Step) -> None:
-        """Raise BadStep for a chore that names what cannot be, before any chore is done."""
+        """Raise BadStep for a chore with an impossible slot, row or epoch, before any is done."""
         ...
 
     def prepare(self, step: wire.Step, imported: Sequence[I32Array]) -> tuple[int, ...]:
-        """The chores before the computation: poison, reserve, relabel, import, touch, in order.
+        """Do the chores before the computation: poison, reserve, relabel, import, touch, in order.
 
         `imported`: per ImportRows the tokens that its rows must hold. Returns the number of rows
         that were proven and copied, per ImportRows.
@@ -32,12 +32,12 @@ class LaneMemory(Protocol):
         ...
 
     def finish(self, step: wire.Step) -> tuple[tuple[bytes, ...], tuple[bool, ...]]:
-        """The chores after the computation: a digest per Digest, an answer per Verify."""
+        """Do the chores after the computation: a digest per Digest, an answer per Verify."""
         ...
 
 
 class Device(Protocol):
-    """What computes a model's steps. It keeps no session state: a step carries everything."""
+    """Computes the steps of a model. It keeps no session state: a step carries everything."""
 
     def load(self, load: wire.Load, report: Report) -> wire.ModelFacts:
         """Map or pack the weights and test the arithmetic. Raises BatchEngineError."""
@@ -48,7 +48,7 @@ class Device(Protocol):
         ...
 
     def run(self, batch: StepInput) -> StepOutput:
-        """One forward pass: writes the rows of every entry, samples for those that want a token."""
+        """Run one forward pass: write the rows of every entry, sample for those with `sampling`."""
         ...
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The part of a device that is the same for every device with its pages in host memory.
+"""The base class of devices whose pages are in host memory.
 
-Owns the translation of slot codes to addresses around the arithmetic, and the records of new rows.
+Translates slot codes to addresses before the arithmetic, and records the new rows after it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HostDevice(ABC):
 
     @abstractmethod
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
-        """One forward pass; an address per slot code, a digest seed per token of the batch."""
+        """Run one forward pass; an address per slot code, a digest seed per token of the batch."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""What one worker maps: its arena read-write, sealed extents read-only, and nothing else.
+"""The store memory of one worker: its arena mapped read-write, sealed extents read-only.
 
-Owns the translation of slot codes to addresses, with every index checked against what is really
-mapped, and the page chores of a step. A code that names no page is an error, never an address. A
+Owns the translation of slot codes to addresses, with every index checked against the actual
+mapping, and the page chores of a step. A code that names no page is an error, never an address. A
 row is imported only if its record proves it.
 """
 
@@ -81,7 +81,7 @@ class Extent:
 
 
 class ProofPage:
-    """A private page: imported bytes are copied here, proven, and copied on from here."""
+    """A private page: bytes to import are copied to it, proven, and copied on to their slot."""
 
     def __init__(self, layout: PageLayout) -> None:
         self._layout = layout
@@ -150,7 +150,7 @@ class HostMemory:
         return flat.reshape(self.slots, -1)[:, :PAGE_TOKENS]
 
     def check(self, step: wire.Step) -> None:
-        """Raise BadStep for a chore that names what cannot be, before any chore is done."""
+        """Raise BadStep for a chore with an impossible slot, row or epoch, before any is done."""
         for slot in (
             *step.reserve,
             *(import_rows.to for import_rows in step.import_rows),
@@ -171,7 +171,7 @@ class HostMemory:
             _check_source(import_rows.source)
 
     def prepare(self, step: wire.Step, imported: Sequence[I32Array]) -> tuple[int, ...]:
-        """The chores before the computation, in their order; see LaneMemory."""
+        """Do the chores before the computation, in their order; see LaneMemory."""
         for slot in step.poison:
             self.poison(slot)
         for fresh in step.reserve:
@@ -183,7 +183,7 @@ class HostMemory:
         return counts
 
     def finish(self, step: wire.Step) -> tuple[tuple[bytes, ...], tuple[bool, ...]]:
-        """The chores after the computation; see LaneMemory."""
+        """Do the chores after the computation; see LaneMemory."""
         digests = tuple([self.digest_slot(digest) for digest in step.digest])
         return digests, tuple([self.is_sealed(verify) for verify in step.verify])
 
@@ -340,7 +340,8 @@ class HostMemory:
         sources: dict[str, ArenaFile | None],
         closing: ExitStack,
     ) -> int:
-        """Bring a slot of another arena to the private page; how many leading rows are proven."""
+        """Copy a slot of another arena to the private page; returns how many leading rows are
+        proven."""
         if source.arena not in sources:
             sources[source.arena] = self._open_arena(source.arena, closing)
         file = sources[source.arena]
@@ -377,7 +378,7 @@ class HostMemory:
         return file
 
     def _read_page(self, source: wire.FromPage, rows: int) -> int:
-        """Bring a sealed page to the private page; all rows of it are proven, or none."""
+        """Copy a sealed page to the private page; returns `rows` if it is proven, else 0."""
         view = self._sealed(source.code)
         if view is None or not rows or not self._fault_in(view):
             return 0
@@ -390,7 +391,7 @@ class HostMemory:
         return view is not None and self._fault_in(view)
 
     def _fault_in(self, view: memoryview) -> bool:
-        """Read pages of a mapping in; False where reading them would be a SIGBUS."""
+        """Fault in pages of a mapping; False if reading them would raise SIGBUS."""
         address = ctypes.c_void_p(kernels.address_of(view))
         if not self._libc.madvise(address, ctypes.c_size_t(len(view)), MADV_POPULATE_READ):
             return True
@@ -444,7 +445,7 @@ def _leading(good: NDArray[np.bool_]) -> int:
 
 
 def _check_source(source: wire.FromArena | wire.FromPage) -> None:
-    """Raise BadStep for a source that cannot be; a source that is missing is no error here."""
+    """Raise BadStep for a malformed source; a source that does not exist is no error here."""
     if isinstance(source, wire.FromPage):
         if not (0 <= source.code < ARENA_BIT and 0 <= source.seed <= U64_MAX):
             raise BadStep(f"page code {source.code:#x}")

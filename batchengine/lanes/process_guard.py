@@ -1,6 +1,6 @@
 """Guards a worker process at its start: it ends with its parent and leaves no core file.
 
-Owns the system calls; models and frames are not its concern.
+Owns the system calls; independent of models and frames.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def guard_process(parent_pid: int, report_fd: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         raise SystemExit(0)
-    with contextlib.suppress(OSError):  # containers may forbid it: only an order is lost
+    with contextlib.suppress(OSError):  # containers may forbid it; the worker runs anyway
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ)
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))  # a core holds prompts

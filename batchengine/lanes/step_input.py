@@ -1,4 +1,4 @@
-"""One Step frame as arrays, checked: what a device needs, with nothing left to check.
+"""Checks one Step frame and unpacks it into the arrays that a device needs.
 
 Payload of a Step, little-endian, in this order (widest first, so every part stays aligned):
 
@@ -34,7 +34,7 @@ class BadStep(BatchEngineError):
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What one step of this worker may hold."""
+    """Largest counts of one step of this worker; `vocab_size` bounds token ids."""
 
     tokens_max: int
     entries_max: int
@@ -116,7 +116,7 @@ def _imported_rows(import_rows: wire.ImportRows) -> int:
 
 
 def _check_writers(shape: list[tuple[int, int, int]], codes: U64Array) -> None:
-    """Every page a step appends to is an arena slot with exactly one writer in this step."""
+    """Raise BadStep unless each page a step appends to is an arena slot with one writer in it."""
     #   codes of one entry:  [ full pages, read only | pages of [start, start+count), written ]
     #                          base                     base + start // 256      base + n_pages
     written: list[int] = []

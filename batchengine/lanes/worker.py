@@ -67,7 +67,7 @@ class Worker:
                 fatal = isinstance(frame.message, wire.Load | wire.Attach)
                 answer = _failed(error, fatal)
             except Exception as error:
-                # A defect of ours: the engine kills this process and may blame the step.
+                # A defect of this program: the engine kills the process and may blame the step.
                 log.exception("worker failed in %s", type(frame.message).__name__)
                 answer = _failed(errors.WORKER_FAILED(defect=repr(error)), True)
             self._send(answer, frame)

@@ -1,8 +1,8 @@
-"""The engine's end of a lane: spawn the worker, exchange frames, notice its death, start it again.
+"""The engine's end of a lane: spawns the worker, exchanges frames, reports its exit, restarts it.
 
-Owns the worker process, its socket and its incarnation. Refuses policy: what a death means for
-sessions is the engine's business; here it is one `LaneDied` and a reaped process. Spawn from the
-main thread: PR_SET_PDEATHSIG follows the spawning *thread*.
+Owns the worker process, its socket and its incarnation. An exit gives one `LaneDied` and a reaped
+process; the engine decides what follows for sessions. Spawn from the main thread:
+PR_SET_PDEATHSIG follows the spawning *thread*.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ WORKER = (sys.executable, "-m", "batchengine.lanes.worker")
 BACKOFF_S = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # first restart at once: a stream is waiting
 LATE_S = 0.1  # an event loop that is later than this was stopped or blocked itself
 LINGER_S = 1.0  # between the end of the socket and the end of the process
-OUTSIDE_DEATHS_MAX = 4  # SIGKILL from outside: no crash loop, so at most a second of waiting
-HEALTHY_S = 60.0  # a run this long resets the count of deaths,
-HEALTHY_STEPS = 16  # and so does one that computed so many steps: this is no crash loop
+OUTSIDE_DEATHS_MAX = 4  # SIGKILL from outside is no crash loop: the backoff stays within 1 s
+HEALTHY_S = 60.0  # a run this long resets the count of `deaths`,
+HEALTHY_STEPS = 16  # and so does a run of so many steps
 REPORT_BYTES_MAX = 8192  # of a fatal-signal report kept for the log
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class LaneDied(Exception):
-    """The worker ended or was killed; it has been reaped. Nothing of the step counts.
+    """The worker ended or was killed; it has been reaped. The step in flight has no result.
 
     `blames_step`: the step in flight may be the cause. A SIGKILL from outside (an operator, the
     OOM killer: a worker's memory does not depend on what it computes) does not blame it.
@@ -59,7 +59,7 @@ class Lane:
         self.steps = 0
         self.facts: wire.ModelFacts | None = None
         self.late_frames = 0
-        self.signal = asyncio.Event()  # set when the worker has died; its loop waits for it
+        self.signal = asyncio.Event()  # set when the worker has ended; the lane's loop waits for it
         self._command = tuple(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
@@ -134,7 +134,7 @@ class Lane:
     async def run(
         self, step: wire.Step, payload: bytes, *, deadline_s: float, attempt: int = 0
     ) -> wire.StepDone:
-        """One frame to the worker, one back: `post` and wait."""
+        """Send one step and wait for its result: `post` and await."""
         return await self.post(step, payload, deadline_s=deadline_s, attempt=attempt)
 
     def kill(self, reason: str) -> None:
@@ -202,11 +202,11 @@ class Lane:
         return reply
 
     def _overdue(self, deadline_s: float, due_s: float, is_last: bool) -> None:
-        """The deadline of the frame in flight passed: the worker hangs, or this process did.
+        """Kill the worker whose deadline passed, unless this process itself was late.
 
-        An engine that was stopped (SIGSTOP, a frozen machine) runs its timers before it reads what
-        came meanwhile, and the worker may have been stopped with it: the time by which the timer is
-        late is granted again, once, up to a whole deadline.
+        An engine that was stopped (SIGSTOP, a frozen machine) runs its timers before it reads the
+        answers, and the worker may have been stopped with it: the deadline is extended once by the
+        time that the timer is late, up to a whole deadline.
         """
         if self._reply is None or self._reply.done():  # its reader has not run yet
             return
@@ -291,7 +291,7 @@ class Lane:
         await loop.create_connection(lambda: protocol, sock=ours)
 
     def _on_lost(self, error: Exception | None) -> None:
-        """The socket ended: the worker is ending, which its pidfd reports, or sent a bad frame."""
+        """The socket ended: the worker exits, which its pidfd reports, or it sent a bad frame."""
         if isinstance(error, WireError):
             self.kill(f"sent a bad frame ({error})")
         else:
@@ -303,7 +303,7 @@ class Lane:
             self.kill("closed its link but lived on")
 
     def _reap(self) -> None:
-        """The pidfd became readable: reap the process, then report its death once."""
+        """The pidfd became readable: reap the process, then report its exit once."""
         process, died = self._process, self._died
         if process is None or died is None or died.done():
             return

@@ -4,7 +4,7 @@ Owns `Model` (weights, RoPE table, page shape) and `Stepper` (the buffers of one
 set, run, logits). The layer kinds are in `batchengine.model.layers`. Everything here only orders
 kernel calls; no number of the model is computed in Python. One step costs ten calls per layer and
 no numpy allocation: 0.2 ms of Python and binding for 28 layers.
-Refuses to sanitise: the entries of rows with a NaN or an infinity are returned as nonfinite.
+NaN and infinity are never replaced: entries with such a row are returned as nonfinite.
 
 Rows of a step are the tokens of its entries in order; entries are independent timelines. The
 result of a row depends on the tokens of its own timeline alone, never on the rest of the batch.
@@ -132,7 +132,7 @@ class Stepper:
         )
         self.hidden = kernels.Rows(tokens_max, n_embd)  # residual stream, a row per token
         self._normed = kernels.Activations(tokens_max, n_embd, keep_float)
-        self._last = kernels.Rows(self.logits_max, n_embd)  # its wanted rows, from run() or take()
+        self._last = kernels.Rows(self.logits_max, n_embd)  # wanted rows of `hidden`
         self._last_q8 = kernels.Activations(self.logits_max, n_embd, is_float(weights.head))
         self.logits_rows = kernels.Rows(self.logits_max, model.spec.n_vocab)  # of logits()
         self._tokens: I32 = np.zeros(0, np.int32)
@@ -144,7 +144,7 @@ class Stepper:
         return self.batch.n_tokens
 
     def set(self, tokens: I32, entries: I32, page_addresses: U64) -> None:
-        """The step: tokens of all entries in order; entries (n, 3) of n_tokens, start position
+        """Set the step: tokens of all entries in order; entries (n, 3) of n_tokens, start position
         and n_pages; page addresses of all entries in order. ValueError if they do not fit.
         """
         self.batch.set(tokens, entries, page_addresses)

@@ -8,7 +8,7 @@ import kernels
 
 
 class CpuOps:
-    """The kernels bound to one pinned thread pool; a lane of another kind has the same names."""
+    """The kernels bound to one pinned thread pool; other kinds of lanes offer the same names."""
 
     def __init__(self, pool: kernels.Pool) -> None:
         self.pool = pool

@@ -1,7 +1,7 @@
-"""Model weights: hyper-parameters, tensor roles, and the packed cache file lanes map.
+"""Model weights: hyper-parameters, tensor roles, and the packed cache file that lanes map.
 
-Reading order: spec (what the model is), tensors (what it consists of), packed (what the
-kernels get), cache (the file they share).
+Reading order: spec (hyper-parameters), tensors (roles and shapes), packed (matrices for the
+kernels), cache (the file that lanes share).
 """
 
 from __future__ import annotations

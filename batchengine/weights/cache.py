@@ -204,7 +204,7 @@ class CacheWriter:
             )
         self._temporary = Path(name)
         try:
-            # Fail now rather than after minutes of packing.
+            # A full disk fails here rather than after minutes of packing.
             with _disk_errors(path):
                 os.posix_fallocate(self._fd, 0, max(data_bytes, PROLOGUE.size))
         except BaseException:
@@ -332,7 +332,7 @@ def _acquire(fd: int, path: Path) -> bool:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Temporary files of starters that were killed; with the lock held they have no writer."""
+    """Remove temporary files of killed starters; with the lock held they have no writer."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with contextlib.suppress(OSError):
             leftover.unlink()

@@ -1,8 +1,8 @@
 """The hyper-parameters of a model, read from GGUF metadata and checked.
 
 Owns `ModelSpec`, a tuple of layer kinds, and the meaning of the metadata keys of the architectures
-llama, qwen2 and qwen3 (defaults included): an architecture is a function from metadata to a spec,
-and nothing behind it looks at the name again. Refuses every feature it would otherwise ignore
+llama, qwen2 and qwen3 (defaults included): later stages use the spec and never the name of the
+architecture. Refuses every feature it would otherwise ignore
 silently: mixtures of experts, YaRN and other position scalings, layers of different shapes, split
 files.
 """
@@ -75,7 +75,7 @@ class LayerSpec:
     """One layer: the part that mixes tokens, then the part that works on each token alone.
 
     Both are added to the residual stream. Options of a kind are fields of its class; further kinds
-    (recurrent mixers, mixtures of experts) are further classes in the place of these.
+    (recurrent mixers, mixtures of experts) are further classes for these fields.
     """
 
     mixer: AttentionSpec
@@ -169,7 +169,7 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int) -> RopeSpec:
 
 
 def unsupported(gguf: GgufFile, key: str, value: object, why: str) -> BatchEngineError:
-    """The file is sound, but asks for something this version does not compute."""
+    """The error for a sound file with a feature that this version does not compute."""
     return errors.MODEL_UNSUPPORTED(file=gguf.path.name, key=key, value=value, why=why)
 
 
@@ -272,7 +272,7 @@ def _position_scale(gguf: GgufFile, arch: str) -> float:
 
 
 def _vocab_size(gguf: GgufFile, arch: str) -> int:
-    """The tokenizer decides; the embedding's shape is then checked against it."""
+    """The tokenizer's size, against which the embedding is checked later; else the key's."""
     tokens = gguf.values.get("tokenizer.ggml.tokens")
     if isinstance(tokens, StringArray):
         if not len(tokens):

@@ -1,4 +1,4 @@
-"""Which tensors a model consists of: names, shapes and types, checked before anything is packed.
+"""The tensors of a model: names, shapes and types, checked before any of them is packed.
 
 Owns the mapping from GGUF tensor names to the roles of a layer. Refuses files with a missing
 tensor, a tensor of another shape or of a type that has no kernel, and tensors whose meaning is
@@ -30,7 +30,7 @@ MATRIX_KINDS = {
 ROPE_FACTORS = "rope_freqs.weight"  # llama 3 scaling: one factor per rotated pair
 VECTOR_TYPES = ("F32", "F16", "BF16")
 
-# Left over by old converters: tables that every reader computes itself.
+# Tables that old converters wrote and every reader computes itself.
 _IGNORED = re.compile(r"(blk\.\d+\.attn_rot_embd|rotary_emb\.inv_freq)(\.weight)?$")
 
 

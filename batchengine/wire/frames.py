@@ -222,7 +222,7 @@ class Decoder(Generic[M]):
             raise
 
     def end(self) -> None:
-        """The link closed; raises Truncated if that was inside a frame."""
+        """Note that the link closed; raises Truncated if that was inside a frame."""
         if self._buffer or self._header is not None:
             raise Truncated(f"{len(self._buffer)} bytes of an unfinished frame")
 

@@ -65,7 +65,7 @@ class ModelFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
 
 
 class Ready(Message, tag=3, frozen=True):
-    """Worker -> engine, its HELLO: the model is loaded."""
+    """Worker -> engine: the model is loaded."""
 
     facts: ModelFacts
 
@@ -144,7 +144,7 @@ class Relabel(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froze
 
 class FromArena(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, tag=1):
     """Rows another worker wrote: a file of the arenas folder, and the slot's generation and
-    epoch there. Each row must prove itself by its record."""
+    epoch there. Each row is verified against its record."""
 
     arena: str
     slot: int
@@ -214,7 +214,7 @@ class StepDone(Message, tag=7, frozen=True):
 
 
 class Failed(Message, tag=8, frozen=True):
-    """Worker -> engine: it refuses or cannot go on. `fatal` = the process ends after this."""
+    """Worker -> engine: a request is refused or failed. `fatal` = the process ends after this."""
 
     code: str
     what: str

@@ -14,7 +14,7 @@ from batchengine.weights import AttentionSpec, AttentionWeights
 
 
 class AttentionBuffers:
-    """Rows of one step for the attention layers of one spec, which take turns with them."""
+    """Rows of one step, shared by the attention layers of one spec."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from batchengine.weights import DenseSpec, DenseWeights
 
 
 class DenseBuffers:
-    """Rows of one step for the feed-forward parts of one spec, which take turns with them."""
+    """Rows of one step, shared by the feed-forward parts of one spec."""
 
     def __init__(self, spec: DenseSpec, weights: Iterable[DenseWeights], tokens_max: int) -> None:
         keep_float = any(is_float(w.down) for w in weights)
