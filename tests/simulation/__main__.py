@@ -1,6 +1,6 @@
-"""Many seeds, each twice: `python -m tests.simulation --seeds N --start S [--jobs J]`.
+"""Run many seeds, each twice: `python -m tests.simulation --seeds N --start S [--jobs J]`.
 
-Exits 1 after the first seeds that failed; each says how to run it alone with its trace.
+Exits 1 after the first seeds that failed, and prints how to run each alone with its trace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAILURES_MAX = 5
 
 
 def twice(seed: int) -> Outcome:
-    """One seed; its second run must decide the same."""
+    """Run one seed twice; both runs must make the same decisions."""
     first = simulate(seed)
     if first.error:
         return first
@@ -31,7 +31,7 @@ def twice(seed: int) -> Outcome:
 
 
 def attempt(run: Callable[[int], Outcome], seed: int) -> tuple[int, str, Counter[str]]:
-    """(seed, what went wrong, what happened)."""
+    """(seed, error, trace)."""
     try:
         found = run(seed)
     except Exception:
@@ -60,7 +60,7 @@ def many(seeds: range, jobs: int, run: Callable[[int], Outcome]) -> int:
 
 
 def again(seed: int) -> str:
-    """How to see one seed alone."""
+    """The command that runs one seed alone."""
     return f"python -m tests.simulation --trace {seed}"
 
 

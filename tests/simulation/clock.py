@@ -1,6 +1,6 @@
 """An event loop in virtual time: the clock jumps to the next timer.
 
-Owns the time of a simulation. Two runs that ask for the same things see the same order of events.
+Owns the time of a simulation. Two runs that schedule the same work have the same order of events.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-IDLE_S_MAX = 3600.0  # a jump beyond this is a wait that nothing will end
-TURNS_MAX = 3_000_000  # of the loop: far beyond what any seed needs
+IDLE_S_MAX = 3600.0  # a jump beyond this is a wait that never ends
+TURNS_MAX = 3_000_000  # of the loop: far more than any seed needs
 
 
 class Stuck(AssertionError):
@@ -50,7 +50,7 @@ class _NoFiles(selectors.BaseSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`work(delay)` of the world decides how long what is done elsewhere takes."""
+    """An event loop in virtual time; `work` gives the duration of work on other threads."""
 
     def __init__(self, delay: Callable[[], float] = lambda: 0.0) -> None:
         self._virtual = _NoFiles()
@@ -76,12 +76,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.turns
 
     def _write_to_self(self) -> None:
-        """There is no other thread to be woken by."""
+        """Nothing to do: no other thread wakes this loop."""
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Blocking work happens at once, a while later."""
+        """Run blocking work after a virtual delay, without a thread."""
         future = self.create_future()
 
         def work() -> None:

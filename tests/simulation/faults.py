@@ -1,10 +1,10 @@
-"""What may go wrong in a simulated world, how often, and which errors that explains."""
+"""Faults of a simulated world: kinds, rates, and the errors that each explains."""
 
 from __future__ import annotations
 
 from tests.simulation.seams import Tape
 
-# What may go wrong: chance per occasion, where the seed has this kind of fault at all.
+# Chance of each kind of fault per occasion, if the seed has this kind.
 FAULTS = {
     "die": 0.02,  # per step of a worker, at one of POINTS
     "hang": 0.002,
@@ -13,17 +13,17 @@ FAULTS = {
     "slow": 0.02,  # a step takes a hundred times as long
     "full": 0.03,  # per write of a page
     "io": 0.02,  # per read or write of a page
-    "stuck": 0.02,  # a store thread does nothing for a while
-    "disk": 0.3,  # per read or write of a page: it takes its time
-    "bad": 0.5,  # per second: a page of the store is found bad, no matter who reads it
-    "evict": 2.0,  # per second: a store that is full asks who rests for pages
+    "stuck": 0.02,  # a store thread pauses
+    "disk": 0.3,  # per read or write of a page: it is slow
+    "bad": 0.5,  # per second: a page of the store is found invalid
+    "evict": 2.0,  # per second: the store is full and evicts pages of idle sessions
     "ledger": 0.01,  # per commit: no room
     "kill": 0.25,  # per second: a worker, from outside
     "crash": 0.08,  # per second: the engine
     "point": 0.10,  # per point of a hand-over: one of the above, or a delay
 }
-# In a part of the seeds engines die often and the disk is slow: sessions are moved, cut and robbed
-# of pages while these are being read.
+# In a part of the seeds engines die often and the disk is slow: sessions are moved and cut, and
+# pages are evicted, while pages are being read.
 COLD = {"crash": 1.0, "disk": 0.7, "evict": 6.0, "bad": 1.0}
 # Errors that a client may get, and the faults that explain them.
 EXPLAINED: dict[str, tuple[str, ...]] = {
@@ -43,7 +43,7 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
 def choose(tape: Tape) -> tuple[bool, dict[str, float]]:
     """Whether the seed is a cold one, and the chance of each kind of fault that it has.
 
-    Half of the kinds, each at its own strength: few at once are found more easily.
+    Half of the kinds, each with its own rate: a failure among few kinds is easier to diagnose.
     """
     rng = tape("faults")
     chosen = {

@@ -1,7 +1,7 @@
-"""Worker processes as objects: the real worker and page memory, deaths and delays by decision.
+"""Worker processes as objects: the real worker and page memory, deaths and delays by seed.
 
-Each run of a worker maps its arena and the extents as a process would, and lets go of them when
-it dies. Frames are bytes; they travel for a while, and may arrive when no request waits any more.
+Each run of a worker maps its arena and the extents as a process would, and unmaps them when it
+dies. Frames are bytes; they arrive after a delay, perhaps when no request waits any more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRAVEL_S = 0.0002  # of a frame
 
 
 class Died(BaseException):
-    """The process is gone in the middle of what it did."""
+    """The process dies at a point inside a step."""
 
     def __init__(self, by: int) -> None:
         super().__init__(by)
@@ -35,7 +35,7 @@ class Died(BaseException):
 
 
 class Plan(NamedTuple):
-    """What becomes of one step of a worker."""
+    """Duration and outcome of one step of a worker."""
 
     duration_s: float
     die: str = ""  # one of POINTS
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 
 class SimDevice(HashDevice):
-    """HashLM that dies by exception."""
+    """A HashLM device that dies by raising an exception."""
 
     def __init__(self, model: str) -> None:
         super().__init__(Faults(model=model))
@@ -98,14 +98,14 @@ class SimProcess:
         self._worker = SimHashWorker(self, lane.incarnation, self._device)  # type: ignore[arg-type]
         self._decoder = Decoder(wire.LANE_LINK)
         self._answer = b""
-        self._closed = False  # what it sends is not read
+        self._closed = False  # its frames are not read
         self.protocol = FrameProtocol(wire.LANE_LINK, lane._on_frame, lane._on_lost)
         self.protocol.connection_made(self)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------------ as a transport
 
     def write(self, data: bytes) -> None:
-        """A frame of the engine's is on its way."""
+        """Accept a frame of the engine; it arrives after a delay."""
         for frame in self._decoder.feed(data):
             self._clock.call_later(TRAVEL_S, self._begin, frame)
 
@@ -116,7 +116,7 @@ class SimProcess:
         self._closed = True
 
     def send(self, data: bytes) -> None:
-        """What the worker answers; see `_execute` for when it arrives."""
+        """Keep the worker's answer; `_execute` determines when it arrives."""
         self._answer += data
 
     # -------------------------------------------------------------------------- as a process
@@ -130,18 +130,18 @@ class SimProcess:
         return self.status
 
     def end(self, status: int) -> None:
-        """The process is gone: its memory, its locks, its end of the link."""
+        """The process ends: release its memory, its locks, its end of the link."""
         if self.status is not None:
             return
         self.status = status
-        self._let_go()
+        self._unmap()
         if self.lane.abandoned or self.lane.process is not self:
             return
         if self.world.tape("kill").random() < 0.5:
             self.protocol.connection_lost(None)
         self._clock.call_later(self.world.tape("kill").uniform(0.0, 0.003), self.lane._reap)
 
-    def _let_go(self) -> None:
+    def _unmap(self) -> None:
         memory = self._device.memory
         if memory is None:
             return
@@ -201,13 +201,13 @@ class SimProcess:
             self.protocol.data_received(data)
             if self.world.decides("twice"):
                 self.protocol.data_received(data)
-        elif self.world.faulty and not self.lane.abandoned:  # it was in the socket all the time
+        elif self.world.faulty and not self.lane.abandoned:  # it was in the socket
             for frame in Decoder(wire.LANE_LINK).feed(data):
                 self.lane._on_frame(frame)
 
 
 class SimLane(Lane):
-    """The real lane over a process that is none."""
+    """The real lane over a simulated process."""
 
     def __init__(self, world: World, name: str) -> None:
         super().__init__(name, command=("simulated",))
@@ -241,7 +241,7 @@ class SimLane(Lane):
         return super().post(step, payload, **how)
 
     def drop_pending(self, linger_s: float) -> None:
-        """The engine was killed: its workers follow, at once or after a while."""
+        """The engine was killed: its workers end at once or after a delay."""
         self.abandoned = True
         for fd in (self._report_fd, self._pidfd):
             if self.alive:

@@ -1,7 +1,7 @@
-"""Clients of a simulated engine. Each knows what every answer must be, and what it was sent.
+"""Clients of a simulated engine. Each has the expected answers, and what it was sent.
 
-A stream that breaks is a fact of life here; a token that differs, a token sent twice or never, or
-an end that does not come is not.
+A broken stream is permitted; a token that differs, is sent twice or is missing, and a stream that
+does not end, are failures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench.models.hashlm import hashlm_tokens
 from tests.support.engines import words
 
 if TYPE_CHECKING:
-    from tests.simulation.world import Life, World
+    from tests.simulation.world import EngineRun, World
 
 CLASSES = ["interactive", "interactive", "standard", "background", "batch"]
 TOKENS = [1, 2, 7, 20, 40]
@@ -40,7 +40,7 @@ class Broken(Exception):
 
 @dataclass(slots=True)
 class Attempt:
-    """One answer that was asked for: what it must be, and how much of it we have."""
+    """One request: its expected answer, and how much of it the client has."""
 
     prompt: list[int]
     n: int
@@ -69,7 +69,7 @@ class Record:
         self.is_dropped = False
 
     def check(self, tokens: list[int] | None, power: bool, where: str) -> None:
-        """`tokens` of the ledger are the newest attempt that began, with all that was promised."""
+        """The ledger has the tokens of the newest attempt that began, with every token sent."""
         if self.is_dropped:
             return
         for attempt in reversed(self.attempts):
@@ -120,21 +120,21 @@ class Person:
     async def live(self, turns: int) -> None:
         for _ in range(turns):
             await asyncio.sleep(self.rng.choice([0.0, 0.001, 0.05, 0.3, 4.0]) * self.rng.random())
-            life = await self.world.engine()
+            engine_run = await self.world.engine()
             try:
-                await self._turn(life)
+                await self._turn(engine_run)
             except Broken:
                 self.world.count("broken")
 
-    async def _turn(self, life: Life) -> None:
+    async def _turn(self, engine_run: EngineRun) -> None:
         kind = self.rng.random()
         if self.name is not None and self.history and kind < 0.08:
-            await self._park(life)
+            await self._park(engine_run)
         elif self.name is not None and self.history and kind < 0.14:
-            await self._fork(life)
+            await self._fork(engine_run)
         elif self.name is not None and self.history and kind < 0.17:
-            await self._drop(life)
-        await self._ask(life)
+            await self._drop(engine_run)
+        await self._ask(engine_run)
 
     # -------------------------------------------------------------------------------- asking
 
@@ -147,8 +147,8 @@ class Person:
             return history[: rng.randrange(1, len(history))] + words(rng.randrange(9), 7)
         return words(rng.randrange(3), rng.choice(FRESH))
 
-    async def _ask(self, life: Life) -> None:
-        if life.dead:
+    async def _ask(self, engine_run: EngineRun) -> None:
+        if engine_run.dead:
             raise Broken
         rng = self.rng
         prompt, n = self._prompt(), rng.choice(TOKENS)
@@ -173,13 +173,13 @@ class Person:
         self.call = ""
         self.record.attempts.append(attempt)
         try:
-            generation = life.engine.submit(request)
+            generation = engine_run.engine.submit(request)
         except BatchEngineError as error:
             attempt.state = "failed"
             self._refused(error)
             return
         self.world.trace("submit", request_id, len(prompt), n)
-        await self._follow(life, generation, attempt)
+        await self._follow(engine_run, generation, attempt)
         while attempt.state == "broken" and self.name is not None and rng.random() < 0.7:
             if not await self._resume(attempt):
                 break
@@ -189,11 +189,13 @@ class Person:
             self.history = [*prompt, *answer[: attempt.sent]]
 
     async def _resume(self, attempt: Attempt) -> bool:
-        """After a crash: the rest of the answer, from the first token we do not have."""
-        life = await self.world.engine()
+        """After a crash: read the rest of the answer, from the first missing token."""
+        engine_run = await self.world.engine()
         assert self.name is not None
         try:
-            generation = await life.wait(life.engine.resume("", self.name, attempt.sent))
+            generation = await engine_run.wait(
+                engine_run.engine.resume("", self.name, attempt.sent)
+            )
         except Broken:
             return True
         except BatchEngineError as error:
@@ -206,22 +208,24 @@ class Person:
         if not same or asked.tokens_max != attempt.n:
             if attempt.sent and not same:  # else it was sent from a longer answer that existed
                 raise AssertionError(f"{attempt.request_id} was sent, but is not in the ledger")
-            generation.cancel()  # ours never began
+            generation.cancel()  # this attempt never began
             return False
         self.world.trace("resume", attempt.request_id, attempt.sent)
         self.world.count("resumed")
-        await self._follow(life, generation, attempt)
+        await self._follow(engine_run, generation, attempt)
         return True
 
-    async def _follow(self, life: Life, generation: Generation, attempt: Attempt) -> None:
-        """Read to the end, or stop caring on the way."""
+    async def _follow(
+        self, engine_run: EngineRun, generation: Generation, attempt: Attempt
+    ) -> None:
+        """Read to the end, or cancel before it."""
         rng, give_up = self.rng, 1 << 30
         if rng.random() < 0.15:
             give_up = rng.randrange(attempt.n + 1)
         slow_s = rng.choice([0.0] * 8 + [0.01, 0.2])
         attempt.state = "open"
         try:
-            await life.wait(self._read(generation, attempt, give_up, slow_s))
+            await engine_run.wait(self._read(generation, attempt, give_up, slow_s))
         except Broken:
             attempt.state = "broken"
             raise_on = self.name is None
@@ -275,39 +279,39 @@ class Person:
         self.world.count("answers")
 
     def _refused(self, error: BatchEngineError) -> None:
-        """An error with a name; it must be one that the faults of this seed explain."""
+        """A named error; the faults of this seed must explain it."""
         self.world.refused(error)
         if error.name in ("session_quarantined", "durability_unavailable"):
             self.name = None if self.name is None else f"{self.name}+"
             self.history = []
 
-    # --------------------------------------------------------------------------- other verbs
+    # --------------------------------------------------------------------- other operations
 
-    async def _park(self, life: Life) -> None:
+    async def _park(self, engine_run: EngineRun) -> None:
         assert self.name is not None
         call = f"call-{self.number}-{self.asked}"
         with contextlib.suppress(BatchEngineError):
-            await life.wait(life.engine.park("", self.name, call))
+            await engine_run.wait(engine_run.engine.park("", self.name, call))
             self.call = call
             self.world.count("parked")
 
-    async def _fork(self, life: Life) -> None:
-        """The twin becomes a conversation of its own, and is continued by another client."""
+    async def _fork(self, engine_run: EngineRun) -> None:
+        """The fork becomes a separate conversation, and is continued by another client."""
         assert self.name is not None
-        twin = f"{self.name}f{self.asked}"
+        fork_name = f"{self.name}f{self.asked}"
         with contextlib.suppress(BatchEngineError):
-            await life.wait(life.engine.fork("", self.name, twin))
+            await engine_run.wait(engine_run.engine.fork("", self.name, fork_name))
             record = Record()
             record.attempts = list(self.record.attempts)
-            self.world.records[twin] = record
+            self.world.records[fork_name] = record
             self.world.count("forked")
             if self.rng.random() < 0.5:
-                self.name = twin
+                self.name = fork_name
 
-    async def _drop(self, life: Life) -> None:
+    async def _drop(self, engine_run: EngineRun) -> None:
         assert self.name is not None
         self.record.is_dropped = True
         with contextlib.suppress(BatchEngineError):
-            await life.wait(life.engine.drop("", self.name))
+            await engine_run.wait(engine_run.engine.drop("", self.name))
             self.world.count("dropped")
         self.name, self.history = f"{self.name}'", []

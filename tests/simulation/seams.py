@@ -1,7 +1,7 @@
-"""What a simulated life replaces: clocks, the store's threads, disk calls, text. Nothing else.
+"""What a simulated run replaces: clocks, the store's threads, disk calls, text; nothing else.
 
-The store's own loops run unchanged; only the moment at which one of them takes its next intent is
-decided here. A future that a caller blocks on runs them until it is settled.
+The store's own loops run unchanged; only the time at which each takes its next intent is set here.
+A future that a caller blocks on runs them until it is settled.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ GIB = 1 << 30
 
 
 class _Drained(BaseException):
-    """The simulated thread has taken what it may take now."""
+    """The simulated thread has taken the intents that it may take now."""
 
 
 class Threads:
-    """The threads of one life of the store. `kill` ends them between two intents."""
+    """The threads of one run of the store. `kill` ends them between two intents."""
 
     def __init__(self, loop: VirtualLoop, delay: Callable[[str], float]) -> None:
         self.loop = loop
@@ -146,7 +146,7 @@ class SimFuture(Future[Any]):
 
 
 class SimFiles(osio.Files):
-    """The store's disk: real files, faults by decision. `free` is what the file system says."""
+    """The store's disk: real files with injected faults. `free` is the reported free space."""
 
     def __init__(self, fault: Callable[[str], str]) -> None:
         self._fault = fault
@@ -178,7 +178,7 @@ class SimFiles(osio.Files):
 
 
 class SimConnection(sqlite3.Connection):
-    """A database that may get to have no room. Closing it does not tidy what a crash left."""
+    """A database that may have no room. Closing it does not checkpoint the log of a crash."""
 
     fault: Callable[[str], str]
 
@@ -199,7 +199,7 @@ class SimDetokeniser:
 
 
 class SimText:
-    """Text without a tokenizer: HashLM says numbers."""
+    """Text without a tokenizer: the tokens of HashLM are printed as numbers."""
 
     tokenizer = SimpleNamespace(eog=frozenset[int](), vocab_size=2048, chat_template=None)
 
@@ -249,7 +249,7 @@ def virtual_time(loop: VirtualLoop) -> Iterator[None]:
 
 
 class StoreSeam:
-    """`Store` as the starter sees it: opened over this life's threads and faults."""
+    """`Store` as the starter sees it: opened over this run's threads and faults."""
 
     def __init__(self, threads: Threads, files: SimFiles, fault: Callable[[str], str]) -> None:
         self._threads = threads
@@ -272,7 +272,7 @@ class StoreSeam:
 
 @contextlib.contextmanager
 def _threads_of(threads: Threads) -> Iterator[None]:
-    """Threads and queues made inside belong to a simulated life."""
+    """Threads and queues made inside belong to a simulated run."""
     import kv_store.ledger.ledger
 
     def thread(target: Any, name: str = "", daemon: bool = True) -> SimThread:
@@ -291,7 +291,7 @@ def _threads_of(threads: Threads) -> Iterator[None]:
 
 
 class FutureSeam:
-    """Makes the store's futures; those of the present life."""
+    """Makes the futures of the store in the current run."""
 
     threads: Threads
 
@@ -304,7 +304,7 @@ class FutureSeam:
 
 @contextlib.contextmanager
 def store_futures() -> Iterator[FutureSeam]:
-    """Futures of the store know whose they are."""
+    """Futures of the store belong to the threads of their run."""
     real, made = kv_store.threads.new_future, FutureSeam()
     patched = [
         module
@@ -322,7 +322,7 @@ def store_futures() -> Iterator[FutureSeam]:
 
 @contextlib.contextmanager
 def starter_uses(store: StoreSeam, lane: Callable[..., Any]) -> Iterator[None]:
-    """What the engine builds next is built of these."""
+    """The engine builds its next parts from these."""
     names = {"Store": store, "Lane": lane, "TextFrontend": SimText}
     before = {name: getattr(start_module, name) for name in names}
     try:
@@ -335,7 +335,7 @@ def starter_uses(store: StoreSeam, lane: Callable[..., Any]) -> Iterator[None]:
 
 
 class Tape:
-    """Numbers of one seed, one stream per purpose: one more draw here moves nothing there."""
+    """Random numbers of one seed, an independent stream per purpose."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

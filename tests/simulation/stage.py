@@ -1,8 +1,8 @@
-"""Scripted scenes in the simulated world: what happens is written down, not drawn.
+"""Scripted scenes in the simulated world: events are written down, not drawn from a seed.
 
-`play(script)` boots an engine of two lanes without faults, runs the script, lets everything come
-to rest and checks the same things as a seed does. Every scene may be played with a mechanism of
-an incident built in: then it must fail.
+`play(script)` boots an engine of two lanes without faults, runs the script, waits until all work
+has ended and checks the same invariants as a seed does. Every scene may be played with the
+mechanism of an incident put in: then it must fail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from batchengine.engine import Engine, Generation
 from batchengine.engine.lane.loop import LaneLoop
 from bench.models.hashlm import hashlm_tokens
 from tests.simulation.lanes import Plan, SimLane
-from tests.simulation.world import MODEL, PAGE_BYTES, Life, Outcome, World, simulate
+from tests.simulation.world import MODEL, PAGE_BYTES, EngineRun, Outcome, World, simulate
 from tests.support.engines import words
 
 Script = Callable[["Stage"], Awaitable[None]]
@@ -43,7 +43,7 @@ class Reading:
 
 
 class Stage(World):
-    """A world that does what its script says."""
+    """A world without random choices, for a script."""
 
     script: Script
     settings: dict[str, Any]
@@ -93,12 +93,12 @@ class Stage(World):
             await type(self).script(self)
         await self._end()
 
-    # --------------------------------------------------------------------- words of a script
+    # ----------------------------------------------------------------- operations of a script
 
     @property
-    def now(self) -> Life:
-        assert self.life is not None
-        return self.life
+    def now(self) -> EngineRun:
+        assert self.engine_run is not None
+        return self.engine_run
 
     @property
     def up(self) -> Engine:
@@ -130,13 +130,13 @@ class Stage(World):
         )
 
     def start(self, generation: Generation) -> asyncio.Task[Reading]:
-        """Read it to its end, aside."""
+        """Read the answer to its end in a task."""
         task = self.loop.create_task(self.read(generation))
         self.tasks.add(task)  # type: ignore[arg-type]
         return task
 
     async def read(self, generation: Generation) -> Reading:
-        """Every event; each token is the one it must be."""
+        """Read every event; each token must be the expected one."""
         request, reading = generation.request, Reading([])
         answer = hashlm_tokens(
             request.prompt, request.tokens_max, seed=request.sampling.seed, model=self.model
@@ -163,7 +163,7 @@ class Stage(World):
     async def answer(
         self, prompt: Sequence[int], n: int, session: str | None = None, **how: Any
     ) -> Reading:
-        """Ask, and have the whole answer."""
+        """Ask, and read the whole answer."""
         reading = await self.read(self.ask(prompt, n, session, **how))
         if reading.error or len(reading.tokens) != n:
             raise AssertionError(
@@ -192,7 +192,7 @@ class Stage(World):
 
 
 def play(script: Script, seed: int = 0, slots: int = 16, **settings: Any) -> Outcome:
-    """Play a scene; AssertionError for whatever went wrong in it. Settings: a__b for "a.b"."""
+    """Play a scene; AssertionError if anything failed in it. Settings: a__b for "a.b"."""
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
     scene = type(
         "Scene", (Stage,), {"script": staticmethod(script), "settings": dotted, "slots": slots}

@@ -1,7 +1,7 @@
 """Engine, scheduler, router, hand-over, journal and store together, in virtual time.
 
-Every seed is another configuration, other people and other faults; what must hold is in
-`tests/simulation/world.py`. `python -m tests.simulation` runs as many as there is time for.
+Every seed has its own configuration, clients and faults; the invariants are in
+`tests/simulation/world.py`. `python -m tests.simulation` runs many seeds.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ TWICE = range(0, 40, 5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_seed(seed: int) -> None:
+def test_a_seed_holds_and_is_deterministic(seed: int) -> None:
     outcome = simulate(seed)
     assert not outcome.error, f"{outcome.error}\n{again(seed)}"
     assert outcome.counts["answers"] + outcome.counts["crashes"] > 0
     if seed in TWICE:
-        random.seed(1)  # nothing global decides anything
+        random.seed(1)  # no global state has an effect
         assert simulate(seed).hash == outcome.hash, again(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(40, 1040, 100))
-def test_more_seeds(start: int) -> None:
+def test_many_seeds_hold(start: int) -> None:
     for seed in range(start, start + 100):
         assert not simulate(seed).error, again(seed)
 
 
-def test_a_deadlock_is_seen() -> None:
+def test_a_deadlock_is_detected() -> None:
     loop = VirtualLoop()
     try:
         with pytest.raises(Stuck):
@@ -49,11 +49,11 @@ def test_a_deadlock_is_seen() -> None:
         loop.close()
 
 
-# What seeds have found, as scenes of their own.
+# Failures that seeds have found, as scenes.
 
 
-def test_a_question_repeated_during_a_move_is_answered_once() -> None:
-    """It is sent what exists before the hand-over ends, and not again after it."""
+def test_a_request_repeated_during_a_migration_is_answered_once() -> None:
+    """Tokens sent before the migration ends are not sent again after it."""
 
     async def scene(stage: Stage) -> None:
         prompt = words(1, 520)
@@ -75,8 +75,8 @@ def test_a_question_repeated_during_a_move_is_answered_once() -> None:
     play(scene)
 
 
-def test_one_parked_tail_does_not_cost_the_others_their_rows() -> None:
-    """A worker's death: who has a tail in the store lets go of the arena, the others do not."""
+def test_a_parked_tail_does_not_cost_other_sessions_their_rows() -> None:
+    """After a worker's death, sessions without a tail in the store still hold the arena."""
 
     async def scene(stage: Stage) -> None:
         names = [f"s{i}" for i in range(6)]
@@ -95,8 +95,8 @@ def test_one_parked_tail_does_not_cost_the_others_their_rows() -> None:
     play(scene)
 
 
-def test_a_session_that_is_not_read_yet_does_not_move() -> None:
-    """After a restart its epoch is in the ledger only; the move is refused, not its request."""
+def test_a_session_not_yet_read_from_the_ledger_does_not_migrate() -> None:
+    """After a restart the ledger alone has its epoch: a migration is refused, a request is not."""
 
     async def scene(stage: Stage) -> None:
         prompt = words(20, 200)
@@ -116,7 +116,7 @@ def test_a_session_that_is_not_read_yet_does_not_move() -> None:
     play(scene)
 
 
-def test_nothing_follows_the_end_of_a_stream() -> None:
+def test_no_event_follows_the_end_of_a_stream() -> None:
     async def scene(stage: Stage) -> None:
         generation = stage.ask(words(30, 40), 40)
         await stage.computed(generation, 5)

@@ -1,10 +1,10 @@
-"""One seed: a configuration, faults, lives of the engine, and what must hold all the time.
+"""One seed: a configuration, faults, runs of the engine, and its invariants.
 
-    safety     faults strike: workers die, hang and lie; disks fill up; the engine is killed
-    liveness   no faults any more: everybody must come to an end
-    baseline   no client asks: every slot, pin and seat has come back
+    safety     with faults: workers die, hang and compute wrongly; disks fill; the engine is killed
+    liveness   without faults: every client must end
+    baseline   without clients: every slot, pin and seat is released
 
-Everything that was decided goes into one hash: the same seed has the same one.
+Every decision goes into one hash, which is the same for every run of a seed.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = ROOT / "pocket" / "pocket-q4_0.gguf"
 PAGE_BYTES = 65_536  # of HashLM
-LIVENESS_S = 900.0  # everybody has ended so long after the last fault
-QUIET_S = 60.0  # and everything has come back
+LIVENESS_S = 900.0  # after the last fault, until every client has ended
+QUIET_S = 60.0  # after that, until everything is released
 
 
-class Life:
-    """One life of the engine, from its start to its crash or end."""
+class EngineRun:
+    """One run of the engine, from its start to its crash or end."""
 
     def __init__(self, world: World, number: int) -> None:
         self.world = world
@@ -91,14 +91,14 @@ class Life:
         return self.engine.state.lanes
 
     def crash(self, linger_s: float) -> None:
-        """SIGKILL: nothing that was in memory happens any more; files stay as they are."""
+        """SIGKILL: no code of this run executes any more; files stay as they are."""
         self.dead = True
         self.threads.kill()
         engine, store = self.engine, self.seam.opened
         assert store is not None
         names = [store.ledger.path, store.ledger.path + "-wal"]
         before = {name: Path(name).read_bytes() for name in names if os.path.exists(name)}
-        store.ledger._db.close()  # would tidy the log; a crash does not
+        store.ledger._db.close()  # would checkpoint the log; a crash does not
         for name, data in before.items():
             Path(name).write_bytes(data)
         store._stopped = True
@@ -119,14 +119,14 @@ class Life:
 
 
 def _nothing(*, delete: bool) -> None:
-    """The process that would close this is dead."""
+    """Replaces a close that the dead process cannot do."""
 
 
 class World:
-    """Everything about one seed. Use `simulate`."""
+    """The state of one seed. Use `simulate`."""
 
-    lines_kept = 60  # of the trace, for who reads a failure
-    model = ""  # what HashLM computes; another name is another model
+    lines_kept = 60  # of the trace, printed after a failure
+    model = ""  # the model of HashLM; another name is another model
 
     def __init__(self, seed: int, folder: str) -> None:
         self.seed = seed
@@ -134,14 +134,14 @@ class World:
         self.tape = Tape(seed)
         self.loop = VirtualLoop(lambda: self.tape("blocking").uniform(0.0, 0.02))
         self.faulty = False  # not while an engine starts
-        self.calm = False  # no fault any more
+        self.calm = False  # faults have ended
         self.stopping = False
         self.counts: Counter[str] = Counter()
         self.records: dict[str, Record] = {}
         self.futures = FutureSeam()
         self.patches = contextlib.ExitStack()
-        self.life: Life | None = None
-        self.lives = 0
+        self.engine_run: EngineRun | None = None
+        self.run_count = 0
         self._up = asyncio.Event()
         self._digest = hashlib.blake2b(digest_size=16)
         self._lines: deque[str] = deque(maxlen=self.lines_kept)
@@ -189,7 +189,7 @@ class World:
         return dataclasses.replace(config, cache_dir=self.folder, lanes=lanes)
 
     def decides(self, kind: str) -> bool:
-        """Whether a fault of this kind strikes now."""
+        """Whether a fault of this kind happens now."""
         chance = self._chances.get(kind, 0.0)
         struck = self.faulty and not self.calm and self.tape(f"fault {kind}").random() < chance
         if struck:
@@ -215,7 +215,7 @@ class World:
         return "full" if self.decides("ledger") else ""
 
     def plan_step(self, lane: SimLane, frame: wire.LaneFrame) -> Plan:
-        """What becomes of one step: how long it takes, and how it ends."""
+        """Draw the duration and the outcome of one step."""
         rng = self.tape("steps")
         step = frame.message
         assert isinstance(step, wire.Step)
@@ -239,7 +239,7 @@ class World:
     # --------------------------------------------------------------------------------- notes
 
     def trace(self, *what: object) -> None:
-        """One decision of the product or of the tape, with its time."""
+        """Record one decision of the product or of the tape, with its time."""
         line = f"{self.loop.time():.6f} " + " ".join(map(str, what))
         self._digest.update(line.encode())
         self._lines.append(line)
@@ -248,7 +248,7 @@ class World:
         self.counts[what] += 1
 
     def wrong(self, what: str) -> None:
-        """Something that must never be; the seed fails at its end, or at the next check."""
+        """Record a violation; the seed fails at its end, or at the next check."""
         self.trace("WRONG", what)
         self._wrong.append(what)
 
@@ -268,47 +268,47 @@ class World:
     def lines(self) -> list[str]:
         return list(self._lines)
 
-    # --------------------------------------------------------------------------------- lives
+    # ---------------------------------------------------------------------------------- runs
 
-    async def engine(self) -> Life:
-        """The engine that is up, once there is one."""
-        while self.life is None or self.life.dead:
+    async def engine(self) -> EngineRun:
+        """Wait for a running engine."""
+        while self.engine_run is None or self.engine_run.dead:
             await self._up.wait()
-        return self.life
+        return self.engine_run
 
     async def boot(self) -> None:
-        self.lives += 1
-        life = Life(self, self.lives)
-        self.trace("boot", self.lives)
-        self.futures.threads = life.threads
-        uses = starter_uses(life.seam, lambda name, command: SimLane(self, name))
+        self.run_count += 1
+        engine_run = EngineRun(self, self.run_count)
+        self.trace("boot", self.run_count)
+        self.futures.threads = engine_run.threads
+        uses = starter_uses(engine_run.seam, lambda name, command: SimLane(self, name))
         self.patches.enter_context(
             uses
         )  # to the end: an audit may start a fresh worker at any time
-        await life.engine.start(lambda _: None)
+        await engine_run.engine.start(lambda _: None)
         self.plant(self._on_point)
-        store = life.seam.opened
+        store = engine_run.seam.opened
         assert store is not None
-        self.life = life
-        await self._check_ledger(life)
+        self.engine_run = engine_run
+        await self._check_ledger(engine_run)
         self._up.set()
 
     async def crash(self) -> None:
         """The engine is killed; another one starts."""
-        life = self.life
-        if life is None or life.dead:
+        engine_run = self.engine_run
+        if engine_run is None or engine_run.dead:
             return
         self.count("crashes")
         self.trace("crash")
         faulty, self.faulty = self.faulty, False
         self._up.clear()
-        life.crash(self.tape("crash").choice([0.0, 0.0, 0.3, 8.0]))
+        engine_run.crash(self.tape("crash").choice([0.0, 0.0, 0.3, 8.0]))
         await asyncio.sleep(self.tape("crash").uniform(0.01, 1.0))
         await self.boot()
         self.faulty = faulty
 
     def _aside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs beside the clients; its failure is the seed's."""
+        """Run a task beside the clients; if it fails, the seed fails."""
 
         def done(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None:
@@ -322,10 +322,10 @@ class World:
         self.tasks.add(task)
         return task
 
-    async def _check_ledger(self, life: Life) -> None:
+    async def _check_ledger(self, engine_run: EngineRun) -> None:
         """What was acknowledged is on disk."""
         power = self.config.store.durability == "power"
-        store = life.seam.opened
+        store = engine_run.seam.opened
         assert store is not None
         for name, record in list(self.records.items()):
             try:
@@ -333,9 +333,9 @@ class World:
             except Exception as error:
                 raise AssertionError(f"session {name} cannot be read: {error!r}") from error
             tokens = None if found is None else list(found.tokens)
-            record.check(tokens, power, f"session {name} in life {self.lives}")
+            record.check(tokens, power, f"session {name} in run {self.run_count}")
 
-    # ---------------------------------------------------------------------------- what is done
+    # ------------------------------------------------------------------------------- phases
 
     async def run(self) -> None:
         """The whole seed."""
@@ -346,7 +346,7 @@ class World:
         self.faulty = True
         turns = rng.randrange(2, 6)
         people = [self._own(person.live(turns)) for person in self._people]
-        strikes = self._own(self._strike(rng.uniform(1.0, 12.0)))
+        strikes = self._own(self._inject_faults(rng.uniform(1.0, 12.0)))
         moves = self._own(self._move())
         try:
             async with asyncio.timeout(LIVENESS_S):
@@ -360,7 +360,7 @@ class World:
         await self._end()
 
     async def _gather(self, tasks: list[asyncio.Task[None]]) -> None:
-        """All, or the first that fails; a check that failed elsewhere counts too."""
+        """Wait for all, or for the first failure, also of a check in another task."""
         pending: set[asyncio.Task[None]] = set(tasks)
         while pending:
             done, pending = await asyncio.wait(pending, timeout=5.0)
@@ -369,8 +369,8 @@ class World:
             if self._wrong:
                 raise AssertionError("; ".join(self._wrong))
 
-    async def _strike(self, seconds: float) -> None:
-        """Faults from outside, for a while; then there are none of any kind."""
+    async def _inject_faults(self, seconds: float) -> None:
+        """Inject faults from outside for a time; then end all kinds of faults."""
         rng = self.tape("strikes")
         end = self.loop.time() + seconds
         while self.loop.time() < end:
@@ -390,10 +390,10 @@ class World:
         return self.faulty and not self.calm and rng.random() < self._chances.get(kind, 0.0)
 
     def _kill_worker(self) -> None:
-        life = self.life
-        if life is None or life.dead:
+        engine_run = self.engine_run
+        if engine_run is None or engine_run.dead:
             return
-        loop = self.tape("kill").choice(life.loops)
+        loop = self.tape("kill").choice(engine_run.loops)
         assert isinstance(loop.lane, SimLane)
         if loop.lane.process is not None:
             self.count("kills")
@@ -401,12 +401,12 @@ class World:
             loop.lane.process.end(-signal.SIGKILL)
 
     def _invalidate(self) -> None:
-        """A page that a session has, or is about to have, fails a check."""
-        life = self.life
-        if life is None or life.dead or life.engine.running.store is None:
+        """A page that a session has, or is about to match, fails a check."""
+        engine_run = self.engine_run
+        if engine_run is None or engine_run.dead or engine_run.engine.running.store is None:
             return
-        sessions = [*life.engine.state.sessions.values()]
-        sessions += [turn.session for turn in life.engine.state.turns.values()]
+        sessions = [*engine_run.engine.state.sessions.values()]
+        sessions += [turn.session for turn in engine_run.engine.state.turns.values()]
         tables = [session.kv for session in sessions]
         refs = {ref for kv in tables for ref in kv.sealed}
         held = sorted(refs | {kv.parked.ref for kv in tables if kv.parked is not None})
@@ -414,33 +414,33 @@ class World:
             self.count("condemned")
             ref = self.tape("condemn").choice(held)
             self.trace("condemn", *ref)
-            life.engine.running.store.pages.invalidate(ref)
-            for loop in life.loops:
+            engine_run.engine.running.store.pages.invalidate(ref)
+            for loop in engine_run.loops:
                 loop.recheck()
 
     def _evict(self) -> None:
-        """What a lane does when the store is full: who rests gives up its pages."""
-        if self.life is not None and not self.life.dead:
+        """Evict pages of idle sessions, as a lane does when the store is full."""
+        if self.engine_run is not None and not self.engine_run.dead:
             self.count("evicted")
-            for loop in self.life.loops:
+            for loop in self.engine_run.loops:
                 loop.kv.slots.evict_oldest(Session(0, "", ""))
 
     async def _move(self) -> None:
-        """People at the control socket: sessions are sent to and fro, as long as anybody asks."""
+        """Operator at the admin socket: migrate sessions in both directions while clients ask."""
         rng = self.tape("moves")
         pauses_s = [0.01, 0.03] if self._is_cold else [0.01, 0.1, 1.0]
         while True:
             await asyncio.sleep(rng.choice(pauses_s) * rng.random())
-            life = await self.engine()
+            engine_run = await self.engine()
             live = sorted(
-                {s.session_id for s in life.engine.state.sessions.values()}
-                | {t.session.session_id for t in life.engine.state.turns.values()}
+                {s.session_id for s in engine_run.engine.state.sessions.values()}
+                | {t.session.session_id for t in engine_run.engine.state.turns.values()}
             )
-            if not live or len(life.loops) < 2:
+            if not live or len(engine_run.loops) < 2:
                 continue
-            session, to = rng.choice(live), rng.choice(life.loops).lane.name
+            session, to = rng.choice(live), rng.choice(engine_run.loops).lane.name
             try:
-                report = await life.wait(life.engine.promote("", session, to=to))
+                report = await engine_run.wait(engine_run.engine.promote("", session, to=to))
             except Broken:
                 continue
             except BatchEngineError as error:
@@ -451,15 +451,15 @@ class World:
             self.trace("moved", session, *report.values())
 
     def plant(self, planted: OnPoint) -> None:
-        """Call this at each point of a hand-over, until the next life begins."""
+        """Call this at each point of a migration, until the next run begins."""
         self._planted = planted
 
     def at_point(self, point: str) -> Awaitable[None] | None:
-        """A hand-over of the life that is up has come to this point."""
+        """A migration in the current run has reached this point."""
         return self._planted(point)
 
     async def _on_point(self, point: str) -> None:
-        """A point of a hand-over: something may happen exactly here."""
+        """At a point of a migration: a fault may be injected here."""
         self.trace("point", point)
         if not self.decides("point"):
             return
@@ -470,17 +470,17 @@ class World:
             case "delay":
                 await asyncio.sleep(rng.choice([0.001, 0.05, 0.5, 3.0]))
             case "cancel":
-                life = self.life
-                if life is not None and life.engine.state.turns:
-                    rng.choice(list(life.engine.state.turns)).abort(_client_gone())
+                engine_run = self.engine_run
+                if engine_run is not None and engine_run.engine.state.turns:
+                    rng.choice(list(engine_run.engine.state.turns)).abort(_client_left())
             case _:
                 self._aside(self.crash())
-                await asyncio.get_running_loop().create_future()  # this engine is no more
+                await asyncio.get_running_loop().create_future()  # this engine was killed
 
     # --------------------------------------------------------------------------- invariants
 
     def on_step(self, lane: SimLane, step: wire.Step) -> None:
-        """A frame goes out: no other lane has these sessions or slots."""
+        """At each frame sent: no other lane has these sessions or slots."""
         entries = " ".join(f"{e.session}@{e.start}+{e.n_tokens}" for e in step.entries)
         chores = (
             len(step.poison), len(step.reserve), len(step.relabel), len(step.import_rows),
@@ -488,11 +488,11 @@ class World:
         )  # fmt: skip
         self.trace("step", lane.name, lane.incarnation, entries, chores)
         self.count("steps")
-        life = self.life
-        if life is None or life.dead or lane.abandoned:
+        engine_run = self.engine_run
+        if engine_run is None or engine_run.dead or lane.abandoned:
             return
-        self.check_owners(life)
-        for loop in life.loops:
+        self.check_owners(engine_run)
+        for loop in engine_run.loops:
             in_flight = loop._in_flight
             if loop.lane is lane or in_flight is None:
                 continue
@@ -501,11 +501,11 @@ class World:
             if both:
                 raise AssertionError(f"sessions {both} compute on two lanes at once")
 
-    def check_owners(self, life: Life) -> None:
+    def check_owners(self, engine_run: EngineRun) -> None:
         """I3: one owner of every session, one holder of every slot."""
-        home = life.engine.state.home
+        home = engine_run.engine.state.home
         seen: dict[int, str] = {}
-        for loop in life.loops:
+        for loop in engine_run.loops:
             held: dict[Any, Any] = {}
             for session in loop.kv.slots.members.values():
                 before = seen.setdefault(session.key, loop.lane.name)
@@ -526,44 +526,44 @@ class World:
                     raise AssertionError(f"session {key} computes on {loop.lane.name}, not at home")
 
     async def _end(self) -> None:
-        """No client asks any more: everything comes back, and everything is on disk."""
-        life = await self.engine()
+        """After the last client: everything is released, and everything is on disk."""
+        engine_run = await self.engine()
         try:
             async with asyncio.timeout(QUIET_S):
-                while self._busy(life):  # noqa: ASYNC110  there is no event for every fact
+                while self._busy(engine_run):  # noqa: ASYNC110  there is no event for every fact
                     await asyncio.sleep(0.5)
         except TimeoutError:
-            raise AssertionError(f"does not come to rest: {self._busy(life)}") from None
-        self._check_baseline(life)
-        await self._check_ledger(life)
-        for session in list(life.engine.state.sessions.values()):
-            life.engine.state.forget(session)
+            raise AssertionError(f"does not come to rest: {self._busy(engine_run)}") from None
+        self._check_baseline(engine_run)
+        await self._check_ledger(engine_run)
+        for session in list(engine_run.engine.state.sessions.values()):
+            engine_run.engine.state.forget(session)
         await asyncio.sleep(3.0)
         with contextlib.suppress(TimeoutError):  # the check below reports what is still held
             async with asyncio.timeout(QUIET_S):
-                while self._is_looking_after_itself(life):  # noqa: ASYNC110
+                while self._is_in_maintenance(engine_run):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-        self._check_empty(life)
+        self._check_empty(engine_run)
         self.stopping = True
-        await life.engine.stop(0.0)
+        await engine_run.engine.stop(0.0)
         if self._wrong:
             raise AssertionError("; ".join(self._wrong))
 
     def _waiting(self) -> str:
-        life = self.life
-        if life is None or life.dead:
+        engine_run = self.engine_run
+        if engine_run is None or engine_run.dead:
             return "no engine is up"
-        state = life.engine.state
-        return f"{list(state.turns.values())} {state.queues} {[repr(p) for p in life.loops]}"
+        state = engine_run.engine.state
+        return f"{list(state.turns.values())} {state.queues} {[repr(p) for p in engine_run.loops]}"
 
-    def _busy(self, life: Life) -> str:
-        """What is still going on; empty when nothing is."""
-        engine = life.engine
+    def _busy(self, engine_run: EngineRun) -> str:
+        """Names of work that has not ended."""
+        engine = engine_run.engine
         if engine.state.requests or engine.state.queues:
             return f"turns {list(engine.state.turns.values())}, queues {engine.state.queues}"
         if engine.state.moves:
             return "moves"
-        for loop in life.loops:
+        for loop in engine_run.loops:
             if (
                 not loop.lane.alive
                 or loop.kv.slots.arena is None
@@ -575,8 +575,8 @@ class World:
                 return f"{loop.kv!r}"
         return ""
 
-    def _check_baseline(self, life: Life) -> None:
-        for loop in life.loops:
+    def _check_baseline(self, engine_run: EngineRun) -> None:
+        for loop in engine_run.loops:
             seats = loop.seats.expected, loop.assigned, len(loop.running), len(loop.waiting)
             if seats != (0, 0, 0, 0):
                 raise AssertionError(f"{loop!r}: expected, assigned, running, waiting are {seats}")
@@ -589,26 +589,26 @@ class World:
             held += sum(seal.session is None for seal in pages.slots.seals.values())
             if arena.count(SlotState.OPEN) != held:
                 raise AssertionError(f"{arena!r}: {held} places are held by sessions")
-        self.check_owners(life)
-        for session in life.engine.state.sessions.values():
+        self.check_owners(engine_run)
+        for session in engine_run.engine.state.sessions.values():
             if session.state is not State.IDLE:
                 raise AssertionError(f"{session!r} is not idle")
-        store = life.seam.opened
+        store = engine_run.seam.opened
         assert store is not None
         check_integrity(store)
 
-    def _is_looking_after_itself(self, life: Life) -> bool:
-        """A canary sits in an arena, the scrub reads a page, a lane just died: it ends."""
-        assert life.seam.opened is not None
-        reads = any(p.pins or p.writers for p in life.seam.opened.pages.index._pages.values())
-        pages = [loop.kv for loop in life.loops]
+    def _is_in_maintenance(self, engine_run: EngineRun) -> bool:
+        """A canary, a scrub or the restart of a lane is under way; each of them ends."""
+        assert engine_run.seam.opened is not None
+        reads = any(p.pins or p.writers for p in engine_run.seam.opened.pages.index._pages.values())
+        pages = [loop.kv for loop in engine_run.loops]
         return reads or any(one.importing.imports or one.slots.arena is None for one in pages)
 
-    def _check_empty(self, life: Life) -> None:
-        """All sessions left the memory: no place and no pin is held by anybody."""
-        store = life.seam.opened
+    def _check_empty(self, engine_run: EngineRun) -> None:
+        """No session is in memory: no slot and no pin is held."""
+        store = engine_run.seam.opened
         assert store is not None
-        for loop in life.loops:
+        for loop in engine_run.loops:
             pages, arena = loop.kv, loop.kv.slots.arena
             assert arena is not None
             if arena.count(SlotState.FREE) != loop.config.places or pages.slots.members:
@@ -619,17 +619,17 @@ class World:
         if pinned:
             raise AssertionError(f"pages are held without a holder: {pinned}")
         files = set(os.listdir(os.path.join(store.path, "arena"))) - set(store.orphaned.names)
-        names = {os.path.basename(loop.kv.slots.arena.path) for loop in life.loops}  # type: ignore
+        names = {os.path.basename(loop.kv.slots.arena.path) for loop in engine_run.loops}  # type: ignore
         if files - names - set(store.orphaned.busy):
             raise AssertionError(f"arenas of the dead remain: {files - names}")
 
 
-def _client_gone() -> BatchEngineError:
+def _client_left() -> BatchEngineError:
     return BatchEngineError("BE0000", Kind.INTERNAL, "cancelled_at_a_point", "cancelled at a point")
 
 
 class _Listener(logging.Handler):
-    """What the product logs about itself that must not be."""
+    """Fails the seed for log records that must not occur."""
 
     BAD = ("the ledger refused a record", " ended: ", "differs", "two contents")
 
@@ -648,7 +648,7 @@ class _Listener(logging.Handler):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a seed came to. `error` is empty when everything held."""
+    """The result of a seed. `error` is empty when every check passed."""
 
     seed: int
     hash: str
@@ -660,7 +660,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """Memory, where there is some: a seed writes a few megabytes and syncs them often."""
+    """A folder in memory if possible: a seed writes a few megabytes and syncs them often."""
     base = "/dev/shm" if os.path.isdir("/dev/shm") else None
     folder = tempfile.mkdtemp(prefix="simulation-", dir=base)
     try:
@@ -670,7 +670,7 @@ def _folder() -> Iterator[str]:
 
 
 def simulate(seed: int, *, world: type[World] = World) -> Outcome:
-    """Run one seed to its end. What went wrong is in the outcome."""
+    """Run one seed to its end. A failure is in the outcome."""
     logger = logging.getLogger("batchengine")
     with _folder() as folder, contextlib.ExitStack() as patches:
         made = world(seed, folder)
@@ -697,7 +697,7 @@ def simulate(seed: int, *, world: type[World] = World) -> Outcome:
 
 
 def _end_loop(loop: VirtualLoop) -> None:
-    """Nothing of a seed lives on."""
+    """End every task and resource of a seed."""
     for task in loop.tasks():
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         task.cancel()

@@ -1,7 +1,7 @@
-"""A scene for any seed: one lane computes wrong bits for a while, until an audit drains it (F46).
+"""A scene for any seed: one lane computes wrong bits until an audit drains it (F46).
 
-Until then its answers may be wrong. From then on nothing that it computed may be used any more:
-every answer is right again, from the cache or not.
+Until then its answers may be wrong. After that nothing that it computed may be used:
+every answer is right, from cached pages or not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.simulation.stage import Plan, Stage, play, words
 from tests.simulation.world import Outcome
 
 LENGTHS = [60, 255, 257, 300, 520, 700]
-LOGGED = ("two contents", "differs")  # when the lane is found out
+LOGGED = ("two contents", "differs")  # when the lane is drained
 TOPICS = 3  # few prompts that share pages
 
 
@@ -66,7 +66,7 @@ async def wrong_for_a_while(stage: Stage) -> None:
 
 
 async def _move(stage: Stage, name: str) -> None:
-    """The session computes on the other lane from now on, with its open rows, if it can."""
+    """Migrate the session to the other lane, with its open rows, if possible."""
     session = stage.up.state.sessions.get(("", name))
     if session is not None and session.key in stage.up.state.home:
         stage.count("moves asked")

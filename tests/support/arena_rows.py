@@ -1,4 +1,4 @@
-"""Row digests in Python, the slow twin of the kernel, and the rows of an arena that they prove."""
+"""Row digests in Python, the reference for the kernel, and the arena rows that they prove."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def valid_rows(
 
 
 def rows_left(arena: Arena, at: ArenaSlot, owner: SlotOwner, ids: Sequence[int]) -> int:
-    """Rows of a slot that a dead writer left whole."""
+    """Count of complete rows that a dead writer left in a slot."""
     return valid_rows(osio.Files(), arena.fd, arena.shape, arena.arena_id, at.slot, owner, ids)

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, which a test may kill, and what it had sent until then.
+"""An engine in a separate process, which a test may kill, and what it had sent until then.
 
 The child reads one JSON command per line and writes one JSON line per event, unbuffered: what the
 parent has read was acknowledged. `python -m tests.support.engine_process` with JSON settings as
@@ -81,14 +81,14 @@ class EngineProcess:
         return seen, message
 
     async def kill(self) -> None:
-        """SIGKILL, and wait until everything that was sent is read."""
+        """SIGKILL, and read everything that was sent before."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
         await self._process.wait()
         await self._reader
 
     async def stop(self) -> None:
-        """A clean end."""
+        """Stop the engine in order."""
         if self._process.returncode is None:
             self.ask("stop")
             await asyncio.wait_for(self._process.wait(), 60)
@@ -126,7 +126,7 @@ class Child:
         self.engine = engine
         self.tasks: set[asyncio.Task[None]] = set()
 
-    def tell(self, name: str, **fields: Any) -> None:
+    def send(self, name: str, **fields: Any) -> None:
         os.write(1, json.dumps({"id": name, **fields}).encode() + b"\n")
 
     def start(self, command: dict[str, Any]) -> None:
@@ -148,20 +148,20 @@ class Child:
                     found = await asyncio.wrap_future(
                         ledger.load_session("\x1f" + command["session"])
                     )
-                    self.tell(
+                    self.send(
                         name,
                         tokens=None if found is None else found.tokens,
                         turns=[] if found is None else [t.status for t in found.turns],
                     )
                 case "sessions":
-                    self.tell(name, sessions=self.engine.sessions())
+                    self.send(name, sessions=self.engine.sessions())
                 case "computed":
                     loops = self.engine.state.lanes
-                    self.tell(name, tokens=sum(loop.meter.tokens for loop in loops))
+                    self.send(name, tokens=sum(loop.meter.tokens for loop in loops))
                 case _:
-                    self.tell(name, error=f"no command {op}")
+                    self.send(name, error=f"no command {op}")
         except BatchEngineError as error:
-            self.tell(name, error=error.name)
+            self.send(name, error=error.name)
 
     def request(self, command: dict[str, Any]) -> GenerationRequest:
         return GenerationRequest(
@@ -179,12 +179,12 @@ class Child:
         async for event in generation:
             match event:
                 case TokenEvent():
-                    self.tell(name, token=event.token)
+                    self.send(name, token=event.token)
                 case DoneEvent():
                     usage = dataclasses.asdict(event.usage)
-                    self.tell(name, done=event.finish_reason, usage=usage)
+                    self.send(name, done=event.finish_reason, usage=usage)
                 case ErrorEvent():
-                    self.tell(name, error=event.error.name)
+                    self.send(name, error=event.error.name)
                 case _:
                     pass
 
@@ -208,7 +208,7 @@ async def child(settings: dict[str, Any]) -> int:
     reader = asyncio.StreamReader(limit=1 << 24)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    made.tell("", ready=True)
+    made.send("", ready=True)
     while line := await reader.readline():
         command = json.loads(line)
         if command["op"] == "stop":

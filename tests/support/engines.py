@@ -1,4 +1,4 @@
-"""What engine tests share: an engine on a scratch store, requests in one line, and references."""
+"""Helpers of engine tests: an engine on a scratch store, requests, and reference answers."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Site:
 
 
 class WatchedEngine(Engine):
-    """An engine whose migrations run, at each of their points, what a test plants."""
+    """An engine whose migrations call a function of the test at each of their points."""
 
     def __init__(self, config: Config, worker_command: tuple[str, ...]) -> None:
         super().__init__(config, worker_command=worker_command, on_point=self._at)
         self._planted: OnPoint = pass_point
 
     def plant(self, planted: OnPoint) -> None:
-        """Call this at each point from now on, instead of what was planted before."""
+        """Call this at each point from now on, instead of the earlier function."""
         self._planted = planted
 
     def _at(self, point: str) -> Awaitable[None] | None:
@@ -81,13 +81,13 @@ async def running_engine(
         yield engine
     finally:
         await engine.stop(0.0)
-        for loop in engine.state.lanes:  # invariants hold at the end of every test
+        for loop in engine.state.lanes:  # checked at the end of every test
             for session in loop.sessions.values():
                 session.check()
 
 
 def hold_restarts(engine: Engine) -> asyncio.Event:
-    """No worker is started again until the event is set."""
+    """Delay restarts of workers until the event is set."""
     supervisor = engine.running.supervisor
     may_start, restart = asyncio.Event(), supervisor.restart
 
@@ -136,7 +136,7 @@ async def read(generation: Generation) -> Answer:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Poll a fact of the engine; a test that waits in vain fails after 30 s."""
+    """Poll a condition of the engine; the test fails after 30 s."""
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110  the engine has no event for every fact
             await asyncio.sleep(0.002)
@@ -173,7 +173,7 @@ def request(
 
 
 class Reference:
-    """Undisturbed runs: one timeline at a time, one chunk, no engine."""
+    """Reference answers: one timeline at a time, one chunk, no engine."""
 
     def __init__(self, model: Path, cache_dir: Path) -> None:
         self.runner = LocalRunner(model, threads=1, cache_dir=cache_dir, n_pages=64)

@@ -1,6 +1,6 @@
-"""A scripted engine: bytes are tokens, the answer is given, time is settable.
+"""A scripted engine: bytes are tokens, the answer is given, delays are settings.
 
-It keeps the promises the service relies on (one last event, idempotent cancel, bounded reading)
+It gives the guarantees the service relies on (one last event, idempotent cancel, bounded read)
 and records its calls, so that tests can check what the service asks for.
 """
 
@@ -66,7 +66,7 @@ class FakeText:
 
 
 class FakeGeneration:
-    """Scripted events; stops quietly when cancelled."""
+    """Scripted events; ends without an event when cancelled."""
 
     def __init__(self, engine: FakeEngine, request: GenerationRequest, skip: int = 0) -> None:
         self.request = request
@@ -80,7 +80,7 @@ class FakeGeneration:
         self._next: asyncio.Future[GenerationEvent | None] | None = None
 
     async def events(self) -> list[GenerationEvent]:
-        """One event at a time; the script goes on where a reader stopped waiting."""
+        """One event at a time; the script continues where a reader stopped."""
         if self._next is None:
             self._next = asyncio.ensure_future(anext(self._events, None))
         event = await asyncio.shield(self._next)
@@ -329,7 +329,7 @@ class FakeEngine:
             generation.finished = True
 
     async def _pause(self, generation: FakeGeneration, seconds: float) -> bool:
-        """True when the generation was called off meanwhile."""
+        """True if the generation was cancelled meanwhile."""
         if seconds:
             try:
                 async with asyncio.timeout(seconds):
@@ -413,7 +413,7 @@ class Served:
         self.base = f"http://127.0.0.1:{listener.port}"
 
     async def raw(self, data: bytes, *, timeout_s: float = 5.0) -> bytes:
-        """Bytes to the port, everything that comes back until the server closes or goes quiet."""
+        """Send bytes to the port; returns all bytes until the server closes or pauses."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         got = bytearray()
         try:

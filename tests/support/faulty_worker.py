@@ -1,4 +1,4 @@
-"""A worker whose arithmetic goes wrong at fault tokens of the prompt.
+"""A worker that fails at fault tokens of the prompt.
 
 Same process, frames and memory as the real one; only `compute` is wrapped. Started by exec as
 `python -m tests.support.faulty_worker ...`.
@@ -32,7 +32,7 @@ class FaultyDevice(CpuDevice):
         if tokens & {CRASH_ENGINE, KILL_ENGINE}:
             its_own = CRASH_ENGINE in tokens
             os.kill(os.getppid(), signal.SIGSEGV if its_own else signal.SIGKILL)
-            time.sleep(3600)  # the death of its parent ends it
+            time.sleep(3600)  # it ends with its parent
         if HANG in tokens:
             time.sleep(3600)
         if RAISE in tokens:

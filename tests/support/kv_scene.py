@@ -21,13 +21,13 @@ from tests.support.kv_workload import Lane, descriptor, scratch, settings
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """In memory, where it can be."""
+    """A folder in memory if possible."""
     yield from scratch()
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    """An empty one; its index is recounted at the end."""
+    """An empty store; its index is checked at the end."""
     opened = Store.open(tmp_path / "store", descriptor(), settings())
     yield opened
     check_integrity(opened)
@@ -43,7 +43,7 @@ def lane(store: Store) -> Iterator[Lane]:
 
 @contextlib.contextmanager
 def small_disk(options: str) -> Iterator[Path]:
-    """A tmpfs with these mount options: really full when it is full. Skips who may not mount."""
+    """A tmpfs with these mount options, a real full disk. Skips where mounting is not permitted."""
     folder = tempfile.mkdtemp(prefix="kv-disk-")
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:

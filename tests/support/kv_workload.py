@@ -71,7 +71,7 @@ def payload_of(key: bytes, layout: PageLayout = LAYOUT) -> np.ndarray:
 
 
 def scratch() -> Generator[Path, None, None]:
-    """A folder that vanishes, in memory where there is room: thousands of fsyncs are then cheap."""
+    """A temporary folder, in memory where there is room, because fsync is cheap there."""
     shm = "/dev/shm"
     roomy = os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 64 << 20
     with tempfile.TemporaryDirectory(prefix="kv-", dir=shm if roomy else None) as folder:
@@ -79,7 +79,7 @@ def scratch() -> Generator[Path, None, None]:
 
 
 class Lane:
-    """What a worker does to a page, in this process."""
+    """Writes pages as a worker does, in this process."""
 
     def __init__(self, store: Store, slots: int = 4, incarnation: int = 1) -> None:
         self.store = store
@@ -105,7 +105,7 @@ class Lane:
         return ticket
 
     def add(self, parent: bytes, ids: np.ndarray, priority: int = 0) -> tuple[PageRef, bytes]:
-        """Seal, publish and commit one page; gives its pinned reference and its key."""
+        """Seal, publish and commit one page; returns its pinned reference and its key."""
         ticket = self.seal(parent, ids, priority)
         future = self.store.pages.publish(ticket)
         self.store.ledger.commit()
@@ -127,7 +127,7 @@ class Lane:
 
 
 def add_chain(store: Store, ids: np.ndarray) -> list[PageRef]:
-    """Publish these pages from a lane of their own."""
+    """Publish these pages from a new lane."""
     lane = Lane(store)
     try:
         return lane.add_chain(ids)
@@ -147,7 +147,7 @@ def read_page(store: Store, ref: PageRef) -> bytes:
 
 
 def evict(store: Store, count: int) -> int:
-    """Evict up to `count` pages, least valuable first; gives how many."""
+    """Evict up to `count` pages, least valuable first; returns how many."""
     with store.core.lock:
         return store.pages.allocator.evict(count)
 
@@ -211,7 +211,7 @@ def wait_for_growth(store: Store) -> None:
     store.drain().result(20)
 
 
-# -- breaking things --------------------------------------------------------------------------
+# -- fault injection --------------------------------------------------------------------------
 
 
 class CountedFiles(osio.Files):
@@ -257,7 +257,7 @@ def failing_files(calls: dict[str, int], error: int) -> CountedFiles:
 
 
 class CountedDb(sqlite3.Connection):
-    """A connection that tells before each statement; set `on_statement` on the class."""
+    """A connection that calls `on_statement`, set on the class, before each statement."""
 
     on_statement: Callable[[str], None] = staticmethod(lambda sql: None)
 
@@ -287,7 +287,7 @@ def sqlite_error(name: str) -> sqlite3.OperationalError:
 # -- the crash sweep --------------------------------------------------------------------------
 
 TIMELINE = tokens_of(1, 3)
-TURNS = (40, 256, 300, 172)  # tokens per append: page borders fall inside and between them
+TURNS = (40, 256, 300, 172)  # tokens per append: page boundaries are inside and between them
 assert sum(TURNS) == len(TIMELINE)
 FORKED, CUT = 300, 7
 GONE = tokens_of(2, 1)[:80]  # of a session that is dropped; its parked tail stays
@@ -295,7 +295,7 @@ ACK = struct.Struct("<HH")  # tokens durable, pages published
 
 
 def crash_workload(path: str, ack: int, number: int) -> int:
-    """Append a timeline and seal its pages, evicting on the way; dies at the n-th point."""
+    """Append a timeline and seal its pages with evictions; dies at the n-th point."""
     points = [0]
 
     def point(*_: Any) -> None:
@@ -333,13 +333,13 @@ def crash_workload(path: str, ack: int, number: int) -> int:
         path, descriptor(), settings(3, 1), files=CountedFiles(point), connect=counted_connect
     )
     os.write(ack, ACK.pack(done, 0))  # from here on pages may be evicted
-    second_life(store)
+    second_run(store)
     store.close()
     return points[0]
 
 
-def second_life(store: Store) -> None:
-    """Restore, park, fork, cut, scrub, collect garbage, drop: what a restarted engine does."""
+def second_run(store: Store) -> None:
+    """Restore, park, fork, cut, scrub, collect garbage, drop, as a restarted engine does."""
     refs = store.pages.match_prefix(TIMELINE, SALT, pin=True)
     store.pages.load(refs).result(20)
     for ref in refs:
@@ -363,7 +363,7 @@ def second_life(store: Store) -> None:
 
 
 def crash_check(path: str, acks: bytes) -> None:
-    """Reopen what a killed workload left: a prefix, no hole, no wrong page, still usable."""
+    """Reopen the store of a killed workload: a prefix, no gap, no wrong page, still usable."""
     tokens = pages = 0
     if acks:
         tokens, pages = ACK.unpack(acks[-ACK.size :])

@@ -2,7 +2,7 @@
 
 CPython 3.11 gives the jump at the end of some loops no line. A signal that is handled there, such
 as the one that ends a test after its timeout, leaves a traceback entry whose `tb_lineno` is None.
-Pytest ends on it with an internal error, which hides the test and all that come after it.
+Pytest ends on it with an internal error, which hides this test and all later ones.
 """
 
 from __future__ import annotations

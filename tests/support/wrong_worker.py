@@ -1,6 +1,6 @@
-"""A worker whose arithmetic is wrong without noticing: other KV, no error.
+"""A worker that computes wrong KV without an error.
 
-Same process, frames and memory as the real one; one token is taken for another. Started by exec as
+Same process, frames and memory as the real one; one token is read as another. Started by exec as
 `python -m tests.support.wrong_worker ...`.
 """
 
@@ -23,7 +23,7 @@ WRONG_AGAIN = 2009  # or once, on any lane that serves: the second time it is co
 
 
 class WrongDevice(CpuDevice):
-    """Sound records of wrong rows, as wrong arithmetic makes them."""
+    """Computes wrong rows with valid records, as faulty arithmetic does."""
 
     lane = ""
     seen = 0
@@ -44,7 +44,7 @@ class WrongDevice(CpuDevice):
 
 
 class WrongWorker(Worker):
-    """Remembers the name of its lane."""
+    """A worker that keeps the name of its lane."""
 
     def _attach(self, attach: wire.Attach) -> wire.LaneMessage:
         WrongDevice.lane = os.path.basename(attach.arena_path).partition(".")[0]
