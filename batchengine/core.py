@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 import msgspec
 
 PAGE_TOKENS = 256  # tokens per KV page; part of the format (NUMERICS CA-1 rule 7)
-ID_PREFIX_CHARS_MIN = 4  # a shorter beginning of an id names nothing
-SUPERPAGE_PAGES = 4  # pages folded together before super-pages fold
-FORM_CHAT, FORM_TEXT = "chat", "text"  # of a request, and of the events that answer it
+ID_PREFIX_CHARS_MIN = 4  # a shorter prefix of an id matches nothing
+SUPERPAGE_PAGES = 4  # pages folded into one super-page, before super-pages are folded
+FORM_CHAT, FORM_TEXT = "chat", "text"  # of a request, and of the events of its answer
 
 
 class Kind(enum.Enum):
-    """What an error asks of its reader; a protocol maps each kind to its own vocabulary."""
+    """Kind of an error; each protocol maps it to a status or type of its own."""
 
     INVALID = enum.auto()  # the request can never be served as it is
     UNAUTHENTICATED = enum.auto()
     FORBIDDEN = enum.auto()
     NOT_FOUND = enum.auto()  # what the request addresses does not exist
     MISSING = enum.auto()  # what the request depends on does not exist, or exists no more
-    METHOD = enum.auto()
+    METHOD = enum.auto()  # the path exists, not with this HTTP method
     TIMEOUT = enum.auto()  # the client sent or read too slowly
     CONFLICT = enum.auto()  # the request contradicts the state of what it addresses
     TOO_LARGE = enum.auto()
@@ -37,7 +37,7 @@ class Kind(enum.Enum):
 
 
 class BatchEngineError(Exception):
-    """An error that its reader can act on: code, what happened, why, and the fix.
+    """An error for users: code, what happened, why, and the fix.
 
     `code` is BExxxx, `name` the machine-readable word that API clients compare (OpenAI's `code`).
     `param` is the field of the request that is wrong, `retry_ms` the time after which sending it
@@ -79,7 +79,7 @@ class BatchEngineError(Exception):
 
 
 class SlaClass(enum.StrEnum):
-    """Class of promise, most urgent first."""
+    """Class of service, most urgent first."""
 
     INTERACTIVE = "interactive"
     STANDARD = "standard"
@@ -89,7 +89,7 @@ class SlaClass(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sla:
-    """What was promised to one request. Targets are milliseconds; None = the class default.
+    """Latency targets of one request, in milliseconds; None = the default of the class.
 
     `priority` breaks ties inside a class only; higher = sooner.
     """
@@ -124,7 +124,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
     @property
     def history_tokens(self) -> int:
-        """How many of the last tokens the sampler reads; 0 = every penalty is off."""
+        """How many of the last tokens the sampler reads for penalties; 0 = all are off."""
         is_off = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (
             1.0,
             0.0,
@@ -152,10 +152,10 @@ class GenerationRequest:
     `tool_call_ids`: calls whose results the messages carry; a request without a session continues
     the session that was parked for one of them. `park`: the session will wait for a tool, so its
     KV leaves the lane at the end of the turn. `idempotency_key`: the same key in one session is
-    computed once. `promote`: this turn wants the fast lane. `expected_output_tokens`: the
-    client's estimate, for the router only. `form`: of the answer's events, for a later stream
-    of the same turn; the engine keeps it and gives it back. `constraint` None = any text; no lane
-    can keep another yet, so the service refuses requests that need one.
+    computed once. `promote`: route this turn to the fast lane. `expected_output_tokens`: the
+    client's estimate, for the router only. `form`: form of the answer's events; the engine records
+    it for later streams of the same turn. `constraint` None = any text; no lane supports
+    constraints yet, so the service refuses requests that need one.
     """
 
     request_id: str
@@ -217,7 +217,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class QueuedEvent:
-    """Still waiting; eta None = no estimate yet."""
+    """The request still waits: its place in the queue, from 1; `eta_ms` None = no estimate yet."""
 
     position: int
     eta_ms: float | None
@@ -276,7 +276,7 @@ class ModelInfo:
     n_layer: int
     n_params: int
     file_bytes: int
-    context_tokens: int  # what this daemon really accepts, never the training context
+    context_tokens: int  # that this daemon accepts; may be less than `context_trained`
     context_trained: int
     vocab_size: int
     quantisation: str

@@ -2,9 +2,9 @@
 
 A row is called with the values of its templates and returns the error to raise:
 `raise SESSION_BUSY(queued=n)`. A code has one meaning and one row; a new meaning takes a new code.
-The hundreds say where an error arises: 11 configuration and command line, 12 engine, 13 model
-file, 15 text, 16 store, 17 HTTP, 21 frames, 22 worker, 23 computation, 24 sessions, 30 moves.
-A protocol maps `kind`, `name` and `param` to its own error object; no row knows HTTP.
+The hundreds of a code give its area: 11 configuration and command line, 12 engine, 13 model file,
+15 text, 16 store, 17 HTTP, 21 frames, 22 worker, 23 computation, 24 sessions, 30 moves. A protocol
+maps `kind`, `name` and `param` to its own error object; rows are independent of HTTP.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchengine.core import BatchEngineError, Kind
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row. `what`, `why` and `fix` are `str.format` templates.
+    """One row of the catalogue. `what`, `why` and `fix` are `str.format` templates.
 
     A template that is `{why}` or `{fix}` alone may be left out of a call: it is empty then.
     `param` and `retry_ms` are defaults that a call may replace; values named in `details` also
@@ -351,7 +351,7 @@ UNKNOWN_ROUTE = Problem("BE1711", Kind.NOT_FOUND, "route_not_found",
     " /health, /metrics")
 WRONG_METHOD = Problem("BE1712", Kind.METHOD, "method_not_allowed",
     "{method} is not possible on this route", fix="use {usable}",
-    details=("allowed",))  # the Allow header too
+    details=("allowed",))  # also the value of the Allow header
 NOT_SUPPORTED = Problem("BE1713", Kind.UNSUPPORTED, "not_supported",
     "{path:.80} is not implemented in this version",
     fix="use POST /v1/chat/completions or /v1/completions")
@@ -530,14 +530,14 @@ CATALOGUE = {row.code: row for row in tuple(globals().values()) if isinstance(ro
 
 
 def of_request(error: Exception) -> BatchEngineError:
-    """What failed a request, as its client sees it: of a defect no more than the type."""
+    """Return the error that a client gets for `error`; of a defect it names only the type."""
     if isinstance(error, BatchEngineError):
         return error
     return REQUEST_FAILED(defect=type(error).__name__)
 
 
 def received(code: str, what: str, why: str, fix: str) -> BatchEngineError:
-    """An error that another process reported; a code of another version is an internal error."""
+    """Make the error that another process reported; an unknown code gives an internal error."""
     row = CATALOGUE.get(code)
     kind, name = (Kind.INTERNAL, _DEFECT) if row is None else (row.kind, row.name)
     return BatchEngineError(code, kind, name, what, why, fix)

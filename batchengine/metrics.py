@@ -111,7 +111,7 @@ class Metrics:
     def _add_routing(
         self, counter: Callable[..., Counter], histogram: Callable[..., Histogram]
     ) -> None:
-        """Decisions, what they predicted, and what moved; actual times are in ttft_seconds."""
+        """Create the metrics of routing, moves and restores. Actual times are in ttft_seconds."""
         c, rt = "class", "route"
         self.route_decisions_total = counter(
             "route_decisions_total", "Routing decisions", "lane", "reason"
@@ -160,5 +160,5 @@ class Metrics:
         self.ignored_fields_total.labels(field).inc()
 
     def render(self) -> tuple[bytes, str]:
-        """The scrape body and its content type."""
+        """Return the body of a scrape and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST

@@ -1,8 +1,8 @@
 """A session: one token timeline, how far its KV is committed, and where its pages are.
 
-Owns the timeline, the frontier, the page table and the table of states. Refuses illegal
-transitions by lookup. Whether a session is prefilling is read from the frontier, where its KV
-lives from the page table; neither is a state.
+Owns the timeline, the frontier, the page table and the table of states. Refuses transitions that
+the table does not list. The frontier shows whether a session is prefilling, the page table where
+its KV is; neither is a state.
 
     timeline   [ tokens whose KV is committed | tokens still to compute ]
                  0 .. frontier                  frontier .. len(tokens)
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 from batchengine.session_kv import Cut, SessionKv
 
-NOT_LOGGED = -1  # Session.logged: the ledger has never heard of it;
-LOG_UNKNOWN = -2  # a record of it was refused: ask the ledger what it has
+NOT_LOGGED = -1  # Session.logged: the ledger has no row of the session;
+LOG_UNKNOWN = -2  # the ledger refused a record of the session: read from the ledger what it has
 
 
 class Loss(enum.Enum):
-    """What became of KV that a session had: the label of the metric, and the reason it reports."""
+    """Why a session lost KV: the label of the metric, and the reason that the session reports."""
 
     WORKER = ("worker", "tail lost with its worker")
     RECLAIMED = ("lent", "its open page was given to another session")
@@ -34,7 +34,7 @@ class Loss(enum.Enum):
 
 
 class State(enum.Enum):
-    """What a session may do next; see TRANSITIONS."""
+    """State of a session; TRANSITIONS lists what may follow."""
 
     IDLE = "idle"  # no request; named sessions keep tokens and KV
     WAITING = "waiting"  # has a request, no seat in a batch
@@ -44,7 +44,7 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What happens to a session."""
+    """Cause of a transition between two states."""
 
     START = "start"
     ADMIT = "admit"
@@ -71,14 +71,14 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.FINISH: State.IDLE,
         Event.FREEZE: State.FROZEN,
     },
-    # One with a turn starts again after the thaw.
+    # After the thaw, START follows for a session that has a turn.
     State.FROZEN: {Event.THAW: State.IDLE, Event.CLOSE: State.CLOSED},
     State.CLOSED: {},
 }
 
 
 class IllegalTransition(Exception):
-    """A bug in the engine: this event cannot happen in this state."""
+    """TRANSITIONS has no entry for this event in this state: a bug in the engine."""
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -96,9 +96,9 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class Session:
-    """A token timeline with KV. `key` is unique in this engine's life.
+    """A token timeline with KV. `key` is unique in one run of the engine.
 
-    `epoch` is the fencing number: an append-only stretch of the timeline under one owner. It
+    `epoch` is the fencing number of an append-only stretch of the timeline under one owner. It
     grows when the owner changes or the timeline is cut; a number that was tried is never reused.
     """
 
@@ -127,7 +127,7 @@ class Session:
         self.key = key
         self.session_id = session_id
         self.tenant = tenant
-        self.name = f"{tenant}\x1f{session_id}".encode()  # durable: the same in every life
+        self.name = f"{tenant}\x1f{session_id}".encode()  # durable: the same in every run
         self.state = State.IDLE
         self.salt = tenant.encode()  # of content keys: tenants share no pages
         self.priority = 0  # of its pages against eviction: higher stays
@@ -135,11 +135,11 @@ class Session:
         self.epoch_tried = 1
         self.tokens: list[int] = []
         self.frontier = 0
-        self.computed = 0  # the highest frontier a step was sent for: below it, work is repeated
+        self.computed = 0  # highest frontier a step was sent for: tokens below are recomputed
         self.kv = SessionKv()
-        self.logged = NOT_LOGGED  # tokens of the timeline that the ledger was given
-        self.logged_epoch = 0  # the epoch it was given: `epoch` follows when a turn begins
-        self.loss: Loss | None = None  # why KV is gone that the next turn may expect
+        self.logged = NOT_LOGGED  # tokens of the timeline that were sent to the ledger
+        self.logged_epoch = 0  # the epoch that was sent; `epoch` is sent when a turn begins
+        self.loss: Loss | None = None  # why KV that the next turn may expect is gone
         self.suspect = False
         self.alone_deaths = 0
 
@@ -151,19 +151,19 @@ class Session:
         )
 
     def on(self, event: Event) -> None:
-        """Move to the next state; an event the table does not list is a bug."""
+        """Move to the next state; raises IllegalTransition if TRANSITIONS has none."""
         after = TRANSITIONS[self.state].get(event)
         if after is None:
             raise IllegalTransition(f"{self!r}: {event.name}")
         self.state = after
 
     def next_epoch(self) -> int:
-        """A number no owner or timeline of this session ever had."""
+        """Return an epoch that this session has not used or tried yet."""
         self.epoch_tried = max(self.epoch, self.epoch_tried) + 1
         return self.epoch_tried
 
     def advance(self, n_tokens: int, lane: str) -> None:
-        """This lane computed so many more tokens."""
+        """Move the frontier by `n_tokens` tokens, which `lane` computed."""
         self.kv.note_writer(self.frontier, self.frontier + n_tokens, lane)
         self.frontier += n_tokens
 
@@ -174,9 +174,9 @@ class Session:
 
     @property
     def is_expecting(self) -> bool:
-        """Rows of it are on their way: it cannot compute before, nor needs to be seated for it.
+        """Whether rows of the session are being imported: it cannot compute before they are here.
 
-        A parked tail is only fetched for a session with a seat.
+        Rows of an arena are imported with or without a seat, a parked tail only with one.
         """
         kv = self.kv
         return bool(kv.pending) and (self.state is State.RUNNING or kv.is_waiting_for_arena())
@@ -185,9 +185,9 @@ class Session:
         """Make `prompt` the timeline; the frontier stays inside the common prefix.
 
         At least one token is left to compute, so that a step has logits to sample from. A timeline
-        that is cut, not continued, begins a new epoch: rows written under the old one can no
-        longer be mistaken for its own. Returns how many leading tokens the two share. The lane
-        that holds its pages must `fit` them afterwards.
+        that is cut, not continued, begins a new epoch, so that rows of the old epoch are never
+        taken for rows of the new one. Returns the length of the common prefix, in tokens. The lane
+        that holds the pages must call `fit` afterwards.
         """
         fresh = list(prompt)
         shared = common_prefix(self.tokens, fresh)
@@ -202,14 +202,14 @@ class Session:
     def cut(self, tokens: int) -> Cut:
         """Keep the KV of the first `tokens` tokens; the frontier falls back to what is left.
 
-        Returns what the lane that holds the session gives back.
+        Returns the slots and pins that the lane of the session must free.
         """
         dropped = self.kv.cut(tokens)
         self.frontier = min(self.frontier, tokens, self.kv.reach())
         return dropped
 
     def check(self) -> None:
-        """Invariants that hold between steps."""
+        """Raise AssertionError if an invariant that holds between steps is broken."""
         if not 0 <= self.frontier <= len(self.tokens):
             raise AssertionError(f"{self!r}: frontier outside the timeline")
         self.kv.check(self.frontier)

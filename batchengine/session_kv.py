@@ -1,11 +1,11 @@
 """The KV of one session: its page table, and every conversion between tokens and pages.
 
-Owns the order of a table: sealed pages first, then open ones, or rows that are elsewhere. Refuses
-I/O: what a cut drops is returned, and the lane that holds the session gives it back.
+Owns the order of a table: sealed pages first, then either open pages or rows to import. Refuses
+I/O: a cut returns the slots and pins that it drops, and the lane of the session frees them.
 
     page    0 ....... sealed ....... open           pages [p, q) of a session without open pages:
             [ store ][ arena slots  ]               [ pending: rows to import ]
-    codes   [ one per page of either ]
+    codes   [ one per sealed or open page ]
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ ARENA_BIT = 1 << 63  # of a slot code: set = open page in the lane's arena
 
 
 def page_start(page: int) -> int:
-    """The first position of a page; of `n` pages, the number of tokens they hold."""
+    """Return the first position of page `page`, which is also the tokens that `page` pages hold."""
     return page * PAGE_TOKENS
 
 
 def full_pages(tokens: int) -> int:
-    """Pages that so many tokens fill; of a position, the page it is in."""
+    """Return how many pages `tokens` tokens fill, which is also the page of position `tokens`."""
     return tokens // PAGE_TOKENS
 
 
 def pages_for(tokens: int) -> int:
-    """Pages that so many tokens need."""
+    """Return how many pages `tokens` tokens need: the last one may be partly filled."""
     return -(-tokens // PAGE_TOKENS)
 
 
 def rows_in(page: int, tokens: int) -> int:
-    """Rows of a page that so many tokens fill: 0 .. 256."""
+    """Return how many rows of page `page` a timeline of `tokens` tokens fills: 0 .. 256."""
     return max(0, min(PAGE_TOKENS, tokens - page * PAGE_TOKENS))
 
 
 class PendingRows(NamedTuple):
     """Rows of one page that are not in the lane's arena: up to `rows` leading ones at `source`.
 
-    `release` gives up what keeps the source there. It is called once.
+    `release` gives up the pin or hold that keeps the source. It is called once.
     """
 
     page: int
@@ -63,7 +63,7 @@ class ParkedTail(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a table does not hold any more: slots to free, references with a pin each."""
+    """What a cut removed from a table: slots to free, and references with one pin each."""
 
     slots: list[ArenaSlot]
     refs: list[PageRef]
@@ -73,12 +73,12 @@ class SessionKv:
     """The page table of one session.
 
     `sealed[p]` is the store's reference of page p, held by one pin; the page outlives the worker.
-    The pages after those are open: `open[p - len(sealed)]` is their arena slot. `codes[p]` is what
-    the worker reads for either. `pending` are rows of the pages after the sealed ones, of a table
-    without open pages: the session computes once they were imported or given up; the list is
-    replaced, never changed. `parked` is a copy of the last open page. `keys` are content keys of
-    leading full pages, as far as they were needed. `writers` are the lanes of this run that
-    computed rows of an open page.
+    The pages after those are open: `open[p - len(sealed)]` is their arena slot. `codes[p]` is the
+    slot code by which the worker finds page p, sealed or open. `pending` are rows of the pages
+    after the sealed ones, of a table without open pages: the session computes once they were
+    imported or given up; the list is replaced, never changed. `parked` is a copy of the last open
+    page. `keys` are content keys of leading full pages, computed as far as they were needed.
+    `writers[p]` are the lanes of this run that computed rows of open page p.
     """
 
     __slots__ = ("codes", "keys", "open", "parked", "pending", "sealed", "writers")
@@ -98,21 +98,21 @@ class SessionKv:
     # ------------------------------------------------------------------------------- questions
 
     def reach(self) -> int:
-        """The highest frontier the session may go on at: positions below it have a page here."""
+        """The highest possible frontier, in tokens: every position below it has a page."""
         return len(self.codes) * PAGE_TOKENS
 
     @property
     def sealed_tokens(self) -> int:
-        """Leading tokens whose KV is in the store."""
+        """Number of leading tokens whose KV is in the store."""
         return len(self.sealed) * PAGE_TOKENS
 
     def slot_at(self, position: int) -> ArenaSlot | None:
-        """The open slot that holds a position."""
+        """Return the open slot that holds `position`; None if no open page does."""
         offset = position // PAGE_TOKENS - len(self.sealed)
         return self.open[offset] if 0 <= offset < len(self.open) else None
 
     def filled(self, start: int, end: int) -> list[tuple[int, ArenaSlot]]:
-        """Open pages, with their index, that are full once positions `start .. end` are computed.
+        """Return index and slot of open pages that are full once `start .. end` are computed.
 
         pages   start // 256                     end // 256
                 [ first ......... full after the step ......... )
@@ -121,18 +121,18 @@ class SessionKv:
         return [(page, self.open[page - len(self.sealed)]) for page in range(first, last)]
 
     def is_waiting_for_arena(self) -> bool:
-        """Whether pending rows lie in an arena: those are imported at once, a tail when needed."""
+        """Whether pending rows are in an arena: those are imported without waiting for a seat."""
         return bool(self.pending) and isinstance(self.pending[0].source, FromArena)
 
     def writers_of(self, first: int, last: int) -> frozenset[str]:
-        """The lanes of this run that computed rows of open pages `first` to `last`."""
+        """The lanes of this run that computed rows of open pages `first` to `last` inclusive."""
         pages = range(first, last + 1)
         return frozenset(lane for page in pages for lane in self.writers.get(page, ()))
 
     # --------------------------------------------------------------------------------- changes
 
     def note_writer(self, start: int, end: int, lane: str) -> None:
-        """The lane computed positions `start .. end`."""
+        """Record that `lane` computed positions `start .. end`."""
         none = frozenset[str]()
         for page in range(full_pages(start), pages_for(end)):
             is_begun = page_start(page) < start
@@ -141,29 +141,29 @@ class SessionKv:
                 self.writers[page] = before | {lane}
 
     def append(self, slot: ArenaSlot) -> None:
-        """An arena slot for the page after the last one."""
+        """Add an arena slot for the page after the last one."""
         self.open.append(slot)
         self.codes.append(slot.code)
 
     def extend_sealed(self, refs: Sequence[PageRef], codes: Sequence[int]) -> None:
-        """Pages of the store, with their pins, after the sealed ones of a table without others."""
+        """Append sealed pages, whose pins the table takes over. The table has no open page."""
         self.sealed.extend(refs)
         self.codes.extend(codes)
 
     def seal_first(self, ref: PageRef, code: int) -> ArenaSlot:
-        """The first open page is in the store now, held by a pin. Returns the slot it had."""
+        """Replace the first open page by its copy in the store, held by a pin. Returns its slot."""
         self.codes[len(self.sealed)] = code
         self.writers.pop(len(self.sealed), None)
         self.sealed.append(ref)
         return self.open.pop(0)
 
     def unseal_last(self) -> PageRef:
-        """Drop the last sealed page of a table without open ones; its pin goes to the caller."""
+        """Drop the last sealed page of a table without open ones; the caller must unpin it."""
         self.codes.pop()
         return self.sealed.pop()
 
     def take_open(self) -> list[ArenaSlot]:
-        """Drop the open pages. Returns their slots, which are the caller's now."""
+        """Drop the open pages. Returns their slots, which the caller must free."""
         slots, self.open = self.open, []
         del self.codes[len(self.sealed) :]
         return slots
@@ -181,7 +181,7 @@ class SessionKv:
         return dropped
 
     def cut_pending(self, tokens: int) -> None:
-        """Of the pending rows keep those of the first `tokens` tokens, and release the others."""
+        """Keep the pending rows of the first `tokens` tokens, and release the others."""
         if not self.pending:
             return
         kept: list[PendingRows] = []
@@ -195,19 +195,19 @@ class SessionKv:
             self.pending = kept
 
     def cut_timeline(self, tokens: int) -> None:
-        """The timeline changed after its first `tokens` tokens. Open pages stay: see `cut`."""
+        """Drop pending rows and content keys after the first `tokens` tokens; pages stay."""
         self.cut_pending(tokens)
         del self.keys[tokens // PAGE_TOKENS :]
 
     def take_pending(self, wanted: Callable[[PendingRows], bool]) -> list[PendingRows]:
-        """Drop the pending rows that are `wanted`, unreleased: they are the caller's now."""
+        """Remove the pending rows that are `wanted`; the caller must release them."""
         taken = [pending for pending in self.pending if wanted(pending)]
         if taken:
             self.pending = [pending for pending in self.pending if not wanted(pending)]
         return taken
 
     def claim(self, pending: Sequence[PendingRows]) -> None:
-        """Rows of the pages right after those the table holds; earlier pending rows are released.
+        """Set the pending rows, of the pages right after the table; earlier ones are released.
 
         Raises ValueError, and changes nothing, if they do not follow, or the table has open pages.
         """
@@ -219,7 +219,7 @@ class SessionKv:
         self.pending = list(pending)
 
     def check(self, frontier: int) -> None:
-        """Invariants that hold between steps, for a session at this frontier."""
+        """Raise AssertionError if an invariant is broken, for a session at this frontier."""
         if self.reach() < frontier:
             raise AssertionError(f"{self!r}: frontier {frontier} has no page")
         if len(self.sealed) + len(self.open) != len(self.codes):

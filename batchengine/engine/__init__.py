@@ -1,8 +1,8 @@
-"""The engine: requests in, events out. See `engine.Engine`.
+"""The engine takes requests and returns streams of events. See `engine.Engine`.
 
 Reading order: `engine` (what the service calls), `sessions.requests` (one request as one
-coroutine), `lane.loop` (how a lane computes), `turns.journal` (what is durable), `boot` (how
-everything comes up).
+coroutine), `lane.loop` (how a lane computes), `turns.journal` (what is durable), `boot` (how the
+parts are started).
 """
 
 from __future__ import annotations

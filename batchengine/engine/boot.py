@@ -1,7 +1,7 @@
-"""Start: model facts, then tokenizer and workers side by side, then the store, then the lanes.
+"""Starts an engine: model facts, then tokenizer and workers at once, then the store, then lanes.
 
-Owns that order, and the complete set of parts it ends with. The store opens after the workers have
-loaded: its identity is theirs. Refuses to serve with lanes that disagree about numbers.
+Owns that order, and the set of parts (`Running`) that results. The store opens after the workers
+have loaded, since its descriptor has their identity. Refuses lanes that compute other numbers.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from kv_store.store import Store, StoreSettings
 log = logging.getLogger("batchengine.engine")
 
 STAGES = 4
-FRESH, FRESH_SLOTS = "fresh", 10  # enough for one page and what may be missing before it
+FRESH, FRESH_SLOTS = "fresh", 10  # slots for one page and the pages that may be missing before it
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What an engine is started with."""
+    """Arguments of `start`."""
 
     config: Config
     state: EngineState
@@ -93,7 +93,7 @@ class LaneFactory:
     async def lane(
         self, lane: Lane, config: LaneConfig, disputes: Disputes | None = None
     ) -> LaneLoop:
-        """The loop of a lane whose worker has loaded, with its arena attached."""
+        """Return the loop of a lane whose worker has loaded, with a new arena attached."""
         info = self._info
         loop = LaneLoop(
             lane,
@@ -112,7 +112,7 @@ class LaneFactory:
 
     @contextlib.asynccontextmanager
     async def fresh_worker(self) -> AsyncGenerator[LaneLoop]:
-        """A lane of a new worker that serves no request: one more vote in an audit."""
+        """Start a lane with a new worker that serves no request: one more vote in an audit."""
         config = dataclasses.replace(self._launch.config.lanes[0], name=FRESH, places=FRESH_SLOTS)
         lane = Lane(FRESH, command=self._launch.command)
         try:
@@ -155,7 +155,7 @@ class Running:
     housekeeping: Housekeeping
 
     def begin(self) -> None:
-        """Start the tasks."""
+        """Start the tasks of the lanes and of all background work."""
         tasks = self.tasks
         for loop in self.state.lanes:
             tasks.spawn_vital(loop.run(), f"lane {loop.lane.name}")
@@ -166,7 +166,7 @@ class Running:
         self.maintenance.start(tasks.spawn)
 
     async def close(self) -> None:
-        """Workers first (they map the store), then the store, then the text."""
+        """Close the workers first (they map the store), then the store, then the text frontend."""
         lanes = self.state.lanes
         await asyncio.gather(*(loop.lane.close() for loop in lanes))
         self.crash_marker.close()
@@ -177,7 +177,7 @@ class Running:
 
 
 async def start(launch: Launch) -> Running:
-    """Everything up and nothing running yet, or an error with nothing left behind."""
+    """Create every part of the engine, without starting its tasks; on an error, close them all."""
     async with contextlib.AsyncExitStack() as undo:
         running = await _start(launch, undo)
         undo.pop_all()
@@ -198,7 +198,7 @@ async def _start(launch: Launch, undo: contextlib.AsyncExitStack) -> Running:
     store = await asyncio.to_thread(_open_store, config, facts, vocabulary)
     undo.push_async_callback(asyncio.to_thread, store.close)
     for lane in lanes:
-        undo.push_async_callback(lane.close)  # before the store, which they map
+        undo.push_async_callback(lane.close)  # runs before the store closes, which workers map
     for warning in store.warnings:
         log.warning("store: %s", warning)
     info.context_tokens = min(info.context_tokens, store.pages.allocator.slots_max * 256)
@@ -270,7 +270,7 @@ async def _load(
     loader: ModelLoader,
     undo: contextlib.AsyncExitStack,
 ) -> tuple[TextFrontend, wire.ModelFacts]:
-    """Tokenizer and workers side by side; the stages of the first worker are reported."""
+    """Load the tokenizer while the workers load one by one; report the first worker's stages."""
     config, started = launch.config, time.monotonic()
     opening = asyncio.ensure_future(TextFrontend.open(config.model.path, ChatTemplate))
     try:
@@ -300,7 +300,7 @@ def _report_loading(launch: Launch, message: wire.Loading, *, is_first: bool) ->
 
 
 def _open_store(config: Config, facts: wire.ModelFacts, vocabulary: str) -> Store:
-    """The KV store of what the workers compute. Raises BatchEngineError."""
+    """Open the KV store with a descriptor from the workers' facts. Raises BatchEngineError."""
     settings_of, identity = config.store, facts.identity
     layout = PageLayout(facts.n_layer, facts.n_kv_head, facts.head_dim)
     named = ("model_hash", "arch", "rope_digest")
@@ -333,7 +333,7 @@ def _open_store(config: Config, facts: wire.ModelFacts, vocabulary: str) -> Stor
 
 
 def inspect_model(config: Config) -> ModelInfo:
-    """SessionFacts from the header of the model file; BatchEngineError if it cannot be served."""
+    """Read ModelInfo from the header of the model file. Raises BatchEngineError."""
     with GgufFile(config.model.path) as gguf:
         spec = read_spec(gguf)
         n_params = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
@@ -362,7 +362,7 @@ def inspect_model(config: Config) -> ModelInfo:
 
 
 def tokenizer_hash(path: str) -> str:
-    """Hex SHA-256 of the vocabulary: equal = a token id means the same bytes. "" = none."""
+    """Hex SHA-256 of the vocabulary; if equal, each token id has the same bytes. "" = none."""
     digest = hashlib.sha256(b"batchengine vocabulary v1")
     with GgufFile(path) as gguf:
         if "tokenizer.ggml.tokens" not in gguf.values:

@@ -1,7 +1,7 @@
-"""The engine: the API that the service calls. Sessions are named by (tenant, id).
+"""The engine's API, which the service calls. Sessions are named by (tenant, id).
 
-Owns start and stop. Computes nothing and never blocks: arithmetic is in lane workers, files and
-SQLite in the store's threads, text on its own thread.
+Owns start and stop. Never blocks the event loop: lane workers compute, the store's threads do the
+I/O of files and SQLite, and one thread does text.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kv_store.errors import StoreError
 
 log = logging.getLogger("batchengine.engine")
 
-SHUTDOWN_S = 5.0  # for turns to end at a token: a step is far shorter
+SHUTDOWN_S = 5.0  # for cancelled turns to end between two steps, which take far less
 SETTLE_S = 5.0  # for migrations that are under way when the daemon stops
-LANES_STOP_S = 40.0  # a step's deadline and more
+LANES_STOP_S = 40.0  # more than the shortest deadline of a step
 STORE_OPS = ("stat", "verify", "gc")
 
 
 class Engine:
-    """One model, its lanes, its store. Use: `start`, `submit`..., `stop`."""
+    """One model with its lanes and its store. Use: `start`, `submit`..., `stop`."""
 
     def __init__(
         self,
@@ -74,29 +74,29 @@ class Engine:
 
     @property
     def fatal(self) -> BaseException | None:
-        """Why the engine cannot go on (a failed ledger: exit and recover), or None."""
+        """The error for which the daemon must exit and recover (a failed ledger, say), or None."""
         return self._fatal
 
     @property
     def progress(self) -> float:
-        """Of loading, 0 to 1."""
+        """Share of loading that is done, 0 to 1."""
         return self._progress
 
     @property
     def running(self) -> Running:
-        """The parts of the engine; an error until it has started."""
+        """The parts of the engine; raises LOADING until it has started."""
         if self._running is None:
             raise errors.LOADING(progress=self._progress)
         return self._running
 
     @property
     def info(self) -> ModelInfo:
-        """Facts about the model; an error until they are known."""
+        """Facts about the model; raises LOADING until the engine has started."""
         return self.running.info
 
     @property
     def text(self) -> TextFrontend:
-        """Tokenizer and template of the model."""
+        """Tokenizer and chat template of the model; raises LOADING until the engine has started."""
         return self.running.text
 
     # -------------------------------------------------------------------------- start, stop
@@ -126,7 +126,7 @@ class Engine:
         self._progress = max(self._progress, min(0.99, fraction))
 
     async def _watch(self, running: Running) -> None:
-        """A vital task ended: every reader gets the error, and new requests are refused."""
+        """Wait until a vital task ends; then fail every request, and set `fatal`."""
         error = await running.tasks.failure
         self._fatal, self._phase = error, "degraded"
         running.requests.fail_all(error)
@@ -134,7 +134,7 @@ class Engine:
     async def stop(self, drain_s: float) -> None:
         """Stop admitting, let turns finish for up to `drain_s`, end the rest with "shutdown".
 
-        Requests that wait for their session by then have not begun: 503, with the time to retry.
+        Requests that still wait for their session then get 503, with the time to retry.
         """
         if self._phase == "stopped":
             return
@@ -175,7 +175,7 @@ class Engine:
     async def resume(
         self, tenant: str, session_id: str, from_token: int = 0, turn_id: str = ""
     ) -> Generation:
-        """The session's last turn again; see `Requests.resume`."""
+        """Stream the session's last turn again; see `Requests.resume`."""
         return await self.running.requests.resume(tenant, session_id, from_token, turn_id)
 
     def requests(self) -> list[dict[str, Any]]:
@@ -183,22 +183,21 @@ class Engine:
         return report.request_rows(self.state)
 
     def explain(self, given: str, tenant: str | None = None) -> dict[str, Any]:
-        """What was decided about a request or session, why, and what came of it.
+        """Return the routing decisions of a request or session, their reasons and their results.
 
-        `given` is an id or a unique prefix of one; with `tenant`, of what is that tenant's.
+        `given` is an id or a unique prefix of one; with `tenant`, among that tenant's only.
         Raises BatchEngineError (404, 409).
         """
         return self.running.dispatcher.explain(given, tenant)
 
     def predicted(self, request_id: str) -> dict[str, Any] | None:
-        """Lane, ttft_ms, tpot_ms and move_ms as they were predicted; None = there is no
-        prediction."""
+        """Return the predicted lane, ttft_ms, tpot_ms and move_ms; None = no prediction."""
         return self.running.dispatcher.predicted(request_id)
 
     # ------------------------------------------------------------------------------ sessions
 
     def sessions(self, tenant: str | None = None) -> list[dict[str, Any]]:
-        """Named sessions in memory, anonymous ones that compute now, and interrupted ones.
+        """One row per named session in memory, computing anonymous session, or interrupted one.
 
         With `tenant` only those of that tenant.
         """
@@ -210,13 +209,13 @@ class Engine:
     async def find_sessions(
         self, given: str, own: Collection[tuple[str, str]], tenant: str | None
     ) -> list[tuple[str, str]]:
-        """(tenant, id) of the sessions that `given` may mean; see `directory.find`."""
+        """Return (tenant, id) of the sessions that `given` may mean; see `directory.find`."""
         running = self.running
         names = [*self.state.names(), *running.recovery.interrupted]
         return await directory.find(names, running.store, given, own, tenant)
 
     def has_session(self, tenant: str, session_id: str) -> bool:
-        """Whether `sessions` has this one."""
+        """Whether `sessions` lists this session."""
         is_interrupted = self._running is not None and (
             (tenant, session_id) in self._running.recovery.interrupted
         )
@@ -230,29 +229,32 @@ class Engine:
         return Presence.STORED if is_stored else Presence.UNKNOWN
 
     async def stored_sessions(self, count_max: int) -> list[dict[str, Any]]:
-        """Sessions of the ledger, most recently used first; those in memory are among them."""
+        """One row per session of the ledger, also of those in memory; most recently used first."""
         return await report.stored_rows(self.running.store, count_max)
 
     async def session_detail(self, tenant: str, session_id: str) -> dict[str, Any]:
-        """Everything there is to know about one session, but its text."""
+        """Return all facts about one session except its text."""
         return await self.running.operations.detail(tenant, session_id)
 
     async def why(self, tenant: str, session_id: str) -> dict[str, Any]:
-        """Where the session's last prompt left its history, and what that cost."""
+        """Where the last prompt differed from the session's history, and the tokens recomputed."""
         return await self.running.operations.why(tenant, session_id)
 
     async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
-        """A second session with the same timeline, sharing its pages."""
+        """Create a second session with the same timeline, which shares the pages of the first."""
         return await self.running.operations.fork(tenant, session_id, new_id)
 
     async def park(
         self, tenant: str, session_id: str, tool_call_id: str | None = None
     ) -> dict[str, Any]:
-        """The session waits for a tool: its KV leaves the lane, the call leads back to it."""
+        """Move the KV of a session that waits for a tool out of its lane.
+
+        A later request with the result of call `tool_call_id` continues the session.
+        """
         return await self.running.operations.park(tenant, session_id, tool_call_id)
 
     async def drop(self, tenant: str, session_id: str) -> dict[str, Any]:
-        """The session and its history end."""
+        """Delete the session and its history."""
         return await self.running.operations.drop(tenant, session_id)
 
     async def promote(self, tenant: str, session_id: str, to: str | None = None) -> dict[str, Any]:
@@ -263,7 +265,7 @@ class Engine:
         return await self._relocate(tenant, session_id, to, FAST)
 
     async def demote(self, tenant: str, session_id: str, to: str | None = None) -> dict[str, Any]:
-        """As `promote`, to the best lane for work that can wait."""
+        """Like `promote`, but the default target is the best lane for work that can wait."""
         return await self._relocate(tenant, session_id, to, BULK)
 
     async def _relocate(
@@ -283,12 +285,13 @@ class Engine:
         return report.lane_rows(self.state)
 
     def stats(self) -> dict[str, Any]:
-        """Numbers for /health and the status command."""
+        """Return the numbers of /health and of the status command."""
         interrupted = 0 if self._running is None else len(self._running.recovery.interrupted)
         return {**report.numbers(self.state), "sessions_interrupted": interrupted}
 
     async def store_op(self, op: str) -> dict[str, Any]:
-        """stat: numbers. verify: read every page, invalidate bad ones. gc: forget what may go."""
+        """Run "stat" (numbers), "verify" (read every page, invalidate bad ones) or "gc" (collect
+        garbage). Raises STORE_FAILED, or ValueError for another `op`."""
         store = self.running.store
         try:
             if op == "stat":

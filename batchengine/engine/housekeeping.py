@@ -1,6 +1,6 @@
 """Housekeeping once a second: slow readers, queue positions, metrics, audits of sessions and store.
 
-Owns the rhythm, and brings the counters up to date that the lanes keep as plain numbers.
+Owns the intervals, and copies the plain counters of the lanes to the metrics.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.background")
 
 HOUSEKEEPING_S = 1.0
-MAINTAIN_S = 10.0  # store audit and ages, when idle
-MAINTAIN_BUSY_S = 60.0  # what a full disk had stopped is tried again under load too
+MAINTAIN_S = 10.0  # between two audits of sessions and store, while no turn runs
+MAINTAIN_BUSY_S = 60.0  # under load, so that writes that a full disk stopped are tried again
 QUEUED_EVENT_S = 5.0
 
 
 class Housekeeping:
-    """Runs once a second. Use: `run` as a task."""
+    """Does the work of this module once a second. Use: `run` as a task."""
 
     def __init__(self, state: EngineState, store: Store, dispatcher: Dispatcher) -> None:
         self._state = state
@@ -38,7 +38,7 @@ class Housekeeping:
         self._counted: dict[str, dict[tuple[Counter, tuple[str, ...]], float]] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         sent_ms = 0.0
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
@@ -95,7 +95,7 @@ class Housekeeping:
                 metrics.requests_running.labels(*pair).set(running.get(pair, 0))
 
     def _set_counters(self) -> None:
-        """Counters kept as plain numbers by the step loops, brought up to date."""
+        """Add to the metrics what the step loops have counted since the last call."""
         metrics = self._state.metrics
         for loop in self._state.lanes:
             metrics.lane_up.labels(loop.lane.name).set(loop.up)
@@ -121,7 +121,7 @@ class Housekeeping:
             metrics.kv_page_places.labels(page_state.value).set(places)
 
     async def _audit(self) -> None:
-        """Invariants of every session at rest, then of the store, and the store's own duties."""
+        """Check the invariants of every session at rest, then run `Store.maintain`."""
         state = self._state
         for session in list(state.sessions.values()):
             if not state.is_at_rest(session):

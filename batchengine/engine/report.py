@@ -1,4 +1,4 @@
-"""Answers about a running engine as plain rows: lanes, sessions, requests, numbers.
+"""Reports on a running engine as plain dicts: lanes, sessions, requests, numbers.
 
 Reads the state and the ledger; changes nothing.
 """
@@ -21,7 +21,7 @@ from batchengine.session import Session
 from kv_store.ledger.queries import SessionInfo
 from kv_store.store import Store
 
-CLASSES = tuple(c.value for c in SlaClass)  # a session's priority counts them from the other end
+CLASSES = tuple(c.value for c in SlaClass)  # priority p is CLASSES[-1 - p]
 
 
 def lane_rows(state: EngineState) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def lane_rows(state: EngineState) -> list[dict[str, Any]]:
 
 
 def _lane_state(loop: LaneLoop) -> str:
-    """ready, restarting, drained or down."""
+    """Return ready, restarting, drained or down."""
     if loop.draining:
         return "drained"
     if loop.lane.alive and loop.kv.slots.is_attached:
@@ -57,14 +57,14 @@ def _lane_state(loop: LaneLoop) -> str:
 
 
 def _lane_why(loop: LaneLoop) -> str:
-    """Why it is not ready, or not all of it."""
+    """Return why the lane is not ready, or publishes no pages; "" if neither is so."""
     if loop.draining or (loop.down and not loop.lane.alive):
         return loop.draining or loop.down
     return "" if loop.kv.sealing.publishes else "its pages were wrong too often: none is published"
 
 
 def ledger_state(state: EngineState) -> str:
-    """ "ok", or why the ledger cannot be written."""
+    """Return "ok", or why the ledger cannot be written."""
     store = state.store
     if store is None:
         return "off: not open yet"
@@ -75,7 +75,7 @@ def ledger_state(state: EngineState) -> str:
 
 
 def troubles(state: EngineState) -> list[str]:
-    """Everything that is not as it should be, a sentence each; empty = all is well."""
+    """One sentence per fault of lanes, store, ledger and model; empty = no fault."""
     found = list(state.troubles.values())
     for loop in state.lanes:
         phase, why = _lane_state(loop), _lane_why(loop)
@@ -91,7 +91,7 @@ def troubles(state: EngineState) -> list[str]:
 
 
 def session_rows(state: EngineState, tenant: str | None = None) -> list[dict[str, Any]]:
-    """Named sessions in memory, and anonymous ones that compute now; of all tenants, or of one."""
+    """One row per named session in memory or computing anonymous one; of one tenant, or of all."""
     computing = (turn.session for turn in state.turns.values())
     known = (*state.sessions.values(), *computing)
     found = {s.key: s for s in known if tenant in (None, s.tenant)}
@@ -115,7 +115,7 @@ def session_rows(state: EngineState, tenant: str | None = None) -> list[dict[str
 
 
 def _reuse(state: EngineState, session: Session) -> dict[str, Any]:
-    """What the session's last turn reused of old KV, of how much, and why not more."""
+    """Tokens of KV that the session's last turn reused, of its prompt, and why not more."""
     facts = state.facts.get(session.key)
     found = None if facts is None else facts.meta.rebase
     if found is None:
@@ -128,7 +128,7 @@ def _reuse(state: EngineState, session: Session) -> dict[str, Any]:
 
 
 def request_rows(state: EngineState) -> list[dict[str, Any]]:
-    """Requests that were admitted and have neither ended nor been cancelled."""
+    """One row per request that was admitted and has neither ended nor been cancelled."""
     now_ms = state.now_ms()
     return [_request_row(state, g, now_ms) for g in state.requests if not g.cancelled]
 
@@ -153,7 +153,7 @@ def _request_row(state: EngineState, generation: Generation, now_ms: float) -> d
 
 
 def _speeds(generation: Generation) -> dict[str, float | None]:
-    """Time to the first token and per later token so far; None = there was none yet."""
+    """Time to the first token and per later token so far, in ms; None = there was none yet."""
     first, last, n = (
         generation.first_token_ms,
         generation.last_token_ms,
@@ -166,7 +166,7 @@ def _speeds(generation: Generation) -> dict[str, float | None]:
 
 
 def numbers(state: EngineState) -> dict[str, Any]:
-    """For /health and the status command."""
+    """Return the numbers of /health and of the status command."""
     loops = state.lanes
     found: dict[str, Any] = {
         "uptime_s": round(time.monotonic() - state.started, 1),
@@ -192,7 +192,7 @@ def numbers(state: EngineState) -> dict[str, Any]:
 def interrupted_rows(
     interrupted: Mapping[tuple[str, str], SessionInfo], tenant: str | None = None
 ) -> list[dict[str, Any]]:
-    """Sessions whose engine died amid their turn and that were not asked for since."""
+    """One row per session whose turn an earlier engine left unfinished, not requested since."""
     return [
         {
             "session_id": session_id,
@@ -211,7 +211,7 @@ def interrupted_rows(
 
 
 async def stored_rows(store: Store, count_max: int) -> list[dict[str, Any]]:
-    """Sessions of the ledger, most recently used first; those in memory are among them."""
+    """One row per session of the ledger, also of those in memory; most recently used first."""
     infos = await asyncio.wrap_future(store.ledger.list_sessions())
     rows: list[dict[str, Any]] = []
     for info in infos[:count_max]:

@@ -1,4 +1,4 @@
-"""The shared state of a running engine: lanes, turns, sessions, and who waits for what.
+"""The shared state of a running engine: lanes, turns, sessions, queues and migrations.
 
 Owns the tables and the few changes that keep them consistent. Decides nothing: admission and the
 order of a session's requests are in `sessions.requests`, the order of turns in the scheduler.
@@ -22,12 +22,12 @@ from batchengine.policy import cost
 from batchengine.session import Session, State
 from kv_store.store import Store
 
-NAMED_SESSIONS_MAX = 4096  # in memory; older idle ones live on in the ledger,
-NAMED_TOKENS_MAX = 8 << 20  # and so do those beyond this many tokens: about 40 bytes each
+NAMED_SESSIONS_MAX = 4096  # in memory; beyond it, the oldest idle ones are in the ledger only.
+NAMED_TOKENS_MAX = 8 << 20  # the same for the tokens of all of them; about 40 bytes each
 
 
 class EngineState:
-    """Shared by the parts of the engine; all of them run on its event loop.
+    """Tables shared by the parts of the engine, which all run on its event loop.
 
     `lanes` is empty and `store` None until the engine has started.
     """
@@ -38,26 +38,26 @@ class EngineState:
         self.store: Store | None = None
         self.lanes: list[LaneLoop] = []
         self.requests: dict[Generation, Session] = {}  # admitted, and not over
-        self.turns: dict[Generation, Turn] = {}  # of them those that have a lane
+        self.turns: dict[Generation, Turn] = {}  # of those requests that have a lane
         self.home: dict[int, LaneLoop] = {}  # session key -> its lane
         self.sessions: dict[tuple[str, str], Session] = {}  # named ones, oldest use first
         self.queues: dict[int, deque[Generation]] = {}  # busy session's key -> waiting requests
         self.moves: dict[int, asyncio.Future[None]] = {}  # session key -> end of its migration
-        self.facts: dict[int, SessionFacts] = {}  # session key -> what else is known of a named one
+        self.facts: dict[int, SessionFacts] = {}  # session key -> facts of a named one
         self.started = time.monotonic()
         self.finished = 0
-        self.model_identity: Identity | None = None  # of the model's file when it was read,
-        self.model_changed = ""  # and why that is not what is on disk now
+        self.model_identity: Identity | None = None  # of the model's file when it was read
+        self.model_changed = ""  # how the file on disk differs from it now; "" = it does not
         self.troubles: dict[str, str] = {}  # what is wrong, by subject: see `report.troubles`
-        self._epochs_used = 0  # highest of a session that has left the memory
+        self._epochs_used = 0  # highest epoch of a session that `forget` removed
 
     def open(self, store: Store, lanes: list[LaneLoop]) -> None:
-        """The engine has started."""
+        """Set the store and the lanes, once the engine has started."""
         self.store = store
         self.lanes[:] = lanes
 
     def now_ms(self) -> float:
-        """The engine's clock."""
+        """Milliseconds of the monotonic clock."""
         return time.monotonic() * 1000.0
 
     @property
@@ -67,15 +67,15 @@ class EngineState:
 
     @property
     def first_epoch(self) -> int:
-        """For a session that begins: what one of its name left in an arena is not its own."""
+        """Epoch of a new session: above those of forgotten ones, whose rows may be in an arena."""
         return self._epochs_used + 1
 
     def is_busy(self, session: Session) -> bool:
-        """Whether a request of the named session is served or waits."""
+        """Whether a request of the named session is being served or waits."""
         return session.key in self.queues
 
     def is_at_rest(self, session: Session) -> bool:
-        """No request of it is served or waits, and it is not between two lanes."""
+        """Whether the session is idle, has no request, and is not in a migration."""
         return (
             session.state is State.IDLE
             and session.key not in self.queues
@@ -83,12 +83,12 @@ class EngineState:
         )
 
     async def moved(self, session: Session) -> None:
-        """Returns once the session is in no migration."""
+        """Wait until the session is in no migration."""
         while (move := self.moves.get(session.key)) is not None:
             await asyncio.wait([move])
 
     def find(self, tenant: str, session_id: str) -> Session | None:
-        """The named session in memory, or the anonymous one that computes now."""
+        """Return the named session in memory, or the anonymous one that computes now; or None."""
         found = self.sessions.get((tenant, session_id))
         if found is not None:
             return found
@@ -97,7 +97,7 @@ class EngineState:
         return next((s for s in computing if (s.tenant, s.session_id) == name), None)
 
     def names(self) -> list[tuple[str, str]]:
-        """(tenant, id) of every session that `find` has."""
+        """(tenant, id) of every session that `find` returns."""
         computing = (turn.session for turn in self.turns.values())
         return [*self.sessions, *((s.tenant, s.session_id) for s in computing)]
 
@@ -106,9 +106,9 @@ class EngineState:
         return next((loop for loop in self.lanes if loop.lane.name == name), None)
 
     def forget(self, session: Session) -> None:
-        """A named session at rest leaves the memory; the ledger remembers it."""
+        """Remove a session at rest from memory; the ledger keeps a named one."""
         name = session.tenant, session.session_id
-        if self.sessions.get(name) is session:  # not one that came after it
+        if self.sessions.get(name) is session:  # and not a later session of that name
             del self.sessions[name]
         self.facts.pop(session.key, None)
         self._epochs_used = max(self._epochs_used, session.epoch)
@@ -117,7 +117,7 @@ class EngineState:
             loop.close_session(session)
 
     def forget_old_sessions(self) -> None:
-        """Keep named sessions at rest and their tokens bounded."""
+        """Forget the oldest named sessions at rest until both limits of this module hold."""
         count = len(self.sessions)
         tokens = sum(len(session.tokens) for session in self.sessions.values())
         for session in list(self.sessions.values()):
@@ -130,7 +130,7 @@ class EngineState:
 
 
 def parked_facts(state: EngineState, session: Session) -> dict[str, Any]:
-    """Of a session that waits for a tool and for nothing else: see `records.parked_row`."""
+    """Facts of a session that waits for a tool only (see `records.parked_row`); else {}."""
     facts = state.facts.get(session.key)
     if facts is None or session.state is not State.IDLE or state.is_busy(session):
         return {}
@@ -138,7 +138,7 @@ def parked_facts(state: EngineState, session: Session) -> dict[str, Any]:
 
 
 def queue_etas(loop: LaneLoop) -> tuple[list[Turn], list[float]]:
-    """The turns that wait on a lane in order of service, and when each has its first token (ms)."""
+    """Return the turns that wait on a lane, most urgent first, and ms to each one's first token."""
 
     def work(turn: Turn) -> cost.QueuedWork:
         left = turn.generation.request.tokens_max - turn.generation.completion_tokens

@@ -1,4 +1,4 @@
-"""Background tasks of the engine: who may end quietly, and whose end stops everything.
+"""Background tasks of the engine, and what follows when one ends.
 
 Owns the tasks. A task that fails is logged; the end of a vital one (a lane, the journal) resolves
 `failure`, which the engine awaits.
@@ -26,15 +26,15 @@ class Tasks:
         return f"<Tasks {sorted(self._tasks.values())}>"
 
     def spawn(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any]:
-        """Run it; an exception is logged."""
+        """Run `work` as a task; an exception is logged."""
         return self._run(work, name, self._note_error)
 
     def spawn_request(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run it; an exception resolves `failure`."""
+        """Run one request as a task; an exception resolves `failure`."""
         return self._run(work, "request", self._fail_on_error)
 
     def spawn_vital(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run it; when it ends before `cancel`, however it ends, `failure` is resolved."""
+        """Run `work` as a task; if it ends before `cancel`, however it ends, `failure` resolves."""
         return self._run(work, name, self._fail_on_end)
 
     async def cancel(self) -> None:
@@ -45,7 +45,7 @@ class Tasks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def lanes_over(self, timeout_s: float) -> None:
-        """The engine stops: wait for lanes to end by themselves."""
+        """Wait up to `timeout_s` for the tasks of the lanes to end by themselves."""
         self._stopping = True
         lanes = [task for task, name in self._tasks.items() if name.startswith("lane")]
         if lanes:
