@@ -1,4 +1,4 @@
-"""A step in flight: its frame, what to do with the answer, and the check of the answer."""
+"""The step in flight: its frame, what its answer applies to, and the check of the answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kv_store.arenas.arena import ArenaSlot
 
 
 class StepEntry(NamedTuple):
-    """One entry of the step in flight. `wants`: it samples a token."""
+    """One entry of the step in flight. `wants`: the entry samples a token."""
 
     turn: Turn
     n_tokens: int
@@ -21,7 +21,7 @@ class StepEntry(NamedTuple):
 
 
 class InFlightStep(NamedTuple):
-    """A step in flight: the frame, and what to do with its answer."""
+    """The frame of a step in flight, and the turns, slots and seals that its answer is for."""
 
     step: wire.Step
     payload: bytes
@@ -37,7 +37,7 @@ class InFlightStep(NamedTuple):
 
 
 def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
-    """Raises STEP_MISMATCH unless every part of the answer belongs to what was asked."""
+    """Raise STEP_MISMATCH unless every part of the answer fits the frame that was sent."""
     nonfinite, asked = set(done.nonfinite), in_flight.step.import_rows
     wanted = [
         part.turn.session.key

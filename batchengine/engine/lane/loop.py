@@ -1,8 +1,7 @@
 """The step loop of one lane: drain, plan, prepare, post, commit; and recovery of a dead worker.
 
-Owns the life of the loop: what happens between two steps, and in which order. Decides nothing about
-the order of turns (the scheduler does) and computes nothing (the worker does). Tables of sessions
-change only between two steps.
+Owns what happens between two steps, and in which order. The scheduler decides the order of turns,
+the worker computes. Tables of sessions change only between two steps.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")
 
-STEP_DEADLINE_MIN_S = 30.0  # far above any step, far below a client's patience
+STEP_DEADLINE_MIN_S = 30.0  # far longer than any step, far shorter than timeouts of clients
 STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
-REPLAN_S = 0.005  # an empty plan may be a matter of time: slots return, deadlines pass
+REPLAN_S = 0.005  # after an empty plan: slots return and deadlines pass without a wake-up
 FAILED_STARTS_MAX = 3  # then waiting requests fail;
 DOWN_MAX_S = 30.0  # of a worker that was killed, not before this
 NO_PLAN = scheduler.StepPlan(())
@@ -78,8 +77,8 @@ class LaneLoop:
         self.stopping = False
         self.assigned = 0  # turns that were given to this lane and have not ended
         self.recomputes = RecomputeQueue(self.kv, config)
-        self.draining = ""  # why the lane computes no more,
-        self.down = ""  # or why no worker can be started
+        self.draining = ""  # why the lane computes no more; "" = it computes
+        self.down = ""  # why no worker can be started; "" = one can
         self.is_rechecking = False
         self._suspects = suspects
         self._supervisor = supervisor
@@ -135,7 +134,7 @@ class LaneLoop:
         self.wake()
 
     def resume(self, turn: Turn) -> None:
-        """The turn's stream has room again: it computes on, unless it is full once more."""
+        """Continue a turn whose stream has room again, unless the stream is full once more."""
         turn.paused = turn.generation.paused_since_ms is not None
         self.seats.forget_row(turn)
         self.wake()
@@ -159,13 +158,13 @@ class LaneLoop:
             self.wake()
 
     def drain(self, why: str) -> None:
-        """Compute no more: turns wait to be evacuated, with their sealed pages only."""
+        """Stop computing: turns keep their sealed pages only, and wait to be evacuated."""
         self.draining = why
         self.kv.sealing.stop_publishing()
         self.recheck()
 
     def recheck(self) -> None:
-        """Pages became invalid: before the next step sessions fall back to those before them."""
+        """Have every session drop its invalid pages before the next step."""
         self.is_rechecking = True
         self.wake()
 
@@ -183,7 +182,7 @@ class LaneLoop:
             self._event_loop.call_soon_threadsafe(self.wake)
 
     def session_cut(self, session: Session) -> None:
-        """The session lost KV, or got it back: its turn looks again for what the store has."""
+        """Have the turn of a session that lost or regained KV match its prompt with the store."""
         if (turn := self.seats.turn_of(session)) is not None:
             turn.needs_match = True
             self.seats.forget_row(turn)
@@ -192,13 +191,13 @@ class LaneLoop:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the lane computes recomputes only: an audit is under way, or about to begin."""
+        """Whether the lane runs recomputes only: an audit is under way, or about to begin."""
         return self._paused or bool(self.kv.disputes.disputed)
 
     async def pause(self) -> None:
         """Plan nothing until `unpause`; returns once no step is in flight.
 
-        That takes a step's deadline at most: then its worker is killed.
+        The wait is one step's deadline at most, after which the worker is killed.
         """
         self._paused = True
         if self._in_flight is not None:
@@ -211,8 +210,9 @@ class LaneLoop:
         self.wake()
 
     def park(self, session: Session) -> asyncio.Future[None] | None:
-        """Have the open tail of an idle session sealed: resolved once it is, or is no longer to be.
-        None: there is nothing to seal.
+        """Have the open tail of an idle session sealed; None: there is nothing to seal.
+
+        The future resolves once the tail is sealed, or is no longer to be.
         """
         if not self.kv.sealing.park(session):
             return None
@@ -226,7 +226,7 @@ class LaneLoop:
     # ------------------------------------------------------------------------------ the loop
 
     async def run(self) -> None:
-        """Steps until `stopping`; a dead worker is replaced and its sessions go on."""
+        """Run steps until `stopping`; a worker that died is replaced and its sessions go on."""
         while not self.stopping:
             try:
                 await self._step()
@@ -243,22 +243,22 @@ class LaneLoop:
     async def freeze(self, session: Session) -> Frozen | None:
         """Take the session out of the plan at a token boundary; None if it is closed meanwhile.
 
-        Its tokens have been emitted then. While it is frozen its table belongs to the caller,
-        except that pages sealed meanwhile still swap.
+        Its tokens have been emitted by then. The caller owns the page table of a frozen session,
+        except that a page whose seal completes is still replaced by its copy in the store.
         """
         if self._in_flight is None or not self._in_flight.holds(session):
             return self._freeze(session)
         return await self._transfers.at_boundary(session)
 
     def thaw(self, session: Session, frozen: Frozen) -> None:
-        """The session goes on here, with the seat and the deadline it had."""
+        """Continue the session on this lane, with the seat and the deadline it had."""
         is_audited = self._transfers.thaw(session, frozen)
         turn = frozen.turn
         if turn is not None and (turn.generation.cancelled or turn.generation.finished):
             self.cancel(turn)
         if is_audited:
             self.session_cut(session)
-        self._look_at(session)  # it was not while it migrated
+        self._look_at(session)  # `_recheck` leaves out sessions that migrate
         self.wake()
 
     def _freeze(self, session: Session) -> Frozen | None:
@@ -268,7 +268,7 @@ class LaneLoop:
         return self._transfers.freeze(session)
 
     def _freeze_due(self) -> None:
-        """Between two steps: resolve who waits for the end of the last one."""
+        """Resolve the futures of `pause` and `freeze` that wait for the end of a step."""
         boundaries, self._boundaries = self._boundaries, []
         for boundary in boundaries:
             if not boundary.done():
@@ -277,15 +277,15 @@ class LaneLoop:
             frozen.set_result(self._freeze(session))
 
     async def _recover(self, death: LaneDied) -> None:
-        """Sessions fall back to what is sealed; a new worker is started."""
+        """Return sessions to their sealed pages, recheck those of suspects, start a new worker."""
         suspects = self._on_death(death)
         self._freeze_due()
-        # A page that cannot be read ends the worker too, and would end the next one as well.
+        # A page that cannot be read kills the worker too, and would kill the next one as well.
         await self.kv.invalidation.recheck(suspects)
         await self._restart()
 
     async def _restart(self) -> None:
-        """Start the next worker; retries until it is up or the engine stops."""
+        """Start the next worker; retry until it is up or the engine stops."""
         lane, failures, down_since = self.lane, 0, self._clock()
         while not self.stopping:
             await asyncio.sleep(lane.backoff_s())
@@ -359,7 +359,7 @@ class LaneLoop:
         self.wake()
 
     async def _sleep(self) -> None:
-        """Wait to be woken; not for long while there is a turn that the plan left out."""
+        """Wait for `wake`, for REPLAN_S at most while a turn that is not paused is on the lane."""
         if all(turn.paused for turn in self.seats.turns):
             await self._wake_event.wait()
         elif not self._wake_event.is_set():
@@ -368,7 +368,7 @@ class LaneLoop:
                     await self._wake_event.wait()
 
     def _drain(self) -> None:
-        """Apply what was asked for since the last step, and take the results of the seals."""
+        """Apply what was requested since the last step, and the results of seals."""
         self._wake_event.clear()
         self._freeze_due()
         cancelled, self._cancelled = self._cancelled, []
@@ -402,17 +402,15 @@ class LaneLoop:
             self.session_cut(session)
 
     def _emit(self) -> None:
-        """Text, events and counters of the last step, while the worker computes the next."""
+        """Emit and count the last step, while the worker computes the next."""
         self.meter.learn()
         self._emissions.flush()
 
-    # --------------------------------------------------------------------------------- death
+    # ---------------------------------------------------------------------------- worker exit
 
     def _on_death(self, death: LaneDied) -> list[Session]:
-        """The worker is dead: open rows are pending rows, and the sessions of its step suspects.
-
-        Returns those sessions.
-        """
+        """Turn the open rows of a dead worker into pending rows; mark its last step's sessions
+        as suspects if the step is to blame, and return them."""
         in_flight, self._in_flight = self._in_flight, None
         self._emit()
         self.recomputes.died()
@@ -434,5 +432,5 @@ class LaneLoop:
 
 
 def _is_parking(session: Session) -> bool:
-    """Whether it rests, with its tail in the arena and not yet in the store."""
+    """Whether the session is idle, with its tail in the arena and not yet in the store."""
     return session.kv.parked is None and bool(session.kv.open) and session.state is State.IDLE

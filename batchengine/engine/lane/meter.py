@@ -1,4 +1,4 @@
-"""What the steps of a lane took, and what the cost model learns from them.
+"""Durations and counts of a lane's steps, for metrics and for the cost model.
 
 Owns the counters of a lane since it started. Times are milliseconds.
 """
@@ -11,8 +11,8 @@ from batchengine import wire
 from batchengine.engine.lane.inflight import InFlightStep
 from batchengine.policy.cost import CostModel, work_of
 
-OBSERVE_ALL = 256  # steps the cost model learns from without exception;
-OBSERVE_EVERY = 4  # later, of decode steps, one in so many: they are all alike
+OBSERVE_ALL = 256  # first steps, all of which the cost model observes
+OBSERVE_EVERY = 4  # later it observes one decode step in four: they are all alike
 OVERHEAD_GAIN = 0.05
 
 
@@ -24,10 +24,10 @@ class StepMeter:
         self.steps = 0
         self.tokens = 0
         self.generated = 0
-        self.recomputed = 0  # tokens that had been computed, or sent to be, before
+        self.recomputed = 0  # tokens that an earlier step had computed, or was sent with
         self.predicted_ms = 0.0
         self.step_ms = 0.0  # of the last step that computed
-        self.overhead_ms = 0.0  # of a step, on average: what passes outside the worker
+        self.overhead_ms = 0.0  # time of a step outside the worker, on average
         self._cost = cost
         self._seconds = seconds
         self._last: tuple[InFlightStep, wire.StepDone, list[tuple[int, int]]] | None = None
@@ -35,7 +35,7 @@ class StepMeter:
     def committed(
         self, in_flight: InFlightStep, done: wire.StepDone, computed: list[tuple[int, int]]
     ) -> None:
-        """A step was committed; `computed` has (first position, tokens) of each of its entries."""
+        """Record a committed step; `computed` has (first position, tokens) of each entry."""
         self.steps += 1
         self._last = (in_flight, done, computed)
 
@@ -55,5 +55,5 @@ class StepMeter:
         self.predicted_ms += in_flight.predicted_ms
 
     def add_overhead(self, outside_ms: float) -> None:
-        """Time of a computing step that passed outside the worker."""
+        """Add the ms that one computing step took outside the worker to the running average."""
         self.overhead_ms += OVERHEAD_GAIN * (max(0.0, outside_ms) - self.overhead_ms)

@@ -1,7 +1,7 @@
 """How many pages the sessions of a lane hold, each page counted once.
 
-Owns the count that the scheduler's page budget is checked against. A fleet of sessions that begin
-with the same tokens pins the same sealed pages: they cost the store one copy, and count as one.
+Owns the count that is checked against the scheduler's page budget. Sessions that begin with the
+same tokens pin the same sealed pages: the store has one copy of them, and they count once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from kv_store.pages.index import PageRef
 
 
 class PinnedPages:
-    """Pages of seated sessions. A page follows its whole prefix, so the last one names them all.
+    """Pages of seated sessions. The key of a page depends on its whole prefix, so the last sealed
+    page identifies all of a session.
 
-    That makes it cheap before every step: as long as no session has another last sealed page,
-    the pages are those of the last step.
+    While no session has another last sealed page, the result of the last step is used again.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class PinnedPages:
         self._seated: frozenset[int] = frozenset()
 
     def count(self, running: Mapping[int, Turn], waiting: Mapping[int, Turn]) -> int:
-        """Pages that seated sessions hold: sealed ones once, open ones belong to one session."""
+        """Return how many pages seated sessions hold; a sealed page counts once."""
         sessions = [turn.session for turn in running.values()]
         last = [session.kv.sealed[-1] if session.kv.sealed else None for session in sessions]
         if last != self._last:
@@ -43,9 +43,9 @@ class PinnedPages:
         return len(self._pinned) + sum([len(session.kv.open) for session in sessions])
 
     def evictable(self, session: Session) -> int:
-        """Pages of a waiting session that no seated one holds: they are evictable."""
+        """Return how many pages of a waiting session can be evicted: no seated one holds them."""
         pinned, low, high = session.kv.sealed, 0, len(session.kv.sealed)
-        while low < high:  # what is shared is a prefix
+        while low < high:  # the shared pages are a prefix of the table
             middle = (low + high) // 2
             if pinned[middle] in self._pinned:
                 low = middle + 1

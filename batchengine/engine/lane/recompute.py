@@ -1,7 +1,7 @@
 """Recompute of one page by one lane, for the digest of its KV.
 
-Owns the recomputes of a lane: their slots in its arena and the frames that fill them. They belong
-to no session, sample no token and do not read the page itself from the store. A recompute runs
+Owns the recomputes of a lane: their slots in its arena and the frames that fill them. A recompute
+belongs to no session, samples no token and does not read the page itself from the store. It runs
 when its lane has nothing else to do, or, if it is urgent, between two steps.
 """
 
@@ -21,13 +21,13 @@ from batchengine.session_kv import page_start, pages_for
 
 KEY = 0  # sessions count from 1
 EPOCH = 1
-PIECE_MS = 100.0  # of one frame: a request that arrives meanwhile waits so long at most
+PIECE_MS = 100.0  # predicted time of one frame at most: a request that arrives waits for it
 PIECES = (256, 128, 64, 32, 16)  # tokens
-PAGES_MAX = 8  # pages computed for one digest: those before it may be gone as well
+PAGES_MAX = 8  # pages computed for one digest: pages of its prefix may be gone as well
 
 
 class RecomputeFailed(Exception):
-    """There is no digest, and why. That says nothing about the page."""
+    """The recompute ended without a digest. The page may be good or bad."""
 
 
 class NotFinite(RecomputeFailed):
@@ -35,7 +35,7 @@ class NotFinite(RecomputeFailed):
 
 
 class PageRecompute:
-    """The last page of `tokens`, computed after the sealed pages `codes` of its prefix."""
+    """One recompute: the last page of `tokens`, after the sealed pages `codes` of its prefix."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class PageRecompute:
         self.frontier = page_start(self.first)
         self.urgent = urgent
         self.piece_max = piece_max  # tokens of one frame
-        self.row_import: RowImport | None = None  # its slots
+        self.row_import: RowImport | None = None  # holds the slots of the recompute
         self.digest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class PageRecompute:
         return pages_for(len(self.tokens))
 
     def fail(self, why: str, kind: type[RecomputeFailed] = RecomputeFailed) -> None:
-        """End it without a digest."""
+        """End the recompute without a digest: awaiting `digest` raises `kind`."""
         if not self.digest.done():
             self.digest.set_exception(kind(why))
 
@@ -76,18 +76,18 @@ class RecomputeQueue:
         self._kv = kv
         self._tokens_max = min(config.tokens_per_step, config.chunk_tokens_max)
         self._due: deque[PageRecompute] = deque()
-        self._asked: PageRecompute | None = None  # its frame is in flight,
-        self._sent = 0  # with so many tokens
+        self._asked: PageRecompute | None = None  # whose frame is in flight
+        self._sent = 0  # tokens of that frame
 
     def __bool__(self) -> bool:
         return bool(self._due)
 
     def ask(self, recompute: PageRecompute) -> None:
-        """Queue it; await `recompute.digest`, then `close` it."""
+        """Queue a recompute; the caller awaits `recompute.digest`, then calls `close`."""
         self._due.append(recompute)
 
     def close(self, recompute: PageRecompute) -> None:
-        """Free its slots."""
+        """Remove a recompute from the queue and free its slots."""
         if recompute in self._due:
             self._due.remove(recompute)
         recompute.fail("it was cancelled")
@@ -96,7 +96,7 @@ class RecomputeQueue:
             self._kv.importing.abandon(recompute.row_import)
 
     def is_due(self, *, idle: bool) -> bool:
-        """Whether a frame may be sent now. Turns end a recompute that is not urgent."""
+        """Whether a frame may be sent now. Fails recomputes that are not urgent unless `idle`."""
         while self._due:
             recompute = self._due[0]
             if not recompute.digest.done() and (idle or recompute.urgent):
@@ -106,7 +106,7 @@ class RecomputeQueue:
         return False
 
     def frame(self, cost: StepCost) -> tuple[wire.Step, bytes] | None:
-        """The next piece of the first recompute; None if it cannot be computed."""
+        """Return frame and payload of the first recompute's next piece; None if it has no slot."""
         recompute = self._due[0]
         reserve: tuple[wire.ReserveSlot, ...] = ()
         if recompute.row_import is None:
@@ -130,10 +130,10 @@ class RecomputeQueue:
         return wire.Step((entry,), reserve=reserve, digest=digest), payload
 
     def answered(self, done: wire.StepDone) -> None:
-        """The frame was executed."""
+        """Apply the answer to the frame in flight."""
         recompute, self._asked = self._asked, None
         if recompute is None or recompute.digest.done():
-            return  # it was closed meanwhile
+            return  # the recompute was closed meanwhile
         if done.nonfinite:
             recompute.fail("its numbers are not finite", NotFinite)
         elif done.digests:
@@ -142,7 +142,7 @@ class RecomputeQueue:
             recompute.frontier += self._sent
 
     def died(self) -> None:
-        """The worker is gone, and the slots with it."""
+        """Fail every recompute: the worker is gone, and the slots with it."""
         for recompute in self._due:
             recompute.fail("its worker died")
         self._due.clear()

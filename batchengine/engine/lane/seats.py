@@ -1,7 +1,7 @@
 """The turns of one lane: those with a seat in the batch, and those that wait for one.
 
-Owns both tables, the seats kept for sessions that migrate here, and the rows the scheduler plans
-with. Decides nothing about order. A table changes only between two steps.
+Owns both tables, the seats kept for sessions that migrate here, and the rows that the scheduler
+plans with; the scheduler decides the order. A table changes only between two steps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from batchengine.policy import scheduler
 from batchengine.policy.cost import StepCost
 from batchengine.session import Event, Session
 
-STALL_S = 0.25  # turns that could compute but find no slot: one of them is preempted,
-STALL_ALONE_S = 5.0  # or fails, if it is the only one
+STALL_S = 0.25  # after which one of several turns that find no slot is preempted
+STALL_ALONE_S = 5.0  # after which a turn that is alone and finds no slot fails
 
 
 class Seats:
@@ -38,7 +38,7 @@ class Seats:
         """`pages_budget`: pages that the sessions with a seat may hold together."""
         self.running: dict[int, Turn] = {}
         self.waiting: dict[int, Turn] = {}
-        self.expected = 0  # seats kept for sessions that migrate here, or may come back
+        self.expected = 0  # seats kept for sessions that migrate to this lane, or may return to it
         self.pages_budget = pages_budget
         self.now_ms = now_ms
         self.arrivals: dict[int, asyncio.Future[float]] = {}  # see `first_commit`
@@ -133,7 +133,7 @@ class Seats:
     # ---------------------------------------------------------------------------------- stall
 
     def end_stall(self) -> None:
-        """A turn computes, or none may."""
+        """Reset the stall clock: a turn computes, or no turn is allowed to."""
         self._stalled_ms = None
 
     def check_stall(self) -> None:
@@ -159,12 +159,12 @@ class Seats:
             pages, request_id = len(able[0].session.kv.codes), able[0].generation.request_id
             self.fail(able[0], errors.NO_ROOM(pages=pages, request_id=request_id))
 
-    # ---------------------------------------------------------------------- first step of one
+    # ----------------------------------------------------------------- first step of a session
 
     def first_commit(self, session: Session) -> asyncio.Future[float]:
-        """When the first step here that computes the session is committed, in ms.
+        """Return a future for the time (ms) when this lane commits its first step of the session.
 
-        Cancelled if there will be none: its turn ended, or it left again.
+        The future is cancelled if the turn ends, or the session leaves, before that.
         """
         return self.arrivals.setdefault(session.key, asyncio.get_running_loop().create_future())
 
@@ -176,19 +176,19 @@ class Seats:
     # -------------------------------------------------------------------- the scheduler's rows
 
     def forget_row(self, turn: Turn) -> None:
-        """The turn's row has changed."""
+        """Discard the cached row of a turn that has changed."""
         turn.cached_row = None
         self._waiting_rows = None
 
     def match_all_again(self) -> None:
-        """Sessions lost open rows: every turn looks again for what the store has of its prompt."""
+        """Have every turn match its prompt with the store again, after sessions lost open rows."""
         for turn in self.turns:
             turn.needs_match = True
             turn.cached_row = None
         self._waiting_rows = None
 
     def view(self, cost: StepCost) -> scheduler.LaneView:
-        """The lane as the scheduler plans its next step."""
+        """Return the state of the lane from which the scheduler plans the next step."""
         running = tuple([turn.row(running=True) for turn in self.running.values()])
         held = self._pinned.count(self.running, self.waiting)
         if self._pinned.changed or self._waiting_rows is None:

@@ -1,6 +1,6 @@
-"""A plan becomes a frame, and the worker's answer becomes state.
+"""Builds a frame from a plan, and applies the worker's answer to turns, sessions and pages.
 
-Owns what happens to turns, sessions and pages at either end of a step. Runs between two steps and
+Owns every change of them at the beginning and at the end of a step. Runs between two steps and
 awaits nothing; the loop sends the frame.
 """
 
@@ -135,17 +135,17 @@ class StepWriter:
         session.loss = None
 
     def _match(self, turn: Turn) -> None:
-        """Take the pages that the store has, unless they must be read from disk first."""
+        """Take pages from the store, except those that must be read from disk first."""
         turn.needs_match = False
         pending = self._kv.prefix.extend(turn.session, turn.salt, turn.priority, _never)
         if pending is not None:
             self._kv.prefix.loaded(turn.session, [False])
 
     def _room(self, turn: Turn, planned: int) -> int:
-        """Tokens of this entry that have a slot; the plan counted slots, but not exactly."""
+        """Return how many of the `planned` tokens have a slot; the plan only estimated slots."""
         session = turn.session
         if session.kv.pending:
-            return 0  # this very frame fetches its rows
+            return 0  # its rows are still being imported
         if turn.needs_match:
             self._match(turn)
         if not turn.reported:
@@ -161,7 +161,7 @@ class StepWriter:
     def commit(self, in_flight: InFlightStep, done: wire.StepDone) -> bool:
         """Apply the worker's answer: frontiers, tokens, seals.
 
-        Returns whether pages became invalid: other sessions of the lane may hold them.
+        Returns whether pages became invalid, which other sessions of the lane may hold.
         """
         seats = self._seats
         now_ms = seats.now_ms()
@@ -192,7 +192,7 @@ class StepWriter:
             session = seal.session
             self._kv.sealing.verified(seal, good)
             if session is not None and session.key in seats.waiting:
-                seats.forget_row(seats.waiting[session.key])  # a slot less is reclaimable
+                seats.forget_row(seats.waiting[session.key])  # one slot fewer is reclaimable
         for turn in nonfinite:
             self._nonfinite(turn)
         self._meter.committed(in_flight, done, computed)
@@ -201,8 +201,8 @@ class StepWriter:
         return bool(nonfinite)
 
     def _add_token(self, turn: Turn, row: wire.SampledRow, now_ms: float) -> None:
-        """Append one sampled token to the timeline, queue it for the reader, and end the turn if it
-        was the last."""
+        """Append a sampled token to the timeline, queue it for the reader, and end the turn after
+        its last token."""
         session, generation = turn.session, turn.generation
         session.tokens.append(row.token)
         generation.completion_tokens += 1
@@ -239,5 +239,5 @@ class StepWriter:
 
 
 def _never(tokens: int, cold_tokens: int, cold_bytes: int) -> bool:
-    """Whether to read pages from disk between two steps."""
+    """Refuse to read pages from disk between two steps."""
     return False

@@ -1,6 +1,6 @@
-"""Starts workers: model loaded, numbers equal to those of the other lanes, arena mapped.
+"""Starts workers: each loads the model and maps an arena.
 
-Owns the identity that every worker must have. Refuses a worker that computes other numbers.
+Owns the identity (model, arithmetic) that every worker must have. Refuses a worker with another.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kv_store.errors import StoreError, StoreFull, StoreGone
 from kv_store.ledger.continuity import INCARNATIONS
 from kv_store.store import Store
 
-SPIN_US = 60  # long enough to meet the next kernel call, short enough to leave cores to others
+SPIN_US = 60  # longer than between two kernel calls, short enough to leave cores to others
 ARENA_SHARE = 8  # open pages may take an eighth of the KV budget
 SLOTS_MIN = 8
 OnLoading = Callable[[wire.Loading], None]
 
 
 class ModelLoader:
-    """Has workers load the model; the first one's identity is what the others must have."""
+    """Has workers load the model; every worker must have the identity of the first one."""
 
     def __init__(self, config: Config, context_tokens: int) -> None:
         self._config = config
@@ -69,12 +69,13 @@ class WorkerSupervisor:
         self._budget_bytes = budget_bytes
 
     async def restart(self, lane: Lane, config: LaneConfig, kv: LaneKv) -> None:
-        """One attempt. Raises LaneDied, BatchEngineError or OSError."""
+        """Start the lane's next worker, in one attempt. Raises LaneDied, BatchEngineError or
+        OSError."""
         await self._loader.load(lane, config)
         await self.attach(lane, config, kv)
 
     async def attach(self, lane: Lane, config: LaneConfig, kv: LaneKv) -> None:
-        """A new arena for the worker that is up, mapped by it."""
+        """Create an arena, have the lane's worker map it, and give it to `kv`."""
         store, layout = self._store, self._store.pages.layout
         slots = config.places or min(
             3 * config.entries_max + 16,
@@ -85,7 +86,7 @@ class WorkerSupervisor:
         try:
             try:
                 arena = await asyncio.to_thread(create)
-            except StoreFull:  # rows of earlier runs are worth less than a worker
+            except StoreFull:  # make room: a worker is worth more than open rows of earlier ones
                 kv.drop_dead_arenas()
                 await asyncio.to_thread(store.orphaned.sweep, everything=True)
                 arena = await asyncio.to_thread(create)
@@ -112,18 +113,18 @@ class WorkerSupervisor:
 
 
 def store_error(row: errors.Problem, error: StoreError) -> BatchEngineError:
-    """What the store refused, as an error of the engine."""
+    """Return the engine's error `row` with the texts of a store's error."""
     return row(what=error.what, why=error.why, fix=error.fix)
 
 
 def cannot_start(lane: str, error: BaseException) -> BatchEngineError:
-    """The worker of a lane failed to start again and again."""
+    """Return LANE_DOWN for a lane whose worker repeatedly failed to start."""
     fix = (isinstance(error, BatchEngineError) and error.fix) or "look into the daemon's log"
     return errors.LANE_DOWN(lane=lane, why=_plainly(error), fix=fix)
 
 
 def _plainly(error: BaseException) -> str:
-    """What happened and why, without the code and the fix of an error inside another."""
+    """Return what happened and why, without code and fix: the text goes into another error."""
     if not isinstance(error, BatchEngineError):
         return str(error)
     return f"{error.what}: {error.why}" if error.why else error.what

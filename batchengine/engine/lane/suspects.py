@@ -1,8 +1,8 @@
-"""Suspects: sessions that may have ended a worker or the engine, and therefore compute alone.
+"""Suspects: sessions that may have crashed a worker or the engine, and therefore compute alone.
 
 Owns the strikes of sessions by durable name: how often a worker, or the engine, died while the
-session was alone in a step. The mark is in the ledger before such a step runs, so that a crash of
-the engine is attributed to it after the restart.
+session was alone in a step. A mark is written to the ledger before such a step runs, so that a
+crash of the engine is attributed to the session after the restart.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")
 
-ALONE_DEATHS_MAX = 2  # a session that ends a worker alone twice is the cause
-STRIKES_MAX = 2  # deaths of a lane or of the engine with one session alone in the step
-ATTRIBUTED = 0  # instead of an incarnation: whether that run crashed has been counted
+ALONE_DEATHS_MAX = 2  # crashes of a worker with one session alone in the step: then its turn fails
+STRIKES_MAX = 2  # crashes of worker or engine with one session alone: then it is quarantined
+ATTRIBUTED = 0  # in place of an incarnation: a crash of that run has been counted already
 
 
 class Suspects:
@@ -35,7 +35,7 @@ class Suspects:
         self._journal = journal
         self._strikes: dict[str, int] = {}
         self._marked: set[str] = set()  # in the ledger, by this run
-        self._cut_off: set[str] = set()  # their engine died amid a turn
+        self._cut_off: set[str] = set()  # had a turn when an earlier engine exited
 
     def __repr__(self) -> str:
         return f"<Suspects strikes={self._strikes} marked={len(self._marked)}>"
@@ -43,8 +43,8 @@ class Suspects:
     async def load(self, rows: Sequence[SuspectInfo], *, crashed: bool) -> None:
         """Take over the marks of earlier runs.
 
-        A mark of the last run counts only if that run crashed: a run ended by SIGKILL says nothing
-        about the session that computed then.
+        A mark of the last run counts only if that run crashed: after a SIGKILL, say, the session
+        that computed is not the cause.
         """
         waits: list[asyncio.Future[int]] = []
         for row in rows:
@@ -63,11 +63,11 @@ class Suspects:
                 log.error("marks of the last run are counted again by the next one: %s", error)
 
     def strikes(self, session: Session) -> int:
-        """Deaths with this session alone in the step."""
+        """Return how many crashes happened with this session alone in the step."""
         return self._strikes.get(session.name.decode(), 0)
 
     def cut_off(self, session: Session) -> None:
-        """The session's engine died amid its turn: its next turn begins alone."""
+        """Have the next turn of a session begin alone: an earlier engine exited during its turn."""
         self._cut_off.add(session.name.decode())
 
     def begin(self, turn: Turn) -> None:
@@ -79,7 +79,7 @@ class Suspects:
             turn.suspect_until = len(session.tokens)
 
     async def mark(self, session: Session) -> None:
-        """Record the suspect durably before its solo step. A session without a name has no row."""
+        """Record the suspect durably before its solo step; anonymous sessions have no record."""
         name = session.name.decode()
         if session.logged < 0 or name in self._marked:
             return
@@ -91,7 +91,7 @@ class Suspects:
             log.error("%r computes alone without a mark: %s", session, error)
 
     def clear(self, session: Session) -> None:
-        """The session got past the point where it was suspected: its mark and strikes go."""
+        """Delete mark and strikes of a session that got past the position of the crash."""
         name = session.name.decode()
         session.suspect, session.alone_deaths = False, 0
         self._cut_off.discard(name)
@@ -100,15 +100,15 @@ class Suspects:
             self._journal.clear_suspect(session)
 
     def forget(self, name: str) -> None:
-        """The session of this durable name is dropped."""
+        """Delete all that is kept of the session of this durable name, which was dropped."""
         self._strikes.pop(name, None)
         self._marked.discard(name)
         self._cut_off.discard(name)
 
     def blame(self, entries: Sequence[StepEntry]) -> list[Turn]:
-        """The worker died in this step: its sessions are suspects.
+        """Make suspects of the sessions of a step in which the worker died.
 
-        Returns the turns that are to fail: they ended a worker alone too often.
+        Returns the turns that are to fail: ALONE_DEATHS_MAX workers died with them alone.
         """
         failed: list[Turn] = []
         alone = len(entries) == 1

@@ -1,7 +1,7 @@
-"""Sessions that leave a lane between two of its steps, and come to it.
+"""Freezes and thaws sessions on one lane: the lane's part of a migration.
 
-Owns the requests to leave that wait for the end of a step. The protocol of a migration is in
-`placement.migration`: this is its part on one lane.
+Owns the requests to freeze that wait for the end of a step. The protocol of a migration is in
+`placement.migration`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from batchengine.session import Event, Session, State
 
 
 class Frozen(NamedTuple):
-    """A session between two lanes, or about to stay: its turn, if any, and whether it had a seat.
+    """What a frozen session had on its lane: its turn, if any, and whether that had a seat.
 
-    `last_ms` is when its last token was committed, `audits` how many audits there had been.
+    `last_ms` is when its last token was committed, `audits` the number of audits until then.
     """
 
     turn: Turn | None
@@ -29,8 +29,8 @@ class Frozen(NamedTuple):
 
 
 class Transfers:
-    """Freeze and thaw of one lane's sessions, and what is awaited of its pages meanwhile. All
-    methods run between two steps, except `at_boundary` and `when`."""
+    """Freeze and thaw of one lane's sessions, and futures of conditions on its pages. All methods
+    run between two steps, except `at_boundary` and `when`."""
 
     def __init__(self, lane_name: str, kv: LaneKv, seats: Seats) -> None:
         self.due: list[tuple[Session, asyncio.Future[Frozen | None]]] = []  # at the next boundary
@@ -46,20 +46,19 @@ class Transfers:
         return boundary
 
     def take_due(self) -> list[tuple[Session, asyncio.Future[Frozen | None]]]:
-        """The sessions to freeze now, with who waits; those whose waiter gave up are left out."""
+        """Return the sessions to freeze now with their futures, except those that are done."""
         due, self.due = self.due, []
         return [(session, boundary) for session, boundary in due if not boundary.done()]
 
     def when(self, holds: Callable[[], bool]) -> asyncio.Future[None]:
-        """Resolved at once if this holds, else at the first boundary between steps at which it
-        does."""
+        """Return a future that resolves between two steps, or now, once `holds` returns True."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waits.append((holds, future))
         self.settle_waits()
         return future
 
     def settle_waits(self) -> None:
-        """Resolve what `when` returned and holds now."""
+        """Resolve the futures of `when` whose condition holds now."""
         for wait in list(self._waits):
             holds, future = wait
             if future.done() or holds():
@@ -82,10 +81,10 @@ class Transfers:
         return Frozen(turn, seated, last_ms, self._kv.disputes.audits)
 
     def thaw(self, session: Session, frozen: Frozen) -> bool:
-        """The session goes on here, with the seat and the deadline it had.
+        """Continue the session on this lane, with the seat and the deadline it had.
 
-        Returns whether an audit took place meanwhile: its open rows were dropped then, and its
-        turn is to look again for what the store has.
+        Returns whether an audit took place meanwhile: then the session's open rows are dropped,
+        and its turn must match its prompt with the store again.
         """
         session.on(Event.THAW)
         self._kv.slots.enter(session)
