@@ -1,10 +1,10 @@
-"""Audit of a page that two computations made differently (F46): who is wrong, and what goes.
+"""Audit of a page that two computations made differently (F46): which lane is wrong.
 
-Owns the decision. All lanes are paused between two steps and every open row is dropped; then every
-lane that is up computes the page again, and so does a fresh worker if fewer than three could. What
-most of them say is right. A lane that said otherwise is drained, and every page with rows of its
-own is invalidated with its descendants; a lane that is alone gets a new worker instead, and after
-two faults publishes no more. Requests wait meanwhile: a fault costs one page's compute.
+Owns the decision and its consequences. All lanes are paused between two steps and every open row
+is dropped; then every lane that is up computes the page again, and a fresh worker does too if
+fewer than three lanes could. The digest of the majority is right. A lane with another digest is
+drained, and every page with rows of that lane is invalidated with its descendants; the only lane
+gets a new worker instead, and after two faults publishes no more. Requests wait meanwhile.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")
 
-FAULTS_MAX = 2  # of the only lane: then it publishes no more
-DISPUTES_MAX = 2  # of one turn's pages: then it fails
-RECOMPUTE_S = 120.0  # a page is computed in seconds on the slowest machine
+FAULTS_MAX = 2  # after so many faults, a lane publishes no more
+DISPUTES_MAX = 2  # with more disputed pages, a turn fails
+RECOMPUTE_S = 120.0  # timeout; the slowest machine computes a page in seconds
 
 
 class Audit:
@@ -82,12 +82,12 @@ class Audit:
                 self._state.metrics.numeric_faults_total.inc()
                 try:
                     await self.disputed(page, statement(found.lanes, found.digest))
-                except (StoreError, OSError) as error:  # the rows are dropped all the same
+                except (StoreError, OSError) as error:  # open rows have been dropped already
                     log.error("a disputed page cannot be audited: %r", error)
                 self._count_dispute(page)
 
     def watch_store(self) -> None:
-        """From now on sessions hear of pages that the store invalidates, on whichever thread."""
+        """Have lanes recheck their sessions whenever a thread of the store invalidates pages."""
         event_loop = asyncio.get_running_loop()
 
         def ready() -> None:
@@ -97,7 +97,7 @@ class Audit:
         self._store.events.on_ready(ready)
 
     def _pages_lost(self) -> None:
-        """Sessions fall back to the pages before those; what this run computed after them goes."""
+        """Invalidate what this run computed after lost pages, and have the lanes recheck."""
         lost = [event.key for event in self._store.events.drain()]
         if lost:
             self._disputes.invalidate_descendants(lost)
@@ -110,7 +110,7 @@ class Audit:
     async def computed(
         self, loop: LaneLoop, page: PageContent, *, urgent: bool, piece_max: int = PIECES[0]
     ) -> AsyncGenerator[tuple[PageRecompute, bytes]]:
-        """The page as this lane computes it, in a slot of its arena, and its payload digest.
+        """Compute the page on this lane, in a slot of its arena; yield it and its payload digest.
 
         Raises RecomputeFailed.
         """
@@ -126,7 +126,7 @@ class Audit:
                     digest = await asyncio.shield(recompute.digest)
             except TimeoutError as error:
                 raise RecomputeFailed("it took too long") from error
-            yield recompute, digest  # the caller may take longer than that
+            yield recompute, digest  # outside the timeout: the caller may take longer
         finally:
             loop.recomputes.close(recompute)
             for ref in refs:
@@ -136,7 +136,7 @@ class Audit:
     async def digest(
         self, loop: LaneLoop, page: PageContent, *, urgent: bool, piece_max: int = PIECES[0]
     ) -> bytes:
-        """The payload digest of the page as this lane computes it, or NOT_FINITE.
+        """Return the payload digest of the page as this lane computes it, or NOT_FINITE.
 
         Raises RecomputeFailed.
         """
@@ -147,7 +147,7 @@ class Audit:
             return NOT_FINITE
 
     async def _prefix(self, page: PageContent) -> list[PageRef]:
-        """Verified pages from the start up to the one in question, each pinned once."""
+        """Return the verified pages of the store before this page, each pinned once."""
         refs = self._store.pages.match_prefix(
             page.tokens, page.salt, tokens_max=page.page * PAGE_TOKENS, pin=True
         )
@@ -165,9 +165,9 @@ class Audit:
     async def disputed(
         self, page: PageContent, stated: Statement, other: Statement | None = None
     ) -> Outcome | None:
-        """Two computations of a page differ: decide, and act.
+        """Audit a page of which two computations differ; invalidate pages and remove wrong lanes.
 
-        `other` None: it is the one in the store. Returns None if that page is gone meanwhile.
+        `other` None = the page in the store. Returns None if that page is gone, or does not differ.
         """
         async with self._one, self._paused_lanes():
             for loop in self._state.lanes:
@@ -193,18 +193,18 @@ class Audit:
 
     @contextlib.asynccontextmanager
     async def _paused_lanes(self) -> AsyncGenerator[None]:
-        """No lane has a step in flight, nor plans one."""
+        """Pause every lane: no step is in flight inside the context."""
         loops = list(self._state.lanes)
         try:
             await asyncio.gather(*(loop.pause() for loop in loops))
             yield
         finally:
-            self._disputes.disputed.clear()  # others were computed from rows that are dropped
+            self._disputes.disputed.clear()  # the rows of the others are dropped
             for loop in loops:
                 loop.unpause()
 
     def _stored(self, page: PageContent) -> Statement | None:
-        """What the store says now, and which lane computed that."""
+        """Return the digest of the page in the store and its lane; None if it is not there."""
         ref = self._store.pages.find(page.key(self._store.pages.repr_id))
         with contextlib.suppress(StaleRef):
             if ref is not None:
@@ -212,13 +212,13 @@ class Audit:
         return None
 
     async def _votes(self, page: PageContent) -> list[Statement]:
-        """By every lane that is up and answers."""
+        """Return the statements of all lanes that are up and answer."""
         able = [loop for loop in self._state.lanes if loop.up and loop.kv.slots.is_attached]
         found = await asyncio.gather(*(self._vote(loop, loop.lane.name, page) for loop in able))
         return [statement for statements in found for statement in statements]
 
     async def _fresh_vote(self, page: PageContent) -> list[Statement]:
-        """By a worker that has computed nothing yet."""
+        """Return the statement of a worker that has computed nothing yet, or none."""
         try:
             async with asyncio.timeout(RECOMPUTE_S), self._fresh_worker() as loop:
                 return await self._vote(loop, FRESH_WORKER, page)
@@ -227,7 +227,7 @@ class Audit:
             return []
 
     async def _vote(self, loop: LaneLoop, name: str, page: PageContent) -> list[Statement]:
-        """One statement, or none if the lane dies, hangs or has no room."""
+        """Return one statement, or none if the lane dies, hangs or has no room."""
         try:
             return [Statement(name, await self.digest(loop, page, urgent=True))]
         except (RecomputeFailed, StoreError) as error:
@@ -237,7 +237,7 @@ class Audit:
     # --------------------------------------------------------------------------------- acting
 
     def _invalidate(self, page: PageContent, other: Statement, outcome: Outcome) -> None:
-        """The page if its content lost, and all that wrong lanes have a part in."""
+        """Invalidate all pages with rows of wrong lanes, and the page itself if it was wrong."""
         wrong = self._store.pages.computed_by(outcome.wrong)
         has_lost = other.digest != outcome.digest
         stored = self._stored(page)
@@ -251,7 +251,7 @@ class Audit:
             self._state.troubles.pop("audit", None)
 
     async def _remove(self, outcome: Outcome) -> None:
-        """Drain the lanes that were wrong; if no other is up, they get new workers instead."""
+        """Drain the lanes that were wrong; if no other is up, give them new workers instead."""
         wrong = [loop for loop in self._state.lanes if loop.lane.name in outcome.wrong]
         has_others = any(loop.up for loop in self._state.lanes if loop not in wrong)
         for loop in wrong:
@@ -269,7 +269,7 @@ class Audit:
             loop.recheck()
 
     def _count_dispute(self, page: PageContent) -> None:
-        """Fail turns whose pages are disputed again and again."""
+        """Fail turns with more than DISPUTES_MAX disputed pages."""
         tokens = page.tokens.tolist()
         for turn in self._state.turns.values():
             if turn.salt == page.salt and turn.session.tokens[: len(tokens)] == tokens:

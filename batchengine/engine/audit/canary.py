@@ -1,8 +1,9 @@
-"""The canary: one fixed page that every lane computes when it rests, and must compute alike.
+"""The canary: one fixed page, of which every lane must compute the same digest.
 
-Owns when, and the reference: the digest of the lane that computed it first in this run. A lane that
-has rested computes it in small pieces, in free slots of its arena, and abandons it when a turn
-arrives. The page is in no store and no session. A lane that differs is audited.
+Owns the schedule, and the reference: the digest of the lane that computed the page first in this
+run. A lane that has rested computes the page in small pieces, in free slots of its arena, and
+abandons it when a turn arrives. The page is in no store and no session. A digest that differs from
+the reference is audited.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from batchengine.engine.state import EngineState
 log = logging.getLogger("batchengine.engine")
 
 LOOK_S = 1.0
-REST_S = 5.0  # without work: the lane is not needed
-RETRY_S = 30.0  # after one that was abandoned
-PIECE_MAX = 16  # tokens of one frame: a request that arrives waits for no more than these
-SALT = b"\0canary"  # no tenant's name: no request has its key
+REST_S = 5.0  # a lane without work for so long has rested
+RETRY_S = 30.0  # after a canary that was abandoned
+PIECE_MAX = 16  # tokens of one frame: a request that arrives waits for one frame at most
+SALT = b"\0canary"  # not the name of any tenant: no request has the same content key
 
 
 def canary_tokens(n_vocab: int) -> array[int]:
-    """One page of tokens, spread over the vocabulary but for its end, which is often padding."""
+    """Return one page of tokens, spread over the vocabulary except its last 1/16, often padding."""
     span = max(1, n_vocab * 15 // 16)
     return array("i", [(i * 40503 % 65536 * span) >> 16 for i in range(PAGE_TOKENS)])
 
 
 class Canary:
-    """Canaries of the lanes of one engine. Call `look` again and again."""
+    """Computes the canary on the lanes of one engine. Call `look` repeatedly."""
 
     def __init__(self, state: EngineState, audit: Audit, n_vocab: int) -> None:
         self._state = state
@@ -43,14 +44,14 @@ class Canary:
         self._every_s = state.config.limits.canary_s
         self._page = PageContent(canary_tokens(n_vocab), SALT, 0)
         self._first: Statement | None = None  # the reference
-        self._rest: dict[str, tuple[int, float]] = {}  # lane -> its steps, and since when so many
+        self._rest: dict[str, tuple[int, float]] = {}  # lane -> its steps, and when they changed
         self._due: dict[str, tuple[int, float]] = {}  # lane -> incarnation, when it is due again
 
     def __repr__(self) -> str:
         return f"<Canary first={self._first} due={self._due}>"
 
     async def look(self) -> None:
-        """After a moment, every lane that rests and is due computes it."""
+        """Sleep for LOOK_S at most, then compute the canary on lanes that rest and are due."""
         await asyncio.sleep(min(LOOK_S, self._every_s))
         for loop in self._state.lanes:
             if self._rests(loop) and self._is_due(loop):
@@ -67,7 +68,7 @@ class Canary:
         return loop.up and now - since >= min(REST_S, self._every_s)
 
     def _is_due(self, loop: LaneLoop) -> bool:
-        """A worker that has just started is due at once."""
+        """Whether the lane's canary is due; that of a new worker is due at once."""
         incarnation, at = self._due.get(loop.lane.name, (0, 0.0))
         return incarnation != loop.lane.incarnation or time.monotonic() >= at
 
@@ -93,7 +94,7 @@ class Canary:
             await self._differs(loop, got)
 
     async def _differs(self, loop: LaneLoop, got: bytes) -> None:
-        """F46: audit it. Until the lane is right again, or drained, /health names it."""
+        """Audit a lane with another digest (F46). /health names it until it is right or drained."""
         name = loop.lane.name
         self._count(loop, "different")
         self._state.metrics.numeric_faults_total.inc()
@@ -101,7 +102,7 @@ class Canary:
         self._state.troubles[f"canary {name}"] = f"the canary of lane {name} {what}"
         log.error("the canary of lane %s %s", name, what)
         if self._first is None:
-            return  # there is nothing to compare with: the next lane, or the next time, says more
+            return  # there is no reference yet: `_compute` takes the next finite digest
         stated, first = Statement(name, got), self._first
         outcome = await self._audit.disputed(self._page, stated, first)
         if outcome is not None and outcome.digest != first.digest:

@@ -1,4 +1,4 @@
-"""Pages by their content, what witnesses state of one, and what most of them say. Pure."""
+"""Majority vote of witnesses on the digest of a page. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from batchengine.core import PAGE_TOKENS
 from kv_store import keys
 
 NOT_FINITE = b""  # in place of the digest of a page with NaN or Inf
-UNKNOWN = "an earlier run"  # computed a page, or several lanes did together
+UNKNOWN = "an earlier run"  # witness of a page that an earlier run or several lanes computed
 FRESH_WORKER = "a fresh worker"
 
 
 class PageContent(NamedTuple):
-    """A page by what it must hold: the tokens of its chain up to its end, salt and priority."""
+    """What a page is computed from: all tokens up to the page's end, salt; and its priority."""
 
     tokens: array[int]
     salt: bytes
@@ -26,11 +26,11 @@ class PageContent(NamedTuple):
         return (len(self.tokens) - 1) // PAGE_TOKENS
 
     def key(self, repr_id: bytes) -> bytes:
-        """Its content key."""
+        """The content key of the page."""
         return self.link(repr_id)[1]
 
     def link(self, repr_id: bytes) -> tuple[bytes, bytes]:
-        """The content keys of the page before it and of itself."""
+        """The content keys of the page before this one and of this one."""
         start = self.page * PAGE_TOKENS
         before = keys.chain_keys(self.tokens[:start], repr_id, self.salt) if start else []
         parent = before[-1] if before else keys.ROOT_KEY
@@ -38,14 +38,14 @@ class PageContent(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """A witness computed the page with this payload digest, some time ago or just now."""
+    """The payload digest of a page as computed by `witness`: a lane, UNKNOWN or FRESH_WORKER."""
 
     witness: str
     digest: bytes
 
 
 class Outcome(NamedTuple):
-    """What an audit found. `digest` None: undecidable, so no witness is `wrong`."""
+    """Result of a vote. `digest` None: there was no majority, so no witness is `wrong`."""
 
     digest: bytes | None
     wrong: frozenset[str]
@@ -53,10 +53,10 @@ class Outcome(NamedTuple):
 
 
 def majority(statements: Iterable[Statement]) -> Outcome:
-    """The digest that two witnesses or more, and most of all witnesses, have stated.
+    """Return the digest that at least two and more than half of all witnesses have stated.
 
-    A witness that stated anything else is wrong, even if it stated the right digest as well: the
-    arithmetic is deterministic. Lanes only are named as wrong.
+    A witness that stated another digest is wrong, even if it stated the right one as well: the
+    arithmetic is deterministic. Only lanes are listed as `wrong`.
     """
     by_digest: dict[bytes, set[str]] = {}
     for witness, digest in statements:
@@ -74,5 +74,5 @@ def majority(statements: Iterable[Statement]) -> Outcome:
 
 
 def statement(lanes: frozenset[str], digest: bytes) -> Statement:
-    """Of a page with rows of these lanes: one lane answers for it, several do not."""
+    """Statement on a page with rows of `lanes`; the witness of several lanes is UNKNOWN."""
     return Statement(next(iter(lanes)) if len(lanes) == 1 else UNKNOWN, digest)

@@ -1,7 +1,7 @@
-"""The model's files on disk compared with what was loaded (F11).
+"""Compares the model's files on disk with what was loaded (F11).
 
-Owns what the files looked like when they were read. `look` compares them once a minute and before
-a session is read from the ledger; `decide` reads a file again whose times alone differ.
+Owns the identities of the files when they were read. `look` compares them, once a minute and before
+a session is read from the ledger; `decide` reads the model file again if only its times differ.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ log = logging.getLogger("batchengine.engine")
 
 
 class ModelFiles:
-    """The model's file and its packed form, as they were when they were loaded.
+    """Identities of the model file and of the packed weights, as they were when loaded.
 
-    Lanes map the packed form only. If it is replaced, they keep what they mapped; if it is written
-    in place, they compute with the new bytes at once, so its checksums decide. No lane reads the
-    model's file itself, and a worker that starts checks its fingerprint: when only its times differ
-    (a link, chmod, touch, or a write in place), requests go on while a thread reads the file again,
-    and its fingerprint decides.
+    Lanes map the packed weights only. If that file is replaced, they keep what they mapped; if it
+    is written in place, they compute with the new bytes at once, so its checksums are verified. No
+    lane reads the model file itself, and a worker that starts checks its fingerprint: when only its
+    times differ (a link, chmod, touch, or a write in place), requests go on while a thread computes
+    its fingerprint again.
     """
 
     def __init__(self, state: EngineState, model_hash: str) -> None:
         self._state = state
         self._model_hash = model_hash
         self._touched = asyncio.Event()
-        self._foreign: Identity | None = None  # packed form that is not of the loaded model
+        self._foreign: Identity | None = None  # packed weights of another model
         config = state.config
         self._model = Path(config.model.path)
         self._packed = cache_path(Path(config.cache_dir or ".").absolute(), self._model.absolute())
@@ -45,7 +45,7 @@ class ModelFiles:
         self._mapped = identity_of(self._packed)
 
     async def look(self) -> None:
-        """Compare, and note in the state what changed."""
+        """Compare both files with what was loaded, and record changes in the engine's state."""
         state = self._state
         if state.model_changed:
             return
@@ -70,15 +70,15 @@ class ModelFiles:
         except CacheMismatch as error:
             why = f"the packed weights were overwritten while lanes compute with them: {error}"
             self._change(why)
-            for loop in state.lanes:  # no more tokens from these weights
+            for loop in state.lanes:  # emit no more tokens from these weights
                 loop.drain(why)
             for generation in list(state.turns):
                 generation.abort(errors.MODEL_CHANGED(why=why))
         else:
-            self._mapped = packed  # touched, not changed
+            self._mapped = packed  # only the times of the file changed
 
     async def _replaced(self, packed: Identity | None) -> None:
-        """A worker that starts after the model was touched packs it again, which is no change."""
+        """Report replaced weights, unless a starting worker has packed the same model again."""
         if packed is not None and packed != self._foreign:
             with contextlib.suppress(CacheMismatch):
                 if await asyncio.to_thread(_verify, self._packed) == self._model_hash:
@@ -91,23 +91,23 @@ class ModelFiles:
         self._state.troubles["weights"] = text
 
     async def decide(self) -> None:
-        """Wait for a model file whose times alone differ; read whether it is still the model."""
+        """Wait until only the times of the model file differ; then compare its fingerprint."""
         await self._touched.wait()
         self._touched.clear()
         cancelled, name = threading.Event(), self._model.name
         try:
             found = await asyncio.to_thread(read_fingerprint, self._model, cancelled.is_set)
         except BatchEngineError as error:
-            if error.code == errors.MODEL_UNREADABLE.code:  # as when its rights were taken away
+            if error.code == errors.MODEL_UNREADABLE.code:  # for example by its permissions
                 why = f"{name} cannot be read again: no worker can start"
                 self._state.troubles["model"] = why
                 return
             self._change(f"{name} was overwritten since it was loaded: {error.what}")
             return
         finally:
-            cancelled.set()  # a daemon that stops does not wait for the rest of the model
+            cancelled.set()  # a stopping daemon does not wait until the whole file is read
         if found is None:
-            return  # it changes right now: the next look asks again
+            return  # the file is being written: the next `look` sets `_touched` again
         identity, fingerprint = found
         if fingerprint.hex() == self._model_hash:
             log.info("%s was touched; it is still the model that was loaded: serving on", name)
@@ -123,7 +123,7 @@ class ModelFiles:
 
 
 def identity_of(path: Path) -> Identity | None:
-    """What changes when the file is replaced or written; None = it is not there."""
+    """Return values that change when the file is replaced or written; None = no such file."""
     try:
         return file_identity(os.stat(path))
     except OSError:
@@ -131,5 +131,5 @@ def identity_of(path: Path) -> Identity | None:
 
 
 def _verify(path: Path) -> str:
-    """Fingerprint (hex) of the model a sound packed file was made of; else CacheMismatch."""
+    """Return the fingerprint (hex) of the packed file's model. Raises CacheMismatch."""
     return open_cache(path, lambda _: None, lambda _: None).table.fingerprint.hex()

@@ -1,6 +1,6 @@
-"""The tokens of a page that is known by its content key only.
+"""Finds the tokens of a page of which only the content key is known.
 
-Owns the search: sessions in memory first, then the ledger's latest.
+Owns the order of the search: sessions in memory first, then the latest sessions of the ledger.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LEDGER_LOOK_MAX = 64  # sessions on disk whose tokens are compared with a page
 
 
 class PageSearch:
-    """Searches the timelines that one engine knows."""
+    """Searches the timelines of one engine and its ledger."""
 
     def __init__(self, state: EngineState, store: Store) -> None:
         self._state = state
         self._store = store
 
     async def page_of(self, found: ScrubResult) -> PageContent | None:
-        """The tokens of the page: of a session in memory, or one of the ledger's latest."""
+        """Return the content of the page from a session's timeline; None if no session has it."""
         repr_id = self._store.pages.repr_id
         async for whole in self._timelines():
             chain = await asyncio.to_thread(keys.chain_keys, whole.tokens, repr_id, whole.salt)
@@ -43,7 +43,7 @@ class PageSearch:
         return None
 
     async def _timelines(self) -> AsyncGenerator[PageContent]:
-        """Of sessions in memory, newest use first, then of others."""
+        """Yield timelines of sessions in memory, most recently used first, then of the ledger's."""
         live = list(self._state.sessions.values())
         live += [turn.session for turn in self._state.turns.values()]
         for session in reversed(live):

@@ -1,9 +1,9 @@
 """Work on the store while no request computes: scrub, recompute, garbage collection, checks.
 
-Owns the rhythm: scrubbing takes at most SCRUB_SHARE of what the disk can read, and only while
+Owns the intervals: scrubbing takes at most SCRUB_SHARE of what the disk can read, and only while
 nothing is computed. A page that fails its checksum is computed again from the tokens of a session
 that holds it; equal bytes are published again, different ones are audited. The model's files are
-looked at once a minute.
+compared once a minute.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")
 
-IDLE_S = 5.0  # without a turn: the machine is not needed
-SCRUB_SHARE = 0.05  # of the disk's reading
+IDLE_S = 5.0  # an engine without a turn for so long is idle
+SCRUB_SHARE = 0.05  # of the disk's read rate
 SCRUB_S_MIN = 0.25  # between two pages
 REST_S = 3600.0  # after every page was read once
 FAILED_S = 60.0  # after a round that failed
@@ -42,7 +42,7 @@ WATCH_S = 60.0
 
 
 class Maintenance:
-    """Background tasks of one engine on its store. Use: `start` once."""
+    """Background tasks on the store and the model's files of one engine. Use: `start` once."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Maintenance:
         self._canary = Canary(state, audit, n_vocab)
 
     def start(self, spawn: Callable[[Coroutine[Any, Any, None], str], object]) -> None:
-        """Begin; `spawn` keeps the tasks."""
+        """Start every task by `spawn`, which takes a coroutine and a name."""
         rounds = [(self._scrub, "scrub"), (self._collect, "gc"), (self._watch, "watch")]
         rounds.append((self._files.decide, "model"))
         if self._state.config.limits.canary_s > 0:
@@ -74,14 +74,14 @@ class Maintenance:
 
     @property
     def is_idle(self) -> bool:
-        """No turn computes, nor did a moment ago."""
+        """Whether no turn has computed for IDLE_S."""
         now = time.monotonic()
         if self._state.turns or self._state.waiting:
             self._idle_since = now
         return now - self._idle_since >= IDLE_S
 
     async def _scrub(self) -> None:
-        """Every page once, then rest."""
+        """Read every page once, then sleep for REST_S."""
         stat = self._store.stat()
         left = int(stat["pages_published"]) + int(stat["pages_listed"])
         while left > 0:
@@ -100,7 +100,7 @@ class Maintenance:
         return max(SCRUB_S_MIN, self._store.pages.layout.page_bytes / rate / SCRUB_SHARE)
 
     async def scrubbed(self, found: ScrubResult) -> None:
-        """Count it; a bad page, which is invalid by now, is computed again."""
+        """Count the result; a bad page, which the store has invalidated, is computed again."""
         result = "good" if found.good else "bad"
         self._state.metrics.kv_scrubbed_pages_total.labels(result).inc()
         if found.good:
@@ -117,7 +117,7 @@ class Maintenance:
         self._state.metrics.kv_pages_recomputed_total.labels(result).inc()
 
     async def recompute(self, page: PageContent, sealed: Statement) -> None:
-        """Compute a page that is gone; publish it again if it is what was sealed."""
+        """Compute an invalidated page; publish it if its digest equals `sealed`, else audit it."""
         able = [loop for loop in self._state.lanes if loop.up]
         loop = min(able, key=lambda loop: loop.assigned, default=None)
         if loop is None:
@@ -139,7 +139,7 @@ class Maintenance:
     async def _publish(
         self, loop: LaneLoop, page: PageContent, recompute: PageRecompute, digest: bytes
     ) -> None:
-        """From its slot in the arena into the store, as a seal does it."""
+        """Seal and publish the recomputed page from its slot in the arena. Raises StoreError."""
         row_import, store = recompute.row_import, self._store
         parent, key = page.link(store.pages.repr_id)
         is_wanted = loop.kv.sealing.publishes and store.pages.find(key) is None
@@ -172,11 +172,11 @@ class Maintenance:
             log.info("gc: %s", await self.collect())
 
     async def collect(self) -> GcReport:
-        """Forget what may go; never a session in memory, or one that was cut off."""
+        """Run the store's garbage collection, which keeps the sessions of `keep`."""
         return await asyncio.wrap_future(self._store.gc(self.keep()))
 
     def _is_crowded(self) -> bool:
-        """More sessions than are kept, or extents of other models beside a full store."""
+        """Whether the store has too many sessions or pages, or extents of other models fill it."""
         stat = self._store.stat()
         used, pages_max = int(stat["pages_total"]) - int(stat["pages_free"]), int(stat["pages_max"])
         foreign, budget = int(stat["extent_bytes_other_reprs"]), int(stat["budget_bytes"])
@@ -187,7 +187,7 @@ class Maintenance:
         )
 
     def keep(self) -> list[str]:
-        """Sessions that garbage collection must not forget: those in memory or cut off."""
+        """Sessions that garbage collection must keep: those in memory, and interrupted ones."""
         names = [session.name.decode() for session in self._state.sessions.values()]
         return names + [info.id for info in self._recovery.interrupted.values()]
 
@@ -203,14 +203,14 @@ class Maintenance:
             self._state.troubles["store"] = f"{why}: no worker can start again"
 
     async def check_model(self) -> None:
-        """Is the model still what was loaded (F11)? Raises BatchEngineError 503 if it is not."""
+        """Raise BatchEngineError (503) if the model file is not what was loaded any more (F11)."""
         await self._files.look()
         if self._state.model_changed:
             raise errors.MODEL_CHANGED(why=self._state.model_changed)
 
 
 async def _for_ever(work: Callable[[], Awaitable[None]], name: str) -> None:
-    """Round after round; one that fails is logged."""
+    """Call `work` again and again; an error is logged, and delays the next call by FAILED_S."""
     while True:
         try:
             await work()

@@ -1,7 +1,7 @@
-"""What was decided about whom, why, and what came of it: a ring of the latest decisions.
+"""A ring of the latest routing decisions, each with its inputs, predictions and outcome.
 
-Owns the record of each routing decision with its inputs, predictions and outcome, and turns it
-into plain data for `explain`. Decides nothing; the human text is the command line's business.
+Owns these records, and turns them into plain data for `explain`; the command line makes text of
+them. Decides nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchengine.policy.router import Decision, LaneState, RouteRequest, RouteSe
 
 DECISIONS_MAX = 4096
 PREDICTED = ("lane", "ttft_ms", "tpot_ms", "move_ms")  # of a candidate, in a report
-NOTES_MAX = 16  # moves and remarks of one record: a session that swings fills no memory
+NOTES_MAX = 16  # moves, and notes, of one record: bounds the memory of a session that moves a lot
 
 
 class RequestOutcome(NamedTuple):
@@ -38,8 +38,8 @@ class RequestOutcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DecisionRecord:
-    """One decision and its aftermath. `lane` is where the session went: not always where the
-    router would have it."""
+    """One routing decision and its outcome. `lane` is where the session went, which may differ
+    from the router's choice in `decision`."""
 
     request_id: str
     session_id: str
@@ -58,12 +58,12 @@ class DecisionRecord:
     outcome: RequestOutcome | None = None
 
     def note(self, text: str) -> None:
-        """A remark for `explain`."""
+        """Add a note for `explain`; beyond NOTES_MAX it is dropped."""
         if len(self.notes) < NOTES_MAX:
             self.notes.append(text)
 
     def as_dict(self, now_ms: float) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return plain data, ready for JSON. `now_ms` is the engine's clock."""
         decision = self.decision
         return {
             "request_id": self.request_id,
@@ -125,7 +125,7 @@ def _lane_dict(lane: LaneState) -> dict[str, Any]:
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Floats rounded; infinities, which JSON does not have, as null."""
+    """Round floats to 3 digits; replace infinities and NaN, which JSON does not have, by None."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, float):
@@ -135,7 +135,7 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def move_dict(moved: MoveReport) -> dict[str, Any]:
-    """A migration as plain data."""
+    """Return a migration as plain data."""
     fields = moved.as_dict()
     del fields["session_id"]
     return _plain({"from": fields.pop("source"), "to": fields.pop("target"), **fields})
@@ -154,11 +154,11 @@ class DecisionLog:
         return len(self._ring)
 
     def __iter__(self) -> Iterator[DecisionRecord]:
-        """Newest first."""
+        """Iterate over the records, newest first."""
         return reversed(self._ring)
 
     def add(self, record: DecisionRecord) -> None:
-        """Remember; the oldest goes when the ring is full."""
+        """Add a record; when the ring is full, the oldest is removed."""
         if len(self._ring) >= self._size:
             oldest = self._ring.popleft()
             if self._by_request.get(oldest.request_id) is oldest:
@@ -175,12 +175,12 @@ class DecisionLog:
         counts[record.tenant] = counts.get(record.tenant, 0) + 1
 
     def of_request(self, request_id: str, tenant: str | None = None) -> DecisionRecord | None:
-        """The latest decision about a request, which may have to be `tenant`'s."""
+        """Return the latest decision about a request; with `tenant`, about one of that tenant."""
         found = self._by_request.get(request_id)
         if found is None or tenant in (None, found.tenant):
             return found
         mine = (r for r in self if (r.request_id, r.tenant) == (request_id, tenant))
-        return next(mine, None)  # an id may come twice: clients choose them
+        return next(mine, None)  # clients choose ids, so two tenants may use the same one
 
     def latest(self, session_id: str, tenant: str) -> DecisionRecord | None:
         """The latest decision about a session."""
@@ -196,12 +196,12 @@ class DecisionLog:
         sessions: Collection[tuple[str, str]] = (),
         tenant: str | None = None,
     ) -> list[tuple[str, ...]]:
-        """What `given` may name: ("request", id) or ("session", tenant, id).
+        """Return all matches of `given`: ("request", id) or ("session", tenant, id).
 
-        A request is found by a beginning of its id too, if `given` names nothing exactly; "be_"
-        before it is left out. `sessions` are (tenant, id) of sessions in memory, which may be
-        older than the ring. With `tenant` only what is that tenant's is found: ids made of
-        idempotency keys are the same for all.
+        If `given` is no full id, requests whose id begins with it match; a leading "be_" is
+        ignored. `sessions` are (tenant, id) of sessions in memory, which may be older than the
+        ring. With `tenant` only requests and sessions of that tenant match, since ids made from
+        idempotency keys can be equal across tenants.
         """
         if self.of_request(given, tenant) is not None:
             return [("request", given)]

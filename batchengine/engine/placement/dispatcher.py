@@ -1,8 +1,8 @@
 """Placement policy: which lane a request computes on, what is admitted, and which sessions move.
 
-Owns the router's view of the lanes (`RouteState`, kept cheap), the decision log, what was learned
-about predictions and moves, and automatic promotion, demotion and evacuation. Migrations are done
-by the `Migrator` below; the order of turns is the scheduler's.
+Owns the router's view of the lanes (`RouteState`), the decision log, the measured cost of moves,
+and automatic promotion, demotion and evacuation. The `Migrator` does the migrations, the scheduler
+decides the order of turns.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from batchengine.session import Session, common_prefix
 log = logging.getLogger("batchengine.engine")
 
 DEMOTIONS_MAX = 4  # idle sessions that leave the fast lanes per second
-MOVE_GAIN = 0.2  # of the average cost of a hand-over
+MOVE_GAIN = 0.2  # weight of the newest migration in the average cost of one
 Spawn = Callable[[Coroutine[Any, Any, object], str], object]
 
 
 class Dispatcher:
-    """The engine's router, and the one caller of its migrator."""
+    """Routes the requests of one engine; the only caller of its migrator."""
 
     def __init__(self, state: EngineState, migrator: Migrator, spawn: Spawn) -> None:
         """`spawn` runs a task that nothing awaits."""
@@ -66,7 +66,7 @@ class Dispatcher:
     # ------------------------------------------------------------------- what the router sees
 
     def state(self) -> router.RouteState:
-        """Every lane as it is now, about."""
+        """Return an estimate of every lane's load, and the routing policy."""
         return router.RouteState(self._lanes.all(), self._policy)
 
     def _asked(self, request: GenerationRequest) -> router.RouteRequest:
@@ -87,7 +87,7 @@ class Dispatcher:
     def _known(
         self, session: Session, home: LaneLoop | None, prompt: tuple[int, ...]
     ) -> router.RouteSession | None:
-        """What there is of the session's KV, and where; None for one without KV."""
+        """Return how much of the prompt has KV, and on which lane; None without a home lane."""
         if home is None:
             return None
         reused = min(common_prefix(session.tokens, prompt), session.frontier, len(prompt) - 1)
@@ -103,11 +103,11 @@ class Dispatcher:
     # ------------------------------------------------------------------------------ admission
 
     def admit(self, request: GenerationRequest) -> None:
-        """Raises 429 with the time to come back when no lane would begin with it in time."""
+        """Raise BatchEngineError (429, with the time to retry) if no lane could begin in time."""
         state = self.state()
         up = [lane for lane in state.lanes if lane.alive]
         if not up:
-            return  # lanes come back: it waits, as everybody else does
+            return  # every lane is down: the request waits until one is up again
         sla_class = request.sla.sla_class
         rank = scheduler.RANK[sla_class]
         waits = [cost.wait_ms(lane.load, rank) for lane in up if not lane.full]
@@ -127,13 +127,13 @@ class Dispatcher:
             )
 
     def wait_ms(self, request: GenerationRequest, loop: LaneLoop | None = None) -> float:
-        """Predicted wait of a request until its own work begins, on `loop` or the best lane."""
+        """Predict the ms that a request waits until its work begins, on `loop` or the best lane."""
         rank = scheduler.RANK[request.sla.sla_class]
         loops = self._state.lanes if loop is None else [loop]
         return min(cost.wait_ms(self._lanes.of(one).load, rank) for one in loops)
 
     def pace(self, loop: LaneLoop, request: GenerationRequest) -> tuple[float, float]:
-        """Until when the request is late on the lane, and its target per token; both in ms."""
+        """Return the time to the request's deadline and its target per token, both in ms."""
         chosen = self._state.config.sla.of(request.sla.sla_class)
         targets = scheduler.ClassTargets(chosen.ttft_ms, chosen.tpot_ms)
         now, n_prompt = loop.cost.cost, len(request.prompt)
@@ -145,7 +145,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------- decisions
 
     def choose(self, session: Session, generation: Generation) -> LaneLoop:
-        """Decide where the session's next turn computes, and write down why.
+        """Choose the lane of the session's next turn, and log the decision.
 
         The lane may be another than the session's home: then `move` it there first.
         """
@@ -183,7 +183,7 @@ class Dispatcher:
         return loop
 
     def _held_back(self, session: Session, home: LaneLoop) -> str:
-        """Why a session that should move does not; "" = it does."""
+        """Return why a session that should move stays; "" = it moves."""
         if not self._state.config.router.promote_auto and home.up:
             return "router.promote_auto is off"
         if session.key in self._state.moves:
@@ -191,7 +191,7 @@ class Dispatcher:
         return ""
 
     def _remark(self, session: Session, request: GenerationRequest, record: DecisionRecord) -> None:
-        """Remember urgency, and say when a background request follows a human at once."""
+        """Record the time of an urgent request; note a background one that follows one shortly."""
         note, now_ms = self._times.of(session), self._state.now_ms()
         note.used_ms = now_ms
         if router.is_urgent(record.request, self._policy):
@@ -216,7 +216,7 @@ class Dispatcher:
             metrics.tpot_predicted_seconds.labels(*labels).observe(predicted.tpot_ms / 1000)
 
     def predicted(self, request_id: str) -> dict[str, Any] | None:
-        """Lane, ttft_ms, tpot_ms and move_ms as they were predicted; None = there is none."""
+        """Return the predicted lane, ttft_ms, tpot_ms and move_ms; None = no prediction."""
         record = self.log.of_request(request_id)
         found = None if record is None else record.decision.predicted
         return None if found is None else msgspec.structs.asdict(found)
@@ -224,10 +224,10 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------- moves
 
     def waits_behind(self, session: Session, generation: Generation) -> None:
-        """A request queued behind the session's running turn: an urgent one hurries that turn.
+        """Apply priority inheritance for a request queued behind the session's running turn.
 
-        The turn inherits the urgency of who waits for it, and its session moves to where the
-        waiting request would go: it will be there when its own turn comes.
+        If the request is urgent, the running turn gets its rank and targets, and the session moves
+        now to the lane that the request would be routed to.
         """
         asked = self._asked(generation.request)
         home = self._state.home.get(session.key)
@@ -245,10 +245,10 @@ class Dispatcher:
             self._spawn(self.move(session, to, MoveCause.PROMOTION), "move")
 
     async def move(self, session: Session, to: LaneLoop, cause: MoveCause) -> MoveReport:
-        """Have the session migrate; write down what that did and learn what it costs."""
+        """Migrate the session to lane `to`, and `learn` from it. A defect is reported as FAILED."""
         try:
             moved = await self._migrator.move(session, to, cause)
-        except Exception as error:  # whatever it was, the session's requests go on
+        except Exception as error:  # the session's requests go on after any defect
             home = self._state.home.get(session.key)
             where = "none" if home is None else home.lane.name
             log.exception("session %s stays on %s", session.session_id, where)
@@ -264,7 +264,7 @@ class Dispatcher:
         return moved
 
     def learn(self, session: Session, moved: MoveReport) -> None:
-        """Write a migration down and learn what it costs."""
+        """Log a migration, count it, and update the average cost of a migration."""
         metrics = self._state.metrics
         outcome = moved.outcome.value.replace(" ", "_")
         metrics.promotions_total.labels(moved.source, moved.target, outcome).inc()
@@ -278,11 +278,11 @@ class Dispatcher:
         note = self._times.of(session)
         note.moved_ms = self._state.now_ms()
         if moved.cause is MoveCause.PROMOTION:
-            note.urgent_ms = note.moved_ms  # it was asked for: the session stays a while
+            note.urgent_ms = note.moved_ms  # so that the session is not demoted soon
         metrics.promotion_seconds.observe(moved.total_ms / 1000)
         if moved.gap_ms > 0.0:
             metrics.promotion_gap_seconds.observe(moved.gap_ms / 1000)
-        policy = self._policy  # the share of copied rows keeps its prior
+        policy = self._policy  # the cost per copied row keeps its initial value
         fixed_ms = max(0.1, moved.total_ms - policy.move_row_ms * moved.rows_copied)
         move_ms = policy.move_ms + MOVE_GAIN * (fixed_ms - policy.move_ms)
         self._policy = msgspec.structs.replace(policy, move_ms=move_ms)
@@ -298,13 +298,13 @@ class Dispatcher:
         if to is not None and loop is None:
             lanes = " or ".join(loop.lane.name for loop in self._state.lanes)
             raise errors.UNKNOWN_LANE(given=to, lanes=lanes)
-        if loop is None and home is not None:  # asked twice is not asked to go back
+        if loop is None and home is not None:  # a second request for the same tier moves nothing
             settled = home.config.tier == tier and home.lane.alive and home.kv.slots.is_attached
             loop = home if settled else self._refuge(home)
         if loop is None:
             raise errors.NO_OTHER_LANE(lane=name or "here")
         cause = MoveCause.PROMOTION if tier == router.FAST else MoveCause.DEMOTION
-        # The caller may go away: what was begun is ended all the same.
+        # Shielded: a migration that has begun ends even if the caller is cancelled.
         moved = await asyncio.shield(asyncio.ensure_future(self.move(session, loop, cause)))
         if moved.outcome in (MoveOutcome.STAYED, MoveOutcome.FAILED):
             where = f"on lane {name}" if name else "on no lane"
@@ -312,7 +312,7 @@ class Dispatcher:
         return moved
 
     def lane_for(self, session: Session, tier: str) -> LaneLoop | None:
-        """The best other lane of a tier for an explicit promote or demote."""
+        """Return the best other lane of a tier for an explicit promote or demote, or None."""
         home = self._state.home.get(session.key)
         away_from = "" if home is None else home.lane.name
         return self._state.lane(
@@ -320,8 +320,8 @@ class Dispatcher:
         )
 
     def tick(self) -> None:
-        """Once a second: turns leave lanes that are down, idle sessions give fast lanes back, and
-        the times of sessions that have left the memory are forgotten."""
+        """Start evacuations of lanes that are down and demotions of idle sessions; drop the times
+        of sessions that are not in memory. Call once a second."""
         state = self._state
         self._times.forget_others(
             {s.key for s in state.sessions.values()}
@@ -337,7 +337,7 @@ class Dispatcher:
             self._spawn(self.move(session, to, MoveCause.IDLE), "move")
 
     def _demotions(self) -> list[tuple[Session, LaneLoop]]:
-        """Idle sessions that stand on a fast lane for no reason, oldest use first."""
+        """Return idle sessions to demote from fast lanes and their targets, oldest use first."""
         state, now_ms = self.state(), self._state.now_ms()
         found: list[tuple[Session, LaneLoop]] = []
         for session in self._state.sessions.values():
@@ -363,7 +363,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------ evacuation
 
     def _refuge(self, away_from: LaneLoop) -> LaneLoop | None:
-        """The live lane with most free seats."""
+        """Return the other lane that is up and has most free seats; None if none has one."""
         able = [
             loop
             for loop in self._state.lanes
@@ -373,7 +373,7 @@ class Dispatcher:
         return best if best is not None and best.seats.free > 0 else None
 
     async def _evacuate(self, loop: LaneLoop) -> None:
-        """Turns of a lane that is down go on elsewhere, as far as there are seats."""
+        """Move the sessions with turns from a lane that is down to free seats of other lanes."""
         self._evacuating.add(loop)
         try:
             for session in self._evacuees(loop):
@@ -385,8 +385,8 @@ class Dispatcher:
             self._evacuating.discard(loop)
 
     def _evacuees(self, loop: LaneLoop) -> list[Session]:
-        """Sessions with turns on a lane that is down, except suspects; or on a drained one, once
-        they have dropped what it computed."""
+        """Return sessions with turns on a lane that is down, except suspects; of a drained lane
+        only after they have dropped its rows."""
         settled = not loop.is_rechecking if loop.draining else not loop.kv.slots.is_attached
         if not settled or loop.stopping:
             return []
@@ -396,7 +396,7 @@ class Dispatcher:
     # --------------------------------------------------------------------------------- outcome
 
     def ended(self, turn: Turn, finish: str) -> None:
-        """A turn is over: compare with what was predicted, and learn how long answers are."""
+        """Record the outcome of a turn, its length, and its times against the prediction."""
         generation, session = turn.generation, turn.session
         note, now_ms = self._times.of(session), self._state.now_ms()
         note.used_ms = now_ms
@@ -428,7 +428,7 @@ class Dispatcher:
     # --------------------------------------------------------------------------------- explain
 
     def explain(self, given: str, tenant: str | None = None) -> dict[str, Any]:
-        """Decisions about a request or session and what came of them; see `explain.explain`."""
+        """Return the decisions about a request or session; see `explain.explain`."""
         return explain(self._state, self.log, self._times, given, tenant)
 
 
@@ -446,7 +446,7 @@ def _policy(config: Config) -> router.RoutePolicy:
 
 
 def _times(generation: Generation, since_ms: float) -> tuple[float | None, float | None]:
-    """TTFT since the decision and TPOT of what was generated; None = there was none."""
+    """Return TTFT since the decision and mean TPOT, in ms; None = there was no such token."""
     first, last = generation.first_token_ms, generation.last_token_ms
     if first is None or last is None:
         return None, None

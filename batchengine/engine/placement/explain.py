@@ -1,4 +1,4 @@
-"""Report of the decisions about one request or session, with what came of them."""
+"""Report of the routing decisions about one request or session, with their outcomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchengine.session import Session
 def explain(
     state: EngineState, log: DecisionLog, times: TimesOfSessions, given: str, tenant: str | None
 ) -> dict[str, Any]:
-    """Why a request or a session is where it is: plain data; `given` may be a unique prefix.
+    """Return the decisions about the request or session `given`, an id or a request id's prefix.
 
     With `tenant` only requests and sessions of that tenant are found. Raises AMBIGUOUS_ID or
     NOTHING_TO_EXPLAIN.

@@ -1,7 +1,7 @@
-"""The lanes as the router sees them: what each has to do already, summed up.
+"""Load of every lane, for the router.
 
-Owns a cached `LaneState` per lane, and the average length of answers, which the sums need. A lane
-with many sessions is counted again at intervals only, and its state estimated in between.
+Owns a cached `LaneState` per lane, and the average length of answers, which is part of the load. A
+lane with many sessions is counted again every REFRESH_MS, and its load is estimated in between.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from batchengine.policy import cost, router
 from batchengine.policy.cost import LoadRow
 
 REFRESH_MS = 20.0  # a lane of many sessions is counted this often, and estimated in between
-FEW_ROWS = 128  # a lane of fewer is counted whenever something happened
-ANSWER_GAIN = 0.05  # of the average share of tokens_max that answers really take
+FEW_ROWS = 128  # a lane of at most so many sessions is counted after every change
+ANSWER_GAIN = 0.05  # weight of the newest answer in the average share of tokens_max that is used
 
 
 @dataclass(slots=True)
 class _Counted:
-    """A lane's state and what it was made from."""
+    """A cached lane state, the counters that it was made from, and the time (ms)."""
 
     state: router.LaneState
     mark: tuple[object, ...]
@@ -34,7 +34,7 @@ class _Counted:
 
 
 class LaneViews:
-    """The lanes of one engine for its router."""
+    """Cached states of the lanes of one engine."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
@@ -42,30 +42,30 @@ class LaneViews:
         self._answer_share = 1.0
 
     def all(self) -> tuple[router.LaneState, ...]:
-        """Every lane, in the order of the configuration."""
+        """Return the state of every lane, in the order of the configuration."""
         now_ms = self._state.now_ms()
         return tuple([self._view(loop, now_ms) for loop in self._state.lanes])
 
     def of(self, loop: LaneLoop) -> router.LaneState:
-        """One lane: counted again when something happened, a long queue every REFRESH_MS."""
+        """Return the state of one lane; a busy lane's may be up to REFRESH_MS old."""
         return self._view(loop, self._state.now_ms())
 
     def joined(self, loop: LaneLoop, rank: int, frontier: int, n_tokens: int) -> None:
-        """A request was given to the lane: estimate its state until it is counted again."""
+        """Add a request that was routed to the lane to its cached load."""
         counted = self._counted.get(loop)
         if counted is not None:
             load = cost.joined(counted.state.load, rank, frontier, n_tokens)
             counted.state = msgspec.structs.replace(counted.state, load=load)
 
     def tokens_out(self, request: GenerationRequest) -> int:
-        """Tokens the answer will probably have."""
+        """Estimate how many tokens the answer will have."""
         expected = request.expected_output_tokens
         if expected is None:
             expected = int(self._answer_share * request.tokens_max)
         return max(1, min(expected, request.tokens_max))
 
     def learn_answer(self, tokens: int, tokens_max: int) -> None:
-        """An answer was complete after `tokens` of the `tokens_max` it might have had."""
+        """Learn from an answer that was complete after `tokens` of at most `tokens_max` tokens."""
         if tokens_max > 0:
             self._answer_share += ANSWER_GAIN * (tokens / tokens_max - self._answer_share)
 
@@ -117,7 +117,7 @@ class LaneViews:
             yield LoadRow(turn.rank, 0, n_prompt, left, False)
 
     def _joining(self, loop: LaneLoop) -> list[Turn]:
-        """Turns that were given to the lane and are not in its tables yet."""
+        """Return turns that were routed to the lane and are not in its tables yet."""
         if loop.assigned <= len(loop.running) + len(loop.waiting):
             return []
         return [

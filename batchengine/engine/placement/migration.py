@@ -1,18 +1,18 @@
-"""A session moves from one lane to another between two of its tokens.
+"""Migration: moves a session from one lane to another between two of its tokens.
 
-Owns the protocol and its one commit point. Until P5 the session is the source's, and whatever
-happens leaves it there as if nothing had been asked; from P5 on it is the destination's, and
-nothing takes it back. Sealed pages go by reference; rows of open pages are imported, each proven.
+Owns the protocol and its one commit point. Until P5 the source owns the session, and every failure
+leaves the session there unchanged; from P5 on the destination owns it. Sealed pages are passed by
+reference; rows of open pages are imported, and each is verified.
 
     P0  accepted: the destination is up
-    P1  it keeps a seat and slots, and faults sealed pages in, while the source still decodes
+    P1  the destination reserves a seat and slots, and faults sealed pages in; the source decodes
     P2  the source stops the session at a token boundary
-    P3  the destination copies its open rows from where they are
-    P4  and has proven them
-    P5  the ledger names the new owner (a session without a name: memory does)
-    P6  it runs on the destination
+    P3  the destination copies the session's open rows
+    P4  the destination has verified them
+    P5  the ledger has the new owner (of an anonymous session: the memory)
+    P6  the session runs on the destination
     P7  the source's slots are quarantined
-    P8  and free, one generation on
+    P8  the source's slots are free, with a new generation
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from kv_store.errors import StoreError
 
 log = logging.getLogger("batchengine.handover")
 
-ANSWER_S = 5.0  # a lane whose steps take longer is no place to move to;
-IMPORT_S = 10.0  # one that stops answering then holds up a frozen session
+ANSWER_S = 5.0  # timeout of one frame in P1, before the session is frozen
+IMPORT_S = 10.0  # timeout of the import, during which the session is frozen
 FIRST_COMMIT_S = 5.0  # how long a report waits for the destination's first token
-RECOMPUTE_MAX = 16  # unproven rows that are not worth staying for
+RECOMPUTE_MAX = 16  # rows that failed verification and may be recomputed; with more, it stays
 CLOSED = "it was dropped, or its request ended"
 
 
@@ -47,15 +47,15 @@ OnPoint = Callable[[str], Awaitable[None] | None]
 
 
 def pass_point(point: str) -> None:
-    """Nothing happens at a point of the protocol."""
+    """Do nothing at a point of the protocol."""
 
 
 class Abort(Exception):
-    """The session stays where it is, and why."""
+    """The migration is aborted: the session stays on its lane. The text is the reason."""
 
 
 class Migration:
-    """One hand-over under way: what it holds on either side, to be given back if it fails."""
+    """One migration under way: the seats and slots it holds on both lanes, for `undo`."""
 
     def __init__(self, session: Session, source: LaneLoop, to: LaneLoop) -> None:
         self.session = session
@@ -66,8 +66,8 @@ class Migration:
         self.row_import: RowImport | None = None
         self.frozen: Frozen | None = None
         self.expects = False  # the destination keeps a seat
-        self.arrival: asyncio.Future[float] | None = None  # the target's first commit, to come
-        self.is_owned = False  # P5 is durable, or was asked for and never answered
+        self.arrival: asyncio.Future[float] | None = None  # ms of the destination's first commit
+        self.is_owned = False  # P5 is durable, or its result is not known
 
     @property
     def turn(self) -> Turn | None:
@@ -75,7 +75,7 @@ class Migration:
         return self.source.running.get(key) or self.source.waiting.get(key)
 
     def release_seats(self) -> None:
-        """Seats that were kept for the session on either side."""
+        """Release the seats that were kept for the session on both lanes."""
         if self.expects:
             self.expects = False
             self.to.seats.expected -= 1
@@ -83,7 +83,7 @@ class Migration:
             self.source.seats.expected -= 1
 
     def undo(self) -> None:
-        """As if nothing had been asked."""
+        """Return slots and seats, and continue a frozen session on the source."""
         if self.row_import is not None:
             self.to.kv.importing.abandon(self.row_import)
         self.release_seats()
@@ -91,7 +91,7 @@ class Migration:
             self.source.thaw(self.session, self.frozen)
 
     def reach(self) -> int:
-        """Leading tokens whose KV the destination has."""
+        """Return the number of leading tokens whose KV the destination has."""
         if self.row_import is None:
             raise RuntimeError("nothing was adopted")
         reach = self.session.kv.sealed_tokens
@@ -115,13 +115,13 @@ class Migrator:
         return f"<Migrator moving={len(self._state.moves)}>"
 
     async def settle(self, timeout_s: float) -> None:
-        """Begin no move any more; wait for those under way, which give up if they still can."""
+        """Start no more moves; wait for those under way, of which those before P5 abort."""
         self._stopping = True
         if self._state.moves:
             await asyncio.wait(list(self._state.moves.values()), timeout=timeout_s)
 
     async def move(self, session: Session, to: LaneLoop, cause: MoveCause) -> MoveReport:
-        """Bring the session to another lane; it goes on there, or stays as it was."""
+        """Move the session to lane `to`; if that fails, it stays unchanged. Returns a report."""
         started_ms = self._state.now_ms()
         await self._state.moved(session)
         source = self._state.home.get(session.key)
@@ -156,7 +156,7 @@ class Migrator:
     ) -> tuple[MoveReport, Migration | None]:
         await self._at("P0")
         self._check(session, to)
-        if source is None:  # it never computed: there is nothing to hand over
+        if source is None:  # the session has never computed and has no KV
             self._state.home[session.key] = to
             to.kv.slots.enter(session)
             return report, None
@@ -173,7 +173,7 @@ class Migrator:
         return await self._finish(move, report), move
 
     def _check(self, session: Session, to: LaneLoop) -> None:
-        """Reasons to stay that may come up at any time before P5."""
+        """Raise Abort for reasons to stay that can arise at any time before P5."""
         if self._stopping or to.stopping:
             raise Abort("the daemon is shutting down")
         if not to.up or not to.kv.slots.is_attached:
@@ -187,7 +187,7 @@ class Migrator:
             raise Abort("it is being read from the ledger")
 
     async def _prepare(self, move: Migration) -> None:
-        """P1: everything that takes time, while the source goes on."""
+        """P1: reserve seat and slots and fault pages in, while the source still computes."""
         session, to, turn = move.session, move.to, move.turn
         if turn is not None and session.state is State.RUNNING and not turn.paused:
             if to.seats.free > 0:
@@ -209,15 +209,15 @@ class Migrator:
             )
         await self._touch(to, session.kv.codes[: len(session.kv.sealed)])
         if move.source.kv.slots.is_relabeling(session):
-            # The client cut its history just now: rows prove themselves once they are recorded
-            # under the epoch of what is left. It is not cut again before the move has ended.
+            # The client has just cut the history: rows can be verified once the worker has
+            # relabeled them with the new epoch. No further cut happens before the move has ended.
             await self._touch(move.source, ())
         await self._at("P1")
         self._check(session, to)
 
     async def _touch(self, loop: LaneLoop, sealed: Sequence[int]) -> None:
-        """Returns once the lane has answered a frame that was yet to be sent, and has faulted
-        these pages in; or once its worker died, which is noticed later."""
+        """Wait until the lane has answered a new frame that faults these pages in, or its worker
+        died, which `_check` finds later. Raises Abort after ANSWER_S."""
         touched = loop.kv.touches.touch(sealed)
         loop.wake()
         await asyncio.wait([touched], timeout=ANSWER_S)
@@ -226,7 +226,7 @@ class Migrator:
             raise Abort(f"lane {loop.lane.name} does not answer")
 
     async def _freeze(self, move: Migration) -> None:
-        """P2: the last token on the source is committed and was given to its reader."""
+        """P2: freeze the session once its last token on the source is committed and emitted."""
         session, source = move.session, move.source
         move.frozen = await source.freeze(session)
         if move.frozen is None:
@@ -236,7 +236,7 @@ class Migrator:
         await self._at("P2")
 
     async def _copy(self, move: Migration) -> None:
-        """P3 and P4: open rows to the destination, each of them proven there."""
+        """P3 and P4: copy open rows to the destination, which verifies each of them."""
         session, source, to, row_import = move.session, move.source, move.to, move.row_import
         if row_import is None:
             raise RuntimeError("copy before prepare")
@@ -266,12 +266,12 @@ class Migrator:
             raise Abort("its request was cancelled")
 
     async def _commit(self, move: Migration) -> None:
-        """P5: from here on the session is the destination's, whatever happens."""
+        """P5: make the destination the owner of the session, durably if it has a name."""
         session, to = move.session, move.to
         if session.logged != NOT_LOGGED and self._state.store is not None:
             incarnation = self._state.store.epoch * INCARNATIONS + to.lane.incarnation
             turn = None if move.frozen is None else move.frozen.turn
-            move.is_owned = True  # until we know better, neither lane may compute
+            move.is_owned = True  # until the result is known, neither lane may compute
             try:
                 await self._journal.hand_over(session, turn, move.epoch, to.lane.name, incarnation)
             except StoreError as error:
@@ -282,12 +282,12 @@ class Migrator:
         await self._at("P5")
 
     async def _finish(self, move: Migration, report: MoveReport) -> MoveReport:
-        """P6 to P8: nothing here may fail; a lane that dies now is the destination's business."""
+        """P6 to P8: install the session on the destination, and free the source's slots."""
         session, source, to, row_import = move.session, move.source, move.to, move.row_import
         frozen = move.frozen
         if frozen is None or row_import is None:
             raise RuntimeError("finish before freeze")
-        if session.state is not State.FROZEN:  # dropped meanwhile: there is nothing to bring
+        if session.state is not State.FROZEN:  # the session was dropped meanwhile
             move.undo()
             raise Abort(CLOSED)
         before = session.frontier
@@ -320,7 +320,7 @@ class Migrator:
         return report
 
     async def _gap_ms(self, move: Migration) -> float:
-        """Last commit on the source to the first on the target, once that is known."""
+        """Return ms from the last commit on the source to the first on the destination, or 0."""
         arrival, frozen = move.arrival, move.frozen
         if arrival is None or frozen is None:
             return 0.0
@@ -330,7 +330,7 @@ class Migrator:
         return 0.0 if arrival.cancelled() else max(0.0, arrival.result() - frozen.last_ms)
 
     def _has_turn(self, session: Session) -> bool:
-        """A turn whose pages are being loaded: it has a lane, but no place in its loop yet."""
+        """Whether the session has a turn; it may not be in a lane's loop while its pages load."""
         return any(turn.session is session for turn in self._state.turns.values())
 
     async def _at(self, point: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class MoveCause(enum.StrEnum):
-    """What asked for a migration."""
+    """Cause of a migration."""
 
     ROUTER = "router"  # the session's next turn computes elsewhere
     PROMOTION = "promotion"
@@ -23,8 +23,8 @@ class MoveOutcome(enum.Enum):
 
     MOVED = "moved"
     ALREADY = "already there"
-    STAYED = "aborted"  # the session is where it was, and `why`
-    FAILED = "failed"  # the same, by a defect
+    STAYED = "aborted"  # the session is where it was; `why` has the reason
+    FAILED = "failed"  # the session is where it was, because of a defect
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class MoveReport:
         return f"{self.outcome.value}: {self.why}" if self.why else self.outcome.value
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return plain data, ready for JSON."""
         fields = dataclasses.asdict(self)
         del fields["outcome"], fields["why"]
         return {**fields, "cause": self.cause.value, "result": self.result}

@@ -1,7 +1,6 @@
-"""Plan of a restore: whether KV on disk is read, or computed again; and what that took.
+"""Plans of restores: whether KV on disk is read or computed again, and how long that took.
 
-Owns neither the reading nor the prediction (`policy.cost`): it brings the two together, and writes
-them down in the decision log.
+Owns neither the reading nor the prediction (`policy.cost`); logs both in the decision log.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from batchengine.policy import cost
 
 
 class Restores:
-    """Restores of one engine."""
+    """Plans and counts the restores of one engine."""
 
     def __init__(self, state: EngineState, lanes: LaneViews, log: DecisionLog) -> None:
         self._state = state
@@ -25,7 +24,7 @@ class Restores:
     def plan(
         self, turn: Turn, loop: LaneLoop, tokens: int, cold_tokens: int, cold_bytes: int
     ) -> cost.RestorePlan:
-        """Read KV from disk or compute it again; see `cost.plan_restore`. Logged for `explain`."""
+        """Choose and log whether to read KV or to recompute it; see `cost.plan_restore`."""
         load, store = self._lanes.of(loop).load, self._state.store
         found = cost.plan_restore(
             load.cost,
@@ -47,7 +46,7 @@ class Restores:
         return 0.0 if store is None else store.rates.read_bytes_per_s or 0.0
 
     def done(self, turn: Turn, actual_ms: float) -> None:
-        """The reading that was planned took `actual_ms`."""
+        """Record how long the planned restore took."""
         record = self._log.of_request(turn.generation.request_id)
         if record is None or record.restore is None:
             return

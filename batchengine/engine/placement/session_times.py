@@ -1,6 +1,6 @@
 """When sessions last moved, had an urgent request, or were used.
 
-Owns these times of every session that the engine has in memory. Milliseconds of its clock.
+Owns these times of every session in memory, in milliseconds of the engine's clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SessionTimes:
 
 
 class TimesOfSessions:
-    """Times by session; a session is used when it is first asked for."""
+    """Times by session. The first `of` counts as a use of the session."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
