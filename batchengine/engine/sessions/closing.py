@@ -1,6 +1,6 @@
-"""The end of a turn: its last event, its record, what the dispatcher learns, and the metrics.
+"""Closes turns: last event, record in the ledger, outcome for the dispatcher, metrics.
 
-Owns how a turn's end is worded to its reader and in the ledger.
+Owns the finish reason that the reader gets, and the status in the ledger.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class TurnClosing:
         recovery: SessionRecovery,
         dispatcher: Dispatcher,
     ) -> None:
-        self.draining = False  # a turn that is cancelled now ends with "shutdown"
+        self.draining = False  # True: turns that the engine cancels end with "shutdown"
         self._state = state
         self._journal = journal
         self._recovery = recovery
         self._dispatcher = dispatcher
 
     def close(self, turn: Turn, end: TurnEnd) -> None:
-        """The turn's last event, once its record is durable."""
+        """Close a turn; its last event is sent once its record is durable."""
         generation, reason = turn.generation, end.reason
         if self._state.turns.pop(generation, None) is None:
-            return  # the engine failed: its reader knows
+            return  # `fail_all` has sent the last event
         if self.draining and reason == "cancelled" and not generation.cancelled:
             reason = "shutdown"
         self._count(turn, reason)
@@ -48,7 +48,7 @@ class TurnClosing:
     def _last_event(
         self, generation: Generation, reason: str, error: BatchEngineError | None
     ) -> tuple[DoneEvent | ErrorEvent, str]:
-        """The event, and the turn's status in the ledger."""
+        """Return the last event, and the turn's status in the ledger."""
         if error is not None:
             return ErrorEvent(error), "failed"
         text = generation.rest(reason == "stop" and generation.stops.stopped)
@@ -57,7 +57,7 @@ class TurnClosing:
         return event, DONE if reason in ("stop", "length") else reason
 
     def _count(self, turn: Turn, reason: str) -> None:
-        """A turn ended: its times join the histograms."""
+        """Add the times of a turn that ended to the histograms."""
         state, generation = self._state, turn.generation
         state.finished += 1
         metrics, now_ms = state.metrics, state.now_ms()

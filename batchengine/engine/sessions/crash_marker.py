@@ -1,7 +1,7 @@
-"""How the last life of the engine ended: a fatal signal leaves a traceback, SIGKILL nothing.
+"""Crash marker: a file in the store to which a fatal signal writes a traceback, SIGKILL nothing.
 
-Owns that one file in the store: it tells a session that crashes the engine from one that was merely
-computing when it was killed. Refuses to speak where another fault handler is in charge.
+Owns that file. With it, a session that crashed the engine is distinguished from one that was
+computing when the engine was killed. Writes none if another fault handler is enabled.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import logging
 import os
 import stat
 
-NAME = "CRASH"  # `kv_store.fsck` knows it
+NAME = "CRASH"  # `kv_store.fsck` allows a file of this name
 BYTES_MAX = 4096
 
 log = logging.getLogger("batchengine.engine")
 
 
 class CrashMarker:
-    """Of the life before this one, and of this one. `text` "" = it was killed, or ended well."""
+    """The marker of the last run, and of this one. `text`: traceback of the last run; "" = none."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._path = os.path.join(folder, NAME)
         self._fd = -1
         self.text = ""
-        with contextlib.suppress(OSError):  # there is none, or nothing that can be read
+        with contextlib.suppress(OSError):  # there is no such file, or it cannot be read
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -34,7 +34,7 @@ class CrashMarker:
                 os.close(fd)
 
     def listen(self) -> None:
-        """From here on a fatal signal leaves its traceback; that of the last run is logged."""
+        """Log the traceback of the last run, and have fatal signals write one from now on."""
         if self.text:
             log.error("the last life of the engine crashed: %s", " | ".join(self.text.split("\n")))
         try:
@@ -49,7 +49,7 @@ class CrashMarker:
             self._let_go()
 
     def close(self) -> None:
-        """A life that ends well leaves nothing."""
+        """Remove the file: the engine exits without a crash."""
         if self._fd >= 0:
             faulthandler.disable()
             self._let_go()

@@ -1,7 +1,7 @@
-"""The directory of sessions: their durable names, and a session found by what a person calls it.
+"""The directory of sessions: their durable names, and the search by an id or its prefix.
 
-Owns the order of a search: memory before ledger; an exact id, then the ids that the caller made of
-a client's own one, then a unique beginning.
+Owns the order of a search: memory before ledger; an exact id, then the ids that the service made
+from a client's own id, then a prefix.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Collection
 from batchengine.core import ID_PREFIX_CHARS_MIN
 from kv_store.store import Store
 
-STORED_MAX = 1000  # most recent sessions of the ledger that a beginning may mean
+STORED_MAX = 1000  # most recent sessions of the ledger that are searched
 Name = tuple[str, str]  # (tenant, session id)
 
 
 def durable_name(tenant: str, session_id: str) -> str:
-    """What the ledger calls the session: the same in every run."""
+    """Return the session's name in the ledger, which is the same in every run."""
     return f"{tenant}\x1f{session_id}"
 
 
 def name_of(durable: str) -> Name:
-    """The inverse of `durable_name`."""
+    """Return (tenant, session id): the inverse of `durable_name`."""
     tenant, _, session_id = durable.partition("\x1f")
     return tenant, session_id
 
@@ -34,9 +34,9 @@ async def find(
     own: Collection[Name],
     tenant: str | None,
 ) -> list[Name]:
-    """Sessions that `given` may mean, of one tenant or of all: more than one is ambiguous.
+    """Return the sessions that `given` may mean; with `tenant`, of that tenant only.
 
-    `own` are the names of a session that a client calls `given`.
+    `own` are the names that the service made from `given` as a client's own id.
     """
     found = matching(in_memory, given, own, tenant)
     if not found:
@@ -49,7 +49,7 @@ async def find(
 def matching(
     names: Collection[Name], given: str, own: Collection[Name], tenant: str | None
 ) -> list[Name]:
-    """The names that `given` means: exactly, else by a client's id, else by a beginning."""
+    """Return the names whose id is `given`, else those in `own`, else those with the prefix."""
     mine = [name for name in dict.fromkeys(names) if tenant in (None, name[0])]
     if exact := [name for name in mine if name[1] == given]:
         return exact

@@ -1,7 +1,7 @@
 """Operations on a named session besides generating: fork, park, drop, why, detail.
 
-Owns them over the engine's state and the ledger. An operation that would race with a running turn
-is refused, or waits for its end.
+Owns their effects on the engine's state and the ledger. An operation that would race with a running
+turn is refused, or waits for the end of the turn.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")
 
-BEFORE_TOKENS = 12  # before a difference: enough to find the place again
-ROLE_TOKENS_MAX = 32_768  # how far back the beginning of a message is looked for
+BEFORE_TOKENS = 12  # shown before a difference: enough to find its position in the text
+ROLE_TOKENS_MAX = 32_768  # how far back the beginning of a message is searched
 ROLE_MARK = re.compile(rb"<\|(im_start|start_header_id|start)\|>")  # ChatML, Llama 3, Harmony
 ROLE = re.compile(r"\s*(system|developer|user|assistant|tool|ipython)\b")
-DROP_WAIT_S = 30.0  # a step ends long before
+DROP_WAIT_S = 30.0  # far longer than a step
 
 
 class SessionOperations:
@@ -72,10 +72,10 @@ class SessionOperations:
     # -------------------------------------------------------------------------- operations
 
     async def park(self, tenant: str, session_id: str, tool_call_id: str | None) -> dict[str, Any]:
-        """The session waits for a tool: its KV leaves the lane, the call leads back to it.
+        """Move the KV of a session that waits for a tool out of its lane, now or after its turn.
 
-        While it computes, this happens at the end of its turn. Raises BatchEngineError (404, 409,
-        503): the call leads nowhere then.
+        A later request with the result of call `tool_call_id` continues the session. Raises
+        BatchEngineError (404, 409, 503): then the call continues no session.
         """
         session = self._state.sessions.get((tenant, session_id))
         while session is not None and session.key in self._state.moves:
@@ -84,7 +84,7 @@ class SessionOperations:
         facts = None if session is None else self._state.facts.get(session.key)
         if session is None or facts is None or session.logged < 0:
             if session is not None and self._state.is_busy(session):
-                raise errors.SESSION_IN_USE(session_id=session_id)  # it is being looked up
+                raise errors.SESSION_IN_USE(session_id=session_id)  # it is read from the ledger
             found = await self._record(tenant, session_id)
             epoch, tokens = found.info.epoch, len(found.tokens)
             meta = session_meta(found.info.meta) if facts is None else facts.meta
@@ -111,7 +111,7 @@ class SessionOperations:
                 facts.meta, facts.parks = before
             if not isinstance(error, LedgerRefused):
                 raise
-            await self._record(tenant, session_id)  # 404 if it is not there, else its owner changed
+            await self._record(tenant, session_id)  # 404 if there is none, else its owner changed
             raise errors.SESSION_IN_USE(session_id=session_id) from error
         if tool_call_id:
             self._recovery.remember_call(tenant, tool_call_id, session_id)
@@ -129,7 +129,10 @@ class SessionOperations:
         }
 
     async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
-        """A second session with the same timeline: pages are shared until the two differ."""
+        """Create a second session with the same timeline; the two share pages of equal prefixes.
+
+        Raises BatchEngineError (404, 409, 503).
+        """
         source = self._state.sessions.get((tenant, session_id))
         if source is not None:
             self._journal.flush()
@@ -149,7 +152,7 @@ class SessionOperations:
                 )
             )
         except LedgerRefused as error:
-            await self._record(tenant, session_id)  # 404: it was dropped meanwhile
+            await self._record(tenant, session_id)  # 404 if the source was dropped meanwhile
             raise errors.SESSION_EXISTS(given=new_id) from error
         shared = self._store.pages.match_prefix(found.tokens, tenant.encode())
         return {
@@ -161,9 +164,9 @@ class SessionOperations:
         }
 
     async def drop(self, tenant: str, session_id: str) -> dict[str, Any]:
-        """The session and its history end; a running turn hears it.
+        """Delete the session and its history; its running and queued requests fail.
 
-        Pages that it has in the store stay until they are evicted.
+        Pages of the session in the store stay until they are evicted.
         """
         found = await self._record(tenant, session_id)
         session = self._state.sessions.get((tenant, session_id))
@@ -174,11 +177,11 @@ class SessionOperations:
         await self._wait(
             self._store.ledger.append(writes.DropSession(durable_name(tenant, session_id)))
         )
-        self._recovery.forget(tenant, session_id)  # a call that it was parked for meanwhile
+        self._recovery.forget(tenant, session_id)  # for a call that was added meanwhile
         return {"session_id": session_id, "tokens": len(found.tokens), "state": "dropped"}
 
     async def why(self, tenant: str, session_id: str) -> dict[str, Any]:
-        """Where the last prompt left the history it was expected to continue, and what it cost."""
+        """Where the last prompt differed from the session's history, and the tokens recomputed."""
         session = self._state.sessions.get((tenant, session_id))
         facts = None if session is None else self._state.facts.get(session.key)
         if session is None or facts is None:
@@ -197,7 +200,7 @@ class SessionOperations:
         return answer
 
     async def detail(self, tenant: str, session_id: str) -> dict[str, Any]:
-        """Everything there is to know about one session, but its text."""
+        """Return all facts about one session except its text."""
         session = self._state.sessions.get((tenant, session_id))
         found = await self._record(tenant, session_id)
         info = found.info
@@ -240,7 +243,7 @@ class SessionOperations:
     # ------------------------------------------------------------------------------- inner
 
     def _rebase_row(self, found: Rebase) -> dict[str, Any]:
-        """A rebase in numbers and text."""
+        """Return a rebase as numbers and text."""
         pages = full_pages(max(found.kept, 0))
         row: dict[str, Any] = {
             "common_prefix_tokens": found.shared,
@@ -263,7 +266,7 @@ class SessionOperations:
         return row
 
     def _position_of(self, before: Sequence[int]) -> dict[str, Any]:
-        """The text that both histories have before they differ, and whose message that is in."""
+        """Return the text before the difference, and the role of the message that it is in."""
         slot: dict[str, Any] = {"text_before": self._text_of(tuple(before[-BEFORE_TOKENS:]))}
         for index in range(len(before) - 1, max(-1, len(before) - 1 - ROLE_TOKENS_MAX), -1):
             if ROLE_MARK.match(self._text.piece(before[index])):
@@ -279,7 +282,7 @@ class SessionOperations:
         return await self._recovery.record(durable_name(tenant, session_id), session_id)
 
     async def _wait(self, future: Any) -> None:
-        """Until the record is durable; BatchEngineError if it cannot be."""
+        """Wait until the record is durable. Raises LedgerRefused, or NOT_DURABLE."""
         self._store.ledger.commit()
         try:
             await asyncio.wrap_future(future)
@@ -289,7 +292,7 @@ class SessionOperations:
             raise errors.NOT_DURABLE(why=error) from error
 
     async def _end_requests(self, session: Session) -> None:
-        """Every reader of the session gets an error; returns once it computes and moves no more."""
+        """Fail every request of the session, and wait until it neither computes nor moves."""
         error = errors.SESSION_DROPPED(session_id=session.session_id)
         try:
             async with asyncio.timeout(DROP_WAIT_S):
@@ -300,5 +303,5 @@ class SessionOperations:
 
 
 def _with_calls(meta: SessionMeta, calls: tuple[str, ...]) -> SessionMeta:
-    """The same with other tool calls."""
+    """Return the meta with other tool calls, and not parked."""
     return SessionMeta(meta.repr_id, meta.rebase, meta.edit, calls)

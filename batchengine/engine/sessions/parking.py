@@ -1,7 +1,7 @@
-"""Parking: the open tail of a session at rest goes to the store, and its KV may leave the lane.
+"""Parking: seals the open tail of a session at rest into the store, and may free its lane slots.
 
 Owns when that happens: at the end of a turn whose session waits for a tool, when the engine stops,
-or when an operation asks for it.
+or when an operation requests it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
 from batchengine.session import Session, State
 
-PARK_S = 5.0  # a frame, a write and a commit: milliseconds, unless the store is stuck
+PARK_S = 5.0  # timeout; a frame, a write and a commit take milliseconds
 
 
 class Parking:
@@ -22,7 +22,7 @@ class Parking:
         self._state = state
 
     def takes(self, turn: Turn) -> bool:
-        """The turn is over: whether its session waits for a tool now, and is to be parked."""
+        """Whether the session of a turn that ended waits for a tool, and must be parked."""
         facts = self._state.facts.get(turn.session.key)
         if facts is not None and facts.parks is not None:
             facts.parks = None
@@ -30,14 +30,15 @@ class Parking:
         return turn.generation.request.park
 
     async def park_all(self) -> None:
-        """Before the engine stops: no tail of a session at rest is to be computed again."""
+        """Park every named session at rest, so that the next run need not recompute its tail."""
         named = [s for s in self._state.sessions.values() if self._state.is_at_rest(s)]
         await asyncio.gather(*(self.park(session, leave=False) for session in named))
 
     async def park(self, session: Session, *, leave: bool) -> None:
         """Have the open tail sealed; then, if the session is to leave the lane, drop its table.
 
-        What it had is found again by its content. A session that runs again meanwhile stays.
+        The session's next turn finds sealed pages and tail by content. A session that runs again
+        meanwhile stays on its lane.
         """
         loop = self._state.home.get(session.key)
         if loop is None or session.state is not State.IDLE:

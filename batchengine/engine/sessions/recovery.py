@@ -1,13 +1,12 @@
-"""A session that comes back: from the ledger to a live timeline, and on with a turn that broke off.
+"""Recovery of sessions from the ledger, and continuation of unfinished turns.
 
-Owns what one life of the engine learns from the ledger of the lives before it: tokens, epoch, the
-turn to go on with, suspects, and which tool calls a session waits for; and the reason whenever KV
-that should be there is not. Refuses to compute or to move pages: lanes and their tables do that.
+Owns what a run of the engine reads from the records of earlier runs: tokens, epoch, the turn to
+continue, suspects, and which tool calls a session waits for; and the reason when less KV is reused
+than the timeline had. Computes nothing and moves no pages: lanes and their tables do that.
 
-The timeline decides everything. A request whose prompt is the beginning of the timeline may be a
-repetition: if the ledger says that the last turn was asked for in the same way, its tokens are
-sent again and the turn goes on from there, since the same request has the same tokens. Otherwise
-the client's prompt wins, and the timeline is cut where the two differ.
+A request whose prompt is a prefix of the timeline may be a repetition. If the last turn in the
+ledger had the same parameters, its tokens are sent again and the turn continues after them, since
+the arithmetic is deterministic. Otherwise the timeline is cut where the prompt differs from it.
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.reopen")
 
-CALLS_MAX = 4096  # tool calls of one tenant that are remembered at once,
-CALLS_ALL = 16 * CALLS_MAX  # and of all of them
-ORPHANED_SESSIONS = 4096  # whose rows in arenas of earlier lives are kept for them
-TIDY_S = 5.0  # between looks at the arenas of earlier lives
-# This run did not see them go: evicted in an earlier run, in a damaged extent, or never sealed.
+CALLS_MAX = 4096  # tool calls of one tenant that are kept
+CALLS_ALL = 16 * CALLS_MAX  # tool calls of all tenants that are kept
+ORPHANED_SESSIONS = 4096  # latest sessions whose rows in arenas of earlier runs are kept
+TIDY_S = 5.0  # between two sweeps of the arenas of earlier runs
+# Evicted in an earlier run, in a damaged extent, or never sealed: this run has no `Loss` of them.
 PAGES_GONE = "pages are no longer in the store"
 
 
 class SessionRecovery:
-    """What the ledger knows that memory does not. All methods run on the engine's loop."""
+    """Reads sessions and turns from the ledger. All methods run on the engine's event loop."""
 
     def __init__(
         self, state: EngineState, store: Store, journal: Journal, suspects: Suspects
@@ -75,16 +74,16 @@ class SessionRecovery:
         self._store = store
         self._journal = journal
         self._calls: dict[str, dict[str, str]] = {}  # tenant -> tool call -> session id
-        self.interrupted: dict[tuple[str, str], SessionInfo] = {}  # amid a turn when it ended
+        self.interrupted: dict[tuple[str, str], SessionInfo] = {}  # exited during a turn
 
     def meta(self, session: Session) -> SessionMeta:
-        """What the ledger keeps of a named session."""
+        """Return the meta data of a named session, as they are in the ledger."""
         facts = self._state.facts.get(session.key)
         return SessionMeta() if facts is None else facts.meta
 
     def closing_meta(self, turn: Turn) -> SessionMeta:
-        """What the ledger keeps of the session as its turn ends: whether it waits for a tool now
-        is part of it."""
+        """Return the meta data of the session at the end of its turn, marked as parked if it
+        waits for a tool."""
         facts = self._state.facts.get(turn.session.key)
         if facts is None:
             return SessionMeta()
@@ -94,7 +93,7 @@ class SessionRecovery:
         return facts.meta
 
     async def start(self, crash_marker: CrashMarker) -> None:
-        """Read what the last run left: broken turns, suspects, parked tool calls. No tokens."""
+        """Read interrupted sessions, suspects and tool calls of earlier runs, but no tokens."""
         ledger = self._store.ledger
         infos, suspects = await asyncio.gather(
             asyncio.wrap_future(ledger.list_sessions()),
@@ -105,12 +104,12 @@ class SessionRecovery:
         self._store.orphaned.retain(info.id.encode() for info in infos[:ORPHANED_SESSIONS])
         self.interrupted = {name_of(i.id): i for i in infos if i.state == RUNNING}
         recent = [info for info in infos[:CALLS_ALL] if CALLS_FIELD in info.meta]
-        for info in reversed(recent):  # the newest is remembered last
+        for info in reversed(recent):  # oldest first: `remember_call` drops the oldest
             for call in session_meta(info.meta).calls:
                 self.remember_call(info.tenant, call, name_of(info.id)[1])
 
     async def tidy(self) -> None:
-        """Delete arenas of earlier runs once their rows are wanted no more; ends within minutes."""
+        """Delete arenas of earlier runs once no session needs their rows, or after ORPHANED_S."""
         orphaned = self._store.orphaned
         deadline = asyncio.get_running_loop().time() + ORPHANED_S
         while orphaned.names or orphaned.busy:
@@ -123,7 +122,8 @@ class SessionRecovery:
     # ---------------------------------------------------------------------------- tool calls
 
     def remember_call(self, tenant: str, call: str, session_id: str) -> None:
-        """The session waits for this tool call; of too many, who has most forgets its oldest."""
+        """Record that the session waits for this tool call; beyond the limits, the oldest call of
+        this tenant, or of the tenant with most calls, is dropped."""
         mine = self._calls.setdefault(tenant, {})
         mine.pop(call, None)
         mine[call] = session_id
@@ -134,7 +134,7 @@ class SessionRecovery:
         del mine[next(iter(mine))]
 
     def session_of(self, tenant: str, calls: Sequence[str]) -> str | None:
-        """The session that waits for one of these calls; the last call counts most."""
+        """Return the id of a session that waits for one of these calls, the last call first."""
         mine = self._calls.get(tenant, {})
         for call in reversed(calls):
             found = mine.get(call)
@@ -143,7 +143,7 @@ class SessionRecovery:
         return None
 
     def forget(self, tenant: str, session_id: str) -> None:
-        """The session is dropped: its strikes and calls with it."""
+        """Delete strikes, tool calls and rows in old arenas of a session that is dropped."""
         name = durable_name(tenant, session_id)
         self._suspects.forget(name)
         self.interrupted.pop((tenant, session_id), None)
@@ -155,7 +155,7 @@ class SessionRecovery:
     # ------------------------------------------------------------------------------- look
 
     def must_load(self, session: Session, generation: Generation) -> bool:
-        """Whether the ledger must be asked before this request may change the session."""
+        """Whether `load` must be called before this request may change the session."""
         request = generation.request
         if request.session_id is None or generation.looked:
             return False
@@ -166,9 +166,9 @@ class SessionRecovery:
         return is_prefix or bool(request.idempotency_key)
 
     async def load(self, session: Session, generation: Generation) -> None:
-        """What the ledger has of the session, and which of its turns this request goes on with.
+        """Load the session from the ledger, and find the turn that this request continues.
 
-        Raises BatchEngineError: a damaged history, a session that must not run, nothing to resume.
+        Raises BatchEngineError for a damaged history, a quarantined session, nothing to resume.
         """
         generation.looked = True
         found = await self._read_settled(session)
@@ -187,31 +187,31 @@ class SessionRecovery:
         if session.logged < len(session.tokens) and len(generation.request.prompt) <= len(
             session.tokens
         ):
-            # Tokens that the ledger refused were sent to no reader that may rely on them.
+            # Drop the tokens that the ledger refused: they are not durable.
             self._rebase(session, session.tokens[: max(1, session.logged)])
         generation.continuation = _find(found, session, generation, bool(facts.changed))
 
     def _check_resume(self, session: Session, generation: Generation, found: SessionRecord) -> None:
-        """Before anything changes: a reader that is refused must not cost the session its past.
+        """Check a resume before anything changes, so that a refused one leaves the session as is.
 
         Raises BatchEngineError: the turn is not the last one, or its prompt is no longer there.
         """
         asked, last = generation.request, found.turns[-1] if found.turns else None
         if last is None:
             raise errors.NOTHING_TO_RESUME(session_id=session.session_id)
-        if last.id != asked.request_id:  # it began since this reader was let in
+        if last.id != asked.request_id:  # another turn began since this request was admitted
             raise errors.TURN_FOLLOWED(session_id=session.session_id, turn_id=asked.request_id)
         prompt, n = list(asked.prompt), last.prompt_end
         timelines = [found.tokens]
         if session.tokens and session.logged != LOG_UNKNOWN:
-            timelines.append(session.tokens)  # it is what counts; else the ledger does
+            timelines.append(session.tokens)  # must hold the prompt too, as it is the current one
         is_prompt = all(len(t) >= n and t[:n] == prompt for t in timelines)
         if not is_prompt or "tokenizer_hash" in self._changes(found):
             raise errors.NOTHING_TO_RESUME(session_id=session.session_id)
 
     def _reconcile(self, session: Session, generation: Generation, found: SessionRecord) -> None:
-        """A record was refused, so memory and ledger may have gone apart: the ledger's timeline
-        wins if the request goes back to it: that one is durable, and the other was refused."""
+        """Return the session to the ledger's timeline if a record was refused, so that memory and
+        ledger may differ, and the prompt is a prefix of the ledger's timeline."""
         prompt, kept = list(generation.request.prompt), found.tokens
         if session.logged != LOG_UNKNOWN or not session.tokens or kept[: len(prompt)] != prompt:
             return
@@ -219,7 +219,7 @@ class SessionRecovery:
             self._rebase(session, kept)
 
     def _rebase(self, session: Session, tokens: Sequence[int]) -> None:
-        """As `Session.rebase`, of a session without a turn; its lane's table follows."""
+        """Rebase a session without a turn, and fit its page table on its lane."""
         session.rebase(tokens)
         if (home := self._state.home.get(session.key)) is not None:
             home.kv.slots.fit(session)
@@ -227,9 +227,9 @@ class SessionRecovery:
     # -------------------------------------------------------------------------------- begin
 
     def begin(self, turn: Turn, lane: Lane) -> None:
-        """The request becomes the session's timeline, or its turn goes on; both are written.
+        """Rebase the session to the prompt, or continue its turn, and record that in the ledger.
 
-        Sets what the turn may expect of old KV, and why less than that would be no surprise.
+        Sets `turn.timeline` and `turn.shared`, from which `count_reuse` finds missing KV.
         """
         session, generation = turn.session, turn.generation
         request, more = generation.request, generation.continuation
@@ -262,21 +262,21 @@ class SessionRecovery:
     # ----------------------------------------------------------------------------- open rows
 
     def import_open_rows(self, turn: Turn, kv: LaneKv) -> None:
-        """After the sealed pages of the prefix: an open page that exists somewhere, row by row.
+        """Claim existing rows of the open pages after the sealed prefix, as pending rows.
 
-        It is in an arena of the life before this one, if the session was killed with it, or in the
-        store, as a tail that this session or a twin of it parked.
+        They are in an arena of the last run, if that run was killed during the session, or in the
+        store, as a tail that this session or one with the same tokens parked.
         """
         session = turn.session
         first = len(session.kv.codes)
         home = self._state.home.get(session.key)
         if home is not None and home.draining:
-            return  # no session there takes them
+            return  # a draining lane imports no rows
         if session.kv.pending or session.kv.open or session.frontier != session.kv.reach():
             return
         ids = session.tokens[session.frontier :]
         if len(ids) < 2:
-            return  # one is left to compute in any case
+            return  # the last token is computed in any case
         left = self._left_open(session, first)
         tail = self._tail(session, first, ids, turn.priority)
         if tail is not None and (not left or left[0].rows <= tail.rows):
@@ -287,10 +287,10 @@ class SessionRecovery:
             kv.slots.claim_pending(session, left)
 
     def _left_open(self, session: Session, first: int) -> list[PendingRows]:
-        """Pages from `first` on that the last life left in its arenas, without a gap.
+        """Return rows of pages from `first` on, without a gap, in arenas of the last run.
 
-        One epoch is one timeline, so rows in sequence that hold our tokens, after pages that
-        hold our tokens, are ours, even beyond what the ledger knows: the client sent those.
+        One epoch is one timeline, so consecutive rows with the session's tokens, after pages with
+        its tokens, are valid, even of tokens that the ledger lacks and the client sent.
         """
         facts = self._state.facts.get(session.key)
         if facts is None or not facts.old_epoch:
@@ -300,7 +300,7 @@ class SessionRecovery:
         for slot in self._store.orphaned.find(session.name, facts.old_epoch):
             number = int(slot.arena.rpartition(".")[2])
             if slot.page_index != page or number // INCARNATIONS != life:
-                continue  # of one page, the slot with most rows comes first
+                continue  # a slot of the same page with fewer rows, or of another run
             rows = min(slot.rows, rows_in(page, len(session.tokens)))
             if rows < 1:
                 break
@@ -314,7 +314,10 @@ class SessionRecovery:
     def _tail(
         self, session: Session, first: int, ids: Sequence[int], priority: int
     ) -> PendingRows | None:
-        """The longest parked tail that our tokens begin with after page `first`."""
+        """Return the longest parked tail, pinned, whose tokens are a prefix of `ids`; or None.
+
+        `ids` are the session's tokens from page `first` on.
+        """
         store, salt, parent = self._store, session.salt, keys.ROOT_KEY
         if first and len(session.kv.keys) >= first:
             parent = session.kv.keys[first - 1]
@@ -327,7 +330,7 @@ class SessionRecovery:
         return PendingRows(first, store.pages.page_tokens(ref), ref, lambda: store.pages.unpin(ref))
 
     def count_reuse(self, turn: Turn) -> None:
-        """The turn computes: what it reuses is known, and why that is less than it might be."""
+        """Record how much KV the turn reused, and why that is less than its prompt."""
         session, generation, found = turn.session, turn.generation, turn.reused
         facts = self._state.facts.get(session.key)
         reason, kind = _shortfall(turn, facts)
@@ -352,9 +355,9 @@ class SessionRecovery:
     async def resumable(
         self, tenant: str, session_id: str, from_token: int, turn_id: str = ""
     ) -> GenerationRequest:
-        """The request of the session's last turn, as its client had sent it. 404, 409, 400.
+        """Return the request of the session's last turn, as its client had sent it.
 
-        With `turn_id` only if that is the last turn: tokens of another are no answer's rest.
+        Raises BatchEngineError (404, 409, 400), also if `turn_id` is set and not the last turn.
         """
         found = await self.record(durable_name(tenant, session_id), session_id)
         turn = found.turns[-1] if found.turns else None
@@ -369,7 +372,7 @@ class SessionRecovery:
         return asked.request(turn.id, session_id, tenant, prompt)
 
     async def record(self, name: str, session_id: str) -> SessionRecord:
-        """Everything durable about a session; 404 if there is nothing."""
+        """Return the ledger's record of a session. Raises BatchEngineError (404, or damaged)."""
         found = await self._read(name)
         if found is None:
             raise errors.UNKNOWN_SESSION(given=session_id)
@@ -388,7 +391,7 @@ class SessionRecovery:
         return None if found is None else dataclasses.replace(found, turns=_in_order(found.turns))
 
     async def _read_settled(self, session: Session) -> SessionRecord | None:
-        """As `_read`, of a session that no migration gives another owner meanwhile."""
+        """Read the session's record, again if a migration changed its owner meanwhile."""
         while True:
             epoch = session.epoch
             found = await self._read(session.name.decode())
@@ -398,7 +401,7 @@ class SessionRecovery:
                 return found
 
     def _take_over(self, session: Session, found: SessionRecord) -> SessionFacts:
-        """The record becomes the session, or what the session was refused is known again."""
+        """Fill a new session from the record; of a known one, update what the ledger has of it."""
         info, facts = found.info, self._state.facts.get(session.key)
         if facts is None:
             facts = self._state.facts[session.key] = SessionFacts(session_meta(info.meta))
@@ -409,7 +412,7 @@ class SessionRecovery:
         if not session.tokens:
             session.tokens = list(found.tokens)
             if "tokenizer_hash" in facts.changed:
-                session.tokens = []  # ids of another vocabulary mean nothing here
+                session.tokens = []  # token ids of another vocabulary
             facts.old_epoch, facts.old_owner = info.epoch, info.owner_incarnation
             session.epoch = max(session.epoch, info.epoch + 1)
         session.epoch = max(session.epoch, info.epoch)
@@ -421,7 +424,7 @@ class SessionRecovery:
         return facts
 
     def _changes(self, found: SessionRecord) -> tuple[str, ...]:
-        """Fields in which the KV this session had differs from the KV we compute."""
+        """Return the descriptor fields in which the session's old KV differs from the store's."""
         repr_id = session_meta(found.info.meta).repr_id or found.info.repr_id.hex()
         if repr_id == self._store.pages.repr_id.hex():
             return ()
@@ -432,13 +435,13 @@ class SessionRecovery:
 
 
 def _nothing() -> None:
-    """The orphaned arenas keeps its files by session, not by slot."""
+    """Release nothing: the orphaned arenas keep files by session, not by slot."""
 
 
 def _shortfall(turn: Turn, facts: SessionFacts | None) -> tuple[str, str]:
-    """Why less KV was reused than the prompt is long, for people and as a metric's label.
+    """Return why less KV was reused than possible, as text and as the label of a metric.
 
-    The prompt of a turn that goes on is all of it that exists.
+    Both are "" if nothing is missing. The prompt of a continued turn is its whole timeline.
     """
     found, prompt = turn.reused, turn.length
     if not turn.timeline:
@@ -457,7 +460,7 @@ def _shortfall(turn: Turn, facts: SessionFacts | None) -> tuple[str, str]:
     elif turn.loss is not None:
         reasons.append(turn.loss.text)
         kind = turn.loss.label
-    elif lost < PAGE_TOKENS and found + PAGE_TOKENS < turn.timeline:  # that page was full
+    elif lost < PAGE_TOKENS and found + PAGE_TOKENS < turn.timeline:  # the lost page was full
         where = "that is" if reasons else "the prompt ends"
         reasons.append(f"{where} inside a sealed page, and those are reused whole")
         kind = "edited"
@@ -472,11 +475,14 @@ def _shortfall(turn: Turn, facts: SessionFacts | None) -> tuple[str, str]:
 def _find(
     history: SessionRecord, session: Session, generation: Generation, is_changed: bool
 ) -> Continuation | None:
-    """The turn of the ledger that this request is, if it is one."""
+    """Return the turn of the ledger that this request repeats or resumes; None if there is none.
+
+    Raises OTHER_REQUEST_OF_KEY if its idempotency key was used for another request.
+    """
     request, turns = generation.request, history.turns
     last = turns[-1] if turns else None
     if generation.resumes is not None and last is not None:
-        return _continuation(session, last)  # `_check_resume` has let it pass
+        return _continuation(session, last)  # `_check_resume` has checked it
     if request.idempotency_key:
         for index, turn in enumerate(turns):
             if turn.idempotency_key != request.idempotency_key:
@@ -500,7 +506,7 @@ def _find(
     found = _continuation(session, last)
     same = (asked.tokens_max, asked.stop, asked.ignore_eos)
     if request.idempotency_key or same != (request.tokens_max, request.stop, request.ignore_eos):
-        found.turn_id = ""  # the same tokens, but another answer: a turn of its own
+        found.turn_id = ""  # the same tokens, but other limits: recorded as a new turn
     return found
 
 
@@ -514,7 +520,7 @@ def _continuation(session: Session, turn: TurnInfo, end: int | None = None) -> C
 
 
 def _in_order(turns: list[TurnInfo]) -> list[TurnInfo]:
-    """As they began. Of one commit the ledger does not know it, and the last turn decides much."""
+    """Sort turns by their beginning; the order within one commit comes from their numbers."""
     if len({turn.seq for turn in turns}) == len(turns):
         return turns
     asked = ((turn, turn_record(turn.sampling)) for turn in turns)

@@ -1,8 +1,8 @@
 """Requests: admission, the order of a session's requests, and one coroutine for each of them.
 
-Owns every request from `submit` to its last event. A session computes one request at a time:
-agents send parallel calls under one id, and refusing them would break clients, so they wait in
-order of arrival; a resume goes first. Requests without a session id have a session of their own.
+Owns every request from `submit` to its last event. A session computes one request at a time. Agents
+send parallel calls under one id, so these wait in order of arrival, a resume before the others.
+Requests without a session id have a session of their own.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Requests:
         self._check_model = check_model
         self._closing = TurnClosing(state, journal, recovery, dispatcher)
         self._running: set[asyncio.Task[None]] = set()
-        self._lines: dict[int, asyncio.Task[None]] = {}  # by session key: serves its queue
-        self._ending: dict[int, BatchEngineError] = {}  # by session key: refuses its requests
+        self._lines: dict[int, asyncio.Task[None]] = {}  # session key -> task serving its queue
+        self._ending: dict[int, BatchEngineError] = {}  # session key -> error for its requests
         self._keys = itertools.count(1)
         self._draining = False
         self._fatal: BaseException | None = None
@@ -91,7 +91,7 @@ class Requests:
         if request.session_id is None:
             session = Session(next(self._keys), f"be_{request.request_id}", request.tenant)
             generation = self._generation(request, session)
-            generation.release()  # it cannot be resumed: there is nothing to make durable
+            generation.release()  # without a session id nothing is made durable
             self._spawn(self._serve(session, generation, self._begin_now(session, generation)))
             return generation
         session = self._session(request.tenant, request.session_id)
@@ -108,12 +108,11 @@ class Requests:
     async def resume(
         self, tenant: str, session_id: str, from_token: int = 0, turn_id: str = ""
     ) -> Generation:
-        """The session's last turn again, from token `from_token` of its answer on.
+        """Stream the session's last turn again, from token `from_token` of its answer on.
 
-        Tokens that exist are sent as the first stream sent them; a turn that broke off goes on
-        under its own parameters and seed, one that is finished ends as it did. If it still runs,
-        the new reader takes it over. `turn_id` says whose tokens the reader has: 409 if that is
-        not the last turn. Raises BatchEngineError (404, 409, 400).
+        Existing tokens are sent again; an unfinished turn continues with its parameters and seed,
+        a finished one ends as before. If the turn still runs, the new reader replaces the old one.
+        Raises BatchEngineError (404, 409, 400), also if `turn_id` is set and not the last turn.
         """
         request = await self._recovery.resumable(tenant, session_id, from_token, turn_id)
         self._admit(request)
@@ -134,8 +133,8 @@ class Requests:
         return generation
 
     async def end(self, session: Session, error: BatchEngineError) -> None:
-        """End every request of a named session: each reader gets the error, and so does a request
-        that comes meanwhile. Returns once none is served."""
+        """Fail every request of a named session with `error`, also those that arrive meanwhile.
+        Returns once none is being served."""
         self._ending[session.key] = error
         try:
             for generation, of in list(self._state.requests.items()):
@@ -149,31 +148,31 @@ class Requests:
     # -------------------------------------------------------------------------------- the end
 
     def drain(self) -> None:
-        """Admit no request any more."""
+        """Refuse all further requests."""
         self._draining = self._closing.draining = True
 
     async def over(self, timeout_s: float) -> None:
-        """Returns once every request has ended, or after `timeout_s`."""
+        """Wait until every request has ended, for `timeout_s` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._running:
                     await asyncio.wait(self._running)
 
     def cancel_all(self) -> None:
-        """Requests that have not begun are refused; turns end at a token boundary."""
+        """Refuse requests that have not begun, and cancel turns, which end at a token boundary."""
         _refuse_waiting(self._state)
         for turn in self._state.turns.values():
             if turn.session.state in (State.RUNNING, State.WAITING):
                 self._state.home[turn.session.key].cancel(turn)
 
     def end_all(self) -> None:
-        """After the lanes have stopped: whatever is left ends now, turns with "shutdown"."""
+        """End all requests that are left after the lanes have stopped; turns with "shutdown"."""
         _refuse_waiting(self._state)
         for turn in list(self._state.turns.values()):
             self._closing.close(turn, TurnEnd("shutdown"))
 
     def fail_all(self, error: BaseException) -> None:
-        """The engine cannot go on: every reader gets the error, new requests are refused."""
+        """Fail every request, and refuse new ones, after a defect that stopped the engine."""
         self._fatal = self._fatal or error
         for generation in self._state.requests:
             generation.fail(errors.ENGINE_FAILED(defect=type(error).__name__))
@@ -182,7 +181,7 @@ class Requests:
     # ------------------------------------------------------------------------------ admission
 
     def _admit(self, request: GenerationRequest) -> None:
-        """Every reason to refuse, checked before anything changes."""
+        """Raise BatchEngineError for any reason to refuse the request, before anything changes."""
         state = self._state
         if self._draining:
             raise errors.DRAINING()
@@ -212,7 +211,7 @@ class Requests:
         return generation
 
     def _session(self, tenant: str, session_id: str) -> Session:
-        """The named session, newest use last."""
+        """Return the named session, or a new one, as the most recently used."""
         session = self._state.sessions.pop((tenant, session_id), None)
         if session is None:
             session = Session(next(self._keys), session_id, tenant)
@@ -235,21 +234,21 @@ class Requests:
     async def _serve_all(
         self, session: Session, first: Generation, queue: deque[Generation]
     ) -> None:
-        """The requests of a named session, one after the other, until none waits."""
+        """Serve the requests of a named session, one after the other, until none waits."""
         try:
             await self._serve(session, first)
             while queue:
                 await self._serve(session, queue.popleft())
         finally:
             del self._state.queues[session.key], self._lines[session.key]
-            for generation in queue:  # this task was cancelled: the engine stops
+            for generation in queue:  # not empty only if this task was cancelled
                 del self._state.requests[generation]
                 generation.fail(errors.DRAINING())
 
     async def _serve(
         self, session: Session, generation: Generation, turn: Turn | None = None
     ) -> None:
-        """One request, from its place in the queue, or from `turn`, to its last event."""
+        """Serve one request until its last event; `turn` is set if its lane is already chosen."""
         try:
             if turn is None and (loop := await self._place(session, generation)) is not None:
                 turn = self._begin(loop, session, generation)
@@ -263,8 +262,10 @@ class Requests:
             del self._state.requests[generation]
 
     def _begin_now(self, session: Session, generation: Generation) -> Turn:
-        """A session without a name or KV has nothing to wait for. Its turn counts against a lane
-        from here on, so that the next request of a burst is admitted by what is there then."""
+        """Begin the turn of an anonymous session, whose lane can be chosen at once.
+
+        The turn counts in the lane's load from here on, for the admission of the next request.
+        """
         try:
             return self._begin(self._dispatcher.choose(session, generation), session, generation)
         except Exception:
@@ -272,7 +273,7 @@ class Requests:
             raise
 
     async def _place(self, session: Session, generation: Generation) -> LaneLoop | None:
-        """Bring the session to the lane that its next turn computes on; None = it is over."""
+        """Move the session to the lane of its next turn; None = the request has ended."""
         try:
             if not await self._is_to_compute(session, generation):
                 return None
@@ -295,7 +296,7 @@ class Requests:
             return None
 
     async def _is_to_compute(self, session: Session, generation: Generation) -> bool:
-        """Settle what the ledger knows; False if the request is over without a turn."""
+        """Load the session if necessary; False if the request ends without a turn."""
         if self._is_over(session, generation):
             return False
         if self._recovery.must_load(session, generation):
@@ -311,7 +312,7 @@ class Requests:
         return generation.cancelled or generation.finished
 
     async def _load(self, session: Session, generation: Generation) -> None:
-        """A named session that is not in memory, or whose records were refused: ask the ledger."""
+        """Load a session that is not in memory, or whose records were refused, from the ledger."""
         try:
             await self._check_model()
             await self._recovery.load(session, generation)
@@ -320,11 +321,11 @@ class Requests:
                 session.logged = LOG_UNKNOWN
             is_waited_for = self._state.queues[session.key] or session.key in self._state.moves
             if not (is_waited_for or session.kv.codes):
-                self._state.forget(session)  # nothing is lost: the ledger is asked again
+                self._state.forget(session)  # the next request loads it again
             raise
 
     def _retell(self, session: Session, generation: Generation, more: Continuation) -> bool:
-        """Send the tokens that exist again; True if the answer ends among them."""
+        """Send the existing tokens of the turn again; True if the request ends with them."""
         reason = generation.retell(more.tokens, self._eog.__contains__)
         if not reason and more.is_last:
             return False
@@ -341,7 +342,7 @@ class Requests:
         return True
 
     def _begin(self, loop: LaneLoop, session: Session, generation: Generation) -> Turn:
-        """The turn belongs to the lane from here on."""
+        """Create the turn and assign it to the lane."""
         request, state = generation.request, self._state
         horizon_ms, tpot_ms = self._dispatcher.pace(loop, request)
         turn = Turn(
@@ -361,21 +362,21 @@ class Requests:
         return turn
 
     async def _join(self, turn: Turn) -> None:
-        """Queue the turn on its lane. A defect on the way ends this request alone."""
+        """Queue the turn on its lane. A defect before that ends this request only."""
         session = turn.session
         try:
             await self._find_kv(turn)
             self._enqueue(turn)
         except Exception as error:
             if session.state is not State.IDLE:
-                raise  # half of a lane's tables have the turn
+                raise  # the lane's tables may be inconsistent
             log.exception("a request of session %s cannot begin", session.session_id)
-            self._state.home[session.key].kv.slots.truncate(session, 0)  # it may be half done
+            self._state.home[session.key].kv.slots.truncate(session, 0)  # may be half filled
             turn.finish(TurnEnd(error=errors.of_request(error)))
 
     async def _find_kv(self, turn: Turn) -> None:
-        """Make the prompt the session's timeline, durably if it has a name; take the KV that
-        exists, and read it from disk if that is worth it."""
+        """Make the prompt the session's timeline, durably if the session has a name; take existing
+        KV, and read KV from disk unless a recompute is predicted to be faster."""
         session, loop = turn.session, self._state.home[turn.session.key]
         self._recovery.begin(turn, loop.lane)
 
@@ -408,8 +409,8 @@ class Requests:
             generation.push(QueuedEvent(ahead + 1, generation.lane_wait_ms))
 
     async def _finish(self, turn: Turn, end: TurnEnd) -> None:
-        """The session is idle again: named ones keep tokens and KV, others leave their pages to
-        the store."""
+        """Close the turn: a named session keeps tokens and KV, an anonymous one is closed, so that
+        only its sealed pages stay in the store."""
         session, state = turn.session, self._state
         self._closing.close(turn, end)
         state.home[session.key].assigned -= 1
@@ -422,7 +423,7 @@ class Requests:
     # -------------------------------------------------------------------------------- readers
 
     def _cancel(self, generation: Generation) -> None:
-        """The reader is gone."""
+        """Cancel the turn of a request whose reader is gone, or remove it from the queue."""
         turn = self._state.turns.get(generation)
         if turn is not None:
             loop = self._state.home.get(turn.session.key)
@@ -436,7 +437,7 @@ class Requests:
             del self._state.requests[generation]
 
     def _has_room(self, generation: Generation) -> None:
-        """A slow reader caught up."""
+        """Resume the turn of a slow reader that has caught up."""
         generation.paused_since_ms = None
         turn = self._state.turns.get(generation)
         if turn is not None and turn.paused:
@@ -444,17 +445,17 @@ class Requests:
 
 
 def _refuse_waiting(state: EngineState) -> None:
-    """Requests that have not begun hear that the engine stops."""
+    """Fail requests that have no turn yet: the engine stops."""
     for generation in state.requests:
         if generation not in state.turns:
             generation.fail(errors.DRAINING())
 
 
 def _with_session(request: GenerationRequest, recovery: SessionRecovery) -> GenerationRequest:
-    """The request with the session it means: that of its tool calls, or of its own key.
+    """Return the request with a session id: its own, that of its tool calls, or one from its key.
 
-    A request with an idempotency key and no session gets one from the key, so that a retry finds
-    what the first attempt computed, in this run or the next.
+    An idempotency key without a session gives a session id, so that a retry finds what the first
+    attempt computed, in this run or the next.
     """
     if request.session_id is not None:
         return request

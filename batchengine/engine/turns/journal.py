@@ -1,9 +1,9 @@
-"""Durable records of turns and tokens, and their order: durable first, then sent.
+"""Journal of turns and tokens: records are durable before the events that depend on them are sent.
 
-Owns the group commits of the ledger. Anonymous requests are not written: no request could name them
-to resume them. Named sessions: the turn row (prompt, parameters, seed) is durable before the
-first token goes out and the final event waits for its own commit. Between the two, level `turn`
-lets tokens follow in batches; level `power` sends no token before the commit that holds it.
+Owns the group commits of the ledger. Anonymous requests are not recorded, since they cannot be
+resumed. For named sessions, the turn row (prompt, parameters, seed) is durable before the first
+token is sent, and the last event waits for its own commit. Between the two, level `turn` sends
+tokens before their group commit; level `power` sends no token before the commit that holds it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.journal")
 
-TICK_S = 0.02  # level `turn`: one group commit for everything that happened in it
-REFUSED_S = 10.0  # between two lines about a full disk: every tick of every turn meets it
-IDLE, PARKED = "idle", "parked"  # state of a session in the ledger;
-RUNNING = "running"  # of it and of its turn: not ended, or its engine died
-DONE = "done"  # of a turn that ended by itself; one with any other status can be gone on with
+TICK_S = 0.02  # level `turn`: interval of group commits
+REFUSED_S = 10.0  # between two log lines about refused records, which a full disk causes each tick
+IDLE, PARKED = "idle", "parked"  # states of a session in the ledger
+RUNNING = "running"  # state of a session and status of its turn until the turn ends
+DONE = "done"  # status of a turn that ended by itself; any other turn can be continued
 
 
 class Journal:
-    """The ledger as the engine uses it. All methods run on the loop and never block."""
+    """Writes turns and tokens to the ledger. All methods run on the event loop and never block."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Journal:
         level: str = "turn",
         finish_when_full: bool = False,
     ) -> None:
-        """`level` as in store.durability. `finish_when_full`: a turn that a full disk caught
-        amid its tokens ends with them, marked as not durable, instead of with an error."""
+        """`level` as in store.durability. `finish_when_full`: a turn whose last tokens a full disk
+        refused ends normally, marked as not durable, instead of with an error."""
         self._store = store
         self._ledger = store.ledger
         self._fatal: LedgerError | None = None
@@ -56,16 +56,16 @@ class Journal:
         self._kick = asyncio.Event()
         self._turns: dict[Turn, None] = {}  # named turns with tokens the ledger lacks
         self._dirty = False
-        self._refused, self._logged_s = 0, float("-inf")  # records, since this moment
+        self._refused, self._logged_s = 0, float("-inf")  # refused records since the last log line
         self._begun_turns = 0
         self.commits = 0
 
-    # ---------------------------------------------------------------------------- asked for
+    # ------------------------------------------------------------------------------ records
 
     def begin(self, turn: Turn, start: int, lane: str, incarnation: int, meta: SessionMeta) -> None:
         """Record a turn whose prompt differs from the ledger's timeline from `start` on.
 
-        One intent: owner, prompt and turn are durable together or not at all.
+        Owner, prompt and turn are one record: durable together or not at all.
         """
         session, request = turn.session, turn.generation.request
         name, tokens = session.name.decode(), session.tokens
@@ -96,7 +96,7 @@ class Journal:
     def go_on(
         self, turn: Turn, turn_id: str, lane: str, incarnation: int, meta: SessionMeta
     ) -> None:
-        """An earlier turn of the ledger runs again: its row stays, its owner is new."""
+        """Record that an earlier turn of the ledger runs again, with a new owner."""
         session = turn.session
         name = session.name.decode()
         ops = self._own(session, lane, incarnation, meta)
@@ -105,14 +105,14 @@ class Journal:
         self._start(turn, ops)
 
     def note(self) -> None:
-        """Something was computed or published: commit within a tick."""
+        """Request a commit within a tick, after a step or a publication."""
         self._dirty = True
         self._kick.set()
 
     def end(
         self, turn: Turn, event: DoneEvent | ErrorEvent, status: str, meta: SessionMeta
     ) -> None:
-        """The turn is over: its last tokens and its end become durable, then the event goes out."""
+        """Record the last tokens and the end of a turn; send `event` once they are durable."""
         session = turn.session
         mine = self._append(turn)
         self._turns.pop(turn, None)
@@ -129,17 +129,17 @@ class Journal:
     async def hand_over(
         self, session: Session, turn: Turn | None, epoch: int, lane: str, incarnation: int
     ) -> None:
-        """Name the session's next owner; returns once that is durable.
+        """Record the session's next owner; returns once that is durable.
 
-        The one commit point of a hand-over. Raises StoreError if the ledger refused it: then the
-        owner is who it was. The session must not compute meanwhile.
+        This is the commit point of a migration. Raises StoreError if the ledger refused it: then
+        the owner is unchanged. The session must not compute meanwhile.
         """
         mine = [] if turn is None else self._append(turn)
         tokens, before = len(session.tokens), session.logged_epoch
         owner = self._ledger.append(
             writes.SetOwner(session.name.decode(), epoch, incarnation, lane)
         )
-        session.logged_epoch = epoch  # whatever is appended from here on follows that record
+        session.logged_epoch = epoch  # later records follow this one in the ledger
         commit = self._ledger.commit()
         self._watch(commit)
         if turn is not None and mine:
@@ -151,13 +151,13 @@ class Journal:
             raise
 
     def cut(self, session: Session, length: int) -> None:
-        """The ledger holds tokens that the session has given up: forget them there too."""
+        """Truncate the session's tokens in the ledger to `length`."""
         name = session.name.decode()
         cut = self._ledger.append(writes.TruncateTokens(name, session.logged_epoch, length))
         self._commit(session, [cut], lambda _: None)
 
     async def mark_suspect(self, session: Session, strikes: int, incarnation: int) -> None:
-        """Returns once it is durable that the session is about to compute alone."""
+        """Record that the session is about to compute alone; returns once that is durable."""
         future = self._ledger.append(
             writes.SetSuspect(session.name.decode(), incarnation, strikes, True)
         )
@@ -170,9 +170,9 @@ class Journal:
         self._watch(self._ledger.commit())
 
     async def run(self) -> None:
-        """One group commit per tick (level `power`: per step) in which something happened.
+        """Commit once per tick (level `power`: per step) if there is something to commit.
 
-        Raises LedgerError once the ledger has ended for good.
+        Raises LedgerError once the ledger has failed for good.
         """
         while True:
             await self._kick.wait()
@@ -184,7 +184,7 @@ class Journal:
             self.flush()
 
     def flush(self) -> None:
-        """Give the ledger everything it lacks and start its commit."""
+        """Append all tokens that the ledger lacks, and start a commit."""
         appended = [(turn, len(turn.session.tokens), self._append(turn)) for turn in self._turns]
         appended = [(turn, tokens, futures) for turn, tokens, futures in appended if futures]
         if not appended and not self._dirty:
@@ -201,7 +201,7 @@ class Journal:
     def _own(
         self, session: Session, lane: str, incarnation: int, meta: SessionMeta
     ) -> list[writes.Op]:
-        """Records that make `session.epoch` the ledger's, for the lane that will compute."""
+        """Return records that set owner and epoch of the session to `lane` and `session.epoch`."""
         name, ops = session.name.decode(), list[writes.Op]()
         if session.logged == NOT_LOGGED:
             repr_id = self._ledger.repr_id
@@ -228,7 +228,7 @@ class Journal:
         )
 
     def _append(self, turn: Turn) -> list[Future[int]]:
-        """Give the ledger the tokens it lacks, unless it is unknown which those are."""
+        """Append the tokens of the session that the ledger lacks, unless that is unknown."""
         session = turn.session
         if not 0 <= session.logged < len(session.tokens):
             return []
@@ -243,7 +243,7 @@ class Journal:
         ]
 
     def _teller(self, turn: Turn, tokens: int) -> Callable[[BaseException | None], None]:
-        """What follows the commit that holds the timeline's first `tokens`."""
+        """Return the callback of the commit that holds the timeline's first `tokens` tokens."""
 
         def tell(error: BaseException | None) -> None:
             if error is None and self._power:
@@ -292,8 +292,8 @@ class Journal:
     ) -> None:
         """Call `then` once records of one session are durable, or with the first refusal.
 
-        Their own futures decide: the commit fails with anybody's record. They settle before it,
-        unless the ledger has ended for good.
+        The futures of the records decide, since the commit fails with any session's record. They
+        are done before the commit is, unless the ledger has failed for good.
         """
         loop = asyncio.get_running_loop()
 
@@ -307,7 +307,7 @@ class Journal:
         commit.add_done_callback(lambda _: loop.call_soon_threadsafe(settled))
 
     def _watch(self, future: Future[int]) -> None:
-        """Nothing the ledger refuses may stay unseen."""
+        """Log every error of a commit; `run` raises it if it is a LedgerError."""
         loop = asyncio.get_running_loop()
 
         def done(finished: Future[int]) -> None:

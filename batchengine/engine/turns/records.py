@@ -1,8 +1,8 @@
-"""What the ledger keeps, as text, about a turn and about a session.
+"""JSON records of turns and sessions in the ledger.
 
-Owns the two JSON shapes: everything that is needed to go on with a turn in another life, and what
-people and agents may ask about a session later. Refuses a damaged text by answering "unknown":
-the ledger is a file, and a file may say anything.
+Owns the two shapes: everything that a later run needs to continue a turn, and the facts about a
+session that are reported later. A text that does not parse gives None or an empty record, never an
+exception.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import msgspec
 
 from batchengine.core import FORM_CHAT, GenerationRequest, Sampling, Sla
 
-CALLS_MAX = 64  # tool calls one session is remembered by: those of its last turns
-CALLS_FIELD = '"calls":'  # in the text of a session that waits, or waited, for one
-SAMPLE_TOKENS = 16  # of each side of a difference: enough to recognise the text
+CALLS_MAX = 64  # latest tool calls that are kept of one session
+CALLS_FIELD = '"calls":'  # in the text of a session that waits, or waited, for a tool call
+SAMPLE_TOKENS = 16  # kept of each side of a difference: enough to recognise the text
 
 
 class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a turn was asked for: with the timeline and the seed it defines every later token.
+    """Parameters of a turn, which with its timeline define every later token.
 
     Fields may be added with a default, so that older programs and older records are read.
-    `number` counts the turns one life of the engine began: those that one commit of the ledger
-    holds are ordered by it.
+    `number` counts the turns that one run of the engine began; it orders the turns of one commit.
     """
 
     sampling: Sampling
@@ -40,7 +39,7 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, request: GenerationRequest, number: int = 0) -> TurnRecord:
-        """The durable part of a request."""
+        """Make the record of a request."""
         return cls(
             request.sampling,
             request.tokens_max,
@@ -55,7 +54,7 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     def request(
         self, request_id: str, session_id: str, tenant: str, prompt: list[int]
     ) -> GenerationRequest:
-        """The request again, as its client had sent it."""
+        """Return the request as its client had sent it."""
         return GenerationRequest(
             request_id=request_id,
             prompt=tuple(prompt),
@@ -75,8 +74,8 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return _essence(self.sampling) == _essence(sampling)
 
     def asks_the_same(self, request: GenerationRequest) -> bool:
-        """Whether `request` may be this one sent again. Not by the seed: who sends none gets
-        another one each time, and the one of the record counts."""
+        """Whether `request` may be a repetition of this one. The seed is not compared: a client
+        that sends none gets a new one each time."""
         sampling = msgspec.structs.replace(request.sampling, seed=self.sampling.seed)
         limits = (request.tokens_max, request.stop, request.ignore_eos)
         same = (self.tokens_max, self.stop, self.ignore_eos) == limits
@@ -84,11 +83,11 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Rebase(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a new prompt met the timeline of its session, and what became of the KV.
+    """Comparison of a new prompt with the timeline of its session, and the KV that was reused.
 
-    Of a timeline of `timeline` tokens and a prompt of `prompt`, the first `shared` are equal;
-    `old` and `new` are the few tokens that follow in each. `kept` tokens had KV when the turn
-    was admitted (-1 = not yet), the rest was computed.
+    The first `shared` tokens of the timeline (`timeline` tokens) and the prompt (`prompt` tokens)
+    are equal; `old` and `new` are the next few tokens of each. `kept` tokens had KV when the turn
+    was admitted (-1 = not admitted yet), the rest was computed; `reason` is why not more had.
     """
 
     shared: int
@@ -101,25 +100,26 @@ class Rebase(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_edit(self) -> bool:
-        """The client changed what the session had: a mere continuation shares all of it."""
+        """Whether the prompt changes the timeline, instead of continuing or repeating it."""
         return self.shared < min(self.timeline, self.prompt)
 
 
 class ParkedMark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A session waits, since this Unix time, for a tool call ("" = no known one)."""
+    """The session waits for a tool call ("" = unknown id) since the Unix time `since_s`."""
 
     since_s: float
     tool_call_id: str = ""
 
     @classmethod
     def now(cls, tool_call_id: str) -> ParkedMark:
-        """The present, by the calendar: later runs and people read it. Nothing waits by it."""
+        """Make a mark with the current time, which is only reported, never waited for."""
         return cls(datetime.datetime.now(datetime.UTC).timestamp(), tool_call_id)
 
 
 class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What else is durable about a session. `repr_id` is hex: whose KV it last had. `rebase` is
-    of the last turn, `edit` of the last one that changed history. `parked` until the next turn."""
+    """Durable facts of a session besides its tokens. `repr_id` (hex): representation of its last
+    KV. `rebase` is of the last turn, `edit` of the last turn that changed history. `calls` are tool
+    call ids. `parked` is set until the next turn."""
 
     repr_id: str = ""
     rebase: Rebase | None = None
@@ -130,18 +130,18 @@ class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class SessionFacts:
-    """What the engine remembers about a named session beside its timeline."""
+    """What the engine has in memory of a named session besides its timeline."""
 
     meta: SessionMeta
-    old_epoch: int = 0  # of the life before this one, 0 = none: its open rows may still exist,
-    old_owner: int = 0  # in arenas of this worker's engine
-    changed: tuple[str, ...] = ()  # fields of the representation that are not what they were
-    parks: str | None = None  # at the end of its turn, for this tool call ("" = none it knows of)
-    restored: bool = False  # it came from the ledger, and has not computed since
+    old_epoch: int = 0  # in an earlier run, whose arenas may have rows of it; 0 = none
+    old_owner: int = 0  # incarnation of the worker that owned the session in that run
+    changed: tuple[str, ...] = ()  # descriptor fields that differ from those of its old KV
+    parks: str | None = None  # parks at the end of its turn, for this tool call ("" = unknown id)
+    restored: bool = False  # loaded from the ledger, and has not computed since
 
 
 def rebase(timeline: Sequence[int], prompt: Sequence[int], shared: int) -> Rebase:
-    """How `prompt` meets `timeline`, which it shares the first `shared` tokens with."""
+    """Compare `prompt` with `timeline`, of which the first `shared` tokens are equal."""
     end = shared + SAMPLE_TOKENS
     return Rebase(
         shared, len(timeline), len(prompt), tuple(timeline[shared:end]), tuple(prompt[shared:end])
@@ -149,12 +149,12 @@ def rebase(timeline: Sequence[int], prompt: Sequence[int], shared: int) -> Rebas
 
 
 def encode(record: TurnRecord | SessionMeta) -> str:
-    """As the ledger keeps it."""
+    """Return the record as JSON."""
     return msgspec.json.encode(record).decode()
 
 
 def turn_record(text: str) -> TurnRecord | None:
-    """The inverse of `encode`; None if the text is not a turn of this program."""
+    """Decode a turn; None if the text is not the record of a turn."""
     try:
         return msgspec.json.decode(text, type=TurnRecord)
     except (msgspec.ValidationError, msgspec.DecodeError, ValueError):
@@ -162,7 +162,7 @@ def turn_record(text: str) -> TurnRecord | None:
 
 
 def session_meta(text: str) -> SessionMeta:
-    """The inverse of `encode`; an empty record if the text is none."""
+    """Decode a session's meta; an empty record if the text is none."""
     try:
         return msgspec.json.decode(text, type=SessionMeta)
     except (msgspec.ValidationError, msgspec.DecodeError, ValueError):
@@ -170,7 +170,7 @@ def session_meta(text: str) -> SessionMeta:
 
 
 def parked_row(meta: SessionMeta) -> dict[str, Any]:
-    """What a listing says of a parked session, over what it would say; {} for any other."""
+    """Return fields of a parked session that replace those of its row; {} if it is not parked."""
     if meta.parked is None:
         return {}
     since, call = round(meta.parked.since_s), meta.parked.tool_call_id
@@ -178,6 +178,6 @@ def parked_row(meta: SessionMeta) -> dict[str, Any]:
 
 
 def _essence(sampling: Sampling) -> Sampling:
-    """Without what cannot change a token: the seed of a greedy choice, and logprobs."""
+    """Reset the fields that cannot change a token: the seed if greedy, and logprobs."""
     seed = sampling.seed if sampling.temperature else 0
     return msgspec.structs.replace(sampling, seed=seed, logprobs=-1)

@@ -1,8 +1,8 @@
-"""One generation as its reader sees it: a bounded stream of events that ends exactly once.
+"""The stream of one generation: a bounded buffer of events that ends exactly once.
 
 Owns the event buffer, the text of the stream (whole characters, stop strings held back) and the
-times of the request. Refuses to grow with a slow reader: a full buffer pauses the session.
-Sends no token before it is durable enough: `release` says how many are durable enough.
+times of the request. A full buffer pauses the turn, so a slow reader costs bounded memory. Sends
+only tokens that `release` has covered, for durability.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batchengine.core import (
 )
 from batchengine.text import Detokeniser, StopMatcher
 
-# About 100 KiB of events per stream at most, and more than a reader loses in one 20 ms hiccup.
+# About 100 KiB of events per stream at most; more tokens than are computed in a pause of 20 ms.
 EVENTS_MAX = 256
 EVENTS_RESUME = 64
 IsEnd = Callable[[int], bool]
@@ -34,10 +34,10 @@ ALL_TOKENS = 1 << 62  # tokens: more than any stream has
 
 @dataclass(slots=True)
 class Continuation:
-    """A turn of the ledger that a request goes on with. `turn_id` "" = its tokens, but a new row.
+    """A turn of the ledger that a request continues; `turn_id` "" = recorded as a new turn.
 
-    `tokens` of its answer exist. Only the last turn of a session can compute more: an older one
-    is complete, or cannot be had any more.
+    `tokens` are the existing tokens of its answer. Only the last turn of a session can compute
+    more tokens.
     """
 
     turn_id: str
@@ -70,15 +70,15 @@ class Generation:
         self.last_token_ms: float | None = None
         self.cached_tokens = 0
         self.completion_tokens = 0
-        self.resumed_tokens = 0  # of them, how many an earlier stream computed
+        self.resumed_tokens = 0  # of completion_tokens: computed for an earlier stream
         self.reuse_reason = ""
         self.lane = ""
         self.lane_wait_ms = 0.0  # predicted when its lane was chosen
         self.cancelled = False
         self.finished = False  # the engine is done with it; events may remain unread
         self.paused_since_ms: float | None = None
-        self.resumes: int | None = None  # asked to resume: from this token of the answer on
-        self.looked = False  # the ledger was asked whether it is a repetition
+        self.resumes: int | None = None  # a resume: its first token of the answer
+        self.looked = False  # `SessionRecovery.load` was called for it
         self.continuation: Continuation | None = None
         self.stops = StopMatcher(request.stop)
         self.detokeniser = detokeniser
@@ -87,8 +87,8 @@ class Generation:
         self._events: deque[GenerationEvent] = deque()
         self._held: deque[TokenEvent] = deque()  # not durable enough yet; see `release`
         self._shown = 0  # tokens pushed, or known to the reader from an earlier stream
-        self._durable = 0  # of the completion, how many may be sent
-        self._known = 0  # of it, how many the reader has from an earlier stream
+        self._durable = 0  # tokens of the completion that may be sent
+        self._known = 0  # tokens of the completion that the reader has from an earlier stream
         self._waiter: asyncio.Future[None] | None = None
         self._over = False
 
@@ -114,7 +114,7 @@ class Generation:
         return event
 
     async def events(self) -> list[GenerationEvent]:
-        """Every event that is ready, at least one; empty once the last event was taken."""
+        """Return every event that is ready, at least one; empty once the last event was taken."""
         while not self._events:
             if self._over:
                 return []
@@ -127,7 +127,7 @@ class Generation:
         return taken
 
     def cancel(self) -> None:
-        """The caller gave up: stop within one step. Idempotent; no further event follows."""
+        """Stop the generation within one step. Idempotent; no further event follows."""
         if self.cancelled:
             return
         self.cancelled = True
@@ -141,11 +141,11 @@ class Generation:
 
     @property
     def full(self) -> bool:
-        """The reader is behind by as much as this daemon buffers."""
+        """Whether EVENTS_MAX events or more are unread."""
         return len(self._events) + len(self._held) >= EVENTS_MAX
 
     def push(self, event: TokenEvent | QueuedEvent) -> None:
-        """An event for the reader; tokens wait until `release` covers them. None after the end."""
+        """Queue an event for the reader; tokens wait for `release`. Does nothing after the end."""
         if self.finished:
             return
         if isinstance(event, TokenEvent):
@@ -162,7 +162,7 @@ class Generation:
         self._wake()
 
     def release(self, tokens: int = ALL_TOKENS) -> None:
-        """The turn row is durable, and with it so many tokens: they may go out."""
+        """Allow the first `tokens` tokens of the completion to be sent: they are durable enough."""
         if tokens <= self._durable:
             return
         self._durable = tokens
@@ -173,7 +173,7 @@ class Generation:
             self._wake()
 
     def end(self, event: DoneEvent | ErrorEvent) -> None:
-        """The last event. Later calls do nothing."""
+        """Queue the last event. Later calls do nothing."""
         if self.finished:
             return
         self.finished = True
@@ -187,32 +187,33 @@ class Generation:
     def add_token(
         self, token: int, logprob: TokenLogprob | None, top: tuple[TokenLogprob, ...]
     ) -> bool:
-        """A committed token that is text; True if it completes a stop string."""
+        """Queue a committed token with its text; True if it completes a stop string."""
         text, stopped = self.stops.push(self.detokeniser.push(token))
         self.push(TokenEvent(token, text, logprob, top))
         return stopped
 
     @property
     def turn_id(self) -> str:
-        """The ledger's turn that its tokens belong to; known before the first of them."""
+        """Id of the turn in the ledger; valid before the first token."""
         more = self.continuation
         return (more.turn_id if more is not None else "") or self.request.request_id
 
     def resume_at(self, from_token: int) -> None:
-        """The reader has the tokens before this one, whether they are computed again or not."""
+        """Skip the tokens before `from_token`, which the reader has from an earlier stream."""
         self.resumes, self._known = from_token, from_token
 
     def is_superseded(self, queue: Sequence[Generation] | None) -> bool:
-        """Whether a newer reader of the same answer waits already: the newest one gets it."""
+        """Whether a newer resume of the same session waits in its queue."""
         other = queue[0] if queue else None
         if self.resumes is None or other is None or other.resumes is None or other.cancelled:
             return False
         return other.arrived_ms > self.arrived_ms
 
     def retell(self, tokens: Sequence[int], is_end: IsEnd) -> str:
-        """Tokens that an earlier stream of the same turn computed, with the text it had.
+        """Queue tokens of the same turn that were computed for an earlier stream, with their text.
 
-        Returns why the turn ends among them, "" if it goes on; those after its end are not sent.
+        Returns the finish reason if the turn ends among them, else "". Tokens after the end are
+        not sent.
         """
         request = self.request
         for token in tokens:
@@ -229,14 +230,14 @@ class Generation:
         return ""
 
     def rest(self, stopped: bool) -> str:
-        """Text still held back at the end of the stream; nothing after a stop string."""
+        """Return the text still held back at the end of the stream; "" after a stop string."""
         if stopped:
             return ""
         text, found = self.stops.push(self.detokeniser.flush())
         return text if found else text + self.stops.flush()
 
     def usage(self, now_ms: float) -> Usage:
-        """Counts and times so far."""
+        """Return counts and times so far."""
         started = self.started_ms if self.started_ms is not None else now_ms
         first = self.first_token_ms if self.first_token_ms is not None else now_ms
         return Usage(
@@ -257,7 +258,7 @@ class Generation:
         self.end(ErrorEvent(error))
 
     def abort(self, error: BatchEngineError) -> None:
-        """End with an error event, and stop the work: unlike `cancel`, the reader hears why."""
+        """End with an error event, and cancel the turn. After `cancel` there is no event."""
         self.fail(error)
         self._on_cancel(self)
 

@@ -1,6 +1,6 @@
-"""A turn: one generation being computed on one session, with what the scheduler needs to know.
+"""A turn: one generation being computed on one session, with the inputs of the scheduler.
 
-Owns the numbers of a turn that do not belong to the session (which outlives it) nor to the
+Owns the state of a turn that belongs neither to the session, which outlives the turn, nor to the
 reader's stream. Plain state; the lane loop is the only writer.
 """
 
@@ -26,7 +26,7 @@ if TurnRow._fields != _ROW_FIELDS:
 
 
 def check_request(request: GenerationRequest, context_tokens: int, vocab_size: int) -> None:
-    """Raises BatchEngineError of kind INVALID for a request that can never run."""
+    """Raise BatchEngineError of kind INVALID for a request that can never run."""
     if request.constraint is not None:
         raise errors.CONSTRAINT_UNSUPPORTED()
     n_prompt, most = len(request.prompt), request.tokens_max
@@ -79,28 +79,28 @@ class Turn:
         self.pages_max = pages_for(len(request.prompt) + request.tokens_max)
         self.sampling = request.sampling
         self.history_tokens = request.sampling.history_tokens
-        self.paused = False  # it computes nothing: its reader is slow
-        self.needs_match = False  # it lost KV: look once more what the store still has
-        self.stop_early = bool(request.stop)  # text decides the end: it cannot wait for the emitter
+        self.paused = False  # computes nothing, since its reader is slow
+        self.needs_match = False  # its session lost KV: match the prompt with the store again
+        self.stop_early = bool(request.stop)  # text decides the end: emit tokens at their commit
         self.suspect_until = 0
         self.disputes = 0  # audits of pages that it shares
-        self.cached_row: TurnRow | None = None  # valid while it waits
-        self.reported = False  # it has computed: how much KV it reuses is known,
-        self.reused = 0  # of so many tokens of its timeline,
-        self.length = 0  # which had this length then;
-        self.loss: Loss | None = None  # and why KV that its session had is gone
+        self.cached_row: TurnRow | None = None  # valid while the turn waits for a seat
+        self.reported = False  # `start` was called, which sets the next three:
+        self.reused = 0  # leading tokens that had KV
+        self.length = 0  # tokens of the timeline
+        self.loss: Loss | None = None  # why KV that the session had is gone
         self.end: TurnEnd | None = None
         self._started = asyncio.Event()
         self._ended = asyncio.Event()
-        self.timeline = 0  # tokens of the session when the turn began,
-        self.shared = 0  # and how many of them begin this turn's own timeline
+        self.timeline = 0  # tokens of the session's timeline before the turn's rebase
+        self.shared = 0  # leading tokens of those that the turn's timeline has too
         self.turn_id = ""  # "" = not in the ledger
 
     def __repr__(self) -> str:
         return f"<Turn {self.generation.request_id} {self.session!r}>"
 
     def start(self, reused: int, loss: Loss | None) -> None:
-        """Its first step is about to be sent; `reused` leading tokens have KV already."""
+        """Record, before the first step is sent, that `reused` leading tokens have KV already."""
         self.reported, self.loss = True, loss
         self.reused, self.length = reused, len(self.session.tokens)
         generation = self.generation
@@ -108,27 +108,27 @@ class Turn:
         self._started.set()
 
     def finish(self, end: TurnEnd) -> None:
-        """The lane is done with it. Later calls do nothing."""
+        """Set how the turn ended; the lane computes it no more. Later calls do nothing."""
         if self.end is None:
             self.end = end
             self._started.set()
             self._ended.set()
 
     async def started(self) -> None:
-        """Returns once it computes, or has ended before."""
+        """Wait until `start` or `finish` was called."""
         await self._started.wait()
 
     async def ended(self) -> TurnEnd:
-        """How it ended, once it has."""
+        """Wait for the end of the turn, and return how it ended."""
         await self._ended.wait()
         if self.end is None:
             raise RuntimeError(f"{self!r} ended without a reason")
         return self.end
 
     def row(self, *, running: bool, evictable: int | None = None) -> TurnRow:
-        """How the scheduler sees it; cached while it waits.
+        """Return the turn as a row for the scheduler; cached while the turn waits for a seat.
 
-        `evictable`: of its pages, those that only sessions without a seat hold; None = all.
+        `evictable`: number of its pages that no session with a seat holds; None = all.
         """
         if not running and self.cached_row is not None:
             return self.cached_row
@@ -162,5 +162,5 @@ class Turn:
         return row
 
     def history_len(self) -> int:
-        """Tokens at the end of the timeline that the next token's penalties look at."""
+        """Number of tokens at the end of the timeline that the penalties of the next token use."""
         return min(self.history_tokens, len(self.session.tokens))
