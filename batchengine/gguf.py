@@ -2,12 +2,12 @@
 
 Owns: the container format (header, key-values, tensor table, bounds of the tensor data).
 Refuses: any malformed file. Each defect has one error that names the key or the tensor;
-no count, length or offset from the file is used before it is compared with what is really
-there, so that no file can make the reader crash, hang or allocate more than its own size.
-Does not know what the keys mean (weights.spec does) and never converts tensor data.
+no count, length or offset from the file is used before it is compared with the file's actual
+size, so that no file can make the reader crash, hang or allocate more than its own size.
+The meaning of keys is in weights.spec; tensor data is never converted here.
 
-Own reader, because the `gguf` package needs 7.0 s for the key-values of a 152k-token vocabulary
-(ggml-vocab-qwen2.gguf; one numpy object per string part) where this one needs 0.07 s: strings
+The `gguf` package needs 7.0 s for the key-values of a 152k-token vocabulary
+(ggml-vocab-qwen2.gguf; one numpy object per string part), this reader 0.07 s: strings
 of arrays stay bytes in the mapping and only their positions are kept.
 """
 
@@ -34,7 +34,7 @@ from batchengine import errors
 from batchengine.core import BatchEngineError
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # 3 differs from 2 only in that it may be big-endian, which we refuse
+VERSIONS = (2, 3)  # 3 differs from 2 only in that it may be big-endian, which is refused
 
 # Limits: each is far above any model in use and keeps a hostile file's cost below a second.
 KEY_COUNT_MAX = 1 << 16
@@ -296,7 +296,7 @@ def file_identity(status: os.stat_result) -> Identity:
 
 
 class _Cursor:
-    """A position within the buffer. Every read has the name of what it reads, for errors."""
+    """A position within the buffer. Every read gets the name of its value, for errors."""
 
     def __init__(self, buffer: memoryview, name: str) -> None:
         self.buffer = buffer

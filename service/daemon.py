@@ -1,4 +1,4 @@
-"""The daemon: one process from the first banner line to the last log line.
+"""The daemon process: start-up, banner, signals and drain.
 
 Owns start-up order (socket first, so that a port in use costs nothing; then HTTP, which answers
 503 while the engine loads; then the engine), signals, notifications and the drain. A banner line
@@ -34,9 +34,9 @@ log = logging.getLogger("batchengine.service")
 
 EXIT_OK = 0
 EXIT_FORCED = 130  # second signal
-# A dying parent's signal can arrive once per thread, a terminal's once per process of the group.
+# The signal of a parent's exit can arrive once per thread, a terminal's once per process.
 SIGNAL_TWINS_S = 0.3
-EXIT_ENGINE_LOST = 75  # the engine stopped by itself: restart me (EX_TEMPFAIL)
+EXIT_ENGINE_LOST = 75  # the engine stopped by itself: start again (EX_TEMPFAIL)
 CONNECTIONS_SPARE = 64  # health checks and metrics still get in when every stream is taken
 OPEN_FILES = 65_536
 FILES_KEPT = 192  # extents, ledger, worker sockets, logs
@@ -82,7 +82,7 @@ def _raise_file_limit() -> None:
 
 
 def _connections_max(config: Config) -> int:
-    """Streams and a few more, but never so many that the engine's own files find no descriptor."""
+    """Streams and CONNECTIONS_SPARE, bounded so that FILES_KEPT descriptors stay for the engine."""
     wanted = config.limits.streams_max + CONNECTIONS_SPARE
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return wanted if files < 0 else max(1, min(wanted, files - FILES_KEPT))
@@ -95,7 +95,7 @@ def say(line: str) -> None:
 
 
 class Daemon:
-    """The serving process: its start, its waiting for a signal, its drain."""
+    """The serving process: its start, its wait for a signal, its drain."""
 
     def __init__(self, config: Config, make_engine: Callable[[Config], EngineApi]) -> None:
         self._config = config
@@ -179,7 +179,7 @@ class Daemon:
         self._notifier.ready(f"serving {info.model_id} on {base}")
 
     async def _wait(self, engine: EngineApi, service: app.Service) -> int:
-        """Until a signal, `drain`, or an engine that stopped by itself; then drains."""
+        """Waits for a signal, `drain` or the end of the engine, then drains; returns exit code."""
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -207,7 +207,7 @@ class Daemon:
             self._stop.set()
 
     def _on_signal(self, name: str, admin: AdminSocket) -> None:
-        """The first signal drains. The second leaves at once: what was sent is durable already.
+        """The first signal drains. The second exits at once: all tokens sent are durable already.
 
         After the `drain` command the first one changes nothing: service managers send it anyway.
         """
@@ -224,7 +224,7 @@ class Daemon:
 
 
 def banner(config: Config) -> list[str]:
-    """The lines of facts that are known before anything is loaded."""
+    """The banner lines, of facts that are known before anything is loaded."""
     path = Path(config.model.path)
     size = f"{path.stat().st_size / MIB:,.2f} MiB" if path.is_file() else "missing"
     lines = [
@@ -245,7 +245,7 @@ def banner(config: Config) -> list[str]:
 
 
 def lane_line(lane: LaneConfig) -> str:
-    """`  lane    fast  cpu, tier fast, 4 threads on cores 0,1,2,3`"""
+    """A lane's line: `  lane    fast  cpu, tier fast, 4 threads on cores 0,1,2,3`"""
     cores = ",".join(map(str, lane.cores))
     tier = "" if lane.tier in ("", "any") else f", tier {lane.tier}"
     threads = "1 thread" if lane.threads == 1 else f"{lane.threads} threads"
@@ -253,7 +253,7 @@ def lane_line(lane: LaneConfig) -> str:
 
 
 def stage_line(stage: Stage) -> str:
-    """`  [2/5] cpu kernels        self-test ok   0.4 s`"""
+    """A stage's line: `  [2/5] cpu kernels        self-test ok   0.4 s`"""
     return (
         f"  [{stage.index}/{stage.count}] {stage.name:<16} {stage.detail}   {stage.seconds:.1f} s"
     )

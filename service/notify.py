@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 
-EXTEND_SECONDS = 120  # every stage line buys this much more start-up time (TimeoutStartSec)
+EXTEND_SECONDS = 120  # every stage line extends the start-up time by so much (TimeoutStartSec)
 
 
 class Notifier:
@@ -40,14 +40,14 @@ class Notifier:
         return f"<Notifier {'systemd' if self._socket else 'off'} watchdog={self.watchdog_s:g}s>"
 
     def send(self, *lines: str) -> None:
-        """Newline-separated assignments such as `READY=1`."""
+        """Sends assignments such as `READY=1` in one datagram."""
         if self._socket is None:
             return
         with contextlib.suppress(OSError):
             self._socket.sendto("\n".join(lines).encode(), self._address)
 
     def stage(self, text: str) -> None:
-        """Progress of a start that is still under way."""
+        """Sends the progress of a start that is still under way."""
         self.send(f"STATUS={text}", f"EXTEND_TIMEOUT_USEC={EXTEND_SECONDS * 1_000_000}")
 
     def ready(self, text: str) -> None:

@@ -1,10 +1,10 @@
 """The operations on sessions, one row each: HTTP routes, admin commands and CLI commands are made
 from this table.
 
-Owns how a session is found, once: an HTTP caller names its own sessions by whole ids, the operator
-at the admin socket any session by its id, a unique beginning of it, or the client's own id. What
-is found is passed down as exact (tenant, id). Imports nothing heavy: the command line reads the
-table before it knows which command runs.
+Owns the lookup of sessions: an HTTP caller names its own sessions by whole ids, the operator
+at the admin socket any session by its id, a unique beginning of it, or the client's own id.
+Operations get the exact (tenant, id). Imports nothing heavy: the command line reads the table at
+every start.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ async def why(engine: EngineApi, subject: Subject) -> Facts:
 
 
 async def park(engine: EngineApi, subject: Subject, tool_call_id: str | None = None) -> Facts:
-    """Raises 400 for an id that no conversation could lead back with."""
+    """Parks a session; raises 400 for a tool call id that no message can hold."""
     call = tool_call_id or ""
     if len(call) > CALL_CHARS_MAX or not call.isprintable():
         raise errors.INVALID_FIELD(
@@ -263,7 +263,7 @@ def _public_value(value: Any) -> Any:
 def own_session(engine: EngineApi, tenant: str, given: str) -> str:
     """The id in the engine of a caller's own session, which may not exist; raises 400."""
     if given.startswith("be_req_") and engine.has_session(tenant, given):
-        return given  # without a name: only while it computes, and only exactly
+        return given  # an anonymous session: only while it computes, by its whole id
     return session_ids.session_key(tenant, given, "session_id")
 
 

@@ -1,10 +1,10 @@
-"""Names of sessions: a client's own names as keys that cannot cross tenants.
+"""Session ids: turns a client's names for sessions into ids that cannot cross tenants.
 
 A session id that this daemon hands out is `be_` + 16 letters of body + 16 letters of tag; the tag
-ties it to one tenant, so an id is taken as it stands only from the tenant that owns it. Anything
+ties it to one tenant, so an id is used unchanged only for the tenant that owns it. Anything
 else is a client's own name for a session, hashed together with the tenant. The engine makes
-`idem_` ids out of idempotency keys; they stand as they are, since it looks sessions up by tenant
-and id.
+`idem_` ids out of idempotency keys; these are used unchanged, as the engine looks sessions up by
+tenant and id.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def printable(name: str) -> str:
 
 
 def session_key(tenant: str, client_id: str, param: str = "session_id") -> str:
-    """The id of a session: our own id unchanged for its owner, else a hash of tenant and id."""
+    """A session's id: a handed-out id unchanged for its owner, else a hash of tenant and id."""
     if len(client_id) > ID_CHARS_MAX or not client_id.isprintable():
         raise errors.INVALID_FIELD(
             param=param,

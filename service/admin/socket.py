@@ -2,7 +2,7 @@
 
 Owns the commands and the fields that each takes; those about one session come from
 `service.operations`. Refuses other users twice: by the mode of the socket (0600) and by the peer's
-uid. Nothing here is reachable over HTTP (R4).
+uid. Nothing here is reachable over HTTP.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ Method = Callable[[Any], Awaitable[dict[str, object]]]
 
 
 def _arguments_of(operation: Operation) -> type[msgspec.Struct]:
-    """The fields of one row: its subject, `tenant` (the name of an API key; None = any), and its
-    own arguments."""
+    """The fields of one operation: its subject, `tenant` (the name of an API key; None = any), and
+    its own arguments."""
     text: Any = Text
     fields: list[tuple[str, Any, Any] | tuple[str, Any]] = [
         (operation.subject, Text),
@@ -168,7 +168,7 @@ class AdminSocket:
             return {"ok": False, **error_object(errors.INTERNAL_ERROR(request_id="admin"))}
 
     async def _run(self, line: bytes) -> dict[str, object]:
-        """One line: its command names a method and the fields it takes."""
+        """Runs the command of one line; raises BatchEngineError for wrong fields."""
         try:
             fields = msgspec.json.decode(line, type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -65,7 +65,7 @@ class ChildDaemon:
                 text=True,
                 errors="replace",
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches us only; we stop the child in order
+                start_new_session=True,  # Ctrl-C reaches this process only, which stops it
             )
         except BaseException:
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -141,7 +141,7 @@ class ChildDaemon:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Removes the scratch folder; a worker on its way out may still put a file into it."""
+    """Removes the scratch folder, again if an ending worker puts another file into it."""
     for _ in range(30):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

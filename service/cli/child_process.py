@@ -1,4 +1,4 @@
-"""The process of a `ChildDaemon`: the command line, drained by SIGTERM when its parent dies."""
+"""The process of a `ChildDaemon`: the command line, drained by SIGTERM when its parent ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     code = main.EXIT_INTERRUPTED
     try:
-        if os.getppid() == int(parent):  # else it died before the call above
+        if os.getppid() == int(parent):  # else it ended before the call above
             code = main.run(command)
     finally:
         if os.getppid() != int(parent):

@@ -1,7 +1,7 @@
 """`make demo`: the bundled pocket model, served, asked twice, stopped.
 
-Starts a real daemon as a child, shows its stages, streams one chat completion, says who served
-it and how fast, and asks a second turn whose prompt is mostly found in the KV store.
+Starts a real daemon as a child, shows its stages, streams one chat completion, prints which lane
+served it and how fast, and asks a second turn whose prompt is mostly found in the KV store.
 """
 
 from __future__ import annotations

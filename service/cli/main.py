@@ -168,7 +168,7 @@ def serve(
 
 
 def _lane_overrides(count: int | None, threads: int | None) -> dict[str, object]:
-    """One lane, or a fast one and bulk ones: each gets its share of the cores."""
+    """Settings of one lane, or of a fast one and bulk ones that share the cores."""
     if count is None:
         return {"lane.threads": threads}
     if not 1 <= count <= LANES_MAX:
@@ -183,7 +183,7 @@ def _lane_overrides(count: int | None, threads: int | None) -> dict[str, object]
 
 
 def _key_overrides(path: Path | None) -> dict[str, object]:
-    """Keys of a file, each named by its digest: the tenant stays when lines move."""
+    """Keys of a file, each named by its digest, so that tenants do not depend on line order."""
     import hashlib
 
     if path is None:
@@ -266,7 +266,7 @@ def chat(
 
 @app.command
 def ps(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
-    """What the daemon is computing now."""
+    """Show what the daemon is computing now."""
     from service.admin.client import admin
 
     path = admin_path(admin_socket)
@@ -309,7 +309,7 @@ def _ms(value: float | None) -> str:
 
 @app.command
 def version(*, json: Json = False, debug: Debug = False) -> int:
-    """The version of this installation."""
+    """Show the version of this installation."""
     import platform
 
     facts = {

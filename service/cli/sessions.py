@@ -112,7 +112,7 @@ def list_sessions(
     json: Json = False,
     debug: Debug = False,
 ) -> int:
-    """Sessions the daemon knows: where they are, how long, what their last turn reused."""
+    """List sessions: where they are, how long, what their last turn reused."""
     rows: list[Answer] = admin(admin_path(admin_socket), "sessions", stored=all)["sessions"]
     show(
         {"sessions": rows},
@@ -123,7 +123,7 @@ def list_sessions(
 
 
 def _listed(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of the table; the key's name only where there are keys, and so on."""
+    """One row of the table; columns that no session needs are left out."""
     shown = {"session": row["session_id"]}
     if any(other.get("tenant") for other in rows):
         shown["key"] = row.get("tenant")

@@ -33,7 +33,7 @@ def add(app: cyclopts.App) -> None:
 
 @store.command
 def stat(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
-    """How full the store is, how fast, and what has happened to its pages."""
+    """Show the store's size, speed and page counters."""
     found = _op(admin_socket, "stat")
     show(
         found,
@@ -74,7 +74,7 @@ def _verify_lines(found: dict[str, Any]) -> list[str]:
 
 @store.command
 def gc(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
-    """Forget what may go: pages beyond the target, other models' KV, the oldest history."""
+    """Free space: drop pages beyond the target, other models' KV, the oldest history."""
     found = _op(admin_socket, "gc")
     show(
         found,

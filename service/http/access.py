@@ -1,7 +1,7 @@
 """Access checks: API keys, the Host and Origin headers, the type of the body.
 
-Owns the checks that run before any route. Refuses to compare keys by anything but a constant-time
-comparison of their SHA-256, and to leave a single route open once a key exists.
+Owns the checks that run before any route. Keys are compared by their SHA-256, in constant time;
+once a key exists, every route needs one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def key_lines(path: Path) -> list[str]:
 
 
 class OriginPolicy:
-    """Host, Origin and content headers against what the configuration allows."""
+    """The hosts and origins that the configuration allows."""
 
     def __init__(self, config: Config) -> None:
         names = {*config.server.allowed_hosts, *LOOPBACK, config.server.host}
@@ -89,7 +89,7 @@ class OriginPolicy:
         self._origins = {origin.lower().rstrip("/") for origin in config.server.allowed_origins}
 
     def check(self, headers: CIMultiDictProxy[str]) -> None:
-        """Raises BatchEngineError 400 or 403 for a host or origin that is not ours."""
+        """Raises BatchEngineError 400 or 403 for a host or origin that is not allowed."""
         hosts = headers.getall("Host", [])
         if len(hosts) != 1 or not hosts[0]:
             raise errors.MALFORMED_HTTP()
@@ -123,7 +123,7 @@ def _host_name(host: str) -> str:
 
 
 def check_bind(config: Config) -> None:
-    """Raises HOST_EXPOSED: an address others can reach needs keys, and TLS in front (R18)."""
+    """Raises HOST_EXPOSED: an address others can reach needs keys, and TLS in front."""
     server = config.server
     if is_loopback(server.host):
         return

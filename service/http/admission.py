@@ -1,4 +1,4 @@
-"""State of the HTTP side: admission of requests, their bodies, and what runs.
+"""State of the HTTP side: admission of requests, their bodies, and running requests.
 
 Owns the one `Service` object, the reading of bodies within their limits, and the keys under which
 aiohttp keeps a request's data. Routes are in `service.http.app` and `service.http.sessions`.
@@ -70,7 +70,7 @@ class Service:
     def admit(self) -> Generator[Admission, None, None]:
         """Counts a request from before its body until it is live or refused; raises 429.
 
-        Bodies and tokenising cost as much as streams do: `streams_max` bounds both together.
+        `streams_max` bounds requests that are prepared and streams together.
         """
         busy, limit = len(self.live) + self.preparing, self.config.limits.streams_max
         if busy >= limit:

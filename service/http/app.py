@@ -1,6 +1,6 @@
 """The HTTP application: routes, the checks in front of them, and how errors are answered.
 
-Owns what happens between a parsed HTTP request and an answer. Refuses every request to an
+Owns the way from a parsed HTTP request to its answer. Refuses every request to an
 unlisted host, without a key where keys exist, or with a body that is not plain JSON; nothing
 whose cost grows with the input runs on the event loop.
 """
@@ -42,7 +42,7 @@ from service.session_ids import printable
 log = logging.getLogger("batchengine.service")
 
 BODY_SECONDS_MAX = 60.0  # a body that takes longer is an attack or a dead link
-UNKNOWN_COUNTED_MAX = 64  # more names in one body are noise, not a client's habit
+UNKNOWN_COUNTED_MAX = 64  # names of ignored fields that one body adds to the metrics
 _TARGET = re.compile(r"[!-~]{1,4096}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -104,7 +104,7 @@ async def _name_server(request: web.Request, response: web.StreamResponse) -> No
 
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every failure becomes an error object; every answer names its request."""
+    """Turns every failure into an error object; every answer gets its x-request-id."""
     request_id = request[REQUEST_ID] = requests.new_request_id()
     headers: dict[str, str] = {"x-request-id": request_id}
     request[HEADERS] = headers
@@ -158,7 +158,7 @@ def _http_error(request: web.Request, error: web.HTTPException) -> BatchEngineEr
 
 @web.middleware
 async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Host, Origin, key and content headers, before any route; also before 404 and 405."""
+    """Checks Host, Origin and API key before any route; also before 404 and 405."""
     service = request.app[SERVICE]
     service.origin_policy.check(request.headers)
     request[CALLER] = service.keyring.identify(request.headers)
@@ -322,10 +322,10 @@ async def _not_built(request: web.Request) -> web.Response:
 
 
 async def _nowhere(request: web.Request) -> web.Response:
-    """405 where another method would find something, 404 where none would."""
+    """Raises 405 where another method has a route, else 404."""
     allowed: set[str] = set()
     for resource in request.app.router.resources():
         allowed |= (await resource.resolve(request))[1]
-    if allowed := allowed - {"*"}:  # what leads here
+    if allowed := allowed - {"*"}:  # "*" is this route
         raise web.HTTPMethodNotAllowed(request.method, allowed)
     raise web.HTTPNotFound

@@ -26,7 +26,7 @@ log = logging.getLogger("batchengine.service")
 FIRST_REQUEST_SECONDS = 20.0
 IDLE_SECONDS = 120.0  # keep-alive between requests of one connection
 LINGER_SECONDS = 1.0  # for a refused body: long enough to read the refusal
-SEND_BUFFER_BYTES = 128 * 1024  # the kernel doubles it: 256 KiB per stream at most (F54)
+SEND_BUFFER_BYTES = 128 * 1024  # the kernel doubles it: 256 KiB per stream at most
 BACKLOG = 1024
 HEADER_BYTES_MAX = 8190
 
@@ -148,7 +148,7 @@ class Listener:
         return cast("int", self._sock.getsockname()[1])
 
     async def open(self) -> None:
-        """Starts accepting. Asserts the C parser (R21): the Python one has had smuggling holes."""
+        """Starts accepting. Raises NO_C_PARSER: aiohttp's Python parser has allowed smuggling."""
         if HttpRequestParser.__module__ != "aiohttp._http_parser":
             raise errors.NO_C_PARSER()
         await self._runner.setup()

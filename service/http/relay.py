@@ -1,6 +1,6 @@
-"""Events of submitted generations to an HTTP answer, streaming or whole.
+"""Writes the events of submitted generations as an HTTP answer, streaming or whole.
 
-Owns the order of events of API 1.3 and the fan-in of several choices. However a handler ends
+Owns the order of events and the fan-in of several choices. However a handler ends
 (finish, error, disconnect, slow reader), every generation that still runs is cancelled.
 """
 
@@ -36,7 +36,7 @@ Indexed = tuple[int, GenerationEvent]  # with the index of its choice
 
 
 def source_of(generations: list[GenerationApi]) -> OneChoice | FanIn:
-    """One choice is read directly; several need a task each.
+    """The reader of a request's generations: one is read directly, several need a task each.
 
     `next` returns all events that are ready, [] after its timeout; each choice ends with one
     DoneEvent or ErrorEvent. `close` cancels what still runs, and is idempotent.
@@ -168,7 +168,7 @@ async def answer_stream(
 async def _relay(
     stream: sse.EventStream, formatter: Formatter, source: OneChoice | FanIn, server: ServerConfig
 ) -> str:
-    """Events to the socket until the end; returns how it ended."""
+    """Sends events to the socket until the end; returns how it ended."""
     queued: QueuedEvent | None = None
     wrote_at = visible_at = time.monotonic()
     while not formatter.is_done:

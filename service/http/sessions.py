@@ -142,9 +142,9 @@ async def _stream(request: web.Request) -> web.StreamResponse:
 
 
 def _position(request: web.Request) -> tuple[str, int]:
-    """(turn, tokens of it that the reader has): what it last saw wins over what it once asked for.
+    """(turn, tokens of it that the reader has); Last-Event-ID wins over `turn` and `from`.
 
-    The turn is "" = the last one, whichever that is, only for a reader that has nothing yet.
+    The turn is "" = the last one only for a reader that has no token yet.
     """
     param, text = LAST_EVENT, request.headers.get(LAST_EVENT)
     turn_id = request.query.get("turn", "")
@@ -182,7 +182,7 @@ def _position(request: web.Request) -> tuple[str, int]:
 def _job(
     service: Service, request: web.Request, asked: requests.GenerationRequest
 ) -> requests.HttpJob:
-    """The job of the turn that goes on: its own request id, class and seed."""
+    """The job of a resumed turn, with the turn's own request id, class and seed."""
     return requests.HttpJob(
         request_id=asked.request_id,
         protocol=asked.form,

@@ -1,6 +1,6 @@
 """Server-sent events on one response: headers, events, comments, and readers that stop reading.
 
-Owns the bytes of the event stream (API 1.3) and the time limit of slow readers (F54). Never
+Owns the bytes of the event stream and the time limit of slow readers. Never
 buffers more than the transport's high-water mark: a full socket pauses the writer.
 """
 
@@ -33,7 +33,7 @@ class EventStream:
         self._stall_s = stall_s
 
     async def open(self) -> None:
-        """Status line and headers, at once."""
+        """Sends status line and headers, at once."""
         await self._response.prepare(self._request)
 
     @property
@@ -41,12 +41,12 @@ class EventStream:
         return self._response
 
     async def send(self, payload: bytes) -> None:
-        """Whole events; raises SlowReader, or ConnectionResetError when the client is gone."""
+        """Sends whole events; raises SlowReader, or ConnectionResetError if the client is gone."""
         if payload:
             await self._taken(self._response.write(payload))
 
     async def close(self) -> None:
-        """End of the body; raises as `send` does."""
+        """Ends the body; raises as `send` does."""
         await self._taken(self._response.write_eof())
 
     async def _taken(self, writing: Awaitable[None]) -> None:

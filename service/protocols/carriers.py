@@ -1,7 +1,7 @@
 """The caller of a request, its session, and the SLA it asks for.
 
-Clients carry these in many fields and headers. For each value the first carrier of API 1.5 and
-1.6 that sets it wins. Model aliases carry a class for clients that can set nothing else, and are
+Clients carry these in many fields and headers. For each value the first carrier that sets it, in
+the order below, wins. Model aliases carry a class for clients that can set nothing else, and are
 rows of /v1/models.
 """
 
@@ -33,7 +33,7 @@ ALIAS_CLASSES = (SlaClass.INTERACTIVE, SlaClass.BACKGROUND, SlaClass.BATCH)
 MILLIS_MAX = 86_400_000.0
 PRIORITY_MAX = 1 << 31
 
-# service_tier -> class; None = whatever the key or the configuration says
+# service_tier -> class; None = that of the key or the configuration
 TIERS: dict[str, SlaClass | None] = {
     "priority": SlaClass.INTERACTIVE,
     "fast": SlaClass.INTERACTIVE,
@@ -63,7 +63,7 @@ HEADERS_PRIORITY = ("x-dynamo-request-priority", "x-dynamo-request-strict-priori
 
 _GENERIC = re.compile(r"x-.+-session-id", re.IGNORECASE)
 
-# API 1.5, after the body's own field; names are case-insensitive
+# in this order, after the body's own field; names are case-insensitive
 HEADERS_EXACT = (
     "x-batchengine-session-id",
     "x-dynamo-session-id",
@@ -77,7 +77,7 @@ HEADERS_EXACT = (
     "x-session-affinity",
 )
 HEADER_LAST = "x-conversation-id"
-# They match the generic rule but name another session or another thing.
+# These match the generic rule but do not name the session of the request.
 NOT_SESSIONS = {"x-parent-session-id", "x-dynamo-parent-session-id"}
 
 
@@ -193,7 +193,7 @@ def _target(
 
 
 def _priorities(body: Common, headers: CIMultiDictProxy[str]) -> Iterator[int]:
-    """Higher = sooner. The top-level field has vLLM's polarity and is turned around."""
+    """Priorities in order of precedence; higher = sooner, so vLLM's top-level field is negated."""
     if body.batchengine is not None and body.batchengine.priority is not None:
         yield body.batchengine.priority
     hints = body.nvext.agent_hints if body.nvext else None

@@ -22,11 +22,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 REASONING_NAMES = ("reasoning_content", "reasoning", "reasoning_text")
 CALLS_MAX = 64  # tool calls of one conversation that are looked up
-KWARGS = {"enable_thinking": bool}  # what a client may set in a template (RELIABILITY R15)
+KWARGS = {"enable_thinking": bool}  # what a client may set in a template
 
 
 def check(body: ChatRequest) -> None:
-    """Refuses what would change the answer and is not implemented; raises 400."""
+    """Raises 400 for fields that would change the answer and are not implemented."""
     if not (body.tool_choice is None or body.tool_choice in ("auto", "none")):
         what, fix = "a forced tool choice is not supported", 'use "auto" or "none"'
         raise errors.UNSUPPORTED_FIELD(param="tool_choice", what=what, fix=fix)

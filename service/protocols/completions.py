@@ -21,7 +21,7 @@ TOKENS_DEFAULT = 16  # what every client of this older API expects
 
 
 def check(body: CompletionRequest) -> None:
-    """Refuses what would change the answer and is not implemented; raises 400."""
+    """Raises 400 for fields that would change the answer and are not implemented."""
     for name in ("echo", "suffix"):
         if getattr(body, name):
             what, fix = f"{name} is not supported", f"leave out {name}"

@@ -1,7 +1,7 @@
 """Formatting of generation events as server-sent events or one whole answer, for any protocol.
 
-Owns the answers as they grow and the ids of events that can be resumed. A formatter knows nothing
-of sockets: `service.http.relay` writes what it returns.
+Owns the answers as they grow and the ids of events that can be resumed. Formatters do no I/O:
+`service.http.relay` writes what they return.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class EventIds:
 
     @property
     def has_begun(self) -> bool:
-        """A token was sent: events have ids from now on."""
+        """Whether a token was sent: events have ids from then on."""
         return self._sent > self._first
 
     def count(self) -> None:
-        """One more token is sent."""
+        """Counts one more sent token."""
         self._sent += 1
 
     @property
@@ -83,7 +83,7 @@ class Formatter(ABC):
 
     @property
     def is_done(self) -> bool:
-        """Every choice has finished."""
+        """Whether every choice has finished."""
         return not self._unfinished
 
     # ---- streams ----

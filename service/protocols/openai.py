@@ -132,7 +132,7 @@ class OpenAIFormatter(Formatter):
         return body
 
     def _with_facts(self, body: Chunk) -> Chunk:
-        """`body` with usage, tier, timings and our own object."""
+        """`body` with usage, tier, timings and the `batchengine` object."""
         body["usage"] = usage_object(self.job, self.answers)
         if self.job.service_tier is not None:
             body["service_tier"] = self.job.service_tier
@@ -142,7 +142,7 @@ class OpenAIFormatter(Formatter):
 
 
 def error_object(error: BatchEngineError) -> Chunk:
-    """The OpenAI error object: message, type, param, code, and our what, why, fix beside them."""
+    """The OpenAI error object (message, type, param, code) with added what, why, fix, details."""
     body: Chunk = {
         "message": str(error),
         "type": ERROR_TYPES[error.kind],
@@ -162,7 +162,7 @@ def logprob_number(value: float) -> float:
 
 
 def usage_object(job: HttpJob, answers: list[Answer]) -> Chunk:
-    """Every prompt counts once, however many choices were drawn from it."""
+    """OpenAI's usage; every prompt counts once, however many choices were drawn from it."""
     firsts = answers[:: job.choices_per_prompt]
     prompt = sum(answer.usage.prompt_tokens for answer in firsts)
     cached = sum(answer.usage.cached_tokens for answer in firsts)

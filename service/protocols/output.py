@@ -2,7 +2,7 @@
 
 A parser stands between the events of one choice and its formatter. Formatters match on the kinds
 of `OutputPart`, so a parser for a model with reasoning or tool calls adds its kinds to the union
-and the type checker names every formatter that does not know them.
+and the type checker reports every formatter that does not handle them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OutputPart = Text
 
 
 class OutputParser(Protocol):
-    """Splits the text of one choice; keeps what may still turn out to be of another kind."""
+    """Splits the text of one choice; holds back text whose kind is not certain yet."""
 
     def push(self, text: str) -> list[OutputPart]:
         """The parts that `text` completes, in order; none for an empty text."""

@@ -1,4 +1,4 @@
-"""One HTTP request as generation requests: checked parameters in, requests of the engine out.
+"""Turns one HTTP request into generation requests of the engine.
 
 Owns what all protocols share between a parsed body and `engine.submit`: model and size checks,
 sampling parameters, derived seeds, and submitting several generations as one.
@@ -42,7 +42,7 @@ HEADER_FINAL = "x-dynamo-session-final"
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """Wishes of a request for its session, beside an answer."""
+    """Options of a request that concern its session."""
 
     promote: bool = False
     park: bool = False
@@ -87,12 +87,12 @@ class HttpJob:
 
 
 def new_request_id() -> str:
-    """Made here, never taken from a client (RELIABILITY R10)."""
+    """A new request id; ids that clients send are never used."""
     return "req_" + secrets.token_hex(12)
 
 
 def route_name(engine: EngineApi) -> str:
-    """The kind of lane that serves today."""
+    """The kinds of the engine's lanes, joined by "+"."""
     kinds = sorted({str(lane.get("kind", "cpu")) for lane in engine.lanes()})
     return "+".join(kinds) or "cpu"
 
@@ -106,7 +106,7 @@ def open_job(
     config: Config,
     request_id: str,
 ) -> HttpJob:
-    """Names, class and session of a request; raises 400 or 404."""
+    """The job of a request, with names, class and session; raises 400 or 404."""
     served = carriers.model_names(engine.info.model_id, config.model.aliases)
     model = body.model if body.model is not None else engine.info.model_id
     if model not in served:
@@ -139,7 +139,7 @@ def open_job(
 
 
 def _session_options(body: Common, headers: CIMultiDictProxy[str]) -> SessionOptions:
-    """Raises 400 for an unusable idempotency key."""
+    """The session options of a request; raises 400 for an unusable idempotency key."""
     asked = body.batchengine or Extension()
     key = headers.get(HEADER_KEY, "").strip()
     if len(key) > KEY_CHARS_MAX or not key.isprintable():
@@ -205,7 +205,7 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 def body_bytes_max(context_tokens: int) -> int:
-    """The largest body that can hold a prompt of this context: more is refused unread (F59)."""
+    """The largest body that can hold a prompt of this context; a larger one is refused unread."""
     return BODY_BYTES_MIN + BYTES_PER_TOKEN_MAX * context_tokens
 
 
@@ -274,7 +274,7 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
 
 
 def _key_of_choice(key: str, index: int) -> str:
-    """Every choice is a turn of its own, so a repetition finds each of them."""
+    """The idempotency key of one choice: each choice is a turn of its own."""
     return f"{key}#{index}" if key and index else key
 
 

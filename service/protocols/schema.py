@@ -1,8 +1,8 @@
 """The request bodies of the OpenAI routes as structs, with a bound on every number and list.
 
 Owns field names, types and limits; `decode_request` turns a body into a struct or into an
-error that names the field. Floats become binary32 here, once (NUMERICS 2.7): the sampler uses
-the numbers of the struct. Unknown fields are reported, and change nothing.
+error that names the field. `binary32` rounds floats once, to the numbers that the sampler uses.
+Unknown fields are reported, and change nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StreamOptions(Struct):
 
 
 class Extension(Struct, forbid_unknown_fields=True):
-    """The `batchengine` object: everything a client may ask of this daemon in particular."""
+    """The `batchengine` object: fields that only this daemon has."""
 
     sla_class: str | None = msgspec.field(default=None, name="class")
     ttft_ms: Millis | None = None
@@ -129,7 +129,7 @@ class CompletionRequest(Common, kw_only=True):
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
 
-# Of the `batchengine` object: known by name, and nothing reads them yet.
+# Fields of the `batchengine` object that are accepted and have no effect.
 EXTENSION_UNREAD = ("max_context_tokens", "parent_session_id")
 
 _PATH = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
@@ -160,7 +160,7 @@ def read_request(kind: type[Body], values: dict[str, object]) -> tuple[Body, lis
 
 
 def _field_error(text: str) -> BatchEngineError:
-    """A msgspec message such as "Expected `int` >= 1 - at `$.n`" as our error."""
+    """The error of a msgspec message such as "Expected `int` >= 1 - at `$.n`"."""
     found = _PATH.search(text)
     path = found["path"] if found else ""
     what = text[: found.start()] if found else text

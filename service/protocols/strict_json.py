@@ -25,7 +25,7 @@ DIGITS_MAX = 40  # no field of any request holds a longer integer
 
 
 async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`work(...)` here for a small body of `size` bytes, on a thread for a large one (R16)."""
+    """`work(...)`, called directly for a body of few bytes (`size`), else on a thread."""
     if size <= INLINE_BYTES_MAX:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
@@ -73,7 +73,7 @@ def _short_int(text: str) -> int:
 
 
 def _check_tree(root: dict[str, object]) -> None:
-    """Depth, surrogates, NaN and infinity, without recursion; errors name the top-level key."""
+    """Checks depth, surrogates and finiteness without recursion; errors name the top-level key."""
     for name, value in root.items():
         if not _encodable(name):
             raise errors.INVALID_JSON(

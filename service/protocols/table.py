@@ -1,4 +1,4 @@
-"""The protocols this daemon speaks: the application makes its generation routes from this table."""
+"""The table of HTTP protocols, from which the application makes its generation routes."""
 
 from __future__ import annotations
 
