@@ -1,8 +1,8 @@
-"""The cost of canonical arithmetic: our kernels against a build of them in which order is free.
+"""The cost of canonical arithmetic: the kernels against a build of them with free float order.
 
 The other build is `make free-order`: the same sources and int8 dots with every float sum, rounding
 and division released (kernels/csrc/common/free_order.h says what that changes), made beside the
-product and found only here. Each build runs in a process of its own, and the product in a second
+product and used only here. Each build runs in a process of its own, and the product in a second
 one as control; the three take short turns in changing order. `cost` is the median over turns of
 (canonical seconds / free seconds) - 1, `control` the same of the product against itself: a cost
 within the control is noise of the machine (memory placement, neighbours). `cost_of_best` compares
@@ -120,7 +120,7 @@ class BuildRows:
         }
 
     def serve(self) -> None:
-        """One line per request: a row and how many passes; the answer is seconds per pass."""
+        """Answers one line per request: a row and how many passes give seconds per pass."""
         print(json.dumps(self.facts()), flush=True)
         for line in sys.stdin:
             name, passes = json.loads(line)
@@ -154,7 +154,7 @@ class Side:
     def _answer(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        while line and line[0] not in "{0123456789":  # a message of the model's making
+        while line and line[0] not in "{0123456789":  # printed while the model is written
             line = self.process.stdout.readline()
         if not line:
             raise RuntimeError("a build ended early; its message stands above")
@@ -203,7 +203,7 @@ def compare(sides: dict[str, Side], row: str, budget_s: float, turns: int) -> di
 
 
 def is_stale() -> bool:
-    """True when the product's module was built from older sources than the free-order build."""
+    """Whether a kernel source is newer than the product's module."""
     sources = (ROOT / "kernels" / "csrc").rglob("*.*")
     built = min(p.stat().st_mtime for p in (ROOT / "kernels").glob("_native*.so"))
     return max(p.stat().st_mtime for p in sources) > built

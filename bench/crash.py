@@ -1,15 +1,15 @@
 """Random SIGKILLs against real engines and workers; every token that was sent is checked.
 
 Several rigs, each a store with engine runs in sequence: clients with named sessions read streams,
-check every token against what the model says undisturbed, and go on in the next run (resume, or
-the same request again) with what they were sent before. Meanwhile sessions move between lanes, are
+check every token against those of an undisturbed model, and continue in the next run (resume, or
+the same request again) after the tokens they were sent. Meanwhile sessions move between lanes, are
 parked, edited and dropped, and pages are evicted for want of room. Killed are workers, the engine,
 both, the engine while it starts and while it stops; half of the kills follow a hand-over, a park
-or a drop within milliseconds. After each death of an engine the ledger must have what was sent,
+or a drop within milliseconds. After each end of an engine the ledger must have the tokens sent,
 and the arenas of its newest workers must not hold one (session, epoch, page) twice.
 
 HashLM's tokens depend on every KV byte, so a wrong byte is a wrong token; the pocket model runs
-the real arithmetic. Processes are forks (`bench.processes.zygote`): a kill costs milliseconds.
+the real arithmetic. Processes are forks (`bench.processes.zygote`), started in milliseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from bench.processes.zygote import ROOT
 
 POCKET = ROOT / "pocket" / "pocket-q4_0.gguf"
 LANES = ("a", "b")
-STUCK_S = 60.0  # a client that hears nothing for so long, from a living engine, is a finding
+STUCK_S = 60.0  # a client that receives nothing for so long from a running engine is a finding
 TOKENS_BETWEEN = 40  # sent by one engine between two kills, on average,
 TOKENS_S_MAX = 1.0  # if it sends them within so long
 EXAMPLES_MAX = 20  # findings described in full
@@ -109,7 +109,7 @@ class Findings:
 
 @dataclass
 class Turn:
-    """One request: what is asked, what must come, what was sent so far."""
+    """One request: its prompt, the tokens expected, and how many were sent so far."""
 
     prompt: list[int]
     expected: list[int]
@@ -118,7 +118,7 @@ class Turn:
 
 
 def ledger_after(history: list[int], turn: Turn | None, level: str) -> tuple[list[list[int]], int]:
-    """The timelines that a ledger may hold after a death, and the least number of their tokens."""
+    """The timelines that a ledger may hold after a kill, and the least number of their tokens."""
     if turn is None:
         return [history], len(history)
     whole = turn.prompt + turn.expected
@@ -149,7 +149,7 @@ def engine_settings(
 
 
 class Client:
-    """One user with one session at a time; remembers what was acknowledged."""
+    """One user with one session at a time, and the tokens that were acknowledged."""
 
     def __init__(self, rig: Rig, number: int) -> None:
         self.rig, self.number = rig, number
@@ -168,7 +168,7 @@ class Client:
         self.epoch = 0
 
     async def live(self) -> None:
-        """Turns until the rig ends."""
+        """Runs turns until the rig ends."""
         checked: EngineProcess | None = None
         while not self.rig.over:
             engine = await self.rig.engine_up()
@@ -205,7 +205,7 @@ class Client:
         return Turn(prompt, await rig.oracle.tokens(prompt, n, seed), seed)
 
     async def read(self, engine: EngineProcess, turn: Turn) -> bool:
-        """Have the turn computed; True when its last event came."""
+        """Submits or resumes the turn and checks its tokens; True when it is complete."""
         resumes = turn.sent > 0 and self.rng.random() < 0.8
         if resumes:
             stream = engine.ask("resume", session=self.name, from_token=turn.sent)
@@ -261,7 +261,7 @@ class Client:
         return False
 
     async def check_ledger(self, engine: EngineProcess) -> bool:
-        """A new run: the ledger must have what was acknowledged. False if it died meanwhile."""
+        """Checks in a new run that the ledger has the acknowledged tokens; False = it ended."""
         record = await self.rig.hear(engine.ask("record", session=self.name), self)
         if "gone" in record:
             return False
@@ -297,7 +297,7 @@ class Client:
 
 
 class Rig:
-    """One store, its engine runs, its clients and its killer."""
+    """One store, its engine runs, its clients and its kills."""
 
     def __init__(self, bench: Bench, number: int) -> None:
         self.bench, self.name = bench, f"r{number}"
@@ -311,7 +311,7 @@ class Rig:
         self.over = False
         self._engine: EngineProcess | None = None
         self._up = asyncio.Event()
-        self._trigger = asyncio.Event()  # a verb was sent: the moment to kill
+        self._trigger = asyncio.Event()  # an operation was sent: the moment to kill
         lane = {"tokens_per_step": 132, "chunk_tokens_max": 128, "places": 10}
         budget_bytes = bench.page_bytes * (24, 60, 400)[number % 3]
         settings = engine_settings(self.folder, bench.folder, lane, budget_bytes, self.level)
@@ -319,7 +319,7 @@ class Rig:
         self.settings = settings | {"compute": compute, "quiet": not bench.verbose}
 
     async def run(self) -> None:
-        """Lives until the bench has enough kills, then one that is left in peace."""
+        """Runs engines and clients until the bench has enough kills."""
         clients = [Client(self, number) for number in range(self.bench.clients)]
         tasks = [asyncio.ensure_future(client.live()) for client in clients]
         tasks.append(asyncio.ensure_future(self.move_sessions(clients)))
@@ -343,12 +343,12 @@ class Rig:
     # ----------------------------------------------------------------------- asked by clients
 
     async def engine_up(self) -> EngineProcess | None:
-        """The engine as soon as there is one; None at the end."""
+        """The running engine, as soon as there is one; None when the rig ends."""
         await self._up.wait()
         return None if self.over else self._engine
 
     async def hear(self, stream: asyncio.Queue[dict[str, Any]], who: object) -> dict[str, Any]:
-        """The next message; a silence that is too long ends the bench."""
+        """The next message; TimeoutError, which ends the bench, after STUCK_S without one."""
         try:
             return await asyncio.wait_for(stream.get(), STUCK_S)
         except TimeoutError:
@@ -356,7 +356,7 @@ class Rig:
             raise
 
     async def verb(self, engine: EngineProcess, op: str, **fields: Any) -> None:
-        """A verb on a session, and perhaps a kill right after it."""
+        """Requests an operation on a session, which may set off a kill."""
         self._trigger.set()
         answer = await self.hear(engine.ask(op, **fields), op)
         if "done" in answer:
@@ -367,7 +367,7 @@ class Rig:
                 self.findings.report("other", f"{op} {fields}: {answer['why']}")
 
     async def move_sessions(self, clients: Sequence[Client]) -> None:
-        """Hand-overs at random moments of random sessions."""
+        """Moves random sessions at random moments."""
         while not self.over:
             await asyncio.sleep(self.rng.expovariate(1 / self.bench.move_every_s))
             engine = await self.engine_up()
@@ -382,7 +382,7 @@ class Rig:
     # ----------------------------------------------------------------------------- the killer
 
     async def deaths(self) -> None:
-        """Engine runs, one after the other."""
+        """Runs engines one after the other, each until it is killed or stopped."""
         while self.bench.wants_kills:
             self.runs += 1
             engine = self._engine = EngineProcess(self.bench.zygote, self.settings)
@@ -397,7 +397,7 @@ class Rig:
         self._engine = None
 
     async def one_life(self, engine: EngineProcess) -> None:
-        """One run of the engine, from its start to a death of one of several kinds."""
+        """One run of the engine, from its start to one of several kinds of end."""
         rng = self.rng
         if rng.random() < 0.12:
             await asyncio.sleep(rng.random() * self.bench.start_s)
@@ -434,7 +434,7 @@ class Rig:
             self.count(f"engine {when}", engine.kill())
 
     async def moment(self) -> str:
-        """Wait for a moment to kill at: a verb under way, some tokens further, or any."""
+        """Wait for the moment of a kill: during an operation, after some tokens, or any."""
         rng, dice = self.rng, self.rng.random()
         if dice < 0.4:
             self._trigger.clear()
@@ -473,7 +473,7 @@ class Bench:
         self.page_bytes = LAYOUT.page_bytes if is_hash else 327_680
         self.pause_s = 0.05 if is_hash else 0.2
         self.move_every_s = 0.02 if is_hash else 0.05
-        self.start_s = 0.2  # how long a start takes, learned
+        self.start_s = 0.2  # running mean of start times
         self.oracle = HashOracle() if is_hash else PocketOracle(folder)
         self.deadline = time.monotonic() + args.seconds if args.seconds else None
 

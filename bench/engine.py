@@ -1,6 +1,6 @@
-"""Prefill and decode of one GGUF, ours against llama.cpp: same file, same threads, same run.
+"""Prefill and decode of one GGUF against llama.cpp: same file, same threads, same run.
 
-Both are measured at the same seam: a batch of token ids goes in, logits come out, no tokenizer,
+Both are measured alike: a batch of token ids goes in, logits come out, no tokenizer,
 no HTTP. llama.cpp runs at its best setting, chosen per row, at the row's own batch and length, by
 trying flash attention on and off, KV types f16 and q8_0 and both KV layouts before the counted
 repeats; the choice is printed.
@@ -61,7 +61,7 @@ def synthetic_model(preset: str) -> Path:
 
 
 class Duel:
-    """One GGUF in both engines, and the measurements that make sense for it."""
+    """One GGUF in both engines, and the measurements of it."""
 
     def __init__(self, path: str | None, *, threads: int, quick: bool) -> None:
         self.quick = quick

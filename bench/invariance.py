@@ -1,4 +1,4 @@
-"""Sequences compared bit for bit across every way of computing them: it must be all of them.
+"""Compares sequences bit for bit across every way of computing them: all must be identical.
 
 The reference is one sequence at a time, one thread, the best instruction set, prompts in one
 chunk. Variants on the same kernels: batch of 16, chunk sizes, 2 threads, every instruction set.

@@ -1,9 +1,9 @@
 """GB/s and GOPS of kernels against the machine's measured peaks; whole models against llama.cpp.
 
 Peaks are measured first, in the same run and on the same threads: register-only int8 dots, and
-sequential reads. One row per kernel: `gops` is held against the int8 peak when the kernel computes
-(16 tokens and more), `gbps` against the read peak when it streams (one token, decode attention).
-Rows `model_*` run the same synthetic GGUF through our forward and through llama.cpp in turn.
+sequential reads. One row per kernel: `gops` is compared with the int8 peak when the kernel computes
+(16 tokens and more), `gbps` with the read peak when it streams (one token, decode attention).
+Rows `model_*` run the same synthetic GGUF through this engine and through llama.cpp in turn.
 
 Each kernel row also prints a hash of its result, so that another result is noticed.
 """
@@ -149,7 +149,7 @@ class Bench:
         self.pool = kernels.Pool(threads)
         self.rng = np.random.default_rng(7)
         self.budget_s = 0.05 if quick else 0.6
-        seconds = 0.1 if quick else 0.5  # the best of three: a roof is what was ever reached
+        seconds = 0.1 if quick else 0.5  # the best of three runs is the peak
         self.int8_gops = max(kernels.peak_int8_gops(threads, seconds) for _ in range(3))
         self.read_gbps = kernels.peak_read_gbps(
             threads, (64 if quick else 512) * 2**20, 2 if quick else 5

@@ -1,10 +1,10 @@
-"""A death at every file call, SQL statement, frame, hand-over phase and output line of a script.
+"""Kills at every file call, SQL statement, frame, hand-over phase and output line of a script.
 
 One script is played against a real engine with HashLM workers: prompts, a shared prefix, a
-hand-over amid a stream and back, a worker's death and the import after it, a parked session, an
+hand-over amid a stream and back, a killed worker and the import after it, a parked session, an
 edited history, a fork, a drop, evictions, a clean stop; and a reopening amid a turn. It is played
 once for every point n: at the n-th point the engine is killed (or its workers are), the next run
-plays on from what the client was sent, and every token, every ledger and every owner is checked.
+continues after the tokens that the client has, and every token, ledger and owner is checked.
 
     python -m bench.kill_points [--every N] [--first N] [--target engine|worker] [--json FILE]
 """
@@ -36,21 +36,21 @@ from bench.processes.postmortem import double_slots
 from bench.processes.zygote import Zygote
 
 STUCK_S = 60.0
-LIVES_MAX = 12  # of one play: it ends in two or three
+LIVES_MAX = 12  # engine runs of one play, which needs two or three
 SHARED = words(90, 256)
 
 
 class Gone(Exception):
-    """The engine died; the script goes on with the next."""
+    """The engine has ended; the script continues with the next run."""
 
 
 class Failure(AssertionError):
-    """A broken promise, with the point of the death before it."""
+    """A failed check, with the point of the kill before it."""
 
 
 @dataclass
 class Session:
-    """The state of one session as its client has it."""
+    """The state of one session as its client sees it."""
 
     name: str
     history: list[int] = field(default_factory=list[int])
@@ -63,7 +63,7 @@ class Session:
 
 
 class Play:
-    """The script, step by step; a step that was cut off is begun again."""
+    """The script, step by step; a step that was cut off is repeated."""
 
     def __init__(self, folder: Path, level: str) -> None:
         self.folder, self.level = folder, level
@@ -78,7 +78,7 @@ class Play:
     # --------------------------------------------------------------------------- the script
 
     def steps(self) -> list[Callable[[], Awaitable[None]]]:
-        """The steps in order; each may be played again after a death."""
+        """The steps in order; each may be repeated after a kill."""
         s, t, u, v, w = self.sessions.values()
         return [
             lambda: self.turn(s, [*SHARED, *words(1, 30)], 12),
@@ -103,7 +103,7 @@ class Play:
         ]  # fmt: skip
 
     async def play(self, zygote: Zygote, settings: dict[str, Any], number: int) -> None:
-        """Plays all steps, in as many runs as it takes. `number`: the point of the death, over
+        """Plays all steps, in as many runs as needed. `number`: the point of the kill, over
         all runs; 0 = none."""
         steps = self.steps()
         for _ in range(LIVES_MAX):
@@ -201,7 +201,7 @@ class Play:
     # ---------------------------------------------------------------------------- other steps
 
     async def verb(self, op: str, session: Session, **fields: Any) -> None:
-        """Errors are answers: a session may not be in memory after a death."""
+        """Requests an operation; it may fail, as a session may not be in memory after a kill."""
         answer = await self.ask(op, session=session.name, **fields)
         if answer.get("error") == "exception":
             raise Failure(f"{op} {session.name}: {answer['why']}")
@@ -233,7 +233,7 @@ class Play:
             raise Failure(f"the store is damaged: {answer}")
 
     async def check(self, session: Session) -> None:
-        """Checks after a death that the ledger has the tokens that were sent, and no others."""
+        """Checks in a new run that the ledger has the tokens that were sent, and no others."""
         found = await self.ask("record", session=session.name)
         tokens: list[int] = found.get("tokens") or []
         if session.turn is None and not session.history:
@@ -247,7 +247,7 @@ class Play:
             raise Failure(f"{session.name}: the ledger lacks {least - len(tokens)} tokens")
 
     def is_dropped(self, session: Session) -> bool:
-        """Its drop was sent and may have been done."""
+        """Whether the session's drop was sent and may have been done."""
         return session.name == "t" and self.step >= 10
 
     @property
@@ -269,9 +269,9 @@ class Play:
 def sweep(
     zygote: Zygote, first: int, every: int, target: str, seconds: float = 1e9
 ) -> Iterator[tuple[int, bool]]:
-    """Plays with a death at points first, first + every, ... until the script ends without one.
+    """Plays with a kill at points first, first + every, ... until the script ends without one.
 
-    Yields (point, whether a process died there). Raises Failure, naming the point.
+    Yields (point, whether a process was killed there). Raises Failure, naming the point.
     """
     number, until = first, time.monotonic() + seconds
     while time.monotonic() < until:

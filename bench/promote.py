@@ -3,12 +3,12 @@
 A real engine with two CPU lanes of one thread each decodes a stream; the session is moved to the
 other lane and back several times. Measured: the longest pause the reader sees around each move,
 in medians of the undisturbed time per token; milliseconds of the whole hand-over as the engine
-reports it, which includes the wait for the end of the step and for the first token after it; where
-the pause went, by the rows that had to be copied (one more move finds its open page nearly full);
+reports it, which includes the wait for the end of the step and for the first token after it; the
+parts of the pause, by the rows that had to be copied (one more move has a nearly full open page);
 the prefill of the same tokens on a lane that shares no KV with them (another tenant), which is
 also the undisturbed run whose tokens must be the same.
 
-The rival is what one does with llama.cpp: save the sequence to a file, restore it in another
+The rival is llama.cpp's own way: save the sequence to a file, restore it in another
 context. The file lies in memory where there is room, the other context exists already and the
 better of two KV settings counts. KV is repeated to the length wanted: its values change no copy.
 """
@@ -92,7 +92,7 @@ class Length:
 
 
 class Moves:
-    """One engine, and sessions of several lengths moved about in it."""
+    """One engine, and sessions of several lengths moved between its lanes."""
 
     def __init__(self, config: Config, moves: int) -> None:
         self.engine, self.moves = Engine(config, on_point=self._at), moves

@@ -26,7 +26,7 @@ import psutil
 
 @dataclasses.dataclass
 class Samples:
-    """All measurements of one contender in one row; unit as the row says."""
+    """All measurements of one contender in one row, in the row's unit."""
 
     values: list[float] = dataclasses.field(default_factory=list)
 
@@ -41,7 +41,7 @@ class Samples:
 
 @contextlib.contextmanager
 def memory_folder(prefix: str, room_bytes: int) -> Iterator[Path]:
-    """A temporary folder, in memory where so much room is."""
+    """A temporary folder, in memory if `room_bytes` are free there."""
     shm = "/dev/shm"
     roomy = os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > room_bytes
     with tempfile.TemporaryDirectory(prefix=prefix, dir=shm if roomy else None) as folder:

@@ -2,12 +2,12 @@
 
 An engine process of its own serves a session of 8K tokens. It is stopped cleanly, then killed -9
 amid an answer, and its worker is killed -9 amid another. Measured: from the moment the next run
-serves to the first new token of the session; tokens whose KV existed at the death and was computed
-again all the same; the prefill of as many tokens that share no KV with the session (another
+serves to the first new token of the session; tokens whose KV existed at the kill and was computed
+again; the prefill of as many tokens that share no KV with the session (another
 tenant), which is also the undisturbed run whose tokens must be the same.
 
 The page cache cannot be dropped here: after a restart pages come from memory, as they do after a
-crash of the daemon, and not as after a reboot. They are read and verified all the same.
+crash of the daemon, and not as after a reboot. They are read and verified in both cases.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Turn:
 
 
 async def read(engine: EngineProcess, at_most: int = 1 << 30, **fields: Any) -> Turn:
-    """Ask, and read until the end, the engine's death, or `at_most` tokens."""
+    """Send a request and read to its end, to the engine's end, or `at_most` tokens."""
     turn, asked = Turn(), time.perf_counter()
     op = fields.pop("op", "submit")
     stream = engine.ask(op, **fields)
@@ -148,7 +148,7 @@ class Restart:
         await engine.stop()
 
     async def worker_kill(self, engine: EngineProcess) -> None:
-        """A turn whose worker dies amid the answer; the stream goes on."""
+        """A turn whose worker is killed amid the answer; the stream goes on."""
         self.timeline += self.new_tokens(NEW)
         prompt = list(self.timeline)
         stream = asyncio.ensure_future(read(engine, prompt=prompt, n=ANSWER, session="s"))
@@ -162,7 +162,7 @@ class Restart:
         self.figures["pause_of_worker_kill_ms"] = max(turn.pause_ms, turn.first_ms)
 
     async def undisturbed(self, engine: EngineProcess) -> None:
-        """The same turns of a tenant who shares no KV: its prefill, and its tokens."""
+        """Repeats the turns as a tenant that shares no KV, to compare prefill and tokens."""
         same = True
         for index, (prompt, answer) in enumerate(self.turns):
             turn = await read(engine, prompt=prompt, n=ANSWER, session="s", tenant="another")

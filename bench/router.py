@@ -1,4 +1,4 @@
-"""How long one routing decision takes: `python -m bench router [--quick] [--json FILE]`.
+"""Times routing decisions: `python -m bench router [--quick] [--json FILE]`.
 
 States of one to eight lanes under random load, sessions with and without KV, requests of every
 class; each call is timed alone, and what an empty call costs is printed beside it.
@@ -45,7 +45,7 @@ def random_state(rng: random.Random, n_lanes: int) -> router.RouteState:
 
 
 def random_call(rng: random.Random, n_lanes: int) -> Call:
-    """One decision to take."""
+    """The arguments of one routing decision."""
     rank = rng.randrange(4)
     prompt = rng.choice((20, 300, 2000, 16_000))
     out = rng.choice((16, 256, 1024))
@@ -81,7 +81,7 @@ def empty_call_us(count: int) -> float:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Of sorted `values`."""
+    """The quantile `q` of sorted `values`."""
     return values[min(len(values) - 1, int(q * len(values)))]
 
 

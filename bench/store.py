@@ -1,11 +1,11 @@
-"""What calls on a large store cost: `python -m bench store [--quick] [--pages N] [--json FILE]`.
+"""Times calls on a large store: `python -m bench store [--quick] [--pages N] [--json FILE]`.
 
 Builds a store whose index holds N pages in timelines of 512 and measures how long each kind of call
 takes, and how long it holds the store's lock at most. The index, allocator, eviction order, extent
 files and their ledger rows are real; the files are sparse, and the pages have no manifest rows and
 no bytes of their own until something writes them. Python's collector is frozen once the index is
 built, as it would otherwise walk all pages in the middle of some call. A hold is the CPU time of
-the thread that holds the lock; wall time, which a busy machine lengthens, stands beside it.
+the thread that holds the lock; wall time, which a busy machine lengthens, is printed too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kv_store.pages.index import PageEvent, PageRef
 from kv_store.pages.pool import Ticket
 from kv_store.store import Store, StoreSettings
 
-LAYOUT = PageLayout(1, 1, 32)  # the smallest page: what is measured does not depend on its size
+LAYOUT = PageLayout(1, 1, 32)  # the smallest page: the figures do not depend on its size
 DESCRIPTOR = Descriptor("aa" * 32, "bb" * 32, "bench", LAYOUT)
 TIMELINE_PAGES = 512  # 128K tokens
 SALT = b"bench"
@@ -112,7 +112,7 @@ class Meter:
         self.rows: dict[str, dict[str, float]] = {}
 
     def measure(self, name: str, call: Callable[[int], Any], count: int) -> float:
-        """Call `count` times; gives the median in microseconds."""
+        """Call `count` times; returns the median in microseconds."""
         times = list[float]()
         self._lock.longest_s = self._lock.longest_wall_s = 0.0
         for index in range(count):

@@ -1,1 +1,1 @@
-"""What benches run: synthetic models, a hash in place of a model, llama.cpp, one sequence alone."""
+"""Models of benches: synthetic GGUFs, a hash in place of a model, llama.cpp, a local runner."""

@@ -1,13 +1,13 @@
-"""HashLM: a fake model whose next token depends on every KV byte. A wrong token is a plumbing bug.
+"""HashLM: a fake model whose next token depends on every KV byte, so wrong KV gives wrong tokens.
 
 Row p of a timeline is a pseudo-random function of (model, row p-1 as it is in its page, all bytes
 of the full pages before, token, position); the next token is a hash of all bytes of rows 0..p. All
-are read through the page table, so one wrong, stale, foreign or reordered byte changes what comes
-after it, even if only a chunk of a prefill saw it. `hashlm_tokens` computes the same without an
+are read through the page table, so one wrong, stale, foreign or reordered byte changes all later
+tokens, even if only a chunk of a prefill read it. `hashlm_tokens` computes the same without an
 engine, pages or processes.
 
 Runs as a worker: `python -m bench.models.hashlm SOCKET_FD PARENT_PID REPORT_FD INCARNATION`. The
-environment variable HASHLM_FAULTS (JSON, see Faults) plants deaths, delays and NaN.
+environment variable HASHLM_FAULTS (JSON, see Faults) injects crashes, delays and NaN.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _POSITION = struct.Struct("<QI")
 FAULTS = "HASHLM_FAULTS"
 WORKER_COMMAND = (sys.executable, "-m", "bench.models.hashlm")
 
-# Where a planted death may strike, in the order of a step.
+# Points of a step at which a crash can be injected, in order.
 POINTS = (
     "before_chores",
     "after_chores",
@@ -65,14 +65,14 @@ class Faults(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     die: str = ""  # one of POINTS
     at: int = 1  # in this step,
     life: int = 0  # of this incarnation; 0 = of each
-    signal: str = "SIGKILL"  # which the engine takes for an accident from outside
+    signal: str = "SIGKILL"  # of which the engine blames no step
     delay_ms: float = 0.0  # of every step
     nan_at: int = 0  # the first entry of this step has rows that are not finite
     model: str = ""  # another name is another model: other rows, other identity
 
     @staticmethod
     def of_environment() -> Faults:
-        """Raises msgspec.ValidationError for a misspelt fault."""
+        """The faults of HASHLM_FAULTS; raises msgspec.ValidationError for a misspelt one."""
         faults = msgspec.json.decode(os.environ.get(FAULTS, "{}"), type=Faults)
         if faults.die and faults.die not in POINTS:
             raise msgspec.ValidationError(f"die is one of {', '.join(POINTS)}")
@@ -167,7 +167,7 @@ class HashDevice(HostDevice):
         self._views: dict[int, NDArray[np.uint8]] = {}
 
     def load(self, load: wire.Load, report: Report) -> wire.ModelFacts:
-        """Nothing to load."""
+        """Read the vocabulary size; there are no weights."""
         with GgufFile(load.model_path) as gguf:
             self._vocab = read_spec(gguf).n_vocab
         report("map weights", "none", 0.9, 0.0)
@@ -190,7 +190,7 @@ class HashDevice(HostDevice):
         return self.memory
 
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
-        """Write the rows of every entry; read all rows of those that want a token."""
+        """Write the rows of every entry; read all rows of entries with `sampling`."""
         self.at("before_rows")
         if self.faults.delay_ms:
             time.sleep(self.faults.delay_ms / 1000.0)
@@ -223,12 +223,12 @@ class HashDevice(HostDevice):
         """Nothing to close."""
 
     def at(self, point: str) -> None:
-        """Die here if that is planted."""
+        """Kill this process if a crash is injected at this point."""
         if self.dies_at(point):
             os.kill(os.getpid(), getattr(signal, self.faults.signal))
 
     def dies_at(self, point: str) -> bool:
-        """Whether a death is planted at this point of this step."""
+        """Whether a crash is injected at this point of this step."""
         faults = self.faults
         return faults.die == point and self.steps == faults.at
 
@@ -259,7 +259,7 @@ class HashDevice(HostDevice):
                 self.at("inside_row")
             data = np.frombuffer(b"".join(rows[at:]), np.uint8)
             pages[page][offsets[first:last]] = data.reshape(-1, ROW_BYTES)
-            digests.append(xxhash.xxh3_128_digest(pages[page].data))  # of use if it is full now
+            digests.append(xxhash.xxh3_128_digest(pages[page].data))  # for full pages only
         return rows
 
     def _read(self, pages: list[NDArray[np.uint8]], length: int, seed: int) -> int:
@@ -279,7 +279,7 @@ def _spans(start: int, count: int) -> Iterator[tuple[int, int, int]]:
 
 
 class HashMemory(HostMemory):
-    """The real memory of a worker, with the moments around its chores made reachable."""
+    """The real memory of a worker, with crash points before and after its chores."""
 
     def __init__(self, attach: wire.Attach, layout: PageLayout, at: Callable[[str], None]) -> None:
         super().__init__(attach, layout)
@@ -293,7 +293,7 @@ class HashMemory(HostMemory):
 
 
 class HashWorker(Worker):
-    """The real worker around HashLM, with the moments between its parts made reachable."""
+    """The real worker around HashLM, with crash points around its answers."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""llama.cpp as oracle and peer, through the C interface that llama-cpp-python binds.
+"""llama.cpp as reference and rival, through the C interface that llama-cpp-python binds.
 
 Owns `LlamaModel` and `LlamaContext`: tokens in, logits out as numpy, with every setting that
 changes speed or results given explicitly. Used by tests (tolerances) and benches (ratios);
@@ -26,7 +26,7 @@ FLASH_OFF, FLASH_ON = 0, 1
 
 @C.llama_log_callback
 def _quiet(level: int, text: bytes, data: ctypes.c_void_p) -> None:
-    """Errors come back as return codes; the log would only drown the output of the tests."""
+    """Drops llama.cpp's log; errors come back as return codes."""
 
 
 class LlamaModel:

@@ -53,7 +53,7 @@ class SequenceState:
     def parse(data: U8) -> SequenceState:
         """The state in bytes that llama.cpp wrote; ValueError when the layout is another one."""
         read = _Reader(data)
-        magic = read.take(8)  # and the sequence it was
+        magic = read.take(8)  # and the sequence's id
         streams = read.u32()
         cells = 0
         for _ in range(streams):  # one sequence lies in one stream, the others have no cells

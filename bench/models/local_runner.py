@@ -1,8 +1,8 @@
 """A whole model in this process: pages in anonymous memory, no daemon, no files but the weights.
 
 Owns `LocalRunner`, which orders the same calls as a lane worker, so that tests of arithmetic and
-benches of kernels need no engine. Its KV ends with it, it shares no prefixes and schedules nothing:
-every step is what the caller asks for.
+benches of kernels need no engine. KV lasts as long as the runner; prefixes are not shared, and
+nothing is scheduled: the caller sets every step.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class LocalRunner:
     ) -> F32:
         """Appends tokens to timelines; logits of `rows` (default: the last row of each entry).
 
-        The result aliases the step's buffer. A nonfinite entry is an error here.
+        The result aliases the step's buffer. Raises RunnerError for a nonfinite entry.
         """
         last_rows = self.set_step(entries)
         wanted = np.array(last_rows if rows is None else rows, np.int32)
@@ -241,6 +241,6 @@ class LocalRunner:
 
 
 def next_spec(sampling: Sampling, tokens: list[int]) -> kernels.SampleSpec:
-    """The kernel's view of sampling parameters for the token at position len(tokens)."""
+    """The kernel's sampling parameters for the token at position len(tokens)."""
     window = tokens[-sampling.penalty_tokens :] if sampling.penalty_tokens else []
     return sample_spec(sampling, position=len(tokens), history=np.array(window, np.int32))

@@ -3,7 +3,7 @@
 Owns the shapes of benches and tests. The files load in llama.cpp as well as here: a valid
 byte-level vocabulary, tensor types per role as `llama-quantize ... Q4_0` chooses them, and
 weights of a scale at which logits spread (block bytes are drawn directly with a sane fp16
-scale, so a 0.6B model takes seconds). They are for speed and agreement; they say nothing.
+scale, so a 0.6B model takes seconds). They serve to measure speed and to compare engines only.
 
     python -m bench.models.synthetic --preset 0.6b --out synthetic-0.6b.gguf
 """
@@ -143,7 +143,7 @@ def write_synthetic(path: Path, shape: Shape) -> None:
 
 
 def _kinds(shape: Shape) -> dict[str, str]:
-    """The head in more bits, as llama-quantize does; then the overrides."""
+    """Types by role: the head in more bits, as llama-quantize does; then the overrides."""
     head = "q6_k" if shape.n_embd % 256 == 0 else "q8_0"
     chosen = {"token_embd" if shape.tied else "output": head}
     if shape.base in ("f32", "f16", "bf16"):
@@ -212,7 +212,7 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
 
 
 def _write_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> None:
-    """All bytes, one merge (the format wants some), specials, then numbered fillers."""
+    """Writes all bytes, one merge (the format needs some), specials, then numbered fillers."""
     if shape.n_vocab < VOCAB_MIN:
         raise ValueError(f"a vocabulary has at least {VOCAB_MIN} tokens")
     byte_tokens = _byte_tokens()
@@ -234,7 +234,7 @@ def _write_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> None:
 
 
 def _byte_tokens() -> list[str]:
-    """A byte-level vocabulary writes a byte as itself if printable, else as the next from 256."""
+    """The byte-level tokens: a byte is itself if printable, else the next character from 256."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     free = iter(range(256, 512))
     return [chr(b) if b in shown else chr(next(free)) for b in range(256)]

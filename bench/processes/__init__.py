@@ -1,1 +1,1 @@
-"""Engines in processes of their own that a bench kills, and what must hold after each death."""
+"""Engines in processes of their own that a bench kills, and the checks after each kill."""

@@ -2,7 +2,7 @@
 
 A token counts as sent once its line was read.
 
-The child's side (`main`, in a fork of a zygote) obeys one command per line; the parent's side
+The child's side (`main`, in a fork of a zygote) runs one command per line; the parent's side
 (`EngineProcess`) belongs to an asyncio program that may kill the engine at any moment.
 """
 
@@ -97,16 +97,16 @@ class EngineProcess:
 
     @property
     def is_over(self) -> bool:
-        """Dead, and everything it sent is read."""
+        """Whether the engine has ended and everything it sent is read."""
         return self._is_over
 
     async def is_ready(self) -> bool:
-        """Wait until it serves; False if it died before."""
+        """Wait until the engine serves; False if it ended before."""
         await asyncio.wait_for(asyncio.shield(self.ready), READY_S)
         return not self._is_over
 
     def ask(self, op: str, **fields: Any) -> asyncio.Queue[dict[str, Any]]:
-        """Send a command; its answers, the last of which is not a token."""
+        """Send a command; returns the queue of its answers, of which the last is no token."""
         self._ids += 1
         name = f"{self._ids}"
         stream = self._streams[name] = asyncio.Queue[dict[str, Any]]()
@@ -120,7 +120,7 @@ class EngineProcess:
         return stream
 
     async def call(self, op: str, **fields: Any) -> dict[str, Any]:
-        """One command, one answer; {"gone": true} if the engine died."""
+        """Send a command and return its answer; {"gone": true} if the engine has ended."""
         return await self.ask(op, **fields).get()
 
     def kill_worker(self, lane_number: int) -> bool:
@@ -129,18 +129,18 @@ class EngineProcess:
         return bool(pid) and kill_child(pid, self.pid)
 
     def kill(self) -> bool:
-        """SIGKILL the engine; its workers follow."""
+        """SIGKILL the engine, which ends its workers too; False if it has ended already."""
         if self._is_over:
             return False
         os.kill(self.pid, signal.SIGKILL)  # reaped by the zygote when `_read` says so
         return True
 
     async def over(self) -> None:
-        """Wait for its end and for everything it sent."""
+        """Wait until the engine has ended and everything it sent is read."""
         await self._reading
 
     async def stop(self) -> None:
-        """A clean end."""
+        """Stop the engine cleanly and wait for its end."""
         self.ask("stop")
         await asyncio.wait_for(asyncio.shield(self._reading), READY_S)
 
@@ -167,7 +167,7 @@ def kill_child(pid: int, parent: int) -> bool:
 
 
 class Child:
-    """Commands in, lines out."""
+    """The child's side: runs commands, writes answers as lines."""
 
     def __init__(self, answers: int, switch: KillSwitch) -> None:
         self._answers = answers
@@ -176,7 +176,7 @@ class Child:
         self.engine: Engine | None = None
 
     def report(self, name: str, **fields: Any) -> None:
-        """One line, unbuffered: what it says is final once it was read."""
+        """Write one line, unbuffered: it counts as sent once it was read."""
         self.switch.point()
         data = json.dumps({"id": name, **fields}).encode() + b"\n"
         while data:
@@ -288,7 +288,7 @@ class _NoTemplate(ChatTemplate):
 
 
 def _use_template(template: Template, settings: dict[str, Any]) -> list[int]:
-    """Have lanes clone their workers; the list ends with the lane whose worker starts now."""
+    """Have lanes clone their workers; returns [number of the lane whose worker starts now]."""
     starting = [0]
     order = {config["name"]: number for number, config in enumerate(settings["lanes"])}
     spawn = worker_process.Lane._spawn
@@ -343,8 +343,8 @@ async def _live(child: Child, settings: dict[str, Any], commands: int) -> int:
 def main(settings: dict[str, Any], commands: int, answers: int) -> int:
     """One run of an engine.
 
-    `settings`: model, folder, cache_dir, compute, lanes; and what a bench wants to be different:
-    overrides (of the configuration), quiet, no_quarantine, die_at and target (see KillSwitch).
+    `settings`: model, folder, cache_dir, compute, lanes; optionally overrides (of the
+    configuration), quiet, no_quarantine, die_at and target (see KillSwitch).
     """
     switch = KillSwitch(settings.get("die_at", 0), settings.get("target", "engine"))
     if switch.number:
@@ -357,7 +357,7 @@ def main(settings: dict[str, Any], commands: int, answers: int) -> int:
 
     starting = _use_template(Template(settings["compute"], on_spawn), settings)
     start_module.ChatTemplate = _NoTemplate
-    if settings.get("no_quarantine"):  # random deaths make the innocent look guilty
+    if settings.get("no_quarantine"):  # random kills make every session a suspect
         reopen_module.STRIKES_MAX = 1 << 30
     if settings.get("quiet", True):
         logging.disable(logging.CRITICAL)

@@ -1,9 +1,9 @@
-"""Counts the moments at which an engine process can be interrupted, and dies at a chosen one.
+"""Counts the points at which an engine process can be killed, and kills it at a chosen one.
 
 A point is: a file call of the store (writes are split, so that one may be torn), an SQL statement,
 a frame to a worker, a phase of a hand-over, a line sent to the client. At the n-th one the engine
 is killed, or its workers are and it goes on. Which call has which number may differ between two
-runs: threads race. Over a whole sweep every call is hit before and after.
+runs, as threads race; a whole sweep kills before and after every call.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KillSwitch:
             os.kill(pid, signal.SIGKILL)
 
     def install(self) -> None:
-        """Before the engine starts: count what its store and its lanes do."""
+        """Count the calls of store and lanes; call before the engine starts."""
         switch = self
 
         class CountedStore(Store):
@@ -65,7 +65,7 @@ class KillSwitch:
         worker_process.Lane._send = counted
 
     def watch(self, engine: Engine) -> None:
-        """Once it has started: its workers can be killed too."""
+        """Make the workers of a started engine known, so that they can be killed."""
         self._workers = lambda: [pid for loop in engine.state.lanes if (pid := loop.lane.pid)]
 
 
@@ -80,7 +80,7 @@ class _CountedFiles(osio.Files):
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         self._point()
         half = super().pwrite(fd, data[: (len(data) + 1) // 2], offset)
-        self._point()  # the other half is asked for again
+        self._point()  # the caller writes the other half next
         return half
 
     def fallocate(self, fd: int, offset: int, length: int) -> None:

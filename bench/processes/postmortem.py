@@ -13,7 +13,7 @@ from batchengine.engine.turns.journal import INCARNATIONS
 from kv_store.arenas.arena import FILE_HEADER, FILE_HEADER_BYTES, SIDECAR_BYTES, SLOT_HEADER
 from kv_store.layout import ROW_RECORDS_BYTES
 
-_HEADER_SPAN = 48  # of a place header: what its checksum covers
+_HEADER_SPAN = 48  # bytes of a slot header that its checksum covers
 
 
 class Held(NamedTuple):
@@ -25,7 +25,7 @@ class Held(NamedTuple):
 
 
 def newest_arenas(folder: Path, lanes: Iterable[str]) -> list[Path]:
-    """The arena of each lane's last worker in the last run; those before are only read from."""
+    """The arena of each lane's last worker in the last run; earlier arenas are read only."""
     last: dict[str, int] = {}
     for path in folder.iterdir():
         lane, _, number = path.name.rpartition(".")
@@ -36,7 +36,7 @@ def newest_arenas(folder: Path, lanes: Iterable[str]) -> list[Path]:
 
 
 def slots(path: Path) -> Iterator[Held]:
-    """Every place with a whole header; a file that is torn has none."""
+    """Every slot with a whole header; a torn file has none."""
     data = path.read_bytes()
     if len(data) < FILE_HEADER.size:
         return

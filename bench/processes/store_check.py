@@ -1,4 +1,4 @@
-"""Everything that an open store keeps incrementally, recounted: O(n) under one hold of its lock."""
+"""Recounts all that an open store counts incrementally: O(n) under one hold of its lock."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
 Kill benches need tens of thousands of process runs, and most of a real start is importing. One
 zygote forks engine processes; each engine forks, before it starts anything, a template that
 clones its workers as the engine's own children (CLONE_PARENT), so that death signals, exit
-statuses and parents are those of processes started by exec. What runs is the program itself; the
-chat template's child process alone is left out: these benches send no chat requests.
+statuses and parents are those of processes started by exec. Forks run the product's own code; only
+the chat template's child process is left out, as these benches send no chat requests.
 
-Owns processes and pipes. Knows nothing of sessions: the program that it forks speaks to the engine.
+Owns processes and pipes; the program that is forked speaks to the engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def receive(sock: socket.socket) -> tuple[Any, list[int]]:
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process when its parent ends."""
+    """Have this process receive SIGKILL when its parent ends."""
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
 
 
@@ -80,7 +80,7 @@ class Template:
     def popen(
         self, args: Sequence[str], *, pass_fds: Sequence[int], **_: object
     ) -> subprocess.Popen[bytes]:
-        """A worker with the command line `args`, of which the last four count."""
+        """Start a worker with the last four words of the command line `args`."""
         send(self._sock, list(args)[-4:], pass_fds)
         pid, _fds = receive(self._sock)
         self._on_spawn(pid, int(args[-1]))
@@ -105,7 +105,7 @@ class _Process:
 
 
 def _serve_workers(sock: socket.socket, compute: str) -> None:
-    """The template's run: each request becomes a clone that is the engine's child."""
+    """The template's loop: each request becomes a clone that is the engine's child."""
     clone = ctypes.CDLL(None).syscall
     while True:
         asked, fds = receive(sock)

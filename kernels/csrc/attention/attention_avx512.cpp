@@ -23,7 +23,7 @@ SIMD_FN __m512i dword_everywhere(const void* p) {
 
 // Prefetches a cache line into L2: a page is larger than L1. While K is read, V is prefetched, and
 // while V is read, the next page's K, one line per line read: a core has few requests in flight, and
-// a burst of them would block all other loads that miss L2 until DRAM has answered.
+// a burst of them would block loads from L2 until DRAM has answered.
 SIMD_FN void prefetch(const int8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
 }
