@@ -18,7 +18,7 @@ def pool() -> Iterator[kernels.Pool]:
 
 @pytest.fixture(autouse=True)
 def best_level() -> Iterator[None]:
-    """Every test starts at the best level and may choose others."""
+    """Every test starts at the best level and may select others."""
     kernels.set_isa(kernels.isa_levels()[-1])
     yield
     kernels.set_isa(kernels.isa_levels()[-1])

@@ -35,7 +35,7 @@ GOLDEN = "2ba63299e3b51d41895e637bae55f2e32ed9e848a9abc2589c9c63c7c12ed937"
 
 # int8 K, V and q against exact attention on Gaussian data: the design measured about 1 %.
 KV8_TOLERANCE = 0.02
-# The same integers in binary64: what is left is fp32 rounding and 14-bit weights.
+# The same integers in binary64: the error is fp32 rounding and 14-bit weights.
 DEQUANTISED_TOLERANCE = 2e-4
 
 
@@ -63,7 +63,7 @@ def relative_error(out: F32, expected: NDArray[np.float64]) -> float:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("d", "n_head", "n_kv"), SHAPES)
-def test_levels_agree(pool: K.Pool, d: int, n_head: int, n_kv: int, length: int) -> None:
+def test_levels_give_equal_bits(pool: K.Pool, d: int, n_head: int, n_kv: int, length: int) -> None:
     qkv = random_qkv(length, length, n_head, n_kv, d)
     rope = K.RopeTable("neox", d, d, 1e6)
     results: list[tuple[bytes, F32]] = []
@@ -80,7 +80,9 @@ def test_levels_agree(pool: K.Pool, d: int, n_head: int, n_kv: int, length: int)
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("d", "n_head", "n_kv"), [(64, 6, 2), (128, 4, 2)])
-def test_attention_against_numpy(pool: K.Pool, level: str, d: int, n_head: int, n_kv: int) -> None:
+def test_attention_agrees_with_numpy(
+    pool: K.Pool, level: str, d: int, n_head: int, n_kv: int
+) -> None:
     K.set_isa(level)
     qkv = random_qkv(5, 300, n_head, n_kv, d)
     t = Timeline(K.PageShape(2, n_kv, d), n_head, 2, layer=1)
@@ -99,7 +101,7 @@ def test_attention_against_numpy(pool: K.Pool, level: str, d: int, n_head: int, 
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_chunking_is_invisible(data: st.DataObject) -> None:
+def test_chunk_sizes_and_threads_change_no_bit(data: st.DataObject) -> None:
     """Whole, in any chunks, on any number of threads: same page bytes, same outputs."""
     length = data.draw(st.integers(2, 700))
     cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=6)))
@@ -125,7 +127,7 @@ def test_token_by_token_equals_prefill(pool: K.Pool, level: str) -> None:
     np.testing.assert_array_equal(bits(np.concatenate(out)), bits(expected))
 
 
-def test_entries_of_a_batch_do_not_meet(pool: K.Pool) -> None:
+def test_entries_of_a_batch_do_not_affect_each_other(pool: K.Pool) -> None:
     """Chunks and single tokens of several sequences in one batch equal the same steps alone."""
     histories, news = [0, 255, 700, 1023, 1500], [40, 1, 1, 3, 1]
     together: list[Timeline] = []
@@ -145,7 +147,7 @@ def test_entries_of_a_batch_do_not_meet(pool: K.Pool) -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 5])
-def test_splitting_one_long_sequence_is_invisible(threads: int) -> None:
+def test_splitting_one_long_sequence_changes_no_bit(threads: int) -> None:
     """One decoded token over 4.6 super-pages is split by super-page when threads outnumber work."""
     qkv = random_qkv(2, 4700, 4, 1, 64)
     results: list[F32] = []
@@ -158,8 +160,8 @@ def test_splitting_one_long_sequence_is_invisible(threads: int) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("length", [1, 15, 70, 255, 300])
-def test_rows_behind_the_frontier_do_not_matter(pool: K.Pool, level: str, length: int) -> None:
-    """Stale bytes of a preempted step, NaN scales included, influence nothing."""
+def test_rows_beyond_the_frontier_have_no_effect(pool: K.Pool, level: str, length: int) -> None:
+    """Stale bytes of a preempted step, NaN scales included, are not read."""
     K.set_isa(level)
     qkv = random_qkv(3, length, 4, 2, 96)
     results: list[F32] = []
@@ -217,7 +219,9 @@ def extreme_qkv(name: str, length: int) -> F32:
 
 @pytest.mark.parametrize("name", EXTREMES)
 @pytest.mark.parametrize("length", [33, 290])
-def test_extremes(pool: K.Pool, name: str, length: int) -> None:
+def test_extreme_values_give_equal_bits_on_every_level(
+    pool: K.Pool, name: str, length: int
+) -> None:
     qkv = extreme_qkv(name, length)
     results: list[F32] = []
     for level in LEVELS:
@@ -237,10 +241,10 @@ def test_extremes(pool: K.Pool, name: str, length: int) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("part", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
-def test_a_nonfinite_value_reaches_exactly_the_rows_that_see_it(
+def test_a_nonfinite_value_reaches_exactly_the_rows_that_attend_to_it(
     pool: K.Pool, level: str, part: str, value: float
 ) -> None:
-    """A bad value at token 20 leaves earlier tokens and other heads alone, and never gets lost."""
+    """A NaN at token 20 does not affect earlier tokens or other heads, and is never lost."""
     K.set_isa(level)
     qkv = random_qkv(6, 300, 4, 2, 64)
     shape = K.PageShape(1, 2, 64)
@@ -251,7 +255,7 @@ def test_a_nonfinite_value_reaches_exactly_the_rows_that_see_it(
     hit = np.zeros((300, 4), bool)
     if part == "q":  # head 1 of one token; a huge but finite q is legal
         hit[20, 1] = not np.isfinite(value)
-    else:  # heads 2 and 3 of every token that sees position 20
+    else:  # heads 2 and 3 of every token that attends to position 20
         hit[20:, 2:] = True
     assert (bits(out[hit]) == 0x7FC00000).all()
     if part == "q":
@@ -323,19 +327,19 @@ def test_k_is_normed_then_rotated(pool: K.Pool, style: str, d: int, n_rot: int) 
     assert (np.abs(k - y) <= 0.52 * step_size).all(), "half a quantisation step, and fp16's share"
 
 
-def test_rope_table_is_right_to_the_last_bit_but_one(pool: K.Pool) -> None:
+def test_rope_table_is_exact_within_one_unit_of_binary32(pool: K.Pool) -> None:
     table = K.RopeTable("neox", 128, 128, 1e6)
     frequency = 1e6 ** (-2 * np.arange(64) / 128)
     for position in [0, 1, 255, 256, 4095, 131071, 1_000_000]:
         row = np.array(table.row(position), np.float32)
         exact = np.concatenate([np.cos(position * frequency), np.sin(position * frequency)])
-        # One unit of binary32, and what an angle of 1e6 loses in binary64.
+        # One unit of binary32, and the binary64 rounding of an angle of 1e6.
         assert (np.abs(row - exact) <= np.spacing(np.abs(exact).astype(np.float32)) + 5e-10).all()
     with pytest.raises(ValueError, match="4194304"):
         table.row(1 << 22)
 
 
-def test_rope_digest_names_the_table() -> None:
+def test_rope_digest_depends_on_every_parameter_of_the_table() -> None:
     factors = K.Vector(np.linspace(1, 2, 32, dtype=np.float32))
     variants = [
         K.RopeTable("neox", 64, 64, 1e6),
@@ -354,7 +358,7 @@ def test_rope_digest_names_the_table() -> None:
 
 
 @pytest.mark.parametrize("width", [32, 64, 100, 896, 1024, 5120])
-def test_rmsnorm(pool: K.Pool, width: int) -> None:
+def test_rmsnorm_agrees_with_numpy_and_between_levels(pool: K.Pool, width: int) -> None:
     rng = np.random.default_rng(width)
     x = rng.standard_normal((20, width)).astype(np.float32)
     x[3] *= 1e4
@@ -375,7 +379,7 @@ def test_rmsnorm(pool: K.Pool, width: int) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("width", [96, 1024])
 def test_norm_quantise_is_norm_then_quantise(pool: K.Pool, level: str, width: int) -> None:
-    """Seen through a matrix of one-hot rows, which reads the quantised values back."""
+    """A matrix of one-hot rows reads the quantised values back."""
     K.set_isa(level)
     x = random_qkv(10, 5, 1, 0, width)
     identity = np.eye(width, dtype=np.float32)
@@ -436,7 +440,7 @@ def test_row_digests_cover_exactly_the_row(pool: K.Pool, threads: int) -> None:
         assert digests[i] == xxhash.xxh3_64_intdigest(row, int(seeds[i]))
 
 
-def test_page_shape_is_the_documented_layout() -> None:
+def test_page_shape_has_the_documented_layout() -> None:
     shape = K.PageShape(28, 8, 128)
     assert shape.head_bytes == 256 * 128 + 16 * 4 * 16 * 2 + 64 * 128 * 4 + 512
     assert shape.layer_bytes == 8 * shape.head_bytes

@@ -1,7 +1,7 @@
 """Packing, quantisation and the linear kernels: every level gives the bits of CA-1 rules 1 and 2.
 
 Three independent references: exact rational arithmetic for the rule itself (few outputs), numpy in
-float64 with a tolerance for the meaning (many), and the scalar level for the bits of the others.
+float64 with a tolerance for the values (many), and the scalar level for the bits of the others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def aligned(count: int) -> U8:
 
 
 def random_tensor(kind: str, rows: int, cols: int, rng: np.random.Generator) -> U8:
-    """Bytes of a legal tensor, harsher than a quantiser would make them: every weight pattern,
+    """Bytes of a legal tensor, more extreme than a quantiser makes them: every weight pattern,
     scales of both signs, some subnormal, some zero."""
     if kind in ("f16", "bf16", "f32"):
         values = rng.standard_normal((rows, cols)).astype(np.float32)
@@ -73,8 +73,8 @@ def random_tensor(kind: str, rows: int, cols: int, rng: np.random.Generator) -> 
     return blocks.reshape(-1)
 
 
-def meaning(kind: str, tensor: U8, rows: int, cols: int) -> F32:
-    """What the format's own library says the tensor is."""
+def dequantised_by_library(kind: str, tensor: U8, rows: int, cols: int) -> F32:
+    """The tensor dequantised by the format's own library."""
     if kind == "f32":
         return tensor.view(np.float32).reshape(rows, cols)
     return dequantize(tensor.reshape(rows, -1), GGUF_TYPES[kind]).reshape(rows, cols)
@@ -178,7 +178,9 @@ def test_quantise_agrees_on_any_floats(values: list[float]) -> None:
 
 @pytest.mark.parametrize("level", k.isa_levels())
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_nonfinite_token_stays_alone(pool: k.Pool, level: str, bad: float) -> None:
+def test_a_nonfinite_token_does_not_affect_other_tokens(
+    pool: k.Pool, level: str, bad: float
+) -> None:
     rng = np.random.default_rng(3)
     values = random_values(5, 256, rng)
     matrix = packed(pool, "q4_0", random_tensor("q4_0", 32, 256, rng), 32, 256)
@@ -261,8 +263,13 @@ def test_every_level_gives_the_bits_of_the_definition(
 
     q, scale = unpacked(x, tokens)
     seen = values if kind in ("f16", "bf16", "f32") else q * np.repeat(scale, 32, axis=1)
-    exact = seen.astype(np.float64) @ meaning(kind, tensor, rows, cols).astype(np.float64).T
-    size = np.abs(seen).astype(np.float64) @ np.abs(meaning(kind, tensor, rows, cols)).T
+    exact = (
+        seen.astype(np.float64)
+        @ dequantised_by_library(kind, tensor, rows, cols).astype(np.float64).T
+    )
+    size = (
+        np.abs(seen).astype(np.float64) @ np.abs(dequantised_by_library(kind, tensor, rows, cols)).T
+    )
     assert np.all(np.abs(want - exact) <= 2e-6 * size + 1e-30)
 
     for level in k.isa_levels()[1:]:
@@ -306,7 +313,10 @@ def test_float_kinds_take_any_width(pool: k.Pool, kind: str, cols: int) -> None:
     tensor = random_tensor(kind, 19, cols, rng)
     matrix = packed(pool, kind, tensor, 19, cols)
     values = rng.standard_normal((3, cols)).astype(np.float32)
-    want = values.astype(np.float64) @ meaning(kind, tensor, 19, cols).astype(np.float64).T
+    want = (
+        values.astype(np.float64)
+        @ dequantised_by_library(kind, tensor, 19, cols).astype(np.float64).T
+    )
     bits: list[F32] = []
     for level in k.isa_levels():
         k.set_isa(level)
@@ -317,7 +327,7 @@ def test_float_kinds_take_any_width(pool: k.Pool, kind: str, cols: int) -> None:
 
 @pytest.mark.parametrize("level", k.isa_levels())
 @pytest.mark.parametrize("kind", k.KINDS)
-def test_batch_and_threads_change_nothing(kind: str, level: str) -> None:
+def test_batch_and_threads_change_no_bit(kind: str, level: str) -> None:
     rows, cols, tokens = 83, 512, 37
     rng = np.random.default_rng(8)
     tensor = random_tensor(kind, rows, cols, rng)
@@ -337,7 +347,7 @@ def test_batch_and_threads_change_nothing(kind: str, level: str) -> None:
     assert_same_bits(results[2], results[0], "5 threads")
 
 
-# --- what follows the product -----------------------------------------------------------------
+# --- bias, residual and gate -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", k.isa_levels())
@@ -402,14 +412,14 @@ def test_linear_gated_is_silu_times_up(pool: k.Pool, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("kind", k.KINDS)
-def test_embed_is_the_meaning_of_the_row(pool: k.Pool, kind: str) -> None:
+def test_embed_gives_the_dequantised_row(pool: k.Pool, kind: str) -> None:
     rows, cols = 35, 512
     tensor = random_tensor(kind, rows, cols, np.random.default_rng(9))
     matrix = packed(pool, kind, tensor, rows, cols)
     ids = np.array([34, 0, 16, 15, 34], np.int32)
     out = k.Rows(5, cols)
     k.embed(pool, matrix, ids, out)
-    want = meaning(kind, tensor, rows, cols)[ids]
+    want = dequantised_by_library(kind, tensor, rows, cols)[ids]
     # q4_1 adds with one rounding (fma); the format's library rounds twice.
     assert np.allclose(out.view(5), want, rtol=2e-7 if kind == "q4_1" else 0, atol=1e-9)
     with pytest.raises(ValueError, match="token 35 is not in"):
@@ -420,7 +430,7 @@ def test_embed_is_the_meaning_of_the_row(pool: k.Pool, kind: str) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kind", k.KINDS)
-def test_pack_names_the_first_bad_scale(pool: k.Pool, kind: str, bad: float) -> None:
+def test_pack_reports_the_first_bad_scale(pool: k.Pool, kind: str, bad: float) -> None:
     rows, cols = 40, 512
     tensor = random_tensor(kind, rows, cols, np.random.default_rng(1))
     table = tensor.reshape(rows, -1)
@@ -467,8 +477,8 @@ def test_pack_refuses_wrong_sizes(pool: k.Pool) -> None:
 @pytest.mark.parametrize(
     ("kind", "bits_max"), [("q4_0", 4.5), ("q4_1", 5), ("q6_k", 6.63), ("q8_0", 8.5)]
 )
-def test_packed_weights_stay_narrow(kind: str, bits_max: float) -> None:
-    """Decoding one token is bound by these bytes."""
+def test_packed_weights_take_no_more_bytes_than_allowed(kind: str, bits_max: float) -> None:
+    """Decode of one token is bound by reading these bytes."""
     assert k.packed_bytes(kind, 1024, 1024) * 8 / 1024**2 <= bits_max
 
 
@@ -523,10 +533,10 @@ def test_rows_alias_their_memory(pool: k.Pool) -> None:
         out.view(3)
 
 
-# --- the machine underneath -------------------------------------------------------------------
+# --- floating-point environment and threads ---------------------------------------------------
 
 
-def test_no_level_contracts_multiply_and_add() -> None:
+def test_no_level_fuses_multiply_and_add() -> None:
     """One fma would keep the 2^-24 that the rounded product drops."""
     a = 1 + 2.0**-12
     for level in k.isa_levels():
@@ -546,7 +556,7 @@ def test_arith_id_is_the_same_on_every_level() -> None:
 
 
 def test_a_changed_rounding_mode_changes_no_bit(pool: k.Pool) -> None:
-    """Another library may leave the caller's thread rounding downwards; kernels put it right."""
+    """Another library may leave the caller's thread rounding down; kernels set the mode."""
     rng = np.random.default_rng(12)
     values = random_values(4, 512, rng)
     matrix = packed(pool, "q4_0", random_tensor("q4_0", 40, 512, rng), 40, 512)
@@ -580,7 +590,7 @@ def test_pool_parks_and_wakes() -> None:
             team.run_empty()
 
 
-def test_pool_refuses_nonsense() -> None:
+def test_pool_refuses_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="threads must be"):
         k.Pool(0)
     with pytest.raises(ValueError, match="one core per thread"):
@@ -589,7 +599,7 @@ def test_pool_refuses_nonsense() -> None:
         k.Pool(1, [100000])
 
 
-def test_pool_pins_threads_and_gives_the_caller_back() -> None:
+def test_pool_pins_threads_and_restores_the_affinity_of_the_caller() -> None:
     before = os.sched_getaffinity(0)
     core = min(before)
     team = k.Pool(2, [core, core])
@@ -607,7 +617,7 @@ def run_with_isa(value: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_environment_forces_a_level() -> None:
+def test_the_environment_selects_a_level() -> None:
     assert run_with_isa("scalar").stdout.strip() == "scalar"
     assert run_with_isa("").stdout.strip() == k.isa_levels()[-1]
     failed = run_with_isa("avx1024")

@@ -135,7 +135,9 @@ def mixed(pool: K.Pool) -> tuple[Step, F32]:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_division_and_grouping(mixed: tuple[Step, F32], data: st.DataObject) -> None:
+def test_every_division_and_grouping_gives_equal_bits(
+    mixed: tuple[Step, F32], data: st.DataObject
+) -> None:
     """fold is associative, on any number of threads, and does not depend on the batch of a part."""
     step, expected = mixed
     n_cuts = data.draw(st.integers(0, 4))
@@ -149,8 +151,8 @@ def test_any_division_and_grouping(mixed: tuple[Step, F32], data: st.DataObject)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_threads_change_nothing(mixed: tuple[Step, F32], threads: int) -> None:
-    """A long entry is cut by super-page among the threads, and folded in order all the same."""
+def test_threads_change_no_bit(mixed: tuple[Step, F32], threads: int) -> None:
+    """A long entry is cut by super-page among the threads, and folded in order."""
     step, expected = mixed
     shared = step.pool
     step.pool = K.Pool(threads)
@@ -173,8 +175,8 @@ def test_levels_give_the_same_partials(pool: K.Pool) -> None:
     assert len(exported) == 1
 
 
-def test_order_matters_so_later_superpages_stay_apart(mixed: tuple[Step, F32]) -> None:
-    """What the layout promises: one accumulator from super-page 0, else one per super-page."""
+def test_later_superpages_keep_separate_accumulators(mixed: tuple[Step, F32]) -> None:
+    """Fold order changes bits: one accumulator from super-page 0 on, else one per super-page."""
     step, _ = mixed
     rows = [n * step.n_head for n in step.counts]
     head = partials_of(step, [(0, 0, 2), (4, 0, 3)])
@@ -187,7 +189,7 @@ def test_order_matters_so_later_superpages_stay_apart(mixed: tuple[Step, F32]) -
     assert head.n_accumulators == rows[0] + rows[4], "a prefix stays one accumulator"
 
 
-def test_rows_that_see_nothing_of_a_span_are_zero(pool: K.Pool) -> None:
+def test_rows_that_attend_to_nothing_of_a_span_are_zero(pool: K.Pool) -> None:
     """Tokens before the span's first super-page, also in memory that held other accumulators."""
     step = prepare(pool, 64, 2, 1, [(1000, 30)])
     out = partials_of(step, [(0, 1, 1)])
@@ -215,8 +217,8 @@ def accumulators(partials: K.Partials) -> tuple[F32, F32, F32]:
     return values[:n], values[n : 2 * n], values[2 * n :].reshape(n, d)
 
 
-def test_bytes_round_trip_and_fold_on(mixed: tuple[Step, F32]) -> None:
-    """A chain over three machines that hand one another nothing but bytes."""
+def test_partials_sent_as_bytes_fold_to_equal_bits(mixed: tuple[Step, F32]) -> None:
+    """A chain over three machines that exchange only bytes."""
     step, expected = mixed
     parts = cut(step, [[1, n - 1] if n > 1 else [0, 0] for n in superpages(step)])
     passed = partials_of(step, parts[0]).to_bytes()

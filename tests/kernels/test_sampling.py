@@ -1,4 +1,4 @@
-"""Sampling: counter-based randomness, documented order of steps, one answer on every level."""
+"""Sampling: counter-based random numbers, the order of steps, equal tokens on every level."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ F32 = NDArray[np.float32]
 LEVELS = K.isa_levels()
 POOL = K.Pool(2)
 
-# A binary64 oracle against sequential fp32 sums and a 1-ulp exp: how far a cumsum may be off.
+# A binary64 oracle against sequential fp32 sums and a 1-ulp exp: the error bound of a cumsum.
 CUMSUM_TOLERANCE = 2e-5
 LOGPROB_TOLERANCE = 1e-5
 
@@ -45,7 +45,7 @@ def random_logits(seed: int, vocab: int, size: float = 3.0) -> F32:
 
 
 # The published known answers of Philox4x32-10 use all four counter words, of which the fourth is 0
-# here; the first is theirs, the others were computed once with the plain Python below.
+# here; the first is published, the others were computed once with the plain Python below.
 def plain_philox(seed: int, position: int, number: int) -> tuple[int, ...]:
     key = [seed & 0xFFFFFFFF, seed >> 32]
     c = [position & 0xFFFFFFFF, position >> 32, number, 0]
@@ -61,7 +61,7 @@ def plain_philox(seed: int, position: int, number: int) -> tuple[int, ...]:
     return tuple(c)
 
 
-def test_philox_known_answer() -> None:
+def test_philox_gives_the_known_answers() -> None:
     assert K.philox(0, 0, 0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
 
 
@@ -71,7 +71,7 @@ def test_philox_equals_plain_python(seed: int, position: int, number: int) -> No
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 15, 16, 17, 1000, 151_936])
-def test_greedy_takes_the_largest_and_the_lowest_id(vocab: int) -> None:
+def test_greedy_takes_the_largest_logit_and_then_the_lowest_id(vocab: int) -> None:
     logits = random_logits(vocab, vocab)
     assert one(logits).token == int(np.argmax(logits))
     logits[vocab // 3 :: 5] = 50.0
@@ -98,7 +98,7 @@ def penalised(logits: F32, spec: dict[str, Any]) -> F32:
 
 @given(st.integers(0, 2**32), st.data())
 @settings(max_examples=40, deadline=None)
-def test_penalties_and_bias_in_the_documented_order(seed: int, data: st.DataObject) -> None:
+def test_penalties_and_bias_apply_in_the_documented_order(seed: int, data: st.DataObject) -> None:
     logits = random_logits(seed, 50)
     token = st.integers(0, 49)
     spec: dict[str, Any] = {
@@ -113,7 +113,7 @@ def test_penalties_and_bias_in_the_documented_order(seed: int, data: st.DataObje
     assert one(logits, **spec).token == expected
 
 
-def test_minus_infinity_bans() -> None:
+def test_a_bias_of_minus_infinity_excludes_a_token() -> None:
     logits = random_logits(1, 40)
     best = int(np.argmax(logits))
     ban = [(best, float("-inf"))]
@@ -124,7 +124,7 @@ def test_minus_infinity_bans() -> None:
 
 
 def check_against_oracle(logits: F32, spec: dict[str, Any], token: int) -> None:
-    """Replays the steps in binary64; the chosen token must own u within the cumsum tolerance."""
+    """Repeat the steps in binary64; u must be in the chosen token's interval of the cumsum."""
     x = penalised(logits, spec)
     order = np.argsort(-x, kind="stable")
     w = np.exp((x[order].astype(float) - float(x.max())) / spec["temperature"])
@@ -173,8 +173,8 @@ def test_selections_that_leave_one_token_are_greedy() -> None:
     assert one(logits, temperature=1e-30, seed=3).token == best
 
 
-def test_shortcuts_change_nothing() -> None:
-    """A limit that limits nothing, a bias that adds nothing: other paths, not other tokens."""
+def test_parameters_without_effect_change_no_token() -> None:
+    """A limit above all values or a zero bias takes another code path, with equal tokens."""
     for vocab in (100, 4000):
         logits = np.round(random_logits(3, vocab, 2.0), 1)  # many ties
         for seed in range(60):

@@ -1,4 +1,4 @@
-"""Timelines of random K, V and queries over pages of their own, for tests of attention."""
+"""Timelines of random K, V and queries over separate pages, for tests of attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bits(x: F32) -> NDArray[np.uint32]:
 
 @dataclass
 class Timeline:
-    """One sequence with its own pages: feeds qkv rows in chunks, remembers the outputs."""
+    """One sequence with its own pages: takes qkv rows in chunks, keeps the outputs."""
 
     shape: K.PageShape
     n_head: int

@@ -1,4 +1,4 @@
-"""The GGUF reader: what it reads, and that any file is either read or refused with its reason."""
+"""The GGUF reader: values it reads, and that any file is either read or refused with a reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def written(tmp_path: Path, raw: bytes) -> Path:
     return path
 
 
-def test_reads_what_was_written(tmp_path: Path) -> None:
+def test_keys_and_tensors_are_read_as_written(tmp_path: Path) -> None:
     with GgufFile(written(tmp_path, HONEST)) as file:
         assert file.text("general.architecture") == "llama"
         assert file.integer("llama.block_count") == 1
@@ -46,7 +46,7 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
         assert repr(file) == f"<GgufFile model.gguf v3 keys=7 tensors=2 bytes={len(HONEST)}>"
 
 
-def test_agrees_with_the_reference_reader(pocket_path: Path) -> None:
+def test_the_reader_agrees_with_the_reference_reader(pocket_path: Path) -> None:
     """Names, shapes, types, offsets and bytes of a real model, against an independent reader."""
     theirs = gguf.GGUFReader(pocket_path)
     with GgufFile(pocket_path) as ours:
@@ -77,8 +77,8 @@ def test_storage_types_agree_with_the_reference() -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_file(name: str, tmp_path: Path) -> None:
-    """Each lie has one code, and the message names the key, tensor or figure that is wrong."""
+def test_a_hostile_file_is_refused(name: str, tmp_path: Path) -> None:
+    """Each defect has one code, and the message names the key, tensor or number that is wrong."""
     code, word, build = HOSTILE[name]
     with pytest.raises(BatchEngineError) as caught:
         GgufFile(written(tmp_path, build()))
@@ -93,7 +93,7 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
             parse(memoryview(HONEST[:length]), "cut")
 
 
-def test_typed_values_say_what_is_wrong(tmp_path: Path) -> None:
+def test_a_value_of_a_wrong_type_is_refused_with_its_key(tmp_path: Path) -> None:
     with GgufFile(written(tmp_path, HONEST)) as file:
         for read, key, code in (
             (file.integer, "no.such.key", "BE1321"),
@@ -118,7 +118,7 @@ def test_number_refuses_infinity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "device", "nul"])
-def test_not_a_file(kind: str, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_refused(kind: str, tmp_path: Path) -> None:
     """None of these may hang: opening a FIFO would wait for a writer for ever."""
     path = tmp_path / "x.gguf"
     if kind == "folder":
@@ -134,8 +134,8 @@ def test_not_a_file(kind: str, tmp_path: Path) -> None:
     assert caught.value.code == "BE1301"
 
 
-def test_large_vocabulary_is_read_quickly() -> None:
-    """152k tokens and as many merges: a second start must not wait for them."""
+def test_a_large_vocabulary_is_read_quickly() -> None:
+    """152k tokens and as many merges: a second start must not be slow."""
     words = [text(f"token{i}") for i in range(151936)]
     raw = File()
     raw.with_key("t", ARRAY, array(STRING, words)).with_key("m", ARRAY, array(STRING, words))
@@ -146,11 +146,11 @@ def test_large_vocabulary_is_read_quickly() -> None:
         values = parse(encoded, "large").values
         best = min(best, time.perf_counter() - start)
     assert len(values["t"]) == 151936  # type: ignore[arg-type]
-    assert best < 0.6  # 0.07 s alone; other processes may hold the cores
+    assert best < 0.6  # 0.07 s alone; other processes may use the cores
 
 
 def test_declared_sizes_cost_no_memory() -> None:
-    """A sparse file may really be as long as its lies: the limits still bound what is kept."""
+    """A sparse file may have the declared length: the limits still bound the memory used."""
     lies = [
         File().with_key("k", ARRAY, array(0, [], 1 << 40)),
         File().with_key("k", ARRAY, array(STRING, [], 1 << 22)),
@@ -167,7 +167,7 @@ def test_declared_sizes_cost_no_memory() -> None:
 
 
 def check_total(raw: bytes) -> None:
-    """The reader's whole contract on arbitrary bytes: a value or a BatchEngineError."""
+    """The reader's contract on arbitrary bytes: a value or a BatchEngineError."""
     try:
         parsed = parse(memoryview(raw), "fuzz")
     except BatchEngineError as error:
@@ -186,7 +186,7 @@ def check_total(raw: bytes) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=512))
-def test_any_bytes(raw: bytes) -> None:
+def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
     check_total(raw)
     check_total(HONEST[:24] + raw)
 
@@ -204,8 +204,10 @@ def test_any_bytes(raw: bytes) -> None:
     ),
     st.integers(0, len(HONEST)),
 )
-def test_mutations_of_a_valid_file(edits: list[tuple[int, int, int]], cut: int) -> None:
-    """Bytes, words and whole counts overwritten anywhere, and the file cut short anywhere."""
+def test_mutations_of_a_valid_file_are_read_or_refused(
+    edits: list[tuple[int, int, int]], cut: int
+) -> None:
+    """Bytes, words and counts are overwritten anywhere, and the file is truncated anywhere."""
     raw = bytearray(HONEST)
     for position, size, value in edits:
         raw[position : position + size] = (value % (1 << (8 * size))).to_bytes(size, "little")
@@ -226,20 +228,20 @@ def test_mutations_of_a_valid_file(edits: list[tuple[int, int, int]], cut: int) 
         max_size=4,
     )
 )
-def test_any_tensor_table(tensors: list[Tensor]) -> None:
+def test_any_tensor_table_is_read_or_refused(tensors: list[Tensor]) -> None:
     check_total(File(tensors=tensors, data=bytes(4096)).encode())
 
 
-def test_fuzz_finds_a_reader_that_believes_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fuzz oracle can fail: without the placement checks it sees tensors outside the file."""
+def test_the_fuzz_oracle_detects_unchecked_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the placement checks the oracle fails on tensors outside the file."""
     import batchengine.gguf as reader
 
-    def believe(cursor: Any, infos: Any, data_start: int, alignment: int) -> Any:
+    def place_unchecked(cursor: Any, infos: Any, data_start: int, alignment: int) -> Any:
         return {
             name: reader.TensorInfo(name, kind, shape, data_start + offset, size)
             for name, kind, shape, offset, size in infos
         }
 
-    monkeypatch.setattr(reader, "_place_tensors", believe)
+    monkeypatch.setattr(reader, "_place_tensors", place_unchecked)
     with pytest.raises(AssertionError):
         check_total(File(tensors=[Tensor("a", (8,), 0, 1 << 30)]).encode())

@@ -1,9 +1,9 @@
-"""Our logits against llama.cpp's on the same file: the only place where tolerances are allowed.
+"""Logits of batchengine against those of llama.cpp on the same file, within tolerances.
 
-llama.cpp is the independent implementation of the architectures. It rounds too: on a quantised
+llama.cpp is an independent implementation of the architectures. It rounds too: on a quantised
 file its activations are int8 as ours are. Hence two oracles: llama.cpp on the same weights
-dequantised to F32 with F32 KV, where all the rounding left is ours and every row must agree; and
-llama.cpp on the very file, where the two roundings add up and the typical row must.
+dequantised to F32 with F32 KV, where only our rounding remains and every row must agree; and
+llama.cpp on the same file, where both roundings add up and the median row must agree.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def dequantise(_: Any, tensors: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_logits(name: str, tmp_path: Path, cache_dir: Path) -> None:
+def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
     shape = SHAPES[name]
     path = tmp_path / f"{name}.gguf"
     write_synthetic(path, shape)
@@ -115,12 +115,12 @@ def test_logits(name: str, tmp_path: Path, cache_dir: Path) -> None:
     assert float(exact.min()) > COSINE_MIN
     assert float(np.median(same)) > COSINE_MIN
     assert float(same.min()) > COSINE_MIN - 0.001
-    # A constant or a shifted answer could not pass: rows differ from each other.
+    # Rows differ from each other, so constant or shifted logits cannot pass.
     assert float(cosines(ours[1:], theirs[:-1]).mean()) < 0.8
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_logits_past_a_super_page(name: str, tmp_path: Path, cache_dir: Path) -> None:
+def test_logits_agree_past_a_super_page(name: str, tmp_path: Path, cache_dir: Path) -> None:
     """1,300 tokens: six pages, two super-pages to fold."""
     path = tmp_path / "m.gguf"
     write_synthetic(path, SHAPES[name])
@@ -133,8 +133,10 @@ def test_logits_past_a_super_page(name: str, tmp_path: Path, cache_dir: Path) ->
 
 
 @pytest.mark.parametrize("name", ["llama3_factors", "linear_scaling"])
-def test_scaling_matters_at_these_positions(name: str, tmp_path: Path, cache_dir: Path) -> None:
-    """Without the scaling the agreement is lost, so the tests above can fail."""
+def test_without_rope_scaling_the_logits_disagree(
+    name: str, tmp_path: Path, cache_dir: Path
+) -> None:
+    """This proves that the tests above can fail."""
     path = tmp_path / "m.gguf"
     write_synthetic(path, SHAPES[name])
     plain = tmp_path / "plain.gguf"
@@ -147,7 +149,7 @@ def test_scaling_matters_at_these_positions(name: str, tmp_path: Path, cache_dir
     assert float(cosines(scaled, unscaled).min()) < COSINE_MIN
 
 
-# -- the pocket model: language, not noise
+# -- the pocket model: text instead of random weights
 
 WORDS = ("amber", "cello", "bronze", "walnut", "mint", "prairie", "opal", "robin", "garden")
 FILLER = (
@@ -162,7 +164,7 @@ def turn(role: str, text: str) -> str:
 
 
 def conversations(count: int) -> list[str]:
-    """Prompts of the kinds the pocket model was trained on, each ending where it must answer."""
+    """Prompts of the kinds the pocket model was trained on, each ending before an answer."""
     source = random.Random(20)
     prompts: list[str] = []
     for index in range(count):
@@ -187,7 +189,7 @@ def conversations(count: int) -> list[str]:
 
 
 def test_greedy_agreement_on_the_pocket_model(pocket_path: Path, cache_dir: Path) -> None:
-    """Over 2,000 tokens that llama.cpp chose greedily: ours would be chosen in 99 % of places."""
+    """Over 2,000 tokens that llama.cpp chose greedily: ours are equal at 99 % of positions."""
     agreed = total = 0
     cosine_min = 1.0
     with (

@@ -1,6 +1,6 @@
-"""The forward pass: one answer in bits, whatever the batch, chunk, threads, level or layer split.
+"""The forward pass: equal bits for every batch, chunk, thread count, level and layer split.
 
-Bits are compared, never tolerances: logits and KV pages of two ways to compute the same
+Tests compare bits, without tolerances: logits and KV pages of two ways to compute the same
 timeline must be the same bytes. (Tolerances against llama.cpp: test_llama_agreement.py.)
 """
 
@@ -95,7 +95,7 @@ def reference_of(
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 64, 100, 256, 300])
-def test_chunks(
+def test_chunk_size_changes_no_bit(
     chunk: int, model: Path, models: dict[str, Path], expected: Any, cache_dir: Path
 ) -> None:
     with LocalRunner(model, cache_dir=cache_dir, n_pages=8) as runner:
@@ -103,7 +103,9 @@ def test_chunks(
     assert ours == reference_of(expected, models, model)
 
 
-def test_two_threads(model: Path, models: dict[str, Path], expected: Any, cache_dir: Path) -> None:
+def test_two_threads_change_no_bit(
+    model: Path, models: dict[str, Path], expected: Any, cache_dir: Path
+) -> None:
     with LocalRunner(model, threads=2, cache_dir=cache_dir, n_pages=8) as runner:
         for chunk in (64, 300):
             ours = digest(runner, tokens_of(runner, 300), chunk)
@@ -111,7 +113,7 @@ def test_two_threads(model: Path, models: dict[str, Path], expected: Any, cache_
 
 
 @pytest.mark.parametrize("isa", kernels.isa_levels())
-def test_instruction_sets(
+def test_instruction_sets_give_equal_bits(
     isa: str, level: None, model: Path, models: dict[str, Path], expected: Any, cache_dir: Path
 ) -> None:
     kernels.set_isa(isa)
@@ -120,7 +122,7 @@ def test_instruction_sets(
     assert ours == reference_of(expected, models, model)
 
 
-def test_alone_or_in_a_batch_of_sixteen(model: Path, cache_dir: Path) -> None:
+def test_a_batch_of_sixteen_changes_no_bit(model: Path, cache_dir: Path) -> None:
     """Sixteen timelines of different lengths, decoded together and alone; logits and pages."""
     with LocalRunner(model, cache_dir=cache_dir, n_pages=64) as runner:
         prompts = [tokens_of(runner, 3 + 19 * i, seed=i) for i in range(16)]
@@ -147,7 +149,7 @@ def test_alone_or_in_a_batch_of_sixteen(model: Path, cache_dir: Path) -> None:
             assert run([i])[i] == together[i], i
 
 
-def test_mixed_prefill_and_decode_in_one_step(model: Path, cache_dir: Path) -> None:
+def test_prefill_and_decode_in_one_step_change_no_bit(model: Path, cache_dir: Path) -> None:
     """A step with a chunk of one timeline and single tokens of others changes neither."""
     with LocalRunner(model, cache_dir=cache_dir, n_pages=32) as runner:
         long, short = tokens_of(runner, 280, 1), tokens_of(runner, 40, 2)
@@ -166,8 +168,8 @@ def test_mixed_prefill_and_decode_in_one_step(model: Path, cache_dir: Path) -> N
         assert rows[1].tobytes() == alone(long)
 
 
-def test_layer_range_in_two_forwards(model: Path, cache_dir: Path) -> None:
-    """The residual stream taken out after layer 1 and put back gives the same bits (a pipeline)."""
+def test_a_forward_pass_split_by_layers_changes_no_bit(model: Path, cache_dir: Path) -> None:
+    """The residual stream is read after layer 1 and passed to the second part (a pipeline)."""
     with LocalRunner(model, cache_dir=cache_dir, n_pages=8) as runner:
         tokens = tokens_of(runner, 50)
         whole = runner.all_logits(tokens).tobytes()
@@ -179,7 +181,7 @@ def test_layer_range_in_two_forwards(model: Path, cache_dir: Path) -> None:
             stepper.embed()
             stepper.forward(range(cut))
             carried = stepper.hidden.view(50).copy()
-            stepper.hidden.view(50)[:] = np.nan  # nothing may be left over from the first stage
+            stepper.hidden.view(50)[:] = np.nan  # nothing of the first stage may remain
             stepper.hidden.view(50)[:] = carried
             stepper.forward(range(cut, n_layer))
             parts: list[bytes] = []
@@ -190,7 +192,7 @@ def test_layer_range_in_two_forwards(model: Path, cache_dir: Path) -> None:
             assert b"".join(parts) == whole
 
 
-def test_fused_qkv_equals_separate(tmp_path: Path, cache_dir: Path) -> None:
+def test_fused_qkv_equals_separate_matrices(tmp_path: Path, cache_dir: Path) -> None:
     """The rows of q, k and v in one matrix, with their biases in one vector: the same bits."""
     path = tmp_path / "m.gguf"
     write_synthetic(path, replace(LLAMA, fused=False))
@@ -209,7 +211,7 @@ def test_fused_qkv_equals_separate(tmp_path: Path, cache_dir: Path) -> None:
     assert results[0] == results[1]
 
 
-def test_rows_that_are_not_wanted_are_skipped_without_a_trace(model: Path, cache_dir: Path) -> None:
+def test_skipping_unwanted_rows_changes_no_bit_of_the_others(model: Path, cache_dir: Path) -> None:
     """The last layer computes wanted rows only; each row is the same as when all are wanted."""
     with LocalRunner(model, cache_dir=cache_dir, n_pages=8, logits_max=64) as runner:
         tokens = tokens_of(runner, 40)
@@ -221,8 +223,8 @@ def test_rows_that_are_not_wanted_are_skipped_without_a_trace(model: Path, cache
             runner.release(sequence)
 
 
-def test_sampled_text_is_a_function_of_its_own_timeline(model: Path, cache_dir: Path) -> None:
-    """Temperature, seed and prompt decide; batch, chunk and threads do not."""
+def test_sampled_text_depends_on_its_timeline_only(model: Path, cache_dir: Path) -> None:
+    """Temperature, seed and prompt determine it; batch, chunk and threads have no effect."""
     sampling = [
         Sampling(temperature=0.8, top_p=0.9, top_k=40, seed=7 + i, repetition_penalty=1.1)
         for i in range(5)
@@ -241,7 +243,7 @@ def test_sampled_text_is_a_function_of_its_own_timeline(model: Path, cache_dir: 
     assert other != together[0]
 
 
-def test_recomputed_page_equals_the_lost_one(model: Path, cache_dir: Path) -> None:
+def test_a_recomputed_page_equals_the_lost_one(model: Path, cache_dir: Path) -> None:
     """A page in the middle is overwritten, recomputed in place, and later pages stay valid."""
     with LocalRunner(model, cache_dir=cache_dir, n_pages=8, tokens_max=256) as runner:
         tokens = tokens_of(runner, 600)
@@ -274,7 +276,7 @@ def with_nan(path: Path, matrix: str) -> Path:
         name = f"blk.0.{matrix}.weight"
         rows = 192 if matrix == "attn_q" else 64
         values = np.random.default_rng(4).normal(size=(rows, 96)).astype(np.float32)
-        values[:, 0] = 3e38  # times a normed 9.8: infinite; times 0: nothing
+        values[:, 0] = 3e38  # times a normed 9.8: infinite; times 0: 0
         tensors["token_embd.weight"] = (embedding, kind)
         tensors[name] = (values, kind)
 
@@ -283,7 +285,7 @@ def with_nan(path: Path, matrix: str) -> Path:
 
 @pytest.mark.parametrize("matrix", ["attn_q", "attn_k", "attn_v"])
 def test_nonfinite_rows_stay_in_their_entry(matrix: str, tmp_path: Path, cache_dir: Path) -> None:
-    """Of three timelines in a step one overflows: it is named, the others keep their bits."""
+    """Of three timelines in a step one overflows: it is reported, the others keep their bits."""
     path = tmp_path / "m.gguf"
     write_synthetic(path, MIXED)
     with LocalRunner(with_nan(path, matrix), cache_dir=cache_dir, n_pages=8) as runner:
@@ -301,7 +303,7 @@ def test_nonfinite_rows_stay_in_their_entry(matrix: str, tmp_path: Path, cache_d
             assert [rows[0].tobytes(), rows[2].tobytes()] == expected
             for sequence, _ in entries:
                 runner.release(sequence)
-        # Rows that are not wanted count too: their KV holds the NaN all the same.
+        # Rows whose logits are not wanted count too: their KV holds the NaN.
         runner.set_step([(LocalSequence(), [1, 7])])
         assert runner.stepper.run(np.array([0], np.int32)) == [0]
         with pytest.raises(RunnerError, match="nonfinite"):
@@ -310,10 +312,10 @@ def test_nonfinite_rows_stay_in_their_entry(matrix: str, tmp_path: Path, cache_d
 
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("matrix", ["attn_output", "ffn_gate", "ffn_up", "ffn_down"])
-def test_overflow_anywhere_is_seen(
+def test_an_overflow_in_any_matrix_is_reported(
     matrix: str, layer: int, tmp_path: Path, cache_dir: Path
 ) -> None:
-    """No operation on the way to the logits swallows an infinity or a NaN."""
+    """No operation before the logits hides an infinity or a NaN."""
     path = tmp_path / "m.gguf"
     write_synthetic(path, MIXED)
 
@@ -331,7 +333,7 @@ def test_overflow_anywhere_is_seen(
 # -- limits and cost
 
 
-def test_step_that_does_not_fit_is_refused(models: dict[str, Path], cache_dir: Path) -> None:
+def test_a_step_that_does_not_fit_is_refused(models: dict[str, Path], cache_dir: Path) -> None:
     with LocalRunner(
         models["pocket"], cache_dir=cache_dir, n_pages=2, tokens_max=32, entries_max=2
     ) as runner:
@@ -345,15 +347,17 @@ def test_step_that_does_not_fit_is_refused(models: dict[str, Path], cache_dir: P
             runner.reserve(sequence, 600)
 
 
-def test_token_outside_the_vocabulary_is_refused(models: dict[str, Path], cache_dir: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_refused(
+    models: dict[str, Path], cache_dir: Path
+) -> None:
     with LocalRunner(models["pocket"], cache_dir=cache_dir, n_pages=2) as runner:
         for token in (-1, runner.spec.n_vocab):
             with pytest.raises(ValueError, match="token"):
                 runner.step([(LocalSequence(), [token])])
 
 
-def test_python_per_layer_is_cheap(models: dict[str, Path], cache_dir: Path) -> None:
-    """With kernels that do nothing, what is left is Python: 0.3 ms for 28 layers at most."""
+def test_python_time_per_layer_is_bounded(models: dict[str, Path], cache_dir: Path) -> None:
+    """With kernels that do nothing, 28 layers take at most 0.3 ms."""
     with LocalRunner(models["pocket"], cache_dir=cache_dir, n_pages=2) as runner:
         runner.set_step([(LocalSequence(), [1])])
 

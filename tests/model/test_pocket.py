@@ -1,4 +1,4 @@
-"""The pocket model: its language, its file, its oracle, and the programs that made it."""
+"""The pocket model: its training data, its file, its oracle, and the programs that made it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokenizer(pocket_path: Path) -> Iterator[Tokenizer]:
     tokenizer.close()
 
 
-# --- the language ------------------------------------------------------------------------------
+# --- training data -----------------------------------------------------------------------------
 
 
 def rngs(count: int) -> Iterator[random.Random]:
@@ -46,7 +46,7 @@ def test_conversations_are_a_function_of_the_seed() -> None:
     assert first != generate.conversation(random.Random("b"), 800)
 
 
-def test_conversations_take_turns_and_ask_only_what_was_stated() -> None:
+def test_conversations_alternate_turns_and_ask_only_stated_facts() -> None:
     recalled = 0
     for rng in rngs(60):
         turns = generate.conversation(rng, 600)
@@ -60,7 +60,7 @@ def test_conversations_take_turns_and_ask_only_what_was_stated() -> None:
     assert recalled > 50
 
 
-def test_lengths_are_about_right(tokenizer: Tokenizer) -> None:
+def test_conversations_have_about_the_wanted_length(tokenizer: Tokenizer) -> None:
     sizes = [
         len(tokenizer.encode(render(generate.conversation(rng, 1000)), special=True))
         for rng in rngs(10)
@@ -76,7 +76,7 @@ def test_sums_are_right() -> None:
         assert known[sign] == int(result)
 
 
-def test_lists_come_back_whole() -> None:
+def test_list_tasks_answer_with_the_whole_list() -> None:
     for rng in rngs(100):
         (_, asked), (_, answer) = generate.reverse(rng)
         items = asked.split(": ")[1].rstrip(".").split(", ")
@@ -86,7 +86,7 @@ def test_lists_come_back_whole() -> None:
         assert asked.endswith(answer)
 
 
-def test_stories_answer_from_their_text() -> None:
+def test_story_questions_are_answered_from_the_story() -> None:
     for rng in rngs(100):
         story = stories.tell(rng)
         for _, answer in story.questions:
@@ -110,7 +110,7 @@ def test_tool_calls_fit_their_schema() -> None:
             json.loads(use.result)
 
 
-def test_distances_are_kept(tokenizer: Tokenizer) -> None:
+def test_recall_items_have_the_wanted_distance(tokenizer: Tokenizer) -> None:
     def measure(exchange: generate.Exchange) -> int:
         return len(tokenizer.encode(render([Turn(*turn) for turn in exchange]), special=True)) - 3
 
@@ -123,7 +123,9 @@ def test_distances_are_kept(tokenizer: Tokenizer) -> None:
 # --- the file ------------------------------------------------------------------------------------
 
 
-def test_shipped_file(pocket_path: Path, tokenizer: Tokenizer) -> None:
+def test_the_shipped_file_has_the_shape_and_types_of_an_export(
+    pocket_path: Path, tokenizer: Tokenizer
+) -> None:
     reader = gguf.GGUFReader(pocket_path)
     shape = export.Shape()
     assert pocket_path.stat().st_size < 3_000_000
@@ -137,7 +139,7 @@ def test_shipped_file(pocket_path: Path, tokenizer: Tokenizer) -> None:
         assert held[name].tensor_type.name == ("Q4_0" if len(size) == 2 else "F32")
 
 
-def test_own_template_renders_as_the_shipped_one(tokenizer: Tokenizer) -> None:
+def test_the_template_of_the_trainer_renders_as_the_shipped_one(tokenizer: Tokenizer) -> None:
     ours, shipped = ChatTemplate(export.CHAT_TEMPLATE), ChatTemplate(tokenizer.chat_template)
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
     chats = [(list(case.messages), list(case.tools)) for case in oracle.load()[::7]]
@@ -163,7 +165,7 @@ blocks = arrays.arrays(
     np.float32,
     (3, 64),
     elements=st.one_of(
-        # Below that, the inverse of a scale is infinite and the reference has no answer.
+        # Below that, the inverse of a scale is infinite and the reference is undefined.
         st.floats(-10, 10, width=32).filter(lambda value: value == 0 or abs(value) > 1e-30),
         st.sampled_from([0.0, -0.0, 1e-8, -8.0, 8.0, 0.5, -0.5, 1.0]),
     ),
@@ -177,8 +179,8 @@ def test_quantiser_writes_the_reference_bytes(matrix: np.ndarray) -> None:
     assert np.array_equal(export.quantise_q4_0(matrix), wanted)
 
 
-def test_exported_file_runs(tmp_path: Path, pocket_path: Path) -> None:
-    """Random weights, two layers: the file loads in llama.cpp and answers something."""
+def test_an_exported_file_runs(tmp_path: Path, pocket_path: Path) -> None:
+    """Random weights, two layers: the file loads in llama.cpp and generates text."""
     fields = gguf.GGUFReader(pocket_path).fields
     texts, kinds, merges = (
         fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "token_type", "merges")
@@ -217,7 +219,7 @@ def test_score_counts_whole_answers() -> None:
     assert {row["right"] for row in wrong.values()} == {0}
 
 
-def test_oracle_file(tokenizer: Tokenizer) -> None:
+def test_the_cases_of_the_oracle_file_are_valid(tokenizer: Tokenizer) -> None:
     cases = oracle.load()
     assert oracle.PATH.stat().st_size < 1_500_000
     assert len(cases) >= 60
@@ -229,7 +231,7 @@ def test_oracle_file(tokenizer: Tokenizer) -> None:
         assert b"".join(map(tokenizer.piece, case.answer_tokens)).decode() == case.answer
 
 
-async def test_oracle_prompts_are_what_the_daemon_makes_of_the_messages(pocket_path: Path) -> None:
+async def test_oracle_prompts_equal_those_of_the_daemon(pocket_path: Path) -> None:
     text = await TextFrontend.open(pocket_path, ChatTemplate)
     for case in oracle.load():
         tokens = await text.encode_chat(case.messages, case.tools or None)
@@ -251,7 +253,9 @@ def test_oracle_answers_are_those_of_llama_cpp(pocket_path: Path) -> None:
 # --- the trainer (torch is an optional extra) ---------------------------------------------------
 
 
-def test_trainer_learns_resumes_and_exports(tmp_path: Path, pocket_path: Path) -> None:
+def test_the_trainer_reduces_the_loss_resumes_and_exports(
+    tmp_path: Path, pocket_path: Path
+) -> None:
     torch = pytest.importorskip("torch", reason="the train extra is not installed")
     pytest.importorskip("tokenizers", reason="the train extra is not installed")
     from pocket.bpe import Vocabulary

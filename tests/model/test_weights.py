@@ -1,4 +1,4 @@
-"""Specs, tensor roles and the packed cache: what is refused, what is rebuilt, what is shared."""
+"""Specs, tensor roles and the packed cache: refusals, rebuilds and sharing between processes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OPTIONAL = [
 
 @pytest.fixture(scope="module")
 def any_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufFile]:
-    """A small model whose values a test may replace; ORIGINAL keeps the honest ones."""
+    """A small model whose values a test may replace; ORIGINAL keeps the valid ones."""
     path = tmp_path_factory.mktemp("any") / "tiny.gguf"
     write_synthetic(path, TINY)
     with GgufFile(path) as file:
@@ -201,8 +201,8 @@ WRONG: dict[str, tuple[str, tuple[str, ...], Callable[..., None]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_model(name: str, tiny: Path) -> None:
-    """One error per way a model can be wrong, naming the key or the tensor."""
+def test_a_wrong_model_is_refused_with_the_key_or_tensor(name: str, tiny: Path) -> None:
+    """Each defect of a model has its own error."""
     code, words, edit = WRONG[name]
     with GgufFile(edited(tiny, edit)) as file, pytest.raises(BatchEngineError) as caught:
         plan_tensors(file, read_spec(file))
@@ -211,7 +211,7 @@ def test_wrong_model(name: str, tiny: Path) -> None:
         assert word in str(caught.value)
 
 
-def test_unknown_storage_type_names_tensor_and_kinds(tmp_path: Path) -> None:
+def test_the_error_of_an_unknown_storage_type_names_tensor_and_types(tmp_path: Path) -> None:
     path = tmp_path / "k.gguf"
     write_synthetic(path, replace(TINY, n_embd=256, kinds={"ffn_gate": "q4_k"}))
     with GgufFile(path) as file, pytest.raises(BatchEngineError) as caught:
@@ -221,8 +221,8 @@ def test_unknown_storage_type_names_tensor_and_kinds(tmp_path: Path) -> None:
     assert "Q4_K" in str(caught.value)
 
 
-def test_defaults_and_derived_values(tiny: Path) -> None:
-    """Optional keys absent: the defaults of the format hold."""
+def test_absent_keys_have_the_defaults_of_the_format(tiny: Path) -> None:
+    """Also values that are derived from other keys."""
 
     def edit(values: dict[str, Any], _: Any) -> None:
         values.pop("qwen3.rope.freq_base")
@@ -242,7 +242,7 @@ def test_defaults_and_derived_values(tiny: Path) -> None:
     assert repr(spec) == "<ModelSpec qwen3 layers=2 embd=64 ff=96 heads=2/1x32 vocab=288 Q4_0 tied>"
 
 
-def test_linear_scaling_and_factors(tmp_path: Path) -> None:
+def test_linear_rope_scaling_and_rope_factors_are_read(tmp_path: Path) -> None:
     path = tmp_path / "l.gguf"
     write_synthetic(path, replace(TINY, arch="llama", linear_factor=4.0, rope_factors=True))
     with GgufFile(path) as file:
@@ -292,8 +292,10 @@ VALUES = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.integers(0, 30), VALUES, max_size=3), st.sampled_from(("qwen2", "")))
-def test_any_metadata(any_model: GgufFile, changes: dict[int, Any], arch: str) -> None:
-    """Whatever the keys say: a spec whose tensors are all there, or one clear error."""
+def test_any_metadata_is_accepted_or_refused(
+    any_model: GgufFile, changes: dict[int, Any], arch: str
+) -> None:
+    """The result is a spec whose tensors all exist, or one named error."""
     keys = [*ORIGINAL, *OPTIONAL]
     any_model.values = dict(ORIGINAL)
     if arch:
@@ -333,7 +335,7 @@ def count_packs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return packs
 
 
-def test_second_start_packs_and_hashes_nothing(
+def test_a_second_start_packs_and_hashes_nothing(
     tiny: Path, tmp_path: Path, pool: kernels.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packs = count_packs(monkeypatch)
@@ -360,7 +362,7 @@ def test_progress_grows_to_one(tiny: Path, tmp_path: Path, pool: kernels.Pool) -
         assert seen == sorted(seen)
 
 
-def test_fingerprint_is_of_content_not_of_place(
+def test_the_fingerprint_depends_on_content_not_on_the_path(
     tiny: Path, tmp_path: Path, pool: kernels.Pool
 ) -> None:
     copy = tmp_path / "other name.gguf"
@@ -379,7 +381,7 @@ def test_fingerprint_is_of_content_not_of_place(
     assert opened(edited(tiny, template), pool, tmp_path / "c").fingerprint != one.fingerprint
 
 
-def test_overwriting_the_model_in_place_is_noticed(
+def test_overwriting_the_model_in_place_is_detected(
     tiny: Path, tmp_path: Path, pool: kernels.Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Same inode, same size, even the same mtime: ctime still differs."""
@@ -439,7 +441,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_unusable_cache_is_rebuilt_with_the_reason(
+def test_an_unusable_cache_is_rebuilt_and_the_reason_reported(
     name: str, tiny: Path, tmp_path: Path, pool: kernels.Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason, damage = DAMAGE[name]
@@ -453,7 +455,7 @@ def test_unusable_cache_is_rebuilt_with_the_reason(
     assert second.cache_path.read_bytes() == good
 
 
-def test_table_for_another_packing_is_rebuilt(
+def test_a_table_of_another_packing_is_rebuilt(
     tiny: Path, tmp_path: Path, pool: kernels.Pool, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -464,8 +466,8 @@ def test_table_for_another_packing_is_rebuilt(
     assert "another version" in caplog.text
 
 
-def test_entry_outside_the_file_is_refused(tmp_path: Path) -> None:
-    """A table with a right checksum and wrong contents: bounds are checked, not believed."""
+def test_an_entry_outside_the_file_is_refused(tmp_path: Path) -> None:
+    """A table with a right checksum and wrong contents: bounds are checked."""
     for offset, size in ((64, 1 << 40), (1 << 63, 64), (0, 64), (65, 1), (64, 2**64 - 1)):
         path = tmp_path / "t.weights"
         entry = cache.CacheEntry("x", "q4_0", 1, 32, offset, size, bytes(16))
@@ -481,7 +483,7 @@ def test_entry_outside_the_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync"])
-def test_disk_full_is_said_and_leaves_nothing(
+def test_a_full_disk_is_reported_and_leaves_no_file(
     call: str, number: int, tiny: Path, tmp_path: Path, pool: kernels.Pool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -513,7 +515,7 @@ with GgufFile(sys.argv[1]) as file:
 """
 
 
-def test_a_real_limit_of_the_file_system(tiny: Path, tmp_path: Path) -> None:
+def test_a_file_size_limit_of_the_kernel_is_reported(tiny: Path, tmp_path: Path) -> None:
     """No patched calls: the kernel refuses to let the file grow past 4 KiB."""
     command = [sys.executable, "-c", LIMITED, str(tiny), str(tmp_path / "c")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
@@ -521,7 +523,9 @@ def test_a_real_limit_of_the_file_system(tiny: Path, tmp_path: Path) -> None:
     assert not [p for p in (tmp_path / "c").iterdir() if p.suffix != ".lock"]
 
 
-def test_cache_folder_that_cannot_be_made(tiny: Path, tmp_path: Path, pool: kernels.Pool) -> None:
+def test_a_cache_folder_that_cannot_be_made_is_reported(
+    tiny: Path, tmp_path: Path, pool: kernels.Pool
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BatchEngineError) as caught:
         opened(tiny, pool, tmp_path / "file" / "c")
@@ -529,7 +533,7 @@ def test_cache_folder_that_cannot_be_made(tiny: Path, tmp_path: Path, pool: kern
 
 
 @pytest.mark.parametrize("bits", [0x7C00, 0x7E01, 0xFC00])
-def test_broken_scale_names_tensor_row_and_block(
+def test_the_error_of_a_nonfinite_scale_names_tensor_row_and_block(
     bits: int, tiny: Path, tmp_path: Path, pool: kernels.Pool
 ) -> None:
     """An infinite or NaN fp16 scale of one block of row 5."""
@@ -551,7 +555,9 @@ SCALE_AT = {"q4_1": 2, "q8_0": 34, "q6_k": 208, "f16": 10, "bf16": 10, "f32": 12
 
 
 @pytest.mark.parametrize("kind", SCALE_AT)
-def test_broken_number_in_every_kind(kind: str, tmp_path: Path, pool: kernels.Pool) -> None:
+def test_nonfinite_numbers_are_refused_in_every_storage_type(
+    kind: str, tmp_path: Path, pool: kernels.Pool
+) -> None:
     path = tmp_path / "m.gguf"
     write_synthetic(path, replace(TINY, n_embd=256, kinds={"ffn_up": kind}))
     bits = {"f32": b"\x00\x00\x80\x7f", "bf16": b"\x80\x7f"}.get(kind, b"\x00\x7c")
@@ -567,7 +573,9 @@ def test_broken_number_in_every_kind(kind: str, tmp_path: Path, pool: kernels.Po
     assert "row 3" in str(caught.value)
 
 
-def test_nan_in_a_norm_names_the_tensor(tiny: Path, tmp_path: Path, pool: kernels.Pool) -> None:
+def test_the_error_of_a_nan_in_a_norm_names_the_tensor(
+    tiny: Path, tmp_path: Path, pool: kernels.Pool
+) -> None:
     def edit(_: Any, tensors: dict[str, Any]) -> None:
         tensors["blk.0.ffn_norm.weight"][0][7] = np.nan
 
@@ -578,22 +586,24 @@ def test_nan_in_a_norm_names_the_tensor(tiny: Path, tmp_path: Path, pool: kernel
     assert "element 7" in str(caught.value)
 
 
-def test_model_that_changes_while_it_is_packed(
+def test_a_model_that_changes_while_it_is_packed_is_refused(
     tiny: Path, tmp_path: Path, pool: kernels.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = packed._pack_matrix
 
-    def meddle(gguf: Any, pool: Any, matrix: Any, out: Any) -> None:
+    def change_model(gguf: Any, pool: Any, matrix: Any, out: Any) -> None:
         real(gguf, pool, matrix, out)
         os.utime(tiny)
 
-    monkeypatch.setattr(packed, "_pack_matrix", meddle)
+    monkeypatch.setattr(packed, "_pack_matrix", change_model)
     with pytest.raises(BatchEngineError) as caught:
         opened(tiny, pool, tmp_path / "c")
     assert caught.value.code == "BE1332"
 
 
-def test_vectors_of_half_precision(tiny: Path, tmp_path: Path, pool: kernels.Pool) -> None:
+def test_vectors_of_half_precision_are_converted_exactly(
+    tiny: Path, tmp_path: Path, pool: kernels.Pool
+) -> None:
     """Norms stored as F16 or BF16 become the same float32 numbers."""
     values = np.linspace(-2, 2, 64, dtype=np.float32)
     half = values.astype(np.float16)
@@ -642,7 +652,7 @@ def test_concurrent_starters_share_one_file(tiny: Path, tmp_path: Path) -> None:
     assert all(r[2] == "True" for r in results)
 
 
-def test_killed_starter_leaves_no_lock_and_its_file_is_removed(
+def test_a_killed_starter_leaves_no_lock_and_its_file_is_removed(
     tiny: Path, tmp_path: Path, pool: kernels.Pool
 ) -> None:
     stuck = STARTER.replace("time.sleep(0.01)", "print('packing', flush=True); time.sleep(60)")
@@ -664,7 +674,7 @@ def test_killed_starter_leaves_no_lock_and_its_file_is_removed(
     assert not [p for p in (tmp_path / "c").iterdir() if p.suffix == ".tmp"]
 
 
-def test_pocket_model_starts_again_at_once(
+def test_a_second_start_of_the_pocket_model_is_fast(
     pocket_path: Path, tmp_path: Path, pool: kernels.Pool
 ) -> None:
     opened(pocket_path, pool, tmp_path)

@@ -1,6 +1,6 @@
-"""Chat templates: what they may see, and what a faulty or hostile one can cost.
+"""Chat templates: their variables, and the limits of a faulty or hostile one.
 
-Every hostile template must end in one clear error within its limits, and the same object must
+Every hostile template must end in one named error within its limits, and the same object must
 serve the next request.
 """
 
@@ -45,10 +45,10 @@ def run(template: ChatTemplate, messages: object = None, **kwargs: object) -> st
     return template.render(chat, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-# --- what a template sees ------------------------------------------------------------------------
+# --- variables of a template ---------------------------------------------------------------------
 
 
-def test_default_is_chatml_and_says_so(make: Callable[..., ChatTemplate]) -> None:
+def test_the_default_template_is_chatml_and_is_reported(make: Callable[..., ChatTemplate]) -> None:
     template = make(None)
     assert run(template) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert template.warning is not None
@@ -69,7 +69,9 @@ def test_default_is_chatml_and_says_so(make: Callable[..., ChatTemplate]) -> Non
         ("{{ lipsum is defined }}{{ cycler is defined }}{{ self is defined }}", "FalseFalseTrue"),
     ],
 )
-def test_language(make: Callable[..., ChatTemplate], source: str, wanted: str) -> None:
+def test_supported_template_features_render(
+    make: Callable[..., ChatTemplate], source: str, wanted: str
+) -> None:
     assert run(make(source)) == wanted
 
 
@@ -121,7 +123,7 @@ def test_allowed_variables_reach_the_template(make: Callable[..., ChatTemplate])
         (USER, None, {"reasoning_effort": "{{ 1 }}"}, "chat_template_kwargs.reasoning_effort"),
     ],
 )
-def test_bad_requests_name_the_field(
+def test_errors_of_bad_requests_name_the_field(
     messages: list[dict[str, object]],
     tools: list[dict[str, object]] | None,
     kwargs: dict[str, object],
@@ -132,7 +134,7 @@ def test_bad_requests_name_the_field(
     assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
 
 
-def test_messages_take_the_shape_templates_expect() -> None:
+def test_messages_are_converted_to_the_form_that_templates_expect() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     torn = {"type": "function", "function": {"name": "f", "arguments": '{"a": '}}
     chat = prepare_chat(
@@ -151,7 +153,7 @@ def test_messages_take_the_shape_templates_expect() -> None:
     assert tool == {"role": "tool", "content": "3", "tool_call_id": "1"}
 
 
-def test_templates_may_refuse(make: Callable[..., ChatTemplate]) -> None:
+def test_a_template_may_refuse_a_request(make: Callable[..., ChatTemplate]) -> None:
     template = make("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BatchEngineError, match="roles must alternate") as caught:
         run(template)
@@ -167,7 +169,7 @@ def test_lone_surrogates_and_huge_messages_are_refused(make: Callable[..., ChatT
     assert run(template) == "hi"
 
 
-# --- templates that attack --------------------------------------------------------------------
+# --- hostile templates ------------------------------------------------------------------------
 
 # Each attack runs for the message "bomb" only, so that the same template must serve the next one.
 ATTACKS = {
@@ -203,7 +205,9 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attacks_cost_one_request(make: Callable[..., ChatTemplate], name: str) -> None:
+def test_a_hostile_template_fails_one_request_only(
+    make: Callable[..., ChatTemplate], name: str
+) -> None:
     attack, code = ATTACKS[name]
     template = make("{% if messages[0].content == 'bomb' %}" + attack + "{% else %}fine{% endif %}")
     assert run(template) == "fine"
@@ -226,7 +230,7 @@ def test_attacks_cost_one_request(make: Callable[..., ChatTemplate], name: str) 
     ],
     ids=["syntax", "unclosed", "nesting", "endless"],
 )
-def test_templates_that_do_not_compile(
+def test_templates_that_do_not_compile_are_refused(
     make: Callable[..., ChatTemplate], source: str, why: str
 ) -> None:
     template = make(source)
@@ -238,7 +242,7 @@ def test_templates_that_do_not_compile(
         assert caught.value.kind is Kind.INTERNAL
     assert why in str(caught.value)
     assert codes[-1] == "BE1511"
-    # From then on it costs nothing: no child is started for it.
+    # After that no child is started for it.
     started = time.monotonic()
     with pytest.raises(BatchEngineError):
         run(template)
@@ -254,7 +258,7 @@ def child_pid(template: ChatTemplate) -> int:
     return child._process.pid
 
 
-def test_killed_child_is_replaced(make: Callable[..., ChatTemplate]) -> None:
+def test_a_killed_child_is_replaced(make: Callable[..., ChatTemplate]) -> None:
     template = make("{{ messages[0].content }}")
     assert run(template) == "hi"
     first = child_pid(template)
@@ -264,7 +268,7 @@ def test_killed_child_is_replaced(make: Callable[..., ChatTemplate]) -> None:
     assert child_pid(template) != first
 
 
-def test_one_child_serves_many(make: Callable[..., ChatTemplate]) -> None:
+def test_one_child_serves_many_requests(make: Callable[..., ChatTemplate]) -> None:
     template = make("{{ messages[0].content }}")
     run(template)
     first = child_pid(template)
@@ -274,7 +278,7 @@ def test_one_child_serves_many(make: Callable[..., ChatTemplate]) -> None:
     assert child_pid(template) == first
 
 
-def test_child_is_confined(
+def test_the_child_is_confined(
     make: Callable[..., ChatTemplate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_KEY", "s3cr3t-value")
@@ -294,7 +298,7 @@ def test_child_is_confined(
     assert len([link for link in links if link.startswith("socket:")]) == 1
 
 
-def test_child_dies_with_its_parent() -> None:
+def test_the_child_ends_with_its_parent() -> None:
     code = (
         "import os, signal; from batchengine.text import ChatTemplate, prepare_chat\n"
         "t = ChatTemplate('{{ messages[0].content }}')\n"
@@ -307,19 +311,19 @@ def test_child_dies_with_its_parent() -> None:
     stat = Path("/proc") / done.stdout.strip() / "stat"
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        # Where no process reaps it, a zombie stays; it has ended all the same.
+        # Where no process reaps it, a zombie stays; the child has ended.
         if not stat.exists() or stat.read_text().rsplit(") ", 1)[1][0] == "Z":
             return
         time.sleep(0.02)
     pytest.fail("the child outlived its parent")
 
 
-def test_import_is_light() -> None:
+def test_the_import_loads_few_modules() -> None:
     code = "import sys, batchengine.text; assert 'jinja2' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_warm_rendering_is_quick(make: Callable[..., ChatTemplate]) -> None:
+def test_warm_rendering_is_fast(make: Callable[..., ChatTemplate]) -> None:
     template = make(None)
     run(template)
     times: list[float] = []
@@ -327,5 +331,5 @@ def test_warm_rendering_is_quick(make: Callable[..., ChatTemplate]) -> None:
         started = time.perf_counter()
         run(template)
         times.append(time.perf_counter() - started)
-    # 0.1 ms on an idle core; the bound is what a request would notice on a loaded one.
+    # 0.1 ms on an idle core; the bound allows for a loaded machine.
     assert statistics.median(times) < 0.01
