@@ -1,4 +1,4 @@
-"""Fixtures shared by every seam: the bundled pocket model, and scratch folders that vanish."""
+"""Fixtures of all tests: the bundled pocket model, and temporary folders."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def site(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> Site:
 
 @pytest.fixture(scope="session")
 def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
-    """What the pocket model answers when it computes one timeline alone."""
+    """Answers of the pocket model when it computes one timeline alone."""
     made = Reference(pocket_path, cache_dir)
     yield made
     made.close()
@@ -55,7 +55,7 @@ def reference(pocket_path: Path, cache_dir: Path) -> Iterator[Reference]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine function runs in an event loop of its own."""
+    """A test that is a coroutine function runs in a new event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters

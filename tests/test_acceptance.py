@@ -1,4 +1,4 @@
-"""Defects that operators and clients met, each reproduced from outside, once, by name."""
+"""Defects found by operators and clients, each reproduced through a public interface."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIERS = (
 
 
 async def test_promoting_twice_does_not_demote(site: Site) -> None:
-    """Without a lane named, a session on the only fast lane was sent to "another": the slow one."""
+    """Without a lane named, a session on the only fast lane was migrated to a slow lane."""
 
     async with running_engine(site, lanes=TIERS, router__promote_auto=False) as engine:
         await read(engine.submit(request(words(1, 40), 3, session="s")))
@@ -39,8 +39,8 @@ async def test_promoting_twice_does_not_demote(site: Site) -> None:
             assert (again["target"], again["result"]) == (lane, "already there")
 
 
-async def test_parking_during_a_move_parks(site: Site) -> None:
-    """An idle session that was being moved was promised to park "at the end of its turn": never."""
+async def test_a_session_parked_during_a_migration_is_parked(site: Site) -> None:
+    """An idle session in migration was to be parked "at the end of its turn", which never came."""
 
     async with running_engine(site, lanes=TIERS, router__promote_auto=False) as engine:
         await read(engine.submit(request(words(2, 300), 3, session="s")))
@@ -64,8 +64,8 @@ async def test_parking_during_a_move_parks(site: Site) -> None:
         assert (await engine.session_detail("", "s"))["pages"] == 0
 
 
-async def test_readers_of_a_dropped_session_hear_that_it_was_dropped(site: Site) -> None:
-    """In the middle of their stream they heard that the session "was never used here"."""
+async def test_readers_of_a_dropped_session_get_the_error_that_it_was_dropped(site: Site) -> None:
+    """During their stream they got the error that the session "was never used here"."""
 
     async def work(engine: Engine) -> None:
         first = engine.submit(request(words(3, 40), 900, session="s"))
@@ -81,10 +81,10 @@ async def test_readers_of_a_dropped_session_hear_that_it_was_dropped(site: Site)
         await work(engine)
 
 
-def test_a_key_name_that_is_not_configured_is_named(
+def test_a_key_name_that_is_not_configured_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a misspelt --key-name the message said that the session was never used."""
+    """With a misspelt --key-name the error was that the session was never used."""
 
     async def scenario(ask: Any, engine: Any) -> None:
         code, _, err = await ask("promote", "tale", "--key-name", "alfa")
@@ -113,8 +113,8 @@ def opened(path: Path) -> closing[Store]:
     return closing(Store.open(path, descriptor(), settings()))
 
 
-def test_a_ledger_that_vanished_is_reported(tmp_path: Path) -> None:
-    """Pages without a ledger: the store started empty without a word."""
+def test_a_missing_ledger_is_reported(tmp_path: Path) -> None:
+    """A store with pages but without a ledger started empty without a warning."""
     with opened(tmp_path / "kv"):
         pass
     for name in (tmp_path / "kv").glob("meta.db*"):
@@ -126,7 +126,7 @@ def test_a_ledger_that_vanished_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_folder_where_an_extent_was_does_not_stop_the_daemon(tmp_path: Path) -> None:
-    """It could not start: "the KV store cannot be opened: Is a directory"."""
+    """The start failed: "the KV store cannot be opened: Is a directory"."""
     with opened(tmp_path / "kv"):
         pass
     (extent,) = (tmp_path / "kv" / "ext").iterdir()
@@ -136,8 +136,8 @@ def test_a_folder_where_an_extent_was_does_not_stop_the_daemon(tmp_path: Path) -
         assert any("is in the way" in warning for warning in store.warnings)
 
 
-async def test_a_session_on_disk_is_not_called_unknown() -> None:
-    """After a restart, promoting over HTTP said that it was never used here."""
+async def test_a_session_on_disk_is_found_after_a_restart() -> None:
+    """Promoting it over HTTP failed with the error that it was never used here."""
 
     engine = FakeEngine()
     engine.lane_names = ["fast", "bulk"]
@@ -152,7 +152,7 @@ async def test_a_session_on_disk_is_not_called_unknown() -> None:
 async def test_a_full_disk_does_not_flood_the_log(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every tick of every turn wrote the same line."""
+    """Every retry of every turn logged the same line."""
 
     async with running_engine(site, store__full_disk="finish") as engine:
         generation = engine.submit(request(words(7, 30), 900, session="s"))

@@ -39,7 +39,7 @@ def message(tmp_path: Path, text: str) -> str:
     return str(caught.value)
 
 
-def test_defaults_come_from_the_machine(machine: Machine, tmp_path: Path) -> None:
+def test_defaults_are_derived_from_the_machine(machine: Machine, tmp_path: Path) -> None:
     config = load(machine=machine, overrides={"model.path": "/models/Pocket-Q4_0.gguf"})
     assert config.model.id == "pocket-q4_0"
     assert (config.server.host, config.server.port) == ("127.0.0.1", 7717)
@@ -51,7 +51,7 @@ def test_defaults_come_from_the_machine(machine: Machine, tmp_path: Path) -> Non
     assert 64 << 20 <= config.store.budget_bytes <= 32 << 30
 
 
-def test_directories_in_order_systemd_root_xdg(machine: Machine) -> None:
+def test_directories_are_taken_from_systemd_then_root_then_xdg(machine: Machine) -> None:
     env = {
         "STATE_DIRECTORY": "/s/a:/s/b",
         "CACHE_DIRECTORY": "/c",
@@ -74,7 +74,7 @@ def test_directories_in_order_systemd_root_xdg(machine: Machine) -> None:
     assert config.server.admin_socket == "/run/user/7/batchengine/admin.sock"
 
 
-def test_this_machine_gives_cores_inside_the_affinity_mask() -> None:
+def test_the_machine_has_cores_inside_the_affinity_mask_only() -> None:
     import os
 
     here = Machine.here()
@@ -82,7 +82,7 @@ def test_this_machine_gives_cores_inside_the_affinity_mask() -> None:
     assert set(here.cores) <= os.sched_getaffinity(0)
 
 
-def test_a_whole_file(tmp_path: Path, machine: Machine) -> None:
+def test_every_setting_of_a_file_is_read(tmp_path: Path, machine: Machine) -> None:
     (tmp_path / "key").write_text(KEY + "\n")
     text = f"""
 debug = true
@@ -133,7 +133,7 @@ ttft_ms = 600000
     assert KEY not in repr(config)
 
 
-def test_a_user_without_a_home_must_say_where(tmp_path: Path) -> None:
+def test_a_user_without_a_home_must_set_the_folders(tmp_path: Path) -> None:
     homeless = Machine((0,), 64 << 30, False, {}, "")
     with pytest.raises(BatchEngineError, match="no home directory") as caught:
         load(None, {"store.dir": str(tmp_path)}, homeless)
@@ -145,7 +145,7 @@ def test_a_user_without_a_home_must_say_where(tmp_path: Path) -> None:
     assert load(None, {}, homeless).server.admin_socket == f"{tmp_path}/state_directory/admin.sock"
 
 
-def test_what_the_disk_forbids_is_reported(tmp_path: Path) -> None:
+def test_settings_that_exceed_the_disk_are_reported(tmp_path: Path) -> None:
     where = {"store.dir": str(tmp_path), "server.admin_socket": "a"}
     assert disk_warnings(load(None, where | {"store.free_floor_bytes": 1})) == []
     (sent,) = disk_warnings(load(None, where | {"store.free_floor_bytes": 1 << 50}))
@@ -154,7 +154,7 @@ def test_what_the_disk_forbids_is_reported(tmp_path: Path) -> None:
     assert "set store.free_floor_bytes" in sent
 
 
-def test_free_space_is_found_from_whatever_can_be_seen(tmp_path: Path) -> None:
+def test_free_space_is_found_for_paths_that_do_not_exist(tmp_path: Path) -> None:
     whole = disk_free_bytes(str(tmp_path))
     assert whole
     blocked = tmp_path / "file"
@@ -166,7 +166,7 @@ def test_free_space_is_found_from_whatever_can_be_seen(tmp_path: Path) -> None:
         load(None, {"store.dir": str(path), "server.admin_socket": "a"})
 
 
-def test_overrides_win_and_none_is_not_given(tmp_path: Path, machine: Machine) -> None:
+def test_overrides_take_precedence_and_none_is_ignored(tmp_path: Path, machine: Machine) -> None:
     path = write(tmp_path, "[server]\nport = 1\n[[lane]]\nthreads = 1\n")
     given = {"server.port": 2, "lane.threads": 3, "server.host": None, "debug": True}
     config = load(path, given, machine)
@@ -174,7 +174,7 @@ def test_overrides_win_and_none_is_not_given(tmp_path: Path, machine: Machine) -
     assert config.lanes[0].threads == 3
 
 
-def test_unknown_key_names_file_line_and_the_near_one(tmp_path: Path) -> None:
+def test_the_error_of_an_unknown_key_names_file_line_and_the_nearest_key(tmp_path: Path) -> None:
     text = message(tmp_path, "[server]\nport = 1\n[[lane]]\nthreads = 1\n\nentries = 4\n")
     path = tmp_path / "batchengine.toml"
     assert (
@@ -182,7 +182,7 @@ def test_unknown_key_names_file_line_and_the_near_one(tmp_path: Path) -> None:
     )
 
 
-def test_router_and_lane_keys(tmp_path: Path, machine: Machine) -> None:
+def test_router_and_lane_keys_are_read(tmp_path: Path, machine: Machine) -> None:
     text = """
 [router]
 promote_auto = false
@@ -233,7 +233,7 @@ def test_lanes_divide_the_cores(
     )
 
 
-def test_a_derived_name_is_not_a_given_one(tmp_path: Path, machine: Machine) -> None:
+def test_a_derived_lane_name_differs_from_every_given_one(tmp_path: Path, machine: Machine) -> None:
     config = load(write(tmp_path, "[[lane]]\nname='cpu1'\n[[lane]]"), machine=machine)
     assert [lane.name for lane in config.lanes] == ["cpu1", "cpu2"]
 
@@ -295,18 +295,18 @@ def test_a_tier_without_lanes_is_reported(tmp_path: Path, machine: Machine) -> N
         ("port = = 3", "BE1101", "is not TOML|line 1"),
     ],
 )
-def test_errors_name_the_key_and_the_fix(tmp_path: Path, text: str, code: str, words: str) -> None:
+def test_errors_name_the_key_and_a_fix(tmp_path: Path, text: str, code: str, words: str) -> None:
     found = message(tmp_path, text.replace("'a\\u0000b'", '["a"]'))
     assert found.startswith(code), found
     for word in words.split("|"):
         assert word in found, found
 
 
-def test_zero_byte_in_a_path(tmp_path: Path) -> None:
+def test_a_zero_byte_in_a_path_is_refused(tmp_path: Path) -> None:
     assert "zero byte" in message(tmp_path, '[model]\npath = "a\\u0000b"')
 
 
-def test_missing_and_binary_files(tmp_path: Path) -> None:
+def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BatchEngineError, match="BE1100 cannot read"):
         load(str(tmp_path / "none.toml"))
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
@@ -341,11 +341,11 @@ def test_lane_override_of_two_lanes_is_ambiguous(tmp_path: Path) -> None:
         ("localhost.example", False),
     ],
 )
-def test_loopback(host: str, expected: bool) -> None:
+def test_loopback_addresses_are_recognised(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
-def test_open_host_with_a_key_is_allowed(tmp_path: Path) -> None:
+def test_a_non_local_host_with_a_key_is_allowed(tmp_path: Path) -> None:
     path = write(
         tmp_path, f"[server]\nhost='0.0.0.0'\ntls_terminated=true\n[auth.keys.a]\nkey='{KEY}'"
     )

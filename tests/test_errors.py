@@ -1,4 +1,4 @@
-"""The catalogue of errors: one row per code, templates that every call fills, kinds HTTP knows."""
+"""The catalogue of errors: one row per code, every template filled, an HTTP status per kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CATALOGUE_FILE = ROOT / "batchengine" / "errors.py"
 ROWS = {name: row for name, row in vars(errors).items() if isinstance(row, Problem)}
 OPTIONAL = {"why", "fix"}
 SETTINGS = {"param", "retry_ms"}
-# names that clients know from more than one situation, each with its own kind
+# names that clients get in more than one situation, each with its own kind
 SHARED_NAMES = {"session_busy", "session_not_found", "store_unusable"}
 
 
@@ -78,14 +78,14 @@ def fields(template: str) -> set[str]:
 
 
 def misfit(row: Problem, given: frozenset[str]) -> str:
-    """What is wrong with a call of `row` with these keywords, "" = nothing."""
+    """The defect of a call of `row` with these keywords, "" = none."""
     wanted = fields(row.what) | fields(row.why) | fields(row.fix) | set(row.details)
     free = {name for name in OPTIONAL if f"{{{name}}}" in (row.why, row.fix)}
     missing, unused = wanted - given - free, given - wanted - SETTINGS
     return f"missing {missing}" if missing else f"unused {unused}" if unused else ""
 
 
-def test_a_code_has_one_row_and_a_meaning_one_code() -> None:
+def test_codes_and_texts_of_rows_are_unique() -> None:
     rows = list(ROWS.values())
     codes = [row.code for row in rows]
     assert codes == sorted(codes)
@@ -116,7 +116,7 @@ def test_every_row_is_raised() -> None:
     assert {call.row for call in calls if call.row} | passed == set(ROWS)
 
 
-def test_codes_stand_in_the_catalogue_only() -> None:
+def test_codes_are_written_in_the_catalogue_only() -> None:
     hits = [
         f"{path.relative_to(ROOT)}: {node.value!r}"
         for path, tree in product()
@@ -132,7 +132,7 @@ def test_codes_stand_in_the_catalogue_only() -> None:
 def test_every_kind_has_a_status() -> None:
     assert set(STATUS) == set(Kind) == {row.kind for row in ROWS.values()}
     answers = {(STATUS[kind], ERROR_TYPES[kind]) for kind in Kind}
-    assert len(answers) == len(Kind)  # HTTP tells every two kinds apart
+    assert len(answers) == len(Kind)  # no two kinds have the same status and type
 
 
 def test_a_row_fills_its_templates() -> None:
@@ -155,7 +155,7 @@ def test_a_row_fills_its_templates() -> None:
         errors.SESSION_BUSY()
 
 
-def test_headers_say_whether_and_when_to_retry() -> None:
+def test_headers_give_whether_and_when_to_retry() -> None:
     assert error_headers(errors.INVALID_JSON(why="no")) == {"x-should-retry": "false"}
     assert error_headers(errors.OVERLOADED(waiting=1, retry_ms=1200)) == {
         "Retry-After": "2",

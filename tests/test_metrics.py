@@ -1,4 +1,4 @@
-"""Metric names and labels are an interface: fleets scrape them. And labels stay few."""
+"""Metric names and labels are an interface; the number of label values is bounded."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ LABELS = {
 }
 
 
-def test_names_and_labels() -> None:
+def test_metrics_have_the_documented_names_and_labels() -> None:
     metrics = Metrics()
     for name, labels in LABELS.items():
         assert tuple(getattr(metrics, name)._labelnames) == labels, name
 
 
-def test_render_is_the_text_format() -> None:
+def test_metrics_render_in_the_text_format() -> None:
     metrics = Metrics()
     metrics.requests_waiting.labels("batch").set(3)
     metrics.ttft_seconds.labels("interactive", "cpu").observe(0.3)
@@ -64,7 +64,7 @@ def test_render_is_the_text_format() -> None:
     assert samples["batchengine_steps_total", "cpu"] == 1
 
 
-def test_two_daemons_in_one_process_do_not_mix() -> None:
+def test_two_daemons_in_one_process_have_separate_metrics() -> None:
     one, other = Metrics(), Metrics()
     one.prefix_hit_tokens_total.inc(5)
     assert b"prefix_hit_tokens_total 5.0" in one.render()[0]

@@ -1,4 +1,4 @@
-"""Every bench runs its quick form here, so that it cannot rot; figures are not checked."""
+"""Every bench runs in its quick form, so that it stays runnable; figures are not checked."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_quick_bench_reports_every_row(name: str, tmp_path: Path, cache: Path) -
 
 
 @pytest.mark.timeout(180)
-def test_invariance_is_total(tmp_path: Path, cache: Path) -> None:
+def test_the_invariance_bench_finds_no_difference(tmp_path: Path, cache: Path) -> None:
     result = run_bench("invariance", tmp_path / "result.json", cache)
     assert isinstance(result["sequences"], int)
     assert result["sequences"] >= 100
@@ -89,7 +89,7 @@ def test_canonical_cost_reports_every_row(tmp_path: Path, cache: Path) -> None:
 def test_restored_kv_is_the_prefilled_kv(
     setting: dict[str, Any], kv_unified: bool, tmp_path: Path
 ) -> None:
-    """The peer's long rows start from copied state: it must read all of it, as if prefilled."""
+    """The peer's long rows start from copied state: it must attend to all of it."""
     path = tmp_path / "small.gguf"
     synthetic.write_synthetic(path, synthetic.PRESETS["small"])
     with LlamaModel(path) as model:

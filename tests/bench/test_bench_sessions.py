@@ -1,4 +1,4 @@
-"""Benches of kills, hand-overs and restarts in their quick forms, and that they can find something.
+"""Benches of kills, migrations and restarts in their quick forms, and proof that they can fail.
 
 `make soak` runs the long forms.
 """
@@ -54,15 +54,15 @@ def test_random_kills_lose_and_change_no_token() -> None:
 
 
 @pytest.mark.timeout(180)
-def test_random_kills_with_a_real_model() -> None:
+def test_random_kills_lose_no_token_of_a_real_model() -> None:
     result = bench("crash", "--model", "pocket", "--kills", "8", "--jobs", "1", "--clients", "4")
     assert result.pop("kills") >= 8
     assert result == {"lost_tokens": 0, "wrong_tokens": 0, "double_owners": 0}
 
 
 @pytest.mark.timeout(180)
-def test_the_crash_bench_hears_a_wrong_token() -> None:
-    """Workers that run another model than the one the clients expect."""
+def test_the_crash_bench_detects_a_wrong_token() -> None:
+    """Workers run another model than the clients expect."""
     faults = json.dumps({"model": "another"})
     result = bench("crash", "--kills", "1", "--jobs", "1", fails=True, **{hashlm.FAULTS: faults})
     assert result["wrong_tokens"] > 0
@@ -93,7 +93,7 @@ def _client(level: str) -> crash.Client:
         ("power", [1, 2, 9, 4, 5], 0, 1),
     ],
 )
-def test_what_the_ledger_lacks_is_counted(
+def test_tokens_that_the_ledger_lacks_are_counted(
     level: str, tokens: list[int] | None, lost: int, wrong: int
 ) -> None:
     client = _client(level)
@@ -108,7 +108,7 @@ def test_what_the_ledger_lacks_is_counted(
     assert (client.findings.lost, client.findings.wrong) == (lost, wrong)
 
 
-def test_an_epoch_that_goes_back_is_two_owners() -> None:
+def test_an_epoch_that_decreases_is_reported_as_two_owners() -> None:
     client = _client("turn")
     client.epoch = 2
 
@@ -121,8 +121,8 @@ def test_an_epoch_that_goes_back_is_two_owners() -> None:
     assert client.findings.double == 1
 
 
-def test_two_arenas_with_one_page_are_two_owners(tmp_path: Path) -> None:
-    """Of the last workers only: arenas of the dead may hold the same rows."""
+def test_two_arenas_with_one_page_are_reported_as_two_owners(tmp_path: Path) -> None:
+    """Of the last workers only: arenas of dead workers may hold the same rows."""
     life = 7 * 1_000_000
     for name, owners in {
         f"a.{life + 1}": [SlotOwner(b"s", 3, 0, 1)],
@@ -157,7 +157,9 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(("target", "every"), [("engine", 700), ("worker", 900)])
-def test_deaths_at_some_points_of_the_script(zygote: Zygote, target: str, every: int) -> None:
+def test_deaths_at_some_points_of_the_script_change_no_token(
+    zygote: Zygote, target: str, every: int
+) -> None:
     played = list(kill_points.sweep(zygote, 1 + every // 3, every, target))
     assert sum(died for _, died in played) >= 2
     assert not played[-1][1], "the sweep ends where the script does"
@@ -166,11 +168,11 @@ def test_deaths_at_some_points_of_the_script(zygote: Zygote, target: str, every:
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("target", ["engine", "worker"])
-def test_deaths_at_every_point_of_the_script(zygote: Zygote, target: str) -> None:
+def test_deaths_at_every_point_of_the_script_change_no_token(zygote: Zygote, target: str) -> None:
     assert len(list(kill_points.sweep(zygote, 1, 1, target))) > 500
 
 
-def test_a_script_that_hears_a_wrong_token_says_where(
+def test_the_script_reports_the_position_of_a_wrong_token(
     zygote: Zygote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kill_points, "hashlm_tokens", lambda prompt, n: [5] * n)
@@ -182,7 +184,7 @@ def test_a_script_that_hears_a_wrong_token_says_where(
 
 
 @pytest.mark.timeout(180)
-def test_promote_moves_a_stream_without_changing_it(pocket_path: Path, tmp_path: Path) -> None:
+def test_promote_migrates_a_stream_without_changing_it(pocket_path: Path, tmp_path: Path) -> None:
     result = bench(
         "promote", "--quick", "--model", str(pocket_path), "--json", str(tmp_path / "r.json")
     )
@@ -202,7 +204,7 @@ def test_promote_moves_a_stream_without_changing_it(pocket_path: Path, tmp_path:
 
 
 @pytest.mark.timeout(180)
-def test_restart_computes_little_again(pocket_path: Path) -> None:
+def test_few_tokens_are_recomputed_after_a_restart(pocket_path: Path) -> None:
     result = bench("restart", "--quick", "--model", str(pocket_path))
     assert result["same_tokens"] is True
     assert 0 <= result["tokens_reprefilled"] <= 256

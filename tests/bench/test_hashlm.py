@@ -1,5 +1,4 @@
-"""HashLM is an oracle only if it says the same on every schedule, and another thing for any byte
-that is wrong."""
+"""HashLM as an oracle: the same tokens on every schedule, other tokens for any wrong byte."""
 
 from __future__ import annotations
 
@@ -30,13 +29,13 @@ SLOTS = 8
 LIMITS = StepLimits(tokens_max=2048, entries_max=8, context_tokens=2048, vocab_size=VOCAB)
 
 
-def test_what_it_says_is_fixed() -> None:
-    """A change here voids every expectation that was written down."""
+def test_its_tokens_are_fixed() -> None:
+    """A change here invalidates every recorded expectation."""
     assert hashlm_tokens([1, 2, 3], 4) == [793, 1202, 24, 1780]
     assert hashlm_tokens(words(1, 600), 3) == [1071, 1975, 1120]
 
 
-def test_everything_that_should_matter_matters() -> None:
+def test_tokens_depend_on_seed_model_and_every_prompt_token() -> None:
     prompt = words(1, 600)
     plain = hashlm_tokens(prompt, 8)
     assert hashlm_tokens(prompt, 8) == plain
@@ -70,7 +69,7 @@ class Lab:
         self, tokens: list[int], start: int, first_slot: int = 0, seed: int = 0,
         slots: Sequence[int] = (),
     ) -> StepOutput:  # fmt: skip
-        """One entry at `start`, its page p in place first_place + p, or in places[p]."""
+        """One entry at `start`, its page p in slot first_place + p, or in places[p]."""
         pages = -(-(start + len(tokens)) // 256)
         where = slots or range(first_slot, first_slot + pages)
         codes = array("Q", [ARENA_BIT | slot for slot in where])
@@ -90,8 +89,8 @@ def lab(tmp_path: Path, pocket_path: Path) -> Iterator[Lab]:
     made.arena.close(delete=True)
 
 
-def test_a_page_that_only_a_chunk_of_the_prefill_saw_matters(lab: Lab) -> None:
-    """As a real model would compute other rows then: the page itself is right again later."""
+def test_a_page_that_only_one_chunk_of_the_prefill_attended_to_has_an_effect(lab: Lab) -> None:
+    """A real model would compute other rows then, although the page is right again later."""
     prompt = words(2, 700)
     lab.step(words(3, 256), 0, first_slot=5)
     lab.step(prompt[:300], 0)
@@ -101,7 +100,7 @@ def test_a_page_that_only_a_chunk_of_the_prefill_saw_matters(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 255, 256, 257, 700])
-def test_pages_say_what_the_definition_says(lab: Lab, chunk: int) -> None:
+def test_pages_hold_the_bytes_of_the_definition(lab: Lab, chunk: int) -> None:
     prompt, said = words(2, 700), -1
     for start in range(0, len(prompt), chunk):
         said = lab.step(prompt[start : start + chunk], start, seed=5).rows[0].token
@@ -111,7 +110,7 @@ def test_pages_say_what_the_definition_says(lab: Lab, chunk: int) -> None:
         at = len(prompt) + len(got) - 1
         got.append(lab.step(got[-1:], at, seed=5).rows[0].token)
     assert got == expected
-    # The records vouch for the rows, as those of a real lane do.
+    # The records prove the rows, as those of a real lane do.
     rows = [*prompt, *expected[:2]]
     for page in range(3):
         owner, part = SlotOwner(b"s", 1, 0, page), rows[page * 256 :][:256]
@@ -119,8 +118,8 @@ def test_pages_say_what_the_definition_says(lab: Lab, chunk: int) -> None:
         assert valid_rows(Files(), lab.arena.fd, shape, ident, page, owner, part) == len(part)
 
 
-def test_any_wrong_byte_is_another_token(lab: Lab) -> None:
-    """Of a sealed-to-be page and of a tail; a byte of no row does not count."""
+def test_any_wrong_byte_changes_the_token(lab: Lab) -> None:
+    """In a full page and in a tail; bytes outside the rows have no effect."""
     prompt, rng = words(3, 300), np.random.default_rng(1)
     good = lab.step(prompt, 0).rows[0].token
     offsets = hashlm._offsets()
@@ -140,7 +139,7 @@ def test_any_wrong_byte_is_another_token(lab: Lab) -> None:
     assert lab.step(prompt[299:], 299).rows[0].token == good
 
 
-def test_swapped_pages_are_another_token(lab: Lab) -> None:
+def test_swapped_pages_change_the_token(lab: Lab) -> None:
     prompt = words(4, 600)
     good = lab.step(prompt, 0).rows[0].token
     first = lab.page(0).copy()
@@ -149,7 +148,7 @@ def test_swapped_pages_are_another_token(lab: Lab) -> None:
     assert lab.step(prompt[599:], 599).rows[0].token != good
 
 
-def test_a_timeline_may_be_fed_in_parts() -> None:
+def test_a_timeline_added_in_parts_gives_the_same_token() -> None:
     prompt = words(5, 530)
     one, many = HashTimeline(vocab=VOCAB), HashTimeline(vocab=VOCAB)
     one.add(prompt)
@@ -163,8 +162,8 @@ def test_a_timeline_may_be_fed_in_parts() -> None:
 LANE = LaneConfig("cpu", tokens_per_step=512, chunk_tokens_max=256, entries_max=4)
 
 
-async def test_the_engine_says_what_the_definition_says(site: Site) -> None:
-    """Batches, chunks, preemption for want of places, prefix hits: no byte is ever wrong."""
+async def test_the_engine_computes_the_tokens_of_the_definition(site: Site) -> None:
+    """With batches, chunks, preemption for lack of slots, and prefix hits."""
 
     shared = words(6, 700)
     prompts = [words(i, 40 * i) for i in range(7, 17)]
@@ -185,8 +184,8 @@ async def test_the_engine_says_what_the_definition_says(site: Site) -> None:
         assert engine.metrics.prefix_hit_tokens_total._value.get() > 0
 
 
-async def test_a_changed_byte_of_a_sealed_page_is_heard(site: Site) -> None:
-    """No part of the engine checks a page per step, so the oracle must."""
+async def test_a_changed_byte_of_a_sealed_page_changes_the_token(site: Site) -> None:
+    """No part of the engine checks pages in each step, so the oracle must."""
     prompt = words(8, 300)
     async with running_engine(site, hashlm.WORKER_COMMAND) as engine:
         first = await read(engine.submit(request(prompt, 3)))
@@ -201,7 +200,7 @@ async def test_a_changed_byte_of_a_sealed_page_is_heard(site: Site) -> None:
 
 
 @pytest.mark.parametrize("point", hashlm.POINTS)
-async def test_a_death_anywhere_in_a_step_changes_no_token(
+async def test_a_worker_death_within_a_step_changes_no_token(
     point: str, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = {"die": point, "at": 7, "life": 1}
@@ -215,7 +214,7 @@ async def test_a_death_anywhere_in_a_step_changes_no_token(
         assert engine.lanes()[0]["incarnation"] == 2
 
 
-async def test_planted_nan_ends_that_turn_alone(
+async def test_an_injected_nan_ends_that_turn_only(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(hashlm.FAULTS, json.dumps({"nan_at": 5}))

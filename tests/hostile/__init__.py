@@ -1,1 +1,1 @@
-"""Files that lie: builders of small GGUF files, honest and hostile, written byte by byte."""
+"""Builders of small GGUF files, valid and hostile, written byte by byte."""

@@ -1,7 +1,6 @@
-"""A GGUF file assembled from parts that may each be wrong, and one named builder per lie.
+"""A GGUF file assembled from parts that may each be wrong, and one named builder per defect.
 
-Independent of the reader under test and of the `gguf` package: it must be able to write what no
-honest writer can.
+Independent of the reader under test and of the `gguf` package, which cannot write invalid files.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Tensor:
 
 @dataclass
 class File:
-    """Defaults make a small honest file: two tensors, values of every kind."""
+    """Defaults make a small valid file: two tensors, values of every type."""
 
     magic: bytes = b"GGUF"
     version: bytes = field(default_factory=lambda: u32(3))
@@ -106,7 +105,7 @@ def _lone_tensor(**changes: Any) -> bytes:
 
 HUGE = (1 << 64) - 1
 
-# name -> (error code, a word the message must contain, builder)
+# name -> (error code, a word of the message, builder)
 HOSTILE: dict[str, tuple[str, str, Callable[[], bytes]]] = {
     "empty": ("BE1304", "0 bytes", lambda: b""),
     "only_magic": ("BE1304", "4 bytes", lambda: b"GGUF"),

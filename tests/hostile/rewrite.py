@@ -1,4 +1,4 @@
-"""Copies a GGUF model with its keys and tensors changed: for the one change a test is about."""
+"""Copies a GGUF model with some keys and tensors changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lane worker seen from outside: what it refuses, what it leaves behind, when it ends."""
+"""A lane worker through its link: refusals, the rows it leaves, and its end."""
 
 from __future__ import annotations
 
@@ -64,13 +64,15 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("name", "entries"), MALFORMED, ids=[name for name, _ in MALFORMED])
-def test_unpack_refuses(name: str, entries: list[tuple[int, list[int], list[int]]]) -> None:
+def test_unpack_refuses_malformed_steps(
+    name: str, entries: list[tuple[int, list[int], list[int]]]
+) -> None:
     step, payload = frame_of(entries)
     with pytest.raises(BadStep):
         unpack(step, payload, LIMITS)
 
 
-def test_unpack_takes_what_is_right_and_checks_the_payload() -> None:
+def test_unpack_accepts_valid_steps_and_checks_the_payload() -> None:
     step, payload = frame_of([(0, [1, 2], OPEN[:1]), (300, [3], [7, OPEN[1]])])
     batch = unpack(step, payload, LIMITS)
     assert batch.shape.tolist() == [[2, 0, 1], [1, 300, 2]]
@@ -99,7 +101,7 @@ def slot(index: int, page: int, session: bytes = b"s") -> wire.ReserveSlot:
     return wire.ReserveSlot(index, 0, session, 1, page)
 
 
-async def test_steps_and_refusals_of_a_real_worker(
+async def test_a_real_worker_computes_steps_and_refuses_bad_ones(
     pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:
     tokens = words(1, 300)
@@ -123,7 +125,7 @@ async def test_steps_and_refusals_of_a_real_worker(
     step, payload = frame_of([], verify=(missing,))
     done = await lane.run(step, payload, deadline_s=10)
     assert done.verified == (False,)
-    # Refusals cost nothing: the same worker computes.
+    # After refusals the same worker computes.
     step, payload = frame_of(
         [(0, tokens, OPEN[:2])],
         reserve=(slot(0, 0), slot(1, 1)),
@@ -135,7 +137,7 @@ async def test_steps_and_refusals_of_a_real_worker(
     page = memoryview(bytearray(LAYOUT.page_bytes))
     os.preadv(arena.fd, [page], arena.shape.page_offset(0))
     assert done.digests == (keys.payload_digest(page),)
-    # Every row is recorded: a later reader can prove which rows are whole, and whose.
+    # Every row is recorded: a later reader can prove which rows are complete, and their owner.
     files = osio.Files()
     for index, part in enumerate((tokens[:256], tokens[256:])):
         owner = SlotOwner(b"s", 1, 0, index)
@@ -180,7 +182,7 @@ async def test_frames_of_another_incarnation_are_ignored(
     await lane.close()
 
 
-async def test_errors_of_loading_arrive_whole(tmp_path: Path, cache_dir: Path) -> None:
+async def test_errors_of_loading_keep_all_their_fields(tmp_path: Path, cache_dir: Path) -> None:
     model = tmp_path / "broken.gguf"
     model.write_bytes(b"GGUF" + bytes(100))
 
@@ -191,7 +193,9 @@ async def test_errors_of_loading_arrive_whole(tmp_path: Path, cache_dir: Path) -
     assert not lane.alive
 
 
-async def test_death_is_one_exception_with_its_reason(pocket_path: Path, cache_dir: Path) -> None:
+async def test_a_worker_death_raises_one_exception_with_its_reason(
+    pocket_path: Path, cache_dir: Path
+) -> None:
     lane = Lane("cpu")
     for number, name in ((signal.SIGSEGV, "SIGSEGV"), (signal.SIGKILL, "SIGKILL")):
         await lane.start(load_message(pocket_path, cache_dir))
@@ -219,7 +223,7 @@ async def test_a_deadline_ends_a_worker_that_does_not_answer(
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_an_engine_that_was_stopped_itself_takes_the_answer_that_waits(
+def test_an_engine_that_was_suspended_takes_the_unread_answer(
     new_loop: Callable[[], asyncio.AbstractEventLoop], pocket_path: Path, cache_dir: Path
 ) -> None:
     """When it wakes, its timer is due and the answer is unread: the engine was late."""
@@ -239,10 +243,10 @@ def test_an_engine_that_was_stopped_itself_takes_the_answer_that_waits(
         runner.run(work())
 
 
-async def test_an_engine_that_was_stopped_grants_the_time_once(
+async def test_an_engine_that_was_suspended_extends_the_deadline_once(
     pocket_path: Path, cache_dir: Path
 ) -> None:
-    """Up to a whole deadline: then a worker that hangs is killed all the same."""
+    """By at most one deadline: then a worker that hangs is killed."""
 
     lane = Lane("cpu")
     await lane.start(load_message(pocket_path, cache_dir))
@@ -301,5 +305,5 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def test_page_tokens_agree_everywhere() -> None:
+def test_every_package_has_the_same_page_tokens() -> None:
     assert PAGE_TOKENS == layout.PAGE_TOKENS == kernels.PAGE_TOKENS

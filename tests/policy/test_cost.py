@@ -1,4 +1,4 @@
-"""The cost model: learns a lane's coefficients, shrugs off outliers, follows lasting changes."""
+"""The cost model: learns a lane's coefficients, limits outliers, follows lasting changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRUTH = StepCost(0.8, 0.05, 0.3, 2e-4, 3e-6)
 
 
 def steps(rng: random.Random, count: int) -> list[StepWork]:
-    """A mix as a lane sees it: pure decodes, pure prefills, both."""
+    """A mix of steps: pure decodes, pure prefills, both."""
     found: list[StepWork] = []
     for _ in range(count):
         decodes = rng.choice([0, 1, 4, 16, 32])
@@ -49,13 +49,13 @@ def errors(model: CostModel, truth: StepCost) -> list[float]:
     return sorted(abs(model.cost.predict_ms(w) / truth.predict_ms(w) - 1) for w in probe)
 
 
-def test_work_counts_decodes_and_pairs() -> None:
+def test_step_work_counts_decodes_and_attended_pairs() -> None:
     assert work_of([(10, 1), (0, 4), (100, 1)]) == StepWork(4, 2, 112, 8.0)
     assert StepCost(1, 2, 3, 4, 5).predict_ms(StepWork(1, 1, 1, 1.0)) == 15
 
 
 @pytest.mark.parametrize("factor", [0.1, 1.0, 10.0])
-def test_learns_from_a_wrong_prior(factor: float) -> None:
+def test_a_wrong_prior_is_corrected(factor: float) -> None:
     rng = random.Random(1)
     prior = StepCost(*(factor * c for c in (1.0, 0.1, 0.1, 1e-4, 1e-5)))
     model = CostModel(prior)
@@ -67,7 +67,7 @@ def test_learns_from_a_wrong_prior(factor: float) -> None:
     assert model.error_ratio < 0.1
 
 
-def test_outliers_move_it_little() -> None:
+def test_outliers_change_the_coefficients_little() -> None:
     rng = random.Random(2)
     model = CostModel(StepCost(1.0, 0.1, 0.1, 1e-4, 1e-5))
     for work in steps(rng, 600):
@@ -76,7 +76,7 @@ def test_outliers_move_it_little() -> None:
     assert errors(model, TRUTH)[100] < 0.25
 
 
-def test_one_outlier_after_calm_is_cut() -> None:
+def test_one_outlier_after_steady_steps_is_limited() -> None:
     model = CostModel(TRUTH)
     for work in steps(random.Random(3), 200):
         model.observe(work, TRUTH.predict_ms(work))
@@ -86,7 +86,7 @@ def test_one_outlier_after_calm_is_cut() -> None:
     assert model.cost.predict_ms(work) < 1.25 * before.predict_ms(work)
 
 
-def test_follows_a_lane_that_lost_half_its_cores() -> None:
+def test_coefficients_follow_a_lane_that_lost_half_its_cores() -> None:
     rng = random.Random(4)
     model = CostModel(TRUTH)
     for work in steps(rng, 300):
@@ -97,7 +97,7 @@ def test_follows_a_lane_that_lost_half_its_cores() -> None:
     assert errors(model, slow)[100] < 0.1
 
 
-def test_an_hour_of_decode_does_not_erase_prefill() -> None:
+def test_an_hour_of_decodes_keeps_the_prefill_coefficient() -> None:
     rng = random.Random(5)
     model = CostModel(prior_cost(400 << 20, 600_000_000, 2))
     for work in steps(rng, 300):
@@ -109,7 +109,7 @@ def test_an_hour_of_decode_does_not_erase_prefill() -> None:
     assert model.cost.predict_ms(prefill) == pytest.approx(TRUTH.predict_ms(prefill), rel=0.5)
 
 
-def test_stays_positive_and_finite_whatever_it_sees() -> None:
+def test_coefficients_stay_positive_and_finite() -> None:
     model = CostModel(StepCost())
     rng = random.Random(6)
     for work in steps(rng, 500):
@@ -118,7 +118,7 @@ def test_stays_positive_and_finite_whatever_it_sees() -> None:
     assert all(math.isfinite(v) and v > 0 for v in values)
 
 
-def test_same_observations_same_bits() -> None:
+def test_the_same_observations_give_equal_bits() -> None:
     models = [CostModel(StepCost()) for _ in range(2)]
     for model in models:
         for i, work in enumerate(steps(random.Random(7), 100)):
@@ -138,19 +138,19 @@ def test_rare_prefills_are_learned_between_many_decodes(factor: float) -> None:
     assert model.cost.predict_ms(prefill) == pytest.approx(TRUTH.predict_ms(prefill), rel=0.3)
 
 
-def test_prior_must_be_positive() -> None:
+def test_a_prior_must_be_positive() -> None:
     with pytest.raises(ValueError, match="not positive"):
         CostModel(StepCost(fixed_ms=0.0))
 
 
-def test_prior_is_the_right_order_of_magnitude() -> None:
+def test_the_prior_has_the_right_order_of_magnitude() -> None:
     """0.6B Q4_0 on two cores: 512 tokens of prefill take about 0.75 s, a decode about 12 ms."""
     prior = prior_cost(360 << 20, 600_000_000, 2)
     assert 500 < prior.predict_ms(StepWork(512, 0, 0, 512 * 256.0)) < 5000
     assert 4 < prior.predict_ms(StepWork(0, 1, 100, 0.0)) < 40
 
 
-def test_eta_grows_with_the_queue_and_counts_seats() -> None:
+def test_eta_grows_with_the_queue_and_includes_waits_for_seats() -> None:
     job = QueuedWork(0, 100, 50)
     busy = QueuedWork(200, 1, 50)
     alone = eta_ms(TRUTH, [], 4, [job])
@@ -168,7 +168,7 @@ def test_retry_after_is_bounded() -> None:
     assert [retry_after_ms(w) for w in (0.0, 2500.4, math.inf)] == [100, 2500, 60_000]
 
 
-def test_each_in_the_queue_has_its_own_eta() -> None:
+def test_each_queued_request_has_its_own_eta() -> None:
     job = QueuedWork(0, 100, 50)
     etas = etas_ms(TRUTH, [QueuedWork(200, 1, 50)] * 2, 1, [job] * 5)
     assert etas == sorted(etas)
@@ -178,7 +178,7 @@ def test_each_in_the_queue_has_its_own_eta() -> None:
     assert eta_ms(TRUTH, [], 4, []) == 0.0
 
 
-# ---- what a request will see ----
+# ---- predictions for a request ----
 
 
 def rows(
@@ -204,7 +204,7 @@ def test_an_idle_lane_is_predicted_from_its_coefficients() -> None:
     assert found.tpot_ms == pytest.approx(TRUTH.predict_ms(StepWork(0, 1, 125)))
 
 
-def test_decodes_halve_the_prefill_and_slow_each_other() -> None:
+def test_decodes_halve_the_speed_of_prefill_and_slow_each_other() -> None:
     idle = predict(load_of(TRUTH, 8, 512, []), 1, 0, 1000, 50)
     busy = predict(load_of(TRUTH, 8, 512, rows(decoding=4)), 1, 0, 1000, 50)
     assert 1.8 * idle.ttft_ms < busy.ttft_ms < 2.3 * idle.ttft_ms
@@ -212,26 +212,26 @@ def test_decodes_halve_the_prefill_and_slow_each_other() -> None:
     assert busy.tpot_ms == pytest.approx(step)
 
 
-def test_only_who_is_as_urgent_is_ahead() -> None:
+def test_only_requests_of_the_same_or_a_higher_rank_are_ahead() -> None:
     load = load_of(TRUTH, 64, 512, rows(prefilling=3, rank=2))
     waits = [wait_ms(load, rank) for rank in range(RANKS)]
-    work = 2 * 3 * prefill_ms(TRUTH, 0, 400)  # the first will decode beside the others
+    work = 2 * 3 * prefill_ms(TRUTH, 0, 400)  # the first one decodes while the others prefill
     assert waits == pytest.approx([0.0, 0.0, work, work])
     tpots = [predict(load, rank, 0, 10, 100).tpot_ms for rank in range(RANKS)]
     assert len(set(tpots)) == 1  # later tokens share the steps with that prefill, of any turn
     assert tpots[0] > predict(load_of(TRUTH, 64, 512, []), 0, 0, 10, 100).tpot_ms
 
 
-def test_seats_are_waited_for() -> None:
+def test_the_wait_for_a_seat_is_predicted() -> None:
     full = load_of(TRUTH, 4, 512, rows(decoding=4))
     longer = load_of(TRUTH, 4, 512, rows(decoding=4, waiting=5))
-    assert wait_ms(full, 0) == QUANTUM_URGENT_MS  # it may take one of theirs
+    assert wait_ms(full, 0) == QUANTUM_URGENT_MS  # it may preempt one of theirs
     assert wait_ms(load_of(TRUTH, 4, 512, rows(decoding=3)), 1) == 0.0
     turnover = 100 * full.step_ms / 4
     assert wait_ms(full, 1) == pytest.approx(QUANTUM_URGENT_MS + turnover)
     assert wait_ms(longer, 1) > wait_ms(full, 1) + 5 * turnover
     paused = load_of(TRUTH, 4, 512, rows(decoding=4), paused=1)
-    assert wait_ms(paused, 1) == 0.0  # a slow reader's place goes first
+    assert wait_ms(paused, 1) == 0.0  # the seat of a slow reader is taken first
 
 
 def test_every_prediction_grows_with_every_load() -> None:
@@ -249,7 +249,7 @@ def test_every_prediction_grows_with_every_load() -> None:
             assert after.tpot_ms >= before.tpot_ms
 
 
-def test_a_joined_session_is_counted_until_the_next_look() -> None:
+def test_a_joined_session_is_counted_until_the_next_load_report() -> None:
     load = load_of(TRUTH, 64, 512, rows(decoding=2))
     more = joined(load, 2, 0, 400)
     exact = load_of(TRUTH, 64, 512, [*rows(decoding=2), *rows(waiting=1, rank=2)])
@@ -263,7 +263,7 @@ SLOW_DISK, FAST_DISK = 50e6, 3e9  # bytes per second
 COLD = {"tokens": 8192, "cold_tokens": 8192, "cold_bytes": 8192 * (28 << 10)}
 
 
-def test_a_slow_disk_is_not_waited_for() -> None:
+def test_pages_on_a_slow_disk_are_recomputed() -> None:
     compute_ms = prefill_ms(TRUTH, 0, 8192)
     slow = plan_restore(TRUTH, **COLD, read_bytes_per_s=SLOW_DISK)
     assert (slow.choice, slow.reason) == ("recompute", "computing is faster")
@@ -272,17 +272,17 @@ def test_a_slow_disk_is_not_waited_for() -> None:
     fast = plan_restore(TRUTH, **COLD, read_bytes_per_s=FAST_DISK)
     assert (fast.choice, fast.reason) == ("load", "reading is faster")
     queued = plan_restore(TRUTH, **COLD, read_bytes_per_s=FAST_DISK, queued_bytes=10 << 30)
-    assert queued.choice == "recompute"  # the disk is busy for others
+    assert queued.choice == "recompute"  # the disk is busy with other reads
 
 
-def test_decodes_make_recompute_dearer() -> None:
+def test_decodes_raise_the_cost_of_a_recompute() -> None:
     rate = COLD["cold_bytes"] / prefill_ms(TRUTH, 0, 8192) * 1000 / 1.5
     assert plan_restore(TRUTH, **COLD, read_bytes_per_s=rate).choice == "recompute"
     assert plan_restore(TRUTH, **COLD, read_bytes_per_s=rate, decodes=3).choice == "load"
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
-def test_an_unknown_rate_means_reading(rate: float) -> None:
+def test_with_an_unknown_rate_pages_are_read(rate: float) -> None:
     plan = plan_restore(TRUTH, **COLD, read_bytes_per_s=rate)
     assert (plan.choice, plan.reason) == ("load", "reading was never measured")
 

@@ -1,4 +1,4 @@
-"""The router: the decision tree case by case, then laws that hold for every state."""
+"""The router: the decision tree case by case, then properties of every state."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def lanes(fast: LaneLoad | None = None, bulk: LaneLoad | None = None) -> RouteSt
     )
 
 
-# ---- the tree ----
+# ---- the decision tree ----
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,12 @@ def lanes(fast: LaneLoad | None = None, bulk: LaneLoad | None = None) -> RouteSt
         (request(1, ttft_ms=400.0), "gpu", Reason.URGENT),
         (request(1, tpot_ms=20.0), "gpu", Reason.URGENT),
         (request(2, promote=True), "gpu", Reason.URGENT),
-        (request(1, prompt=1900), "gpu", Reason.SPILL),  # 2.7 s on the CPU: the promise is 2 s
+        (request(1, prompt=1900), "gpu", Reason.SPILL),  # 2.7 s on the CPU: the target is 2 s
     ],
 )
-def test_each_case_of_the_tree(given_request: RouteRequest, lane: str, reason: Reason) -> None:
+def test_each_case_of_the_decision_tree(
+    given_request: RouteRequest, lane: str, reason: Reason
+) -> None:
     decision = route(given_request, None, lanes())
     assert (decision.lane, decision.reason) == (lane, reason)
     assert decision.strategy == Strategy(LOCAL, LOCAL)
@@ -111,21 +113,21 @@ def test_ranks_are_those_of_the_scheduler() -> None:
     assert RoutePolicy().urgent_tpot_ms == interactive.tpot_ms
 
 
-def test_a_background_class_is_a_ceiling() -> None:
-    """Tight targets do not make a :background request eager (a client may leave its model on)."""
+def test_the_background_class_limits_the_rank() -> None:
+    """Tight targets do not raise the rank of a :background request."""
     decision = route(request(2, ttft_ms=400.0, tpot_ms=200.0), None, lanes())
     assert (decision.lane, decision.reason) == ("cpu", Reason.TOLERANT)
 
 
-def test_ttlt_budget_counts() -> None:
-    """Both targets are kept on the CPU, the whole answer would come too late."""
+def test_the_ttlt_target_is_considered() -> None:
+    """TTFT and TPOT are met on the CPU, but the last token would be too late."""
     in_time = route(request(1, ttlt_ms=60_000.0), None, lanes())
     too_late = route(request(1, ttlt_ms=900.0), None, lanes())
     assert (in_time.lane, too_late.lane) == ("cpu", "gpu")
     assert too_late.reason is Reason.SPILL
 
 
-def test_bulk_lanes_spill_and_fast_lanes_spill() -> None:
+def test_requests_spill_from_bulk_lanes_and_from_fast_lanes() -> None:
     full = load(CPU, decodes=64, waiting=50, prefill_ms=60_000)
     assert route(request(1), None, lanes(bulk=full)).reason is Reason.SPILL
     busy = load(GPU, decodes=64, waiting=50, prefill_ms=60_000)
@@ -138,7 +140,7 @@ def test_bulk_lanes_spill_and_fast_lanes_spill() -> None:
 
 
 def test_pool_variants_compete_by_prediction() -> None:
-    """A short-queue variant for who is in a hurry, whatever the order of the lanes."""
+    """An urgent request takes the variant with the short queue, in any order of the lanes."""
     crowded = LaneState("many", load(GPU, decodes=60), tier=FAST, pool="throughput")
     calm = LaneState("few", load(GPU, decodes=2), tier=FAST, pool="latency")
     for order in ((crowded, calm), (calm, crowded)):
@@ -174,8 +176,8 @@ def test_an_interactive_request_promotes_its_session() -> None:
     assert route(request(0), home("gpu"), lanes()).reason is Reason.HOME
 
 
-def test_demotion_is_lazy() -> None:
-    """Background work leaves the fast lane only when others want it, and not at once."""
+def test_background_work_is_demoted_only_for_others_and_after_a_delay() -> None:
+    """Background work leaves the fast lane when others need it, after a delay."""
     loaded = load(GPU, decodes=40)
     for reason, lane, session, state in (
         (Reason.IDLE_FAST, "gpu", home("gpu"), lanes()),
@@ -189,7 +191,7 @@ def test_demotion_is_lazy() -> None:
         assert (decision.lane, decision.reason) == (lane, reason)
 
 
-def test_affinity_weighs_the_hand_over() -> None:
+def test_affinity_includes_the_cost_of_a_migration() -> None:
     """Two equal lanes: the KV stays unless the other lane is better by more than moving costs.
 
     And by more than a quarter of the promise: a smaller gain is not worth a move.
@@ -214,8 +216,8 @@ def test_cached_kv_shortens_what_counts_as_a_long_prompt() -> None:
     assert (decision.lane, decision.reason) == ("cpu", Reason.HOME)
 
 
-def test_sessions_do_not_swing() -> None:
-    """Turns of changing class on a host where both lanes have room: few moves, no ping-pong."""
+def test_sessions_do_not_alternate_between_lanes() -> None:
+    """Turns of changing class on a host where both lanes have room: few migrations."""
     lane, moved_ms, urgent_ms, moves = "cpu", -math.inf, -math.inf, 0
     for turn in range(200):
         now_ms = turn * 1000.0
@@ -248,7 +250,7 @@ def test_idle_sessions_leave_the_fast_lane() -> None:
     assert demotion(home("gpu"), 61_000.0, 300, RouteState((state.lanes[0], dead))) == ""
 
 
-def test_the_least_loaded_lane_of_a_tier() -> None:
+def test_the_least_loaded_lane_of_a_tier_is_chosen() -> None:
     rows = (
         LaneState("a", load(CPU, decodes=9), tier=BULK),
         LaneState("b", load(CPU, decodes=3), tier=BULK),
@@ -266,7 +268,7 @@ def test_the_least_loaded_lane_of_a_tier() -> None:
     assert best_lane(RouteState(rows[:2]), FAST, 300) == ""
 
 
-def test_full_queues_are_no_candidates_but_for_who_lives_there() -> None:
+def test_a_full_lane_is_a_candidate_only_for_its_own_sessions() -> None:
     gpu, cpu = lanes().lanes
     state = RouteState((gpu, replace(cpu, full=True)))
     assert route(request(2), None, state).lane == "gpu"
@@ -278,7 +280,7 @@ def test_full_queues_are_no_candidates_but_for_who_lives_there() -> None:
     )
 
 
-# ---- laws ----
+# ---- properties ----
 
 costs = st.builds(
     StepCost,
@@ -361,7 +363,7 @@ def heavier(load: LaneLoad, decodes: int, waiting: int, ms: float) -> LaneLoad:
 
 @settings(max_examples=100, deadline=None)
 @given(calls())
-def test_same_inputs_same_decision_and_never_a_dead_lane(
+def test_the_same_inputs_give_the_same_decision_and_never_a_dead_lane(
     call: tuple[RouteRequest, RouteSession | None, RouteState],
 ) -> None:
     asked, _, state = call
@@ -401,7 +403,7 @@ def test_load_never_makes_a_lane_more_attractive(
 
 @settings(max_examples=100, deadline=None)
 @given(calls())
-def test_interactive_is_never_sent_to_a_much_worse_lane(
+def test_an_interactive_request_is_never_sent_to_a_much_worse_lane(
     call: tuple[RouteRequest, RouteSession | None, RouteState],
 ) -> None:
     asked, session, state = call
@@ -415,7 +417,7 @@ def test_interactive_is_never_sent_to_a_much_worse_lane(
 
 @settings(max_examples=100, deadline=None)
 @given(loads(), st.integers(0, 3), st.integers(0, 9000), st.integers(1, 9000), st.integers(1, 999))
-def test_router_predicts_as_the_cost_model_does(
+def test_the_router_predicts_as_the_cost_model_does(
     load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out: int
 ) -> None:
     asked = request(rank, frontier + n_tokens, tokens_out)

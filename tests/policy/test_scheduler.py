@@ -82,7 +82,7 @@ def view(running: list[TurnRow], waiting: list[TurnRow], **given: Any) -> LaneVi
 
 
 def planned(running: list[TurnRow], waiting: list[TurnRow], **given: Any) -> StepPlan:
-    """The plan, audited."""
+    """The plan, after the audit."""
     seen = view(running, waiting, **given)
     found = plan(seen, NOW)
     assert check(seen, found) == []
@@ -92,7 +92,7 @@ def planned(running: list[TurnRow], waiting: list[TurnRow], **given: Any) -> Ste
 # ---- targets ----
 
 
-def test_horizon_is_the_ttft_target_moved_by_priority_and_budget() -> None:
+def test_the_horizon_is_the_ttft_target_changed_by_priority_and_budget() -> None:
     targets = CLASS_TARGETS[STANDARD]
     assert horizon_ms(Sla(), targets) == 2000
     assert horizon_ms(Sla(ttft_ms=300), targets) == 300
@@ -107,7 +107,7 @@ def test_horizon_is_the_ttft_target_moved_by_priority_and_budget() -> None:
 
 
 def test_priority_orders_inside_a_class_only() -> None:
-    """The dearest background request still has a later deadline than the cheapest standard."""
+    """The highest background priority still has a later deadline than the lowest standard one."""
     by_class = [CLASS_TARGETS[c] for c in SlaClass]
     for urgent, patient in itertools.pairwise(by_class):
         low = horizon_ms(Sla(priority=-8), urgent)
@@ -117,7 +117,7 @@ def test_priority_orders_inside_a_class_only() -> None:
 # ---- rules 2 and 3 ----
 
 
-def test_nothing_to_do_is_an_empty_plan() -> None:
+def test_without_work_the_plan_is_empty() -> None:
     assert planned([], []) == StepPlan(batch=())
 
 
@@ -126,19 +126,19 @@ def test_every_running_decode_is_in_the_step() -> None:
     assert planned(rows, []).batch == (PlannedEntry(0, 1), PlannedEntry(1, 1), PlannedEntry(2, 1))
 
 
-def test_a_prompt_alone_gets_the_whole_chunk() -> None:
+def test_a_lone_prompt_gets_the_whole_chunk() -> None:
     found = planned([], [row(1, to_compute=3000)])
     assert found.batch == (PlannedEntry(1, 512),)
     assert found.admit == (1,)
 
 
-def test_a_prompt_alone_respects_the_longest_step() -> None:
+def test_a_lone_prompt_respects_the_longest_step() -> None:
     found = planned([], [row(1, to_compute=3000)], step_ms_max=11.0)
     assert found.batch == (PlannedEntry(1, 96),)  # 1 ms fixed, 0.1 ms a token, whole tiles
     assert found.predicted_ms <= 11.0
 
 
-def test_prefill_takes_no_more_time_than_the_decodes() -> None:
+def test_prefill_takes_no_more_time_of_a_step_than_the_decodes() -> None:
     decodes = [seated(k) for k in range(1, 6)]
     found = planned(decodes, [row(9, to_compute=3000, joined_ms=NOW)])
     decode_ms = 1.0 + 5 * 0.5
@@ -161,13 +161,13 @@ def test_the_tightest_tpot_bounds_the_chunk() -> None:
     assert found.predicted_ms <= 8.0
 
 
-def test_chunk_floor_when_there_is_no_slack() -> None:
+def test_without_slack_the_chunk_is_the_minimum() -> None:
     late = seated(1, INTERACTIVE, tpot_ms=8.0, served_ms=NOW - 500)
     found = planned([late], [row(9, to_compute=3000, joined_ms=NOW - 5000)])
     assert found.batch == (PlannedEntry(1, 1), PlannedEntry(9, 16))
 
 
-def test_a_hopeless_tpot_target_does_not_hold_prefill_back() -> None:
+def test_an_unreachable_tpot_target_does_not_limit_prefill() -> None:
     hopeless = seated(1, INTERACTIVE, tpot_ms=0.5)
     busy = [hopeless, *(seated(k) for k in range(2, 8))]
     found = planned(busy, [row(9, INTERACTIVE, to_compute=3000)])
@@ -181,18 +181,18 @@ def test_short_prompts_share_a_step() -> None:
     assert {e.n_tokens for e in found.batch} == {40}
 
 
-def test_a_prompt_fully_found_in_the_cache_decodes_at_once() -> None:
+def test_a_prompt_fully_in_the_cache_decodes_at_once() -> None:
     found = planned([seated(1)], [row(2, frontier=511, to_compute=1, pages_held=2)])
     assert set(found.batch) == {PlannedEntry(1, 1), PlannedEntry(2, 1)}
 
 
-def test_admission_is_lazy() -> None:
-    """A session whose first tokens do not fit this step keeps waiting: others may overtake."""
+def test_a_session_is_admitted_when_its_first_tokens_fit_the_step() -> None:
+    """Until then it waits, and others may be admitted before it."""
     found = planned([], [row(1, to_compute=3000), row(2, to_compute=3000)])
     assert found.admit == (1,)
 
 
-def test_order_is_class_then_deadline() -> None:
+def test_sessions_are_ordered_by_class_then_deadline() -> None:
     waiting = [
         row(1, BATCH, joined_ms=NOW - 900),
         row(2, STANDARD, joined_ms=NOW - 100),
@@ -202,7 +202,7 @@ def test_order_is_class_then_deadline() -> None:
     assert planned([], waiting).admit == (4, 3, 2, 1)
 
 
-def test_more_decodes_than_entries_rotate() -> None:
+def test_decodes_rotate_when_there_are_more_than_entries() -> None:
     rows = [seated(k, served_ms=NOW - k) for k in range(1, 11)]
     assert {e.key for e in planned(rows, []).batch} == {3, 4, 5, 6, 7, 8, 9, 10}
 
@@ -212,11 +212,11 @@ def test_a_slow_reader_computes_nothing() -> None:
     assert found.batch == (PlannedEntry(2, 1),)
 
 
-# ---- places and pages ----
+# ---- slots and pages ----
 
 
-def test_places_that_a_waiting_session_lends_are_not_counted_twice() -> None:
-    """Both free places are its own: two rows cannot both keep one slot."""
+def test_reclaimable_slots_of_a_waiting_session_are_not_counted_twice() -> None:
+    """Both free slots are its own: two rows cannot keep one slot."""
     needy = seated(1, frontier=768, pages_held=3, slots_held=3)
     reclaimable = row(2, frontier=512, to_compute=1, slots_held=2)
     both = view([needy], [reclaimable], slots_free=2)
@@ -228,26 +228,26 @@ def test_places_that_a_waiting_session_lends_are_not_counted_twice() -> None:
     assert plan(alone, NOW).batch == (PlannedEntry(2, 1),)
 
 
-def test_a_chunk_stops_where_places_end() -> None:
+def test_a_chunk_is_limited_by_free_slots() -> None:
     found = planned([], [row(1, to_compute=3000)], slots_free=1)
     assert found.batch == (PlannedEntry(1, PAGE_TOKENS),)
 
 
-def test_a_decode_without_a_place_stalls_and_says_so() -> None:
+def test_a_decode_without_a_slot_stalls_and_is_reported() -> None:
     edge = seated(1, frontier=512)
     found = planned([edge, seated(2)], [], slots_free=0)
     assert found.batch == (PlannedEntry(2, 1),)
     assert found.stalled == (1,)
-    assert found.preempt == ()  # a seal in flight will free a place
+    assert found.preempt == ()  # a seal in flight will free a slot
 
 
-def test_the_last_page_goes_to_the_most_urgent() -> None:
+def test_the_last_page_goes_to_the_most_urgent_session() -> None:
     rows = [seated(1, BATCH, frontier=512), seated(2, INTERACTIVE, frontier=512)]
     found = planned(rows, [], pages_free=1)
     assert found.batch == (PlannedEntry(2, 1),)
 
 
-def test_shortage_of_pages_preempts_the_least_urgent() -> None:
+def test_a_shortage_of_pages_preempts_the_least_urgent_session() -> None:
     rows = [seated(1, BATCH), seated(2, INTERACTIVE, frontier=512), seated(3)]
     found = planned(rows, [], pages_free=0)
     assert found.preempt == (1,)
@@ -264,33 +264,33 @@ def test_admission_needs_all_pages_of_the_prompt() -> None:
     assert planned([], [row(1, to_compute=1000)], pages_free=4).admit == (1,)
 
 
-def test_admission_pins_pages_that_counted_as_free() -> None:
+def test_pages_that_an_admission_pins_are_no_longer_free() -> None:
     known = row(1, frontier=512, to_compute=100, pages_held=2, pages_evictable=2)
     assert planned([], [known], pages_free=2).admit == ()
     assert planned([], [known], pages_free=3).admit == (1,)
 
 
-def test_pages_promised_to_a_seated_prompt_are_not_given_away() -> None:
+def test_pages_reserved_for_a_seated_prompt_are_not_given_to_others() -> None:
     half = seated(1, frontier=256, to_compute=1500, admitted_ms=NOW - 50)
     urgent = row(2, INTERACTIVE)
     assert planned([half], [urgent], pages_free=6).admit == ()
     assert planned([half], [urgent], pages_free=7).admit == (2,)
 
 
-def test_no_turn_of_its_class_passes_a_session_short_of_pages() -> None:
+def test_no_turn_of_its_class_overtakes_a_session_short_of_pages() -> None:
     waiting = [row(1, to_compute=2000), row(2, to_compute=10, joined_ms=NOW - 1)]
     assert planned([], waiting, pages_free=3).admit == ()
     urgent = row(3, INTERACTIVE, to_compute=10)
     assert planned([], [*waiting, urgent], pages_free=3).admit == (3,)
 
 
-def test_what_can_never_fit_is_shed() -> None:
+def test_a_session_that_can_never_fit_is_shed() -> None:
     found = planned([], [row(1, pages_max=601), row(2)])
     assert found.shed == (1,)
     assert found.admit == (2,)
 
 
-def test_an_urgent_session_short_of_pages_gets_what_its_victim_was_promised() -> None:
+def test_an_urgent_session_short_of_pages_gets_the_reservation_of_its_victim() -> None:
     half = seated(1, frontier=256, to_compute=1500)
     found = planned([half], [row(2, INTERACTIVE)], pages_free=6)
     assert (found.preempt, found.admit) == ((1,), (2,))
@@ -301,14 +301,14 @@ def test_an_urgent_session_short_of_pages_gets_what_its_victim_was_promised() ->
 # ---- rule 5: preemption ----
 
 
-def test_an_urgent_session_takes_the_seat_of_the_least_urgent() -> None:
+def test_an_urgent_session_preempts_the_least_urgent_one() -> None:
     running = [*(seated(k) for k in range(6)), seated(6, BATCH), seated(7, BACKGROUND)]
     found = planned(running, [row(9, INTERACTIVE)])
     assert found.preempt == (6,)
     assert found.admit == (9,)
 
 
-def test_equals_are_not_displaced_before_they_are_late() -> None:
+def test_a_session_of_the_same_class_preempts_only_when_late() -> None:
     running = [seated(k) for k in range(8)]
     found = planned(running, [row(9, STANDARD, joined_ms=NOW - 1000)])
     assert found.preempt == ()
@@ -323,22 +323,24 @@ def test_equals_are_not_displaced_before_they_are_late() -> None:
         pytest.param({"horizon_ms": 10.0}, id="deadline no later by the margin"),
     ],
 )
-def test_hysteresis(recent: dict[str, Any]) -> None:
+def test_preemption_requires_the_quantum_progress_and_the_deadline_margin(
+    recent: dict[str, Any],
+) -> None:
     running = [seated(k, BATCH, **recent) for k in range(8)]
     assert planned(running, [row(9, INTERACTIVE, joined_ms=NOW)]).preempt == ()
     running[3] = seated(3, BATCH)
     assert planned(running, [row(9, INTERACTIVE, joined_ms=NOW)]).preempt == (3,)
 
 
-def test_a_slow_reader_gives_its_place_first() -> None:
+def test_a_slow_reader_is_preempted_first() -> None:
     running = [seated(1, BATCH), seated(2, INTERACTIVE, paused=True)]
     found = planned(running, [row(9, BATCH)], slots_free=0)
     assert found.preempt == (2,)
     assert found.admit == (9,)
 
 
-def test_no_preemption_that_would_not_help() -> None:
-    """The victim's place is still being sealed: taking its seat would gain nothing."""
+def test_a_preemption_that_frees_nothing_is_not_made() -> None:
+    """The victim's slot is still being sealed: preempting it frees none."""
     running = [seated(k, BATCH, slots_held=0) for k in range(8)]
     found = planned(running, [row(9, INTERACTIVE)], slots_free=0)
     assert found.preempt == ()
@@ -351,7 +353,7 @@ def late(key: int, sla_class: SlaClass, by_ms: float = 10.0, **given: Any) -> Tu
     return row(key, sla_class, joined_ms=NOW - CLASS_TARGETS[sla_class].ttft_ms - by_ms, **given)
 
 
-def test_the_late_batch_session_goes_before_a_fresh_interactive_one() -> None:
+def test_a_late_batch_session_goes_before_a_fresh_interactive_one() -> None:
     fresh = row(1, INTERACTIVE, to_compute=3000, joined_ms=NOW)
     waiting = [fresh, late(2, BATCH, to_compute=3000)]
     found = planned([], waiting)
@@ -367,7 +369,7 @@ def test_a_late_session_takes_a_seat_of_its_class_after_the_quantum() -> None:
     assert planned(fresh, [late(9, STANDARD)]).preempt == ()
 
 
-def test_a_late_session_takes_a_more_urgent_seat_only_while_its_kind_has_few() -> None:
+def test_a_late_session_preempts_a_more_urgent_class_only_while_its_class_has_few_seats() -> None:
     running = [seated(k, INTERACTIVE) for k in range(8)]
     assert planned(running, [late(9, BATCH)]).admit == (9,)
     running[0] = seated(0, BATCH, admitted_ms=NOW - 100)
@@ -393,7 +395,7 @@ def test_a_late_running_prompt_gets_tokens_every_step() -> None:
 # ---- rule 1: suspects ----
 
 
-def test_a_suspect_runs_alone_and_in_turn() -> None:
+def test_suspects_run_alone_one_after_the_other() -> None:
     suspect = seated(1, suspect=True, served_ms=NOW - 3)
     others = [seated(2, served_ms=NOW - 1), seated(3, served_ms=NOW - 1)]
     assert planned([suspect, *others], []).batch == (PlannedEntry(1, 1),)
@@ -414,7 +416,7 @@ def test_a_suspect_without_a_seat_does_not_stop_the_others() -> None:
     assert len(found.batch) == 8
 
 
-# ---- the audit can fail ----
+# ---- the audit detects violations ----
 
 
 @pytest.mark.parametrize(
@@ -433,7 +435,7 @@ def test_a_suspect_without_a_seat_does_not_stop_the_others() -> None:
         ({"batch": (PlannedEntry(1, 1), PlannedEntry(3, 50))}, "left out"),
     ],
 )
-def test_audit_names_the_broken_rule(change: dict[str, Any], sentence: str) -> None:
+def test_the_audit_names_the_violated_rule(change: dict[str, Any], sentence: str) -> None:
     seen = view([seated(1), seated(2)], [row(3), row(4, to_compute=600)])
     good = plan(seen, NOW)
     assert check(seen, good) == []
@@ -441,7 +443,7 @@ def test_audit_names_the_broken_rule(change: dict[str, Any], sentence: str) -> N
     assert any(sentence in w for w in broken), broken
 
 
-def test_audit_counts_places_pages_and_seats() -> None:
+def test_the_audit_counts_slots_pages_and_seats() -> None:
     seen = view([seated(k) for k in range(8)], [row(9), row(10)])
     batch = tuple(PlannedEntry(k, 1) for k in range(8))
     crowd = StepPlan(batch=(*batch[1:], PlannedEntry(9, 16)), admit=(9,), stalled=(0,))
@@ -501,13 +503,13 @@ def views(draw: st.DrawFn) -> LaneView:
 
 @settings(max_examples=300, deadline=None)
 @given(views())
-def test_every_plan_is_sound(seen: LaneView) -> None:
+def test_every_plan_passes_the_audit(seen: LaneView) -> None:
     assert check(seen, plan(seen, NOW)) == []
 
 
 @settings(max_examples=200, deadline=None)
 @given(views(), st.randoms(use_true_random=False))
-def test_the_order_of_rows_decides_nothing(seen: LaneView, rng: random.Random) -> None:
+def test_the_order_of_rows_does_not_change_the_plan(seen: LaneView, rng: random.Random) -> None:
     """Same rows in another order: same plan but for the order of its decodes."""
     found = plan(seen, NOW)
     assert plan(seen, NOW) == found
@@ -523,8 +525,8 @@ def test_the_order_of_rows_decides_nothing(seen: LaneView, rng: random.Random) -
 
 @settings(max_examples=300, deadline=None)
 @given(views())
-def test_an_empty_step_has_a_reason(seen: LaneView) -> None:
-    """With places and pages to spare, every seated turn that has tokens to compute does."""
+def test_a_step_is_empty_only_for_a_reason(seen: LaneView) -> None:
+    """With free slots and pages, every seated turn that has tokens to compute is in the step."""
     roomy = dataclasses.replace(seen, slots_free=1000, pages_free=10_000, pages_budget=10_000)
     wants = [r for r in roomy.running if not r.paused]
     wants += [r for r in roomy.waiting if not r.paused] if len(wants) < seen.entries_max else []

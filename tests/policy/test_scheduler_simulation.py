@@ -1,7 +1,7 @@
-"""The scheduler over time: a simulated lane that does what the plans say.
+"""The scheduler over time: a simulated lane that executes its plans.
 
-Nothing but arithmetic: time is a number, a step lasts what the cost model says times a seeded
-disturbance, pages and arena places are counted. Every plan of every run is audited.
+Time is a number, a step takes the time of the cost model times a seeded random factor, pages and
+arena slots are counted. Every plan of every run is audited.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from batchengine.policy.scheduler import (
 INTERACTIVE, STANDARD, BACKGROUND, BATCH = SlaClass
 COST = StepCost(2.0, 0.1, 0.5, 1e-5, 1e-7)
 SLOW = StepCost(12.0, 0.6, 3.0, 6e-5, 6e-7)
-# Short promises, so that a minute of simulated flood shows what five minutes would.
+# Short targets, so that a minute of simulated load is enough.
 TARGETS = {
     INTERACTIVE: ClassTargets(500.0, 50.0),
     STANDARD: ClassTargets(2_000.0, 100.0),
@@ -88,7 +88,7 @@ class Job:
 
 
 class Lane:
-    """Does what plans say, and audits them."""
+    """Executes plans, and audits them."""
 
     def __init__(
         self, entries: int = 8, pages: int = 10_000, seed: int = 0, cost: StepCost = COST
@@ -172,7 +172,7 @@ class Lane:
             job.seat_ms += self.now_ms - job.admitted_ms
 
     def _note_bounds(self, view: LaneView, by_key: dict[int, Job]) -> None:
-        """At the first plan past a deadline, the theorem's promise for turns that still wait."""
+        """At the first plan past a deadline, note the theorem's bound for turns that still wait."""
         late = sorted((r.deadline_ms, r.key) for r in view.waiting)
         for ahead, (deadline_ms, key) in enumerate(late):
             if deadline_ms <= self.now_ms:
@@ -189,7 +189,7 @@ class Lane:
 def flood(
     every_ms: float, sla_class: SlaClass, prompt: int, tokens: int, queue: int = 60
 ) -> Callable[[Lane], None]:
-    """Arrivals of one class, whatever the lane can do."""
+    """Arrivals of one class at a rate above the lane's capacity."""
     state = {"next_ms": 0.0, "key": 10_000}
 
     def arrive(lane: Lane) -> None:
@@ -207,7 +207,7 @@ def flood(
 @pytest.mark.parametrize("entries", [1, 4, 8])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_aging_bound_under_a_flood_of_interactive_requests(entries: int, seed: int) -> None:
-    """Interactive work for three lanes arrives for ever; the patient classes still get through."""
+    """Interactive work for three lanes arrives all the time; other classes are still admitted."""
     lane = Lane(entries, seed=seed, cost=SLOW)
     queue = 8 if entries == 1 else 60  # one seat at 10 s a turn: the bound of 60 is ten minutes
     lane.run(2_000.0, arrive := flood(60.0, INTERACTIVE, 300, 60, queue))
@@ -215,7 +215,7 @@ def test_aging_bound_under_a_flood_of_interactive_requests(entries: int, seed: i
     patient = [lane.add(Job(k, c, lane.now_ms, 2000, 40)) for k, c in enumerate(classes)]
     lane.run(120_000.0 if entries == 1 else 60_000.0, arrive)
     for job in patient:
-        assert job.bound_ms is not None, job  # the flood did make it late
+        assert job.bound_ms is not None, job  # the load did make it late
         assert job.computed > 0, job
         assert job.started_ms < job.bound_ms
     started = [j for j in lane.jobs if j.bound_ms is not None and j.computed]
@@ -230,7 +230,7 @@ def test_aging_bound_under_a_flood_of_interactive_requests(entries: int, seed: i
 
 @pytest.mark.parametrize("attacker", [INTERACTIVE, STANDARD, BACKGROUND])
 def test_no_turn_starves(attacker: SlaClass) -> None:
-    """Not only started: a patient session ends although the flood never does."""
+    """A session of a low class ends although the load continues."""
     lane = Lane(4)
     victim = lane.add(Job(1, BATCH, 0.0, 1500, 60))
     arrive = flood(50.0, attacker, 200, 50)
@@ -238,11 +238,11 @@ def test_no_turn_starves(attacker: SlaClass) -> None:
         arrive(lane)
         lane.step()
     assert victim.done_ms is not None
-    assert victim.computed == 1500 + 60 - 1  # nothing computed twice: preemption keeps KV
+    assert victim.computed == 1500 + 60 - 1  # no token is computed twice: preemption keeps KV
 
 
-def test_urgent_work_keeps_its_promise_over_a_standing_batch_backlog() -> None:
-    """Aging must not hand the lane to a backlog: 60 batch jobs, all late, and a person typing."""
+def test_interactive_work_meets_its_targets_beside_a_batch_backlog() -> None:
+    """Aging must not give the lane to a backlog of 60 batch jobs that are all late."""
     lane = Lane(8)
     for key in range(60):
         lane.add(Job(key, BATCH, -60_000.0, 3000, 400))
@@ -260,8 +260,8 @@ def test_urgent_work_keeps_its_promise_over_a_standing_batch_backlog() -> None:
     assert sum(j.computed for j in lane.jobs if j.sla_class is BATCH) > 20_000
 
 
-def test_a_long_prompt_does_not_freeze_decodes() -> None:
-    """Beside an 8,000-token prompt every decode keeps its TPOT target, step for step."""
+def test_a_long_prompt_does_not_delay_decodes_beyond_their_target() -> None:
+    """Beside an 8,000-token prompt every decode meets its TPOT target in every step."""
     lane = Lane(8)
     talkers = [lane.add(Job(k, INTERACTIVE, 0.0, 50, 400)) for k in range(4)]
     lane.run(300.0)
@@ -292,7 +292,7 @@ def test_in_time_prompts_leave_decodes_half_their_speed() -> None:
     assert 1.2 < lane.decode_stretch <= 2.05
 
 
-def test_equals_share_an_oversubscribed_lane() -> None:
+def test_sessions_of_one_class_share_an_oversubscribed_lane() -> None:
     """24 endless batch sessions on 8 seats: after many turns none has twice another's tokens."""
     lane = Lane(8, cost=SLOW)
     jobs = [lane.add(Job(k, BATCH, float(k), 100, 10**6)) for k in range(24)]
@@ -301,7 +301,7 @@ def test_equals_share_an_oversubscribed_lane() -> None:
     assert computed[-1] < 2.0 * computed[0], computed
 
 
-def test_preemption_never_ping_pongs() -> None:
+def test_two_sessions_do_not_preempt_each_other_repeatedly() -> None:
     lane = Lane(4, seed=3)
     for key in range(12):
         lane.add(Job(key, [BATCH, STANDARD][key % 2], 0.0, 500, 300))
@@ -312,7 +312,7 @@ def test_preemption_never_ping_pongs() -> None:
         assert job.preemptions <= job.seat_ms / Policy().quantum_urgent_ms, job
 
 
-def test_scarce_pages_end_in_progress_not_in_a_knot() -> None:
+def test_a_shortage_of_pages_causes_no_deadlock() -> None:
     """Room for two and a half sessions of eight: all end, and little is preempted."""
     lane = Lane(8, pages=20)
     jobs = [lane.add(Job(k, STANDARD, 0.0, 1000, 900)) for k in range(8)]
@@ -332,7 +332,7 @@ def test_suspects_end_and_are_always_alone() -> None:
     assert all(len(batch) == 1 for batch in lane.log if alone & {key for key, _ in batch})
 
 
-def test_same_arrivals_same_plans() -> None:
+def test_the_same_arrivals_give_the_same_plans() -> None:
     logs: list[list[tuple[tuple[int, int], ...]]] = []
     for _ in range(2):
         lane = Lane(4, seed=5)

@@ -1,4 +1,4 @@
-"""Frames: what goes in comes out whatever the chunking, and each defect has its own error."""
+"""Frames: equal after encode and decode in any chunks, and an error for each defect."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_forge_is_a_valid_frame_by_default() -> None:
 
 @given(st.lists(whole_frames, max_size=4), st.integers(1, 97))
 @settings(max_examples=150, deadline=None)
-def test_round_trip_in_any_chunking(sent: list[LaneFrame], chunk: int) -> None:
+def test_frames_round_trip_in_any_chunks(sent: list[LaneFrame], chunk: int) -> None:
     data = b"".join(pack(f) for f in sent)
     assert list(Decoder(LANE_LINK).feed(data)) == sent
     for size in (1, chunk):
@@ -143,7 +143,7 @@ def test_round_trip_in_any_chunking(sent: list[LaneFrame], chunk: int) -> None:
 
 @given(st.binary(max_size=400))
 @settings(max_examples=300, deadline=None)
-def test_noise_never_becomes_a_frame_or_another_error(noise: bytes) -> None:
+def test_random_bytes_raise_wire_errors_only(noise: bytes) -> None:
     decoder = Decoder(LANE_LINK)
     try:
         assert list(decoder.feed(noise)) == []
@@ -209,7 +209,7 @@ def test_every_defect_has_its_error(data: bytes, error: type[frames.WireError]) 
     with pytest.raises(error) as caught:
         list(decoder.feed(data))
     assert type(caught.value) is error
-    with pytest.raises(error):  # the link stays dead
+    with pytest.raises(error):  # the link stays closed
         list(decoder.feed(forge()))
     left, right = socket.socketpair()
     with left, right:
@@ -234,7 +234,7 @@ def test_a_huge_length_allocates_nothing() -> None:
     assert peak < 1 << 20
 
 
-def test_end_inside_a_frame() -> None:
+def test_an_end_inside_a_frame_is_an_error() -> None:
     for cut in (1, 47, 48, 49):
         decoder = Decoder(LANE_LINK)
         assert list(decoder.feed(forge()[:cut])) == []
@@ -248,7 +248,7 @@ def test_end_inside_a_frame() -> None:
                 BlockingLink(right, LANE_LINK).receive()
 
 
-def test_a_sampling_travels_by_field_name_and_a_field_of_a_wrong_type_is_refused() -> None:
+def test_sampling_is_encoded_by_field_name_and_checked_by_type() -> None:
     entry = Entry(1, 2, 3, 4, 5, Sampling(temperature=0.5, logit_bias=((7, -1.0),)))
     good = LANE_LINK.encode(Step((entry,)))
     (frame,) = Decoder(LANE_LINK).feed(good)
@@ -268,7 +268,7 @@ def test_encode_refuses_what_the_reader_would_refuse(monkeypatch: pytest.MonkeyP
         LANE_LINK.encode(Failed("BE1", "x" * 9, "", "", True))
 
 
-def test_blocking_and_asyncio_ends_talk() -> None:
+def test_blocking_and_asyncio_ends_exchange_frames() -> None:
     left, right = socket.socketpair()
     sent: LaneFrame = Frame(Step((Entry(1, 2, 3, 4, 5, None),)), bytes(range(256)) * 4000, 7, 8, 9)
 
@@ -328,7 +328,7 @@ def test_each_kind_of_link_has_its_own_messages_and_version() -> None:
         list(Decoder(LANE_LINK).feed(same_version.encode(Hello("b"))))
 
 
-def test_a_received_payload_is_aligned_and_read_only_whatever_its_size() -> None:
+def test_a_received_payload_of_any_size_is_aligned_and_read_only() -> None:
     left, right = socket.socketpair()
     with left, right:
         link = BlockingLink(right, LANE_LINK)
@@ -345,7 +345,7 @@ def test_a_received_payload_is_aligned_and_read_only_whatever_its_size() -> None
             assert np.frombuffer(payload, np.uint8).ctypes.data % 8 == 0
 
 
-def test_asyncio_end_reports_bad_bytes_once() -> None:
+def test_the_asyncio_end_reports_bad_bytes_once() -> None:
     left, right = socket.socketpair()
 
     async def talk() -> Exception | None:
@@ -360,7 +360,7 @@ def test_asyncio_end_reports_bad_bytes_once() -> None:
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_frame_for_a_worker_that_just_died_is_no_error(
+def test_sending_to_a_worker_that_just_died_raises_nothing(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     """Its link may end before its pidfd reports it; uvloop does not write to closed transports."""
