@@ -48,7 +48,7 @@ class StoreGone(StoreError):
 
 
 class StoreCorrupt(StoreError):
-    """Bytes are not what their record says. The page is recomputed; it is never served."""
+    """Bytes differ from their record. A corrupt page is recomputed, never served."""
 
 
 class StoreVersion(StoreError):
@@ -64,7 +64,7 @@ class NumericsFault(StoreError):
 
 
 class LedgerError(StoreError):
-    """The ledger cannot promise durability any more: stop acknowledging, exit, recover."""
+    """The ledger has lost durability: stop acknowledging, exit, recover."""
 
 
 class LedgerRefused(StoreError):

@@ -491,7 +491,7 @@ def _sweep_arenas(path: str, warnings: list[str]) -> tuple[int, tuple[str, ...]]
         path = os.path.join(folder, name)
         try:
             gone = delete_arena(path)
-        except OSError as error:  # a directory, a link: not ours, and nothing reads it
+        except OSError as error:  # a directory, a link: left alone
             warnings.append(f"{path} is no arena: {os.strerror(error.errno or 0)}")
             continue
         if gone:

@@ -278,7 +278,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Generator[None]:
-    """Turns errors of the file system into ones that say what to do."""
+    """Turns errors of the file system into BatchEngineErrors with a fix."""
     try:
         yield
     except OSError as error:

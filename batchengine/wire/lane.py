@@ -131,8 +131,8 @@ class Digest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
 
 
 class Relabel(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """The rows of an open slot belong to another owner now: its header and the records of rows
-    [0, rows) are written anew, records from `rows` on become invalid; page bytes do not change."""
+    """Give the rows of an open slot another owner: its header and the records of rows [0, rows)
+    are rewritten, records from `rows` on become invalid; page bytes do not change."""
 
     slot: int
     gen: int

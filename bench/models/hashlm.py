@@ -233,7 +233,7 @@ class HashDevice(HostDevice):
         return faults.die == point and self.steps == faults.at
 
     def _page(self, address: int) -> NDArray[np.uint8]:
-        """The payload at an address, as an alias: bytes are read anew every time."""
+        """A view of the payload at an address, so that bytes are read again each time."""
         view = self._views.get(address)
         if view is None:
             memory = (ctypes.c_ubyte * LAYOUT.payload_bytes).from_address(address)

@@ -132,7 +132,7 @@ class EngineProcess:
         """SIGKILL the engine, which ends its workers too; False if it has ended already."""
         if self._is_over:
             return False
-        os.kill(self.pid, signal.SIGKILL)  # reaped by the zygote when `_read` says so
+        os.kill(self.pid, signal.SIGKILL)  # the zygote reaps it when `_read` asks
         return True
 
     async def over(self) -> None:

@@ -158,7 +158,7 @@ class OrphanedArenas:
         path = os.path.join(self._folder, name)
         try:
             fd = osio.open_private(path, os.O_RDWR)
-        except OSError as error:  # a directory, a link, gone: not ours, and nothing reads it
+        except OSError as error:  # a directory, a link, gone: left alone
             self._busy.discard(name)
             self.warnings.append(f"{path} is no arena: {os.strerror(error.errno or 0)}")
             return

@@ -114,7 +114,7 @@ class Traces:
         if self.arenas_epoch > epoch:
             return f"an arena is of opening {self.arenas_epoch}, the ledger knows {epoch}"
         if self.log == "gone":
-            # an opening that failed leaves neither mark nor log, and says so in LOCK
+            # a failed opening leaves neither clean mark nor log, and records the closing in LOCK
             alarming = not clean and self.opening.closed is False
             return "it was not closed, and its log meta.db-wal is gone or empty" if alarming else ""
         if self.log == "void":

@@ -460,7 +460,7 @@ def check_version(path: str) -> None:
 
 def _opening_error(path: str, error: sqlite3.DatabaseError) -> StoreError:
     name = getattr(error, "sqlite_errorname", "")
-    if is_damage(error) or name == "SQLITE_ERROR":  # our own SQL fails only on another schema
+    if is_damage(error) or name == "SQLITE_ERROR":  # valid SQL fails only on another schema
         return StoreCorrupt(f"the ledger {path} is damaged", why=str(error))
     if _is_full(error):
         return StoreFull("the disk is full: the ledger cannot be opened", why=str(error))

@@ -292,7 +292,7 @@ async def _metrics(request: web.Request) -> web.Response:
 
 
 async def _props(request: web.Request) -> web.Response:
-    """The properties from which a llama-server client learns context size and template features."""
+    """The properties that llama-server clients read: context size and template features."""
     service = request.app[SERVICE]
     _served(service)
     info = service.engine.info

@@ -55,7 +55,7 @@ async def read_prompt(
 def _messages(
     messages: list[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], int, tuple[str, ...]]:
-    """Messages as templates know them, the bytes of their text, and the tool calls in them."""
+    """Messages as templates expect them, the bytes of their text, and the tool calls in them."""
     clean = [_message(message, index) for index, message in enumerate(messages)]
     return clean, sum(map(_text_bytes, clean)), _tool_calls(clean)
 
@@ -76,7 +76,7 @@ def _tool_calls(messages: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """One message as templates know it: known fields only, text content as one string."""
+    """One message as templates expect it: known fields only, text content as one string."""
     where = f"messages[{index}]"
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:

@@ -1,4 +1,4 @@
-// kv8: how a page of 256 tokens lies in memory, and which pages a batch reads and writes.
+// kv8: the memory layout of a page of 256 tokens, and the pages that a batch reads and writes.
 //
 // Per layer and KV head, one after the other, all of it 64-byte aligned:
 //
@@ -111,7 +111,7 @@ struct Batch {
 
 // States of the fold of rule 7, by index: m and l, and o of head_dim values.
 struct Accumulators {
-    // Makes room for `count` of them; they are undefined afterwards.
+    // Makes room for `count` states; their values are undefined afterwards.
     void reserve(size_t count, size_t head_dim) {
         if (m.size() < count) m = Buffer<float>(count), l = Buffer<float>(count);
         if (o.size() < count * head_dim) o = Buffer<float>(count * head_dim);

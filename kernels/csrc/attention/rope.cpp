@@ -59,7 +59,7 @@ double rope_log(double x) {
     return std::fma(n, LN2_HIGH, 2.0 * z + std::fma(n, LN2_LOW, tail));
 }
 
-// Both at once, |x| < 2^30: x = n pi/2 + r with pi/2 in two parts, then the series of r.
+// Sine and cosine, |x| < 2^30: x = n pi/2 + r with pi/2 in two parts, then the series of r.
 void rope_sincos(double x, double* sine, double* cosine) {
     static const double sines[] = {1.0 / 355687428096000.0, -1.0 / 1307674368000.0,
                                    1.0 / 6227020800.0,      -1.0 / 39916800.0,

@@ -1,4 +1,4 @@
-// Used by every binding: buffers held from Python, and argument checks with readable errors.
+// Helpers of all bindings: held Python buffers, and argument checks with readable errors.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -16,7 +16,7 @@ namespace nb = nanobind;
 
 using IndexArray = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Holds an exported Python buffer: the exporter (bytes, mmap, numpy) cannot close or resize meanwhile.
+// Holds an exported Python buffer, whose exporter (bytes, mmap, numpy) can then not close or resize.
 class HeldBuffer {
   public:
     HeldBuffer(nb::handle object, bool writable) {

@@ -9,7 +9,7 @@
 namespace batchengine {
 namespace {
 
-// A packed matrix and the Python buffer it lies in.
+// A packed matrix and the Python buffer that holds it.
 struct HeldMatrix {
     HeldMatrix(Kind kind, size_t rows, size_t cols, nb::handle packed)
         : buffer(packed, false), view{kind, rows, cols, buffer.data()} {}

@@ -1,4 +1,5 @@
-// Bindings of sampling. Every parameter and token id is checked here; the GIL is released meanwhile.
+// Bindings of sampling. Every parameter and token id is checked here; the GIL is released while a
+// kernel runs.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>

@@ -1,4 +1,4 @@
-// Which instruction set the kernels use: chosen once at start, forced by BATCHENGINE_ISA or a test.
+// The instruction set of the kernels: chosen once at start, forced by BATCHENGINE_ISA or a test.
 //
 // Every level gives the same bits. A kernel family keeps one table of function pointers per level
 // and indexes it with level(). To add AMX: append Level::amx, give it a name and a check in

@@ -1,4 +1,4 @@
-// Measured roofs: register-only int8 dots, and streaming reads. Not part of any computation.
+// Measured peaks: register-only int8 dots, and streaming reads. Not part of any computation.
 #include "common/peak.h"
 
 #include <algorithm>
@@ -79,7 +79,7 @@ double dots(double seconds) {
     if (__builtin_cpu_supports("avx2")) return dots_avx2(seconds);
 #endif
     (void)seconds;
-    return 0.0;  // no roof is known for this machine's int8 unit
+    return 0.0;  // no peak is known for this machine's int8 unit
 }
 
 std::uint64_t read_all(const std::uint64_t* words, std::size_t count) {

@@ -1,4 +1,4 @@
-// Measured roofs of this machine: what the kernel benches are held against.
+// Measured peaks of this machine, with which the kernel benches compare.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@ namespace batchengine {
 // instruction this machine has, on `threads` threads for about `seconds`.
 double peak_int8_gops(int threads, double seconds);
 
-// GB/s of sequential reads, each thread over an own buffer of `bytes` bytes, best of `repeats`.
+// GB/s of sequential reads, each thread over its own buffer of `bytes` bytes, best of `repeats`.
 double peak_read_gbps(int threads, std::size_t bytes, int repeats);
 
 }  // namespace batchengine

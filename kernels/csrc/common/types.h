@@ -125,7 +125,7 @@ struct Activations {
 enum class Kind : int { q4_0, q4_1, q6_k, q8_0, f16, bf16, f32 };
 constexpr int KIND_COUNT = 7;
 
-// A view of packed weights (pack.h says how they lie); the buffer belongs to the caller.
+// A view of packed weights (pack.h has the layout); the buffer belongs to the caller.
 struct Matrix {
     Kind kind;
     size_t rows;

@@ -1,5 +1,5 @@
-// Two super-pages, a partial last page, an outlier in K, a zero V row, both
-// rope pairings, a chunk that crosses a page border.
+// Golden vectors of norm, attention and sampling: two super-pages, a partial last page, an outlier
+// in K, a zero V row, both rope pairings, a chunk that crosses a page border.
 #include "attention/attention.h"
 #include "common/ca1.h"
 #include "golden/golden.h"

@@ -1,5 +1,5 @@
-// Small shapes that reach every branch: a ragged last row tile, a second
-// segment of K, more tokens than one group, a zero block, a denormal scale.
+// Golden vectors of the linear kernels: small shapes that reach every branch, with a ragged last row
+// tile, a second segment of K, more tokens than one group, a zero block, a denormal scale.
 #include "common/ca1.h"
 #include "golden/golden.h"
 #include "linear/linear.h"

@@ -31,7 +31,7 @@ struct LinearKernels {
     void (*multiply)(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles,
                      size_t group, size_t tokens, TileResult* results);
     void (*store)(const TileResult& result, const TileTarget& target);   // out = RN(y + bias)
-    void (*add)(const TileResult& result, const TileTarget& target);     // out = RN(out + that)
+    void (*add)(const TileResult& result, const TileTarget& target);     // out = RN(out + RN(y + bias))
     // out = RN(silu(RN(gate + gate_bias)) * RN(up + bias))
     void (*gate)(const TileResult& gate, const float* gate_bias, const TileResult& up,
                  const TileTarget& target);

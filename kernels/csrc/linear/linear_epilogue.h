@@ -51,7 +51,7 @@ void gate_tile(const TileResult& gate, const float* gate_bias, const TileResult&
         put(to, token, vsilu(biased(gate, gate_bias, token)) * biased(up, to.bias, token));
 }
 
-// Contraction would fuse even intrinsics; the plain half catches a compiler that fuses only those.
+// NaN if the vector and the plain expression differ, as a compiler may fuse only one of them.
 float multiply_then_add(float a, float b, float c) {
     float lanes[TILE_ROWS];
     vstore(lanes, vset(a) * vset(b) + vset(c));

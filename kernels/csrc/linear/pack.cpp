@@ -1,4 +1,4 @@
-// See pack.h. Runs once per model file, so it is written to be read, not to be fast.
+// See pack.h. Runs once per model file, so simplicity comes before speed.
 #include "linear/pack.h"
 
 #include <algorithm>
@@ -46,7 +46,7 @@ constexpr KindFacts FACTS[KIND_COUNT] = {
 };
 const KindFacts& facts(Kind kind) { return FACTS[static_cast<int>(kind)]; }
 
-// The first bad place in row-major order, whichever thread found it.
+// The first bad scale or value in row-major order, independent of the order of threads.
 class FirstBad {
   public:
     void report(size_t row, size_t place) {

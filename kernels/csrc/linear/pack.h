@@ -12,7 +12,7 @@
 
 namespace batchengine {
 
-constexpr int PACK_VERSION = 1;  // part of the cache file's name: change it with any layout below
+constexpr int PACK_VERSION = 1;  // recorded in the cache file: change it with any layout below
 
 constexpr size_t GROUPS = BLOCK_WIDTH / 4;  // dwords (4 k each) of a block
 

@@ -26,7 +26,7 @@ void norm_quantise(Pool& pool, const Rows& x, const Vector& w, float eps, size_t
                    Activations& out) {
     const RowOps& ops = rowops();
     const QuantiseRows quantise = quantise_rows();
-    // A cache line more than a row: rows a page apart would meet in the same sets of the cache.
+    // A cache line more than a row: rows a page apart would share the same sets of the cache.
     const size_t stride = round_up(x.width, 16) + 16;
     for_each_run(pool, tokens, x.width, [&](size_t token, size_t count) {
         static thread_local Buffer<float> scratch;

@@ -111,7 +111,7 @@ INLINE __m256i negated_times_32(__m256i half) {
     return _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(half, 5));
 }
 
-// One block of eight tokens side by side; `cell` is that of the first token, `lane` its place.
+// One block of eight tokens side by side; `cell` and `lane` (index in its group) are the first's.
 INLINE void put_tokens(const Quantised& from, Activations& out, size_t cell, size_t lane) {
     int8_t* q = out.q.data() + cell * BLOCK_WIDTH;
     UNROLL for (int i = 0; i < AT_ONCE / 2; ++i) _mm512_store_si512(q + 64 * i, from.q[i]);

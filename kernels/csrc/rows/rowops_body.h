@@ -190,7 +190,7 @@ float exp_sum(const float* x, size_t n, float shift) {
         for (size_t j = 0; j < 4; j++)
             lanes[j] = lanes[j] + vexpc(vload(x + i + 16 * j) - vset(shift));
     for (size_t j = 0; i < n; i += 16, j++) {
-        // A padded lane sits so far below that its exp is exactly 0.
+        // A padded lane is so low that its exp is exactly 0.
         const V16 v = n - i >= 16 ? vload(x + i) : vload(Tail(x + i, n - i, -0x1p127f).lane);
         lanes[j] = lanes[j] + vexpc(v - vset(shift));
     }

@@ -10,7 +10,7 @@
 namespace batchengine {
 namespace {
 
-// Smaller weights cannot change a cumsum that starts at 1: they lie below half a unit of 1.
+// Smaller weights cannot change a cumsum that starts at 1: they are below half an ulp of 1.
 constexpr float WEIGHT_MIN = 0x1p-24f;
 constexpr float LOGIT_LOWEST = -0x1.fffffep127f;
 constexpr size_t RADIX_BITS = 11;
@@ -65,7 +65,7 @@ void radix_sort(std::vector<Candidate>& candidates, std::vector<Candidate>& spar
     }
 }
 
-// Step 2. Returns false when a logit became NaN.
+// Step 2. Returns false when a logit became NaN or +infinity.
 bool apply_penalties(const SampleSpec& spec, size_t vocab, const float* logits, Scratch& scratch) {
     scratch.logits.assign(logits, logits + vocab);
     float* x = scratch.logits.data();
