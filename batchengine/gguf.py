@@ -451,7 +451,7 @@ def _alignment(values: dict[str, Value], name: str) -> int:
 
 
 def _read_tensor(cursor: _Cursor, index: int) -> tuple[str, TensorType, tuple[int, ...], int, int]:
-    """name, type, shape, offset from the start of the data, size in bytes."""
+    """Read one row of the tensor table: name, type, shape, offset in the data, size in bytes."""
     tensor = cursor.string(f"name of tensor {index}", NAME_BYTES_MAX)
     if not tensor:
         raise errors.TENSOR_NAME(tensor=index, problem="has no name", file=cursor.name)

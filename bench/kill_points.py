@@ -154,7 +154,7 @@ class Play:
         n: int,
         amid: Callable[[Session], Awaitable[None]] | None = None,
     ) -> None:
-        """One request to its end. `prompt` None: the history and some more."""
+        """Reads one request to its end. `prompt` None: the history and some more."""
         turn = session.turn
         if turn is None:
             prompt = prompt or [*session.history, *words(len(session.history), 9)]
@@ -215,7 +215,7 @@ class Play:
         new.history = list(session.history)
 
     async def stop(self) -> None:
-        """A clean end; the next step is played by the next run."""
+        """Stops the engine cleanly; the next run plays the next step."""
         engine, self.engine = self.engine_now, None
         engine.ask("stop")
         await asyncio.wait_for(engine.over(), STUCK_S)

@@ -102,7 +102,7 @@ class Moves:
         self.points[point] = time.perf_counter() * 1000
 
     async def read(self, stream: Stream, request: GenerationRequest) -> None:
-        """The whole answer into `stream`."""
+        """Reads the whole answer into `stream`."""
         async for event in self.engine.submit(request):
             if isinstance(event, TokenEvent):
                 stream.tokens.append(event.token)
@@ -148,7 +148,7 @@ class Moves:
         return result
 
     async def move(self, asked: GenerationRequest, result: Length) -> tuple[float, float]:
-        """One hand-over to the other lane; when it began and ended."""
+        """Moves the session to the other lane; returns when that began and ended."""
         session = str(asked.session_id)
         rows = [row for row in self.engine.sessions() if row["session_id"] == session]
         to = LANES[1 - LANES.index(rows[0]["lane"])]

@@ -141,7 +141,7 @@ class HostMemory:
     def _record_table(self) -> NDArray[np.void]:
         """The row records of all slots as one array (slots, 256): a step writes them at once.
 
-        An alias by address, alive as long as the mapping: as long as this object.
+        A view by address, valid as long as the mapping, which lasts as long as this object.
         """
         shape = self._arena.shape
         start = self._base + shape.rows_offset(0) - shape.page_offset(0)

@@ -151,7 +151,7 @@ class Lane:
         return await asyncio.shield(self._died)
 
     def backoff_s(self) -> float:
-        """How long to wait before the next start."""
+        """Seconds to wait before the next start."""
         return BACKOFF_S[min(max(self.deaths - 1, 0), len(BACKOFF_S) - 1)]
 
     async def close(self, grace_s: float = 2.0) -> None:

@@ -26,5 +26,5 @@ class CpuOps:
 
 
 def is_float(matrix: kernels.Matrix) -> bool:
-    """A matrix of unquantised weights: its activations must keep their floats."""
+    """Whether a matrix has unquantised weights, whose activations must keep their floats."""
     return matrix.kind in ("f16", "bf16", "f32")

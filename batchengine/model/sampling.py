@@ -1,4 +1,4 @@
-"""Sampling parameters as the kernel takes them."""
+"""Converts sampling parameters to those of the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchengine.core import Sampling
 def sample_spec(
     sampling: Sampling, *, position: int, history: NDArray[np.int32] | None
 ) -> kernels.SampleSpec:
-    """The draw of the token at `position`; history: the tokens that penalties see, None is none."""
+    """Parameters for the token at `position`; `history`: tokens that penalties see, None = none."""
     return kernels.SampleSpec(
         temperature=sampling.temperature,
         top_k=sampling.top_k,

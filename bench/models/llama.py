@@ -151,7 +151,7 @@ class LlamaContext:
             raise RuntimeError("llama.cpp restored another length")
 
     def save_file(self, sequence: int, path: Path) -> None:
-        """The KV of a sequence into a file, as llama.cpp does it."""
+        """Writes the KV of a sequence to a file by llama.cpp's own function."""
         none = (C.llama_token * 0)()
         if not C.llama_state_seq_save_file(self._context, os.fsencode(path), sequence, none, 0):
             raise RuntimeError("llama.cpp cannot save this sequence")

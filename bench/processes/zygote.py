@@ -32,14 +32,14 @@ MESSAGE_BYTES_MAX = 1 << 16
 
 
 def send(sock: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
-    """One JSON message with open files; blocking."""
+    """Send one JSON message with open files; blocks."""
     data = json.dumps(message).encode()
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sock.sendmsg([data], ancillary)
 
 
 def receive(sock: socket.socket) -> tuple[Any, list[int]]:
-    """One message and its files; (None, []) when the other side is gone. Blocking."""
+    """Receive one message and its files; (None, []) when the other side is gone. Blocks."""
     data, fds, _, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX, 4)
     return (json.loads(data) if data else None), list(fds)
 

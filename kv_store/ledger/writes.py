@@ -348,7 +348,7 @@ class FreePages(Op):
     bad: bool
 
     def write(self, db: sqlite3.Connection) -> None:
-        """The rows stay: generations must keep rising across restarts."""
+        """Write the new states; rows stay, as generations must keep rising across restarts."""
         state = "bad" if self.bad else "free"
         db.executemany(
             "INSERT OR REPLACE INTO page VALUES (?,?,?,?,NULL,NULL,0,NULL,NULL,NULL,0,0,0)",

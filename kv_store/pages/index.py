@@ -193,7 +193,7 @@ class PageIndex:
         return page
 
     def find(self, page_id: int) -> Page | None:
-        """The slot, whatever its state."""
+        """The page of a slot, whatever its state; None if there is no such slot."""
         return self._pages.get(page_id)
 
     def children(self, parent: bytes) -> Iterator[Page]:
@@ -214,7 +214,7 @@ class PageIndex:
     # -- states -------------------------------------------------------------------------------
 
     def apply(self, page: Page, event: PageEvent) -> None:
-        """The only way a state changes. Raises StaleRef for a transition that does not exist."""
+        """Change a page's state, only here. Raises StaleRef if it may not change so."""
         target = TRANSITIONS[page.state].get(event)
         if target is None:
             raise StaleRef(f"{page!r} cannot {event.value}")

@@ -191,12 +191,12 @@ class PagePool:
         return found
 
     def following(self, key: bytes) -> list[bytes]:
-        """Keys of the resident pages that follow the page of this key at once, of any run."""
+        """Keys of the resident pages, of any run, whose parent is the page of this key."""
         with self.core.lock:
             return [page.key for page in self.index.children(key)]
 
     def of_this_run(self, chain: Iterable[bytes]) -> list[bytes]:
-        """Those of these keys whose resident pages a lane of this run computed rows of."""
+        """Those of the keys in `chain` whose resident page has rows computed in this run."""
         with self.core.lock:
             pages = filter(None, map(self.index.resident, chain))
             return [page.key for page in pages if page.lanes]

@@ -1,4 +1,4 @@
-"""From arena to manifest: reserve a slot, seal a copy into it, publish its row, or give it up.
+"""Seals open pages: reserves a slot, copies a page from its arena into it, publishes its row.
 
 A page is published after it was verified; only its manifest row makes it findable.
 The first of two pages with one key wins; their payload digests must be equal.
@@ -139,7 +139,7 @@ class PageSealer:
         return future
 
     def abort(self, ticket: Ticket) -> None:
-        """Give a ticket up at any time before publish; harmless afterwards."""
+        """Give a ticket up before `publish`; does nothing afterwards."""
         with self._core.lock:
             if ticket.done:
                 return

@@ -55,7 +55,7 @@ def print_json(value: object) -> None:
 
 
 def show(value: object, json: bool, lines: Callable[[], Iterable[str]]) -> None:
-    """The answer of a command: as JSON, or as lines, which are made only then."""
+    """Prints the answer of a command as JSON or as lines, which are made only then."""
     if json:
         print_json(value)
     else:
@@ -63,7 +63,7 @@ def show(value: object, json: bool, lines: Callable[[], Iterable[str]]) -> None:
 
 
 def table_lines(rows: Sequence[dict[str, Any]], nothing: str) -> list[str]:
-    """Plain columns: readable in a terminal, cuttable in a pipe."""
+    """Rows as aligned columns under a header; `nothing` if there are none."""
     if not rows:
         return [nothing]
     columns = list(dict.fromkeys(name for row in rows for name in row))

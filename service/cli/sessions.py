@@ -43,7 +43,7 @@ Given = dict[str, str | None]  # the arguments of an operation
 
 
 def add(app: cyclopts.App) -> None:
-    """The commands of this module."""
+    """Adds the commands of this module to `app`."""
     for operation in OPERATIONS:
         *parents, name = operation.command
         if operation is not operations.DROP:  # `rm` takes several sessions

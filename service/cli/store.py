@@ -27,7 +27,7 @@ store = cyclopts.App(name="store", help="The KV store: stat, verify, gc; fsck wi
 
 
 def add(app: cyclopts.App) -> None:
-    """The commands of this module."""
+    """Adds the commands of this module to `app`."""
     app.command(store)
 
 

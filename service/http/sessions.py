@@ -38,7 +38,7 @@ Expect = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
 
 
 def add(app: web.Application, expect: Expect) -> None:
-    """Every route of this module; `expect` answers the Expect header."""
+    """Adds every route of this module; `expect` answers the Expect header."""
     app.router.add_get("/v1/sessions", _list, expect_handler=expect)
     router = app.router
     adders = {"GET": router.add_get, "POST": router.add_post, "DELETE": router.add_delete}

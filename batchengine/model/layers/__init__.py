@@ -1,4 +1,4 @@
-"""One module per layer kind: the order of kernel calls of one spec of batchengine.weights."""
+"""Layer kinds, one module each: the order of kernel calls for a spec of batchengine.weights."""
 
 from __future__ import annotations
 
