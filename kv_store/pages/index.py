@@ -214,7 +214,7 @@ class PageIndex:
     # -- states -------------------------------------------------------------------------------
 
     def apply(self, page: Page, event: PageEvent) -> None:
-        """Change a page's state, only here. Raises StaleRef if it may not change so."""
+        """Change a page's state; no other method does. Raises StaleRef for a wrong transition."""
         target = TRANSITIONS[page.state].get(event)
         if target is None:
             raise StaleRef(f"{page!r} cannot {event.value}")
