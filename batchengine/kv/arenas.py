@@ -1,4 +1,4 @@
-"""Arenas of dead workers: each file stays until nothing reads it, then it is deleted."""
+"""Arenas of dead workers: each file is deleted once nothing reads it any more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kv_store.arenas.arena import Arena
 
 
 class DeadArenas:
-    """Arenas of dead workers of one lane, and how many holders each arena of it has."""
+    """Arenas of dead workers of one lane, and the number of holders of each of its arenas."""
 
     def __init__(self) -> None:
         self.dead: list[Arena] = []
@@ -22,7 +22,8 @@ class DeadArenas:
         return bool(self.dead or self._holders)
 
     def hold(self, arena: Arena) -> Callable[[], None]:
-        """Keep an arena, should its worker die. Returns how to let it go; a second call is void."""
+        """Keep the file of an arena beyond its worker's exit, until the returned function is
+        called. Later calls of that function do nothing."""
         self._holders[arena] = self._holders.get(arena, 0) + 1
         held = [arena]
 
@@ -39,7 +40,7 @@ class DeadArenas:
             self._delete(arena)
 
     def retire(self, arena: Arena) -> None:
-        """The arena's worker died: its file goes with the last holder."""
+        """Delete the arena of a dead worker now, or when its last holder releases it."""
         self.dead.append(arena)
         self._delete(arena)
 
@@ -49,6 +50,6 @@ class DeadArenas:
             arena.close(delete=True)
 
     def close(self) -> None:
-        """Delete all of them, held or not."""
+        """Delete all dead arenas, held or not."""
         while self.dead:
             self.dead.pop().close(delete=True)

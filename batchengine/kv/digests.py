@@ -1,4 +1,4 @@
-"""Which open pages the next frame digests, beside those that its own entries fill."""
+"""Queue of open pages that the next frame digests, besides those that its own entries fill."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from batchengine.session import Session, State
 from batchengine.session_kv import full_pages, page_start, rows_in
 from kv_store.arenas.arena import ArenaSlot
 
-REST_TICKS = 3  # seconds a session rests before its tail is parked
+REST_TICKS = 3  # calls of `tick`, one per second, that a session is idle before its tail is parked
 
 
 class DueDigest(NamedTuple):
-    """Leading rows of an open page to digest: 256, or fewer of a tail that is to be parked."""
+    """Leading rows of an open page to digest: 256, or fewer of a tail that will be parked."""
 
     session: Session
     page: int
@@ -23,7 +23,7 @@ class DueDigest(NamedTuple):
 
 
 class DigestQueue:
-    """Digests that the next frame asks for: imported full pages, and tails of resting sessions."""
+    """Digests to compute in the next frame: of imported full pages, and of tails to park."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -34,11 +34,11 @@ class DigestQueue:
         return bool(self._due)
 
     def add(self, session: Session, page: int, slot: ArenaSlot) -> None:
-        """A full page came into the arena."""
+        """Queue a full page that was imported into the arena."""
         self._due[slot] = DueDigest(session, page, PAGE_TOKENS, slot)
 
     def add_tail(self, session: Session) -> bool:
-        """The open tail of a session that does not run. False if there is none to park."""
+        """Queue the open tail of a session that does not run. False if there is none to park."""
         page, slot = full_pages(session.frontier), session.kv.slot_at(session.frontier)
         rows = rows_in(page, session.frontier)
         if not rows or slot is None or session.kv.parked is not None:
@@ -49,11 +49,11 @@ class DigestQueue:
         return True
 
     def may_park(self, session: Session) -> bool:
-        """Whether it is a member that does not run."""
+        """Whether the session is a member of this lane that does not run."""
         return self._slots.owns(session) and session.state in (State.IDLE, State.WAITING)
 
     def tick(self) -> list[Session]:
-        """Call once a second. Returns the sessions that have just rested long enough to park."""
+        """Return the sessions that have now been idle for REST_TICKS calls. Call once a second."""
         self._rested = {
             session: self._rested.get(session, 0) + 1
             for session in self._slots.reclaimable
@@ -62,15 +62,16 @@ class DigestQueue:
         return [session for session, ticks in self._rested.items() if ticks == REST_TICKS]
 
     def take(self) -> list[DueDigest]:
-        """What the next frame digests. Taken once.
+        """Remove and return the digests of the next frame.
 
-        A tail is zeroed beyond its rows first: never in a frame in which its session computes.
+        The worker zeroes a tail beyond its rows first, so a frame never digests the tail of a
+        session that computes in it.
         """
         due, self._due = self._due, {}
         return [digest for digest in due.values() if self.is_due(*digest)]
 
     def is_due(self, session: Session, page: int, rows: int, slot: ArenaSlot) -> bool:
-        """Whether the rows are still in the slot, and still all that the session has there."""
+        """Whether the slot still holds these rows of the session, and no others."""
         if not self._slots.owns(session) or slot not in session.kv.open:
             return False
         if rows == PAGE_TOKENS:
@@ -78,5 +79,5 @@ class DigestQueue:
         return self.may_park(session) and session.frontier == page_start(page) + rows
 
     def clear(self) -> None:
-        """The arena is gone."""
+        """Drop all queued digests: the arena is gone."""
         self._due = {}

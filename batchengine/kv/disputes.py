@@ -1,8 +1,8 @@
-"""Pages that two computations made differently, and what goes with a page that is wrong or lost.
+"""Disputed pages, which two computations made differently, and invalidation of descendants.
 
-Owns the queue of disputed pages and the set of seals that are with the store; all lanes of an
-engine share one. A page names the lanes that computed its own rows: what was computed from it
-follows in the chain of content keys.
+Owns the queue of disputed pages and the set of seals that the store is processing; all lanes of an
+engine share them. The store keeps which lanes computed the rows of a page; the pages computed from
+it are its descendants in the chain of content keys.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Disputes:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.seals: set[Seal] = set()  # of all lanes, with the store
-        self.audits = 0  # open rows that were computed before the last one are invalid
+        self.seals: set[Seal] = set()  # of all lanes, with a ticket of the store
+        self.audits = 0  # number of audits; each invalidates all open rows
         self.disputed: deque[Seal] = deque()
         self.has_disputed = asyncio.Event()
 
@@ -29,7 +29,7 @@ class Disputes:
         return f"<Disputes disputed={len(self.disputed)} audits={self.audits}>"
 
     def dispute(self, seal: Seal) -> None:
-        """Queue a page for the audit: the store has another content under its key.
+        """Queue a page for the audit, since the store has other bytes under its content key.
 
         No lane plans a step until the audit has ended.
         """
@@ -37,10 +37,10 @@ class Disputes:
         self.has_disputed.set()
 
     def invalidate(self, keys: Iterable[bytes], *, rootless: bool = False) -> None:
-        """The content of these pages is wrong: never serve or publish them, nor their descendants.
+        """Invalidate pages with wrong content and their descendants, and drop seals of them.
 
         Descendants are pages of any run. `rootless`: invalidate also pages whose parent is not in
-        the store, since nothing says what they were computed from.
+        the store, since they may be descendants too.
         """
         before, wrong = set[bytes](), set(keys)
         while wrong != before:
@@ -50,12 +50,11 @@ class Disputes:
         self._drop_seals(wrong)
 
     def invalidate_descendants(self, keys: Iterable[bytes]) -> None:
-        """These pages are not served any more: what this run computed from them is not either.
+        """Invalidate what this run computed from these pages, which the store does not serve now.
 
-        Pages of earlier runs between them and those of this run stay: their bytes were checked.
-
-        The chain from a page to a later one is cut here, so the later one could no longer be found
-        if the first proved wrong.
+        Pages of earlier runs stay, even between these pages and those of this run: their bytes
+        were checked. Without the lost page the chain is broken, so its descendants could not be
+        found later if the page turned out to be wrong.
         """
         lost = set(keys)
         after = self._with_descendants(lost) - lost
@@ -63,7 +62,7 @@ class Disputes:
         self._store.pages.invalidate(*self._store.pages.of_this_run(after))
 
     def _with_descendants(self, keys: set[bytes]) -> set[bytes]:
-        """`keys` and those of all pages that follow, resident or being sealed."""
+        """Return `keys` and the keys of all descendants, resident or being sealed."""
         found, left = set[bytes](), list(keys)
         while left:
             key = left.pop()

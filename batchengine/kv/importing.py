@@ -1,9 +1,9 @@
-"""Open rows that come into this lane's arena from where they are: the one way they ever move.
+"""Import of open rows into one lane's arena.
 
-Owns the slots they will get, and the order in which frames carry them. A worker's death, a
-hand-over between lanes, a parked tail and a restart differ only in the source: the arena of a dead
-or another worker, or a partial page of the store. The worker says how many leading rows are
-proven; what is not proven is computed again.
+Owns the slots that the rows will get, and the order in which frames import them. Imports after a
+worker's exit, a migration, parking or a restart differ only in the source: the arena of a dead or
+another worker, or a partial page of the store. The worker reports how many leading rows it has
+verified; the others are computed again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kv_store.arenas.arena import Arena, ArenaSlot
 from kv_store.pages.index import PageRef
 from kv_store.store import Store
 
-IMPORT_BYTES = 32 << 20  # of pages copied by one frame, for which all turns of the lane wait
+IMPORT_BYTES = 32 << 20  # pages copied by one frame at most: all turns of the lane wait for it
 
 
 class RowImport:
-    """Open rows of one session on their way into an arena. `rows[i]` answers `pending_rows[i]`."""
+    """One import of a session's open rows. `rows[i]` rows of `pending_rows[i]` were verified."""
 
     def __init__(self, session: Session, epoch: int, arena: Arena) -> None:
         self.session = session
@@ -40,8 +40,8 @@ class RowImport:
         self.slots: list[ArenaSlot] = []
         self.rows: list[int] = []
         self.sent = 0
-        self.over = False  # installed or given up
-        self.fallen: Callable[[], None] | None = None  # its worker died; holds the arena
+        self.over = False  # installed or abandoned
+        self.fallen: Callable[[], None] | None = None  # set if its worker died: releases the arena
 
     @property
     def is_complete(self) -> bool:
@@ -49,7 +49,7 @@ class RowImport:
 
 
 class RowImporter:
-    """Imports rows into the arena of one lane. `wake` says that a frame has rows to carry."""
+    """Imports rows into the arena of one lane. Calls `wake` when the next frame has imports."""
 
     def __init__(
         self,
@@ -84,10 +84,11 @@ class RowImporter:
         reclaim: bool = True,
         warm: bool = False,
     ) -> RowImport | None:
-        """Slots for `n_pages` open pages of a session; None if the arena has not so many.
+        """Reserve slots for `n_pages` open pages of a session; None if the arena has too few.
 
-        `imported` is resolved with whether every answer came. `warm`: the next frame writes to
-        the slots, so that rows that come later meet no page faults.
+        `imported` resolves to whether every page was answered. `reclaim`: slots of sessions that
+        do not run may be taken. `warm`: the next frame writes to the slots, so that the import
+        causes no page faults.
         """
         self.poll()
         if self._slots.arena is None:
@@ -102,7 +103,7 @@ class RowImporter:
         return row_import
 
     def import_rows(self, row_import: RowImport, pending_rows: Sequence[PendingRows]) -> bool:
-        """Start copying. False, and the import is over, if there are not enough slots."""
+        """Queue rows for copying. False, and the import is abandoned, if slots are lacking."""
         if row_import.over or row_import.arena is not self._slots.arena:
             return False
         if not self._widen(row_import, len(pending_rows), reclaim=True):
@@ -119,7 +120,7 @@ class RowImporter:
         return True
 
     def abandon(self, row_import: RowImport) -> None:
-        """These rows are not wanted here any more; answers still to come are ignored."""
+        """End the import and free its slots; later answers are ignored."""
         if row_import.over:
             return
         row_import.over = True
@@ -132,9 +133,9 @@ class RowImporter:
         self._wake()
 
     def install(self, row_import: RowImport) -> None:
-        """What arrived becomes the session's table after its sealed pages; the frontier moves.
+        """Append the imported pages to the session's table, and move its frontier.
 
-        If the worker died meanwhile, what arrived is in its arena: the next one imports it again.
+        If the worker died meanwhile, the rows become pending rows in its arena instead.
         """
         session, kv = row_import.session, row_import.session.kv
         row_import.over = True
@@ -149,7 +150,7 @@ class RowImporter:
         ):
             first = page_start(pending.page)
             if first != reach or not rows:
-                self._slots.free(slot)  # sealed meanwhile, or what comes before it is missing
+                self._slots.free(slot)  # sealed meanwhile, or the rows before it are missing
                 continue
             kv.append(slot)
             reach = first + rows
@@ -178,7 +179,7 @@ class RowImporter:
         self.bring(session, pending_rows)
 
     def sources(self, session: Session) -> list[PendingRows]:
-        """Where the session's open rows are now, for another lane to copy."""
+        """Return the sources of the session's open rows, for another lane to copy."""
         if self._slots.arena is None or session.kv.pending:
             return list(session.kv.pending)
         sealed = len(session.kv.sealed)
@@ -193,7 +194,8 @@ class RowImporter:
         ]
 
     def bring(self, session: Session, pending_rows: Sequence[PendingRows]) -> None:
-        """Rows that came along with a session: wanted if they follow its sealed pages."""
+        """Claim rows of a session that migrated here, or release them if they do not follow its
+        sealed pages."""
         try:
             if pending_rows:
                 self._slots.claim_pending(session, pending_rows)
@@ -204,17 +206,16 @@ class RowImporter:
     # --------------------------------------------------------------------------- own pending rows
 
     def poll(self) -> None:
-        """End imports whose session goes on without them. Called between steps."""
+        """Abandon imports that their session does not wait for any more. Called between steps."""
         for session, row_import in list(self._local.items()):
             if self._is_stale(row_import):
                 del self._local[session]
                 self.abandon(row_import)
 
     def _is_stale(self, row_import: RowImport) -> bool:
-        """Whether the rows are not those that the member waits for now.
+        """Whether the session waits for other rows now, is frozen or closed, or has left.
 
-        The list of pending rows is replaced whenever it changes. A frozen session's rows stay
-        where they are.
+        The list of pending rows is replaced whenever it changes.
         """
         session = row_import.session
         return (
@@ -225,13 +226,13 @@ class RowImporter:
         )
 
     def _is_importable(self, session: Session) -> bool:
-        """Rows of a dead arena are fetched at once, a parked tail when its session runs."""
+        """Whether the session's pending rows are to be imported now; see `is_expecting`."""
         if session in self._local or session.state in (State.FROZEN, State.CLOSED):
             return False
         return session.is_expecting
 
     def _import_pending(self) -> None:
-        """Start fetching the open rows of members: those that hold a seat first."""
+        """Start imports of pending rows of members, those with a seat first."""
         self.poll()
         if self._slots.arena is None:
             return
@@ -245,7 +246,7 @@ class RowImporter:
     def _import_local(self, session: Session) -> None:
         pending_rows, wanted = session.kv.pending, session.state is not State.IDLE
         row_import = self.prepare(session, session.epoch, len(pending_rows), reclaim=wanted)
-        if row_import is None:  # no room for them: what is sealed must do
+        if row_import is None:  # too few slots: keep the sealed pages only
             self._slots.drop_pending(session)
             session.loss = Loss.WORKER
             self._slots.changed(session)
@@ -254,7 +255,7 @@ class RowImporter:
         self.import_rows(row_import, pending_rows)
 
     def _end(self, row_import: RowImport, complete: bool) -> None:
-        """The last answer came, or will never come."""
+        """End an import after its last answer (`complete`), or because no more will come."""
         session, imported = row_import.session, row_import.imported
         if imported is not None and not imported.done():
             imported.set_result(complete)
@@ -264,11 +265,11 @@ class RowImporter:
         if complete:
             self.install(row_import)
             if session.state in (State.IDLE, State.WAITING):
-                self._slots.make_reclaimable(session)  # the death left it nothing to reclaim
+                self._slots.make_reclaimable(session)  # `lose_arena` has set its slots to 0
         self._slots.changed(session)
 
     def _widen(self, row_import: RowImport, n_pages: int, *, reclaim: bool) -> bool:
-        """Have at least `n_pages` slots; on failure those taken now are given back."""
+        """Take slots until there are `n_pages`; on failure, free those taken here."""
         before = len(row_import.slots)
         while len(row_import.slots) < n_pages:
             slot = self._slots.take(reclaim=reclaim)
@@ -287,7 +288,7 @@ class RowImporter:
 
     @property
     def has_chores(self) -> bool:
-        """The next frame has rows to copy, or slots of an import that ended are to be freed."""
+        """Whether the next frame has rows to copy, or slots of a stale import are to be freed."""
         if self.queue or any(map(self._is_stale, self._local.values())):
             return True
         if self._slots.arena is None:
@@ -295,7 +296,7 @@ class RowImporter:
         return any(map(self._is_importable, self._slots.members_pending()))
 
     def take_imports(self) -> tuple[list[wire.ImportRows], bytes, list[RowImport]]:
-        """The next pages to copy, oldest request first, as many as one frame should carry.
+        """Remove the next pages to copy from the queue, up to IMPORT_BYTES.
 
         Returns the messages, the token ids of their rows (int32), and the import of each message.
         """
@@ -313,7 +314,7 @@ class RowImporter:
             tokens.extend(ids)
             owners.append(row_import)
             if row_import.sent == len(row_import.pending_rows):
-                self.queue.popleft()  # else an empty frame would go out for its sake
+                self.queue.popleft()  # else `has_chores` would cause an empty frame
         return messages, tokens.tobytes(), owners
 
     def _import_message(self, row_import: RowImport, at: int) -> tuple[wire.ImportRows, list[int]]:
@@ -332,14 +333,17 @@ class RowImporter:
         return wire.ImportRows(label, len(ids), source), ids
 
     def _page_source(self, ref: PageRef, ids: list[int]) -> tuple[wire.FromPage, list[int]]:
-        """A sealed page proves its bytes, not its tokens: those were compared before."""
+        """Return the source of a page of the store, and the ids of its rows; none if it is invalid.
+
+        The worker verifies the page's checksum; its tokens were compared when it was found.
+        """
         if not self._store.pages.is_resident(ref):  # invalid, though a pin keeps its bytes
             return wire.FromPage(0, 0, bytes(16)), []
         proof = self._store.pages.proof(ref)
         return wire.FromPage(proof.slot_code, proof.seed, proof.checksum), ids
 
     def arrived(self, row_imports: Sequence[RowImport], imported: Sequence[int]) -> None:
-        """The frame was executed: proven rows of each message of `take_imports`."""
+        """Apply the answer of a frame: verified rows of each message of `take_imports`."""
         self.poll()
         for row_import, rows in zip(row_imports, imported, strict=True):
             if row_import.over or row_import.fallen is not None:
@@ -348,16 +352,16 @@ class RowImporter:
             if row_import.is_complete:
                 self._end(row_import, True)
 
-    # -------------------------------------------------------------------------------- death
+    # -------------------------------------------------------------------------- worker exit
 
     def arena_died(self, lost: LostArena) -> None:
-        """The worker is reaped: open rows of members are pending rows in its arena."""
+        """Turn the open rows of members into pending rows of the dead worker's arena."""
         for session in self._slots.members.values():
             self._leave_in_arena(session, lost)
         self._imports_died(lost.arena)
 
     def _leave_in_arena(self, session: Session, lost: LostArena) -> None:
-        """The session's open pages lie in a dead worker's arena: remember where."""
+        """Turn the session's open pages into pending rows of the dead arena."""
         kv = session.kv
         if not kv.open:
             return
@@ -366,7 +370,7 @@ class RowImporter:
             self._pending_in_arena(page, PAGE_TOKENS, lost.arena, slot, lost.epochs[slot])
             for page, slot in enumerate(kv.take_open(), len(kv.sealed))
         ]
-        if parked is not None:  # a copy of the last one
+        if parked is not None:  # use the parked copy of the last page instead
             found.pop().release()
             found.append(self._slots.pending_in_page(parked.page, parked.rows, parked.ref))
         session.frontier = min(session.frontier, kv.reach())
@@ -382,11 +386,11 @@ class RowImporter:
         return wire.FromArena(os.path.basename(arena.path), slot.slot, slot.gen, epoch)
 
     def _imports_died(self, arena: Arena) -> None:
-        """What has arrived waits in the dead arena for `install`; what has not, fails."""
+        """Keep complete imports in the dead arena until `install`; end the others."""
         self.queue.clear()
         for row_import in list(self.imports):
             if row_import.fallen is not None:
-                continue  # with an earlier worker
+                continue  # an earlier worker died over it
             if (
                 row_import.pending_rows
                 and row_import.is_complete

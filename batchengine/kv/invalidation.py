@@ -1,7 +1,7 @@
-"""Rows that are wrong: what goes with them, and what a session keeps.
+"""Removal of invalid pages and rows from the page tables of one lane.
 
-Owns which pages a session falls back to. Nothing is done to a frozen session: its table belongs to
-the migration, and it is looked at again when it is thawed.
+Owns which pages a session keeps. Frozen sessions are left out: a migration owns their tables, and
+`LaneLoop.thaw` checks them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("batchengine.kv")
 
 
 class Invalidation:
-    """Takes invalid pages and rows out of the tables of one lane."""
+    """Removes invalid pages and rows from the tables of one lane."""
 
     def __init__(
         self, store: Store, slots: Slots, sealing: SealPipeline, disputes: Disputes
@@ -34,9 +34,9 @@ class Invalidation:
         self._disputes = disputes
 
     def fall_back(self, session: Session, *, only_sealed: bool) -> bool:
-        """Keep the sealed pages before the first invalid one; True if any KV went.
+        """Keep the sealed pages before the first invalid one; True if any KV was dropped.
 
-        `only_sealed`: open pages go in any case. Nothing is done to a frozen session.
+        `only_sealed`: drop open pages and pending rows in any case. Does nothing if frozen.
         """
         if session.state is State.FROZEN:
             return False
@@ -58,9 +58,9 @@ class Invalidation:
         return True
 
     def drop_open(self) -> list[Session]:
-        """Forget every row that is not sealed, and publish nothing that is on its way.
+        """Drop every row that is not sealed, and every seal under way.
 
-        Returns the sessions that lost KV. A frozen one loses it when it is thawed.
+        Returns the sessions that lost KV. A frozen session loses its open rows at the thaw.
         """
         self._sealing.drop()
         changed: list[Session] = []
@@ -72,8 +72,8 @@ class Invalidation:
         return changed
 
     def invalidate_turn(self, session: Session, tokens: int) -> None:
-        """Pages of the session after its first `tokens` tokens are wrong (F45), and so are their
-        descendants. The session falls back to the pages before them."""
+        """Invalidate the session's pages after its first `tokens` tokens and their descendants
+        (F45). The session keeps the pages before them."""
         first = full_pages(min(tokens, session.frontier))
         chain = keys.chain_keys(session.tokens, self._store.pages.repr_id, session.salt)
         wrong = chain[first:]
@@ -82,16 +82,16 @@ class Invalidation:
         while (tail := self._store.pages.find_tail(parent, rest, session.salt)) is not None:
             rest = rest[: self._store.pages.page_tokens(tail)]
             wrong.append(self._store.pages.key_of(parent, rest, session.salt))
-            del rest[-1:]  # a shorter one may be there as well
+            del rest[-1:]  # a shorter tail may be in the store as well
         self._sealing.drop(session)
         self._slots.truncate(session, first)
         self._disputes.invalidate(wrong)
 
     async def recheck(self, sessions: list[Session]) -> None:
-        """Read the sealed pages of sessions again: one of them may have ended the worker.
+        """Verify the sealed pages of these sessions, one of which may have crashed the worker.
 
-        A page that fails is never served again: the store reports it to its other holders, and
-        the session falls back to the pages before it, unless it moves or has moved meanwhile.
+        The store invalidates a page that fails, and reports it to its other holders. The session
+        keeps the pages before it, unless it is frozen or has moved meanwhile.
         """
         await self._sealing.read_back.settled()
         for session in sessions:

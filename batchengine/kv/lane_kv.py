@@ -1,7 +1,8 @@
-"""The KV of one lane as its step loop sees it: what a frame carries, and a worker's death.
+"""The KV of one lane, as its step loop uses it.
 
-Owns the order in which the parts act. A session whose worker died keeps its sealed pages; its open
-rows stay in the dead arena until the next worker has imported them.
+Owns the order in which the parts act, before and after a frame and after a worker's exit. A session
+whose worker died keeps its sealed pages; its open rows stay in the dead arena until the next worker
+has imported them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kv_store.store import Store
 
 
 class Chores(NamedTuple):
-    """What a frame carries besides entries, and what its answers belong to."""
+    """What a frame holds besides entries, and the owner of each answer."""
 
     labels: Labels
     import_rows: tuple[wire.ImportRows, ...]
@@ -36,7 +37,7 @@ class Chores(NamedTuple):
 
 
 class LaneKv:
-    """The parts of one lane's KV. Each knows those before it only.
+    """The parts of one lane's KV. Each part depends only on parts created before it.
 
     `wake` is called from any thread when the lane's loop has something to do; `commit` when a
     manifest row waits for a commit.
@@ -64,14 +65,14 @@ class LaneKv:
     # ------------------------------------------------------------------------------ the frame
 
     def poll(self) -> None:
-        """Take the results of the store's threads. Called between steps."""
+        """Apply the results of the store's threads. Called between steps."""
         self.sealing.poll()
         self.importing.poll()
 
     def chores(self) -> tuple[Chores, list[Seal]]:
-        """What the next frame carries besides entries, and the seals it verifies. Taken once.
+        """Remove and return what the next frame holds besides entries, and the seals it verifies.
 
-        Call it after the entries were chosen: a tail is never digested while its session computes.
+        Call after the entries were chosen: a frame never digests a tail whose session computes.
         """
         import_rows, tokens, row_imports = self.importing.take_imports()
         touch, touches = self.touches.take()
@@ -91,7 +92,7 @@ class LaneKv:
     def answered(
         self, chores: Chores, digests: tuple[bytes, ...], imported: tuple[int, ...]
     ) -> None:
-        """The frame with these chores was executed."""
+        """Apply the answers of the frame with these chores."""
         self.slots.labeled()
         for (session, index, rows, slot), digest in zip(chores.digests, digests, strict=True):
             self.sealing.digested(session, index, rows, slot, digest)
@@ -100,12 +101,12 @@ class LaneKv:
 
     @property
     def has_chores(self) -> bool:
-        """A frame must go out, even without entries."""
+        """Whether a frame must be sent even without entries."""
         return self._has_other_chores or bool(self.sealing.read_back.due())
 
     @property
     def _has_other_chores(self) -> bool:
-        """A frame must go out, for more than to read what was published."""
+        """Whether a frame must be sent for more than reading published pages back."""
         return bool(
             self.slots.has_labels
             or self.sealing.digests
@@ -115,28 +116,27 @@ class LaneKv:
 
     @property
     def is_busy(self) -> bool:
-        """Something waits for the next frame, or for room in the store."""
+        """Whether something waits for the next frame, or for room in the store."""
         return bool(self.sealing.has_results or self.sealing.queued or self.has_chores)
 
     @property
     def is_sealing(self) -> bool:
-        """Slots come back by themselves: seals or chores are in flight, or room is made."""
+        """Whether slots will be freed: seals or chores are in flight, or the store makes room."""
         return self.sealing.is_moving or self._has_other_chores
 
     # ------------------------------------------------------------------------------ the worker
 
     def close(self) -> None:
-        """The worker is gone for good: its arena goes too."""
+        """Delete all arenas, after the worker has ended for good."""
         self.arenas.close()
         lost = self.slots.lose_arena()
         if lost is not None:
             lost.arena.close(delete=True)
 
     def lane_died(self, chores: Chores | None) -> None:
-        """The worker is reaped: open rows are pending rows, and seals in flight go on from the old
-        file.
+        """Turn open rows into pending rows of the dead arena; seals in flight continue from it.
 
-        `chores` were in its last frame, if any: they are not answered.
+        `chores` of the last frame, if any, will not be answered. Call after the worker's exit.
         """
         lost = self.slots.lose_arena()
         if lost is not None:
@@ -146,10 +146,10 @@ class LaneKv:
             self.touches.touched(chores.touches)
         self.sealing.arena_died()
         if lost is not None:
-            self.arenas.retire(lost.arena)  # with its holders: rows that are wanted, seals
+            self.arenas.retire(lost.arena)  # stays while pending rows or seals hold it
 
     def drop_dead_arenas(self) -> None:
-        """There is no room for a new arena beside them: their rows are computed again."""
+        """Give up pending rows in dead arenas, to make room for a new arena."""
         for session in self.slots.members_pending():
             if any(isinstance(pending.source, wire.FromArena) for pending in session.kv.pending):
                 self.slots.drop_pending(session)

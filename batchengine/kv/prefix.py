@@ -1,4 +1,4 @@
-"""Pages of a session's prefix that the store already has: found by content, taken with a pin."""
+"""Prefix matching: finds pages of a timeline in the store by content, and pins them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class PrefixMatcher:
         priority: int,
         is_worth_reading: Callable[[int, int, int], bool] | None = None,
     ) -> Future[list[bool]] | None:
-        """Take published pages of the timeline's prefix where they reach further than own KV.
+        """Take published pages of the timeline's prefix if they reach beyond the frontier.
 
-        Never the last token: one is left to compute. Returns None when the pages are ready (or
-        there are none), else a future of which pages verified; then call `loaded`. Pages that
-        must be read from disk are taken only if `is_worth_reading(tokens, tokens after the
-        first such page, bytes to read)` says so.
+        The last token is left to compute. Returns None if the pages are ready, or there are none;
+        else a future with one result of verification per page, to be passed to `loaded`. Pages on
+        disk are taken only if `is_worth_reading(tokens of all pages, tokens from the first page on
+        disk on, bytes to read)` returns True.
         """
         refs = self._store.pages.match_prefix(
             session.tokens[:-1], salt, pin=True, priority=priority
@@ -60,7 +60,7 @@ class PrefixMatcher:
     def _without_cold(
         self, refs: list[PageRef], frontier: int, is_worth_reading: Callable[[int, int, int], bool]
     ) -> list[PageRef]:
-        """`refs` up to the first page on disk, if reading from there on is not worth it."""
+        """Return all `refs` if reading is worth it, else unpin those from the first on disk on."""
         cold = self._store.pages.cold(refs)
         tokens = page_start(len(refs))
         if True not in cold or tokens <= frontier:
@@ -74,9 +74,9 @@ class PrefixMatcher:
         return refs[:first]
 
     def loaded(self, session: Session, good: list[bool]) -> None:
-        """Pages verified or not: the frontier moves to the first that did not.
+        """Move the frontier to the first page that did not verify, and drop the pages from it on.
 
-        The table may have lost pages, and a page may be invalid, since they were asked for.
+        Since the request the table may have lost pages, and pages may have become invalid.
         """
         pinned = zip(session.kv.sealed, good, strict=False)
         good = [ok and self._store.pages.is_resident(ref) for ref, ok in pinned]

@@ -1,6 +1,6 @@
-"""Published pages that are to be read back from the store before a table names them.
+"""Read-back: published pages are read from the store before they replace open pages in tables.
 
-The lane's next frame does it; after a worker's death the store does. The order is decided here.
+Owns the order. The lane's next frame reads them; after a worker's exit the store does.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class ReadBack:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.queued: list[Seal] = []
-        self._proofs: list[Future[bool]] = []  # pages that the store reads
+        self._proofs: list[Future[bool]] = []  # of pages that the store reads
 
     def due(self) -> list[Seal]:
-        """What the next frame verifies: a session's pages swap in page order.
+        """Return the seals that the next frame verifies: of each session in page order.
 
-        A page that was there already is published before an older one that had to be written.
+        Publications may be out of order: a page that the store already had is published at once.
         """
         if not self.queued:
             return []
@@ -47,30 +47,30 @@ class ReadBack:
         return due
 
     def take(self) -> list[Seal]:
-        """What the next frame verifies. Taken once."""
+        """Remove and return the seals that the next frame verifies."""
         due = self.due()
         self.queued = [seal for seal in self.queued if seal not in due]
         return due
 
     def waiting(self) -> set[Seal]:
-        """Seals that wait for a page before them."""
+        """Return the seals that wait for an earlier page of their session."""
         return set(self.queued) - set(self.due())
 
     def clear(self) -> list[Seal]:
-        """The worker died: no frame will verify these."""
+        """Remove and return all queued seals, after the worker's exit."""
         queued, self.queued = self.queued, []
         return queued
 
     def by_store(self, ref: PageRef) -> None:
-        """Have the store itself read a page back: it invalidates one that is damaged."""
+        """Have the store read a page back; the store invalidates a damaged one."""
         with contextlib.suppress(StaleRef):  # invalid meanwhile
             self._proofs.append(self._store.pages.verify(ref))
 
     async def settled(self) -> None:
-        """Returns once the store has read what it was asked to."""
+        """Wait until the store has read all pages of `by_store`."""
         proofs, self._proofs = self._proofs, []
         for proof in proofs:
             try:
                 await asyncio.wrap_future(proof)
-            except Exception as error:  # a page that could not be read ends no lane
+            except Exception as error:  # the lane continues without the page
                 log.warning("a page could not be read back: %s", error)

@@ -1,9 +1,9 @@
-"""From the arena to the store: full pages are sealed, tails of sessions that rest are parked.
+"""Seal pipeline: seals full pages from the arena into the store, and parks tails of idle sessions.
 
-Owns the seal pipeline of one lane. A seal whose session left goes on, for the sake of prefix
-sharing. A seal that failed for want of room stalls: its arena copy is sound, and `retry` tries
-again. One whose rows are invalid is dropped: its session computes them again. Sealing a tail is
-best effort: when it fails, or its session runs on, nothing is lost.
+Owns the pipeline of one lane. A seal whose session left continues, for prefix sharing. A seal that
+fails because the store has no room stalls: its rows in the arena are valid, and `retry` tries
+again. A seal with invalid rows is dropped: its session recomputes them. Sealing a tail is best
+effort: if it fails, or its session runs on, the rows are still in the arena.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class SealPipeline:
         self._disputes = disputes
         self._wake = wake
         self._commit = commit
-        self.in_flight: dict[Seal, Callable[[], None]] = {}  # how to let go of their arenas
+        self.in_flight: dict[Seal, Callable[[], None]] = {}  # seal -> releases its arena
         self._pending: list[Seal] = []  # without a ticket, oldest first
-        self._stalled: list[Seal] = []  # failed although their rows are sound: see `retry`
+        self._stalled: list[Seal] = []  # failed with valid rows: see `retry`
         self._done: deque[tuple[Seal, Future[PageRef]]] = deque()
         self.publishes = True
         self.sealed = 0
@@ -69,17 +69,17 @@ class SealPipeline:
     def __repr__(self) -> str:
         return f"<SealPipeline queued={len(self.queued)} in_flight={len(self.in_flight)}>"
 
-    # ------------------------------------------------------------------------------- questions
+    # --------------------------------------------------------------------------------- queries
 
     @property
     def queued(self) -> list[Seal]:
-        """Seals without a ticket, oldest first. One that lost its slot is forgotten."""
+        """Seals without a ticket, oldest first, except those that lost their slot."""
         self._pending = [seal for seal in self._pending if self._has_slot(seal)]
         return self._pending
 
     @property
     def stalled(self) -> list[Seal]:
-        """Seals that failed although their rows are sound."""
+        """Seals that failed although their rows are valid, except those that lost their slot."""
         self._stalled = [seal for seal in self._stalled if self._has_slot(seal)]
         return self._stalled
 
@@ -88,14 +88,14 @@ class SealPipeline:
 
     @property
     def has_results(self) -> bool:
-        """The store's threads are done with something: call `poll`."""
+        """Whether there are results of the store's threads for `poll`."""
         return bool(self._done)
 
     @property
     def is_moving(self) -> bool:
-        """Slots come back by themselves: seals are in flight, or the store is making room.
+        """Whether slots will be freed: seals are in flight, or the store is making room.
 
-        A seal that failed before does not count: it may fail again, once a second and for ever.
+        A seal that failed before does not count, since every retry may fail again.
         """
         waiting = self.read_back.waiting()
         in_flight = any(not seal.again for seal in self.in_flight.keys() - waiting)
@@ -106,7 +106,7 @@ class SealPipeline:
     def park(self, session: Session) -> bool:
         """Have the open tail of a session that does not run sealed as a partial page.
 
-        False if there is nothing to park. It is done when `session.kv.parked` is set, or never.
+        False if there is nothing to park. Sets `session.kv.parked` when done, unless it fails.
         """
         if not self.publishes or not self.digests.add_tail(session):
             return False
@@ -114,14 +114,14 @@ class SealPipeline:
         return True
 
     def park_resting(self) -> None:
-        """Park the tails of sessions that have not run for a while. Call once a second."""
+        """Park the tails of sessions that were idle for REST_TICKS seconds. Call once a second."""
         for session in self.digests.tick():
             self.park(session)
 
     def digested(
         self, session: Session, index: int, rows: int, slot: ArenaSlot, digest: bytes
     ) -> None:
-        """The lane digested what `digests.take` named."""
+        """Start sealing a page or tail of `digests.take` that the lane has digested."""
         if slot in self._slots.seals or not self.digests.is_due(session, index, rows, slot):
             return
         if rows == PAGE_TOKENS or session.kv.parked is None:
@@ -135,7 +135,7 @@ class SealPipeline:
         digest: bytes,
         rows: int = PAGE_TOKENS,
     ) -> None:
-        """The lane digested a page that is full, or a tail of so many rows: start sealing."""
+        """Start sealing an open page of which the lane has digested the first `rows` rows."""
         if self._slots.arena is None:
             return
         known, kv = len(session.kv.keys), session.kv
@@ -145,7 +145,7 @@ class SealPipeline:
             kv.keys += keys.chain_keys(tokens, self._store.pages.repr_id, session.salt, parent)
         parent = kv.keys[index - 1] if index else keys.ROOT_KEY
         seal = Seal(session, index, slot, self._slots.arena, digest, parent, rows)
-        self._slots.seals[slot] = seal  # instead of that of the tail this page was, if any
+        self._slots.seals[slot] = seal  # replaces the seal of the page as a tail, if any
         self._pending.append(seal)
         self.start_seals()
 
@@ -154,8 +154,8 @@ class SealPipeline:
     def start_seals(self) -> None:
         """Give tickets to full pages, in page order within a session, while the store has room.
 
-        The first refusal ends the round, since each costs a look at every page, and sends its
-        session to the end of the line: a later one may find its page in the store already.
+        The first refusal ends the round, since each refusal scans every page, and puts its session
+        behind the others: a page of another session may be in the store already.
         """
         if not self.publishes:
             return
@@ -178,7 +178,7 @@ class SealPipeline:
             )
 
     def _reserve(self, seal: Seal, session: Session) -> Ticket | None:
-        """A slot in the store; sessions that do not run give their pins for it."""
+        """Reserve a slot in the store, unpinning pages of sessions that do not run if necessary."""
         while True:
             found = self._store.pages.reserve(
                 seal.parent, seal.tokens, seal.salt, seal.priority, seal.lanes
@@ -202,7 +202,7 @@ class SealPipeline:
         future.add_done_callback(done)
 
     def poll(self) -> None:
-        """Take the results of the store's threads. Called between steps."""
+        """Apply the results of the store's threads. Called between steps."""
         while self._done:
             seal, future = self._done.popleft()
             error = future.exception()
@@ -224,7 +224,7 @@ class SealPipeline:
                     self.unverified([seal])
 
     def _not_published(self, seal: Seal, ref: PageRef) -> None:
-        """The store is done with a seal that must not be published, or has just published it."""
+        """Fail a seal that must not be published; if it was, invalidate its page."""
         if seal.written:
             ticket = seal.ticket
             self._store.pages.unpin(ref)
@@ -233,7 +233,7 @@ class SealPipeline:
         self._seal_failed(seal, StoreError("its rows are invalid, or its lane publishes nothing"))
 
     def _tail_parked(self, seal: Seal, ref: PageRef) -> None:
-        """The tail is in the store: its session may lose its slot without losing rows."""
+        """Set `parked` of the tail's session if the tail has not changed; else unpin the copy."""
         session, rows = seal.session, len(seal.tokens)
         self._leave_tail(seal)
         if (
@@ -250,7 +250,7 @@ class SealPipeline:
             self._store.pages.unpin(ref)
 
     def _leave_tail(self, seal: Seal) -> None:
-        """A tail's seal is over: its slot goes only if its session let go of it meanwhile."""
+        """End a tail's seal; free the slot only if its session gave it up meanwhile."""
         session = seal.session
         self._end(seal)
         if session is None and seal.arena is self._slots.arena:
@@ -259,12 +259,15 @@ class SealPipeline:
             self._slots.recount(session)
 
     def verified(self, seal: Seal, good: bool) -> None:
-        """The lane read the extent copy: the table entry swaps, the arena slot is free."""
+        """Replace the open page by its copy in the store, which the lane has read; free its slot.
+
+        `good` False: the copy is bad, so it is invalidated and the seal fails.
+        """
         ref, session = seal.ref, seal.session
         if ref is None:
             raise RuntimeError("verified before publish")
         if not good:
-            # others may hold it: it was published, or is an older, equal page
+            # Other sessions may hold the page: it is published, or an older, equal page.
             self._store.pages.invalidate(ref, slot_failed=True)
             self._store.pages.unpin(ref)
             self._seal_failed(seal, StoreError(f"page {ref!r} does not read back as written"))
@@ -272,10 +275,10 @@ class SealPipeline:
         if session is not None and seal.index != len(session.kv.sealed):
             self.read_back.queued.append(
                 seal
-            )  # the page before it, verified by the same frame, was bad
+            )  # the page before, which the same frame verified, was bad
             return
         if session is not None and (seal.dropped or not self._store.pages.is_resident(ref)):
-            seal.dropped = True  # it is invalid since it was published
+            seal.dropped = True  # the page became invalid after its publication
             self._not_published(seal, ref)
             return
         self._end(seal)
@@ -291,7 +294,7 @@ class SealPipeline:
         self._slots.recount(session)
 
     def _seal_failed(self, seal: Seal, error: BaseException) -> None:
-        """A seal is one intent: its failure costs at most a recompute of this page."""
+        """End a failed seal: stall it if its rows are valid, else drop its page from the table."""
         ran_on = seal.is_tail and not isinstance(error, NumericsFault)
         if not ran_on:
             self.seal_failures += 1
@@ -315,19 +318,19 @@ class SealPipeline:
             if seal.arena is self._slots.arena:
                 self._slots.free(slot)
         elif in_table and (session.state is State.FROZEN or not (seal.dropped or is_wrong)):
-            # No room, or a bad slot in the store: what the lane hashed is still in the arena.
-            # A frozen session's table is not ours to cut: it fails again after the thaw.
+            # No room, or a bad slot in the store: the rows are still in the arena. The table of a
+            # frozen session must not be cut here: the seal fails again after the thaw.
             seal.written, seal.ref, seal.again = False, None, True
             self._slots.seals[slot] = seal
             self._stalled.append(seal)
             self._slots.recount(session)
         elif session.state is not State.FROZEN:
-            # Its bytes are invalid: recompute from the start of the page.
+            # The rows are invalid: recompute from the start of the page.
             self._slots.truncate(session, seal.index)
             self._slots.changed(session)
 
     def retry(self) -> None:
-        """Try again to seal what failed for want of room. Call about once a second."""
+        """Queue stalled seals again. Call about once a second."""
         self._pending, self._stalled = [*self.stalled, *self.queued], []
 
     def _end(self, seal: Seal) -> None:
@@ -340,18 +343,18 @@ class SealPipeline:
         seal.ticket = None
 
     def verify_message(self, seal: Seal) -> wire.Verify:
-        """What the worker checks the extent copy of a seal against."""
+        """Return the message by which the worker verifies the extent copy of a seal."""
         if seal.ref is None:
             raise RuntimeError("verify before publish")
         proof = self._store.pages.proof(seal.ref)
         return wire.Verify(proof.slot_code, proof.seed, proof.checksum)
 
     def stop_publishing(self) -> None:
-        """The lane's rows are not trusted any more: nothing of it is published from now on."""
+        """Publish no page of this lane from now on: its rows may be wrong."""
         self.publishes = False
 
     def drop(self, session: Session | None = None) -> None:
-        """Publish nothing that is on its way: of one session, or of the lane."""
+        """Mark seals as dropped, so that they are not published: of one session, or of the lane."""
         if session is None:
             for seal in (*self.in_flight, *self.queued, *self.stalled):
                 seal.dropped = True
@@ -361,12 +364,12 @@ class SealPipeline:
                 seal.dropped = True
 
     def arena_died(self) -> None:
-        """Nothing is to be digested; the store itself reads back what was published."""
+        """Drop queued digests, and have the store read published pages back."""
         self.digests.clear()
         self.unverified(self.read_back.clear())
 
     def unverified(self, seals: Sequence[Seal]) -> None:
-        """Published pages that the worker died over: the store reads them itself."""
+        """End seals whose pages no worker will verify, and have the store read the pages back."""
         for seal in seals:
             self._end(seal)
             if seal.ref is not None:

@@ -1,8 +1,8 @@
 """Page tables of the sessions of one lane, and the slots of its arena.
 
 Owns which session holds which slot, and which slots are reclaimable. A session whose slots are
-reclaimed keeps its sealed pages; the rest is recomputed with the same bits, or imported from where
-its rows still are: a parked tail in the store, the arena of a dead worker.
+reclaimed keeps its sealed pages; the other rows are imported from a parked tail in the store or
+the arena of a dead worker, or recomputed with the same bits.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ log = logging.getLogger("batchengine.kv")
 
 
 class Seal:
-    """One page on its way from the arena to the store. `session` None = the session left.
+    """Sealing of one page from the arena into the store. `session` None = the session left.
 
-    A page of fewer than 256 tokens is a tail being parked: its slot stays the session's.
+    A page of fewer than 256 tokens is a tail being parked, whose slot the session keeps.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class Seal:
         self.digest = digest
         self.parent = parent
         self.lanes = session.kv.writers_of(len(session.kv.sealed), index)
-        self.timeline = session.tokens  # which may grow, or be replaced, but never shrinks
+        self.timeline = session.tokens  # this list may grow, or be replaced, but never shrinks
         self.tokens = session.tokens[start : start + rows]
         self.salt = session.salt
         self.priority = session.priority
         self.ticket: Ticket | None = None
-        self.written = False  # the page thread is done; the manifest row is next
+        self.written = False  # the store has written the page; the manifest row is next
         self.ref: PageRef | None = None
         self.dropped = False  # its rows are invalid: it must not be published
-        self.again = False  # it failed before: no slot is expected of it
+        self.again = False  # failed before, so it does not count in `is_moving`
 
     @property
     def is_tail(self) -> bool:
@@ -62,21 +62,21 @@ class Seal:
 
 
 class LostArena(NamedTuple):
-    """An arena whose worker died, and the epoch in the header of every slot that was held."""
+    """The arena of a dead worker, and the epoch in the header of every slot that was held."""
 
     arena: Arena
     epochs: dict[ArenaSlot, int]
 
 
 class Leaving(NamedTuple):
-    """Slots of a session that computes on another lane now."""
+    """Slots of a session that has moved to another lane, for `Slots.release`."""
 
     arena: Arena | None
     slots: list[ArenaSlot]
 
 
 class Labels(NamedTuple):
-    """What the next frame does to slots: indices to poison, slots to reserve, headers to change."""
+    """Changes of slots by the next frame: indices to poison, slots to reserve, new headers."""
 
     poison: tuple[int, ...]
     reserve: tuple[wire.ReserveSlot, ...]
@@ -84,10 +84,10 @@ class Labels(NamedTuple):
 
 
 class Slots:
-    """Page tables of the members of one lane, and who holds which slot of its arena.
+    """Page tables of the members of one lane, and the holders of the slots of its arena.
 
-    `seals` are the seals that hold a slot. The seal pipeline adds them; a session that gives up a
-    slot takes its seal out here, unless the store reads the slot already.
+    `seals` are the seals that hold a slot. The seal pipeline adds them; when a session gives up a
+    slot, its seal is removed here, unless the seal has a ticket.
     """
 
     def __init__(self, store: Store) -> None:
@@ -95,7 +95,7 @@ class Slots:
         self.members: dict[int, Session] = {}  # sessions of this lane, by key
         self.arena: Arena | None = None  # of the worker that is up
         self.seals: dict[ArenaSlot, Seal] = {}
-        self.reclaimable: dict[Session, int] = {}  # not running; slots they would give back
+        self.reclaimable: dict[Session, int] = {}  # sessions that do not run -> slots to gain
         self._changed: dict[Session, None] = {}
         self._claims: dict[Session, None] = {}  # members that may have pending rows
         self.epochs: dict[ArenaSlot, int] = {}  # in the header of every held slot
@@ -111,7 +111,7 @@ class Slots:
 
     @property
     def is_attached(self) -> bool:
-        """A worker is up and has mapped its arena."""
+        """Whether a worker is up and has mapped its arena."""
         return self.arena is not None
 
     def owns(self, session: Session) -> bool:
@@ -119,15 +119,16 @@ class Slots:
         return self.members.get(session.key) is session
 
     def enter(self, session: Session) -> None:
-        """The session is a member from now on."""
+        """Make the session a member."""
         self.members[session.key] = session
         if session.kv.pending:
             self._claims[session] = None
 
     def detach(self, session: Session) -> Leaving:
-        """The session computes elsewhere from now on; its sealed pages went with it.
+        """Remove a session that moves to another lane from the members; it keeps its sealed pages.
 
-        Seals of its pages that have a ticket go on without a session. `release` what is left.
+        Seals of its pages with a ticket continue without a session. Returns the other open slots,
+        for `release`.
         """
         slots = session.kv.take_open()
         left = Leaving(self.arena, list(slots))
@@ -140,17 +141,17 @@ class Slots:
         return left
 
     def release(self, left: Leaving) -> None:
-        """Slots of a session that left are poisoned and free, unless their arena died."""
+        """Poison and free the slots of a session that left, unless their worker died."""
         if left.arena is not None and left.arena is self.arena:
             for slot in left.slots:
                 self.drop(slot)
 
     def changed(self, session: Session) -> None:
-        """The KV of the session became less, or came back: see `take_changed`."""
+        """Note that the session lost or regained KV, for `take_changed`."""
         self._changed[session] = None
 
     def take_changed(self) -> list[Session]:
-        """Sessions whose KV became less, or came back, since the last call."""
+        """Return the sessions that lost or regained KV since the last call."""
         changed, self._changed = self._changed, {}
         return list(changed)
 
@@ -158,13 +159,13 @@ class Slots:
 
     @property
     def available(self) -> int:
-        """Slots the next step may use: free and reclaimable ones."""
+        """Number of slots that the next step may use: free and reclaimable ones."""
         return self._free_slots() + sum(self.reclaimable.values())
 
     def ensure(self, session: Session, until: int) -> bool:
         """Give the session slots for positions below `until`; False = the arena is full."""
         kv = session.kv
-        if session.frontier > kv.reach():  # never; but zeros are not KV
+        if session.frontier > kv.reach():  # a defect: a new slot has zeros, not KV
             log.error("%r has fewer pages than its frontier says: it is computed again", session)
             self.drop_pending(session)
             return False
@@ -177,17 +178,17 @@ class Slots:
         return True
 
     def make_reclaimable(self, session: Session) -> None:
-        """The session does not run: its slots and pins may be reclaimed, oldest session first."""
+        """Make slots and pins of a session that does not run reclaimable, as the newest one."""
         self.reclaimable.pop(session, None)
         if session.kv.codes:
             self.reclaimable[session] = self._reclaimable_slots(session)
 
     def protect(self, session: Session) -> None:
-        """The session runs again, or ends: its slots are not reclaimed."""
+        """Make the slots of a session that runs or ends not reclaimable."""
         self.reclaimable.pop(session, None)
 
     def truncate(self, session: Session, n_pages: int) -> None:
-        """Forget the pages from `n_pages` on; the frontier falls back to what is left."""
+        """Drop the pages from index `n_pages` on; the frontier falls back to the remaining ones."""
         dropped = session.cut(page_start(n_pages))
         for slot in dropped.slots:
             self.drop(slot)
@@ -196,15 +197,15 @@ class Slots:
         self.recount(session)
 
     def keep_sealed(self, session: Session) -> None:
-        """Forget what is not sealed."""
+        """Drop the open pages and pending rows of the session."""
         self.truncate(session, len(session.kv.sealed))
 
     def drop_pending(self, session: Session) -> None:
-        """Forget the rows that are elsewhere: they are computed again."""
+        """Drop the pending rows of the session, which are then recomputed."""
         self.truncate(session, len(session.kv.codes))
 
     def fit(self, session: Session) -> None:
-        """After the timeline changed: keep the pages that still hold it, under its epoch."""
+        """Keep the pages that fit a changed timeline, and relabel open slots with its epoch."""
         self._fit(session)
         if any(self.epochs.get(slot) != session.epoch for slot in session.kv.open):
             self._relabel(session)
@@ -212,14 +213,14 @@ class Slots:
     def _fit(self, session: Session) -> None:
         """Keep the pages below the frontier that may be appended to.
 
-        A frontier inside a sealed page continues in a copy of its leading rows; inside one that is
-        on its way to the store it falls back to the page's start.
+        For a frontier inside a sealed page, the page's leading rows are imported into an open one.
+        A frontier inside a page that is being sealed falls back to the start of the page.
         """
         kv, frontier = session.kv, session.frontier
         page = full_pages(frontier)
         rows, slot = rows_in(page, frontier), kv.slot_at(frontier)
         if kv.pending and frontier == kv.reach():
-            return  # nothing is open here, and what is elsewhere fits already
+            return  # there is no open page, and the pending rows fit already
         if rows and slot is not None and not self._is_sealing(slot):
             parked = kv.parked
             if page + 1 < len(kv.codes):
@@ -239,7 +240,7 @@ class Slots:
         return seal is not None and not seal.is_tail
 
     def _relabel(self, session: Session) -> None:
-        """Open slots get the session's present epoch in their headers."""
+        """Have the next frame write the session's epoch to the headers of its open slots."""
         sealed = len(session.kv.sealed)
         for offset, slot in enumerate(session.kv.open):
             page = sealed + offset
@@ -253,12 +254,12 @@ class Slots:
             )
 
     def label(self, slot: ArenaSlot, session: Session, epoch: int, page: int) -> wire.ReserveSlot:
-        """The header that a held slot gets now."""
+        """Return the header for a held slot, and record its epoch."""
         self.epochs[slot] = epoch
         return wire.ReserveSlot(slot.slot, slot.gen, session.name, epoch, page)
 
     def take(self, *, reclaim: bool = True) -> ArenaSlot | None:
-        """A slot of the arena, now held; reclaims one if none is free."""
+        """Take a slot of the arena, reclaiming one if none is free; None if there is none."""
         if self.arena is None:
             return None
         slot = self.arena.reserve()
@@ -266,11 +267,11 @@ class Slots:
             if not reclaim or not self._reclaim():
                 return None
             slot = self.arena.reserve()
-        self._poison.pop(slot.slot, None)  # it is zeroed anyway
+        self._poison.pop(slot.slot, None)  # the next frame zeroes the slot instead
         return slot
 
     def recount(self, session: Session) -> None:
-        """The slots that the session would give back may be others now."""
+        """Update the number of slots that reclaiming from the session would free."""
         if session in self.reclaimable:
             self.reclaimable[session] = self._reclaimable_slots(session)
 
@@ -278,7 +279,7 @@ class Slots:
         return sum(1 for slot in session.kv.open if self._is_free_to_go(slot))
 
     def _is_free_to_go(self, slot: ArenaSlot) -> bool:
-        """Only its session reads the slot: `drop` would free it at once."""
+        """Whether `drop` would free the slot at once: no seal with a ticket holds it."""
         seal = self.seals.get(slot)
         return seal is None or seal.ticket is None
 
@@ -301,7 +302,7 @@ class Slots:
         return True
 
     def vacate(self, session: Session) -> None:
-        """The session keeps what is sealed; a parked tail that follows it waits in the store."""
+        """Drop the session's open pages; a parked tail after the sealed ones becomes pending."""
         parked, session.kv.parked = session.kv.parked, None
         self.keep_sealed(session)
         if parked is None:
@@ -314,19 +315,20 @@ class Slots:
             self._store.pages.unpin(parked.ref)
 
     def pending_in_page(self, index: int, rows: int, ref: PageRef) -> PendingRows:
-        """Leading rows of a page of the store as something to import; the pin passes to it."""
+        """Return leading rows of a page of the store as pending rows, which take over its pin."""
         return PendingRows(index, rows, ref, lambda: self._store.pages.unpin(ref))
 
     def unpark(self, session: Session) -> None:
-        """The parked copy of the tail is of no more use: its slot is here and will change."""
+        """Unpin the parked copy of the tail, since the open slot is about to change."""
         parked, session.kv.parked = session.kv.parked, None
         if parked is not None:
             self._store.pages.unpin(parked.ref)
 
     def evict_oldest(self, taker: Session) -> bool:
-        """Unpin the sealed pages of the oldest reclaimable session that has any: evictable now.
+        """Unpin the sealed pages of the oldest reclaimable session with any, so that the store may
+        evict them; False if there is none.
 
-        They may well be found again: `extend` looks when the session computes next.
+        If they are not evicted, `extend` finds them when the session computes next.
         """
         for session in self.reclaimable:
             if session.kv.sealed and session is not taker:
@@ -340,14 +342,14 @@ class Slots:
         return 0 if self.arena is None else self.arena.count(SlotState.FREE)
 
     def drop(self, slot: ArenaSlot) -> None:
-        """Give up a slot; a seal that already has a ticket keeps it until the seal ends."""
+        """Free a slot of a session; a seal with a ticket keeps the slot until the seal ends."""
         if not self._leave_seal(slot):
             self.free(slot)
 
     def _leave_seal(self, slot: ArenaSlot) -> bool:
-        """Whether a seal with a ticket has the slot: it goes on without its session.
+        """Detach the slot's seal from its session; True if it has a ticket, and so continues.
 
-        A seal without one is over, and the pipeline forgets it.
+        A seal without a ticket ends: the pipeline drops it.
         """
         seal = self.seals.get(slot)
         if seal is not None and seal.ticket is not None:
@@ -357,11 +359,11 @@ class Slots:
         return False
 
     def free(self, slot: ArenaSlot) -> None:
-        """Nothing reads the slot: it is poisoned by the next frame, and free."""
+        """Free a slot that nothing reads; the next frame poisons it."""
         if self.arena is None:
             return
         self.arena.release(slot)
-        self.arena.freed(slot)  # the frame that poisons it goes out before any that uses it
+        self.arena.freed(slot)  # the frame that poisons it precedes any frame that uses it
         self.epochs.pop(slot, None)
         self._relabels.pop(slot, None)
         self._fresh.pop(slot, None)
@@ -370,7 +372,7 @@ class Slots:
     # ------------------------------------------------------------------------------ pending rows
 
     def claim_pending(self, session: Session, pending_rows: Sequence[PendingRows]) -> None:
-        """Rows of the pages right after those the session holds, which are elsewhere.
+        """Set the session's pending rows, of the pages right after those in its table.
 
         Raises ValueError, and changes nothing, if they do not follow.
         """
@@ -379,7 +381,7 @@ class Slots:
             self._claims[session] = None
 
     def members_pending(self) -> list[Session]:
-        """Members whose open rows are elsewhere, oldest claim first."""
+        """Return the members with pending rows, oldest claim first."""
         for session in list(self._claims):
             if not session.kv.pending or not self.owns(session):
                 del self._claims[session]
@@ -388,16 +390,16 @@ class Slots:
     # ------------------------------------------------------------------------------- the frame
 
     def warm(self, slots: Iterable[ArenaSlot]) -> None:
-        """Have the next frame write to these slots, so that later rows meet no page faults."""
+        """Have the next frame write to these slots, so that later writes cause no page faults."""
         self._poison.update((slot.slot, None) for slot in slots)
 
     @property
     def has_labels(self) -> bool:
-        """The next frame has something to do to slots."""
+        """Whether the next frame has slots to poison, reserve or relabel."""
         return bool(self._poison or self._fresh or self._relabels)
 
     def take_labels(self) -> Labels:
-        """What the next frame does to slots. Taken once; then call `labeled`."""
+        """Remove and return the next frame's changes of slots; after the frame call `labeled`."""
         labels = Labels(
             tuple(self._poison), tuple(self._fresh.values()), tuple(self._relabels.values())
         )
@@ -406,24 +408,24 @@ class Slots:
         return labels
 
     def labeled(self) -> None:
-        """The frame with the last labels was executed."""
+        """Note that the frame with the last labels was executed."""
         self._relabeling = frozenset()
 
     def is_relabeling(self, session: Session) -> bool:
-        """Whether headers of its slots are yet to follow a cut of its timeline."""
+        """Whether headers of the session's slots do not have its new epoch yet."""
         under_way = self._relabels.keys() | self._relabeling
         return not under_way.isdisjoint(session.kv.open)
 
     # ------------------------------------------------------------------------------- the worker
 
     def attach(self, arena: Arena) -> None:
-        """A new worker has mapped this arena; no session has a slot in it yet."""
+        """Use the arena that a new worker has mapped; no session has a slot in it yet."""
         self.arena = arena
 
     def lose_arena(self) -> LostArena | None:
-        """The worker died: no slot is held, and no seal belongs to a session any more.
+        """Give up the arena of a dead worker; its seals continue without a session.
 
-        The tables still name the slots, for `RowImporter.arena_died` to take.
+        The tables still have the slots: `RowImporter.arena_died` turns them into pending rows.
         """
         lost = None if self.arena is None else LostArena(self.arena, self.epochs)
         for seal in self.seals.values():
@@ -432,6 +434,6 @@ class Slots:
         self.arena, self.seals, self.epochs = None, {}, {}
         self._poison, self._fresh, self._relabels = {}, {}, {}
         self._relabeling = frozenset()
-        # Slots are gone, but sessions that do not run still give their pins.
+        # The slots are gone, but pins of sessions that do not run are still reclaimable.
         self.reclaimable = {session: 0 for session in self.reclaimable if session.kv.sealed}
         return lost

@@ -1,4 +1,4 @@
-"""Sealed pages that a lane faults in before a session arrives there."""
+"""Touching: a lane faults sealed pages in before a session migrates to it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-TOUCH_BYTES = 64 << 20  # of pages faulted in by one frame: mostly from the page cache
+TOUCH_BYTES = 64 << 20  # pages faulted in by one frame at most, mostly from the page cache
 
 
 class Touch:
-    """Sealed pages to fault in; `done` when the lane has, or died. Without pages: an answer."""
+    """Sealed pages to fault in; `done` resolves when the lane has, or its worker died.
+
+    Without pages, `done` resolves when the lane has answered a frame.
+    """
 
     def __init__(self, codes: Sequence[int]) -> None:
         self.codes = deque(codes)
@@ -18,13 +21,13 @@ class Touch:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def end(self) -> None:
-        """Nothing is left to fault in."""
+        """Resolve `done`."""
         if not self.done.done():
             self.done.set_result(None)
 
 
 class PageTouches:
-    """What the next frames of one lane fault in. `wake` says that there is something."""
+    """Queue of touches for the next frames of one lane. Calls `wake` when one is added."""
 
     def __init__(self, page_bytes: int, wake: Callable[[], None]) -> None:
         self._pages_max = max(1, TOUCH_BYTES // page_bytes)  # of one frame
@@ -35,13 +38,13 @@ class PageTouches:
         return bool(self._queue)
 
     def touch(self, codes: Sequence[int]) -> asyncio.Future[None]:
-        """Fault pages of the store in; without any, have the lane answer a frame."""
+        """Queue pages of the store to fault in; returns the `done` of the new `Touch`."""
         self._queue.append(Touch(codes))
         self._wake()
         return self._queue[-1].done
 
     def take(self) -> tuple[list[int], list[Touch]]:
-        """Codes of pages for the next frame, and what each belongs to, or only asks for it."""
+        """Remove and return page codes for the next frame, and the touches that it counts for."""
         codes, owners = list[int](), list[Touch]()
         while self._queue and len(codes) < self._pages_max:
             touch = self._queue[0]
@@ -53,14 +56,14 @@ class PageTouches:
         return codes, owners
 
     def touched(self, touches: Sequence[Touch]) -> None:
-        """The frame was executed, or its worker died."""
+        """Count down the touches of a frame that was executed, or whose worker died."""
         for touch in touches:
             touch.left -= 1
             if not touch.left:
                 touch.end()
 
     def arena_died(self) -> None:
-        """Nothing is left to fault in: all are done."""
+        """Resolve all queued touches, after the worker's exit."""
         queue, self._queue = self._queue, deque()
         for touch in queue:
             touch.end()
