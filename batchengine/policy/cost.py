@@ -1,10 +1,9 @@
 """Step time of a lane: a linear model with five coefficients, fitted online from observed steps.
 
-Owns the numbers behind every prediction: `StepCost` (frozen coefficients, what the scheduler
-reads), `CostModel` (the fit), `LaneLoad` (what a lane has to do already, summed up) and what is
-predicted from it: TTFT and TPOT of a request, and whether KV on disk is read or computed again.
-Refuses clocks and policy: times come in as numbers, and what to do about a slow lane is decided
-elsewhere.
+Owns every prediction: `StepCost` (frozen coefficients, which the scheduler reads), `CostModel` (the
+fit), `LaneLoad` (sums of a lane's queued work), TTFT and TPOT of a request, and whether KV on disk
+is read or computed again. Reads no clock and sets no policy: times are arguments, and the router
+and the scheduler act on the predictions.
 
     step_ms = fixed + prefill_token * prefill tokens + decode_entry * decode entries
             + decode_kv * attended KV tokens of decodes
@@ -67,10 +66,10 @@ def work_of(entries: Iterable[tuple[int, int]]) -> StepWork:
 
 
 def prior_cost(weight_bytes: int, n_params: int, threads: int) -> StepCost:
-    """A guess before the first step, from what a CPU core usually does.
+    """Estimate coefficients before the first step, from typical rates of CPU cores.
 
     A step reads the weights once (10 GB/s per core, 60 in all); a token costs two operations per
-    weight at 150 GOPS per core. Wrong by a factor of three at worst, and forgotten soon.
+    weight at 150 GOPS per core. Wrong by a factor of three at worst; the first steps correct it.
     """
     read_ms = weight_bytes / (min(60.0, 10.0 * max(1, threads)) * 1e6)
     token_ms = 2.0 * n_params / (150e6 * max(1, threads))
@@ -79,38 +78,36 @@ def prior_cost(weight_bytes: int, n_params: int, threads: int) -> StepCost:
 
 
 class CostModel:
-    """Fits `StepCost` to observed steps by multiplying coefficients, in proportion to their blame.
+    """Fits `StepCost` to observed steps by multiplying coefficients by powers of the error.
 
     A step that took e times its prediction multiplies every coefficient by a power of e: the
-    larger its share of the prediction, the larger the power. So coefficients stay positive,
-    five very different units need no common scale, and what a step did not use it does not
-    change: an hour of pure decode leaves the cost of prefill alone. Least squares was tried
-    first; with positive coefficients it drifts when two features grow together, as prefill
-    tokens and pairs do.
+    larger its share of the prediction, the larger the power. So coefficients stay positive, five
+    very different units need no common scale, and a step changes only coefficients of work that
+    it did: an hour of pure decode does not change the cost of prefill. Least squares with positive
+    coefficients would drift when two features grow together, as prefill tokens and pairs do.
 
-    A coefficient moves fast while young and as an average of some GAIN_MIN^-1 steps later. A
-    residual is cut at four times the median one: a stolen time slice moves the fit little.
-    STREAK such steps in a row on one side are no accident: the lane has changed, and
-    everything is young again. Before that, a step that is mostly
-    made of what was hardly ever seen sets the scale of all of that: a prior has the right
-    proportions and may be wrong by any factor, and a prefill is rare between decodes.
-    Deterministic: same observations, same bits.
+    The age of a coefficient is 1 plus the sum of its shares. It moves fast at a low age, later as
+    an average of about 1 / GAIN_MIN steps. An error is clipped at four times the median one, so
+    that a stolen time slice moves the fit little. STREAK clipped errors in a row on one side mean
+    that the lane has changed: ages are reduced. A step whose prediction is mostly due to *young*
+    coefficients (age below YOUNG) first scales all of these by one factor, since a prior has the
+    right proportions but may be wrong by any factor. Deterministic: same observations, same bits.
     """
 
     GAIN_MIN = 0.02
     MEDIAN_STEP = 1.05  # the median of |error| is tracked by steps of this factor
-    LIMIT_MAX = 0.7  # largest pull of an accident, as a logarithm: a factor of two
-    LIMIT_CHANGED = 2.3  # a factor of ten
+    LIMIT_MAX = 0.7  # clip of a single error, as a logarithm: a factor of two
+    LIMIT_CHANGED = 2.3  # clip after a streak: a factor of ten
     STREAK = 6
-    YOUNG = 2.0  # the first step that a coefficient explains alone ends its youth
+    YOUNG = 2.0  # ages start at 1, so one step that a coefficient explains alone ends its youth
     SCALE_MAX = 100.0
 
     def __init__(self, prior: StepCost) -> None:
-        """`prior` coefficients must be positive: zero times anything stays zero."""
+        """Raises ValueError unless all coefficients of `prior` are positive: 0 would stay 0."""
         values = _coefficients(prior)
         if not all(math.isfinite(c) and c > 0.0 for c in values):
             raise ValueError(f"a prior coefficient is not positive: {prior}")
-        self._age = [1.0] * len(values)  # prediction shares summed up: how much it has learned
+        self._age = [1.0] * len(values)  # sum of prediction shares, per coefficient
         self._median = 0.25
         self._streak = 0.0  # steps beyond the limit in a row, signed by side
         self.cost = prior
@@ -121,11 +118,11 @@ class CostModel:
 
     @property
     def error_ratio(self) -> float:
-        """Median of |log(observed / predicted)| of late, about: 0.1 = ten per cent."""
+        """Running estimate of the median of |log(observed / predicted)|: 0.1 = ten per cent."""
         return self._median
 
     def observe(self, work: StepWork, step_ms: float) -> None:
-        """Learn from one step. Times that are not positive and finite teach nothing."""
+        """Learn from one step. Times that are not positive and finite are ignored."""
         if not (math.isfinite(step_ms) and step_ms > 0.0):
             return
         self._rescale(work, step_ms)
@@ -138,7 +135,7 @@ class CostModel:
         self._blame(work, predicted_ms, max(-limit, min(limit, error)))
 
     def _limit(self, error: float) -> float:
-        """How far this step may pull, as a logarithm; far once the lane has changed."""
+        """Return the clip of this step's error, as a logarithm; it is large after a streak."""
         limit = min(self.LIMIT_MAX, max(0.2, 4.0 * self._median))
         if abs(error) <= limit:
             self._streak = 0.0
@@ -151,7 +148,7 @@ class CostModel:
         return self.LIMIT_CHANGED
 
     def _rescale(self, work: StepWork, step_ms: float) -> None:
-        """Bring what was hardly ever seen to the scale of its first steps, all of it together."""
+        """Scale all young coefficients by one factor, if they are most of the prediction."""
         old = _coefficients(self.cost)
         terms = [value * n for value, n in zip(old, (1.0, *work), strict=True)]
         young = [age < self.YOUNG for age in self._age]
@@ -179,7 +176,7 @@ class CostModel:
         self.cost = StepCost(*new)
 
 
-COEFFICIENT_MIN = 1e-12  # ms; keeps every coefficient alive
+COEFFICIENT_MIN = 1e-12  # ms; positive, since a coefficient of 0 would stay 0
 COEFFICIENT_MAX = 1e9
 
 
@@ -194,7 +191,7 @@ def _coefficients(cost: StepCost) -> tuple[float, float, float, float, float]:
 
 
 class QueuedWork(NamedTuple):
-    """What a waiting session still costs, for `eta_ms`."""
+    """Remaining work of one session, in tokens, for `etas_ms`."""
 
     frontier: int
     to_compute: int
@@ -214,8 +211,9 @@ def etas_ms(
 ) -> list[float]:
     """Milliseconds until each session of `queue`, in order of service, has its first token.
 
-    Seats serve the queue in order; prefills run one after another, each at half the lane while
-    decodes run beside it; a seated session decodes to its limit, so this errs on the late side.
+    Assumes that seats serve the queue in order, that prefills run one after another, each at half
+    speed while decodes run beside it, and that a seated session generates up to its limit. So the
+    result is late rather than early.
     """
     entries = len(seated)
     context = sum(s.frontier for s in seated)
@@ -247,18 +245,18 @@ def _prefill_ms(cost: StepCost, work: QueuedWork, shared: bool) -> float:
 
 
 def retry_after_ms(wait_ms: float) -> int:
-    """When to ask again: the predicted wait, between 0.1 s and 60 s, whole milliseconds."""
+    """Return the delay of a retry: the predicted wait, in 100 .. 60000 whole milliseconds."""
     return int(min(60_000.0, max(100.0, wait_ms)))
 
 
-# ---- queueing: what a request will see on a lane ----
+# ---- queueing: predicted times of a request on a lane ----
 
-RANKS = 4  # classes of promise, 0 = most urgent
+RANKS = 4  # SLA classes, 0 = most urgent
 QUANTUM_URGENT_MS = 100.0  # how soon a more urgent class may take a seat (scheduler.Policy)
 
 
 class LaneLoad(msgspec.Struct, frozen=True):
-    """What a lane has to do already, summed up: a prediction costs the same at any queue length.
+    """Sums of a lane's queued work, so that a prediction costs the same at any queue length.
 
     Every number grows with load, and every prediction grows with every number.
     """
@@ -269,7 +267,7 @@ class LaneLoad(msgspec.Struct, frozen=True):
     waiting: int = 0
     chunk_tokens: int = 512
     decodes: int = 0  # sessions that decode now
-    step_ms: float = 1.0  # of a step in which everybody here decodes
+    step_ms: float = 1.0  # of a step in which all seats decode
     prefill_ms: tuple[float, ...] = (0.0,) * RANKS  # [rank] prefill of that rank and more urgent
     seat_ms: tuple[float, ...] = (0.0,) * RANKS  # [rank] until a seat is free for that rank
 
@@ -294,11 +292,11 @@ class Prediction(msgspec.Struct, frozen=True, gc=False):
 def load_of(
     cost: StepCost, seats: int, chunk_tokens: int, rows: Iterable[LoadRow], paused: int = 0
 ) -> LaneLoad:
-    """Sum up the sessions of a lane; `paused` seated ones hold no seat worth waiting for."""
+    """Sum up the sessions of a lane; the seats of `paused` ones, not in `rows`, count as free."""
     prefill = [0.0] * RANKS
     seated, waiting = [0] * RANKS, [0] * RANKS
     decodes = context = left = 0
-    contexts: list[int] = []  # of those who wait
+    contexts: list[int] = []  # of waiting sessions
     for rank, frontier, to_compute, tokens_left, is_seated in rows:
         (seated if is_seated else waiting)[rank] += 1
         if to_compute > 1:
@@ -312,10 +310,10 @@ def load_of(
             contexts.append(frontier + to_compute)
     n_seated, n_waiting = sum(seated), sum(waiting)
     free = max(0, seats - n_seated + paused)
-    context += sum(heapq.nlargest(free, contexts))  # they will be seated next
+    context += sum(heapq.nlargest(free, contexts))  # of sessions that will be seated next, at most
     entries = min(max(seats, n_seated), n_seated + n_waiting)
     step_ms = cost.fixed_ms + cost.decode_entry_ms * entries + cost.decode_kv_ms * context
-    # Between two seats that become free: the mean answer, as many at once as there are seats.
+    # Time between two seats that become free: the mean remaining answer over the number of seats.
     turnover_ms = left / max(1, n_seated + n_waiting) * step_ms / max(1, entries)
     return LaneLoad(
         cost,
@@ -333,7 +331,8 @@ def load_of(
 def _seat_ms(
     rank: int, free: int, seated: Sequence[int], waiting: Sequence[int], turnover_ms: float
 ) -> float:
-    """Until a session of `rank` that joins now gets a seat: a free one, a taken one, a left one."""
+    """Predict the ms until a session of `rank` that joins now gets a seat: a free one, one of a
+    less urgent session, or one whose session ends."""
     ahead = sum(waiting[: rank + 1])
     if ahead < free:
         return 0.0
@@ -342,17 +341,16 @@ def _seat_ms(
 
 
 def prefill_ms(cost: StepCost, frontier: int, n_tokens: int) -> float:
-    """Time of `n_tokens` prefill tokens after `frontier`, without what a step costs anyway."""
+    """Time of `n_tokens` prefill tokens after `frontier`, without the fixed cost of a step."""
     pairs = n_tokens * (frontier + n_tokens / 2)
     return cost.prefill_token_ms * n_tokens + cost.prefill_pair_ms * pairs
 
 
 def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out: int) -> Prediction:
-    """What a request of `rank` will see that joins now and computes `n_tokens` from `frontier`.
+    """Predict TTFT and TPOT of a request that joins now and computes `n_tokens` from `frontier`.
 
-    Prefill runs at half the lane beside others, who decode by then if they do not yet. What is
-    to prefill delays later tokens too, spread over the answer and at most as much per token as
-    the decodes themselves take.
+    Prefill runs at half speed beside other sessions, which are assumed to decode. Queued prefill
+    delays later tokens too: spread over the answer, and at most by the time of a decode per token.
     """
     cost, step_ms = load.cost, load.step_ms
     pairs = n_tokens * (frontier + n_tokens / 2)
@@ -372,13 +370,13 @@ def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out:
 
 
 def wait_ms(load: LaneLoad, rank: int) -> float:
-    """How long a request of `rank` waits before its own work begins: a seat, and who is first."""
+    """Predict the ms before a request's own work begins: for a seat, and for prefill before it."""
     ahead_ms = load.prefill_ms[rank]
     return load.seat_ms[rank] + 2.0 * ahead_ms
 
 
 def joined(load: LaneLoad, rank: int, frontier: int, n_tokens: int) -> LaneLoad:
-    """`load` after one more session has joined the queue: exact sums come with the next look."""
+    """Return an estimate of `load` after one more session has joined, until the next `load_of`."""
     own_ms = prefill_ms(load.cost, frontier, n_tokens)
     ahead = load.prefill_ms
     sums = tuple(ahead[r] + own_ms if r >= rank else ahead[r] for r in range(RANKS))
@@ -389,10 +387,10 @@ def joined(load: LaneLoad, rank: int, frontier: int, n_tokens: int) -> LaneLoad:
 
 
 class RestorePlan(NamedTuple):
-    """What to do about KV that is published but has not been read since start."""
+    """Decision on KV that is published but has not been read since start."""
 
     choice: str  # "share": nothing to read; "load"; "recompute"
-    tokens: int  # whose KV it is about
+    tokens: int  # leading tokens that the store has pages for
     load_ms: float
     recompute_ms: float
     reason: str
@@ -409,11 +407,12 @@ def plan_restore(
     decodes: int = 0,
     margin: float = 1.25,
 ) -> RestorePlan:
-    """Read and verify `cold_bytes`, or compute the last `cold_tokens` of `tokens` again.
+    """Decide whether to read `cold_bytes`, or to recompute the last `cold_tokens` of `tokens`.
 
     `tokens` are the leading tokens the store has pages for; of those the last `cold_tokens` are
-    not in memory yet. `read_bytes_per_s` was measured; 0 = never, then reading is tried. Reading
-    is preferred unless it is `margin` times slower: it takes no compute from other sessions.
+    not in memory yet. `read_bytes_per_s` is a measured rate; 0 = not measured: then reading is
+    chosen. Reading is preferred unless it is `margin` times slower, since it takes no compute time
+    from other sessions.
     """
     if cold_tokens <= 0:
         return RestorePlan("share", tokens, 0.0, 0.0, "the pages are in memory")

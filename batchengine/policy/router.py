@@ -1,8 +1,8 @@
-"""Which lane and strategy serve a request: one pure function over frozen views.
+"""Router: chooses lane and strategy of a request, as one pure function over frozen views.
 
-Owns the decision tree and every sentence that explains it. Refuses clocks, queues and lanes:
-`RouteState` holds what is known of each lane, summed up beforehand, so that a decision costs
-microseconds whatever waits. Same inputs, same decision.
+Owns the decision tree and the sentences that explain it. Reads no clocks, queues or lanes:
+`RouteState` holds precomputed sums of each lane, so that a decision takes microseconds at any queue
+length. Same inputs, same decision.
 
 The tree.
 
@@ -12,22 +12,21 @@ The tree.
  3. Standard, long prompt                              -> fast lanes
  4. Standard, short prompt                             -> bulk lanes
 
-Among lanes. *Strain* is the worst of predicted over promised (TTFT, TPOT, TTLT); up to 1 the
-promise is kept. A session's KV is somewhere: elsewhere its hand-over is part of the TTFT.
+Choice among lanes. *Strain* is the largest ratio of predicted to target time (TTFT, TPOT, TTLT); up
+to 1 all targets are met. On a lane without the session's KV, the migration is part of the TTFT.
 
- 5. The lanes of the tree's tier come first, among them the one of least strain, as long as they
-    keep the promise or are within `tolerance` of the best lane: that share of the promise, or of
-    the best lane's strain where that is more. Latency-sensitive requests give up the first half:
-    they never go to a lane that is worse than another by more than that.
- 6. A session stays where it is while that lane belongs to the tier and rule 5 allows it. Unless
-    the request is latency-sensitive it also stays when it moved less than `dwell_ms_min` ago,
-    when an interactive turn was here less than `demote_idle_ms` ago (a client may leave a
-    background model on a session its user is in), and while a faster lane than needed is not
-    loaded: promotion is quick, demotion is lazy, and sessions do not swing.
+ 5. The lane of least strain in the tree's tier is chosen if its strain is within a limit, else the
+    lane of least strain of all. With s = least strain of all, the limit is s + `tolerance` *
+    max(1, s), and at least 1 unless the request is latency-sensitive.
+ 6. A session stays on its lane while that lane belongs to the tier and is within the limit of rule
+    5. Unless the request is latency-sensitive, the session also stays if it moved less than
+    `dwell_ms_min` ago; and, within the limit, on a fast lane if an interactive turn was there less
+    than `demote_idle_ms` ago (a client may send background requests to a session that its user is
+    in), or if the lane is not loaded. So promotion is quick and demotion slow.
 
-Dead lanes and lanes the context does not fit are no candidates. More load never makes a lane
-more attractive: strain grows with every number of its load, and nothing else looks at load but
-rule 6, which only lets go of a loaded lane.
+Dead lanes, lanes that the context does not fit, and lanes with full queues, except the session's
+own, are no candidates. More load never makes a lane more attractive: strain grows with every number
+of the load, and besides strain only rule 6 reads the load, to leave a loaded lane.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from batchengine.policy.cost import LaneLoad, predict
 FAST, BULK, ANY = "fast", "bulk", "any"
 LOCAL = "local"  # on one lane
 NO_FIT, FULL = "the context does not fit", "its queue is full"  # why a lane is no candidate
-RANK_INTERACTIVE, RANK_STANDARD = 0, 1  # as in the scheduler: the classes in order of urgency
+RANK_INTERACTIVE, RANK_STANDARD = 0, 1  # values of scheduler.RANK
 
 
 class Reason(enum.StrEnum):
-    """Why a lane was chosen, as stable sentences; names are the labels of metrics."""
+    """Reason of a decision, as a stable sentence; the names are labels of metrics."""
 
     NO_LANE = "no lane is up"
     NO_FIT = "the context fits no lane"
@@ -74,18 +73,18 @@ class RoutePolicy(msgspec.Struct, frozen=True, gc=False):
     tolerance: float = 0.25
     dwell_ms_min: float = 5_000.0
     demote_idle_ms: float = 60_000.0
-    loaded_ratio: float = 0.5  # of its seats, or anybody waiting: a lane is loaded
-    move_ms: float = 10.0  # hand-over between lanes: what it costs at all,
-    move_row_ms: float = 0.01  # and per token of the open page
+    loaded_ratio: float = 0.5  # a lane with so many of its seats taken is loaded
+    move_ms: float = 10.0  # fixed cost of a migration
+    move_row_ms: float = 0.01  # cost of a migration per row of the open page
 
 
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):
-    """What is known of a request. Targets are resolved: the request's own or its class's."""
+    """One request. Targets are resolved: the request's own, or those of its class."""
 
     rank: int  # of its class: 0 = interactive ... 3 = batch
     prompt_tokens: int
     tokens_out: int  # expected
-    context_tokens: int  # prompt and the longest answer: what must fit
+    context_tokens: int  # prompt and the longest answer, which must fit
     ttft_ms: float
     tpot_ms: float
     ttlt_ms: float = math.inf
@@ -97,9 +96,9 @@ class RouteSession(msgspec.Struct, frozen=True, gc=False):
 
     lane: str
     reused_tokens: int  # leading tokens of the prompt whose KV exists
-    open_rows: int = 0  # of those, rows that a hand-over would copy
-    dwell_ms: float = math.inf  # since it last changed its lane
-    urgent_ms: float = math.inf  # since it last had a latency-sensitive turn
+    open_rows: int = 0  # of those, rows that a migration would copy
+    dwell_ms: float = math.inf  # since the session last changed its lane
+    urgent_ms: float = math.inf  # since its last latency-sensitive turn
 
 
 class LaneState(msgspec.Struct, frozen=True, gc=False):
@@ -110,8 +109,8 @@ class LaneState(msgspec.Struct, frozen=True, gc=False):
     alive: bool = True
     tier: str = ANY
     pool: str = ""
-    context_max: int = 1 << 30  # tokens whose KV it can hold
-    full: bool = False  # its queue is as long as it may be
+    context_max: int = 1 << 30  # tokens whose KV the lane can hold for one session
+    full: bool = False  # its queue has the maximal length
 
 
 class RouteState(msgspec.Struct, frozen=True, gc=False):
@@ -122,20 +121,20 @@ class RouteState(msgspec.Struct, frozen=True, gc=False):
 
 
 class Strategy(NamedTuple):
-    """How prefill and decode of one session are laid out."""
+    """Layout of prefill and decode of one session over lanes; LOCAL = on one lane."""
 
     prefill: str = LOCAL
     decode: str = LOCAL
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """What one lane was predicted to do; `excluded` says why it was not considered.
+    """Prediction for one lane; `excluded` is why it was not considered, "" = it was.
 
-    A struct, as one is made per lane and decision: a named tuple takes seven times as long.
+    A struct, because one is made per lane and decision; a named tuple takes seven times as long.
     """
 
     lane: str
-    ttft_ms: float = 0.0  # hand-over included
+    ttft_ms: float = 0.0  # with `move_ms`, the time of a migration
     tpot_ms: float = 0.0
     move_ms: float = 0.0
     strain: float = 0.0
@@ -143,7 +142,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Where a request goes. `lane` "" = nowhere now; `predicted` is None exactly then."""
+    """Lane of a request. `lane` "" = none can take it; `predicted` is None exactly then."""
 
     strategy: Strategy
     lane: str
@@ -156,7 +155,7 @@ LOCAL_STRATEGY = Strategy()
 
 
 def is_urgent(request: RouteRequest, policy: RoutePolicy) -> bool:
-    """Latency-sensitive. A background or batch class is a ceiling: tight targets do not lift it."""
+    """Whether a request is latency-sensitive; background and batch ones never are by targets."""
     rank = request.rank
     return (
         rank == RANK_INTERACTIVE
@@ -171,13 +170,13 @@ def is_urgent(request: RouteRequest, policy: RoutePolicy) -> bool:
 
 
 def is_loaded(lane: LaneState, policy: RoutePolicy) -> bool:
-    """Others would like the seats of this lane."""
+    """Whether sessions wait on the lane, or `loaded_ratio` of its seats are taken."""
     load = lane.load
     return load.waiting > 0 or load.seated >= policy.loaded_ratio * load.seats
 
 
 def route(request: RouteRequest, session: RouteSession | None, state: RouteState) -> Decision:
-    """Choose lane and strategy; see the module's text for the numbered rules."""
+    """Choose lane and strategy; the module's docstring has the numbered rules."""
     policy = state.policy
     candidates = tuple([_candidate(request, session, lane, policy) for lane in state.lanes])
     able = [
@@ -216,9 +215,9 @@ def route(request: RouteRequest, session: RouteSession | None, state: RouteState
 
 
 def best_lane(state: RouteState, tier: str, tokens: int, away_from: str = "") -> str:
-    """The least loaded lane of `tier` that can hold `tokens`; "" = there is none.
+    """Return the least loaded lane of `tier` that can hold `tokens` tokens; "" = there is none.
 
-    For moves that no request waits for. A lane that serves any tier counts for both.
+    For moves that no request waits for. A lane of tier ANY counts for both tiers.
     """
     able = [
         ((lane.load.seated + lane.load.waiting) / lane.load.seats, lane.tier == ANY, lane.name)
@@ -233,10 +232,10 @@ def best_lane(state: RouteState, tier: str, tokens: int, away_from: str = "") ->
 
 
 def demotion(session: RouteSession, idle_ms: float, tokens: int, state: RouteState) -> str:
-    """Where an idle session goes that still stands on a fast lane; "" = it stays.
+    """Return the lane to which an idle session leaves a fast lane; "" = it stays.
 
-    `idle_ms` since its last turn ended. It gives its fast slot back when it was idle for
-    `demote_idle_ms` and had no latency-sensitive turn for as long, and not twice in a moment.
+    `idle_ms` is the time since its last turn ended. The session leaves if it was idle and without
+    a latency-sensitive turn for `demote_idle_ms`, and has not moved for `dwell_ms_min`.
     """
     policy = state.policy
     at = next((lane for lane in state.lanes if lane.name == session.lane), None)
@@ -257,7 +256,7 @@ def _to_compute(request: RouteRequest, session: RouteSession | None) -> int:
 def _candidate(
     request: RouteRequest, session: RouteSession | None, lane: LaneState, policy: RoutePolicy
 ) -> Candidate:
-    """What the lane would make of the request: its prediction, a hand-over, and the strain."""
+    """Predict the request's times on the lane, with a migration if necessary, and the strain."""
     if not lane.alive:
         return Candidate(lane.name, excluded="it is down")
     if request.context_tokens > lane.context_max:
@@ -287,7 +286,7 @@ def _candidate(
 
 
 def _least(entries: list[tuple[float, LaneState, Candidate]]) -> tuple[float, LaneState, Candidate]:
-    """Least strain; the first listed wins a tie."""
+    """Return the entry of least strain, the first one of equals."""
     best = entries[0]
     for entry in entries:
         if entry[0] < best[0]:
@@ -303,7 +302,7 @@ def _stay(
     limit: float,
     policy: RoutePolicy,
 ) -> tuple[Reason, Candidate] | None:
-    """Rule 6: why the session stays where its KV is, or None if it may go."""
+    """Return, by rule 6, why the session stays on its lane; None if it may leave."""
     name = session.lane
     for strain, lane, candidate in able:
         if lane.name != name:
@@ -327,7 +326,7 @@ def _stay(
 
 
 def _without_lane(candidates: tuple[Candidate, ...]) -> Decision:
-    """No lane can take the request, and why."""
+    """Return the decision that no lane can take the request, with the reason."""
     excluded = {candidate.excluded for candidate in candidates}
     reason = Reason.NO_LANE
     if NO_FIT in excluded:

@@ -1,13 +1,13 @@
-"""Which tokens a lane computes next: one pure function from a frozen view to a frozen plan.
+"""Scheduler: chooses the tokens of a lane's next step, by one pure function from view to plan.
 
-Owns every scheduling rule. Refuses clocks, queues, pages and workers: the engine builds a
-`LaneView`, calls `plan`, and does what the plan says. Same view, same plan, to the last entry;
-the order in which rows are listed changes nothing but the order of the batch.
+Owns every scheduling rule. Reads no clocks, queues, pages or workers: the engine builds a frozen
+`LaneView`, calls `plan`, and carries out the plan. Equal views give equal plans; the order in which
+rows are listed changes only the order of the batch.
 
 Work is tokens still to compute. There are no phases: a decode is an entry of one token.
 
 Rules, in the order in which they are applied
- 1. A suspect runs alone, in turn with everybody else: one solo step, one step for the others.
+ 1. A suspect runs alone: its solo steps alternate with steps of all other sessions.
  2. Every running decode is in the step, unless rule 5 takes its seat or it gets no page.
  3. What time and tokens remain go to longer work, most urgent first: by class, inside a class
     by deadline. Prefill may take as long as the decodes of the step (`prefill_share`); when its
@@ -15,9 +15,9 @@ Rules, in the order in which they are applied
     `chunk_tokens_min`. So a decode waits for at most one chunk, sized to its own target.
  4. Sessions are admitted when they get their first tokens, not before.
  5. A seat is taken from a less urgent session (later class, past `quantum_urgent_ms`), which
-    keeps its KV and joins the queue again with a new deadline. A slow reader's slot goes first.
- 6. Aging. The *late* session of the earliest deadline, whatever its class, goes before rule 3:
-    it may take a seat of its own or a less urgent class after `quantum_ms`, and anybody's while
+    keeps its KV and joins the queue again with a new deadline. Paused sessions are preempted first.
+ 6. Aging. The *late* session of the earliest deadline, whatever its class, is served before rule 3:
+    it may take a seat of its own or a less urgent class after `quantum_ms`, and of any class while
     its class and those below hold fewer than `aged_seats`. A late running prefill likewise gets
     the first tokens of every step.
 
@@ -27,12 +27,12 @@ with an earlier deadline at time D. It computes its first token before
     D + (A + 1) * (5 * quantum_ms + 2 * longest step)            (`wait_ms_max`)
 
 whatever arrives later, provided every preemption returns a slot and pages can be reserved.
-Proof. Horizons are positive, so a turn that joins after D has a later deadline: A only shrinks. Be
-w the late session of earliest deadline. (a) While its class and those below hold at least
+Proof. Horizons are positive, so a turn that joins after D has a later deadline: A only shrinks. Let
+w be the late session of earliest deadline. (a) While its class and those below hold at least
 `aged_seats`, one of those rows runs; only more urgent sessions can be seated before w (inside
-its class w is first, below it everyone comes after), so after one quantum every such row may be
-displaced by w, or has gone. (b) When they hold fewer, free seats go to w first, and any row
-past its quantum may be displaced. A seat can change hands in favour of another only by rule 5,
+its class w is first, those below come after it), so after one quantum every such row may be
+displaced by w, or has left. (b) When they hold fewer, free seats go to w first, and any row
+past its quantum may be displaced. A seat can pass to a session other than w only by rule 5,
 which strictly lowers the class of its holder: at most three times, so after four quanta w has a
 seat. Steps end before plans are made, and rule 1 doubles their number. w then leaves the queue
 with at least one token computed, and the argument repeats for the A - 1 that are left.
@@ -57,11 +57,11 @@ PRIORITY_MAX = 8  # beyond it a priority counts as this
 
 
 class TurnRow(NamedTuple):
-    """One session that wants to compute, as the scheduler sees it.
+    """Scheduler's inputs for one session with tokens to compute.
 
     A tuple because a view is built before every step and a step may last 0.3 ms. The row of a
     waiting session does not change from step to step, so the engine can keep it. The first
-    three fields are the order of service: rows compare natively.
+    three fields define the order of service, so rows are compared as tuples.
     """
 
     rank: int  # RANK[sla_class]: 0 = most urgent
@@ -76,11 +76,11 @@ class TurnRow(NamedTuple):
     open_until: int  # tokens below this have an open arena slot (multiple of PAGE_TOKENS)
     pages_held: int  # pages its timeline has: resident, shared or reserved
     pages_max: int  # pages it will have at its longest (prompt + tokens_max)
-    slots_held: int = 0  # free if it is preempted now; while it waits: in slots_free as well
+    slots_held: int = 0  # freed by a preemption; of a waiting session, counted in slots_free too
     running: bool = False  # holds a seat (batch slot + open arena slot)
-    paused: bool = False  # its reader is slow: compute nothing, may lose its seat
+    paused: bool = False  # slow reader, or rows not imported yet: not computed, may lose its seat
     suspect: bool = False  # was in a step that killed the worker: runs alone
-    pages_evictable: int = 0  # of pages_held: evictable, so counted in LaneView.pages_free as well
+    pages_evictable: int = 0  # of pages_held: evictable, so counted in LaneView.pages_free too
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,12 @@ class Policy:
     """Constants of the scheduling rules; milliseconds and tokens."""
 
     chunk_tokens_min: int = 16  # one tile of the linear kernels: fewer tokens cost the same
-    quantum_ms: float = 2000.0  # long beside a step and a page seal, short beside a patience
+    quantum_ms: float = 2000.0  # long against a step and a page seal, short against `patience_s`
     quantum_urgent_ms: float = 100.0  # a fifth of the interactive TTFT target
     margin_ms: float = 50.0  # hysteresis: deadlines closer than this are equal
     prefill_share: float = 1.0  # prefill time per decode time: decodes keep half their speed
     aged_share: float = 0.25  # of the prefill budget, to the late session of rule 6
-    aged_seats: int = 0  # seats rule 6 keeps for the patient; 0 = entries_max / 8, at least 1
+    aged_seats: int = 0  # seats that rule 6 keeps for late ones; 0 = entries_max / 8, at least 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class LaneView:
     tokens_max: int  # tokens per step
     entries_max: int  # entries per step = seats
     chunk_tokens_max: int  # prefill tokens per step
-    step_ms_max: float  # no step is planned longer than this, but for the chunk floor
+    step_ms_max: float  # no step is planned longer, except for a chunk of `chunk_tokens_min`
     slots_free: int  # arena slots without a holder
     pages_free: int  # store pages that can be reserved now (free or evictable)
     pages_budget: int  # store pages in all
@@ -125,13 +125,13 @@ class PlannedEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything one step will do, in this order: preempt, admit, shed, run the batch."""
+    """Plan of one step, carried out in this order: preempt, shed, admit, run the batch."""
 
     batch: tuple[PlannedEntry, ...]
     admit: tuple[int, ...] = ()  # waiting -> running; each has an entry in `batch`
-    preempt: tuple[int, ...] = ()  # running -> waiting: KV stays, seat and arena slot go
+    preempt: tuple[int, ...] = ()  # running -> waiting: KV stays, open slots are reclaimable
     shed: tuple[int, ...] = ()  # can never run: needs more pages than the budget
-    stalled: tuple[int, ...] = ()  # running, could have computed, but no place or page is left
+    stalled: tuple[int, ...] = ()  # running, could have computed, but no slot or page is left
     predicted_ms: float = 0.0
 
 
@@ -153,10 +153,10 @@ CLASS_TARGETS: dict[SlaClass, ClassTargets] = {
 
 
 def horizon_ms(sla: Sla, targets: ClassTargets, expected_ms: float = 0.0) -> float:
-    """How long a session may wait before it is late; in [1, HORIZON_MS_MAX].
+    """Return the ms that a session may wait before it is late; in [1, HORIZON_MS_MAX].
 
-    The TTFT target, or what a TTLT budget leaves after `expected_ms` of compute if that is
-    less. A priority moves it by up to half, so it orders arrivals of one class only.
+    This is the TTFT target, or the TTLT target less `expected_ms` of compute if that is less. A
+    priority changes it by up to half, so priorities order arrivals of one class only.
     """
     horizon = targets.ttft_ms if sla.ttft_ms is None else sla.ttft_ms
     if sla.ttlt_ms is not None:
@@ -167,12 +167,12 @@ def horizon_ms(sla: Sla, targets: ClassTargets, expected_ms: float = 0.0) -> flo
 
 
 def tpot_ms(sla: Sla, targets: ClassTargets) -> float:
-    """Target between tokens: TurnRow.tpot_ms."""
+    """Return the target time between tokens (ms), for TurnRow.tpot_ms."""
     return targets.tpot_ms if sla.tpot_ms is None else sla.tpot_ms
 
 
 def wait_ms_max(policy: Policy, deadline_ms: float, ahead: int, step_ms: float) -> float:
-    """The theorem's moment: by then a session has computed its first token.
+    """Return the latest time (ms) of a session's first token by the aging theorem.
 
     `ahead` = sessions waiting with an earlier deadline at `deadline_ms`, `step_ms` = longest step.
     """
@@ -193,14 +193,14 @@ def plan(view: LaneView, now_ms: float) -> StepPlan:
         draft.preempt_for_pages()
     found = draft.finish()
     if draft.suspects and not found.batch and not found.preempt:
-        alone = _Draft(view, now_ms)  # it was the others' turn, but they lack seats or pages
+        alone = _Draft(view, now_ms)  # the other sessions lack seats or pages
         if alone.run_suspect():
             return alone.finish()
     return found
 
 
 class _Draft:
-    """A plan being made: what is left of the lane, and what has been granted so far."""
+    """A plan being made: remaining resources of the lane, and the grants so far."""
 
     def __init__(self, view: LaneView, now_ms: float) -> None:
         self.view = view
@@ -217,8 +217,8 @@ class _Draft:
         self.stalled_for_pages = False
         self.slack_ms = math.inf  # until the first decode misses its TPOT target
         self.decode_ms = view.cost.fixed_ms
-        self.prefill_ms = 0.0  # what longer work may take of this step
-        self.spent_ms = 0.0  # what it takes so far
+        self.prefill_ms = 0.0  # time of this step that longer work may take
+        self.spent_ms = 0.0  # time that its grants take so far
         self.slots_left = view.slots_free
         self.pages_left = view.pages_free
         self.chunk_tokens = 0  # most tokens of longer work in this step
@@ -241,7 +241,7 @@ class _Draft:
     # ---- rule 1: suspects ----
 
     def suspect_is_next(self) -> bool:
-        """Has the suspect waited longer than the others, who count as one?"""
+        """Whether the suspect has waited longer than the others, which count as one session."""
         group = [r.served_ms for r in self.decodes] + [r.served_ms for r in self.prefills]
         waiting = (_last_ms(r) for r in self.view.waiting if not (r.suspect or r.paused))
         others_ms = max(group) if group else min(waiting, default=math.inf)
@@ -251,7 +251,7 @@ class _Draft:
         return min(self.suspects, key=lambda r: (_last_ms(r), r.key))
 
     def run_suspect(self) -> bool:
-        """Plan a solo step; False, and the draft is unusable, if the suspect cannot run."""
+        """Plan a solo step; False if the suspect cannot run: then the draft is unusable."""
         view = self.view
         row = self._suspect()
         due_ms = min((r.served_ms + r.tpot_ms for r in self.decodes), default=math.inf)
@@ -265,7 +265,7 @@ class _Draft:
     # ---- rule 2: decodes ----
 
     def take_decodes(self) -> None:
-        """Every running decode, its page, its time."""
+        """Put every running decode into the batch, with its page and its time."""
         view = self.view
         if len(self.decodes) > min(view.entries_max, view.tokens_max):
             self._rotate_decodes()
@@ -288,7 +288,7 @@ class _Draft:
         self.entries_left = view.entries_max - len(self.decodes)
 
     def _rotate_decodes(self) -> None:
-        """More decodes than a step holds (readers woke up): the longest unserved go first."""
+        """Keep the decodes that were served least recently; more have resumed than a step holds."""
         room = min(self.view.entries_max, self.view.tokens_max)
         if self.prefills:
             room = max(1, min(room - 1, self.view.tokens_max - self.view.policy.chunk_tokens_min))
@@ -297,7 +297,7 @@ class _Draft:
         self.decodes = [r for r in self.decodes if r.key in kept]
 
     def _open_pages(self, needy: list[TurnRow]) -> int:
-        """Decodes that begin a page get one in order of service, or stall.
+        """Reserve a page for each decode that begins one, in order of service; others stall.
 
         Returns the KV tokens that the stalled ones would have attended.
         """
@@ -309,7 +309,7 @@ class _Draft:
     # ---- rules 3, 4 and 6: longer work ----
 
     def fill(self) -> None:
-        """Prefill, admissions and aging in what the decodes leave."""
+        """Plan prefill, admissions and aging with the time and tokens that decodes leave."""
         view = self.view
         self.chunk_tokens = min(view.chunk_tokens_max, view.tokens_max - len(self.decodes))
         self.tokens_left = self.chunk_tokens
@@ -323,10 +323,10 @@ class _Draft:
         self._serve()
 
     def _set_budget(self, head: TurnRow) -> None:
-        """Rule 3: milliseconds for longer work.
+        """Set the milliseconds for longer work, by rule 3.
 
-        share: decodes keep their part of the lane. slack: no decode misses TPOT. A target that the
-        decodes alone already miss protects no turn, so it does not hold prefill back.
+        share: decodes keep their part of the lane. slack: no decode misses its TPOT target. A
+        target that the decodes alone already miss does not limit prefill.
         """
         view = self.view
         longest_ms = view.step_ms_max - self.decode_ms
@@ -343,7 +343,7 @@ class _Draft:
         self.prefill_ms = min(budget_ms, longest_ms)
 
     def _is_late(self, head: TurnRow, share_ms: float) -> bool:
-        """Would `head` miss its deadline if it only got `share_ms` of every step?"""
+        """Whether `head` would miss its deadline if it only got `share_ms` of every step."""
         if share_ms <= 0.0:
             return True
         n = head.to_compute
@@ -351,7 +351,7 @@ class _Draft:
         return self.now_ms + work_ms * (1.0 + self.decode_ms / share_ms) > head.deadline_ms
 
     def _age(self, head: TurnRow) -> None:
-        """Rule 6: the late session of the earliest deadline goes first."""
+        """Serve the late session of the earliest deadline first, by rule 6."""
         now_ms = self.now_ms
         row = self._late_waiting()
         if row is not None:
@@ -365,13 +365,13 @@ class _Draft:
                 self._grant(row, self.view.policy.aged_share)
 
     def _late_waiting(self) -> TurnRow | None:
-        """The late waiting session of the earliest deadline, over all classes."""
+        """Return the late waiting session of the earliest deadline, over all classes, or None."""
         heads: list[TurnRow] = []
         waiting = self.waiting
         index = 0
         while index < len(waiting):
             end = bisect_left(waiting, (waiting[index].rank + 1,))
-            for row in waiting[index:end]:  # one class, by deadline: the first able one counts
+            for row in waiting[index:end]:  # one class, by deadline: take the first able one
                 if row.deadline_ms > self.now_ms:
                     break
                 if self._is_able(row):
@@ -381,7 +381,7 @@ class _Draft:
         return min(heads, key=_age_order, default=None)
 
     def _is_able(self, row: TurnRow) -> bool:
-        """May this waiting session be admitted in a common step? Sheds one that never can be."""
+        """Whether a waiting session may be admitted to a common step. Sheds one that never fits."""
         if row.pages_max > self.view.pages_budget:
             if row.key not in self.shed:
                 self.shed.append(row.key)
@@ -389,7 +389,7 @@ class _Draft:
         return not (row.paused or row.suspect or row.key in self.granted)
 
     def _serve(self) -> None:
-        """Rule 3 in order of service, over running and waiting sessions merged."""
+        """Serve running and waiting sessions by rule 3, merged in order of service."""
         prefills, waiting = self.prefills, self.waiting
         i = j = 0
         served = False
@@ -425,7 +425,7 @@ class _Draft:
         return n > 0
 
     def _fit(self, row: TurnRow, share: float, floor: bool) -> int:
-        """Tokens of `row` that fit the time left; whole tiles unless its work ends in them."""
+        """Return how many tokens of `row` fit the time left: whole tiles, except at its end."""
         tile = self.view.policy.chunk_tokens_min
         want = min(row.to_compute, self.tokens_left, max(tile, int(self.chunk_tokens * share)))
         left_ms = min(self.prefill_ms * share, self.prefill_ms - self.spent_ms)
@@ -437,7 +437,7 @@ class _Draft:
         return min(want, tile) if floor else 0
 
     def _reserve(self, row: TurnRow, n: int) -> int:
-        """Take the slots and pages for the next `n` tokens; fewer tokens if they run out.
+        """Take slots and pages for the next `n` tokens; returns fewer tokens if they run out.
 
         [0, frontier)             computed
         [frontier, frontier + n)  this step; from open_until on it needs new slots,
@@ -461,8 +461,8 @@ class _Draft:
     def _admit(self, row: TurnRow, aged: bool, share: float = 1.0, floor: bool = True) -> bool:
         """Give a waiting session a seat and its first tokens, or change nothing.
 
-        All the pages its present work needs must be there beside what seated sessions still
-        need: a session that starts must not stop half way for lack of pages.
+        The store must have all pages for its present work besides those that seated sessions still
+        need, so that an admitted session does not stop for lack of pages.
         """
         if not self._fit(row, share, floor):
             return False
@@ -483,12 +483,12 @@ class _Draft:
             self._preempt(victims)
         self.admitted.append(row)
         self.seats_left -= 1
-        self.slots_left -= row.slots_held  # lent while it waited
-        self.pages_left -= row.pages_evictable  # what it holds can no longer be evicted
+        self.slots_left -= row.slots_held  # not reclaimable any more
+        self.pages_left -= row.pages_evictable  # not evictable any more
         return self._grant(row, share, floor)
 
     def _is_crowded(self, row: TurnRow) -> bool:
-        """Its class has its aged seats, and someone more urgent waits for the free ones."""
+        """Whether the row's class has its aged seats, and a more urgent session waits."""
         if not self.waiting or self.waiting[0].rank >= row.rank:
             return False
         return self._seats_from()[row.rank] >= self._aged_seats()
@@ -497,22 +497,22 @@ class _Draft:
         return self.view.policy.aged_seats or max(1, self.view.entries_max // 8)
 
     def _seated(self) -> list[TurnRow]:
-        """Sessions that compute and hold a seat in the plan as it stands."""
+        """Return the sessions that compute and hold a seat after the grants so far."""
         out = self.preempted
         rows = [r for r in self.view.running if not r.paused and r.to_compute and r not in out]
         return rows + self.admitted
 
     def _seats_from(self) -> list[int]:
-        """[rank] -> seats held by that rank and everybody less urgent."""
+        """[rank] -> seats held by that rank and less urgent ones."""
         ranks = sorted(r.rank for r in self._seated())
         return [len(ranks) - bisect_left(ranks, rank) for rank in RANK.values()]
 
     def _pages_unpromised(self) -> int:
-        """Pages that can be reserved and that no seated session needs for its present work."""
+        """Number of free pages less those that seated sessions need for their present work."""
         return self.view.pages_free - sum(map(_pages_due, self._seated()))
 
     def _victims(self, row: TurnRow, aged: bool, seats: int, slots: int) -> list[TurnRow]:
-        """Running sessions that `row` may displace to get what it lacks; [] if not enough."""
+        """Return running sessions that `row` may displace for seats and slots; [] if too few."""
         allowed = self._displaceable(row, aged)
         taken: list[TurnRow] = []
         for victim in self._by_urgency():
@@ -527,7 +527,7 @@ class _Draft:
         return []
 
     def _by_urgency(self) -> list[TurnRow]:
-        """Running sessions not served in this plan: slow readers, then the least urgent first."""
+        """Return running sessions not served in this plan: paused ones, then least urgent first."""
         rows = [
             r for r in self.view.running if r.key not in self.granted and r not in self.preempted
         ]
@@ -535,9 +535,9 @@ class _Draft:
         return rows
 
     def _displaceable(self, row: TurnRow, aged: bool) -> list[tuple[float, float]]:
-        """[victim's rank] -> (milliseconds it must have held its seat, least horizon it must have).
+        """[rank] -> (ms that a victim must have held its seat, its least horizon in ms).
 
-        Rules 5 and 6; infinity = never.
+        By rules 5 and 6; infinity = never.
         """
         policy = self.view.policy
         seats_from = self._seats_from()
@@ -556,7 +556,7 @@ class _Draft:
         return rules
 
     def _is_due(self, victim: TurnRow, allowed: list[tuple[float, float]]) -> bool:
-        """Has it computed in its seat, held it long enough, and does it promise less?"""
+        """Whether the victim has computed in its seat, and meets the limits of its rank."""
         quantum_ms, horizon_ms = allowed[victim.rank]
         return (
             self.now_ms - victim.admitted_ms >= quantum_ms
@@ -565,12 +565,12 @@ class _Draft:
         )
 
     def preempt_for_pages(self) -> None:
-        """Seated sessions hold every page: one that comes after the first stalled gives way."""
+        """Preempt one session that follows the first stalled one, when no page is left."""
         first = min(self.stalled)
         self._preempt([r for r in self._by_urgency() if r.paused or r > first][:1])
 
     def _preempt(self, victims: list[TurnRow]) -> None:
-        """Take seats back, with whatever this plan had given their holders."""
+        """Take seats back, with the decodes that this plan has given their holders."""
         for row in victims:
             self.preempted.append(row)
             self.slots_left += row.slots_held
@@ -581,7 +581,7 @@ class _Draft:
                 self.pages_left += row.frontier >= row.pages_held * PAGE_TOKENS
 
     def finish(self) -> StepPlan:
-        """The frozen plan: decodes as the view lists them, then chunks as they were granted."""
+        """Return the plan: decodes in the order of the view, then chunks in the order of grants."""
         decodes = self.decodes
         ms = self.decode_ms + self.spent_ms
         if self.preempted:
@@ -601,7 +601,7 @@ class _Draft:
 
 
 def _last_ms(row: TurnRow) -> float:
-    """When the session last got something; joining counts as something."""
+    """Return when the session was last served, or joined the queue if it waits."""
     return row.served_ms if row.running else row.deadline_ms - row.horizon_ms
 
 
@@ -610,25 +610,25 @@ def _age_order(row: TurnRow) -> tuple[float, int]:
 
 
 def _pages(tokens: int) -> int:
-    """Pages that `tokens` tokens fill, the last one perhaps in part."""
+    """Return how many pages `tokens` tokens need: the last one may be partly filled."""
     return -(-tokens // PAGE_TOKENS)
 
 
 def _pages_due(row: TurnRow) -> int:
-    """Pages it lacks for its present work and the token that follows."""
+    """Pages to take for the present work and one more token, with held ones that are evictable."""
     wanted = min(_pages(row.frontier + row.to_compute + 1), row.pages_max)
     return max(0, wanted - row.pages_held) + row.pages_evictable
 
 
 def _chunk_ms(cost: StepCost, frontier: int, n: int) -> float:
-    """Time that the next `n` tokens of one session add to a step."""
+    """Time in ms that the next `n` tokens of one session add to a step."""
     if n == 1:
         return cost.decode_entry_ms + cost.decode_kv_ms * (frontier + 1)
     return cost.prefill_token_ms * n + cost.prefill_pair_ms * n * (frontier + n / 2)
 
 
 def _tokens_in(cost: StepCost, frontier: int, ms: float) -> int:
-    """Most tokens whose `_chunk_ms` stays within `ms`: the root of its quadratic."""
+    """Most tokens whose `_chunk_ms` is at most `ms`: a root of a quadratic equation."""
     if ms <= 0.0:
         return 0
     half = cost.prefill_pair_ms / 2
@@ -641,7 +641,7 @@ def _tokens_in(cost: StepCost, frontier: int, ms: float) -> int:
 
 
 def check(view: LaneView, plan: StepPlan) -> list[str]:
-    """Invariants that `plan` violates on `view`, as sentences; empty = sound."""
+    """Return the invariants that `plan` violates on `view`, as sentences; empty = none."""
     running = {r.key: r for r in view.running}
     waiting = {r.key: r for r in view.waiting}
     rows = running | waiting
