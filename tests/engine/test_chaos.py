@@ -1,6 +1,6 @@
 """An engine under random requests, edits, cancels and kills answers as an undisturbed run does.
 
-The seed decides what is requested; when each thing happens depends on the machine.
+The seed determines the requests; the times of events depend on the machine.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Chaos:
 @pytest.mark.parametrize(
     "seed", [0, 1, *[pytest.param(s, marks=pytest.mark.slow) for s in range(2, 12)]]
 )
-async def test_chaos(site: Site, reference: Reference, seed: int) -> None:
+async def test_answers_under_random_load_and_kills_are_right(
+    site: Site, reference: Reference, seed: int
+) -> None:
     rng = random.Random(seed)
     async with running_engine(
         site,
@@ -86,7 +88,7 @@ async def test_chaos(site: Site, reference: Reference, seed: int) -> None:
         async with asyncio.timeout(100):
             await asyncio.gather(*(chaos.user(s, 5) for s in names), chaos.killer(3))
             await until(lambda: not engine.state.turns and engine.phase == "ready")
-            # rows of idle sessions may still be on their way into the last worker's arena
+            # rows of idle sessions may still be imported into the last worker's arena
             await until(
                 lambda: all(_available(loop) == loop.config.places for loop in engine.state.lanes)
             )
@@ -97,5 +99,5 @@ async def test_chaos(site: Site, reference: Reference, seed: int) -> None:
 
 
 def _available(loop: LaneLoop) -> int:
-    """Slots that can be had: free, reclaimable from idle sessions, or freed when a seal ends."""
+    """Available slots: free, reclaimable from idle sessions, or freed when a seal ends."""
     return loop.kv.slots.available + len(loop.kv.slots.seals)

@@ -35,7 +35,7 @@ async def test_batch_chunks_and_seeds_change_no_token(site: Site, reference: Ref
     assert [a.tokens for a in answers] == [reference.tokens(p, 40, s) for p, s in jobs]
 
 
-async def test_prefix_is_found_and_changes_nothing(site: Site, reference: Reference) -> None:
+async def test_a_matched_prefix_changes_no_token(site: Site, reference: Reference) -> None:
     prompt = words(7, 1100)
     async with running_engine(site) as engine:
         first = await read(engine.submit(request(prompt, 16)))
@@ -53,7 +53,7 @@ async def test_prefix_is_found_and_changes_nothing(site: Site, reference: Refere
     assert foreign.done is not None
     assert again.done.usage.cached_tokens == 1024
     assert other.done.usage.cached_tokens == 512
-    assert exact.done.usage.cached_tokens == 256  # one token must be left to compute
+    assert exact.done.usage.cached_tokens == 256  # one token must remain to be computed
     assert foreign.done.usage.cached_tokens == 0  # another tenant shares nothing
     assert first.tokens == again.tokens == foreign.tokens == reference.tokens(prompt, 16)
     assert other.tokens == reference.tokens(branch, 16)
@@ -65,7 +65,7 @@ async def sealed(engine: Engine, pages: int) -> None:
     await until(lambda: int(engine.stats()["pages_sealed"]) >= pages)
 
 
-async def test_named_session_keeps_its_kv_and_follows_edits(
+async def test_a_named_session_keeps_its_kv_and_accepts_edits(
     site: Site, reference: Reference
 ) -> None:
     start = words(11, 300)
@@ -87,7 +87,7 @@ async def test_named_session_keeps_its_kv_and_follows_edits(
     async with running_engine(site) as engine:
         again = await read(engine.submit(request(edited, 20, session="s")))
         assert again.done is not None
-        assert again.done.usage.resumed_tokens == 20  # a repetition is not computed
+        assert again.done.usage.resumed_tokens == 20  # a repeated request is not computed
         assert again.tokens == three.tokens
         other = [*edited[:300], *words(14, 30)]
         four = await read(engine.submit(request(other, 20, session="s")))
@@ -96,7 +96,7 @@ async def test_named_session_keeps_its_kv_and_follows_edits(
         assert four.tokens == reference.tokens(other, 20)
 
 
-async def test_same_session_twice_runs_one_after_the_other(
+async def test_two_turns_of_one_session_run_one_after_the_other(
     site: Site, reference: Reference
 ) -> None:
     async with running_engine(site) as engine:
@@ -107,10 +107,10 @@ async def test_same_session_twice_runs_one_after_the_other(
 
 
 @pytest.mark.parametrize("kills", [1, 3])
-async def test_stream_survives_kill_9_of_the_worker(
+async def test_a_stream_survives_kill_9_of_the_worker(
     site: Site, reference: Reference, kills: int
 ) -> None:
-    """A stream goes on without repetition when the worker is killed during prefill and decode."""
+    """It continues without repetition after kills during prefill and decode."""
     prompts = [words(30 + i, 200 + 150 * i) for i in range(3)]
     n = 120
     async with running_engine(site, lane__chunk_tokens_max=64) as engine:
@@ -125,7 +125,7 @@ async def test_stream_survives_kill_9_of_the_worker(
         assert engine.phase == "ready"
 
 
-async def test_cancel_frees_everything(site: Site) -> None:
+async def test_a_cancel_frees_seat_slots_and_pages(site: Site) -> None:
     async with running_engine(site, lane__places=20) as engine:
         generations = [engine.submit(request(words(i, 100), 4000)) for i in range(6)]
         async for event in generations[0]:
@@ -143,7 +143,9 @@ async def test_cancel_frees_everything(site: Site) -> None:
         assert [e async for e in generations[1]] == []
 
 
-async def test_two_hundred_at_once(site: Site, reference: Reference) -> None:
+async def test_two_hundred_concurrent_requests_are_answered(
+    site: Site, reference: Reference
+) -> None:
     prompts = [words(1000 + i, 5 + i % 37) for i in range(200)]
     async with running_engine(site) as engine:
         running = [engine.submit(request(p, 10)) for p in prompts]
@@ -151,7 +153,7 @@ async def test_two_hundred_at_once(site: Site, reference: Reference) -> None:
     assert [a.tokens for a in answers] == [reference.tokens(p, 10) for p in prompts]
 
 
-async def test_page_pressure_preempts_but_every_answer_is_right(
+async def test_preemption_for_lack_of_pages_changes_no_answer(
     site: Site, reference: Reference
 ) -> None:
     """Eight sessions of three pages are right on a store of sixteen pages and six open slots."""
@@ -166,7 +168,7 @@ async def test_page_pressure_preempts_but_every_answer_is_right(
     assert [a.tokens for a in answers] == [reference.tokens(p, 60) for p in prompts]
 
 
-async def test_idle_sessions_give_way_when_the_store_is_full(
+async def test_idle_sessions_release_their_pages_when_the_store_is_full(
     site: Site, reference: Reference
 ) -> None:
     """Seven idle sessions that pin more pages than the store has can all be continued."""
@@ -182,7 +184,7 @@ async def test_idle_sessions_give_way_when_the_store_is_full(
         check_integrity(engine.running.store)
 
 
-async def test_urgent_requests_preempt_and_nothing_changes(
+async def test_preemption_by_urgent_requests_changes_no_token(
     site: Site, reference: Reference
 ) -> None:
     slow = [words(70 + i, 60) for i in range(3)]
@@ -198,7 +200,7 @@ async def test_urgent_requests_preempt_and_nothing_changes(
         assert [a.tokens for a in slow_answers] == [reference.tokens(p, 300) for p in slow]
 
 
-async def test_refusals_name_their_reason(site: Site) -> None:
+async def test_refusals_give_their_reason(site: Site) -> None:
     async with running_engine(
         site, limits__queue_max=2, lane__entries_max=1, sla__standard__patience_s=0
     ) as engine:
@@ -238,9 +240,8 @@ async def test_refusals_name_their_reason(site: Site) -> None:
         assert {a.reason for a in answers} == {"shutdown"}
 
 
-async def test_a_request_that_never_began_is_to_be_sent_again_after_the_stop(site: Site) -> None:
-    """A request that still waits for its session ends with a retryable error, not an empty
-    answer."""
+async def test_a_request_that_never_began_gets_a_retryable_error_at_the_stop(site: Site) -> None:
+    """A request that still waits for its session does not end with an empty answer."""
     async with running_engine(site) as engine:
         running = engine.submit(request(words(1, 20), 4000, session="s"))
         queued = engine.submit(request(words(2, 20), 50, session="s"))
@@ -255,7 +256,7 @@ async def test_a_request_that_never_began_is_to_be_sent_again_after_the_stop(sit
         assert never.error.retry_ms is not None
 
 
-async def test_stop_strings_hide_themselves_and_end_the_stream(site: Site) -> None:
+async def test_stop_strings_end_the_stream_and_are_not_sent(site: Site) -> None:
     async with running_engine(site) as engine:
         prompt = await engine.text.encode_chat(
             [{"role": "user", "content": "Copy: the red fox and the blue bird"}]
@@ -269,7 +270,7 @@ async def test_stop_strings_hide_themselves_and_end_the_stream(site: Site) -> No
         assert whole.tokens[: len(cut.tokens)] == cut.tokens
 
 
-async def test_logprobs_and_usage(site: Site) -> None:
+async def test_logprobs_and_usage_are_reported(site: Site) -> None:
     async with running_engine(site) as engine:
         answer = await read(engine.submit(request(words(3, 30), 5, sampling=Sampling(logprobs=4))))
         tokens = [e for e in answer.events if isinstance(e, TokenEvent)]
@@ -290,8 +291,8 @@ async def test_logprobs_and_usage(site: Site) -> None:
         assert usage.lane == "cpu"
 
 
-async def test_recall_over_five_thousand_tokens(site: Site) -> None:
-    """A fact at the start is found after 5,000 tokens; a wrong page would lose it."""
+async def test_a_fact_is_recalled_over_five_thousand_tokens(site: Site) -> None:
+    """A wrong page would lose the fact at the start."""
     async with running_engine(site) as engine:
         messages = [
             {"role": "user", "content": "Remember this: The code for banana is 4829."},
@@ -314,8 +315,8 @@ async def test_recall_over_five_thousand_tokens(site: Site) -> None:
             assert "4829" in answer.text, answer.text
 
 
-async def test_sessions_never_see_each_other(site: Site, reference: Reference) -> None:
-    """Two sessions with histories of the same shape, computed in turn, do not mix."""
+async def test_sessions_never_use_rows_of_each_other(site: Site, reference: Reference) -> None:
+    """Two sessions with histories of the same shape, are computed in turn."""
     base = {name: words(90 + i, 290) for i, name in enumerate(("a", "b"))}
     async with running_engine(site) as engine:
         history = {name: list(tokens) for name, tokens in base.items()}
@@ -328,7 +329,9 @@ async def test_sessions_never_see_each_other(site: Site, reference: Reference) -
                 timeline += answer.tokens + words(ord(name), 21)
 
 
-async def test_two_lanes_share_the_store_and_agree(site: Site, reference: Reference) -> None:
+async def test_two_lanes_share_pages_and_give_equal_tokens(
+    site: Site, reference: Reference
+) -> None:
     """A lane reads pages that another lane sealed, and survives that lane's death."""
     prompts = [words(140 + i, 600) for i in range(4)]
     lanes = (LaneConfig(name="a", threads=1), LaneConfig(name="b", threads=1))

@@ -20,12 +20,12 @@ from tests.simulation.stage import Plan, Stage, play, words
 
 
 def both_seal(stage: Stage) -> None:
-    """The store's page thread lags, so that pages of both lanes are under way at once."""
+    """The store's page thread lags, so that both lanes seal at the same time."""
     stage.now.threads.delay = lambda name: 0.3 if name == "kv-pages" else 0.0005
 
 
-def test_f8_two_lanes_seal_one_page_at_once() -> None:
-    """The first seal counts, the second changes nothing, and their digests are equal."""
+def test_f8_two_lanes_seal_one_page_at_the_same_time() -> None:
+    """The first seal is published, the second is deduplicated, and their digests are equal."""
 
     async def scene(stage: Stage) -> None:
         both_seal(stage)
@@ -73,7 +73,7 @@ def test_f20_a_client_leaves_while_its_rows_are_copied() -> None:
     play(scene)
 
 
-def test_f28_the_daemon_is_stopped_during_moves_and_seals() -> None:
+def test_f28_the_daemon_is_stopped_during_migrations_and_seals() -> None:
     """Every stream ends with a reason, and the next engine continues each from its last token."""
 
     async def scene(stage: Stage, at: str) -> None:
@@ -110,16 +110,16 @@ def test_f28_the_daemon_is_stopped_during_moves_and_seals() -> None:
         play(lambda stage, at=point: scene(stage, at))
 
 
-def test_f29_one_poisoned_session_is_alone_in_quarantine() -> None:
-    """A session that ends every worker is refused after its second crash alone; others go on."""
+def test_f29_only_the_session_that_ends_workers_is_quarantined() -> None:
+    """It is refused after its second crash alone; other sessions continue."""
 
     async def scene(stage: Stage) -> None:
         bad = stage.ask(words(40, 100), 40, "bad")
         key = next(s.key for s in stage.up.state.sessions.values())
 
         def plan(lane: Any, step: Any) -> Plan | None:
-            guilty = any(e.session == key and e.start > 110 for e in step.entries)
-            return Plan(0.004, die="before_rows", by=signal.SIGSEGV) if guilty else None
+            at_fault = any(e.session == key and e.start > 110 for e in step.entries)
+            return Plan(0.004, die="before_rows", by=signal.SIGSEGV) if at_fault else None
 
         stage.plans.append(plan)
         good = [stage.ask(words(41 + i, 100), 60, f"g{i}") for i in range(4)]
@@ -132,7 +132,7 @@ def test_f29_one_poisoned_session_is_alone_in_quarantine() -> None:
     play(scene)
 
 
-def test_f45_a_poisoned_row_is_in_no_page_and_no_record() -> None:
+def test_f45_a_nonfinite_row_is_in_no_page_and_no_record() -> None:
     """After NaN the turn ends, no session imports its rows, and its page is not published."""
 
     async def scene(stage: Stage) -> None:
@@ -161,7 +161,7 @@ def test_f45_a_poisoned_row_is_in_no_page_and_no_record() -> None:
 
 @pytest.mark.parametrize("lane", ["left", "right"])
 def test_f73_a_worker_dies_at_any_point_of_a_step(lane: str) -> None:
-    """The stream goes on and repeats no token, whichever lane dies, by either signal."""
+    """The stream continues and repeats no token, whichever lane dies, by either signal."""
 
     async def scene(stage: Stage, point: str, by: int) -> None:
         asked = [stage.ask(words(60 + i, 240), 40, f"s{i}") for i in range(4)]
@@ -188,8 +188,8 @@ def test_f73_a_worker_dies_at_any_point_of_a_step(lane: str) -> None:
             raise AssertionError(f"{signal.Signals(by).name} at {point}: {error}") from None
 
 
-def test_f76_a_worker_that_is_stopped_and_wakes_late() -> None:
-    """What a worker sends after its deadline, when it has been declared dead, is ignored."""
+def test_f76_a_worker_that_continues_after_its_deadline_is_ignored() -> None:
+    """It was stopped, and declared dead at its deadline."""
 
     async def scene(stage: Stage) -> None:
         generation = stage.ask(words(70, 300), 60, "s")

@@ -1,8 +1,8 @@
 """Published incidents of silently wrong KV, on the engine's side: each scene passes, and fails when
-the incident's mechanism is built in again.
+the incident's mechanism is put in.
 
 Letters and sources are those of RELIABILITY section 2; `tests/kv_store/test_incidents.py` has those
-that a store alone can show. The scenes run the real engine, store and workers in the simulation.
+of the store alone. The scenes run the real engine, store and workers in the simulation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Mechanism = Callable[[pytest.MonkeyPatch], None]
 
 
 def shown(scene: Script, mechanism: Mechanism, symptom: str, **how: Any) -> None:
-    """The scene passes; with the mechanism built in it fails, by what it does wrong."""
+    """The scene passes; with the mechanism put in it fails with the incident's error."""
     play(scene, **how)
     with pytest.MonkeyPatch.context() as patch:
         mechanism(patch)
@@ -49,7 +49,7 @@ async def restart(stage: Stage) -> None:
     await stage.crash()
 
 
-# -- A: keys restored without the state that gives them meaning ------------------------------------
+# -- A: keys restored without the model they belong to ---------------------------------------------
 
 
 async def other_model_after_a_restart(stage: Stage) -> None:
@@ -97,14 +97,14 @@ async def a_source_is_used_again(stage: Stage) -> None:
             await stage.until(lambda: not loop.lane.alive)
 
     stage.plant(on_point)
-    with contextlib.suppress(BatchEngineError):  # or it stays, and computes what is gone again
+    with contextlib.suppress(BatchEngineError):  # or it stays, and recomputes the lost rows
         await stage.up.promote("", "s", to=stage.other("s"))
     assert len((await reader).tokens) == 60
     assert len((await thief_reader).tokens) == 60
 
 
 def copy_slot(loop: LaneLoop, of: str, over: str) -> None:
-    """What a lane that reuses a slot leaves there: another session's page and records."""
+    """Write another session's page and records into a slot, as a lane that reuses it does."""
     sessions = {session.session_id: session for session in loop.sessions.values()}
     arena = loop.kv.slots.arena
     assert arena is not None
@@ -125,7 +125,7 @@ def rows_without_generation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(memory_module, "proven_rows", take)
 
 
-def test_incident_e_a_place_used_again_gives_no_rows() -> None:
+def test_incident_e_a_reused_slot_gives_no_rows() -> None:
     """vLLM #52234: the previous prompt's answer, failed_transfers=0."""
     shown(a_source_is_used_again, rows_without_generation, "wrong token")
 
@@ -166,15 +166,15 @@ def one_lifetime(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slots, "drop", drop)
 
 
-def test_incident_f_a_place_under_a_writer_is_kept() -> None:
+def test_incident_f_a_slot_being_written_is_kept() -> None:
     """SGLang #24527: an abort frees pages while a writer is in flight."""
     shown(dropped_while_it_is_sealed, one_lifetime, "under its writer|is not open", slots=6)
 
 
-# -- H: a restore that is rejected leaves something behind -----------------------------------------
+# -- H: a rejected restore leaves its bytes -------------------------------------------------------
 
 
-async def a_damaged_page_amid_good_ones(stage: Stage) -> None:
+async def a_damaged_page_between_valid_ones(stage: Stage) -> None:
     prompt = words(5, 800)
     answer = await stage.answer(prompt, 5, "s")
     await stage.until(lambda: sum(loop.kv.sealing.sealed for loop in stage.now.loops) == 3)
@@ -205,13 +205,13 @@ def keep_what_was_rejected(patch: pytest.MonkeyPatch) -> None:
 
 def test_incident_h_a_rejected_restore_leaves_nothing() -> None:
     """llama.cpp #27068: K/V of a restore that was refused answers later requests."""
-    shown(a_damaged_page_amid_good_ones, keep_what_was_rejected, "wrong token")
+    shown(a_damaged_page_between_valid_ones, keep_what_was_rejected, "wrong token")
 
 
-# -- J: a NaN that is made a number ----------------------------------------------------------------
+# -- J: a NaN replaced by a number -----------------------------------------------------------------
 
 
-async def a_row_that_is_no_number(stage: Stage) -> None:
+async def a_row_of_nan(stage: Stage) -> None:
     """The step that fills a page computes NaN in one row."""
     prompt = words(6, 250)
     struck: list[int] = []
@@ -247,14 +247,14 @@ def sanitise(patch: pytest.MonkeyPatch) -> None:
 
 def test_incident_j_a_nan_ends_its_turn_and_enters_no_cache() -> None:
     """SGLang #33187: sanitised to a constant, random tokens, NaN KV in the prefix cache."""
-    shown(a_row_that_is_no_number, sanitise, "wrong token|not reported")
+    shown(a_row_of_nan, sanitise, "wrong token|not reported")
 
 
-# -- K: a slot of a batch taken for an identity ----------------------------------------------------
+# -- K: a slot of a batch used as an identity ------------------------------------------------------
 
 
 async def answers_in_other_slots(stage: Stage) -> None:
-    """A worker answers a step of two sessions in another order than it was asked."""
+    """A worker answers the entries of a step of two sessions in another order."""
     swapped: list[int] = []
     real = SimDevice.compute
 
@@ -297,7 +297,7 @@ async def a_loop_that_raises(stage: Stage) -> None:
     answer = reader.result()
     assert answer.error == "engine_failed"
     assert stage.up.fatal is not None
-    stage._wrong.clear()  # it was logged, as it must be
+    stage._wrong.clear()  # it was logged
     await restart(stage)
 
 
@@ -309,7 +309,7 @@ def unwatched(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tasks, "_fail_on_end", lambda self, name, error: None)
 
 
-def test_incident_l_a_task_that_ends_is_seen() -> None:
+def test_incident_l_a_task_that_ends_is_reported() -> None:
     """pegaflow 0.24.2: the save thread died of one bad intent, requests waited for ever."""
     shown(a_loop_that_raises, unwatched, "waits for ever")
 
@@ -343,13 +343,13 @@ def restored_but_not_used(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepWriter, "_report", report)
 
 
-def test_incident_n_what_is_said_to_be_restored_is_used() -> None:
+def test_incident_n_tokens_reported_as_restored_are_used() -> None:
     """llama.cpp #26676: the restore reports success, the next request recomputes everything."""
     shown(a_session_that_is_restored, restored_but_not_used, "said to be reused")
 
 
 def test_a_flipped_bit_changes_a_token() -> None:
-    """One flipped bit of one row changes a token: the oracle of these scenes works."""
+    """This proves that the oracle of these scenes can fail."""
 
     async def scene(stage: Stage) -> None:
         stage.plans.append(lambda lane, step: Plan(0.004, flip=bool(step.entries)))

@@ -1,4 +1,4 @@
-"""Sessions and streams alone: transitions, timelines, bounded events."""
+"""Unit tests of sessions and streams: transitions, timelines, bounded events."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_rebase_keeps_a_token_to_compute(old: list[int], new: list[int], frontie
     assert session.to_compute >= 1
 
 
-def test_states_follow_the_table_and_nothing_else() -> None:
+def test_states_change_by_the_table_only() -> None:
     for state in State:
         for event in Event:
             session = Session(1, "s", "")
@@ -105,7 +105,8 @@ async def test_tokens_wait_for_the_turn_to_be_durable() -> None:
 
 
 async def test_an_end_releases_what_was_held_but_an_error_drops_it() -> None:
-    """A turn that ends well is durable and sent whole; one that fails before its commit is not."""
+    """A turn that ends without an error is durable and sent whole; one that fails before its
+    commit is not."""
 
     g = generation()
     g.add_token(1, None, ())
@@ -117,7 +118,7 @@ async def test_an_end_releases_what_was_held_but_an_error_drops_it() -> None:
     assert [type(e) for e in await g.events()] == [ErrorEvent]
 
 
-async def test_abort_ends_the_reader_and_the_computing() -> None:
+async def test_an_abort_ends_the_reader_and_the_computation() -> None:
     calls: list[str] = []
     g = generation(calls=calls)
     g.abort(errors.STEP_MISMATCH())
@@ -125,7 +126,7 @@ async def test_abort_ends_the_reader_and_the_computing() -> None:
     assert calls == ["cancel"]
 
 
-async def test_text_is_whole_characters_and_stops_are_hidden() -> None:
+async def test_text_has_whole_characters_and_no_stop_strings() -> None:
     g = generation(("cb",), pieces=[b"\xe2\x82", b"\xac", b"c", b"b"])
     g.release()
     assert [g.add_token(t, None, ()) for t in (0, 1, 2, 2, 3)] == [False] * 4 + [True]
@@ -136,10 +137,10 @@ async def test_text_is_whole_characters_and_stops_are_hidden() -> None:
     cut = generation(("cb",), pieces=[b"\xe2\x82", b"c"])
     cut.release()
     assert cut.add_token(1, None, ()) is False
-    assert cut.rest(False) == "c"  # held back, and no stop string after all
+    assert cut.rest(False) == "c"  # held back, but not a stop string
 
 
-async def test_cancel_is_idempotent_and_silent() -> None:
+async def test_cancel_is_idempotent_and_sends_no_event() -> None:
     calls: list[str] = []
     g = generation(calls=calls)
     g.release()
@@ -157,7 +158,7 @@ async def test_cancel_is_idempotent_and_silent() -> None:
     assert calls == ["cancel"], "the engine is not told about what it has finished"
 
 
-async def test_buffer_is_bounded_and_room_is_reported_once_there_is_some() -> None:
+async def test_the_buffer_is_bounded_and_new_room_is_reported() -> None:
     calls: list[str] = []
     g = generation(calls=calls)
     g.release()

@@ -1,4 +1,4 @@
-"""Faults of a worker: which turns they end, and that the daemon goes on."""
+"""Faults of a worker: the turns they end, and that the daemon continues."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FAULTY = (sys.executable, "-m", "tests.support.faulty_worker")
 
 
 @pytest.mark.parametrize("fault", [SEGV, RAISE])
-async def test_a_session_that_kills_the_worker_is_stopped_and_others_go_on(
+async def test_a_session_that_ends_the_worker_is_stopped_and_others_continue(
     site: Site, reference: Reference, fault: int
 ) -> None:
-    """All sessions of the crashed step are suspects; computed alone, only the guilty one
+    """All sessions of the crashed step are suspects; computed alone, only the one at fault
     crashes."""
     good = [words(i, 40) for i in range(3)]
     bad = [*words(9, 30), fault, *words(10, 5)]
@@ -42,9 +42,7 @@ async def test_a_session_that_kills_the_worker_is_stopped_and_others_go_on(
         assert engine.lanes()[0]["incarnation"] <= 4
 
 
-async def test_a_number_that_is_not_finite_ends_only_its_turn(
-    site: Site, reference: Reference
-) -> None:
+async def test_a_nonfinite_number_ends_its_turn_only(site: Site, reference: Reference) -> None:
     prompt = words(1, 40)
     bad = [*words(2, 600), NAN]
     async with running_engine(site, FAULTY) as engine:
@@ -61,7 +59,7 @@ async def test_a_number_that_is_not_finite_ends_only_its_turn(
         assert engine.lanes()[0]["incarnation"] == 1
 
 
-async def test_a_hang_is_killed_at_its_deadline(
+async def test_a_worker_that_hangs_is_killed_at_its_deadline(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_loop, "STEP_DEADLINE_MIN_S", 0.5)
@@ -74,10 +72,10 @@ async def test_a_hang_is_killed_at_its_deadline(
         assert (await fine).tokens == reference.tokens(prompt, 200)
 
 
-async def test_a_stopped_worker_that_wakes_late_changes_nothing(
+async def test_a_stopped_worker_that_continues_late_changes_nothing(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker stopped by SIGSTOP is killed at its deadline, and the next incarnation goes on."""
+    """A worker stopped by SIGSTOP is killed at its deadline, and the next incarnation continues."""
     monkeypatch.setattr(engine_loop, "STEP_DEADLINE_MIN_S", 0.5)
     monkeypatch.setattr(engine_loop, "STEP_DEADLINE_FACTOR", 0.0)
     prompt = words(3, 300)
@@ -91,7 +89,7 @@ async def test_a_stopped_worker_that_wakes_late_changes_nothing(
 
 
 @pytest.mark.parametrize("broken", ["lane", "pages", "pages on disk"])
-async def test_a_fault_of_ours_before_a_turn_ends_its_request_not_its_session(
+async def test_a_defect_of_the_engine_before_a_turn_ends_the_request_only(
     site: Site, reference: Reference, broken: str
 ) -> None:
     """The next request of the session, which waited behind the failed one, is served."""
@@ -126,7 +124,7 @@ async def test_a_fault_of_ours_before_a_turn_ends_its_request_not_its_session(
         assert engine.stats()["troubles"] == []
 
 
-async def test_idle_death_is_noticed_and_named_sessions_stay_usable(
+async def test_the_death_of_an_idle_worker_is_detected_and_sessions_stay_usable(
     site: Site, reference: Reference
 ) -> None:
     prompt = words(4, 400)
@@ -138,14 +136,14 @@ async def test_idle_death_is_noticed_and_named_sessions_stay_usable(
         longer = [*prompt, *one.tokens, 55, 66]
         two = await read(engine.submit(request(longer, 10, session="s")))
         assert two.done is not None
-        assert two.done.usage.cached_tokens == 409  # pages and rows outlived the worker
+        assert two.done.usage.cached_tokens == 409  # pages and rows remain after the worker's death
         assert two.tokens == reference.tokens(longer, 10)
 
 
-async def test_repeated_kills_from_outside_blame_no_session(
+async def test_repeated_kills_from_outside_make_no_session_a_suspect(
     site: Site, reference: Reference
 ) -> None:
-    """A SIGKILL by the operator or the OOM killer makes no session a suspect."""
+    """A SIGKILL comes from the operator or the OOM killer."""
     prompt = words(5, 30)
     sampling = Sampling(temperature=0.9, seed=4)
     async with running_engine(site) as engine:
@@ -158,7 +156,9 @@ async def test_repeated_kills_from_outside_blame_no_session(
         assert (await task).tokens == reference.tokens(prompt, 40, sampling)
 
 
-async def test_a_slow_reader_pauses_and_is_ended_at_last(site: Site, reference: Reference) -> None:
+async def test_the_turn_of_a_slow_reader_pauses_and_then_ends(
+    site: Site, reference: Reference
+) -> None:
     prompt = words(6, 20)
     async with running_engine(site, server__reader_stall_s=2) as engine:
         slow = engine.submit(request(prompt, 700))
@@ -174,7 +174,7 @@ async def test_a_slow_reader_pauses_and_is_ended_at_last(site: Site, reference: 
         assert ended.error.name == "client_too_slow"
 
 
-def test_a_worker_that_loaded_another_model_says_so_once() -> None:
+def test_a_worker_with_another_model_is_reported_once() -> None:
     """The error has one fix: of the error inside, only what happened is reported."""
     inner = errors.LANE_OTHER_MODEL(lane="fast")
     reported = str(supervisor.cannot_start("fast", inner))

@@ -97,9 +97,7 @@ def test_session_ids_are_bound_to_their_tenant() -> None:
     ours = session_ids.session_key("a", "my session")
     assert ours == session_ids.session_key("a", "my session")
     assert ours != session_ids.session_key("b", "my session")
-    assert (
-        session_ids.session_key("a", ours) == ours
-    )  # an id that the daemon issued is kept unchanged
+    assert session_ids.session_key("a", ours) == ours  # ids that the daemon issued are kept
     assert session_ids.session_key("b", ours) != ours
     assert session_ids.session_key("", "x") != session_ids.session_key("x", "")  # length-prefixed
     forged = ours[:-1] + ("a" if ours[-1] != "a" else "b")
@@ -155,10 +153,7 @@ def test_targets_and_priorities_are_read_from_their_carriers() -> None:
     found = resolve({}, pairs)
     assert (found.ttft_ms, found.tpot_ms, found.ttlt_ms) == (250.0, 40.5, 60000.0)
     found = resolve({"batchengine": {"ttft_ms": 100}}, pairs)
-    assert (found.ttft_ms, found.tpot_ms) == (
-        100.0,
-        40.5,
-    )  # precedence holds for each value separately
+    assert (found.ttft_ms, found.tpot_ms) == (100.0, 40.5)  # each value has its own carrier
     assert resolve({"priority": 5}, []).priority == -5  # vLLM: lower = sooner
     hints = {"nvext": {"agent_hints": {"priority": 7}}, "priority": 5}
     assert resolve(hints, []).priority == 7

@@ -1,6 +1,6 @@
-"""Parts of the audit's scenes in the simulation: a lane that computes wrong rows on demand.
+"""Helpers of audit scenes in the simulation: a lane that computes wrong rows on demand.
 
-One bit of one row, or every row, is wrong in the frames that `strike` selects.
+One bit of one row, or every row, is wrong in the frames that `make_wrong` selects.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pages_of(stage: Stage, tokens: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def no_prefix() -> Iterator[None]:
-    """The store finds no page, so everything is computed."""
+    """The store matches no page, so every token is computed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PagePool, "match_prefix", lambda *a, **k: [])
         yield
@@ -51,21 +51,21 @@ def is_recompute(step: Any) -> bool:
     return any(entry.session == KEY for entry in step.entries)
 
 
-def strike(
-    stage: Stage, lane: str, is_struck: Callable[[Any], bool], times: int = 1, **how: bool
+def make_wrong(
+    stage: Stage, lane: str, is_selected: Callable[[Any], bool], times: int = 1, **how: bool
 ) -> list[int]:
-    """Make the lane wrong in the first `times` frames of turns that `is_struck` selects."""
-    struck: list[int] = []
+    """Make the lane wrong in the first `times` frames of turns that `is_selected` selects."""
+    selected: list[int] = []
 
     def plan(of: Any, step: Any) -> Plan | None:
         mine = [e for e in step.entries if e.session != KEY]
-        if of.name != lane or not mine or len(struck) >= times or not is_struck(mine[0]):
+        if of.name != lane or not mine or len(selected) >= times or not is_selected(mine[0]):
             return None
-        struck.append(mine[0].start)
+        selected.append(mine[0].start)
         return Plan(0.004, **(how or {"flip": True}))  # type: ignore[arg-type]
 
     stage.plans.append(plan)
-    return struck
+    return selected
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ async def ask(stage: Stage, lane: str, prompt: Sequence[int], n: int, session: s
 
 
 async def read_wrong(generation: Generation) -> tuple[int, str]:
-    """The number of tokens, right or not, and the error at the end."""
+    """The number of tokens, correct or not, and the error at the end."""
     tokens, error = 0, ""
     async for event in generation:
         if isinstance(event, ErrorEvent):
@@ -109,7 +109,7 @@ async def publish(stage: Stage, lane: str, prompt: Sequence[int]) -> None:
 
 
 async def settled(stage: Stage) -> None:
-    """Wait until no page is on its way to the store."""
+    """Wait until no page is being sealed."""
     await stage.until(lambda: not any(loop.kv.is_sealing for loop in stage.now.loops))
 
 
@@ -118,7 +118,7 @@ async def expose(stage: Stage, lane: str) -> None:
     prompt = words(7000 + len(stage.plans), 300)
     loop, audits = stage.lane(lane), audits_of(stage)
     await publish(stage, LANES[lane == LANES[0]], prompt)
-    strike(stage, lane, lambda e: e.start == 0)
+    make_wrong(stage, lane, lambda e: e.start == 0)
     with no_prefix():
         asked = await ask(stage, lane, prompt, 1, f"exposes {lane}")
         await stage.until(lambda: audits_of(stage) > audits)
@@ -138,7 +138,7 @@ def seals_of(stage: Stage) -> set[Seal]:
 
 
 def logged(stage: Stage, *texts: str) -> None:
-    """Check that these were logged as critical, and forget them: the stage fails at such lines."""
+    """Check that these were logged as critical, and remove them: the stage fails at such lines."""
     for text in texts:
         assert any(text in line for line in stage._wrong), stage._wrong
     stage._wrong.clear()

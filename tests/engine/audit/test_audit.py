@@ -1,8 +1,8 @@
-"""A page with two contents (F46) and a turn that meets NaN (F45): which pages become invalid, and
-who is drained.
+"""A page with two contents (F46) and a turn with NaN (F45): which pages become invalid, and which
+lane is drained.
 
 In the simulation. `Stage.answer` compares every token of the next answers with an undisturbed run,
-wherever rows of the wrong lane have gone.
+so that rows of the wrong lane are detected in every place that uses them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.engine.audit.scene import (
     expose,
     is_recompute,
     logged,
+    make_wrong,
     no_fresh_worker,
     no_prefix,
     only,
@@ -34,7 +35,6 @@ from tests.engine.audit.scene import (
     seals_of,
     settled,
     store_of,
-    strike,
 )
 from tests.simulation.stage import Plan, Stage, play, words
 from tests.simulation.wrong import wrong_lane
@@ -42,19 +42,19 @@ from tests.simulation.wrong import wrong_lane
 PROMPT = words(90, 300)
 
 
-# ----------------------------------------------------------------------------- who was wrong
+# ------------------------------------------------------------------------- which lane was wrong
 
 
 @pytest.mark.parametrize("bad", LANES)
 def test_a_lane_that_differs_in_one_bit_is_drained(bad: str) -> None:
-    """The wrong lane's page is not published, and its session goes on elsewhere from right rows."""
+    """The wrong lane's page is not published, its session continues elsewhere from valid rows."""
 
     async def scene(stage: Stage) -> None:
         good, prompt = LANES[bad == "left"], words(80, 300)
         await publish(stage, good, prompt)
         store = store_of(stage)
         published = store.pages.digest(store.pages.match_prefix(prompt, b"")[0])
-        strike(stage, bad, lambda e: e.start == 0)
+        make_wrong(stage, bad, lambda e: e.start == 0)
         with no_prefix():
             asked = await ask(stage, bad, prompt, 1, "bad")
             await stage.until(lambda: bool(stage.lane(bad).draining))
@@ -78,11 +78,11 @@ def test_a_lane_that_differs_in_one_bit_is_drained(bad: str) -> None:
 
 
 def test_no_token_is_sent_while_a_page_is_disputed() -> None:
-    """No lane plans a step during an audit; afterwards the turn goes on and ends."""
+    """No lane plans a step during an audit; afterwards the turn continues and ends."""
 
     async def scene(stage: Stage) -> None:
         await publish(stage, "right", PROMPT)
-        strike(stage, "left", lambda e: e.start == 0)
+        make_wrong(stage, "left", lambda e: e.start == 0)
         stage.plans.insert(0, lambda lane, step: Plan(3.0) if is_recompute(step) else None)
         with no_prefix():
             other = await ask(stage, "right", words(79, 40), 400, "other")
@@ -101,7 +101,7 @@ def test_no_token_is_sent_while_a_page_is_disputed() -> None:
     play(scene, limits__canary_s=0)
 
 
-def test_when_no_majority_says_which_is_right_both_contents_go() -> None:
+def test_without_a_majority_both_contents_become_invalid() -> None:
     """Both contents are invalid, no lane is drained, the turn recomputes, and /health reports
     it."""
 
@@ -112,7 +112,7 @@ def test_when_no_majority_says_which_is_right_both_contents_go() -> None:
         no_fresh_worker(stage)
         store = store_of(stage)
         (old,) = store.pages.match_prefix(prompt, b"")
-        strike(stage, "right", lambda e: e.start == 0)
+        make_wrong(stage, "right", lambda e: e.start == 0)
         stage.plans.insert(0, lambda _, step: Plan(0.01, flip=True) if is_recompute(step) else None)
         with no_prefix():
             asked = stage.ask(prompt, 30, "bad")
@@ -123,7 +123,7 @@ def test_when_no_majority_says_which_is_right_both_contents_go() -> None:
         assert stage.lane("right").kv.sealing.publishes
         assert any("no majority" in line for line in stage.up.stats()["troubles"])
         await stage.until(lambda: pages_of(stage, prompt) == 1)
-        await stage.answer([*prompt, 83], 20, "good")  # the page that was computed again is right
+        await stage.answer([*prompt, 83], 20, "good")  # the recomputed page is right
         del stage.plans[0]
         stage.lane("left").draining, stage.lane("left").kv.sealing.publishes = "", True
         await expose(stage, "right")
@@ -141,7 +141,7 @@ def test_the_only_lane_gets_a_new_worker_and_publishes_no_more_after_two_faults(
         left = stage.lane("left")
         for incarnation, prompt in ((2, first), (3, second)):
             assert left.kv.sealing.publishes
-            strike(stage, "left", lambda e: e.start == 0)
+            make_wrong(stage, "left", lambda e: e.start == 0)
             with no_prefix():
                 asked = stage.ask(prompt, 1, f"bad {incarnation}")
                 await stage.until(lambda n=incarnation: left.lane.incarnation == n and left.up)
@@ -156,16 +156,16 @@ def test_the_only_lane_gets_a_new_worker_and_publishes_no_more_after_two_faults(
         await stage.answer(third, 20, "third")
         await asyncio.sleep(5.0)
         assert pages_of(stage, third) == 0
-        left.kv.sealing.publishes = True  # what waits for that would wait for ever
+        left.kv.sealing.publishes = True  # whatever waits for that would wait for ever
         left.wake()
 
     play(scene, limits__canary_s=0)
 
 
-def test_a_turn_whose_pages_are_disputed_again_and_again_fails(
+def test_a_turn_whose_pages_are_disputed_three_times_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A turn whose pages are disputed, with no lane found wrong, fails at the third dispute."""
+    """No lane is found wrong, so the disputes would not end."""
 
     def stored(statements: Iterable[Statement]) -> Outcome:
         return Outcome(list(statements)[1].digest, frozenset(), "no lane was wrong")
@@ -174,13 +174,13 @@ def test_a_turn_whose_pages_are_disputed_again_and_again_fails(
         prompt = words(86, 300)
         await publish(stage, "right", prompt)
         monkeypatch.setattr(audit_module, "majority", stored)
-        struck = strike(stage, "left", lambda e: e.start == 0, times=9)
+        selected = make_wrong(stage, "left", lambda e: e.start == 0, times=9)
         with no_prefix():
             asked = await ask(stage, "left", prompt, 400, "new")
             tokens, error = await read_wrong(asked)
         assert error == "numeric_fault"
         assert tokens < 400
-        assert len(struck) == 3
+        assert len(selected) == 3
         stage.plans.clear()
         await stage.answer(words(87, 600), 20, "new")
         logged(stage, "no lane was wrong")
@@ -189,13 +189,13 @@ def test_a_turn_whose_pages_are_disputed_again_and_again_fails(
 
 
 @pytest.mark.parametrize("gap", [False, True])
-def test_pages_of_an_earlier_run_go_with_the_wrong_one_they_were_computed_from(gap: bool) -> None:
+def test_pages_of_an_earlier_run_become_invalid_with_their_wrong_ancestor(gap: bool) -> None:
     """Descendants of a wrong page are invalid even if one between them was lost before; otherwise
     they would be found again behind the recomputed page."""
 
     async def scene(stage: Stage) -> None:
         prompt = words(88, 800)
-        strike(stage, "left", lambda e: e.start == 0)
+        make_wrong(stage, "left", lambda e: e.start == 0)
         await read_wrong(await ask(stage, "left", prompt, 1, "old"))
         await stage.until(lambda: pages_of(stage, prompt) == 3)
         await stage.crash()
@@ -217,16 +217,16 @@ def test_pages_of_an_earlier_run_go_with_the_wrong_one_they_were_computed_from(g
     play(scene, limits__canary_s=0)
 
 
-# -------------------------------------------------------------- where wrong rows may have gone
+# ------------------------------------------------------------- where wrong rows may have been used
 
 
 async def wrong_tail(stage: Stage) -> None:
     """An idle session on the left lane: its page is right, and the first row after it is wrong."""
     await publish(stage, "right", PROMPT[:256])
-    struck = strike(stage, "left", lambda e: e.start == 256)
+    selected = make_wrong(stage, "left", lambda e: e.start == 256)
     asked = await ask(stage, "left", PROMPT, 1, "s")
     await read_wrong(asked)
-    assert struck == [256]
+    assert selected == [256]
     assert asked.cached_tokens == 256
     assert stage.up.state.sessions["", "s"].frontier == 300
 
@@ -322,7 +322,7 @@ async def assert_right(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("went", WAYS)
-def test_rows_of_a_lane_found_wrong_go_wherever_they_are(
+def test_rows_of_a_wrong_lane_are_dropped_wherever_they_are(
     went: Callable[[Stage], Awaitable[None]],
 ) -> None:
     async def scene(stage: Stage) -> None:
@@ -339,8 +339,8 @@ def test_rows_of_a_lane_found_wrong_go_wherever_they_are(
     play(scene, limits__canary_s=0)
 
 
-def test_a_page_that_is_on_its_way_to_the_store_is_not_published() -> None:
-    """A page that the wrong lane began is not published if the disk is slower than the audit."""
+def test_a_page_being_sealed_by_the_wrong_lane_is_not_published() -> None:
+    """The disk is slower than the audit, which ends before the seal."""
 
     async def scene(stage: Stage) -> None:
         await wrong_tail(stage)
@@ -348,7 +348,7 @@ def test_a_page_that_is_on_its_way_to_the_store_is_not_published() -> None:
         seals, longer, exposing = seals_of(stage), [*PROMPT, *words(93, 300)], words(95, 300)
         await publish(stage, "right", exposing)
         stage.now.threads.delay = lambda name: 2.0 if name == "kv-pages" else 0.0005
-        strike(stage, "left", lambda e: e.start == 0)
+        make_wrong(stage, "left", lambda e: e.start == 0)
         with no_prefix():
             asked = await ask(stage, "left", exposing, 1, "exposes")
             await stage.until(lambda: len(seals) == 1)
@@ -368,8 +368,8 @@ def test_a_page_that_is_on_its_way_to_the_store_is_not_published() -> None:
 
 
 @pytest.mark.parametrize("point", ["P0", "P1", "P2", "P3", "P4", "P5"])
-def test_a_page_is_disputed_while_a_session_moves(point: str) -> None:
-    """Open rows of the session arrive nowhere; before P5 it stays, from P5 on it has moved."""
+def test_a_page_is_disputed_while_a_session_migrates(point: str) -> None:
+    """Open rows of the session are not copied; before P5 it stays, from P5 on it has moved."""
 
     async def scene(stage: Stage) -> None:
         await wrong_tail(stage)
@@ -395,33 +395,33 @@ def test_a_page_is_disputed_while_a_session_moves(point: str) -> None:
     play(scene, limits__canary_s=0)
 
 
-# --------------------------------------------------------------------- trouble during the audit
+# ---------------------------------------------------------------------- faults during the audit
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 @pytest.mark.parametrize("when", ["in a step", "at its vote"])
-def test_a_lane_that_dies_or_hangs_does_not_hold_up_the_audit(how: str, when: str) -> None:
+def test_a_lane_that_dies_or_hangs_does_not_delay_the_audit(how: str, when: str) -> None:
     """The lane has no vote; a step that was in flight ends by its own deadline, with its worker."""
 
     async def scene(stage: Stage) -> None:
         await publish(stage, "right", PROMPT)
-        right, struck = stage.lane("right"), list[Any]()
+        right, selected = stage.lane("right"), list[Any]()
 
         def plan(of: Any, step: Any) -> Plan | None:
             mine = is_recompute(step) if when == "at its vote" else bool(step.entries)
-            if of.name != "right" or not mine or struck:
+            if of.name != "right" or not mine or selected:
                 return None
-            struck.append(step)
+            selected.append(step)
             return Plan(0.2, die="after_chores" if how == "dies" else "", hang=how == "hangs")
 
         other = await ask(stage, "right", words(78, 40), 300, "other")
         reading = stage.start(other)
-        strike(stage, "left", lambda e: e.start == 0)
+        make_wrong(stage, "left", lambda e: e.start == 0)
         with no_prefix():
             asked = await ask(stage, "left", PROMPT, 30, "s")
             stage.plans.insert(0, plan)
             await stage.until(lambda: audits_of(stage) == 1 and not right.is_paused, 300.0)
-        assert struck
+        assert selected
         logged(stage, "lane left was wrong")
         await read_wrong(asked)
         assert not (await reading).error
@@ -432,12 +432,12 @@ def test_a_lane_that_dies_or_hangs_does_not_hold_up_the_audit(how: str, when: st
     play(scene, limits__canary_s=0)
 
 
-def test_an_audit_that_cannot_read_its_pages_lets_the_lanes_go_on(
+def test_lanes_continue_after_an_audit_that_cannot_read_its_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scene(stage: Stage) -> None:
         await publish(stage, "right", PROMPT)
-        strike(stage, "left", lambda e: e.start == 0)
+        make_wrong(stage, "left", lambda e: e.start == 0)
 
         async def votes(_: object) -> list[Statement]:
             raise OSError("the disk is gone")
@@ -457,14 +457,14 @@ def test_an_audit_that_cannot_read_its_pages_lets_the_lanes_go_on(
 
 
 @pytest.mark.parametrize("lag_s", [0.0005, 0.05, 3.0])
-def test_no_page_of_a_turn_that_met_nan_stays_published(lag_s: float) -> None:
-    """Pages sealed before NaN was met, on their way, or not begun are not found afterwards."""
+def test_no_page_of_a_turn_with_nan_stays_published(lag_s: float) -> None:
+    """Pages sealed before the NaN, being sealed, or not begun are not matched afterwards."""
 
     async def scene(stage: Stage) -> None:
         stage.now.threads.delay = lambda name: lag_s if name == "kv-pages" else 0.0005
         prompt = words(45, 700)
         for lane in LANES:
-            strike(stage, lane, lambda e: e.start >= 710, nan=True)
+            make_wrong(stage, lane, lambda e: e.start >= 710, nan=True)
         sent = await stage.read(stage.ask(prompt, 60, "s"))
         assert sent.error == "numeric_fault"
         assert 5 < len(sent.tokens) < 20
@@ -481,8 +481,8 @@ def test_no_page_of_a_turn_that_met_nan_stays_published(lag_s: float) -> None:
     play(scene, limits__canary_s=0)
 
 
-def test_pages_on_their_way_from_the_lane_that_a_turn_left_go_too() -> None:
-    """A page that a turn filled before it moved is invalid when it meets NaN on the other lane."""
+def test_pages_of_a_turn_with_nan_being_sealed_by_its_earlier_lane_become_invalid() -> None:
+    """The turn filled the page before its migration, and has NaN on the other lane."""
 
     async def scene(stage: Stage) -> None:
         stage.now.threads.delay = lambda name: 2.0 if name == "kv-pages" else 0.0005
@@ -490,7 +490,7 @@ def test_pages_on_their_way_from_the_lane_that_a_turn_left_go_too() -> None:
         asked = await ask(stage, "left", prompt, 200, "s")
         reading = stage.start(asked)
         await stage.computed(asked, 2)
-        strike(stage, "right", lambda e: e.start > 300, nan=True)
+        make_wrong(stage, "right", lambda e: e.start > 300, nan=True)
         assert (await stage.up.promote("", "s", to="right"))["result"] == "moved"
         assert (await reading).error == "numeric_fault"
         assert store_of(stage).counters["pages_published"] == 0
@@ -500,7 +500,7 @@ def test_pages_on_their_way_from_the_lane_that_a_turn_left_go_too() -> None:
     play(scene, limits__canary_s=0)
 
 
-def test_a_tail_that_a_turn_parked_on_its_way_goes_too() -> None:
+def test_a_tail_that_a_turn_with_nan_parked_becomes_invalid() -> None:
     async def scene(stage: Stage) -> None:
         prompt = words(42, 300)
         asked = await ask(stage, "left", prompt, 200, "s")
@@ -512,7 +512,7 @@ def test_a_tail_that_a_turn_parked_on_its_way_goes_too() -> None:
         session.priority = 0
         left.wake()
         await asyncio.sleep(0)
-        strike(stage, "left", lambda e: e.start > 305, nan=True)
+        make_wrong(stage, "left", lambda e: e.start > 305, nan=True)
         assert (await reading).error == "numeric_fault"
         await settled(stage)
         store = store_of(stage)
@@ -521,13 +521,13 @@ def test_a_tail_that_a_turn_parked_on_its_way_goes_too() -> None:
     play(scene, limits__canary_s=0)
 
 
-def test_pages_from_before_the_turn_stay() -> None:
-    """Pages that the turn found in the store, computed by another turn, stay valid."""
+def test_pages_from_before_a_turn_with_nan_stay_valid() -> None:
+    """Another turn computed them, and this turn matched them in the store."""
 
     async def scene(stage: Stage) -> None:
         prefix = words(46, 520)
         await publish(stage, "left", prefix)
-        strike(stage, "left", lambda e: e.start >= 900, nan=True)
+        make_wrong(stage, "left", lambda e: e.start >= 900, nan=True)
         prompt = [*prefix, *words(47, 360)]
         sent = await stage.read(await ask(stage, "left", prompt, 60, "s"))
         assert sent.error == "numeric_fault"
@@ -538,13 +538,13 @@ def test_pages_from_before_the_turn_stay() -> None:
 
 
 @pytest.mark.parametrize("home", LANES)
-def test_other_holders_of_pages_of_a_turn_that_met_nan_fall_back(home: str) -> None:
+def test_other_holders_of_pages_of_a_turn_with_nan_fall_back(home: str) -> None:
     """No next token of another holder is computed from a page with a wrong row."""
 
     async def scene(stage: Stage) -> None:
         prompt = words(48, 600)
-        strike(stage, "left", lambda e: e.start == 0)
-        strike(stage, "left", lambda e: e.start >= 660, nan=True)
+        make_wrong(stage, "left", lambda e: e.start == 0)
+        make_wrong(stage, "left", lambda e: e.start >= 660, nan=True)
         bad = await ask(stage, "left", prompt, 100, "bad")
         await stage.until(lambda: pages_of(stage, prompt) == 2)
         other = await ask(stage, home, [*prompt, 7], 4, "other")
@@ -565,8 +565,8 @@ def test_other_holders_of_pages_of_a_turn_that_met_nan_fall_back(home: str) -> N
 
 
 @pytest.mark.parametrize("kept", [300, 200])
-def test_a_turn_that_waits_on_a_drained_lane_leaves_when_another_comes_back(kept: int) -> None:
-    """A turn moves although its open page is parked or sealed in the store."""
+def test_a_turn_on_a_drained_lane_migrates_when_another_lane_is_up(kept: int) -> None:
+    """It migrates although its open page is parked or sealed in the store."""
 
     async def scene(stage: Stage) -> None:
         await publish(stage, "left", PROMPT[:256])
@@ -574,7 +574,7 @@ def test_a_turn_that_waits_on_a_drained_lane_leaves_when_another_comes_back(kept
         await is_parked(stage)
         stage.lane("left").drain("it is out of order")
         await stage.until(lambda: not stage.lane("left").is_rechecking)
-        with only(stage, "left"):  # the other one is down for a moment
+        with only(stage, "left"):  # the other lane is not available
             asked = stage.ask([*PROMPT[:kept], 99], 20, "s")
             await asyncio.sleep(5.0)
             assert not asked.lane
@@ -586,8 +586,8 @@ def test_a_turn_that_waits_on_a_drained_lane_leaves_when_another_comes_back(kept
     play(scene, limits__canary_s=0)
 
 
-def test_a_page_that_is_computed_again_has_time_to_be_written() -> None:
-    """The limit counts computing only: a slow disk fails no turn, and the page names its writer."""
+def test_the_limit_of_recomputes_does_not_count_time_of_the_disk() -> None:
+    """A slow disk fails no turn, and the page names its writer."""
 
     async def scene(stage: Stage) -> None:
         prompt = words(62, 256)
@@ -610,7 +610,7 @@ def test_a_page_that_is_computed_again_has_time_to_be_written() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_lane_that_is_wrong_for_a_while_is_found_out(seed: int) -> None:
+def test_a_lane_that_is_wrong_for_a_while_is_drained(seed: int) -> None:
     """Every seed passes; `python -m tests.simulation --wrong` runs more of them."""
     outcome = wrong_lane(seed)
     assert outcome.counts["wrong steps"] > 0

@@ -1,4 +1,4 @@
-"""The canary (F46): a page that every idle lane computes, and that must come out alike.
+"""The canary (F46): a page that every idle lane computes, with equal bits.
 
 In the simulation: a lane is wrong by one bit of one row, or by NaN, in frames of the test's choice.
 """
@@ -26,26 +26,26 @@ def canaries(stage: Stage, lane: str, result: str) -> float:
 
 def wrong(stage: Stage, lane: str, is_wrong: Callable[[Any], bool], **how: bool) -> list[str]:
     """Make the lane wrong in the frames that `is_wrong` selects; they are noted."""
-    struck: list[str] = []
+    selected: list[str] = []
 
     def plan(of: Any, step: Any) -> Plan | None:
         if of.name == lane and step.entries and is_wrong(step):
-            struck.append(of.name)
+            selected.append(of.name)
             return Plan(0.004, **(how or {"flip": True}))  # type: ignore[arg-type]
         return None
 
     stage.plans.append(plan)
-    return struck
+    return selected
 
 
-def test_tokens_are_in_the_vocabulary() -> None:
+def test_canary_tokens_are_in_the_vocabulary() -> None:
     for n_vocab in (1, 40, 2048, 151_936):
         tokens = canary_tokens(n_vocab)
         assert len(tokens) == 256
         assert 0 <= min(tokens) <= max(tokens) < n_vocab
 
 
-def test_lanes_that_rest_compute_the_same_again_and_again() -> None:
+def test_idle_lanes_compute_the_same_canary_repeatedly() -> None:
     """A canary leaves no page in the store, no slot in the arena and no session."""
 
     async def scene(stage: Stage) -> None:
@@ -61,7 +61,7 @@ def test_lanes_that_rest_compute_the_same_again_and_again() -> None:
     play(scene, limits__canary_s=EVERY_S)
 
 
-def test_zero_is_off() -> None:
+def test_a_canary_interval_of_zero_is_off() -> None:
     async def scene(stage: Stage) -> None:
         frames = wrong(stage, "left", is_recompute)
         await asyncio.sleep(100)
@@ -70,7 +70,7 @@ def test_zero_is_off() -> None:
     play(scene, limits__canary_s=0)
 
 
-def test_a_lane_that_serves_computes_none_and_one_that_begins_gives_it_up() -> None:
+def test_a_busy_lane_computes_no_canary_and_abandons_one_when_a_request_comes() -> None:
     """The first frame after a request belongs to it, except for the canary's piece in flight."""
 
     async def scene(stage: Stage) -> None:
@@ -86,7 +86,7 @@ def test_a_lane_that_serves_computes_none_and_one_that_begins_gives_it_up() -> N
         assert frames[0][1] == 16, "in pieces"
         loops = [loop for loop in stage.now.loops if loop.lane.name != name]
         for loop in loops:
-            loop.assigned += 9  # no request goes there
+            loop.assigned += 9  # no request is routed there
         asked = stage.ask(words(1, 40), 200, "s")
         reader = stage.start(asked)
         await stage.until(lambda: canaries(stage, name, "given_up") == 1)
@@ -101,7 +101,7 @@ def test_a_lane_that_serves_computes_none_and_one_that_begins_gives_it_up() -> N
     play(scene)
 
 
-def test_it_takes_no_place_from_a_session_that_rests() -> None:
+def test_a_canary_takes_no_slot_from_an_idle_session() -> None:
     """An arena full of reclaimable slots has no room for a canary: no session loses a row."""
 
     async def scene(stage: Stage) -> None:
@@ -123,9 +123,9 @@ def test_it_takes_no_place_from_a_session_that_rests() -> None:
 
 @pytest.mark.parametrize("bad", ["left", "right"])
 @pytest.mark.parametrize("how", ["flip", "nan"])
-def test_the_lane_that_differs_is_drained_whichever_was_first(bad: str, how: str) -> None:
+def test_the_wrong_lane_is_drained_in_any_order_of_canaries(bad: str, how: str) -> None:
     """A fresh worker's vote drains the wrong lane; health and metrics report it; the other
-    serves."""
+    lane serves."""
 
     async def scene(stage: Stage) -> None:
         wrong(stage, bad, is_recompute, **{how: True})
@@ -149,13 +149,13 @@ def test_the_lane_that_differs_is_drained_whichever_was_first(bad: str, how: str
     play(scene, limits__canary_s=EVERY_S)
 
 
-def test_a_lane_that_is_alone_differs_from_itself() -> None:
-    """A lone lane gets a new worker, whose canary is computed at once; health is good again."""
+def test_a_lone_lane_with_a_wrong_canary_gets_a_new_worker() -> None:
+    """The canary of the new worker is computed at once, and health is ok again."""
 
     async def scene(stage: Stage) -> None:
         alone(stage)
         await stage.until(lambda: canaries(stage, "left", "equal") == 1)
-        struck = wrong(stage, "left", lambda step: is_recompute(step) and not struck)
+        selected = wrong(stage, "left", lambda step: is_recompute(step) and not selected)
         await stage.until(lambda: stage.lane("left").lane.incarnation == 2)
         assert canaries(stage, "left", "different") == 1
         assert any("canary of lane left differs" in line for line in stage.up.stats()["troubles"])
@@ -172,8 +172,8 @@ def alone(stage: Stage) -> None:
     stage.lane("right").drain("the scene has one lane")
 
 
-def test_without_a_majority_the_reference_goes_and_health_says_so() -> None:
-    """When no worker can be started, no lane is drained on the statement of one against another."""
+def test_without_a_majority_the_reference_is_dropped_and_health_reports_it() -> None:
+    """No fresh worker can start, and one lane against another is no majority."""
 
     async def scene(stage: Stage) -> None:
         no_fresh_worker(stage)

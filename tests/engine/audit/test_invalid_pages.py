@@ -1,4 +1,4 @@
-"""An invalid page is dropped by every session that holds it, whatever found it and on what lane."""
+"""An invalid page is dropped by every session that holds it, on every lane."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ async def held(engine: Engine, name: str, prompt: list[int], pages: int) -> Sess
 
 
 async def put(engine: Engine, name: str, lane: str) -> None:
-    """Bring the session to a lane, wherever it is now."""
+    """Migrate the session to a lane if it is on another one."""
     if engine.state.home[engine.state.sessions["", name].key].lane.name != lane:
         assert (await engine.promote("", name, to=lane))["result"] == "moved"
 
 
-def rot(engine: Engine, ref: PageRef) -> None:
+def flip_byte(engine: Engine, ref: PageRef) -> None:
     """Change one byte of the page on disk, and so in the mapped memory."""
     store = engine.running.store
     info = store.pages.allocator.info(ref.page_id)
@@ -86,7 +86,7 @@ def die_at(loop: LaneLoop, wanted: Callable[[Any], bool]) -> asyncio.Event:
     return died
 
 
-def at_revival(engine: Engine, fact: Callable[[], bool]) -> list[bool]:
+def at_restart(engine: Engine, fact: Callable[[], bool]) -> list[bool]:
     """Call this whenever a worker is about to be started again."""
     seen: list[bool] = []
     supervisor = engine.running.supervisor
@@ -100,13 +100,15 @@ def at_revival(engine: Engine, fact: Callable[[], bool]) -> list[bool]:
     return seen
 
 
-def lets_go(engine: Engine, session: Session, bad: PageRef) -> bool:
-    """The session dropped the page, or will before its lane computes again."""
+def drops_page(engine: Engine, session: Session, bad: PageRef) -> bool:
+    """The session dropped the page, or its lane drops it before the next step."""
     return bad not in session.kv.sealed or engine.state.home[session.key].is_rechecking
 
 
-async def prove(engine: Engine, session: Session, bad: PageRef, reference: Reference) -> None:
-    """The session goes on without the page to the right tokens."""
+async def check_continues(
+    engine: Engine, session: Session, bad: PageRef, reference: Reference
+) -> None:
+    """The session continues without the page, with the right tokens."""
     longer = [*session.tokens, 9, 8]
     answer = await read(engine.submit(request(longer, 30, session=session.session_id)))
     assert answer.tokens == reference.tokens(longer, 30)
@@ -114,7 +116,7 @@ async def prove(engine: Engine, session: Session, bad: PageRef, reference: Refer
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-async def test_a_page_that_killed_a_worker_goes_from_every_holder(
+async def test_every_holder_drops_a_page_that_ended_a_worker(
     site: Site, reference: Reference, lanes: int
 ) -> None:
     async with engine_of(lanes, site, FAULTY) as engine:
@@ -124,24 +126,24 @@ async def test_a_page_that_killed_a_worker_goes_from_every_holder(
         await put(engine, "b", "left" if lanes == 1 else "right")
         bad = a.kv.sealed[1]
         assert bad in b.kv.sealed
-        rot(engine, bad)
-        seen = at_revival(
+        flip_byte(engine, bad)
+        seen = at_restart(
             engine,
-            lambda: not engine.running.store.pages.is_resident(bad) and lets_go(engine, b, bad),
+            lambda: not engine.running.store.pages.is_resident(bad) and drops_page(engine, b, bad),
         )
         answer = await read(engine.submit(request([*a.tokens, SEGV], 4, session="a")))
-        assert answer.error is not None  # it dies of that token, too
+        assert answer.error is not None  # the worker dies at that token, too
         assert seen
         assert all(seen)
-        await prove(engine, b, bad, reference)
+        await check_continues(engine, b, bad, reference)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("dies", [False, True])
-async def test_a_page_that_a_seal_found_bad_goes_from_every_holder(
+async def test_every_holder_drops_a_page_that_a_seal_found_invalid(
     site: Site, reference: Reference, lanes: int, dies: bool
 ) -> None:
-    """Every holder drops a stored page that a seal compared with, and the lane could not read."""
+    """The seal compared its page with the stored one, which the lane could not read."""
     async with engine_of(lanes, site) as engine:
         b = await held(engine, "b", PROMPT[:500], 1)
         await put(engine, "b", "left" if lanes == 1 else "right")
@@ -150,9 +152,9 @@ async def test_a_page_that_a_seal_found_bad_goes_from_every_holder(
         await held(engine, "a", PROMPT[:20], 0)
         await put(engine, "a", "left")
         left.kv.prefix.extend = lambda *_: None  # type: ignore[method-assign]
-        rot(engine, bad)
+        flip_byte(engine, bad)
         died = die_at(left, lambda step: dies and bool(step.verify))
-        seen = at_revival(engine, lambda: lets_go(engine, b, bad))
+        seen = at_restart(engine, lambda: drops_page(engine, b, bad))
         longer = PROMPT[:300]
         answer = await read(engine.submit(request(longer, 4, session="a")))
         assert answer.tokens == reference.tokens(longer, 4)
@@ -165,11 +167,11 @@ async def test_a_page_that_a_seal_found_bad_goes_from_every_holder(
             await until(lambda: bool(seen))
             assert all(seen)
         del left.kv.prefix.extend
-        await prove(engine, b, bad, reference)
+        await check_continues(engine, b, bad, reference)
 
 
 class Unreadable:
-    """A store that cannot read pages again, and answers late."""
+    """A store whose verification fails after a delay."""
 
     def __init__(self, engine: Engine) -> None:
         self._store: Any = engine.running.store
@@ -200,7 +202,7 @@ def is_every_slot_owned(loop: LaneLoop) -> bool:
 
 
 @pytest.mark.parametrize("moved", [True, False])
-async def test_a_suspect_that_moves_while_its_pages_are_read(
+async def test_a_suspect_that_migrates_while_its_pages_are_read_is_not_cut(
     site: Site, reference: Reference, moved: bool
 ) -> None:
     """A lane does not cut the page table of a session that has moved to another lane meanwhile."""
@@ -210,7 +212,7 @@ async def test_a_suspect_that_moves_while_its_pages_are_read(
         await until(lambda: len(session.kv.sealed) >= PAGES)
         assert not generation.finished
         here, there = lanes_of(engine, "s")
-        disk, revived = Unreadable(engine), at_revival(engine, lambda: True)
+        disk, revived = Unreadable(engine), at_restart(engine, lambda: True)
         session.alone_deaths = 1  # its next token ends the turn: an idle session may move
         await die_at(here, lambda step: bool(step.entries)).wait()
         assert (await reader).error is not None
@@ -239,9 +241,7 @@ async def test_a_suspect_that_moves_while_its_pages_are_read(
 
 
 @pytest.mark.parametrize("stage", ["seal", "publish"])
-async def test_a_tail_on_its_way_to_the_store_is_held_by_no_dropped_session(
-    site: Site, stage: str
-) -> None:
+async def test_a_tail_being_parked_is_not_held_by_a_dropped_session(site: Site, stage: str) -> None:
     async with running_engine(site) as engine:
         session = await held(engine, "s", PROMPT[:300], 1)
         loop = engine.state.home[session.key]
@@ -260,7 +260,7 @@ async def test_a_tail_on_its_way_to_the_store_is_held_by_no_dropped_session(
         await until(lambda: bool(late))
         dropping = asyncio.ensure_future(engine.drop("", "s"))
         await until(lambda: session.state is State.CLOSED)
-        await asyncio.sleep(0.05)  # the ledger forgets it before its tail has an answer
+        await asyncio.sleep(0.05)  # the ledger drops it before its tail is published
         future, answer = late[0]
         future.set_result(await asyncio.wrap_future(answer))
         await dropping

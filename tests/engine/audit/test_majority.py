@@ -1,4 +1,4 @@
-"""Which content of a page is right, and which lanes were wrong: a pure function of statements."""
+"""The majority vote on the content of a page, a pure function of statements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stated(text: str) -> Statement:
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_majority(case: str) -> None:
+def test_the_majority_gives_the_right_content_and_the_wrong_lanes(case: str) -> None:
     given, right, wrong = TABLE[case]
     for statements in (given.split(), given.split()[::-1]):
         outcome = majority(map(stated, statements))
@@ -47,12 +47,12 @@ def test_majority(case: str) -> None:
         assert outcome.wrong == frozenset(wrong)
 
 
-def test_the_reason_names_who_agreed_and_who_was_wrong() -> None:
+def test_the_reason_names_the_lanes_that_agreed_and_the_wrong_ones() -> None:
     given, *_ = TABLE["one of three lanes"]
     assert majority(map(stated, given.split())).why == "b and c agree: lane a was wrong"
 
 
-def test_rows_of_two_lanes_name_neither() -> None:
+def test_a_statement_on_rows_of_two_lanes_has_no_known_witness() -> None:
     assert statement(frozenset(["a"]), b"x") == Statement("a", b"x")
     assert statement(frozenset(["a", "b"]), b"x") == Statement(UNKNOWN, b"x")
     assert statement(frozenset(), b"x") == Statement(UNKNOWN, b"x")

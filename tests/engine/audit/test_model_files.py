@@ -35,10 +35,10 @@ def overwrite(path: Path, at: int, data: bytes) -> None:
         file.write(data)
 
 
-async def test_a_replaced_model_file_ends_admission_not_running_turns(
+async def test_a_replaced_model_file_ends_admission_and_no_running_turn(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F11: another file under the model's name ends admission, and running turns go on."""
+    """F11: another file under the model's name ends admission, and running turns continue."""
     own, prompt = with_own_model(site), words(31, 40)
     monkeypatch.setattr(scrub, "WATCH_S", 0.05)
     async with running_engine(own) as engine:
@@ -57,8 +57,8 @@ async def test_a_replaced_model_file_ends_admission_not_running_turns(
         assert (await task).tokens == reference.tokens(prompt, 300)
 
 
-async def test_a_session_that_reopens_asks_for_the_model_at_once(site: Site) -> None:
-    """The model file is checked when a session is reopened, not only once a minute."""
+async def test_the_model_file_is_checked_when_a_session_is_reopened(site: Site) -> None:
+    """Not only once a minute."""
     own = with_own_model(site)
     async with running_engine(own) as engine:
         overwrite(own.model, own.model.stat().st_size, b"more")
@@ -80,14 +80,14 @@ def write_the_same(model: Path) -> None:
 
 
 @pytest.mark.parametrize("touch", [hard_link, Path.touch, make_private, write_the_same])
-async def test_a_model_file_that_was_only_touched_changes_nothing(
+async def test_a_model_file_with_new_times_and_equal_bytes_is_accepted(
     site: Site,
     reference: Reference,
     touch: Callable[[Path], None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A file with other times and the same bytes is accepted, also by the next worker."""
+    """Also by the next worker."""
     own, prompt = with_own_model(site), words(34, 20)
     own, model = dataclasses.replace(own, cache_dir=site.folder / "cache"), own.model
     monkeypatch.setattr(scrub, "WATCH_S", 0.05)
@@ -112,10 +112,10 @@ async def test_a_model_file_that_was_only_touched_changes_nothing(
 
 
 @pytest.mark.parametrize("at", [8, -1000])
-async def test_a_model_file_overwritten_in_place_ends_admission_once_it_was_read(
+async def test_a_model_file_overwritten_in_place_ends_admission_when_read_again(
     site: Site, at: int, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A change of the header or the last tensor, of the same size, is found; no lane uses it."""
+    """A change of the header or the last tensor, of the same size, is detected; no lane uses it."""
     own, prompt = with_own_model(site), words(35, 20)
     model = own.model
     monkeypatch.setattr(scrub, "WATCH_S", 0.05)
@@ -135,7 +135,7 @@ async def test_a_model_file_overwritten_in_place_ends_admission_once_it_was_read
 async def test_a_model_file_that_cannot_be_read_is_reported_until_it_can_be(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trouble is reported until the file can be read; a root user's rights are simulated."""
+    """The read error is simulated, because root can read any file."""
     own = with_own_model(site)
     monkeypatch.setattr(scrub, "WATCH_S", 0.05)
     refused = [True]
@@ -155,12 +155,12 @@ async def test_a_model_file_that_cannot_be_read_is_reported_until_it_can_be(
         await until(lambda: engine.phase == "ready")
 
 
-def test_reading_a_model_again_ends_when_it_is_asked_to(pocket_path: Path) -> None:
+def test_reading_a_model_again_can_be_stopped(pocket_path: Path) -> None:
     assert read_fingerprint(pocket_path, lambda: True) is None
     assert read_fingerprint(pocket_path, lambda: False) is not None
 
 
-async def test_weights_overwritten_in_place_end_everything_touched_ones_nothing(
+async def test_weights_overwritten_in_place_drain_lanes_and_touched_ones_do_not(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write into the packed file, which lanes map, drains them; other times change nothing."""

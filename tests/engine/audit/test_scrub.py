@@ -1,4 +1,4 @@
-"""Work of the engine on its store beside serving: page budget, scrub, audit, garbage, health."""
+"""Store maintenance by the engine while it serves: page budget, scrub, audit, garbage, health."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = 256
 
 
 def number(engine: Engine, name: str) -> int:
-    """One number of the store's."""
+    """One number of the store's statistics."""
     return int(engine.stats()["store"][name])
 
 
@@ -38,7 +38,7 @@ def lane(name: str = "cpu", **settings: object) -> LaneConfig:
 # --------------------------------------------------------------------------- the page budget
 
 
-async def test_a_fleet_with_one_prefix_is_not_held_back_by_it(
+async def test_sessions_that_share_a_prefix_count_its_pages_once(
     site: Site, reference: Reference
 ) -> None:
     """12 sessions that share 8 pages of prefix in a store of 60 all have seats at once."""
@@ -68,7 +68,7 @@ FAULTY = (sys.executable, "-m", "tests.support.wrong_worker")
 
 
 @pytest.fixture
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast_maintenance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes count as idle at once, and pages are scrubbed as fast as they can be read."""
     monkeypatch.setattr(scrub, "IDLE_S", 0.05)
     monkeypatch.setattr(scrub, "REST_S", 0.05)
@@ -95,8 +95,8 @@ def damage(engine: Engine, tokens: list[int], page: int) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-async def test_a_flipped_bit_is_found_while_idle_and_the_page_is_computed_again(
-    site: Site, reference: Reference, hurry: None
+async def test_scrub_detects_a_flipped_bit_while_idle_and_the_page_is_recomputed(
+    site: Site, reference: Reference, fast_maintenance: None
 ) -> None:
     """F52: the damaged middle page of an idle session is sealed anew; the page after it, which this
     run may have computed from the flipped bit, is dropped."""
@@ -116,11 +116,11 @@ async def test_a_flipped_bit_is_found_while_idle_and_the_page_is_computed_again(
         assert engine.stats()["troubles"] == []
 
 
-async def test_pages_after_one_that_verify_found_bad_are_not_found_again(
+async def test_descendants_of_a_page_that_failed_verification_are_not_matched(
     site: Site, reference: Reference
 ) -> None:
-    """Pages that this run may have computed from the flipped bit are dropped; the bad page is
-    sealed anew."""
+    """Pages that this run may have computed from the flipped bit are dropped; the invalid page
+    is sealed anew."""
     prompt = words(23, 3 * PAGE + 40)
     async with running_engine(site) as engine:
         await read(engine.submit(request(prompt, 8, session="s")))
@@ -135,7 +135,9 @@ async def test_pages_after_one_that_verify_found_bad_are_not_found_again(
         assert again.tokens == reference.tokens(prompt, 8)
 
 
-async def test_a_bad_page_of_a_session_on_disk_is_computed_again(site: Site, hurry: None) -> None:
+async def test_an_invalid_page_of_a_session_on_disk_is_recomputed(
+    site: Site, fast_maintenance: None
+) -> None:
     """A page of a session that is not in memory is computed from the ledger's tokens."""
     prompt = words(22, 2 * PAGE + 9)
     async with running_engine(site) as engine:
@@ -152,7 +154,7 @@ async def test_a_bad_page_of_a_session_on_disk_is_computed_again(site: Site, hur
 
 @pytest.mark.parametrize("third", [False, True])
 @pytest.mark.parametrize("first", ["good", "bad"])
-async def test_of_lanes_that_differ_the_wrong_one_is_drained(
+async def test_when_lanes_differ_the_wrong_one_is_drained(
     site: Site, reference: Reference, first: str,
     third: bool
 ) -> None:  # fmt: skip
@@ -192,8 +194,8 @@ async def test_of_lanes_that_differ_the_wrong_one_is_drained(
         assert again.tokens == reference.tokens(prompt, 40), "no wrong page is left"
 
 
-async def test_a_lane_that_is_alone_and_wrong_gets_a_new_worker(
-    site: Site, reference: Reference, hurry: None
+async def test_a_lone_lane_that_is_wrong_gets_a_new_worker(
+    site: Site, reference: Reference, fast_maintenance: None
 ) -> None:
     """A fresh worker decides between a page as sealed and as computed again."""
     prompt = [*words(26, 100), WRONG_AGAIN, *words(27, 250)]
@@ -210,8 +212,8 @@ async def test_a_lane_that_is_alone_and_wrong_gets_a_new_worker(
         assert two.tokens == reference.tokens(longer, 8)
 
 
-async def test_a_recompute_that_can_wait_gives_way_to_a_turn(site: Site) -> None:
-    """A recompute fails when a turn comes; an urgent one runs beside it."""
+async def test_a_recompute_that_is_not_urgent_fails_when_a_turn_comes(site: Site) -> None:
+    """An urgent one runs beside the turn."""
     prompt = words(28, 2 * PAGE + 5)
     async with running_engine(site) as engine:
         loop = engine.state.lanes[0]
@@ -247,10 +249,10 @@ def pinned(engine: Engine, tokens: list[int], pages: int) -> list[PageRef]:
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["gone", "another store's"])
-async def test_a_store_folder_that_was_moved_is_reported_and_taken_back(
+async def test_a_store_folder_that_was_moved_is_reported_until_it_is_back(
     site: Site, reference: Reference, other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker goes on, the next one cannot start, and the engine does not end."""
+    """The worker continues, the next one cannot start, and the engine does not end."""
     kv, moved, prompt = site.folder / "kv", site.folder / "moved", words(37, 20)
     monkeypatch.setattr(scrub, "WATCH_S", 0.05)
     async with running_engine(site) as engine:
@@ -278,7 +280,7 @@ async def test_a_store_folder_that_was_moved_is_reported_and_taken_back(
 # ----------------------------------------------------------------------------------- garbage
 
 
-async def test_garbage_collection_keeps_who_is_in_memory(
+async def test_garbage_collection_keeps_sessions_in_memory(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of ten sessions with room for two, the oldest that are not in memory are removed."""
@@ -303,7 +305,7 @@ async def test_garbage_collection_keeps_who_is_in_memory(
 # ------------------------------------------------------------------------------------ health
 
 
-async def test_health_says_what_is_wrong(site: Site) -> None:
+async def test_health_reports_a_restarting_lane_and_a_store_that_is_off(site: Site) -> None:
     async with running_engine(site) as engine:
         stats = engine.stats()
         assert (stats["kv_tier"], stats["ledger"], stats["troubles"]) == ("ok", "ok", [])

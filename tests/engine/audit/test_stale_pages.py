@@ -1,4 +1,4 @@
-"""What may change during an await: the page table, the lane of a session, the validity of a page.
+"""Changes during an await: of the page table, the lane of a session, the validity of a page.
 
 Before its fix, each of these cases computed with KV that was missing or known to be wrong.
 """
@@ -31,7 +31,7 @@ PROMPT = words(1, PAGES * 256 + 20)
 
 
 class SlowDisk:
-    """Answers of `store.pages.load` wait until they are let through."""
+    """Answers of `store.pages.load` wait for `answer`."""
 
     def __init__(self, engine: Engine) -> None:
         self._store: Any = engine.running.store
@@ -55,7 +55,7 @@ class SlowDisk:
 
 
 async def evicted(engine: Engine, session: Session) -> None:
-    """What a full store does to the oldest reclaimable session."""
+    """Evict pages of the session, as for the oldest reclaimable session of a full store."""
     assert engine.state.home[session.key].kv.slots.evict_oldest(Session(0, "", ""))
 
 
@@ -67,7 +67,7 @@ async def invalidated(engine: Engine, session: Session) -> None:
 
 
 @pytest.mark.parametrize("fault", [evicted, invalidated])
-async def test_pages_that_go_while_they_are_read(
+async def test_pages_lost_while_they_are_read_are_not_used(
     site: Site, reference: Reference,
     caplog: pytest.LogCaptureFixture, fault: Any
 ) -> None:  # fmt: skip
@@ -95,7 +95,7 @@ async def test_pages_that_go_while_they_are_read(
     assert not caplog.records
 
 
-async def test_a_page_is_invalidated_while_its_session_moves(
+async def test_a_page_invalidated_while_its_session_migrates_is_not_used(
     site: Site, reference: Reference
 ) -> None:
     async with two_lanes(site) as engine:
@@ -120,7 +120,7 @@ async def test_a_page_is_invalidated_while_its_session_moves(
 
 
 @pytest.mark.parametrize("where", ["store", "arena"])
-async def test_an_invalid_tail_is_not_taken(site: Site, where: str) -> None:
+async def test_an_invalid_tail_is_not_imported(site: Site, where: str) -> None:
     async with running_engine(site) as engine:
         first = await read(engine.submit(request(PROMPT, 20, session="s")))
         session = engine.state.sessions["", "s"]
@@ -142,7 +142,7 @@ async def test_an_invalid_tail_is_not_taken(site: Site, where: str) -> None:
         assert (cached <= PAGES * 256) is (where == "store")
 
 
-async def test_a_recompute_closed_in_flight(site: Site) -> None:
+async def test_a_recompute_closed_in_flight_does_not_answer_the_next_one(site: Site) -> None:
     async with running_engine(site) as engine:
         loop = engine.state.lanes[0]
         late, next_one = (PageRecompute(words(n, 512), [], urgent=True) for n in (1, 2))
@@ -171,11 +171,11 @@ async def test_a_recompute_closed_in_flight(site: Site) -> None:
         assert engine.fatal is None
 
 
-async def test_a_frontier_without_pages_is_computed_again(
+async def test_a_session_with_fewer_pages_than_its_frontier_is_recomputed(
     site: Site, reference: Reference,
     caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    """A session with fewer pages than its frontier is computed again; no known path leads there."""
+    """No known path leads to this state."""
 
     with caplog.at_level(logging.ERROR, "batchengine.kv"):
         async with running_engine(site) as engine:
@@ -208,14 +208,16 @@ class SlowLedger:
         return late
 
     async def answer(self) -> None:
-        """Let through the newest answer."""
+        """Release the newest answer."""
         self._ledger.load_session = self._real
         late, real = self.held.pop()
         late.set_result(await asyncio.wrap_future(real))
 
 
-async def test_a_move_while_the_ledger_is_asked(site: Site, reference: Reference) -> None:
-    """The lane in the record, which is older than the move, is not written back as the owner."""
+async def test_a_migration_during_a_ledger_query_keeps_its_new_owner(
+    site: Site, reference: Reference
+) -> None:
+    """The lane in the record is older than the migration, and is not written back as the owner."""
     async with two_lanes(site) as engine:
         first = await read(engine.submit(request(PROMPT, 20, session="s")))
         session = engine.state.sessions["", "s"]
@@ -235,7 +237,7 @@ async def test_a_move_while_the_ledger_is_asked(site: Site, reference: Reference
         assert more.tokens == reference.tokens(longer, 9)
 
 
-async def test_a_session_dropped_while_its_request_begins(site: Site) -> None:
+async def test_a_session_can_be_dropped_while_its_request_begins(site: Site) -> None:
     async with two_lanes(site) as engine:
         await read(engine.submit(request(PROMPT, 20, session="s")))
         epoch = engine.state.sessions["", "s"].epoch
@@ -257,8 +259,10 @@ async def test_a_session_dropped_while_its_request_begins(site: Site) -> None:
         assert engine.state.sessions["", "s"].epoch > epoch, "its old rows would pass for its own"
 
 
-async def test_a_cut_by_the_ledger_takes_the_table_along(site: Site, reference: Reference) -> None:
-    """A turn that is sent again computes nothing, so the cut itself shortens the page table."""
+async def test_a_cut_by_the_ledger_shortens_the_page_table(
+    site: Site, reference: Reference
+) -> None:
+    """A repeated turn computes nothing, so no step would shorten it."""
 
     def asked(prompt: list[int], n: int) -> GenerationRequest:
         return dataclasses.replace(request(prompt, n, session="s"), idempotency_key="k")
@@ -291,7 +295,7 @@ async def test_a_cut_by_the_ledger_takes_the_table_along(site: Site, reference: 
 async def test_a_turn_is_sent_again_after_an_edit_that_a_full_disk_refused(
     site: Site, reference: Reference
 ) -> None:
-    """The turn in the ledger goes on from its own prompt, although memory has the edit."""
+    """The turn in the ledger continues from its own prompt, although memory has the edit."""
     prompt = PROMPT[:50]
     whole = reference.tokens(prompt, 30)
 
@@ -345,11 +349,11 @@ async def test_a_resume_that_finds_another_prompt_is_refused_and_cuts_nothing(si
         assert rest.tokens == sent[5:]
 
 
-async def test_an_idle_session_with_a_broken_table_is_forgotten_alone(
+async def test_an_idle_session_with_an_invalid_page_table_is_dropped_alone(
     site: Site, reference: Reference,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    """One session that fails its check is forgotten; the daemon and the others go on."""
+    """The daemon and the other sessions continue."""
     monkeypatch.setattr(housekeeping, "HOUSEKEEPING_S", 0.02)
     monkeypatch.setattr(housekeeping, "MAINTAIN_S", 0.05)
 
@@ -370,7 +374,7 @@ async def test_an_idle_session_with_a_broken_table_is_forgotten_alone(
     assert "frontier outside the timeline" in caplog.text
 
 
-async def test_who_comes_after_a_forgotten_session_stays(site: Site) -> None:
+async def test_forgetting_a_session_keeps_a_newer_one_of_its_name(site: Site) -> None:
     async with running_engine(site) as engine:
         await read(engine.submit(request(PROMPT[:50], 2, session="s")))
         old = engine.state.sessions["", "s"]

@@ -1,4 +1,4 @@
-"""Recovery without help: damaged pages, a full disk, lost seals, a lane without slots."""
+"""Automatic recovery: damaged pages, a full disk, lost seals, a lane without slots."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def pages_pinned(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("bad", [0, 1, 3])
-async def test_a_damaged_page_amid_good_ones_is_computed_again(
+async def test_a_damaged_page_between_valid_ones_is_recomputed(
     site: Site, reference: Reference, bad: int
 ) -> None:
-    """The page is published anew although the pages after it are there already."""
+    """The page is published anew although the pages after it exist already."""
     prompt = words(1, 1300)
     async with running_engine(site) as engine:
         await read(engine.submit(request(prompt, 4)))
@@ -81,7 +81,7 @@ async def test_a_truncated_extent_ends_workers_but_no_stream(
         assert engine.lanes()[0]["incarnation"] <= 3
 
 
-async def test_a_worker_that_dies_over_a_verification_leaks_nothing(
+async def test_a_worker_death_during_verification_leaks_nothing(
     site: Site, reference: Reference
 ) -> None:
     prompt = words(3, 900)
@@ -103,7 +103,7 @@ async def test_a_worker_that_dies_over_a_verification_leaks_nothing(
         await until(lambda: len(list((site.folder / "kv" / "arena").iterdir())) == 1)
 
 
-async def test_idle_sessions_give_their_pins_even_after_the_worker_died(
+async def test_idle_sessions_release_their_pins_after_a_worker_death(
     site: Site, reference: Reference
 ) -> None:
     """A new session finds room in a store of twelve pages that idle sessions hold."""
@@ -131,19 +131,19 @@ def full_disk(engine: Engine) -> Any:
 
     ledger._transact = refuse  # type: ignore[method-assign]
 
-    def heal() -> None:
+    def make_room() -> None:
         ledger._transact = real  # type: ignore[method-assign]
 
-    return heal
+    return make_room
 
 
-async def test_a_session_outlives_a_full_disk(site: Site, reference: Reference) -> None:
+async def test_a_session_continues_after_a_full_disk(site: Site, reference: Reference) -> None:
     """Named turns are refused with a reason, anonymous ones served; with room again, all are."""
     start, fresh = words(4, 700), words(5, 30)
     longer = [*start, *reference.tokens(start, 20), *words(6, 20)]
     async with running_engine(site) as engine:
         first = await read(engine.submit(request(start, 20, session="s")))
-        heal = full_disk(engine)
+        make_room = full_disk(engine)
         for session, prompt in [("s", longer), ("new", fresh), ("s", longer)]:
             refused = await read(engine.submit(request(prompt, 200, session=session)))
             assert refused.error is not None
@@ -152,8 +152,8 @@ async def test_a_session_outlives_a_full_disk(site: Site, reference: Reference) 
         other = words(7, 900)
         served = await read(engine.submit(request(other, 300)))
         assert served.tokens == reference.tokens(other, 300)
-        await until(lambda: not engine.state.turns)  # refused turns do not compute on
-        heal()
+        await until(lambda: not engine.state.turns)  # refused turns stop computing
+        make_room()
         for session, prompt in [("s", longer), ("new", fresh)]:
             good = await read(engine.submit(request(prompt, 20, session=session)))
             assert good.error is None, good.error
@@ -169,7 +169,7 @@ async def test_a_session_outlives_a_full_disk(site: Site, reference: Reference) 
         assert again.tokens == reference.tokens([*longer, 99], 5)
 
 
-async def test_a_disk_that_fills_up_amid_a_turn_ends_it_with_a_reason(
+async def test_a_disk_that_fills_up_during_a_turn_ends_it_with_a_reason(
     site: Site, reference: Reference
 ) -> None:
     prompt = words(8, 40)
@@ -177,9 +177,9 @@ async def test_a_disk_that_fills_up_amid_a_turn_ends_it_with_a_reason(
         generation = engine.submit(request(prompt, 500, session="s"))
         reader = asyncio.ensure_future(read(generation))
         await until(lambda: generation.completion_tokens > 100)
-        heal = full_disk(engine)
+        make_room = full_disk(engine)
         await until(lambda: generation.completion_tokens > 300)
-        heal()
+        make_room()
         answer = await reader
         assert answer.error is not None
         assert answer.error.name == "durability_unavailable"
@@ -192,8 +192,10 @@ async def test_a_disk_that_fills_up_amid_a_turn_ends_it_with_a_reason(
         assert record.tokens == [*after, *good.tokens]
 
 
-async def test_one_sessions_refusal_is_not_anothers(site: Site, reference: Reference) -> None:
-    """Each of the sessions whose records share a commit gets its own result."""
+async def test_a_refusal_of_one_session_does_not_refuse_others_of_its_commit(
+    site: Site, reference: Reference
+) -> None:
+    """Sessions whose records share a commit get separate results."""
     async with running_engine(site) as engine:
         bad: Future[int] = append_tokens(engine.running.store.ledger, "nobody", 1, 0, [1, 2])
         answer = await read(engine.submit(request(words(9, 20), 5, session="s")))

@@ -1,4 +1,4 @@
-"""The dispatcher on plain data: admission, decisions and their log, moves it makes by itself."""
+"""The dispatcher on plain data: admission, decisions and their log, automatic migrations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SLOW = StepCost(8.0, 1.4, 2.0, 5e-4, 1e-5)
 
 @dataclass
 class FakeLoop:
-    """A lane as the dispatcher reads it."""
+    """The part of a lane that the dispatcher reads."""
 
     name: str
     tier: str = "any"
@@ -73,8 +73,8 @@ class FakeLoop:
 
 
 @dataclass
-class House:
-    """A dispatcher over two fake lanes, a clock that the test sets, and moves that succeed."""
+class DispatcherScene:
+    """A dispatcher over two fake lanes, a clock that the test sets, and migrations that succeed."""
 
     tables: EngineState
     dispatch: Dispatcher
@@ -149,7 +149,7 @@ class House:
         return found
 
 
-def house(monkeypatch: pytest.MonkeyPatch, **router: Any) -> House:
+def dispatcher_scene(monkeypatch: pytest.MonkeyPatch, **router: Any) -> DispatcherScene:
     config = dataclasses.replace(
         load(None, {"server.admin_socket": "/tmp/unused.sock"}), router=RouterConfig(**router)
     )
@@ -159,7 +159,7 @@ def house(monkeypatch: pytest.MonkeyPatch, **router: Any) -> House:
     tables.lanes[:] = cast("list[LaneLoop]", [fast, bulk])
     migrator = SimpleNamespace()
     dispatch = Dispatcher(tables, cast("Migrator", migrator), lambda work, _: spawned.append(work))
-    built = House(tables, dispatch, fast, bulk, spawned)
+    built = DispatcherScene(tables, dispatch, fast, bulk, spawned)
     monkeypatch.setattr(tables, "now_ms", lambda: built.now_ms)
     migrator.move = built.move
     return built
@@ -178,7 +178,7 @@ def samples(tables: EngineState, name: str) -> dict[tuple[str, ...], float]:
 
 
 def test_a_decision_is_logged_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch)
+    h = dispatcher_scene(monkeypatch)
     fresh = h.session("s1")
     assert h.dispatch.choose(fresh, h.generation(fresh, request_id="req-1")) is h.bulk
     record = h.record("req-1")
@@ -190,12 +190,12 @@ def test_a_decision_is_logged_and_counted(monkeypatch: pytest.MonkeyPatch) -> No
     assert shown["predicted"]["ttft_ms"] > 0
     assert {c["lane"] for c in shown["candidates"]} == {"gpu", "cpu"}
     assert shown["happened"] is None
-    assert shown["request"]["ttlt_ms"] is None  # infinity is no JSON
+    assert shown["request"]["ttlt_ms"] is None  # JSON has no infinity
     json.dumps(shown, allow_nan=False)
 
 
 def test_the_outcome_is_compared_with_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch)
+    h = dispatcher_scene(monkeypatch)
     session = h.session("s1")
     turn = h.turn(session, request_id="req-1", tokens_max=10)
     loop = h.dispatch.choose(session, turn.generation)
@@ -212,8 +212,8 @@ def test_the_outcome_is_compared_with_the_prediction(monkeypatch: pytest.MonkeyP
     assert samples(h.tables, "prediction_ratio_count") == {("ttft", "cpu"): 1, ("tpot", "cpu"): 1}
 
 
-def test_answers_shorter_than_allowed_are_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch)
+def test_the_usual_answer_length_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = dispatcher_scene(monkeypatch)
     for index in range(200):
         session = h.session(f"s{index}")
         turn = h.turn(session, tokens_max=1000)
@@ -228,9 +228,9 @@ def test_answers_shorter_than_allowed_are_learned(monkeypatch: pytest.MonkeyPatc
     assert h.record("r2").request.tokens_out == 40
 
 
-def test_a_long_queue_is_estimated_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_queue_is_estimated_between_two_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A queue is not read row by row for every request, which would be quadratic."""
-    h = house(monkeypatch)
+    h = dispatcher_scene(monkeypatch)
     h.occupy(h.bulk, 400, waiting=True)
     looks = 0
     look = h.dispatch._lanes._count
@@ -256,9 +256,9 @@ def test_a_long_queue_is_estimated_between_two_looks(monkeypatch: pytest.MonkeyP
     assert looks == 2
 
 
-def test_no_lane_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests wait for a worker, on the session's lane or where the least work is assigned."""
-    h = house(monkeypatch)
+def test_requests_wait_when_no_lane_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait on the session's lane, or on the lane with the least assigned work."""
+    h = dispatcher_scene(monkeypatch)
     h.fast.lane.alive = h.bulk.lane.alive = False
     h.fast.assigned = 3
     fresh, at_home = h.session("a"), h.session("b", h.fast)
@@ -271,8 +271,10 @@ def test_no_lane_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- admission ----
 
 
-def test_patience_sheds_with_the_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch)
+def test_a_request_beyond_its_patience_is_shed_with_a_retry_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = dispatcher_scene(monkeypatch)
     impatient = dataclasses.replace(
         h.tables.config.sla, standard=ClassConfig(2000.0, 100.0, patience_s=1.0)
     )
@@ -289,7 +291,7 @@ def test_patience_sheds_with_the_time_to_come_back(monkeypatch: pytest.MonkeyPat
     wait_ms = h.dispatch.wait_ms(h.generation(session).request)
     assert error.retry_ms == pytest.approx(min(60_000, wait_ms - 1000.0), abs=1)
     assert samples(h.tables, "shed_total") == {("standard", "patience"): 1}
-    h.dispatch.admit(h.generation(session, "batch").request)  # batch waits as long as it takes
+    h.dispatch.admit(h.generation(session, "batch").request)  # batch waits without limit
     h.dispatch.admit(h.generation(session, "interactive").request)  # and this one overtakes
     h.fast.waiting.clear()
     h.fast.running.clear()
@@ -297,8 +299,10 @@ def test_patience_sheds_with_the_time_to_come_back(monkeypatch: pytest.MonkeyPat
     h.dispatch.admit(h.generation(session).request)
 
 
-def test_full_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch)
+def test_requests_avoid_full_queues_and_are_shed_when_all_are_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = dispatcher_scene(monkeypatch)
     h.bulk.config = dataclasses.replace(h.bulk.config, queue_max=2)
     h.occupy(h.bulk, 2, waiting=True)
     session = h.session("s")
@@ -316,8 +320,8 @@ def test_full_queues(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- promotion and demotion ----
 
 
-def test_an_interactive_request_asks_for_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch)
+def test_an_interactive_request_starts_a_promotion(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = dispatcher_scene(monkeypatch)
     session = h.session("s", h.bulk)
     to = h.dispatch.choose(session, h.generation(session, "interactive", request_id="r1"))
     assert to is h.fast
@@ -336,15 +340,17 @@ def test_an_interactive_request_asks_for_a_move(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_reason_why_a_session_stays_is_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch, promote_auto=False)
+    h = dispatcher_scene(monkeypatch, promote_auto=False)
     session = h.session("s", h.bulk)
     assert h.dispatch.choose(session, h.generation(session, "interactive")) is h.bulk
     (note,) = h.dispatch.explain("s")["decisions"][0]["notes"]
     assert note == "it stays on cpu: router.promote_auto is off"
 
 
-def test_a_failed_move_is_counted_and_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch)
+def test_a_failed_migration_is_counted_and_the_session_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = dispatcher_scene(monkeypatch)
     h.refusal = errors.STEP_MISMATCH()
     session = h.session("s", h.bulk)
     to = h.dispatch.choose(session, h.generation(session, "interactive"))
@@ -354,9 +360,11 @@ def test_a_failed_move_is_counted_and_nothing_breaks(monkeypatch: pytest.MonkeyP
     assert not h.dispatch.explain("s")["moving"]
 
 
-def test_who_waits_behind_a_running_turn_hurries_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_turn_takes_the_priority_of_a_request_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A background turn that an interactive request waits for is promoted while it runs."""
-    h = house(monkeypatch)
+    h = dispatcher_scene(monkeypatch)
     session = h.session("s", h.bulk)
     turn = h.turn(session, "background")
     h.bulk.running[session.key] = turn
@@ -368,8 +376,8 @@ def test_who_waits_behind_a_running_turn_hurries_it(monkeypatch: pytest.MonkeyPa
     assert h.moves == [("cpu", "gpu", "promotion")]
 
 
-def test_idle_sessions_give_the_fast_lane_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch, demote_idle_s=60.0)
+def test_idle_sessions_are_demoted_from_the_fast_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = dispatcher_scene(monkeypatch, demote_idle_s=60.0)
     for index in range(6):
         h.session(f"idle{index}", h.fast)
     busy, slow = h.session("busy", h.fast), h.session("slow", h.bulk)
@@ -393,9 +401,9 @@ def test_idle_sessions_give_the_fast_lane_back(monkeypatch: pytest.MonkeyPatch) 
     assert h.spawned == []
 
 
-def test_sessions_do_not_ping_pong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session used in turn by a user and a timer for ten minutes moves a few times only."""
-    h = house(monkeypatch)
+def test_sessions_do_not_alternate_between_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session used in turn by a user and a timer for ten minutes migrates a few times only."""
+    h = dispatcher_scene(monkeypatch)
     session = h.session("s", h.bulk)
     for turn in range(120):
         h.now_ms += 5_000.0
@@ -414,8 +422,8 @@ def test_sessions_do_not_ping_pong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("left a background model" in note for note in shown["notes"])
 
 
-def test_explicit_moves_have_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch)
+def test_explicit_migrations_have_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = dispatcher_scene(monkeypatch)
     slow, quick = h.session("slow", h.bulk), h.session("quick", h.fast)
     assert h.dispatch.lane_for(slow, "fast") is h.fast
     assert h.dispatch.lane_for(quick, "bulk") is h.bulk
@@ -427,7 +435,7 @@ def test_explicit_moves_have_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the log ----
 
 
-def test_the_log_is_a_ring() -> None:
+def test_the_decision_log_is_a_ring() -> None:
     log = DecisionLog(3)
     records = [cast("Any", DecisionRecord)(f"req-{i}", "s", "", *[None] * 7) for i in range(5)]
     for record in records:
@@ -436,15 +444,15 @@ def test_the_log_is_a_ring() -> None:
     assert log.of_request("req-1") is None
     assert log.of_request("req-4") is records[4]
     again = cast("Any", DecisionRecord)("req-4", "s", "", *[None] * 7)
-    log.add(again)  # an id may come twice: clients choose them
+    log.add(again)  # an id may occur twice: clients choose them
     for _ in range(2):
         log.add(cast("Any", DecisionRecord)("other", "s", "", *[None] * 7))
     assert log.of_request("req-4") is again
     assert len(log) == 3
 
 
-def test_requests_are_found_by_unique_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch)
+def test_requests_are_found_by_a_unique_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = dispatcher_scene(monkeypatch)
     one, other = h.session("conversation-1"), h.session("conversation-22")
     for session, request_id in ((one, "abcd-1"), (other, "abcd2-1"), (one, "other-1")):
         h.dispatch.choose(session, h.generation(session, request_id=request_id))
@@ -459,13 +467,13 @@ def test_requests_are_found_by_unique_prefix(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(BatchEngineError) as caught:
             h.dispatch.explain(given)
         assert caught.value.name == code, given
-    unknown = h.session("quiet-one", h.bulk)  # in memory, but nothing was decided lately
+    unknown = h.session("quiet-one", h.bulk)  # in memory, but without a recent decision
     shown = h.dispatch.explain(unknown.session_id)
     assert (shown["lane"], shown["decisions"], shown["moved_ago_s"]) == ("cpu", [], None)
 
 
-def test_whose_it_is_counts_before_hits_are_counted() -> None:
-    """Requests of other tenants do not count as matches: ids of idempotency keys may be equal."""
+def test_requests_of_other_tenants_are_no_matches() -> None:
+    """Ids of idempotency keys may be equal for two tenants."""
     log = DecisionLog(4)
     for request_id, session, tenant in (
         ("req-1", "idem_1", "alpha"),
@@ -488,11 +496,11 @@ def test_whose_it_is_counts_before_hits_are_counted() -> None:
     assert log.find("be_req-", (), "beta") == [("request", "req-1"), ("request", "req-2")]
     for _ in range(3):
         log.add(cast("Any", DecisionRecord)("other", "s", "", *[None] * 7))
-    assert log.find("idem_1") == []  # the ring has forgotten both
+    assert log.find("idem_1") == []  # the ring has overwritten both
 
 
-def test_rows_of_one_tenant_are_all_that_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch)
+def test_only_rows_of_the_tenant_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = dispatcher_scene(monkeypatch)
     for index, tenant in enumerate(("alpha", "beta", "beta")):
         session = Session(index + 1, f"s{index}", tenant)
         h.tables.sessions[tenant, session.session_id] = session
@@ -508,8 +516,8 @@ def test_rows_of_one_tenant_are_all_that_is_built(monkeypatch: pytest.MonkeyPatc
     assert len(report.session_rows(h.tables)) == 3
 
 
-def test_times_of_gone_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = house(monkeypatch)
+def test_times_of_dropped_sessions_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = dispatcher_scene(monkeypatch)
     session = h.session("s", h.bulk)
     h.dispatch.choose(session, h.generation(session))
     assert h.dispatch._times._times
@@ -528,7 +536,7 @@ def test_restore_follows_the_measured_rate(
     rate: float, choice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """8K tokens at 28 KiB each: 4.6 s from a disk of 50 MB/s, 1.1 s of compute on the GPU."""
-    h = house(monkeypatch)
+    h = dispatcher_scene(monkeypatch)
     monkeypatch.setattr(h.dispatch.restores, "_read_rate", lambda: rate)
     session = h.session("s", h.fast, tokens=8300)
     turn = h.turn(session, request_id="r1")

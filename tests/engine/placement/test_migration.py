@@ -1,4 +1,4 @@
-"""Sessions move between two lanes while they compute: no stream stops, and no token differs."""
+"""Sessions migrate between two lanes while they compute: no stream stops, no token differs."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ def other(engine: Engine, session_id: str) -> str:
     return "right" if rows[session_id] == "left" else "left"
 
 
-async def swing(engine: Engine, session_id: str, moves: int) -> list[dict[str, object]]:
-    """Move a session from lane to lane; every move must succeed."""
+async def migrate_repeatedly(
+    engine: Engine, session_id: str, moves: int
+) -> list[dict[str, object]]:
+    """Migrate a session between the lanes; every migration must succeed."""
     reports: list[dict[str, object]] = []
     for _ in range(moves):
         report = await engine.promote("", session_id, to=other(engine, session_id))
@@ -60,13 +62,13 @@ async def swing(engine: Engine, session_id: str, moves: int) -> list[dict[str, o
     return reports
 
 
-async def test_fifty_moves_in_one_stream(site: Site, reference: Reference) -> None:
+async def test_a_stream_continues_over_fifty_migrations(site: Site, reference: Reference) -> None:
     prompt = words(1, 300)
     async with two_lanes(site) as engine:
         generation = engine.submit(request(prompt, 900, session="s"))
         reader = asyncio.ensure_future(read(generation))
         await until(lambda: generation.completion_tokens > 3)
-        reports = await swing(engine, "s", 50)
+        reports = await migrate_repeatedly(engine, "s", 50)
         assert not generation.finished, "the stream was too short for this test"
         answer = await reader
         assert answer.tokens == reference.tokens(prompt, 900)
@@ -81,7 +83,7 @@ async def test_fifty_moves_in_one_stream(site: Site, reference: Reference) -> No
         assert record.tokens == [*prompt, *answer.tokens]
 
 
-async def test_idle_sessions_of_any_length_move(site: Site, reference: Reference) -> None:
+async def test_idle_sessions_of_any_length_migrate(site: Site, reference: Reference) -> None:
     """A request on the other lane computes new tokens only."""
     async with two_lanes(site) as engine:
         for n in (1, 2, 255, 256, 257, 512, 1300):
@@ -97,8 +99,8 @@ async def test_idle_sessions_of_any_length_move(site: Site, reference: Reference
         assert engine.stats()["tokens_recomputed"] == 0
 
 
-async def test_mixed_load_on_two_lanes(site: Site, reference: Reference) -> None:
-    """Eight streams, half of them named, are moved all the time while they run."""
+async def test_eight_streams_migrate_while_they_run(site: Site, reference: Reference) -> None:
+    """Half of them are named; all are migrated all the time."""
     prompts = [words(10 + i, 40 + 150 * i) for i in range(8)]
     async with two_lanes(site) as engine:
         running = [
@@ -126,7 +128,7 @@ async def test_mixed_load_on_two_lanes(site: Site, reference: Reference) -> None
         assert moved > len(prompts), "a stream moves more than once, on average"
 
 
-async def test_a_prompt_moves_while_it_is_prefilled(site: Site, reference: Reference) -> None:
+async def test_a_prompt_migrates_during_its_prefill(site: Site, reference: Reference) -> None:
     prompt = words(20, 2500)
     lanes = tuple(
         LaneConfig(name=name, threads=1, chunk_tokens_max=64) for name in ("left", "right")
@@ -146,10 +148,10 @@ async def test_a_prompt_moves_while_it_is_prefilled(site: Site, reference: Refer
         assert engine.stats()["tokens_recomputed"] == 0
 
 
-async def test_sampling_penalties_logprobs_and_stops_survive(
+async def test_sampling_penalties_logprobs_and_stops_survive_a_migration(
     site: Site, reference: Reference
 ) -> None:
-    """The state of the sampler and of the text moves with the turn."""
+    """The state of the sampler and of the text migrates with the turn."""
     prompt = words(30, 60)
     sampling = Sampling(
         temperature=0.9, top_k=50, seed=7, repetition_penalty=1.2, penalty_tokens=64, logprobs=3
@@ -179,7 +181,7 @@ async def test_sampling_penalties_logprobs_and_stops_survive(
         assert answer.reason == "stop"
 
 
-async def test_a_waiting_session_moves_to_a_lane_with_room(
+async def test_a_waiting_session_migrates_to_a_lane_with_room(
     site: Site, reference: Reference
 ) -> None:
     """A session without a seat starts at once on the other lane."""
@@ -207,13 +209,15 @@ async def test_a_waiting_session_moves_to_a_lane_with_room(
             generation.cancel()
 
 
-async def test_moves_that_cannot_be_say_why(site: Site, reference: Reference) -> None:
+async def test_impossible_migrations_are_refused_with_a_reason(
+    site: Site, reference: Reference
+) -> None:
     async with two_lanes(site) as engine:
         await read(engine.submit(request(words(50, 30), 5, session="alpha-1")))
         await read(engine.submit(request(words(51, 30), 5, session="alpha-2")))
         for tenant, given, to, code, kind in (
             ("", "unknown", "left", "BE2403", Kind.NOT_FOUND),
-            ("", "alpha", "left", "BE2403", Kind.NOT_FOUND),  # names are exact here
+            ("", "alpha", "left", "BE2403", Kind.NOT_FOUND),  # no prefixes here
             ("another", "alpha-1", "left", "BE2403", Kind.NOT_FOUND),
             ("", "alpha-1", "middle", "BE3003", Kind.INVALID),
         ):
@@ -225,7 +229,9 @@ async def test_moves_that_cannot_be_say_why(site: Site, reference: Reference) ->
         assert (await engine.promote("", "alpha-1", to=at))["result"] == "already there"
 
 
-async def test_moves_of_one_session_follow_one_another(site: Site, reference: Reference) -> None:
+async def test_migrations_of_one_session_run_one_after_the_other(
+    site: Site, reference: Reference
+) -> None:
     prompt = words(60, 200)
     async with two_lanes(site) as engine:
         generation = engine.submit(request(prompt, 200, session="s"))
@@ -238,7 +244,7 @@ async def test_moves_of_one_session_follow_one_another(site: Site, reference: Re
         assert (await reader).tokens == reference.tokens(prompt, 200)
 
 
-async def test_a_request_that_comes_during_a_move_waits_for_it(
+async def test_a_request_that_comes_during_a_migration_waits_for_it(
     site: Site, reference: Reference
 ) -> None:
     prompt = words(70, 400)
@@ -260,7 +266,7 @@ async def test_a_request_that_comes_during_a_move_waits_for_it(
         assert len(answers) == 5
 
 
-async def test_an_idle_lane_computes_first_for_a_session_that_arrives(
+async def test_an_idle_lane_computes_for_an_arriving_session_before_a_canary(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No canary frame is in flight when the rows are there, even if a frame carries one page

@@ -1,4 +1,4 @@
-"""A session whose client has just cut its history can move."""
+"""A session whose client has just cut its history can migrate."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Cut:
 
         lane.post = post  # type: ignore[method-assign]
 
-    def go_on(self) -> None:
+    def resume_worker(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
     async def end(self) -> None:
@@ -92,10 +92,10 @@ class Cut:
 
 
 @pytest.mark.parametrize("when", ["yet to be sent", "on the way"])
-async def test_a_move_waits_until_the_cut_is_carried_out(
+async def test_a_migration_waits_until_the_cut_is_carried_out(
     site: Site, reference: Reference, when: str
 ) -> None:
-    """The move waits instead of failing for rows that are still under their old epoch."""
+    """It does not fail for rows that are still under their old epoch."""
     async with running_engine(site, lanes=LANES, router__promote_auto=False) as engine:
         cut = Cut(engine)
         answer = await cut.begin(when)
@@ -103,7 +103,7 @@ async def test_a_move_waits_until_the_cut_is_carried_out(
         moving = asyncio.ensure_future(engine.promote("", "s", to=cut.target.lane.name))
         await until(lambda: bool(cut.source.kv.touches) or moving.done())
         assert not moving.done()
-        cut.go_on()
+        cut.resume_worker()
         report = await moving
         assert (report["result"], report["rows_recomputed"]) == ("moved", 0)
         assert report["rows_copied"] == 640 % 256
@@ -112,10 +112,10 @@ async def test_a_move_waits_until_the_cut_is_carried_out(
         await cut.end()
 
 
-async def test_a_cut_that_is_never_carried_out_ends_the_move_with_a_reason(
+async def test_a_cut_that_is_never_carried_out_ends_the_migration_with_a_reason(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The move ends with the reason at the lane's deadline, and the session stays."""
+    """It ends at the lane's deadline, and the session stays."""
     monkeypatch.setattr(migration, "ANSWER_S", 0.3)
     async with running_engine(site, lanes=LANES, router__promote_auto=False) as engine:
         cut = Cut(engine)
@@ -124,6 +124,6 @@ async def test_a_cut_that_is_never_carried_out_ends_the_move_with_a_reason(
             await engine.promote("", "s", to=cut.target.lane.name)
         assert caught.value.code == "BE3005"
         assert engine.state.home[cut.session.key] is cut.source
-        cut.go_on()
+        cut.resume_worker()
         await cut.end()
         assert (await answer).tokens == reference.tokens(EDITED, 30)

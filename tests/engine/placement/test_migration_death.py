@@ -51,7 +51,7 @@ async def test_a_prompt_that_is_being_prefilled_keeps_its_chunks(
 
 
 async def test_an_idle_session_keeps_its_open_page(site: Site, reference: Reference) -> None:
-    """A session that goes on after the death computes new tokens only."""
+    """A session that continues after the death computes new tokens only."""
     prompt = words(4, 700)
     async with running_engine(site) as engine:
         first = await read(engine.submit(request(prompt, 30, session="s")))

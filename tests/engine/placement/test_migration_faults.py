@@ -51,7 +51,7 @@ async def kill(loop: LaneLoop) -> None:
 
 
 def plant(engine: WatchedEngine, point: str, fault: Callable[[], Awaitable[None]]) -> None:
-    """Run `fault` the next time a move comes to `point`."""
+    """Run `fault` the next time a migration reaches `point`."""
 
     async def at(now: str) -> None:
         if now == point:
@@ -103,8 +103,10 @@ def slots_open(loop: LaneLoop) -> int:
 @pytest.mark.parametrize(
     "victim", ["source", "target", pytest.param("both", marks=pytest.mark.slow)]
 )
-async def test_workers_die_at_every_point(site: Site, reference: Reference, victim: str) -> None:
-    """Nine streams that move, and one beside each that does not, are right."""
+async def test_worker_deaths_at_every_point_change_no_token(
+    site: Site, reference: Reference, victim: str
+) -> None:
+    """Nine streams that migrate, and one beside each that does not, are right."""
     prompts = [words(1, 700), words(2, 90)]
 
     wanted = [reference.tokens(p, 500) for p in prompts]
@@ -141,7 +143,9 @@ async def test_workers_die_at_every_point(site: Site, reference: Reference, vict
         await until(lambda: len(list(arenas.iterdir())) == 2)
 
 
-async def test_clients_leave_at_every_point(site: Site, reference: Reference) -> None:
+async def test_clients_that_leave_at_every_point_leak_nothing(
+    site: Site, reference: Reference
+) -> None:
     """The turn ends, the session stays usable, and no slot or seat is lost."""
     async with two_lanes(site) as engine:
         for i, point in enumerate(POINTS):
@@ -166,8 +170,10 @@ async def test_clients_leave_at_every_point(site: Site, reference: Reference) ->
         await no_leaks(engine)
 
 
-async def test_sessions_are_dropped_at_every_point(site: Site, reference: Reference) -> None:
-    """A drop waits for the move or ends it, and leaves nothing of the session."""
+async def test_sessions_dropped_at_every_point_leave_nothing(
+    site: Site, reference: Reference
+) -> None:
+    """A drop waits for the migration or ends it."""
 
     reasons: set[str] = set()
     async with two_lanes(site) as engine:
@@ -194,10 +200,10 @@ async def test_sessions_are_dropped_at_every_point(site: Site, reference: Refere
     "point",
     [p if p in ("P2", "P4", "P5") else pytest.param(p, marks=pytest.mark.slow) for p in POINTS],
 )
-async def test_the_daemon_stops_at_every_point(
+async def test_a_stop_of_the_daemon_at_every_point_leaves_one_owner(
     site: Site, reference: Reference, point: str
 ) -> None:
-    """The ledger names one owner, and the session goes on in the next engine."""
+    """The ledger names it, and the session continues in the next engine."""
     prompt = words(50, 500)
 
     received: list[int] = []
@@ -247,14 +253,16 @@ async def test_an_owner_the_ledger_refuses_does_not_compute(
         at = generation.completion_tokens
         await until(lambda: generation.completion_tokens > at + 5)
         assert await try_to_move(engine, "s") == "moved"
-        assert session.epoch == epoch + 2  # a number that was tried is not used again
+        assert session.epoch == epoch + 2  # an epoch that was tried is not used again
         answer = await reader
         assert answer.error is None
         assert answer.tokens == reference.tokens(prompt, 400)
 
 
-async def test_rows_that_do_not_prove_themselves_stay(site: Site, reference: Reference) -> None:
-    """A session with a flipped record in the source's arena stays, as its rows are good there."""
+async def test_a_session_with_unproven_rows_does_not_migrate(
+    site: Site, reference: Reference
+) -> None:
+    """A record in the source's arena is flipped; its rows are valid there."""
     prompt = words(70, 400)
     async with two_lanes(site) as engine:
         _, reader = await start(engine, "s", prompt, 300)
@@ -278,8 +286,10 @@ def flip_record(loop: LaneLoop, session: Session) -> None:
     os.pwrite(arena.fd, bytes(byte ^ 0x5A for byte in record[:8]), at)
 
 
-async def test_turns_leave_a_lane_that_does_not_come_back(site: Site, reference: Reference) -> None:
-    """Open rows of a lane whose worker cannot start are imported on the other lane."""
+async def test_turns_leave_a_lane_whose_worker_cannot_start(
+    site: Site, reference: Reference
+) -> None:
+    """Their open rows are imported on the other lane."""
     prompts = [words(80 + i, 200 + 30 * i) for i in range(4)]
     async with two_lanes(site) as engine:
         started = [await start(engine, f"s{i}", p, 1000) for i, p in enumerate(prompts)]
@@ -296,10 +306,10 @@ async def test_turns_leave_a_lane_that_does_not_come_back(site: Site, reference:
         await all_up(engine)
 
 
-async def test_a_lane_that_hangs_is_no_place_to_move_to(
+async def test_a_migration_to_a_lane_that_hangs_fails(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A move to a stopped worker fails while the stream goes on, and succeeds later."""
+    """The stream continues, and a later migration succeeds."""
     monkeypatch.setattr(migration, "ANSWER_S", 0.3)
     prompt = words(90, 300)
     async with two_lanes(site) as engine:

@@ -29,9 +29,7 @@ async def parked(engine: Engine, name: str) -> Session:
     return session
 
 
-async def test_a_parked_session_loses_its_place_and_no_row(
-    site: Site, reference: Reference
-) -> None:
+async def test_a_parked_session_loses_its_slot_and_no_row(site: Site, reference: Reference) -> None:
     """The tail is imported again after another session needed the whole arena."""
     prompt = words(1, 700)
     async with running_engine(site, lane__places=8, lane__entries_max=2) as engine:
@@ -40,7 +38,7 @@ async def test_a_parked_session_loses_its_place_and_no_row(
         assert session.kv.parked is not None
         assert (session.kv.parked.page, session.kv.parked.rows) == (2, 729 - 512)
         pages = engine.state.lanes[0].kv
-        wanted = pages.slots.available  # every slot there is, and that of the session
+        wanted = pages.slots.available  # every slot, with that of the session
         taken = pages.importing.prepare(Session(0, "other", ""), 1, wanted, lambda _: None)
         assert taken is not None
         pages.importing.abandon(taken)
@@ -54,7 +52,7 @@ async def test_a_parked_session_loses_its_place_and_no_row(
         assert engine.stats()["tokens_recomputed"] == 0
 
 
-async def test_a_parked_session_moves_by_reference(site: Site, reference: Reference) -> None:
+async def test_a_parked_session_migrates_by_reference(site: Site, reference: Reference) -> None:
     prompt = words(10, 700)
     async with two_lanes(site) as engine:
         first = await read(engine.submit(request(prompt, 30, session="s")))
@@ -68,7 +66,7 @@ async def test_a_parked_session_moves_by_reference(site: Site, reference: Refere
         assert engine.stats()["tokens_recomputed"] == 0
 
 
-async def test_a_parked_tail_behind_an_open_page_of_a_dead_worker_stays_behind(
+async def test_a_parked_tail_behind_an_open_page_of_a_dead_worker_is_recomputed(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The full page before it, for which the store had no room, is copied; the tail is
@@ -102,10 +100,10 @@ async def test_a_parked_tail_behind_an_open_page_of_a_dead_worker_stays_behind(
         assert again.tokens == reference.tokens(longer, 30)
 
 
-async def test_sessions_that_rest_are_parked(
+async def test_idle_sessions_are_parked(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Idle sessions are parked, and one that goes on at that moment is not disturbed."""
+    """A session that continues at that moment is not affected."""
     monkeypatch.setattr(housekeeping, "HOUSEKEEPING_S", 0.02)
     prompt = words(20, 100)
     async with running_engine(site) as engine:

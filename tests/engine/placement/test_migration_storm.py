@@ -1,4 +1,4 @@
-"""Random turns, edits, moves, deaths, parks and cancels on small arenas.
+"""Random turns, edits, migrations, worker deaths, parks and cancels on small arenas.
 
 HashLM's next token depends on every byte of KV before it, so one wrong, stale or foreign row
 changes the stream. A seed repeats the choices, not the interleaving.
@@ -25,8 +25,8 @@ VOCAB = 2048
 MOVES_PER_KILL = 6
 
 
-class Said:
-    """The tokens HashLM answers after a timeline, checked one by one."""
+class ExpectedTokens:
+    """The tokens of HashLM after a timeline, checked one by one."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -35,15 +35,15 @@ class Said:
         timeline = HashTimeline(vocab=VOCAB)
         timeline.add(prompt)
         for i, token in enumerate(answer):
-            said = timeline.next_token(0)
-            assert said == token, f"token {i} of {len(answer)} after {len(prompt)}"
+            answers = timeline.next_token(0)
+            assert answers == token, f"token {i} of {len(answer)} after {len(prompt)}"
             timeline.add([token])
 
 
 async def client(engine: Engine, name: str, rng: random.Random, tally: dict[str, int]) -> None:
     """One conversation after another: continued, edited, cancelled, repeated."""
     history = [rng.randrange(20, VOCAB) for _ in range(rng.choice([3, 90, 255, 256, 600]))]
-    said = Said()
+    answers = ExpectedTokens()
     while not tally["over"]:
         n = rng.choice([1, 5, 40, 120])
         named = rng.random() < 0.8
@@ -65,7 +65,7 @@ async def client(engine: Engine, name: str, rng: random.Random, tally: dict[str,
         if answer.error is not None:
             assert answer.error.name == "session_not_found", answer.error
             continue
-        said.check(history, answer.tokens)
+        answers.check(history, answer.tokens)
         tally["tokens"] += len(answer.tokens)
         tally["turns"] += 1
         if rng.random() < 0.25:
@@ -77,8 +77,8 @@ async def client(engine: Engine, name: str, rng: random.Random, tally: dict[str,
             await asyncio.sleep(rng.random() * 0.02)
 
 
-async def weather(engine: Engine, rng: random.Random, tally: dict[str, int], names: int) -> None:
-    """Mostly moves; sometimes a park, or the death of a worker."""
+async def disturb(engine: Engine, rng: random.Random, tally: dict[str, int], names: int) -> None:
+    """Mostly migrations; sometimes a park, or the death of a worker."""
     while not tally["over"]:
         await asyncio.sleep(rng.random() * 0.006)
         name, chance = f"c{rng.randrange(names)}", rng.random()
@@ -98,7 +98,7 @@ async def weather(engine: Engine, rng: random.Random, tally: dict[str, int], nam
 
 
 async def storm(site: Site, seed: int, kills: int) -> dict[str, int]:
-    """Run until so many workers were killed, each after some turns; check what must hold then."""
+    """Run until so many workers were killed, each after some turns; check the invariants then."""
     rng = random.Random(seed)
     lanes = tuple(
         LaneConfig(name=name, threads=1, entries_max=4, places=14, chunk_tokens_max=64)
@@ -112,15 +112,15 @@ async def storm(site: Site, seed: int, kills: int) -> dict[str, int]:
             asyncio.ensure_future(client(engine, f"c{i}", random.Random(rng.random()), tally))
             for i in range(6)
         ]
-        sky = asyncio.ensure_future(weather(engine, rng, tally, 6))
+        disturbance = asyncio.ensure_future(disturb(engine, rng, tally, 6))
         async with asyncio.timeout(100):
             while tally["kills"] < kills:
                 await asyncio.sleep(0.05)
-                for task in (*tasks, sky):
+                for task in (*tasks, disturbance):
                     if task.done():
                         task.result()
             tally["over"] = 1
-            await asyncio.gather(sky, *tasks)
+            await asyncio.gather(disturbance, *tasks)
         await until(lambda: not engine.state.turns)
         for loop in engine.state.lanes:
             await until(lambda loop=loop: slots_held(loop) == slots_open(loop))
@@ -132,7 +132,7 @@ async def storm(site: Site, seed: int, kills: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_a_storm(site: Site, seed: int) -> None:
+async def test_random_operations_and_kills_change_no_token(site: Site, seed: int) -> None:
     tally = await storm(site, seed, 6)
     assert tally["moves"] >= 6 * MOVES_PER_KILL
     assert tally["recomputed"] < tally["computed"] / 4, tally
@@ -141,5 +141,5 @@ async def test_a_storm(site: Site, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(100, 130))
-async def test_a_long_storm(site: Site, seed: int) -> None:
+async def test_many_random_operations_and_kills_change_no_token(site: Site, seed: int) -> None:
     await storm(site, seed, 40)

@@ -35,7 +35,7 @@ NAME = "\x1fs"
 class Model(NamedTuple):
     """One state. `runs` is the computing lane; `epoch` and `owner` are the ledger's."""
 
-    point: int = 0  # steps of the protocol that are done
+    point: int = 0  # count of completed steps of the protocol
     state: State = State.RUNNING
     runs: str = SOURCE
     owner: str = SOURCE
@@ -70,7 +70,7 @@ class Protocol:
         return now._replace(point=point, moving=point < 8)
 
     def abort(self, now: Model) -> Model:
-        """End a move before its commit, as if it had not been requested."""
+        """End a migration before its commit, as if it had not been requested."""
         state = now.state
         if state is State.FROZEN:
             state = after(after(state, Event.THAW), Event.START)
@@ -114,7 +114,7 @@ def faults(now: Model) -> Iterator[Model]:
 
 
 def recoveries(now: Model) -> Iterator[Model]:
-    """Workers start again; an engine starts again and reads the ledger; the owner goes on."""
+    """Workers start again; an engine starts again and reads the ledger; the owner continues."""
     if not now.engine_up:
         epoch = ledger_epoch(now.epoch, now.epoch + 1)
         yield now._replace(
@@ -132,7 +132,7 @@ def recoveries(now: Model) -> Iterator[Model]:
 
 
 def explore(protocol: Protocol) -> tuple[int, list[str]]:
-    """(states, what is wrong in any of them)."""
+    """(states, violations in any of them)."""
     start = Model()
     seen, todo, wrong = {start}, deque([start]), list[str]()
     while todo:
@@ -152,26 +152,26 @@ def explore(protocol: Protocol) -> tuple[int, list[str]]:
     return len(seen), wrong
 
 
-def test_the_protocol_never_has_two_owners_nor_none() -> None:
+def test_the_protocol_always_has_exactly_one_owner() -> None:
     states, wrong = explore(Protocol())
     assert not wrong, wrong[:3]
     assert states > 400
 
 
-def test_a_commit_after_the_thaw_is_found() -> None:
-    class Late(Protocol):
+def test_the_model_detects_a_commit_after_the_thaw() -> None:
+    class LateCommit(Protocol):
         commit_at = 7
 
-    _, wrong = explore(Late())
+    _, wrong = explore(LateCommit())
     assert any("computes what" in text for text in wrong)
 
 
-def test_an_abort_that_forgets_to_thaw_is_found() -> None:
-    class Forgetful(Protocol):
+def test_the_model_detects_an_abort_without_a_thaw() -> None:
+    class AbortWithoutThaw(Protocol):
         def abort(self, now: Model) -> Model:
             return now._replace(moving=False)
 
-    _, wrong = explore(Forgetful())
+    _, wrong = explore(AbortWithoutThaw())
     assert any("no lane" in text for text in wrong)
 
 
@@ -184,7 +184,7 @@ def test_an_epoch_that_was_used_is_refused_by_the_ledger() -> None:
 # ------------------------------------------------------------------------------- the real code
 
 
-async def strike(stage: Stage, fault: str, ends: tuple[str, str]) -> None:
+async def inject(stage: Stage, fault: str, ends: tuple[str, str]) -> None:
     source, target = ends
     if fault in ("kill source", "kill both"):
         stage.process(source).end(-9)
@@ -199,7 +199,7 @@ async def strike(stage: Stage, fault: str, ends: tuple[str, str]) -> None:
 
 
 def scene(point: str, fault: str, kind: str) -> None:
-    """One migration with one fault: the answer is right, and one lane has the session then."""
+    """One migration with one fault: the answer is right, and one lane ends with the session."""
     prompt, n = words(3, 300), 60
 
     async def script(stage: Stage) -> None:
@@ -217,12 +217,12 @@ def scene(point: str, fault: str, kind: str) -> None:
                    if s.session_id == name)  # fmt: skip
         source = stage.up.state.home[key].lane.name
         target = "right" if source == "left" else "left"
-        struck: list[str] = []
+        injected: list[str] = []
 
         async def on_point(at: str) -> None:
-            if at == point and not struck:
-                struck.append(at)
-                await strike(stage, fault, (source, target))
+            if at == point and not injected:
+                injected.append(at)
+                await inject(stage, fault, (source, target))
 
         stage.plant(on_point)
         life, result = stage.now, "broken"
@@ -233,7 +233,7 @@ def scene(point: str, fault: str, kind: str) -> None:
             result = "aborted"
         except Exception:
             assert fault == "crash", "only a crash may break it off"
-        assert struck
+        assert injected
         await check_end(stage, point, fault, result)
         if fault == "crash":
             await stage.until(lambda: stage.life is not life and not stage.life.dead)  # type: ignore[union-attr]
@@ -256,7 +256,7 @@ def scene(point: str, fault: str, kind: str) -> None:
 
 
 async def check_end(stage: Stage, point: str, fault: str, result: str) -> None:
-    """Before P5 the session is on its old lane, from P5 on where it should be.
+    """Before P5 the session is on its old lane, from P5 on its new one.
 
     A death at P4 may be noticed before P5 or after it.
     """
@@ -272,7 +272,7 @@ MATRIX = list(itertools.product(POINTS, FAULTS, ["running", "idle", "anonymous"]
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_every_fault_at_every_point_of_a_migration(point: str) -> None:
+def test_every_fault_at_every_point_of_a_migration_leaves_one_owner(point: str) -> None:
     for at, fault, kind in MATRIX:
         if at == point:
             try:

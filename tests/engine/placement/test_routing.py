@@ -1,4 +1,4 @@
-"""The router in a running engine: two lanes, real steps, decisions that can be explained."""
+"""The router in a running engine: two lanes, real steps, explained decisions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def submit_until_refused(
     raise AssertionError("nothing was refused")
 
 
-async def test_classes_find_their_lanes_and_every_decision_is_explained(
+async def test_classes_are_routed_to_their_lanes_and_every_decision_is_explained(
     site: Site, reference: Reference
 ) -> None:
     async with running_engine(site, lanes=LANES) as engine:
@@ -80,7 +80,7 @@ async def test_classes_find_their_lanes_and_every_decision_is_explained(
         assert sum(scrape(engine, "prediction_ratio_count").values()) == 8
 
 
-async def test_predictions_learn_from_steps(site: Site) -> None:
+async def test_predictions_are_learned_from_steps(site: Site) -> None:
     """The medians of actual over predicted time are near one on any machine."""
     async with running_engine(site) as engine:
         ratios: dict[str, list[float]] = {"ttft_ratio": [], "tpot_ratio": []}
@@ -98,12 +98,12 @@ async def test_predictions_learn_from_steps(site: Site) -> None:
             assert 0.2 < middle < 5.0, (name, values)
 
 
-async def test_a_wait_beyond_patience_is_refused_with_the_time_to_come_back(
+async def test_a_wait_beyond_patience_is_refused_with_a_retry_time(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane_view, "REFRESH_MS", -1.0)  # a long queue is read at every request
     async with running_engine(site, lane__entries_max=1, sla__standard__patience_s=5) as engine:
-        # what the machine took for its first steps must not decide how many are accepted
+        # the time of the first steps must not determine how many are accepted
         engine.state.lanes[0].cost.cost = StepCost(fixed_ms=1.0, prefill_token_ms=0.5)
         accepted, refused = submit_until_refused(engine, "standard", 400)
         assert len(accepted) > 1
@@ -135,14 +135,14 @@ async def test_per_lane_queues_are_bounded(site: Site) -> None:
         assert used == {"quick", "many"}
 
 
-# ---- sessions that move by themselves ----
+# ---- automatic migrations ----
 
 
 def lane_of(engine: Engine, session_id: str) -> str:
     return next(row["lane"] for row in engine.sessions() if row["session_id"] == session_id)
 
 
-async def talk(
+async def run_turn(
     engine: Engine, reference: Reference, history: list[int], n: int, sla: str
 ) -> GenerationRequest:
     """One turn of session "agent" after `history`, which grows; its tokens are the right ones."""
@@ -153,28 +153,28 @@ async def talk(
     return job
 
 
-async def test_an_agent_is_promoted_when_its_user_looks_in_and_demoted_when_idle(
+async def test_a_background_session_is_promoted_for_an_interactive_turn_and_demoted_when_idle(
     site: Site, reference: Reference
 ) -> None:
     async with running_engine(
         site, lanes=LANES, router__demote_idle_s=0.5, router__dwell_s=0.1
     ) as engine:
         history = words(1, 300)
-        await talk(engine, reference, history, 40, "background")
+        await run_turn(engine, reference, history, 40, "background")
         assert lane_of(engine, "agent") == "many"
-        job = await talk(engine, reference, history, 40, "interactive")
+        job = await run_turn(engine, reference, history, 40, "interactive")
         assert lane_of(engine, "agent") == "quick"
         explained = engine.explain(job.request_id)
         assert (explained["lane"], explained["reason_id"]) == ("quick", "urgent")
         (move,) = explained["moves"]
         assert (move["from"], move["to"], move["result"]) == ("many", "quick", "moved")
         assert move["rows_recomputed"] == 0
-        assert explained["happened"]["cached_tokens"] >= 339  # of the last token no KV was needed
-        job = await talk(engine, reference, history, 10, "background")
+        assert explained["happened"]["cached_tokens"] >= 339  # the last token has no KV
+        job = await run_turn(engine, reference, history, 10, "background")
         assert engine.explain(job.request_id)["reason_id"] in ("dwell", "ceiling")
         assert lane_of(engine, "agent") == "quick"
         await until(lambda: lane_of(engine, "agent") == "many")
-        await talk(engine, reference, history, 10, "background")
+        await run_turn(engine, reference, history, 10, "background")
         assert scrape(engine, "promotions_total") == {
             ("many", "quick", "moved"): 1,
             ("quick", "many", "moved"): 1,
@@ -183,7 +183,7 @@ async def test_an_agent_is_promoted_when_its_user_looks_in_and_demoted_when_idle
         assert (story["kind"], story["lane"], len(story["decisions"])) == ("session", "many", 4)
 
 
-async def test_a_running_background_turn_is_promoted_when_its_user_waits(
+async def test_a_running_background_turn_is_promoted_when_an_interactive_one_waits(
     site: Site, reference: Reference
 ) -> None:
     async with running_engine(site, lanes=LANES) as engine:
@@ -205,19 +205,19 @@ async def test_a_running_background_turn_is_promoted_when_its_user_waits(
         assert move["gap_ms"] > 0
 
 
-async def test_a_session_whose_lane_is_down_goes_on_elsewhere(
+async def test_a_session_whose_lane_is_down_continues_on_another_lane(
     site: Site, reference: Reference
 ) -> None:
-    """The next turn does not wait for a worker that is slow to come back."""
+    """The next turn does not wait for a worker that is slow to start."""
     async with running_engine(site, lanes=LANES, router__promote_auto=False) as engine:
         history = words(4, 300)
-        await talk(engine, reference, history, 20, "background")
+        await run_turn(engine, reference, history, 20, "background")
         home = next(loop for loop in engine.state.lanes if loop.lane.name == "many")
         may_start = hold_restarts(engine)
         home.lane.kill("the test wants it")
         await until(lambda: not home.lane.alive)
         async with asyncio.timeout(15):
-            job = await talk(engine, reference, history, 20, "background")
+            job = await run_turn(engine, reference, history, 20, "background")
         assert engine.explain(job.request_id)["lane"] == "quick"
         assert lane_of(engine, "agent") == "quick"
         may_start.set()
@@ -229,10 +229,10 @@ async def test_a_session_whose_lane_is_down_goes_on_elsewhere(
 @pytest.mark.parametrize(
     ("bytes_per_s", "choice", "cached"), [(1.0, "recompute", 0), (1e15, "load", 512)]
 )
-async def test_kv_on_a_slow_disk_is_computed_again(
+async def test_kv_on_a_slow_disk_is_recomputed(
     bytes_per_s: float, choice: str, cached: int, site: Site, reference: Reference
 ) -> None:
-    """Two sealed pages are loaded or computed, by the measured rate of the disk: the same bits."""
+    """Two sealed pages are loaded or computed, by the measured rate of the disk: equal bits."""
     prompt = words(5, 600)
     async with running_engine(site) as engine:
         await read(engine.submit(request(prompt, 4)))

@@ -1,4 +1,4 @@
-"""The directory of sessions: which names a text may mean."""
+"""The directory of sessions: which sessions a given text matches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NAMES = [("", "be_abcdef"), ("", "be_abxyz"), ("alice", "be_abcdef"), ("alice", 
         ("be_abcdef", (), "alice", [("alice", "be_abcdef")]),
         ("abxy", (), None, [("", "be_abxyz")]),
         ("be_abcd", (), "", [("", "be_abcdef")]),
-        ("abx", (), None, []),  # too short for a beginning
+        ("abx", (), None, []),  # too short for a prefix
         ("work", {("", "be_abxyz")}, None, [("", "be_abxyz")]),
         ("plan", {("", "be_abxyz")}, None, [("alice", "plan")]),  # an exact id comes first
         ("work", {("", "be_abxyz")}, "alice", []),
     ],
 )
-def test_a_text_means(
+def test_a_text_matches_ids_names_and_prefixes(
     given: str, own: set[tuple[str, str]], tenant: str | None, expected: list[tuple[str, str]]
 ) -> None:
     assert matching([*NAMES, NAMES[0]], given, own, tenant) == expected

@@ -57,7 +57,7 @@ async def test_a_killed_engine_is_resumed_without_losing_a_sent_token(
 
 
 @pytest.mark.parametrize(("prompt_tokens", "sent_tokens"), [(2100, 50), (130, 60), (760, 20)])
-async def test_little_is_computed_again_after_everything_was_killed(
+async def test_few_tokens_are_recomputed_after_all_processes_were_killed(
     site: Site, prompt_tokens: int, sent_tokens: int
 ) -> None:
     """At most eight tokens are computed twice: rows that were not sealed are imported, and HashLM,
@@ -75,7 +75,7 @@ async def test_little_is_computed_again_after_everything_was_killed(
         tokens, last = await engine.tokens(at)
         assert sent + tokens == whole
         computed = (await engine.call("computed"))["tokens"]
-        # the last token has no KV: one step for each token that follows a durable one
+        # the last token has no KV: one step for each token after a durable one
         again = computed - (prompt_tokens + 300 - durable)
         assert again <= 8, (again, last)
         assert last["usage"]["cached_tokens"] >= prompt_tokens - 8
@@ -85,7 +85,7 @@ async def test_a_client_that_sends_its_request_again_gets_the_same_answer(
     site: Site, reference: Reference
 ) -> None:
     """A repeated request is answered alike; one with the longer history that the client received
-    goes on from there, although the ledger lacks its end."""
+    continues from there, although the ledger lacks its end."""
     prompt = words(5, 60)
     whole = reference.tokens(prompt, 120)
     async with engine_process(site) as engine:
@@ -104,7 +104,7 @@ async def test_a_client_that_sends_its_request_again_gets_the_same_answer(
         assert sent == whole[:40]
 
 
-async def test_interrupted_sessions_are_listed_until_they_go_on(site: Site) -> None:
+async def test_interrupted_sessions_are_listed_until_they_continue(site: Site) -> None:
     prompt = words(6, 30)
     async with engine_process(site, WORKER_COMMAND) as engine:
         await engine.tokens(engine.ask("submit", prompt=prompt, n=5, session="whole"))
@@ -116,11 +116,11 @@ async def test_interrupted_sessions_are_listed_until_they_go_on(site: Site) -> N
         await engine.tokens(engine.ask("resume", session="cut"), 1)
         (row,) = (await engine.call("sessions"))["sessions"]
         assert row["session_id"] == "cut"
-        assert row["state"] != "interrupted"  # a fast lane may even have finished it
+        assert row["state"] != "interrupted"  # a fast lane may have finished it
 
 
 async def test_the_engine_can_be_killed_at_any_moment(site: Site) -> None:
-    """Over eight kills, every token that was sent is HashLM's, in order, once."""
+    """Over eight kills, every token sent is that of HashLM, in order, once."""
     prompts = {f"s{i}": words(20 + i, 200 + 90 * i) for i in range(4)}
     whole = {name: hashlm_tokens(p, 250) for name, p in prompts.items()}
 
@@ -149,7 +149,7 @@ async def test_level_power_sends_nothing_that_is_not_durable(
     site: Site, reference: Reference
 ) -> None:
     """When the ledger's disk fails during a stream, all tokens sent until then are durable, and
-    none is sent afterwards, although the lane computes on."""
+    none is sent afterwards, although the lane continues to compute."""
     prompt = words(7, 40)
     async with running_engine(site, store__durability="power") as engine:
         ledger = engine.running.store.ledger
@@ -243,7 +243,7 @@ async def killed(site: Site, prompts: dict[str, list[int]], at_least: int) -> di
     return sent
 
 
-async def test_arenas_of_a_dead_engine_go_once_no_session_wants_their_rows(
+async def test_arenas_of_a_dead_engine_are_deleted_when_no_session_needs_their_rows(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "TIDY_S", 0.02)

@@ -59,10 +59,10 @@ async def test_a_session_whose_first_turn_was_refused_cannot_be_parked(
         assert engine.running.recovery.session_of("", ["c1"]) == "n"
 
 
-async def test_a_session_is_parked_though_its_last_turn_was_refused(
+async def test_a_session_whose_last_turn_was_refused_can_be_parked(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A session is parked in a second engine, where the ledger still names the first as owner."""
+    """In a second engine, where the ledger still names the first as owner."""
     async with running_engine(site) as engine:
         first = await read(engine.submit(request(words(4, 20), 5, session="s")))
     async with running_engine(site) as engine:
@@ -81,7 +81,7 @@ async def test_a_session_is_parked_though_its_last_turn_was_refused(
         assert engine.running.recovery.session_of("", ["c1"]) == "s"
 
 
-async def test_a_park_that_another_owner_overtakes_is_to_be_asked_again(site: Site) -> None:
+async def test_a_park_refused_for_a_change_of_owner_can_be_repeated(site: Site) -> None:
     async with running_engine(site) as engine:
         await read(engine.submit(request(words(5, 20), 5, session="s")))
         (session,) = engine.state.sessions.values()
@@ -92,7 +92,7 @@ async def test_a_park_that_another_owner_overtakes_is_to_be_asked_again(site: Si
         assert (await engine.park("", "s", "c1"))["state"] == "parked"
 
 
-async def test_a_call_of_a_session_that_was_dropped_meanwhile_leads_nowhere(site: Site) -> None:
+async def test_a_tool_call_of_a_session_dropped_meanwhile_finds_no_session(site: Site) -> None:
     async with running_engine(site) as engine:
         await read(engine.submit(request(words(8, 20), 5, session="s")))
         park, drop = engine.park("", "s", "c1"), engine.drop("", "s")
@@ -100,7 +100,7 @@ async def test_a_call_of_a_session_that_was_dropped_meanwhile_leads_nowhere(site
         assert engine.running.recovery.session_of("", ["c1"]) is None
 
 
-async def test_a_fork_says_whether_its_source_went_or_its_name_is_taken(site: Site) -> None:
+async def test_a_missing_source_and_a_taken_name_of_a_fork_are_different_errors(site: Site) -> None:
     async with running_engine(site) as engine:
         await read(engine.submit(request(words(6, 20), 5, session="s")))
         assert (await engine.fork("", "s", "taken"))["tokens"] == 25
@@ -120,8 +120,10 @@ async def test_a_fork_says_whether_its_source_went_or_its_name_is_taken(site: Si
         )
 
 
-async def test_two_keys_with_one_idempotency_key_each_explain_their_own(site: Site) -> None:
-    """Two API keys with one idempotency key, and so one session id, each find their own request."""
+async def test_two_api_keys_with_one_idempotency_key_each_explain_their_own_request(
+    site: Site,
+) -> None:
+    """Two API keys with one idempotency key, and so one session id, each get their own request."""
     async with running_engine(site) as engine:
         name = ""
 
@@ -150,15 +152,15 @@ async def test_two_keys_with_one_idempotency_key_each_explain_their_own(site: Si
         assert caught.value.kind is Kind.CONFLICT
 
 
-def test_what_can_never_run_here_is_not_to_be_tried_again() -> None:
-    """The error is not retryable: with status 503 clients would send the request for ever."""
+def test_a_request_that_can_never_run_is_not_retryable() -> None:
+    """With status 503 clients would repeat the request for ever."""
     error = errors.REQUEST_TOO_LARGE(pages_max=9, budget=8)
     assert (error.code, error.kind) == ("BE2301", Kind.INVALID)
     assert status_of(error) == 400
     assert error_headers(error) == {"x-should-retry": "false"}
 
 
-async def test_presence_tells_memory_from_the_ledger(site: Site) -> None:
+async def test_presence_distinguishes_memory_from_the_ledger(site: Site) -> None:
     async with running_engine(site) as engine:
         assert await engine.presence("", "s") is Presence.UNKNOWN
         await read(engine.submit(request(words(6, 20), 2, session="s")))

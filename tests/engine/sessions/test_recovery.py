@@ -18,7 +18,7 @@ from tests.support.engines import Reference, Site, read, request, running_engine
 
 
 @pytest.mark.parametrize(("at", "why"), [(300, "sealed page"), (590, "open page was not kept")])
-async def test_an_edit_after_a_restart_says_what_could_not_be_reused(
+async def test_an_edit_after_a_restart_reports_what_could_not_be_reused(
     site: Site, at: int, why: str
 ) -> None:
     start = words(14, 600)
@@ -35,12 +35,12 @@ async def test_an_edit_after_a_restart_says_what_could_not_be_reused(
 
 
 def full_pages(engine: Engine) -> int:
-    """Published pages that are not tails, which come and go with idle sessions."""
+    """Count of published full pages; the number of tails varies with idle sessions."""
     store = engine.stats()["store"]
     return int(store["pages_published"]) - int(store["tails"])
 
 
-async def test_forks_share_their_past_and_go_their_own_ways(
+async def test_forks_share_their_common_pages_and_continue_separately(
     site: Site, reference: Reference
 ) -> None:
     start = words(11, 700)
@@ -67,7 +67,7 @@ async def test_forks_share_their_past_and_go_their_own_ways(
         assert error.value.kind is Kind.NOT_FOUND
 
 
-async def test_a_dropped_session_is_gone_and_its_name_is_free(
+async def test_a_dropped_session_is_not_found_and_its_name_is_free(
     site: Site, reference: Reference
 ) -> None:
     prompt = words(12, 50)
@@ -106,7 +106,7 @@ async def test_the_tail_of_a_dropped_session_is_found_by_its_fork(
         assert engine.stats()["store"]["pages_pinned"] == 0, "what is left may be evicted"
 
 
-async def test_why_names_the_first_token_that_differs(site: Site) -> None:
+async def test_why_reports_the_first_token_that_differs(site: Site) -> None:
     start = words(14, 600)
     async with running_engine(site) as engine:
         one = await read(engine.submit(request(start, 10, session="s")))
@@ -132,7 +132,7 @@ async def test_why_names_the_first_token_that_differs(site: Site) -> None:
         assert [turn["status"] for turn in detail["turns"]] == ["done"] * 3
 
 
-async def test_after_a_clean_restart_nothing_is_computed_again(
+async def test_after_a_clean_restart_nothing_is_recomputed(
     site: Site, reference: Reference
 ) -> None:
     """Sealed pages and the parked tail hold all tokens but the last, which never had KV."""
@@ -153,10 +153,10 @@ async def test_after_a_clean_restart_nothing_is_computed_again(
         assert engine.stats()["tokens_computed"] == 10 + 19
 
 
-async def test_a_parked_session_leaves_its_lane_and_comes_back_by_its_tool_call(
+async def test_a_parked_session_leaves_its_lane_and_is_found_by_its_tool_call(
     site: Site, reference: Reference
 ) -> None:
-    """A request that names no session, only the tool call it answers, goes on with that session."""
+    """A request that names no session, only the tool call it answers, continues that session."""
     start = words(17, 300)
 
     def after(history: list[int], call: str) -> GenerationRequest:
@@ -172,8 +172,8 @@ async def test_a_parked_session_leaves_its_lane_and_comes_back_by_its_tool_call(
         await until(lambda: loop.kv.slots.available == 12)
         assert int(engine.stats()["store"]["pages_pinned"]) == 0
         history = [*start, *one.tokens]
-        stranger = dataclasses.replace(after(history, "call-1"), tenant="other")
-        assert (await read(engine.submit(stranger))).done is not None
+        other_tenant = dataclasses.replace(after(history, "call-1"), tenant="other")
+        assert (await read(engine.submit(other_tenant))).done is not None
         two = await read(engine.submit(after(history, "call-1")))
         assert two.done is not None
         assert two.done.usage.session_id == "s"
@@ -193,7 +193,7 @@ async def test_a_parked_session_leaves_its_lane_and_comes_back_by_its_tool_call(
         assert error.value.kind is Kind.NOT_FOUND
 
 
-async def test_the_calls_of_one_tenant_do_not_evict_those_of_another(
+async def test_tool_calls_of_one_tenant_do_not_evict_those_of_another(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "CALLS_MAX", 4)
@@ -215,7 +215,7 @@ async def test_the_calls_of_one_tenant_do_not_evict_those_of_another(
         assert links.session_of("large", ["call-19"]) is None
 
 
-async def test_a_fork_takes_the_tail_along(site: Site, reference: Reference) -> None:
+async def test_a_fork_uses_the_parked_tail(site: Site, reference: Reference) -> None:
     start = words(19, 400)
     async with running_engine(site) as engine:
         one = await read(engine.submit(request(start, 20, session="s")))
@@ -229,10 +229,10 @@ async def test_a_fork_takes_the_tail_along(site: Site, reference: Reference) -> 
             assert answer.done.usage.cached_tokens == 419
 
 
-async def test_another_model_keeps_the_tokens_and_says_so(
+async def test_another_model_keeps_the_tokens_and_reports_the_change(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KV of another model is not used, and a repeated request is computed instead of sent again."""
+    """KV of another model is not used, and a repeated request is computed, not sent again."""
     start = words(21, 600)
     async with running_engine(site, WORKER_COMMAND) as engine:
         one = await read(engine.submit(request(start, 20, session="s")))
@@ -251,8 +251,8 @@ async def test_another_model_keeps_the_tokens_and_says_so(
     assert "model or numerics changed: model_hash" in two.done.usage.reuse_reason
 
 
-async def test_a_parked_session_says_so_until_it_goes_on(site: Site) -> None:
-    """A parked session is listed as such in memory, on disk and in the next engine."""
+async def test_a_parked_session_is_listed_as_parked_until_it_continues(site: Site) -> None:
+    """In memory, on disk and in the next engine."""
     prompt = words(90, 30)
     now_s = time.time()
 
@@ -294,8 +294,8 @@ async def test_a_parked_session_says_so_until_it_goes_on(site: Site) -> None:
         assert (await stored(engine))[0] == "on disk"
 
 
-async def test_pages_that_vanished_are_not_called_evicted(site: Site) -> None:
-    """Pages of an extent that was lost between two engines are not reported as evicted."""
+async def test_lost_pages_are_not_reported_as_evicted(site: Site) -> None:
+    """The pages of an extent that was lost between two engines."""
     start = words(93, 600)
     async with running_engine(site, WORKER_COMMAND) as engine:
         one = await read(engine.submit(request(start, 20, session="s")))
@@ -310,7 +310,7 @@ async def test_pages_that_vanished_are_not_called_evicted(site: Site) -> None:
         assert two.done.usage.reuse_reason == "pages are no longer in the store"
 
 
-async def test_a_damaged_history_is_refused_with_one_way_out(
+async def test_a_damaged_history_is_refused_with_one_fix(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log names the damaged row; the client receives one error with a fix that works."""

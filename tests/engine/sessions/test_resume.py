@@ -1,4 +1,4 @@
-"""Turns that are sent again: resumed, repeated, taken over; in one engine and the next."""
+"""Repeated turns: resumed, sent again, taken over; in one engine and the next."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WARM = Sampling(temperature=0.8, seed=11)
 
 
 async def some(engine: Engine, asked: GenerationRequest, tokens: int) -> list[int]:
-    """Read so many tokens, then leave."""
+    """Read so many tokens, then disconnect."""
     generation = engine.submit(asked)
     seen: list[int] = []
     async for event in generation:
@@ -55,10 +55,10 @@ async def resumed(engine: Engine, session: str, from_token: int = 0, turn_id: st
     return await read(await engine.resume("", session, from_token, turn_id))
 
 
-async def test_a_stream_that_its_reader_left_is_resumed_where_it_was(
+async def test_a_stream_without_a_reader_is_resumed_at_its_position(
     site: Site, reference: Reference
 ) -> None:
-    """The text from the resumed token on is the original's, in this engine and the next."""
+    """The text from the resumed token on equals the original, in this engine and the next."""
     prompt = words(1, 300)
     whole = reference.tokens(prompt, 60, WARM)
     async with running_engine(site) as engine:
@@ -86,7 +86,7 @@ async def test_a_stream_that_its_reader_left_is_resumed_where_it_was(
 
 
 async def test_no_turn_is_sent_as_the_rest_of_another(site: Site, reference: Reference) -> None:
-    """A resume is refused when another request has gone on with the session since."""
+    """A resume is refused when another request has continued the session since."""
     prompt = words(6, 60)
     whole = reference.tokens(prompt, 40)
     other = [*prompt, *whole, *words(7, 9)]
@@ -101,7 +101,7 @@ async def test_no_turn_is_sent_as_the_rest_of_another(site: Site, reference: Ref
         asked = request(prompt, 40, session="s")
         assert await some(engine, asked, 10) == whole[:10]
         first = asked.request_id
-        again = engine.submit(request(prompt, 40, session="s"))  # goes on with the same turn
+        again = engine.submit(request(prompt, 40, session="s"))  # continues the same turn
         assert (await read(again)).tokens == whole
         assert again.request_id != again.turn_id == first
         assert (await resumed(engine, "s", 10, first)).tokens == whole[10:]
@@ -119,7 +119,7 @@ async def test_no_turn_is_sent_as_the_rest_of_another(site: Site, reference: Ref
         assert rest.tokens == answer.tokens[10:]
 
 
-async def test_a_turn_that_begins_while_another_is_resumed_goes_on(
+async def test_a_turn_that_begins_while_another_is_resumed_continues(
     site: Site, reference: Reference
 ) -> None:
     """A resume of a turn that is not durable yet waits, and neither ends the turn nor sends it."""
@@ -145,7 +145,9 @@ async def test_a_turn_that_begins_while_another_is_resumed_goes_on(
         assert (await reader).tokens == reference.tokens(other, 60)
 
 
-async def test_a_turn_ended_by_shutdown_goes_on_after_it(site: Site, reference: Reference) -> None:
+async def test_a_turn_ended_by_a_shutdown_continues_after_it(
+    site: Site, reference: Reference
+) -> None:
     prompt = words(2, 40)
     async with running_engine(site) as engine:
         generation = engine.submit(request(prompt, 400, session="s"))
@@ -178,7 +180,7 @@ async def test_a_running_turn_is_taken_over_by_the_newest_reader(
         assert answer.tokens == reference.tokens(prompt, 300, WARM)
 
 
-async def test_a_resumed_turn_knows_the_form_of_its_request(site: Site) -> None:
+async def test_a_resumed_turn_has_the_format_of_its_request(site: Site) -> None:
     asked = dataclasses.replace(request(words(5, 20), 8, session="s"), form=FORM_TEXT)
     async with running_engine(site) as engine:
         await read(engine.submit(asked))
@@ -208,7 +210,7 @@ def test_the_ledger_keeps_every_sampling_field_by_name() -> None:
     assert turn_record(newer) == record
 
 
-async def test_what_cannot_be_resumed_says_why(site: Site) -> None:
+async def test_an_impossible_resume_is_refused_with_a_reason(site: Site) -> None:
     async with running_engine(site) as engine:
         await read(engine.submit(request(words(4, 9), 5, session="s", tenant="a")))
         for tenant, session, at, code in [
@@ -223,11 +225,10 @@ async def test_what_cannot_be_resumed_says_why(site: Site) -> None:
         assert (await read(await engine.resume("a", "s"))).reason == "length"
 
 
-async def test_the_same_request_again_is_sent_again_and_not_computed(
+async def test_a_repeated_request_is_answered_from_the_ledger(
     site: Site, reference: Reference
 ) -> None:
-    """A repeated request gets the stored answer, also in the next engine; a longer limit goes
-    on."""
+    """Also in the next engine; with a longer limit the turn continues."""
     prompt = words(5, 60)
     async with running_engine(site) as engine:
         first = await read(engine.submit(request(prompt, 20, session="s", sampling=WARM)))
@@ -300,10 +301,10 @@ async def test_one_idempotency_key_is_one_request(site: Site, reference: Referen
         assert sum(loop.meter.generated for loop in engine.state.lanes) == 10
 
 
-async def test_a_turn_of_a_key_goes_on_with_the_seed_it_began_with(
+async def test_a_retried_turn_continues_with_its_first_seed(
     site: Site, reference: Reference
 ) -> None:
-    """A retry continues with the seed in the record; otherwise a resume would mix two seeds."""
+    """The seed is in the record; otherwise a resume would mix two seeds."""
     prompt = words(27, 50)
     whole = reference.tokens(prompt, 40, WARM)
 
@@ -320,7 +321,7 @@ async def test_a_turn_of_a_key_goes_on_with_the_seed_it_began_with(
         assert (await resumed(engine, "s", 3)).tokens == whole[3:]
 
 
-async def test_an_older_idempotency_key_answers_while_its_tokens_exist(
+async def test_an_older_idempotency_key_is_answered_while_its_tokens_exist(
     site: Site, reference: Reference
 ) -> None:
     start = words(8, 40)
@@ -342,7 +343,7 @@ async def test_an_older_idempotency_key_answers_while_its_tokens_exist(
         assert gone.error.name == "idempotency_conflict"
 
 
-async def test_a_resume_under_another_tokenizer_is_refused_and_costs_nothing(
+async def test_a_resume_under_another_tokenizer_is_refused_and_loses_nothing(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The turn can be resumed once the right model is back; until then its ids have no meaning."""
@@ -364,7 +365,7 @@ async def test_a_resume_under_another_tokenizer_is_refused_and_costs_nothing(
         assert (await resumed(engine, "s", 4)).tokens == one.tokens[4:]
 
 
-async def test_of_many_that_resume_at_once_the_newest_reads(
+async def test_of_many_concurrent_resumes_the_newest_gets_the_stream(
     site: Site, reference: Reference
 ) -> None:
     """Each newer reader takes the stream over, and no reader waits for another."""

@@ -170,9 +170,7 @@ async def test_a_session_of_another_key_is_answered_like_an_unknown_one() -> Non
         status, _ = await call(served, "GET", f"/v1/explain/{request_id}", **BETA)
         assert status == 404
         status, body = await call(served, "GET", f"/v1/explain/{request_id[:12]}", **ALPHA)
-        assert (
-            status == 404
-        )  # prefixes of ids are for the operator only: they would show ids of other keys
+        assert status == 404  # only the operator may use prefixes: others' ids would show
         status, body = await call(served, "GET", f"/v1/explain/{request_id}", **ALPHA)
         assert (status, body["reason_id"], "tenant" in body) == (200, "only", False)
         status, body = await call(served, "GET", "/v1/explain/their-own-name", **ALPHA)
