@@ -1,7 +1,7 @@
-"""The nouns every room shares: errors, SLA, sampling, requests and the events of one generation.
+"""Types that the whole package shares: errors, SLA, sampling, requests, events of a generation.
 
-Plain frozen data, no behaviour that needs a clock, a file or a socket. Nothing here imports
-another room of this package.
+Plain frozen data, no behaviour that needs a clock, a file or a socket. Imports no other module of
+this package.
 """
 
 from __future__ import annotations

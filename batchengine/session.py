@@ -39,7 +39,7 @@ class State(enum.Enum):
     IDLE = "idle"  # no request; named sessions keep tokens and KV
     WAITING = "waiting"  # has a request, no seat in a batch
     RUNNING = "running"  # holds a seat
-    FROZEN = "frozen"  # its pages are being handed over
+    FROZEN = "frozen"  # in a migration between two lanes
     CLOSED = "closed"
 
 

@@ -69,7 +69,7 @@ class Launch:
 
 
 class LaneFactory:
-    """Makes lanes over the open store: those of the configuration, and fresh workers for audits."""
+    """Creates lanes on the open store: those of the configuration, and fresh workers for audits."""
 
     def __init__(
         self,

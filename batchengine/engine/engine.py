@@ -67,14 +67,14 @@ class Engine:
 
     @property
     def phase(self) -> str:
-        """loading, ready, degraded, draining or stopped."""
+        """Phase of the engine: loading, ready, degraded, draining or stopped."""
         if self._phase == "ready" and report.troubles(self.state):
             return "degraded"
         return self._phase
 
     @property
     def fatal(self) -> BaseException | None:
-        """The error for which the daemon must exit and recover (a failed ledger, say), or None."""
+        """The error, such as a failed ledger, for which the daemon must restart; or None."""
         return self._fatal
 
     @property
@@ -179,7 +179,7 @@ class Engine:
         return await self.running.requests.resume(tenant, session_id, from_token, turn_id)
 
     def requests(self) -> list[dict[str, Any]]:
-        """Requests that were admitted and have neither ended nor been cancelled."""
+        """One row per request that was admitted and has neither ended nor been cancelled."""
         return report.request_rows(self.state)
 
     def explain(self, given: str, tenant: str | None = None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class EngineState:
         self.metrics = Metrics()
         self.store: Store | None = None
         self.lanes: list[LaneLoop] = []
-        self.requests: dict[Generation, Session] = {}  # admitted, and not over
+        self.requests: dict[Generation, Session] = {}  # admitted and not ended
         self.turns: dict[Generation, Turn] = {}  # of those requests that have a lane
         self.home: dict[int, LaneLoop] = {}  # session key -> its lane
         self.sessions: dict[tuple[str, str], Session] = {}  # named ones, oldest use first

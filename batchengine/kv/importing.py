@@ -72,7 +72,7 @@ class RowImporter:
     def __repr__(self) -> str:
         return f"<RowImporter imports={len(self.imports)} queued={len(self.queue)}>"
 
-    # ------------------------------------------------------------------------ asked from outside
+    # ----------------------------------------------------------------------- called from outside
 
     def prepare(
         self,
@@ -166,7 +166,7 @@ class RowImporter:
     def _install_fallen(self, row_import: RowImport) -> None:
         session = row_import.session
         first = len(session.kv.sealed)
-        session.frontier = min(session.frontier, session.kv.reach())  # nothing is open here yet
+        session.frontier = min(session.frontier, session.kv.reach())  # it has no open page yet
         pending_rows = [
             self._pending_in_arena(pending.page, rows, row_import.arena, slot, row_import.epoch)
             for pending, slot, rows in zip(
@@ -390,7 +390,7 @@ class RowImporter:
         self.queue.clear()
         for row_import in list(self.imports):
             if row_import.fallen is not None:
-                continue  # an earlier worker died over it
+                continue  # its worker died before this one
             if (
                 row_import.pending_rows
                 and row_import.is_complete

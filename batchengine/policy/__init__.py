@@ -1,2 +1,2 @@
-"""Decisions as pure functions over frozen views: what a lane computes next, which lane, what a
-step costs."""
+"""Pure functions over frozen views that choose the next step of a lane, choose a lane for a
+request, and predict times."""

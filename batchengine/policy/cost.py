@@ -43,7 +43,7 @@ class StepCost:
 
 
 class StepWork(NamedTuple):
-    """What one step computes, as counts."""
+    """Work of one step, as counts."""
 
     prefill_tokens: int = 0
     decode_entries: int = 0
@@ -292,7 +292,7 @@ class Prediction(msgspec.Struct, frozen=True, gc=False):
 def load_of(
     cost: StepCost, seats: int, chunk_tokens: int, rows: Iterable[LoadRow], paused: int = 0
 ) -> LaneLoad:
-    """Sum up the sessions of a lane; the seats of `paused` ones, not in `rows`, count as free."""
+    """Sum up the sessions of a lane; `paused` seats more than `rows` leaves count as free."""
     prefill = [0.0] * RANKS
     seated, waiting = [0] * RANKS, [0] * RANKS
     decodes = context = left = 0

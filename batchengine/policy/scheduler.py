@@ -403,7 +403,7 @@ class _Draft:
                 if self._admit(row, aged=False, floor=not served):
                     served = True
                 else:
-                    j = len(waiting)  # no overtaking inside a class or from below
+                    j = len(waiting)  # no later session may overtake this one
             elif running is not None:
                 i += 1
                 if running.key not in self.granted and running not in self.preempted:

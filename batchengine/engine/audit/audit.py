@@ -51,7 +51,7 @@ RECOMPUTE_S = 120.0  # timeout; the slowest machine computes a page in seconds
 
 
 class Audit:
-    """Recomputes pages on lanes, and compares lanes by them. Use: `run` as a task."""
+    """Recomputes pages on lanes, and compares the results. Use: `run` as a task."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class Audit:
         try:
             async with asyncio.timeout(RECOMPUTE_S), self._fresh_worker() as loop:
                 return await self._vote(loop, FRESH_WORKER, page)
-        except Exception as error:  # no memory for it, say: one vote less
+        except Exception as error:  # for example too little memory
             log.error("no fresh worker could compute the page: %r", error)
             return []
 

@@ -108,7 +108,7 @@ class Canary:
         if outcome is not None and outcome.digest != first.digest:
             self._first = stated if got == outcome.digest != NOT_FINITE else None
         if loop.draining:
-            self._state.troubles.pop(f"canary {name}", None)  # the lane's own state says it
+            self._state.troubles.pop(f"canary {name}", None)  # the lane's state reports it
 
     def _count(self, loop: LaneLoop, result: str) -> None:
         self._state.metrics.canaries_total.labels(loop.lane.name, result).inc()

@@ -23,7 +23,7 @@ class Emission(NamedTuple):
 
 
 class Emissions:
-    """Emissions of one lane, in the order of their commits."""
+    """Queue of the emissions of one lane, in the order of their commits."""
 
     def __init__(self, piece: Callable[[int], bytes]) -> None:
         """`piece` returns the bytes of a token."""

@@ -41,8 +41,8 @@ log = logging.getLogger("batchengine.engine")
 STEP_DEADLINE_MIN_S = 30.0  # far longer than any step, far shorter than timeouts of clients
 STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
 REPLAN_S = 0.005  # after an empty plan: slots return and deadlines pass without a wake-up
-FAILED_STARTS_MAX = 3  # then waiting requests fail;
-DOWN_MAX_S = 30.0  # of a worker that was killed, not before this
+FAILED_STARTS_MAX = 3  # failed starts of a worker after which the lane's turns fail
+DOWN_MAX_S = 30.0  # they do not fail before this time if the starting worker died
 NO_PLAN = scheduler.StepPlan(())
 
 
@@ -119,7 +119,7 @@ class LaneLoop:
         """Tokens whose KV the store can hold for one session of this lane."""
         return page_start(self.seats.pages_budget)
 
-    # ------------------------------------------------------------------ asked by the engine
+    # ----------------------------------------------------------------- called by the engine
 
     def join(self, turn: Turn) -> None:
         """Queue a turn; its session is IDLE and this lane is its home."""
@@ -187,7 +187,7 @@ class LaneLoop:
             turn.needs_match = True
             self.seats.forget_row(turn)
 
-    # ----------------------------------------------------------------------- asked by the audit
+    # ---------------------------------------------------------------------- called by the audit
 
     @property
     def is_paused(self) -> bool:
@@ -397,7 +397,7 @@ class LaneLoop:
             self.session_cut(session)
 
     def _look_at(self, session: Session) -> None:
-        """Drop its invalid pages, and its open rows if the lane is draining."""
+        """Drop the session's invalid pages, and its open rows if the lane is draining."""
         if self.kv.invalidation.fall_back(session, only_sealed=bool(self.draining)):
             self.session_cut(session)
 
@@ -422,7 +422,7 @@ class LaneLoop:
         self._metrics.worker_restarts_total.labels(self.lane.name).inc()
         if in_flight is None or not death.blames_step:
             return []
-        for row_import in in_flight.chores.row_imports:  # what it copied may be the cause
+        for row_import in in_flight.chores.row_imports:  # the imported rows may be the cause
             if self.kv.slots.owns(row_import.session):
                 self.kv.slots.drop_pending(row_import.session)
         for turn in self._suspects.blame(in_flight.parts):

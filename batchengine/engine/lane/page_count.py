@@ -21,7 +21,7 @@ class PinnedPages:
     """
 
     def __init__(self) -> None:
-        self.changed = False  # at the last `count`: what is evictable may have changed
+        self.changed = False  # by the last `count`: evictable pages may have changed
         self._pinned: set[PageRef] = set()
         self._last: list[PageRef | None] = []
         self._seated: frozenset[int] = frozenset()

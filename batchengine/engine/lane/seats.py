@@ -119,7 +119,7 @@ class Seats:
     def take(self, session: Session) -> tuple[Turn | None, bool]:
         """Remove the turn of a session that migrates: (turn or None, whether it had a seat).
 
-        That seat stays kept for it, for it may come back.
+        The seat stays reserved, since the session may return.
         """
         turn = self.running.pop(session.key, None)
         if turn is not None:
@@ -140,7 +140,7 @@ class Seats:
         """Preempt a running turn if none of them finds a slot and no seal in flight returns one.
 
         The store may have no room for the full pages in the arena (a full disk, a tiny budget),
-        which the plan cannot see. A turn that is alone and still finds none fails.
+        which the plan does not consider. A turn that is alone and still finds no slot fails.
         """
         able = [t for t in self.running.values() if not (t.paused or t.session.kv.pending)]
         if not able or self._kv.is_sealing:

@@ -61,7 +61,7 @@ class ModelLoader:
 
 
 class WorkerSupervisor:
-    """Starts the next worker of a lane over the open store."""
+    """Starts the next worker of a lane, with an arena of the open store."""
 
     def __init__(self, loader: ModelLoader, store: Store, budget_bytes: int) -> None:
         self._loader = loader

@@ -69,7 +69,7 @@ class Transfers:
     def freeze(self, session: Session) -> Frozen | None:
         """Take the session out of the plan; None if it is frozen or closed already.
 
-        Its tokens have been emitted, and its invalid pages dropped.
+        Call after its tokens were emitted, and its invalid pages dropped.
         """
         if session.state in (State.FROZEN, State.CLOSED):
             return None

@@ -63,7 +63,7 @@ class Dispatcher:
     def __repr__(self) -> str:
         return f"<Dispatcher decisions={len(self.log)} moving={len(self._state.moves)}>"
 
-    # ------------------------------------------------------------------- what the router sees
+    # -------------------------------------------------------------------- inputs of the router
 
     def state(self) -> router.RouteState:
         """Return an estimate of every lane's load, and the routing policy."""

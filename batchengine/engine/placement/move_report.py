@@ -1,4 +1,4 @@
-"""What one migration did: plain data for the decision log, for metrics and for the caller."""
+"""Report of one migration: plain data for the decision log, for metrics and for the caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 class MoveCause(enum.StrEnum):
     """Cause of a migration."""
 
-    ROUTER = "router"  # the session's next turn computes elsewhere
+    ROUTER = "router"  # the session's next turn computes on another lane
     PROMOTION = "promotion"
     DEMOTION = "demotion"
     IDLE = "demotion: idle"
@@ -29,7 +29,7 @@ class MoveOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MoveReport:
-    """What a migration did. `gap_ms`: last commit on the source to the first on the target; 0 if
+    """Report of a migration. `gap_ms`: last commit on the source to the first on the target; 0 if
     the session had nothing to compute. `why` is set for STAYED and FAILED."""
 
     session_id: str

@@ -82,7 +82,7 @@ class Requests:
     def __repr__(self) -> str:
         return f"<Requests {len(self._state.requests)} sessions={len(self._lines)}>"
 
-    # -------------------------------------------------------------------- asked from outside
+    # ------------------------------------------------------------------- called from outside
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Admit one generation, or raise BatchEngineError before anything has changed."""

@@ -49,7 +49,7 @@ class Continuation:
 class Generation:
     """Async iterator of events: tokens, then exactly one DoneEvent or ErrorEvent.
 
-    Iterate it, or call `events()` to take everything that is ready in one go.
+    Iterate over it, or call `events()` to take all ready events at once.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Generation:
         self.lane = ""
         self.lane_wait_ms = 0.0  # predicted when its lane was chosen
         self.cancelled = False
-        self.finished = False  # the engine is done with it; events may remain unread
+        self.finished = False  # the last event is queued; events may be unread
         self.paused_since_ms: float | None = None
         self.resumes: int | None = None  # a resume: its first token of the answer
         self.looked = False  # `SessionRecovery.load` was called for it

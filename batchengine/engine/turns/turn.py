@@ -45,7 +45,7 @@ def check_request(request: GenerationRequest, context_tokens: int, vocab_size: i
 
 
 class TurnEnd(NamedTuple):
-    """How a turn ended: with a reason (stop, length, cancelled, shutdown), or with an error."""
+    """End of a turn: a reason (stop, length, cancelled, shutdown), or an error."""
 
     reason: str = "error"
     error: BatchEngineError | None = None
