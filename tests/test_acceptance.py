@@ -44,12 +44,12 @@ async def test_a_session_parked_during_a_migration_is_parked(site: Site) -> None
 
     async with running_engine(site, lanes=TIERS, router__promote_auto=False) as engine:
         await read(engine.submit(request(words(2, 300), 3, session="s")))
-        begun, go_on = asyncio.Event(), asyncio.Event()
+        begun, resume = asyncio.Event(), asyncio.Event()
 
         async def hold(point: str) -> None:
             if point == "P3":
                 begun.set()
-                await go_on.wait()
+                await resume.wait()
 
         engine.plant(hold)
         lane = {row["session_id"]: row["lane"] for row in engine.sessions()}["s"]
@@ -58,7 +58,7 @@ async def test_a_session_parked_during_a_migration_is_parked(site: Site) -> None
         await begun.wait()
         park = asyncio.ensure_future(engine.park("", "s"))
         await asyncio.sleep(0.02)
-        go_on.set()
+        resume.set()
         assert (await move)["result"] == "moved"
         assert (await park)["state"] == "parked"
         assert (await engine.session_detail("", "s"))["pages"] == 0

@@ -71,10 +71,10 @@ def test_the_crash_bench_detects_a_wrong_token() -> None:
 def _client(level: str) -> crash.Client:
     rig = SimpleNamespace(name="r", findings=crash.Findings(), level=level, runs=1)
 
-    async def hear(stream: asyncio.Queue[dict[str, Any]], _: object) -> dict[str, Any]:
+    async def receive(stream: asyncio.Queue[dict[str, Any]], _: object) -> dict[str, Any]:
         return await stream.get()
 
-    rig.hear = hear
+    rig.receive = receive
     client = crash.Client(cast(crash.Rig, rig), 0)
     client.turn = crash.Turn([1, 2, 3], [4, 5, 6, 7], 0, sent=2)
     return client

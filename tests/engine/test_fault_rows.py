@@ -137,11 +137,11 @@ def test_f45_a_nonfinite_row_is_in_no_page_and_no_record() -> None:
 
     async def scene(stage: Stage) -> None:
         prompt = words(45, 250)
-        struck: list[str] = []
+        hit: list[str] = []
 
         def plan(lane: Any, step: Any) -> Plan | None:
-            if not struck and any(e.start == 253 for e in step.entries):
-                struck.append(lane.name)
+            if not hit and any(e.start == 253 for e in step.entries):
+                hit.append(lane.name)
                 return Plan(0.004, nan=True, flip=True)
             return None
 
@@ -153,7 +153,7 @@ def test_f45_a_nonfinite_row_is_in_no_page_and_no_record() -> None:
         assert store is not None
         longer = [*prompt, *answer.tokens, 1, 2]
         assert not store.pages.match_prefix(longer[:256], b"")
-        stage.process(struck[0]).end(-9)
+        stage.process(hit[0]).end(-9)
         await stage.answer([*prompt, *answer.tokens], 20, "s")
 
     play(scene)
@@ -166,20 +166,20 @@ def test_f73_a_worker_dies_at_any_point_of_a_step(lane: str) -> None:
     async def scene(stage: Stage, point: str, by: int) -> None:
         asked = [stage.ask(words(60 + i, 240), 40, f"s{i}") for i in range(4)]
         readers = [stage.start(generation) for generation in asked]
-        struck: list[int] = []
+        hit: list[int] = []
 
         def plan(of: Any, step: Any) -> Plan | None:
-            if of.name == lane and not struck and any(e.start > 250 for e in step.entries):
-                struck.append(sum(e.n_tokens for e in step.entries))
+            if of.name == lane and not hit and any(e.start > 250 for e in step.entries):
+                hit.append(sum(e.n_tokens for e in step.entries))
                 return Plan(0.004, die=point, by=by)
             return None
 
         stage.plans.append(plan)
         answers = await asyncio.gather(*readers)
-        assert struck
+        assert hit
         assert [len(t.tokens) for t in answers] == [40] * 4
         recomputed = sum(loop.meter.recomputed for loop in stage.now.loops)
-        assert recomputed <= struck[0], f"{recomputed} tokens for a step of {struck[0]}"
+        assert recomputed <= hit[0], f"{recomputed} tokens for a step of {hit[0]}"
 
     for point, by in itertools.product(POINTS, (signal.SIGKILL, signal.SIGSEGV)):
         try:

@@ -31,10 +31,10 @@ async def test_a_session_that_ends_the_worker_is_stopped_and_others_continue(
         running = [engine.submit(request(p, 60)) for p in good]
         tasks = [asyncio.ensure_future(read(g)) for g in running]
         await until(lambda: running[0].completion_tokens > 3)
-        guilty = await read(engine.submit(request(bad, 60)))
-        assert guilty.error is not None
-        assert guilty.error.name == "session_quarantined"
-        assert guilty.tokens == []
+        crashing = await read(engine.submit(request(bad, 60)))
+        assert crashing.error is not None
+        assert crashing.error.name == "session_quarantined"
+        assert crashing.tokens == []
         answers = await asyncio.gather(*tasks)
         assert [a.tokens for a in answers] == [reference.tokens(p, 60) for p in good]
         after = await read(engine.submit(request(good[0], 8)))

@@ -102,7 +102,7 @@ def test_attention_agrees_with_numpy(
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_chunk_sizes_and_threads_change_no_bit(data: st.DataObject) -> None:
-    """Whole, in any chunks, on any number of threads: same page bytes, same outputs."""
+    """In one piece or in chunks, on any number of threads: same page bytes, same outputs."""
     length = data.draw(st.integers(2, 700))
     cuts = sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=6)))
     qkv = random_qkv(length, length, 6, 2, 64)

@@ -200,7 +200,7 @@ def test_rows_that_attend_to_nothing_of_a_span_are_zero(pool: K.Pool) -> None:
     )
     assert again.to_bytes() == out.to_bytes()
     m, denominator, o = accumulators(out)
-    unseen = 24 * 2  # 24 of the 30 tokens lie before position 1024
+    unseen = 24 * 2  # 24 of the 30 tokens are before position 1024
     assert not any(part[:unseen].any() for part in (m, denominator, o))
     assert (denominator[unseen:] > 0).all()
 

@@ -105,7 +105,7 @@ class Step:
 
 
 def step(pool: K.Pool, timelines: Sequence[Timeline], rows: Sequence[F32]) -> list[F32]:
-    """Places the next rows of each timeline and returns each timeline's attention rows."""
+    """Writes the next rows of each timeline and returns each timeline's attention rows."""
     one = Step(pool, timelines, rows)
     return np.split(one.attend(), np.cumsum(one.counts)[:-1])
 
@@ -116,7 +116,7 @@ def random_qkv(seed: int, tokens: int, n_head: int, n_kv: int, d: int) -> F32:
 
 
 def append(pool: K.Pool, timeline: Timeline, qkv: F32) -> None:
-    """Places rows in chunks, without attention."""
+    """Writes rows in chunks, without attention."""
     for start in range(0, len(qkv), 512):
         Step(pool, [timeline], [qkv[start : start + 512]])
 

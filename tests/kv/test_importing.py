@@ -34,7 +34,7 @@ SLOTS = 4
 FILES = Files()
 IDS = np.arange(1000, 1000 + PAGE_TOKENS, dtype=np.int32)
 OLD = SlotOwner(b"s", epoch=3, gen=0, page_index=2)
-SOURCE = wire.FromArena("cpu.1", 1, 0, 3)  # where `OLD` lies
+SOURCE = wire.FromArena("cpu.1", 1, 0, 3)  # the slot of `OLD`
 TO = wire.ReserveSlot(0, 5, b"s", 9, 2)  # another generation, another epoch
 REPR = bytes(range(32))
 
@@ -229,7 +229,7 @@ def test_rows_of_another_owner_are_not_imported(
 
 
 def header(path: str, **changes: Any) -> None:
-    """Write a whole, wrong header."""
+    """Write a complete, wrong header."""
     names = ("magic", "version", "slots", "page_bytes", "arena_id", "layout_id", "repr_id",
              "boot", "incarnation")  # fmt: skip
     with open(path, "r+b") as file:

@@ -161,7 +161,7 @@ def test_a_table_keeps_its_order_and_releases_everything_once(data: st.DataObjec
             assert not kv.is_waiting_for_arena()
 
     def import_rows() -> None:
-        """All of the first pending pages that are whole, and what the next has."""
+        """All rows of the first complete pending pages, and the rows that the next one has."""
         reach = kv.reach()
         for rows in kv.take_pending(lambda _: True):
             if page_start(rows.page) == reach:

@@ -154,7 +154,7 @@ def test_random_bit_flips_never_pass(path: Path) -> None:
 
 
 def test_a_stale_page_of_the_same_slot_is_rejected(path: Path) -> None:
-    """The bytes of an earlier generation come back, as after a lost write."""
+    """The slot has the bytes of an earlier generation, as after a lost write."""
     extent = path / "ext" / "000001.kv"
     old = extent.read_bytes()[:SIZE]
     store = reopened(path)

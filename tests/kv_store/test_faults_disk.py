@@ -58,7 +58,7 @@ def quiet(_name: str, _number: int) -> None:
 
 
 def served(store: Store) -> int:
-    """Pages of the timeline that load; every one of them must hold what its key says."""
+    """Pages of the timeline that load; each must hold the bytes of its key."""
     refs = store.pages.match_prefix(IDS, SALT)
     good = store.pages.load(refs).result(20)
     chain = keys.chain_keys(IDS, store.pages.repr_id, SALT)

@@ -435,7 +435,7 @@ async def test_the_client_streams_and_reports_errors() -> None:
     engine = FakeEngine()
     async with serving(engine) as served:
 
-        def talk() -> None:
+        def call_and_check() -> None:
             caller = client.Client(served.base)
             assert caller.models()[0] == "fake"
             chunks = list(caller.stream_chat(chat()))
@@ -447,19 +447,19 @@ async def test_the_client_streams_and_reports_errors() -> None:
             with pytest.raises(BatchEngineError, match="not finite"):
                 list(caller.stream_chat(chat()))
 
-        await asyncio.to_thread(talk)
+        await asyncio.to_thread(call_and_check)
 
 
 async def test_closing_a_stream_of_the_client_cancels_it() -> None:
     engine = FakeEngine(reply=["x"] * 1000, delay_s=0.02)
     async with serving(engine) as served:
 
-        def talk() -> None:
+        def call_and_check() -> None:
             stream = client.Client(served.base).stream_chat(chat())
             next(stream)
             stream.close()
 
-        await asyncio.to_thread(talk)
+        await asyncio.to_thread(call_and_check)
         async with asyncio.timeout(5):
             await engine.generations[0].cancelled.wait()
 

@@ -338,7 +338,7 @@ class World:
     # ------------------------------------------------------------------------------- phases
 
     async def run(self) -> None:
-        """The whole seed."""
+        """Run all phases of the seed."""
         await self.boot()
         rng = self.tape("people")
         names = ["a", "b", "c", "d", None, None][: rng.randrange(3, 7)]

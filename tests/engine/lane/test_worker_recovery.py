@@ -89,13 +89,13 @@ async def test_a_worker_death_during_verification_leaks_nothing(
         lane = engine.state.lanes[0].lane
         post, kills = lane.post, list[int]()
 
-        def deadly(step: wire.Step, *rest: Any, **named: Any) -> Any:
+        def post_and_kill(step: wire.Step, *rest: Any, **named: Any) -> Any:
             if step.verify and not kills:
                 kills.append(lane.pid)
                 os.kill(lane.pid, signal.SIGKILL)
             return post(step, *rest, **named)
 
-        lane.post = deadly  # type: ignore[method-assign]
+        lane.post = post_and_kill  # type: ignore[method-assign]
         answer = await read(engine.submit(request(prompt, 60)))
         assert answer.tokens == reference.tokens(prompt, 60)
         assert kills

@@ -35,8 +35,8 @@ class ExpectedTokens:
         timeline = HashTimeline(vocab=VOCAB)
         timeline.add(prompt)
         for i, token in enumerate(answer):
-            answers = timeline.next_token(0)
-            assert answers == token, f"token {i} of {len(answer)} after {len(prompt)}"
+            expected = timeline.next_token(0)
+            assert expected == token, f"token {i} of {len(answer)} after {len(prompt)}"
             timeline.add([token])
 
 

@@ -225,9 +225,9 @@ def scene(point: str, fault: str, kind: str) -> None:
                 await inject(stage, fault, (source, target))
 
         stage.plant(on_point)
-        life, result = stage.now, "broken"
+        first, result = stage.now, "broken"
         try:
-            report = await life.wait(life.engine.promote("", name, to=target))
+            report = await first.wait(first.engine.promote("", name, to=target))
             result = str(report["result"])
         except BatchEngineError:
             result = "aborted"
@@ -236,7 +236,7 @@ def scene(point: str, fault: str, kind: str) -> None:
         assert injected
         await check_end(stage, point, fault, result)
         if fault == "crash":
-            await stage.until(lambda: stage.life is not life and not stage.life.dead)  # type: ignore[union-attr]
+            await stage.until(lambda: stage.engine_run is not first and not stage.engine_run.dead)  # type: ignore[union-attr]
             if kind == "running":
                 again = await stage.up.resume("", "s", 0)
                 answer = await stage.read(again)

@@ -37,7 +37,7 @@ async def test_a_killed_engine_is_resumed_without_losing_a_sent_token(
         await engine.kill()
         for name, at in asked.items():
             sent[name] += (await engine.tokens(at))[0]
-    for life in range(2):
+    for run in range(2):
         async with engine_process(site, store__durability=level) as engine:
             asked = {}
             for name in prompts:
@@ -48,8 +48,8 @@ async def test_a_killed_engine_is_resumed_without_losing_a_sent_token(
                     assert len(durable) >= len(sent[name])
                 asked[name] = engine.ask("resume", session=name, from_token=len(sent[name]))
             for name, at in asked.items():
-                sent[name] += (await engine.tokens(at, 40 if life == 0 else 1000))[0]
-            if life == 0:
+                sent[name] += (await engine.tokens(at, 40 if run == 0 else 1000))[0]
+            if run == 0:
                 await engine.kill()
                 for name, at in asked.items():
                     sent[name] += (await engine.tokens(at))[0]
@@ -125,7 +125,7 @@ async def test_the_engine_can_be_killed_at_any_moment(site: Site) -> None:
     whole = {name: hashlm_tokens(p, 250) for name, p in prompts.items()}
 
     sent: dict[str, list[int]] = {name: [] for name in prompts}
-    for life in range(9):
+    for run in range(9):
         async with engine_process(site, WORKER_COMMAND) as engine:
 
             async def one(name: str) -> None:
@@ -138,8 +138,8 @@ async def test_the_engine_can_be_killed_at_any_moment(site: Site) -> None:
                 sent[name] += tokens
 
             readers = [asyncio.ensure_future(one(name)) for name in prompts]
-            if life < 8:
-                await asyncio.sleep(0.02 + 0.03 * life)
+            if run < 8:
+                await asyncio.sleep(0.02 + 0.03 * run)
                 await engine.kill()
             await asyncio.gather(*readers)
     assert sent == whole
@@ -210,13 +210,13 @@ async def test_a_session_that_crashes_the_engine_is_quarantined(site: Site) -> N
     """After its first crash a session computes alone; after two of those it is refused."""
     good, bad = words(10, 30), [*words(11, 30), CRASH_ENGINE, *words(12, 5)]
 
-    lives = 0
+    run_count = 0
     while True:
         async with engine_process(site, FAULTY, store__durability="power") as engine:
             at = engine.ask("submit", prompt=bad, n=50, session="bad")
-            other = engine.ask("submit", prompt=good, n=50, session=f"good{lives}")
+            other = engine.ask("submit", prompt=good, n=50, session=f"good{run_count}")
             sent, last = await engine.tokens(at)
-            lives += 1
+            run_count += 1
             assert sent == []
             if "error" in last:
                 assert last["error"] == "session_quarantined"
@@ -224,8 +224,8 @@ async def test_a_session_that_crashes_the_engine_is_quarantined(site: Site) -> N
                 again = await engine.call("resume", session="bad")
                 assert again["error"] == "session_quarantined"
                 break
-            assert lives < 5
-    assert lives == 4
+            assert run_count < 5
+    assert run_count == 4
 
 
 async def killed(site: Site, prompts: dict[str, list[int]], at_least: int) -> dict[str, list[int]]:

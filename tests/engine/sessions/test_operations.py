@@ -40,7 +40,7 @@ def ledger_of(engine: Engine) -> Any:
 async def test_a_session_whose_first_turn_was_refused_cannot_be_parked(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A session that the ledger does not know, because the disk was full, is refused as unknown."""
+    """The ledger does not have it, because the disk was full, so it is refused as unknown."""
     async with running_engine(site) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(ledger_of(engine), "_transact_once", full_disk)

@@ -59,7 +59,7 @@ def killed(tmp_path: Path) -> Path:
 
 
 def checkpointed(path: Path) -> None:
-    """As if a checkpoint had run long before: the file knows the epoch, the log is needed."""
+    """As if a checkpoint had run before: the file has the epoch, and the log is needed."""
     with closing(sqlite3.connect(path / "meta.db")) as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     (path / "meta.db-wal").unlink(missing_ok=True)
@@ -223,7 +223,7 @@ def test_an_arena_number_fits_its_header(tmp_path: Path) -> None:
 
 
 def test_the_write_ahead_log_is_read_as_sqlite_reads_it(killed: Path) -> None:
-    """Every frame of a whole log follows; one of older salts behind the end means nothing."""
+    """Every frame of a complete log is valid; frames of older salts after its end are ignored."""
     log = killed / "meta.db-wal"
     data = log.read_bytes()
     assert continuity.check_log(str(log)) == ""

@@ -209,7 +209,7 @@ TestStoreMachine.settings = settings(
 
 
 def test_only_transitions_of_the_table_exist() -> None:
-    """Every (state, event) pair: it leads where the table says, or nothing changes."""
+    """Every (state, event) pair leads to the state of the table, or changes nothing."""
     for state, event in itertools.product(PageState, PageEvent):
         table = PageIndex()
         page = table.add_slot(0, 0)

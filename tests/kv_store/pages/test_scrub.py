@@ -121,7 +121,7 @@ def test_scrub_invalidates_a_page_whose_checksum_fails(store: Store) -> None:
     for ref in refs:
         store.pages.unpin(ref)
     lane = Lane(store, incarnation=2)
-    lane.add_chain(IDS)  # recomputed in place: the chain is whole again
+    lane.add_chain(IDS)  # recomputed in its slot: the chain is complete again
     assert len(store.pages.match_prefix(IDS, SALT)) == 4
     lane.close()
 

@@ -79,7 +79,7 @@ def test_sessions_are_found_by_id_name_or_part_of_the_id(
         assert "BE3002" in err
         assert OTHER in err
         assert TWIN in err
-        assert (await ask("demote", OTHER))[0] == 0  # a whole id is never ambiguous
+        assert (await ask("demote", OTHER))[0] == 0  # a complete id is never ambiguous
         code, _, err = await ask("promote", "nothing")
         assert (code, "BE2403" in err, "sessions --all" in err) == (1, True, True)
         assert (await ask("promote", "be_cccc"))[0] == 0

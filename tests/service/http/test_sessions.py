@@ -248,7 +248,7 @@ async def test_a_resumed_stream_has_the_format_of_its_request() -> None:
         assert numbered_texts(await blocks_of(served, "/v1/stream?session_id=s"))
 
 
-class Forgetful(FakeEngine):
+class Resending(FakeEngine):
     """Sends its first two tokens again, without their log-probabilities."""
 
     def _token(self, index: int, text: str, logprobs: int) -> TokenEvent:
@@ -256,7 +256,7 @@ class Forgetful(FakeEngine):
 
 
 async def test_an_answer_reports_how_many_log_probabilities_it_lacks() -> None:
-    async with serving(Forgetful(["a", "b", "c"])) as served:
+    async with serving(Resending(["a", "b", "c"])) as served:
         asked = chat(session_id="s", stream=True, logprobs=True)
         for path, body, bare in ((CHAT, asked, 2), ("/v1/stream?session_id=s&from=1", None, 1)):
             if body is None:
