@@ -13,7 +13,7 @@ import msgspec
 
 PAGE_TOKENS = 256  # tokens per KV page; part of the format (NUMERICS CA-1 rule 7)
 ID_PREFIX_CHARS_MIN = 4  # a shorter prefix of an id matches nothing
-SUPERPAGE_PAGES = 4  # pages folded into one super-page, before super-pages are folded
+SUPERPAGE_PAGES = 4  # pages folded into one super-page
 FORM_CHAT, FORM_TEXT = "chat", "text"  # of a request, and of the events of its answer
 
 
@@ -217,7 +217,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class QueuedEvent:
-    """The request still waits: its place in the queue, from 1; `eta_ms` None = no estimate yet."""
+    """Place in the queue, from 1; `eta_ms` None = no estimate yet."""
 
     position: int
     eta_ms: float | None

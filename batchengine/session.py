@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from batchengine.session_kv import Cut, SessionKv
 
 NOT_LOGGED = -1  # Session.logged: the ledger has no row of the session;
-LOG_UNKNOWN = -2  # the ledger refused a record of the session: read from the ledger what it has
+LOG_UNKNOWN = -2  # the ledger refused a record: read what it has
 
 
 class Loss(enum.Enum):
@@ -71,7 +71,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.FINISH: State.IDLE,
         Event.FREEZE: State.FROZEN,
     },
-    # After the thaw, START follows for a session that has a turn.
+    # With a turn, START follows after the thaw.
     State.FROZEN: {Event.THAW: State.IDLE, Event.CLOSE: State.CLOSED},
     State.CLOSED: {},
 }
@@ -174,7 +174,7 @@ class Session:
 
     @property
     def is_expecting(self) -> bool:
-        """Whether rows of the session are being imported: it cannot compute before they are here.
+        """Whether rows of the session are being imported, before which it cannot compute.
 
         Rows of an arena are imported with or without a seat, a parked tail only with one.
         """
@@ -209,7 +209,7 @@ class Session:
         return dropped
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant that holds between steps is broken."""
+        """Raise AssertionError if an invariant is broken. Call between steps."""
         if not 0 <= self.frontier <= len(self.tokens):
             raise AssertionError(f"{self!r}: frontier outside the timeline")
         self.kv.check(self.frontier)

@@ -23,22 +23,22 @@ ARENA_BIT = 1 << 63  # of a slot code: set = open page in the lane's arena
 
 
 def page_start(page: int) -> int:
-    """Return the first position of page `page`, which is also the tokens that `page` pages hold."""
+    """Return the first position of a page; also the number of tokens in `page` pages."""
     return page * PAGE_TOKENS
 
 
 def full_pages(tokens: int) -> int:
-    """Return how many pages `tokens` tokens fill, which is also the page of position `tokens`."""
+    """Return how many pages `tokens` tokens fill; also the page of position `tokens`."""
     return tokens // PAGE_TOKENS
 
 
 def pages_for(tokens: int) -> int:
-    """Return how many pages `tokens` tokens need: the last one may be partly filled."""
+    """Return how many pages `tokens` tokens need."""
     return -(-tokens // PAGE_TOKENS)
 
 
 def rows_in(page: int, tokens: int) -> int:
-    """Return how many rows of page `page` a timeline of `tokens` tokens fills: 0 .. 256."""
+    """Return how many rows of a page `tokens` tokens fill: 0 .. 256."""
     return max(0, min(PAGE_TOKENS, tokens - page * PAGE_TOKENS))
 
 
@@ -77,8 +77,8 @@ class SessionKv:
     slot code by which the worker finds page p, sealed or open. `pending` are rows of the pages
     after the sealed ones, of a table without open pages: the session computes once they were
     imported or given up; the list is replaced, never changed. `parked` is a copy of the last open
-    page. `keys` are content keys of leading full pages, computed as far as they were needed.
-    `writers[p]` are the lanes of this run that computed rows of open page p.
+    page. `keys` are content keys of leading full pages, as far as needed. `writers[p]` are the
+    lanes of this run that computed rows of open page p.
     """
 
     __slots__ = ("codes", "keys", "open", "parked", "pending", "sealed", "writers")

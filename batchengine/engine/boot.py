@@ -155,7 +155,7 @@ class Running:
     housekeeping: Housekeeping
 
     def begin(self) -> None:
-        """Start the tasks of the lanes and of all background work."""
+        """Start the lanes' tasks and all background tasks."""
         tasks = self.tasks
         for loop in self.state.lanes:
             tasks.spawn_vital(loop.run(), f"lane {loop.lane.name}")

@@ -91,12 +91,12 @@ class Engine:
 
     @property
     def info(self) -> ModelInfo:
-        """Facts about the model; raises LOADING until the engine has started."""
+        """Facts about the model; raises LOADING as `running` does."""
         return self.running.info
 
     @property
     def text(self) -> TextFrontend:
-        """Tokenizer and chat template of the model; raises LOADING until the engine has started."""
+        """Tokenizer and chat template of the model; raises LOADING as `running` does."""
         return self.running.text
 
     # -------------------------------------------------------------------------- start, stop
@@ -241,16 +241,14 @@ class Engine:
         return await self.running.operations.why(tenant, session_id)
 
     async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
-        """Create a second session with the same timeline, which shares the pages of the first."""
+        """Create a second session with the same timeline and the same pages."""
         return await self.running.operations.fork(tenant, session_id, new_id)
 
     async def park(
         self, tenant: str, session_id: str, tool_call_id: str | None = None
     ) -> dict[str, Any]:
-        """Move the KV of a session that waits for a tool out of its lane.
-
-        A later request with the result of call `tool_call_id` continues the session.
-        """
+        """Move the KV of a session that waits for a tool out of its lane; see
+        `SessionOperations.park`."""
         return await self.running.operations.park(tenant, session_id, tool_call_id)
 
     async def drop(self, tenant: str, session_id: str) -> dict[str, Any]:
@@ -265,7 +263,7 @@ class Engine:
         return await self._relocate(tenant, session_id, to, FAST)
 
     async def demote(self, tenant: str, session_id: str, to: str | None = None) -> dict[str, Any]:
-        """Like `promote`, but the default target is the best lane for work that can wait."""
+        """Like `promote`, by default to the best lane for work that can wait."""
         return await self._relocate(tenant, session_id, to, BULK)
 
     async def _relocate(
@@ -290,8 +288,7 @@ class Engine:
         return {**report.numbers(self.state), "sessions_interrupted": interrupted}
 
     async def store_op(self, op: str) -> dict[str, Any]:
-        """Run "stat" (numbers), "verify" (read every page, invalidate bad ones) or "gc" (collect
-        garbage). Raises STORE_FAILED, or ValueError for another `op`."""
+        """Run `op`: stat, verify (read every page, invalidate bad ones) or gc (collect garbage)."""
         store = self.running.store
         try:
             if op == "stat":

@@ -22,7 +22,7 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.background")
 
 HOUSEKEEPING_S = 1.0
-MAINTAIN_S = 10.0  # between two audits of sessions and store, while no turn runs
+MAINTAIN_S = 10.0  # between two audits, while no turn runs
 MAINTAIN_BUSY_S = 60.0  # under load, so that writes that a full disk stopped are tried again
 QUEUED_EVENT_S = 5.0
 

@@ -57,7 +57,7 @@ def _lane_state(loop: LaneLoop) -> str:
 
 
 def _lane_why(loop: LaneLoop) -> str:
-    """Return why the lane is not ready, or publishes no pages; "" if neither is so."""
+    """Return why the lane is not ready, or publishes no pages; or ""."""
     if loop.draining or (loop.down and not loop.lane.alive):
         return loop.draining or loop.down
     return "" if loop.kv.sealing.publishes else "its pages were wrong too often: none is published"

@@ -47,12 +47,12 @@ class EngineState:
         self.started = time.monotonic()
         self.finished = 0
         self.model_identity: Identity | None = None  # of the model's file when it was read
-        self.model_changed = ""  # how the file on disk differs from it now; "" = it does not
+        self.model_changed = ""  # how the file on disk differs now; or ""
         self.troubles: dict[str, str] = {}  # what is wrong, by subject: see `report.troubles`
         self._epochs_used = 0  # highest epoch of a session that `forget` removed
 
     def open(self, store: Store, lanes: list[LaneLoop]) -> None:
-        """Set the store and the lanes, once the engine has started."""
+        """Set store and lanes, at the engine's start."""
         self.store = store
         self.lanes[:] = lanes
 

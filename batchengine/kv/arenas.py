@@ -22,8 +22,7 @@ class DeadArenas:
         return bool(self.dead or self._holders)
 
     def hold(self, arena: Arena) -> Callable[[], None]:
-        """Keep the file of an arena beyond its worker's exit, until the returned function is
-        called. Later calls of that function do nothing."""
+        """Keep the arena's file until the returned function is called; later calls do nothing."""
         self._holders[arena] = self._holders.get(arena, 0) + 1
         held = [arena]
 

@@ -10,7 +10,7 @@ from batchengine.session import Session, State
 from batchengine.session_kv import full_pages, page_start, rows_in
 from kv_store.arenas.arena import ArenaSlot
 
-REST_TICKS = 3  # calls of `tick`, one per second, that a session is idle before its tail is parked
+REST_TICKS = 3  # seconds a session is idle before its tail is parked
 
 
 class DueDigest(NamedTuple):
@@ -49,7 +49,7 @@ class DigestQueue:
         return True
 
     def may_park(self, session: Session) -> bool:
-        """Whether the session is a member of this lane that does not run."""
+        """Whether the session is a member that does not run."""
         return self._slots.owns(session) and session.state in (State.IDLE, State.WAITING)
 
     def tick(self) -> list[Session]:
@@ -62,10 +62,9 @@ class DigestQueue:
         return [session for session, ticks in self._rested.items() if ticks == REST_TICKS]
 
     def take(self) -> list[DueDigest]:
-        """Remove and return the digests of the next frame.
+        """Take the digests of the next frame.
 
-        The worker zeroes a tail beyond its rows first, so a frame never digests the tail of a
-        session that computes in it.
+        The worker zeroes a tail beyond its rows first: never while its session computes.
         """
         due, self._due = self._due, {}
         return [digest for digest in due.values() if self.is_due(*digest)]
@@ -79,5 +78,5 @@ class DigestQueue:
         return self.may_park(session) and session.frontier == page_start(page) + rows
 
     def clear(self) -> None:
-        """Drop all queued digests: the arena is gone."""
+        """Drop all queued digests."""
         self._due = {}

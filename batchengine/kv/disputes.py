@@ -1,8 +1,7 @@
 """Disputed pages, which two computations made differently, and invalidation of descendants.
 
-Owns the queue of disputed pages and the set of seals that the store is processing; all lanes of an
-engine share them. The store keeps which lanes computed the rows of a page; the pages computed from
-it are its descendants in the chain of content keys.
+Owns the queue of disputed pages and the set of seals with a ticket, for all lanes of an engine.
+The descendants of a page, in the chain of content keys, are the pages computed from it.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ class Disputes:
     def invalidate_descendants(self, keys: Iterable[bytes]) -> None:
         """Invalidate what this run computed from these pages, which the store does not serve now.
 
-        Pages of earlier runs stay, even between these pages and those of this run: their bytes
-        were checked. Without the lost page the chain is broken, so its descendants could not be
-        found later if the page turned out to be wrong.
+        Pages of earlier runs stay: their bytes were checked. Without the lost page the chain is
+        broken: its descendants could not be found later if the page turned out to be wrong.
         """
         lost = set(keys)
         after = self._with_descendants(lost) - lost

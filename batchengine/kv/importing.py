@@ -86,9 +86,8 @@ class RowImporter:
     ) -> RowImport | None:
         """Reserve slots for `n_pages` open pages of a session; None if the arena has too few.
 
-        `imported` resolves to whether every page was answered. `reclaim`: slots of sessions that
-        do not run may be taken. `warm`: the next frame writes to the slots, so that the import
-        causes no page faults.
+        `imported` resolves to whether every page was answered. `warm`: the next frame writes to
+        the slots, so that the import causes no page faults.
         """
         self.poll()
         if self._slots.arena is None:
@@ -194,8 +193,7 @@ class RowImporter:
         ]
 
     def bring(self, session: Session, pending_rows: Sequence[PendingRows]) -> None:
-        """Claim rows of a session that migrated here, or release them if they do not follow its
-        sealed pages."""
+        """Claim rows of a session that moved here; release them if they do not follow its pages."""
         try:
             if pending_rows:
                 self._slots.claim_pending(session, pending_rows)
@@ -255,7 +253,7 @@ class RowImporter:
         self.import_rows(row_import, pending_rows)
 
     def _end(self, row_import: RowImport, complete: bool) -> None:
-        """End an import after its last answer (`complete`), or because no more will come."""
+        """End an import; `complete`: every answer came."""
         session, imported = row_import.session, row_import.imported
         if imported is not None and not imported.done():
             imported.set_result(complete)
@@ -296,7 +294,7 @@ class RowImporter:
         return any(map(self._is_importable, self._slots.members_pending()))
 
     def take_imports(self) -> tuple[list[wire.ImportRows], bytes, list[RowImport]]:
-        """Remove the next pages to copy from the queue, up to IMPORT_BYTES.
+        """Take the next pages to copy, up to IMPORT_BYTES.
 
         Returns the messages, the token ids of their rows (int32), and the import of each message.
         """
@@ -333,10 +331,7 @@ class RowImporter:
         return wire.ImportRows(label, len(ids), source), ids
 
     def _page_source(self, ref: PageRef, ids: list[int]) -> tuple[wire.FromPage, list[int]]:
-        """Return the source of a page of the store, and the ids of its rows; none if it is invalid.
-
-        The worker verifies the page's checksum; its tokens were compared when it was found.
-        """
+        """Source of a page of the store, whose tokens were compared before; no ids if invalid."""
         if not self._store.pages.is_resident(ref):  # invalid, though a pin keeps its bytes
             return wire.FromPage(0, 0, bytes(16)), []
         proof = self._store.pages.proof(ref)

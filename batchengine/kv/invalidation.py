@@ -90,8 +90,8 @@ class Invalidation:
     async def recheck(self, sessions: list[Session]) -> None:
         """Verify the sealed pages of these sessions, one of which may have crashed the worker.
 
-        The store invalidates a page that fails, and reports it to its other holders. The session
-        keeps the pages before it, unless it is frozen or has moved meanwhile.
+        The store invalidates a page that fails, and reports that. A session keeps the pages before
+        it, unless the session is frozen or has moved meanwhile.
         """
         await self._sealing.read_back.settled()
         for session in sessions:

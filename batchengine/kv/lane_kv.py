@@ -70,7 +70,7 @@ class LaneKv:
         self.importing.poll()
 
     def chores(self) -> tuple[Chores, list[Seal]]:
-        """Remove and return what the next frame holds besides entries, and the seals it verifies.
+        """Take what the next frame holds besides entries, and the seals it verifies.
 
         Call after the entries were chosen: a frame never digests a tail whose session computes.
         """

@@ -30,9 +30,8 @@ class PrefixMatcher:
         """Take published pages of the timeline's prefix if they reach beyond the frontier.
 
         The last token is left to compute. Returns None if the pages are ready, or there are none;
-        else a future with one result of verification per page, to be passed to `loaded`. Pages on
-        disk are taken only if `is_worth_reading(tokens of all pages, tokens from the first page on
-        disk on, bytes to read)` returns True.
+        else a future with the argument of `loaded`. Pages on disk are taken only if
+        `is_worth_reading(tokens, tokens after the first such page, bytes to read)` returns True.
         """
         refs = self._store.pages.match_prefix(
             session.tokens[:-1], salt, pin=True, priority=priority

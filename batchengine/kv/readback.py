@@ -47,7 +47,7 @@ class ReadBack:
         return due
 
     def take(self) -> list[Seal]:
-        """Remove and return the seals that the next frame verifies."""
+        """Take the seals that the next frame verifies."""
         due = self.due()
         self.queued = [seal for seal in self.queued if seal not in due]
         return due
@@ -57,7 +57,7 @@ class ReadBack:
         return set(self.queued) - set(self.due())
 
     def clear(self) -> list[Seal]:
-        """Remove and return all queued seals, after the worker's exit."""
+        """Take all queued seals, after the worker's exit."""
         queued, self.queued = self.queued, []
         return queued
 

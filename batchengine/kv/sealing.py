@@ -1,9 +1,8 @@
 """Seal pipeline: seals full pages from the arena into the store, and parks tails of idle sessions.
 
 Owns the pipeline of one lane. A seal whose session left continues, for prefix sharing. A seal that
-fails because the store has no room stalls: its rows in the arena are valid, and `retry` tries
-again. A seal with invalid rows is dropped: its session recomputes them. Sealing a tail is best
-effort: if it fails, or its session runs on, the rows are still in the arena.
+fails with valid rows, because the store has no room, stalls until `retry`. A seal with invalid rows
+is dropped: its session recomputes them. Sealing a tail is best effort: its rows stay in the arena.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class SealPipeline:
 
     @property
     def stalled(self) -> list[Seal]:
-        """Seals that failed although their rows are valid, except those that lost their slot."""
+        """Seals that failed with valid rows, except those that lost their slot."""
         self._stalled = [seal for seal in self._stalled if self._has_slot(seal)]
         return self._stalled
 
@@ -121,7 +120,7 @@ class SealPipeline:
     def digested(
         self, session: Session, index: int, rows: int, slot: ArenaSlot, digest: bytes
     ) -> None:
-        """Start sealing a page or tail of `digests.take` that the lane has digested."""
+        """Start sealing what `digests.take` returned and the lane digested."""
         if slot in self._slots.seals or not self.digests.is_due(session, index, rows, slot):
             return
         if rows == PAGE_TOKENS or session.kv.parked is None:
@@ -154,8 +153,8 @@ class SealPipeline:
     def start_seals(self) -> None:
         """Give tickets to full pages, in page order within a session, while the store has room.
 
-        The first refusal ends the round, since each refusal scans every page, and puts its session
-        behind the others: a page of another session may be in the store already.
+        The first refusal, which scans every page, ends the round and puts its session behind the
+        others: a page of another session may be in the store already.
         """
         if not self.publishes:
             return
@@ -259,10 +258,7 @@ class SealPipeline:
             self._slots.recount(session)
 
     def verified(self, seal: Seal, good: bool) -> None:
-        """Replace the open page by its copy in the store, which the lane has read; free its slot.
-
-        `good` False: the copy is bad, so it is invalidated and the seal fails.
-        """
+        """Replace the open page by its copy in the store, if that was read back `good`."""
         ref, session = seal.ref, seal.session
         if ref is None:
             raise RuntimeError("verified before publish")
@@ -354,7 +350,7 @@ class SealPipeline:
         self.publishes = False
 
     def drop(self, session: Session | None = None) -> None:
-        """Mark seals as dropped, so that they are not published: of one session, or of the lane."""
+        """Drop seals, so that they are not published: of one session, or of the lane."""
         if session is None:
             for seal in (*self.in_flight, *self.queued, *self.stalled):
                 seal.dropped = True
@@ -369,7 +365,7 @@ class SealPipeline:
         self.unverified(self.read_back.clear())
 
     def unverified(self, seals: Sequence[Seal]) -> None:
-        """End seals whose pages no worker will verify, and have the store read the pages back."""
+        """End seals that no worker will verify, and have the store read their pages back."""
         for seal in seals:
             self._end(seal)
             if seal.ref is not None:

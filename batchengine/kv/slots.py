@@ -125,10 +125,9 @@ class Slots:
             self._claims[session] = None
 
     def detach(self, session: Session) -> Leaving:
-        """Remove a session that moves to another lane from the members; it keeps its sealed pages.
+        """Remove a session that moves to another lane; it keeps its sealed pages.
 
-        Seals of its pages with a ticket continue without a session. Returns the other open slots,
-        for `release`.
+        Seals with a ticket continue without it. Returns the other open slots, for `release`.
         """
         slots = session.kv.take_open()
         left = Leaving(self.arena, list(slots))
@@ -213,8 +212,8 @@ class Slots:
     def _fit(self, session: Session) -> None:
         """Keep the pages below the frontier that may be appended to.
 
-        For a frontier inside a sealed page, the page's leading rows are imported into an open one.
-        A frontier inside a page that is being sealed falls back to the start of the page.
+        A frontier inside a sealed page continues in an imported copy of its leading rows; inside a
+        page that is being sealed it falls back to the start of the page.
         """
         kv, frontier = session.kv, session.frontier
         page = full_pages(frontier)
@@ -325,8 +324,7 @@ class Slots:
             self._store.pages.unpin(parked.ref)
 
     def evict_oldest(self, taker: Session) -> bool:
-        """Unpin the sealed pages of the oldest reclaimable session with any, so that the store may
-        evict them; False if there is none.
+        """Unpin the sealed pages of the oldest reclaimable session with any, for eviction.
 
         If they are not evicted, `extend` finds them when the session computes next.
         """
@@ -399,7 +397,7 @@ class Slots:
         return bool(self._poison or self._fresh or self._relabels)
 
     def take_labels(self) -> Labels:
-        """Remove and return the next frame's changes of slots; after the frame call `labeled`."""
+        """Take the next frame's changes of slots; after the frame call `labeled`."""
         labels = Labels(
             tuple(self._poison), tuple(self._fresh.values()), tuple(self._relabels.values())
         )

@@ -10,10 +10,7 @@ TOUCH_BYTES = 64 << 20  # pages faulted in by one frame at most, mostly from the
 
 
 class Touch:
-    """Sealed pages to fault in; `done` resolves when the lane has, or its worker died.
-
-    Without pages, `done` resolves when the lane has answered a frame.
-    """
+    """Sealed pages to fault in. `done` resolves after the last frame, or the worker's exit."""
 
     def __init__(self, codes: Sequence[int]) -> None:
         self.codes = deque(codes)
@@ -44,7 +41,7 @@ class PageTouches:
         return self._queue[-1].done
 
     def take(self) -> tuple[list[int], list[Touch]]:
-        """Remove and return page codes for the next frame, and the touches that it counts for."""
+        """Take page codes for the next frame, and the touches that it counts for."""
         codes, owners = list[int](), list[Touch]()
         while self._queue and len(codes) < self._pages_max:
             touch = self._queue[0]
@@ -56,7 +53,7 @@ class PageTouches:
         return codes, owners
 
     def touched(self, touches: Sequence[Touch]) -> None:
-        """Count down the touches of a frame that was executed, or whose worker died."""
+        """Count down the touches of a frame, after its answer or its worker's exit."""
         for touch in touches:
             touch.left -= 1
             if not touch.left:

@@ -99,7 +99,7 @@ class CostModel:
     LIMIT_MAX = 0.7  # clip of a single error, as a logarithm: a factor of two
     LIMIT_CHANGED = 2.3  # clip after a streak: a factor of ten
     STREAK = 6
-    YOUNG = 2.0  # ages start at 1, so one step that a coefficient explains alone ends its youth
+    YOUNG = 2.0  # ends after the first step that a coefficient explains alone
     SCALE_MAX = 100.0
 
     def __init__(self, prior: StepCost) -> None:
@@ -211,9 +211,8 @@ def etas_ms(
 ) -> list[float]:
     """Milliseconds until each session of `queue`, in order of service, has its first token.
 
-    Assumes that seats serve the queue in order, that prefills run one after another, each at half
-    speed while decodes run beside it, and that a seated session generates up to its limit. So the
-    result is late rather than early.
+    Assumes that prefills run one after another, at half speed while decodes run beside them, and
+    that a seated session generates up to its limit, so the result is late rather than early.
     """
     entries = len(seated)
     context = sum(s.frontier for s in seated)
@@ -310,10 +309,10 @@ def load_of(
             contexts.append(frontier + to_compute)
     n_seated, n_waiting = sum(seated), sum(waiting)
     free = max(0, seats - n_seated + paused)
-    context += sum(heapq.nlargest(free, contexts))  # of sessions that will be seated next, at most
+    context += sum(heapq.nlargest(free, contexts))  # at most those seated next
     entries = min(max(seats, n_seated), n_seated + n_waiting)
     step_ms = cost.fixed_ms + cost.decode_entry_ms * entries + cost.decode_kv_ms * context
-    # Time between two seats that become free: the mean remaining answer over the number of seats.
+    # Between two seats that become free: the mean remaining answer over the number of seats.
     turnover_ms = left / max(1, n_seated + n_waiting) * step_ms / max(1, entries)
     return LaneLoad(
         cost,
@@ -331,8 +330,7 @@ def load_of(
 def _seat_ms(
     rank: int, free: int, seated: Sequence[int], waiting: Sequence[int], turnover_ms: float
 ) -> float:
-    """Predict the ms until a session of `rank` that joins now gets a seat: a free one, one of a
-    less urgent session, or one whose session ends."""
+    """Predict the ms until a session that joins now gets a seat: free, displaced or left."""
     ahead = sum(waiting[: rank + 1])
     if ahead < free:
         return 0.0
@@ -410,9 +408,8 @@ def plan_restore(
     """Decide whether to read `cold_bytes`, or to recompute the last `cold_tokens` of `tokens`.
 
     `tokens` are the leading tokens the store has pages for; of those the last `cold_tokens` are
-    not in memory yet. `read_bytes_per_s` is a measured rate; 0 = not measured: then reading is
-    chosen. Reading is preferred unless it is `margin` times slower, since it takes no compute time
-    from other sessions.
+    not in memory yet. `read_bytes_per_s` 0 = not measured: then reading is chosen. Reading is
+    preferred unless it is `margin` times slower: it takes no compute time from other sessions.
     """
     if cold_tokens <= 0:
         return RestorePlan("share", tokens, 0.0, 0.0, "the pages are in memory")

@@ -24,9 +24,9 @@ to 1 all targets are met. On a lane without the session's KV, the migration is p
     than `demote_idle_ms` ago (a client may send background requests to a session that its user is
     in), or if the lane is not loaded. So promotion is quick and demotion slow.
 
-Dead lanes, lanes that the context does not fit, and lanes with full queues, except the session's
-own, are no candidates. More load never makes a lane more attractive: strain grows with every number
-of the load, and besides strain only rule 6 reads the load, to leave a loaded lane.
+No candidates are dead lanes, lanes that the context does not fit, and full ones other than the
+session's own. More load never makes a lane more attractive: strain grows with every number of the
+load, and else only rule 6 reads the load, to leave a loaded lane.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ LOCAL_STRATEGY = Strategy()
 
 
 def is_urgent(request: RouteRequest, policy: RoutePolicy) -> bool:
-    """Whether a request is latency-sensitive; background and batch ones never are by targets."""
+    """Whether a request is latency-sensitive; background and batch are not by their targets."""
     rank = request.rank
     return (
         rank == RANK_INTERACTIVE
@@ -170,7 +170,7 @@ def is_urgent(request: RouteRequest, policy: RoutePolicy) -> bool:
 
 
 def is_loaded(lane: LaneState, policy: RoutePolicy) -> bool:
-    """Whether sessions wait on the lane, or `loaded_ratio` of its seats are taken."""
+    """Whether sessions wait, or `loaded_ratio` of the seats are taken."""
     load = lane.load
     return load.waiting > 0 or load.seated >= policy.loaded_ratio * load.seats
 
@@ -234,8 +234,8 @@ def best_lane(state: RouteState, tier: str, tokens: int, away_from: str = "") ->
 def demotion(session: RouteSession, idle_ms: float, tokens: int, state: RouteState) -> str:
     """Return the lane to which an idle session leaves a fast lane; "" = it stays.
 
-    `idle_ms` is the time since its last turn ended. The session leaves if it was idle and without
-    a latency-sensitive turn for `demote_idle_ms`, and has not moved for `dwell_ms_min`.
+    `idle_ms` is the time since its last turn. It leaves if it was idle and without a
+    latency-sensitive turn for `demote_idle_ms`, and has not moved for `dwell_ms_min`.
     """
     policy = state.policy
     at = next((lane for lane in state.lanes if lane.name == session.lane), None)
@@ -326,7 +326,7 @@ def _stay(
 
 
 def _without_lane(candidates: tuple[Candidate, ...]) -> Decision:
-    """Return the decision that no lane can take the request, with the reason."""
+    """Return the decision that no lane can take the request."""
     excluded = {candidate.excluded for candidate in candidates}
     reason = Reason.NO_LANE
     if NO_FIT in excluded:

@@ -615,7 +615,7 @@ def _pages(tokens: int) -> int:
 
 
 def _pages_due(row: TurnRow) -> int:
-    """Pages to take for the present work and one more token, with held ones that are evictable."""
+    """Pages that present work and one more token take, evictable ones it holds included."""
     wanted = min(_pages(row.frontier + row.to_compute + 1), row.pages_max)
     return max(0, wanted - row.pages_held) + row.pages_evictable
 

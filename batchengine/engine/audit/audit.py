@@ -165,9 +165,9 @@ class Audit:
     async def disputed(
         self, page: PageContent, stated: Statement, other: Statement | None = None
     ) -> Outcome | None:
-        """Audit a page of which two computations differ; invalidate pages and remove wrong lanes.
+        """Audit a page of which two computations differ, and act on the result.
 
-        `other` None = the page in the store. Returns None if that page is gone, or does not differ.
+        `other` None = the page in the store. Returns None if that is gone, or does not differ.
         """
         async with self._one, self._paused_lanes():
             for loop in self._state.lanes:
@@ -212,13 +212,13 @@ class Audit:
         return None
 
     async def _votes(self, page: PageContent) -> list[Statement]:
-        """Return the statements of all lanes that are up and answer."""
+        """Return the statements of lanes that are up and answer."""
         able = [loop for loop in self._state.lanes if loop.up and loop.kv.slots.is_attached]
         found = await asyncio.gather(*(self._vote(loop, loop.lane.name, page) for loop in able))
         return [statement for statements in found for statement in statements]
 
     async def _fresh_vote(self, page: PageContent) -> list[Statement]:
-        """Return the statement of a worker that has computed nothing yet, or none."""
+        """Return the statement of a new worker, or none."""
         try:
             async with asyncio.timeout(RECOMPUTE_S), self._fresh_worker() as loop:
                 return await self._vote(loop, FRESH_WORKER, page)

@@ -1,9 +1,8 @@
 """The canary: one fixed page, of which every lane must compute the same digest.
 
 Owns the schedule, and the reference: the digest of the lane that computed the page first in this
-run. A lane that has rested computes the page in small pieces, in free slots of its arena, and
-abandons it when a turn arrives. The page is in no store and no session. A digest that differs from
-the reference is audited.
+run. A lane that has rested computes the page in small pieces, in free slots of its arena, until a
+turn arrives. The page is in no store and no session. Another digest is audited.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ LOOK_S = 1.0
 REST_S = 5.0  # a lane without work for so long has rested
 RETRY_S = 30.0  # after a canary that was abandoned
 PIECE_MAX = 16  # tokens of one frame: a request that arrives waits for one frame at most
-SALT = b"\0canary"  # not the name of any tenant: no request has the same content key
+SALT = b"\0canary"  # the name of no tenant: no request has the same key
 
 
 def canary_tokens(n_vocab: int) -> array[int]:

@@ -45,7 +45,7 @@ class ModelFiles:
         self._mapped = identity_of(self._packed)
 
     async def look(self) -> None:
-        """Compare both files with what was loaded, and record changes in the engine's state."""
+        """Compare both files with what was loaded, and record changes in the state."""
         state = self._state
         if state.model_changed:
             return
@@ -107,7 +107,7 @@ class ModelFiles:
         finally:
             cancelled.set()  # a stopping daemon does not wait until the whole file is read
         if found is None:
-            return  # the file is being written: the next `look` sets `_touched` again
+            return  # being written: the next `look` sets `_touched` again
         identity, fingerprint = found
         if fingerprint.hex() == self._model_hash:
             log.info("%s was touched; it is still the model that was loaded: serving on", name)

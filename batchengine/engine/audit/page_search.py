@@ -1,6 +1,6 @@
 """Finds the tokens of a page of which only the content key is known.
 
-Owns the order of the search: sessions in memory first, then the latest sessions of the ledger.
+Owns the order of the search: sessions in memory, then the latest of the ledger.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PageSearch:
         return None
 
     async def _timelines(self) -> AsyncGenerator[PageContent]:
-        """Yield timelines of sessions in memory, most recently used first, then of the ledger's."""
+        """Yield timelines, those in memory first, the most recently used before others."""
         live = list(self._state.sessions.values())
         live += [turn.session for turn in self._state.turns.values()]
         for session in reversed(live):

@@ -42,7 +42,7 @@ WATCH_S = 60.0
 
 
 class Maintenance:
-    """Background tasks on the store and the model's files of one engine. Use: `start` once."""
+    """Background tasks on store and model files. Use: `start` once."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Maintenance:
         self._canary = Canary(state, audit, n_vocab)
 
     def start(self, spawn: Callable[[Coroutine[Any, Any, None], str], object]) -> None:
-        """Start every task by `spawn`, which takes a coroutine and a name."""
+        """Start every task by `spawn(coroutine, name)`."""
         rounds = [(self._scrub, "scrub"), (self._collect, "gc"), (self._watch, "watch")]
         rounds.append((self._files.decide, "model"))
         if self._state.config.limits.canary_s > 0:
@@ -210,7 +210,7 @@ class Maintenance:
 
 
 async def _for_ever(work: Callable[[], Awaitable[None]], name: str) -> None:
-    """Call `work` again and again; an error is logged, and delays the next call by FAILED_S."""
+    """Call `work` repeatedly; after an error, which is logged, wait for FAILED_S."""
     while True:
         try:
             await work()

@@ -1,1 +1,1 @@
-"""The step loop of one lane: plan, send a frame to the worker, commit the worker's answer."""
+"""The step loop of one lane: plan, frame, commit of the worker's answer."""

@@ -35,8 +35,8 @@ class Emissions:
         self._queue.append(Emission(turn, row, finish))
 
     def flush(self) -> None:
-        """Emit what is queued. Raises AssertionError if that completes a stop string: tokens of
-        turns with stop strings are emitted at their commit instead."""
+        """Emit what is queued. A stop string must not be completed here: turns with stop strings
+        are emitted at their commit."""
         queue, self._queue = self._queue, []
         for turn, row, finish in queue:
             if row is not None and self.emit(turn, row) and not finish:

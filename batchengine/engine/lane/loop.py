@@ -41,8 +41,8 @@ log = logging.getLogger("batchengine.engine")
 STEP_DEADLINE_MIN_S = 30.0  # far longer than any step, far shorter than timeouts of clients
 STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
 REPLAN_S = 0.005  # after an empty plan: slots return and deadlines pass without a wake-up
-FAILED_STARTS_MAX = 3  # failed starts of a worker after which the lane's turns fail
-DOWN_MAX_S = 30.0  # they do not fail before this time if the starting worker died
+FAILED_STARTS_MAX = 3  # failed starts, after which turns fail
+DOWN_MAX_S = 30.0  # earliest such failure if the worker died
 NO_PLAN = scheduler.StepPlan(())
 
 
@@ -77,8 +77,8 @@ class LaneLoop:
         self.stopping = False
         self.assigned = 0  # turns that were given to this lane and have not ended
         self.recomputes = RecomputeQueue(self.kv, config)
-        self.draining = ""  # why the lane computes no more; "" = it computes
-        self.down = ""  # why no worker can be started; "" = one can
+        self.draining = ""  # why the lane computes no more; or ""
+        self.down = ""  # why no worker can be started; or ""
         self.is_rechecking = False
         self._suspects = suspects
         self._supervisor = supervisor
@@ -243,8 +243,8 @@ class LaneLoop:
     async def freeze(self, session: Session) -> Frozen | None:
         """Take the session out of the plan at a token boundary; None if it is closed meanwhile.
 
-        Its tokens have been emitted by then. The caller owns the page table of a frozen session,
-        except that a page whose seal completes is still replaced by its copy in the store.
+        Its tokens have been emitted by then. The caller owns the table of a frozen session, except
+        that completed seals still replace open pages.
         """
         if self._in_flight is None or not self._in_flight.holds(session):
             return self._freeze(session)
@@ -409,8 +409,8 @@ class LaneLoop:
     # ---------------------------------------------------------------------------- worker exit
 
     def _on_death(self, death: LaneDied) -> list[Session]:
-        """Turn the open rows of a dead worker into pending rows; mark its last step's sessions
-        as suspects if the step is to blame, and return them."""
+        """Turn the dead worker's open rows into pending rows; return the sessions of its last
+        step, now suspects, if that step may be the cause."""
         in_flight, self._in_flight = self._in_flight, None
         self._emit()
         self.recomputes.died()

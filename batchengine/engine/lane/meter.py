@@ -55,5 +55,5 @@ class StepMeter:
         self.predicted_ms += in_flight.predicted_ms
 
     def add_overhead(self, outside_ms: float) -> None:
-        """Add the ms that one computing step took outside the worker to the running average."""
+        """Update `overhead_ms` with the ms of a computing step outside the worker."""
         self.overhead_ms += OVERHEAD_GAIN * (max(0.0, outside_ms) - self.overhead_ms)

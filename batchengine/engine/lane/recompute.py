@@ -51,7 +51,7 @@ class PageRecompute:
         self.frontier = page_start(self.first)
         self.urgent = urgent
         self.piece_max = piece_max  # tokens of one frame
-        self.row_import: RowImport | None = None  # holds the slots of the recompute
+        self.row_import: RowImport | None = None  # holds its slots
         self.digest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class PageRecompute:
         return pages_for(len(self.tokens))
 
     def fail(self, why: str, kind: type[RecomputeFailed] = RecomputeFailed) -> None:
-        """End the recompute without a digest: awaiting `digest` raises `kind`."""
+        """End the recompute: awaiting `digest` raises `kind`."""
         if not self.digest.done():
             self.digest.set_exception(kind(why))
 
@@ -83,11 +83,11 @@ class RecomputeQueue:
         return bool(self._due)
 
     def ask(self, recompute: PageRecompute) -> None:
-        """Queue a recompute; the caller awaits `recompute.digest`, then calls `close`."""
+        """Queue a recompute; await `recompute.digest`, then call `close`."""
         self._due.append(recompute)
 
     def close(self, recompute: PageRecompute) -> None:
-        """Remove a recompute from the queue and free its slots."""
+        """Remove a recompute and free its slots."""
         if recompute in self._due:
             self._due.remove(recompute)
         recompute.fail("it was cancelled")
@@ -142,7 +142,7 @@ class RecomputeQueue:
             recompute.frontier += self._sent
 
     def died(self) -> None:
-        """Fail every recompute: the worker is gone, and the slots with it."""
+        """Fail every recompute, after the worker's exit."""
         for recompute in self._due:
             recompute.fail("its worker died")
         self._due.clear()

@@ -21,7 +21,7 @@ from batchengine.policy.cost import StepCost
 from batchengine.session import Event, Session
 
 STALL_S = 0.25  # after which one of several turns that find no slot is preempted
-STALL_ALONE_S = 5.0  # after which a turn that is alone and finds no slot fails
+STALL_ALONE_S = 5.0  # after which a turn that is alone fails
 
 
 class Seats:
@@ -133,7 +133,7 @@ class Seats:
     # ---------------------------------------------------------------------------------- stall
 
     def end_stall(self) -> None:
-        """Reset the stall clock: a turn computes, or no turn is allowed to."""
+        """Reset the time since which no running turn could compute."""
         self._stalled_ms = None
 
     def check_stall(self) -> None:
@@ -162,9 +162,9 @@ class Seats:
     # ----------------------------------------------------------------- first step of a session
 
     def first_commit(self, session: Session) -> asyncio.Future[float]:
-        """Return a future for the time (ms) when this lane commits its first step of the session.
+        """Return a future for the time (ms) of this lane's first commit of the session.
 
-        The future is cancelled if the turn ends, or the session leaves, before that.
+        It is cancelled if the turn ends, or the session leaves, before that.
         """
         return self.arrivals.setdefault(session.key, asyncio.get_running_loop().create_future())
 

@@ -1,7 +1,7 @@
 """Builds a frame from a plan, and applies the worker's answer to turns, sessions and pages.
 
-Owns every change of them at the beginning and at the end of a step. Runs between two steps and
-awaits nothing; the loop sends the frame.
+Owns their changes at both ends of a step. Runs between two steps and awaits nothing; the loop sends
+the frame.
 """
 
 from __future__ import annotations

@@ -69,8 +69,7 @@ class WorkerSupervisor:
         self._budget_bytes = budget_bytes
 
     async def restart(self, lane: Lane, config: LaneConfig, kv: LaneKv) -> None:
-        """Start the lane's next worker, in one attempt. Raises LaneDied, BatchEngineError or
-        OSError."""
+        """Start the lane's next worker. Raises LaneDied, BatchEngineError or OSError."""
         await self._loader.load(lane, config)
         await self.attach(lane, config, kv)
 
@@ -86,7 +85,7 @@ class WorkerSupervisor:
         try:
             try:
                 arena = await asyncio.to_thread(create)
-            except StoreFull:  # make room: a worker is worth more than open rows of earlier ones
+            except StoreFull:  # make room: give up open rows of earlier workers
                 kv.drop_dead_arenas()
                 await asyncio.to_thread(store.orphaned.sweep, everything=True)
                 arena = await asyncio.to_thread(create)

@@ -1,8 +1,8 @@
 """Suspects: sessions that may have crashed a worker or the engine, and therefore compute alone.
 
 Owns the strikes of sessions by durable name: how often a worker, or the engine, died while the
-session was alone in a step. A mark is written to the ledger before such a step runs, so that a
-crash of the engine is attributed to the session after the restart.
+session was alone in a step. A mark is in the ledger before such a step runs, so that a crash of the
+engine is attributed to the session after the restart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")
 
-ALONE_DEATHS_MAX = 2  # crashes of a worker with one session alone in the step: then its turn fails
+ALONE_DEATHS_MAX = 2  # crashes of a worker with a session alone: its turn fails
 STRIKES_MAX = 2  # crashes of worker or engine with one session alone: then it is quarantined
 ATTRIBUTED = 0  # in place of an incarnation: a crash of that run has been counted already
 
@@ -100,7 +100,7 @@ class Suspects:
             self._journal.clear_suspect(session)
 
     def forget(self, name: str) -> None:
-        """Delete all that is kept of the session of this durable name, which was dropped."""
+        """Delete strikes and marks of a dropped session, by its durable name."""
         self._strikes.pop(name, None)
         self._marked.discard(name)
         self._cut_off.discard(name)

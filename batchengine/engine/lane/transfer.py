@@ -83,8 +83,8 @@ class Transfers:
     def thaw(self, session: Session, frozen: Frozen) -> bool:
         """Continue the session on this lane, with the seat and the deadline it had.
 
-        Returns whether an audit took place meanwhile: then the session's open rows are dropped,
-        and its turn must match its prompt with the store again.
+        Returns whether an audit took place meanwhile: then open rows are dropped, and the turn must
+        match its prompt with the store again.
         """
         session.on(Event.THAW)
         self._kv.slots.enter(session)

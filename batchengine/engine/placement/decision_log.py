@@ -22,7 +22,7 @@ from batchengine.policy.router import Decision, LaneState, RouteRequest, RouteSe
 
 DECISIONS_MAX = 4096
 PREDICTED = ("lane", "ttft_ms", "tpot_ms", "move_ms")  # of a candidate, in a report
-NOTES_MAX = 16  # moves, and notes, of one record: bounds the memory of a session that moves a lot
+NOTES_MAX = 16  # moves, and notes, of one record
 
 
 class RequestOutcome(NamedTuple):
@@ -58,12 +58,12 @@ class DecisionRecord:
     outcome: RequestOutcome | None = None
 
     def note(self, text: str) -> None:
-        """Add a note for `explain`; beyond NOTES_MAX it is dropped."""
+        """Add a note for `explain`, up to NOTES_MAX."""
         if len(self.notes) < NOTES_MAX:
             self.notes.append(text)
 
     def as_dict(self, now_ms: float) -> dict[str, Any]:
-        """Return plain data, ready for JSON. `now_ms` is the engine's clock."""
+        """Return plain data, ready for JSON."""
         decision = self.decision
         return {
             "request_id": self.request_id,
@@ -125,7 +125,7 @@ def _lane_dict(lane: LaneState) -> dict[str, Any]:
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Round floats to 3 digits; replace infinities and NaN, which JSON does not have, by None."""
+    """Round floats to 3 digits; infinities and NaN, which JSON does not have, become None."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, float):
@@ -200,8 +200,7 @@ class DecisionLog:
 
         If `given` is no full id, requests whose id begins with it match; a leading "be_" is
         ignored. `sessions` are (tenant, id) of sessions in memory, which may be older than the
-        ring. With `tenant` only requests and sessions of that tenant match, since ids made from
-        idempotency keys can be equal across tenants.
+        ring. With `tenant` only that tenant's match: ids made from keys may be equal for several.
         """
         if self.of_request(given, tenant) is not None:
             return [("request", given)]

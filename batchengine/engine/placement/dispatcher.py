@@ -66,7 +66,7 @@ class Dispatcher:
     # -------------------------------------------------------------------- inputs of the router
 
     def state(self) -> router.RouteState:
-        """Return an estimate of every lane's load, and the routing policy."""
+        """Return all lanes with estimated loads, and the policy."""
         return router.RouteState(self._lanes.all(), self._policy)
 
     def _asked(self, request: GenerationRequest) -> router.RouteRequest:
@@ -264,7 +264,7 @@ class Dispatcher:
         return moved
 
     def learn(self, session: Session, moved: MoveReport) -> None:
-        """Log a migration, count it, and update the average cost of a migration."""
+        """Log and count a migration, and update the average cost."""
         metrics = self._state.metrics
         outcome = moved.outcome.value.replace(" ", "_")
         metrics.promotions_total.labels(moved.source, moved.target, outcome).inc()
@@ -363,7 +363,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------ evacuation
 
     def _refuge(self, away_from: LaneLoop) -> LaneLoop | None:
-        """Return the other lane that is up and has most free seats; None if none has one."""
+        """Return the other lane that is up with most free seats, or None."""
         able = [
             loop
             for loop in self._state.lanes

@@ -21,12 +21,12 @@ from batchengine.policy.cost import LoadRow
 
 REFRESH_MS = 20.0  # a lane of many sessions is counted this often, and estimated in between
 FEW_ROWS = 128  # a lane of at most so many sessions is counted after every change
-ANSWER_GAIN = 0.05  # weight of the newest answer in the average share of tokens_max that is used
+ANSWER_GAIN = 0.05  # weight of the newest answer in the average share of tokens_max
 
 
 @dataclass(slots=True)
 class _Counted:
-    """A cached lane state, the counters that it was made from, and the time (ms)."""
+    """A cached lane state, its input counters, and its time (ms)."""
 
     state: router.LaneState
     mark: tuple[object, ...]

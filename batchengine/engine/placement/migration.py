@@ -39,7 +39,7 @@ log = logging.getLogger("batchengine.handover")
 ANSWER_S = 5.0  # timeout of one frame in P1, before the session is frozen
 IMPORT_S = 10.0  # timeout of the import, during which the session is frozen
 FIRST_COMMIT_S = 5.0  # how long a report waits for the destination's first token
-RECOMPUTE_MAX = 16  # rows that failed verification and may be recomputed; with more, it stays
+RECOMPUTE_MAX = 16  # unverified rows; with more, the session stays
 CLOSED = "it was dropped, or its request ended"
 
 
@@ -51,7 +51,7 @@ def pass_point(point: str) -> None:
 
 
 class Abort(Exception):
-    """The migration is aborted: the session stays on its lane. The text is the reason."""
+    """The session stays on its lane; the text is the reason."""
 
 
 class Migration:
@@ -83,7 +83,7 @@ class Migration:
             self.source.seats.expected -= 1
 
     def undo(self) -> None:
-        """Return slots and seats, and continue a frozen session on the source."""
+        """Free slots and seats, and continue on the source."""
         if self.row_import is not None:
             self.to.kv.importing.abandon(self.row_import)
         self.release_seats()
@@ -187,7 +187,7 @@ class Migrator:
             raise Abort("it is being read from the ledger")
 
     async def _prepare(self, move: Migration) -> None:
-        """P1: reserve seat and slots and fault pages in, while the source still computes."""
+        """P1: reserve seat and slots, fault pages in; the source still computes."""
         session, to, turn = move.session, move.to, move.turn
         if turn is not None and session.state is State.RUNNING and not turn.paused:
             if to.seats.free > 0:

@@ -24,7 +24,7 @@ class MoveOutcome(enum.Enum):
     MOVED = "moved"
     ALREADY = "already there"
     STAYED = "aborted"  # the session is where it was; `why` has the reason
-    FAILED = "failed"  # the session is where it was, because of a defect
+    FAILED = "failed"  # the same, because of a defect
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Operations on a named session besides generating: fork, park, drop, why, detail.
 
-Owns their effects on the engine's state and the ledger. An operation that would race with a running
-turn is refused, or waits for the end of the turn.
+Owns their effects on state and ledger. An operation that would race with a running turn is refused,
+or waits for the end of the turn.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class SessionOperations:
     async def park(self, tenant: str, session_id: str, tool_call_id: str | None) -> dict[str, Any]:
         """Move the KV of a session that waits for a tool out of its lane, now or after its turn.
 
-        A later request with the result of call `tool_call_id` continues the session. Raises
-        BatchEngineError (404, 409, 503): then the call continues no session.
+        A request with the result of `tool_call_id` continues the session. Raises BatchEngineError
+        (404, 409, 503): then it does not.
         """
         session = self._state.sessions.get((tenant, session_id))
         while session is not None and session.key in self._state.moves:
@@ -129,10 +129,7 @@ class SessionOperations:
         }
 
     async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
-        """Create a second session with the same timeline; the two share pages of equal prefixes.
-
-        Raises BatchEngineError (404, 409, 503).
-        """
+        """Create a second session with the same timeline. Raises BatchEngineError."""
         source = self._state.sessions.get((tenant, session_id))
         if source is not None:
             self._journal.flush()

@@ -37,8 +37,7 @@ class Parking:
     async def park(self, session: Session, *, leave: bool) -> None:
         """Have the open tail sealed; then, if the session is to leave the lane, drop its table.
 
-        The session's next turn finds sealed pages and tail by content. A session that runs again
-        meanwhile stays on its lane.
+        Its next turn finds the pages by content. A session that runs again meanwhile stays.
         """
         loop = self._state.home.get(session.key)
         if loop is None or session.state is not State.IDLE:

@@ -56,7 +56,7 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.reopen")
 
 CALLS_MAX = 4096  # tool calls of one tenant that are kept
-CALLS_ALL = 16 * CALLS_MAX  # tool calls of all tenants that are kept
+CALLS_ALL = 16 * CALLS_MAX  # of all tenants
 ORPHANED_SESSIONS = 4096  # latest sessions whose rows in arenas of earlier runs are kept
 TIDY_S = 5.0  # between two sweeps of the arenas of earlier runs
 # Evicted in an earlier run, in a damaged extent, or never sealed: this run has no `Loss` of them.
@@ -77,13 +77,12 @@ class SessionRecovery:
         self.interrupted: dict[tuple[str, str], SessionInfo] = {}  # exited during a turn
 
     def meta(self, session: Session) -> SessionMeta:
-        """Return the meta data of a named session, as they are in the ledger."""
+        """Return the meta of a named session."""
         facts = self._state.facts.get(session.key)
         return SessionMeta() if facts is None else facts.meta
 
     def closing_meta(self, turn: Turn) -> SessionMeta:
-        """Return the meta data of the session at the end of its turn, marked as parked if it
-        waits for a tool."""
+        """Return the session's meta at the end of its turn, marked if it waits for a tool."""
         facts = self._state.facts.get(turn.session.key)
         if facts is None:
             return SessionMeta()
@@ -122,8 +121,8 @@ class SessionRecovery:
     # ---------------------------------------------------------------------------- tool calls
 
     def remember_call(self, tenant: str, call: str, session_id: str) -> None:
-        """Record that the session waits for this tool call; beyond the limits, the oldest call of
-        this tenant, or of the tenant with most calls, is dropped."""
+        """Record that the session waits for this tool call; beyond the limits, drop the oldest of
+        a tenant."""
         mine = self._calls.setdefault(tenant, {})
         mine.pop(call, None)
         mine[call] = session_id
@@ -143,7 +142,7 @@ class SessionRecovery:
         return None
 
     def forget(self, tenant: str, session_id: str) -> None:
-        """Delete strikes, tool calls and rows in old arenas of a session that is dropped."""
+        """Delete strikes, tool calls and old rows of a dropped session."""
         name = durable_name(tenant, session_id)
         self._suspects.forget(name)
         self.interrupted.pop((tenant, session_id), None)
@@ -192,7 +191,7 @@ class SessionRecovery:
         generation.continuation = _find(found, session, generation, bool(facts.changed))
 
     def _check_resume(self, session: Session, generation: Generation, found: SessionRecord) -> None:
-        """Check a resume before anything changes, so that a refused one leaves the session as is.
+        """Check a resume before anything changes.
 
         Raises BatchEngineError: the turn is not the last one, or its prompt is no longer there.
         """
@@ -210,8 +209,8 @@ class SessionRecovery:
             raise errors.NOTHING_TO_RESUME(session_id=session.session_id)
 
     def _reconcile(self, session: Session, generation: Generation, found: SessionRecord) -> None:
-        """Return the session to the ledger's timeline if a record was refused, so that memory and
-        ledger may differ, and the prompt is a prefix of the ledger's timeline."""
+        """Rebase the session to the ledger's timeline, if a record of it was refused and the
+        prompt is a prefix of that timeline."""
         prompt, kept = list(generation.request.prompt), found.tokens
         if session.logged != LOG_UNKNOWN or not session.tokens or kept[: len(prompt)] != prompt:
             return
@@ -264,8 +263,8 @@ class SessionRecovery:
     def import_open_rows(self, turn: Turn, kv: LaneKv) -> None:
         """Claim existing rows of the open pages after the sealed prefix, as pending rows.
 
-        They are in an arena of the last run, if that run was killed during the session, or in the
-        store, as a tail that this session or one with the same tokens parked.
+        They are in an arena of the last run, if that was killed, or in the store, as a parked tail
+        of a session with the same tokens.
         """
         session = turn.session
         first = len(session.kv.codes)
@@ -289,8 +288,8 @@ class SessionRecovery:
     def _left_open(self, session: Session, first: int) -> list[PendingRows]:
         """Return rows of pages from `first` on, without a gap, in arenas of the last run.
 
-        One epoch is one timeline, so consecutive rows with the session's tokens, after pages with
-        its tokens, are valid, even of tokens that the ledger lacks and the client sent.
+        One epoch is one timeline, so rows with the session's tokens after pages with its tokens are
+        valid, even of tokens that the ledger lacks and the client sent.
         """
         facts = self._state.facts.get(session.key)
         if facts is None or not facts.old_epoch:
@@ -314,10 +313,7 @@ class SessionRecovery:
     def _tail(
         self, session: Session, first: int, ids: Sequence[int], priority: int
     ) -> PendingRows | None:
-        """Return the longest parked tail, pinned, whose tokens are a prefix of `ids`; or None.
-
-        `ids` are the session's tokens from page `first` on.
-        """
+        """Find and pin the longest parked tail that begins `ids`, the tokens from page `first`."""
         store, salt, parent = self._store, session.salt, keys.ROOT_KEY
         if first and len(session.kv.keys) >= first:
             parent = session.kv.keys[first - 1]
@@ -439,9 +435,9 @@ def _nothing() -> None:
 
 
 def _shortfall(turn: Turn, facts: SessionFacts | None) -> tuple[str, str]:
-    """Return why less KV was reused than possible, as text and as the label of a metric.
+    """Return why less KV was reused than possible, as text and as a metric's label; or "".
 
-    Both are "" if nothing is missing. The prompt of a continued turn is its whole timeline.
+    The prompt of a continued turn is its whole timeline.
     """
     found, prompt = turn.reused, turn.length
     if not turn.timeline:
@@ -475,10 +471,7 @@ def _shortfall(turn: Turn, facts: SessionFacts | None) -> tuple[str, str]:
 def _find(
     history: SessionRecord, session: Session, generation: Generation, is_changed: bool
 ) -> Continuation | None:
-    """Return the turn of the ledger that this request repeats or resumes; None if there is none.
-
-    Raises OTHER_REQUEST_OF_KEY if its idempotency key was used for another request.
-    """
+    """Find the turn that this request repeats or resumes. Raises OTHER_REQUEST_OF_KEY."""
     request, turns = generation.request, history.turns
     last = turns[-1] if turns else None
     if generation.resumes is not None and last is not None:

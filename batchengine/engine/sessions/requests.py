@@ -181,7 +181,7 @@ class Requests:
     # ------------------------------------------------------------------------------ admission
 
     def _admit(self, request: GenerationRequest) -> None:
-        """Raise BatchEngineError for any reason to refuse the request, before anything changes."""
+        """Raise BatchEngineError for any reason to refuse the request."""
         state = self._state
         if self._draining:
             raise errors.DRAINING()
@@ -262,10 +262,8 @@ class Requests:
             del self._state.requests[generation]
 
     def _begin_now(self, session: Session, generation: Generation) -> Turn:
-        """Begin the turn of an anonymous session, whose lane can be chosen at once.
-
-        The turn counts in the lane's load from here on, for the admission of the next request.
-        """
+        """Begin the turn of an anonymous session, whose lane can be chosen at once, so that it
+        counts in the lane's load when the next request is admitted."""
         try:
             return self._begin(self._dispatcher.choose(session, generation), session, generation)
         except Exception:
@@ -312,7 +310,7 @@ class Requests:
         return generation.cancelled or generation.finished
 
     async def _load(self, session: Session, generation: Generation) -> None:
-        """Load a session that is not in memory, or whose records were refused, from the ledger."""
+        """Load a session from the ledger. Raises BatchEngineError."""
         try:
             await self._check_model()
             await self._recovery.load(session, generation)
@@ -375,8 +373,8 @@ class Requests:
             turn.finish(TurnEnd(error=errors.of_request(error)))
 
     async def _find_kv(self, turn: Turn) -> None:
-        """Make the prompt the session's timeline, durably if the session has a name; take existing
-        KV, and read KV from disk unless a recompute is predicted to be faster."""
+        """Make the prompt the session's timeline, durably if it has a name; take existing KV, from
+        disk too unless a recompute is faster."""
         session, loop = turn.session, self._state.home[turn.session.key]
         self._recovery.begin(turn, loop.lane)
 
@@ -409,8 +407,7 @@ class Requests:
             generation.push(QueuedEvent(ahead + 1, generation.lane_wait_ms))
 
     async def _finish(self, turn: Turn, end: TurnEnd) -> None:
-        """Close the turn: a named session keeps tokens and KV, an anonymous one is closed, so that
-        only its sealed pages stay in the store."""
+        """Close the turn, and an anonymous session, of which only pages in the store stay."""
         session, state = turn.session, self._state
         self._closing.close(turn, end)
         state.home[session.key].assigned -= 1
@@ -423,7 +420,7 @@ class Requests:
     # -------------------------------------------------------------------------------- readers
 
     def _cancel(self, generation: Generation) -> None:
-        """Cancel the turn of a request whose reader is gone, or remove it from the queue."""
+        """Cancel the turn of a request, or remove the request from its queue."""
         turn = self._state.turns.get(generation)
         if turn is not None:
             loop = self._state.home.get(turn.session.key)
@@ -437,7 +434,7 @@ class Requests:
             del self._state.requests[generation]
 
     def _has_room(self, generation: Generation) -> None:
-        """Resume the turn of a slow reader that has caught up."""
+        """Resume the paused turn of a reader that caught up."""
         generation.paused_since_ms = None
         turn = self._state.turns.get(generation)
         if turn is not None and turn.paused:
@@ -454,8 +451,7 @@ def _refuse_waiting(state: EngineState) -> None:
 def _with_session(request: GenerationRequest, recovery: SessionRecovery) -> GenerationRequest:
     """Return the request with a session id: its own, that of its tool calls, or one from its key.
 
-    An idempotency key without a session gives a session id, so that a retry finds what the first
-    attempt computed, in this run or the next.
+    By an id from its idempotency key, a retry finds what the first attempt computed.
     """
     if request.session_id is not None:
         return request

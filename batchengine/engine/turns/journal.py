@@ -1,9 +1,9 @@
 """Journal of turns and tokens: records are durable before the events that depend on them are sent.
 
-Owns the group commits of the ledger. Anonymous requests are not recorded, since they cannot be
-resumed. For named sessions, the turn row (prompt, parameters, seed) is durable before the first
-token is sent, and the last event waits for its own commit. Between the two, level `turn` sends
-tokens before their group commit; level `power` sends no token before the commit that holds it.
+Owns the group commits of the ledger. Anonymous requests are not recorded: they cannot be resumed.
+For named sessions, the turn row (prompt, parameters, seed) is durable before the first token is
+sent, and the last event waits for its own commit. In between, level `turn` sends tokens before
+their commit, level `power` after it.
 """
 
 from __future__ import annotations

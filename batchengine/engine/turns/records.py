@@ -87,7 +87,7 @@ class Rebase(msgspec.Struct, frozen=True, omit_defaults=True):
 
     The first `shared` tokens of the timeline (`timeline` tokens) and the prompt (`prompt` tokens)
     are equal; `old` and `new` are the next few tokens of each. `kept` tokens had KV when the turn
-    was admitted (-1 = not admitted yet), the rest was computed; `reason` is why not more had.
+    was admitted (-1 = not yet); `reason` is why not more had.
     """
 
     shared: int
@@ -118,8 +118,8 @@ class ParkedMark(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Durable facts of a session besides its tokens. `repr_id` (hex): representation of its last
-    KV. `rebase` is of the last turn, `edit` of the last turn that changed history. `calls` are tool
-    call ids. `parked` is set until the next turn."""
+    KV. `rebase` is of the last turn, `edit` of the last that changed history. `calls`: tool calls.
+    `parked`: until the next turn."""
 
     repr_id: str = ""
     rebase: Rebase | None = None
@@ -134,7 +134,7 @@ class SessionFacts:
 
     meta: SessionMeta
     old_epoch: int = 0  # in an earlier run, whose arenas may have rows of it; 0 = none
-    old_owner: int = 0  # incarnation of the worker that owned the session in that run
+    old_owner: int = 0  # incarnation of its worker in that run
     changed: tuple[str, ...] = ()  # descriptor fields that differ from those of its old KV
     parks: str | None = None  # parks at the end of its turn, for this tool call ("" = unknown id)
     restored: bool = False  # loaded from the ledger, and has not computed since

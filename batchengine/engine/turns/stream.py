@@ -88,7 +88,7 @@ class Generation:
         self._held: deque[TokenEvent] = deque()  # not durable enough yet; see `release`
         self._shown = 0  # tokens pushed, or known to the reader from an earlier stream
         self._durable = 0  # tokens of the completion that may be sent
-        self._known = 0  # tokens of the completion that the reader has from an earlier stream
+        self._known = 0  # tokens that the reader has from an earlier stream
         self._waiter: asyncio.Future[None] | None = None
         self._over = False
 

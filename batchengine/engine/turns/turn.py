@@ -108,7 +108,7 @@ class Turn:
         self._started.set()
 
     def finish(self, end: TurnEnd) -> None:
-        """Set how the turn ended; the lane computes it no more. Later calls do nothing."""
+        """Set how the turn ended. Later calls do nothing."""
         if self.end is None:
             self.end = end
             self._started.set()
