@@ -86,7 +86,7 @@ def test_canonical_cost_reports_every_row(tmp_path: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("kv_unified", [False, True])
-def test_restored_kv_is_the_prefilled_kv(
+def test_restored_kv_equals_prefilled_kv(
     setting: dict[str, Any], kv_unified: bool, tmp_path: Path
 ) -> None:
     """The peer's long rows start from copied state: it must attend to all of it."""
@@ -115,7 +115,7 @@ def test_restored_kv_is_the_prefilled_kv(
 
 
 @pytest.mark.timeout(180)
-def test_calls_on_a_store_are_short(tmp_path: Path, cache: Path) -> None:
+def test_calls_on_a_store_stay_below_their_limits(tmp_path: Path, cache: Path) -> None:
     """The limits are far above the figures, which are those of a million pages too."""
     result = run_bench("store", tmp_path / "result.json", cache)
     assert set(result) == {"lookup_us", "stat_us", "longest_hold_ms"}

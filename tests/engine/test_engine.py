@@ -316,7 +316,7 @@ async def test_a_fact_is_recalled_over_five_thousand_tokens(site: Site) -> None:
 
 
 async def test_sessions_never_use_rows_of_each_other(site: Site, reference: Reference) -> None:
-    """Two sessions with histories of the same shape, are computed in turn."""
+    """Two sessions with histories of the same length are computed in turn."""
     base = {name: words(90 + i, 290) for i, name in enumerate(("a", "b"))}
     async with running_engine(site) as engine:
         history = {name: list(tokens) for name, tokens in base.items()}

@@ -74,7 +74,7 @@ def test_incident_a_pages_of_another_model_are_not_found() -> None:
 # -- E: a reference without a generation -----------------------------------------------------------
 
 
-async def a_source_is_used_again(stage: Stage) -> None:
+async def a_source_slot_is_reused(stage: Stage) -> None:
     """While a migration is about to copy an open page, its slot is given to other rows."""
     mine, other = words(2, 200), words(3, 200)
     generation = stage.ask(mine, 60, "s")
@@ -127,7 +127,7 @@ def rows_without_generation(patch: pytest.MonkeyPatch) -> None:
 
 def test_incident_e_a_reused_slot_gives_no_rows() -> None:
     """vLLM #52234: the previous prompt's answer, failed_transfers=0."""
-    shown(a_source_is_used_again, rows_without_generation, "wrong token")
+    shown(a_source_slot_is_reused, rows_without_generation, "wrong token")
 
 
 # -- F: pages freed under a writer -----------------------------------------------------------------

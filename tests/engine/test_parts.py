@@ -104,7 +104,7 @@ async def test_tokens_wait_for_the_turn_to_be_durable() -> None:
     assert await g.events() == []
 
 
-async def test_an_end_releases_what_was_held_but_an_error_drops_it() -> None:
+async def test_an_end_sends_held_tokens_and_an_error_drops_them() -> None:
     """A turn that ends without an error is durable and sent whole; one that fails before its
     commit is not."""
 

@@ -414,7 +414,7 @@ def test_xxh3_equals_the_published_function(data: bytes, seed: int) -> None:
     assert K.xxh3_64(data, seed) == xxhash.xxh3_64_intdigest(data, seed)
 
 
-def test_xxh3_at_every_length_class() -> None:
+def test_xxh3_agrees_at_every_length_class() -> None:
     data = np.random.default_rng(11).bytes(70_000)
     for size in [*range(600), 1023, 1024, 1025, 1087, 1088, 1089, 2048, 4097, 59_584, 70_000]:
         assert K.xxh3_64(data[:size], size) == xxhash.xxh3_64_intdigest(data[:size], size)

@@ -129,7 +129,7 @@ def test_rows_of_a_dead_worker_are_imported(bank: Bank, rows: int) -> None:
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 17, 100])
-def test_no_more_rows_than_wanted(bank: Bank, wanted: int) -> None:
+def test_no_more_rows_are_imported_than_requested(bank: Bank, wanted: int) -> None:
     bank.leave(100)
     assert bank.import_rows(wanted) == wanted
     bank.expect(wanted)

@@ -138,7 +138,7 @@ def test_damaged_pages_are_rejected_and_later_ones_kept(
     store.close()
 
 
-def test_random_bit_flips_never_pass(path: Path) -> None:
+def test_pages_with_random_bit_flips_never_verify(path: Path) -> None:
     extent, rng = path / "ext" / "000001.kv", np.random.default_rng(2)
     original = extent.read_bytes()
     for offset in rng.integers(0, 4 * SIZE, 40).tolist():
@@ -452,7 +452,7 @@ def small_disk() -> Iterator[Path]:
         yield folder
 
 
-def test_a_full_file_system_is_survived(small_disk: Path) -> None:
+def test_a_store_works_on_a_full_file_system(small_disk: Path) -> None:
     roomy = settings(pages=64, extent_pages=4, ballast_bytes=4 * SIZE)
     store = Store.open(small_disk / "s", descriptor(), roomy)
     lane, name = Lane(store, slots=2), 0

@@ -95,7 +95,7 @@ def work(folder: Path, files: osio.Files, incarnation: int) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
-def test_any_file_call_may_fail_once(tmp_path: Path, error: int) -> None:
+def test_one_failure_of_any_file_call_costs_only_pages(tmp_path: Path, error: int) -> None:
     """The n-th call fails, for every n until a run meets no failure. Opening may be refused, by a
     named error; all other failures cost pages, never serve a wrong one, and leave a valid store."""
     number, opened = 0, 0

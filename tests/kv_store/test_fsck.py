@@ -340,7 +340,7 @@ def test_rows_without_a_session_and_damaged_rows_are_found(path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", range(0, 100, 6))
-def test_any_damage_to_the_ledgers_file_is_survived(path: Path, where: int) -> None:
+def test_check_and_repair_handle_any_damage_to_the_ledger_file(path: Path, where: int) -> None:
     """64 bytes of junk anywhere: no check or repair fails, and later reads are never wrong."""
     size = (path / "meta.db").stat().st_size
     at = max(100, size * where // 100)

@@ -97,7 +97,7 @@ def test_a_small_disk_is_used_down_to_its_floor_and_then_evicts(make_disk: MakeD
     fill(disk)
     evicted, done = int(store.stat().get("pages_evicted_total", 0)), list[int]()
     for again in range(200, 260):
-        with contextlib.suppress(StoreFull):  # the ledger's log is full in between, or for good
+        with contextlib.suppress(StoreFull):  # the ledger's log is full for a time, or permanently
             lane.add_chain(tokens_of(again, 1))
             done.append(again)
         store.maintain()

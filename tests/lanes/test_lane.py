@@ -155,7 +155,7 @@ async def test_a_real_worker_computes_steps_and_refuses_bad_ones(
     arena.close(delete=True)
 
 
-async def test_a_worker_limits_the_damage_it_can_do(
+async def test_a_worker_writes_no_core_file_and_is_killed_first_on_low_memory(
     pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:
     lane, arena = await attached(pocket_path, cache_dir, tmp_path)

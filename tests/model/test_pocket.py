@@ -68,7 +68,7 @@ def test_conversations_have_about_the_wanted_length(tokenizer: Tokenizer) -> Non
     assert 950 < sorted(sizes)[5] < 1500
 
 
-def test_sums_are_right() -> None:
+def test_sum_tasks_have_the_right_answer() -> None:
     for rng in rngs(300):
         answer = generate.arithmetic(rng)[1][1]
         a, sign, b, result = re.match(r"(\d+) ([-+*]) (\d+) = (\d+)\.", answer).groups()  # type: ignore[union-attr]

@@ -194,7 +194,7 @@ def test_background_work_is_demoted_only_for_others_and_after_a_delay() -> None:
 def test_affinity_includes_the_cost_of_a_migration() -> None:
     """Two equal lanes: the KV stays unless the other lane is better by more than moving costs.
 
-    And by more than a quarter of the promise: a smaller gain is not worth a move.
+    And by more than a quarter of the target: a smaller gain does not justify a migration.
     """
     busy = LaneState("a", load(CPU, decodes=3, prefill_ms=100.0))
     idle = LaneState("b", load(CPU))
@@ -379,7 +379,7 @@ def test_the_same_inputs_give_the_same_decision_and_never_a_dead_lane(
 
 @settings(max_examples=150, deadline=None)
 @given(calls(), st.integers(0, 4), st.integers(0, 20), st.integers(0, 5), st.floats(0, 5000))
-def test_load_never_makes_a_lane_more_attractive(
+def test_more_load_never_makes_a_lane_preferred(
     call: tuple[RouteRequest, RouteSession | None, RouteState],
     index: int,
     decodes: int,

@@ -206,7 +206,7 @@ def flood(
 
 @pytest.mark.parametrize("entries", [1, 4, 8])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_aging_bound_under_a_flood_of_interactive_requests(entries: int, seed: int) -> None:
+def test_the_aging_bound_holds_under_constant_interactive_load(entries: int, seed: int) -> None:
     """Interactive work for three lanes arrives all the time; other classes are still admitted."""
     lane = Lane(entries, seed=seed, cost=SLOW)
     queue = 8 if entries == 1 else 60  # one seat at 10 s a turn: the bound of 60 is ten minutes
@@ -322,7 +322,7 @@ def test_a_shortage_of_pages_causes_no_deadlock() -> None:
     assert sum(j.preemptions for j in jobs) < 60
 
 
-def test_suspects_end_and_are_always_alone() -> None:
+def test_suspects_end_and_always_run_alone() -> None:
     lane = Lane(8)
     suspects = [lane.add(Job(k, STANDARD, 0.0, 300, 40, suspect=True)) for k in range(3)]
     others = [lane.add(Job(10 + k, STANDARD, 0.0, 300, 40)) for k in range(5)]

@@ -107,7 +107,7 @@ def test_seeds_repeat_and_differ(sdk: openai.OpenAI) -> None:
     assert len(set(first)) > 1  # choices of one request draw differently
 
 
-def test_limits_and_stop_strings(daemon: ChildDaemon) -> None:
+def test_limits_and_stop_strings_end_an_answer(daemon: ChildDaemon) -> None:
     client = Client(daemon.url)
     text, _, _ = ask(client)
     short, last, reason = ask(client, max_tokens=3)
@@ -172,7 +172,7 @@ def test_special_text_and_unicode_are_returned_unchanged(daemon: ChildDaemon) ->
         assert "\ufffd\ufffd" not in text
 
 
-def test_200_streams_at_once(daemon: ChildDaemon) -> None:
+def test_200_concurrent_streams_get_equal_tokens_for_equal_prompts(daemon: ChildDaemon) -> None:
     async def scenario() -> list[str]:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
 
@@ -241,7 +241,7 @@ def test_a_client_that_leaves_frees_its_seat(daemon: ChildDaemon) -> None:
         time.sleep(0.02)
 
 
-def test_cancel_by_request_id(daemon: ChildDaemon) -> None:
+def test_a_request_is_cancelled_by_its_id(daemon: ChildDaemon) -> None:
     client = Client(daemon.url)
     stream = client.stream_chat({"messages": QUESTION, "max_tokens": 8000, "ignore_eos": True})
     next(stream)

@@ -133,7 +133,7 @@ SLA_CLASSES: list[tuple[dict[str, Any], Pairs, SlaClass | None, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "pairs", "key_class", "expected"), SLA_CLASSES)
-def test_class_carriers(
+def test_the_class_is_read_from_its_carriers(
     fields: dict[str, Any], pairs: Pairs, key_class: SlaClass | None, expected: str
 ) -> None:
     found = carriers.sla_of(body_of(fields), headers_of(pairs), Caller("", key_class), Config())
@@ -204,7 +204,7 @@ def test_a_non_local_address_needs_a_key_and_tls(
         access.check_bind(config)
 
 
-def test_key_files(tmp_path: Path) -> None:
+def test_key_files_are_read_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# team a\nfirst-key-1\n\n  second-key-2  \n")
     path.chmod(0o644)
@@ -283,7 +283,7 @@ def test_notifications_reach_the_service_manager(tmp_path: Path) -> None:
     Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).close()
 
 
-async def test_admin_socket(tmp_path: Path) -> None:
+async def test_the_admin_socket_answers_commands(tmp_path: Path) -> None:
     path = tmp_path / "run" / "admin.sock"
     drained: list[bool] = []
 

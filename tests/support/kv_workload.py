@@ -290,7 +290,7 @@ TIMELINE = tokens_of(1, 3)
 TURNS = (40, 256, 300, 172)  # tokens per append: page boundaries are inside and between them
 assert sum(TURNS) == len(TIMELINE)
 FORKED, CUT = 300, 7
-GONE = tokens_of(2, 1)[:80]  # of a session that is dropped; its parked tail stays
+GONE = tokens_of(2, 1)[:80]  # of a session that is dropped; its parked tail is kept
 ACK = struct.Struct("<HH")  # tokens durable, pages published
 
 

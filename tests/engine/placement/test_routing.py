@@ -195,7 +195,7 @@ async def test_a_running_background_turn_is_promoted_when_an_interactive_one_wai
         assert lane_of(engine, "agent") == "many"
         look = engine.submit(request(words(3, 50), 8, session="agent", sla="interactive"))
         await until(lambda: lane_of(engine, "agent") == "quick")
-        assert engine.requests()[0]["request_id"] == slow.request_id  # it still runs
+        assert engine.requests()[0]["request_id"] == slow.request_id  # it is running
         answer = await read(background)
         tokens = [event.token for event in first if isinstance(event, TokenEvent)]
         assert tokens + answer.tokens == reference.tokens(prompt, 600)

@@ -382,7 +382,7 @@ async def test_of_many_concurrent_resumes_the_newest_gets_the_stream(
 
 
 async def test_turns_of_one_commit_keep_their_order(site: Site) -> None:
-    """The later turn is resumed although it edited history at an earlier slot."""
+    """The later turn is resumed although it edited history at an earlier position."""
     prompt = words(91, 30)
     other = [*prompt[:5], *words(92, 25)]
     async with running_engine(site) as engine:

@@ -105,7 +105,7 @@ def test_spans_are_disjoint_aligned_and_end_with_the_file(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 37, 256])
-def test_whole_rows_of_a_dead_writer_are_found(
+def test_complete_rows_of_a_dead_writer_are_found(
     arena: Arena, mapping: ArenaMapping, count: int
 ) -> None:
     at, owner = arena.reserve(), SlotOwner(b"s", 4, 0, 2)

@@ -123,7 +123,7 @@ def test_a_sweep_of_everything_deletes_every_arena(
     assert orphaned.find(b"a", 2) == []
 
 
-def test_close_leaves_the_files_and_gives_up_the_locks(
+def test_close_leaves_the_files_and_releases_the_locks(
     orphaned: OrphanedArenas, tmp_path: Path
 ) -> None:
     other = open_orphaned(tmp_path)
@@ -157,7 +157,7 @@ def test_an_arena_without_rows_is_deleted_at_once(tmp_path: Path) -> None:
 def test_a_damaged_or_foreign_arena_is_deleted_and_counted(
     what: str, damage: object, tmp_path: Path
 ) -> None:
-    """F77, F12: never imported from, and no reason to fail."""
+    """F77, F12: nothing is imported from it, and the store opens."""
     path = leave(tmp_path, "cpu.1", (0, SlotOwner(b"a", 1, 0, 0), 9))
     leave(tmp_path, "cpu.2", (0, SlotOwner(b"a", 1, 0, 0), 9))
     damage(path)  # type: ignore[operator]

@@ -266,7 +266,7 @@ def test_setting_a_ledger_aside_is_reported_in_that_run_only(tmp_path: Path) -> 
 def test_a_new_ledger_never_reads_the_log_of_one_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after any rename: no log stands where a new ledger would read it, none is lost."""
+    """Killed after any rename: no log has the name that a new ledger reads, and none is lost."""
     db, log = tmp_path / "meta.db", tmp_path / "meta.db-wal"
     rename = os.rename
 

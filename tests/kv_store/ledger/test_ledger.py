@@ -154,7 +154,7 @@ def test_an_intent_of_several_records_is_all_or_nothing(ledger: Ledger) -> None:
     assert tokens(ledger) == []
 
 
-def test_the_owner_flips_once_per_epoch(ledger: Ledger) -> None:
+def test_the_owner_changes_once_per_epoch(ledger: Ledger) -> None:
     open_session(ledger, "s", "t")
     flip, again = (
         ledger.append(writes.SetOwner("s", 2, 7, "gpu")),
@@ -170,7 +170,7 @@ def test_the_owner_flips_once_per_epoch(ledger: Ledger) -> None:
     assert (record.info.owner_incarnation, record.info.owner_lane) == (7, "gpu")
 
 
-def test_a_cut_moves_the_epoch_and_the_end_at_once(ledger: Ledger) -> None:
+def test_a_cut_sets_the_epoch_and_the_end_in_one_record(ledger: Ledger) -> None:
     open_session(ledger, "s", "t")
     append_tokens(ledger, "s", 1, 0, range(10))
     ledger.commit().result(20)
@@ -290,7 +290,9 @@ def test_a_session_keeps_its_last_turns_and_every_running_one(ledger: Ledger) ->
     assert [turn.id for turn in record.turns] == ["old and running", "77", "78", "79"]
 
 
-def test_the_longest_unused_sessions_go_first_and_live_ones_never(ledger: Ledger) -> None:
+def test_the_least_recently_used_sessions_are_dropped_first_and_live_ones_never(
+    ledger: Ledger,
+) -> None:
     for name in "abcdef":
         open_session(ledger, name, "t")
         append_tokens(ledger, name, 1, 0, [1])
@@ -305,7 +307,7 @@ def test_the_longest_unused_sessions_go_first_and_live_ones_never(ledger: Ledger
     assert blobs.result(20) == 3
 
 
-def test_a_session_used_since_it_was_chosen_is_not_forgotten(ledger: Ledger) -> None:
+def test_a_session_used_since_it_was_chosen_is_not_dropped(ledger: Ledger) -> None:
     open_session(ledger, "s", "t")
     ledger.commit().result(20)
     (info,) = ledger.list_sessions().result(20)
@@ -502,10 +504,10 @@ def test_a_full_disk_spends_the_reserve_then_refuses_without_latching(
     ledger.close()
 
 
-def test_every_statement_of_a_commit_may_fail(
+def test_acknowledged_intents_are_durable_whichever_statement_fails(
     tmp_path: Path, on_statement: type[CountedDb]
 ) -> None:
-    """The k-th statement fails, k = 1.. until none does: what was acknowledged is durable."""
+    """The k-th statement of a commit fails, k = 1.. until none does."""
     k = 0
     while True:
         k += 1
@@ -567,7 +569,7 @@ def test_a_failed_read_ends_neither_the_thread_nor_the_ledger(ledger: Ledger) ->
     assert repr(ledger).startswith("<Ledger open commits=1 p50=")
 
 
-def test_safety_settings_are_on(ledger: Ledger) -> None:
+def test_the_safety_settings_of_sqlite_are_on(ledger: Ledger) -> None:
     def read(db: sqlite3.Connection) -> dict[str, Any]:
         names = ("journal_mode", "synchronous", "locking_mode", "mmap_size", "trusted_schema",
                  "cell_size_check", "application_id")  # fmt: skip

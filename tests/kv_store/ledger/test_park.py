@@ -58,7 +58,7 @@ def test_a_tail_is_found_by_its_parent_and_never_matched(store: Store, lane: Lan
     store.pages.unpin(first)
 
 
-def test_the_longest_agreeing_tail_wins_and_other_tenants_see_none(
+def test_the_longest_matching_tail_is_found_and_other_tenants_find_none(
     store: Store, lane: Lane
 ) -> None:
     long_key = parked(lane, ROOT_KEY, FIRST[:100])

@@ -43,7 +43,7 @@ def timeline(name: int) -> np.ndarray:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Model: which keys were published and not certainly forgotten, and who holds how many pins."""
+    """Model: which keys are published and not certainly evicted, and the pins of each holder."""
 
     def __init__(self) -> None:
         super().__init__()

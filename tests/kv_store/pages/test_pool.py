@@ -152,7 +152,7 @@ def test_a_ticket_abandoned_at_any_moment_frees_its_slot(store: Store, lane: Lan
 # -- two pages of one key ---------------------------------------------------------------------
 
 
-def test_the_first_of_two_equal_pages_wins(store: Store, lane: Lane) -> None:
+def test_the_first_of_two_equal_pages_is_kept(store: Store, lane: Lane) -> None:
     ids = tokens_of(1, 1)
     one, two = lane.seal(ROOT_KEY, ids), lane.seal(ROOT_KEY, ids)
     first, second = store.pages.publish(one), store.pages.publish(two)
@@ -473,7 +473,7 @@ def test_a_newer_store_is_refused_untouched(store: Store) -> None:
     [(0xEF53, "ok"), (0x6969, "refuse"), (0x794C7630, "refuse"), (0x9123683E, "refuse"),
      (0x65735546, "refuse"), (0x01021994, "volatile"), (0x12345, "refuse")],
 )  # fmt: skip
-def test_file_systems(
+def test_file_systems_are_accepted_warned_about_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int, support: str
 ) -> None:
     fs = osio.classify(kind)
@@ -541,7 +541,7 @@ def test_an_opening_that_fails_closes_its_lock_once(
     Store.open(store.path, descriptor(), settings()).close()
 
 
-def test_status_line_and_numbers(store: Store, lane: Lane) -> None:
+def test_status_lines_and_statistics_count_pages_and_slots(store: Store, lane: Lane) -> None:
     lane.add_chain(tokens_of(1, 2))
     assert repr(store).startswith(f"<Store epoch={store.epoch} pages=2/16 published=2 listed=0")
     numbers = store.stat()

@@ -208,7 +208,7 @@ def test_check_reads_a_configuration(tmp_path: Path) -> None:
     assert "server.port" in done.stderr
 
 
-def test_a_daemon_from_banner_to_drain(tmp_path: Path) -> None:
+def test_a_daemon_reports_its_start_serves_and_drains(tmp_path: Path) -> None:
     notify = tmp_path / "n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(notify))
@@ -329,7 +329,7 @@ def test_a_port_in_use_is_an_error_of_one_line(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_chat_holds_a_conversation(tmp_path: Path) -> None:
+def test_chat_sends_turns_and_starts_new_sessions(tmp_path: Path) -> None:
     with daemon(tmp_path) as running:
         done = cli("chat", "--url", running.url, stdin="hello\nagain\n/reset\nonce more\n/quit\n")
         assert done.returncode == 0, done.stderr

@@ -177,7 +177,9 @@ def test_dropped_sessions_are_printed_when_the_next_name_is_refused(
     with_daemon(tmp_path, capsys, scenario)
 
 
-def test_explain_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_the_decision_of_a_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def scenario(ask: Asked, engine: FakeEngine) -> None:
         request = GenerationRequest("req_1234", (1, 2), 3, session_id=TALE)
         generation = engine.submit(request)
@@ -199,7 +201,9 @@ def test_explain_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with_daemon(tmp_path, capsys, scenario)
 
 
-def test_store_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_store_commands_print_their_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def scenario(ask: Asked, engine: FakeEngine) -> None:
         code, out, _ = await ask("store", "stat")
         assert code == 0

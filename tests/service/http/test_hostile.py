@@ -186,7 +186,7 @@ BAD_BODIES: list[tuple[bytes, str | None]] = [
 ]
 
 
-async def test_bodies_that_are_not_json() -> None:
+async def test_bodies_that_are_not_json_are_refused() -> None:
     async with serving() as served, aiohttp.ClientSession(served.base) as client:
         for body, param in BAD_BODIES:
             for path in (CHAT, TEXT):
@@ -244,7 +244,7 @@ async def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.Monke
             f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000000\r\n"
             "Content-Type: application/json\r\n\r\n".encode()
         )
-        assert answer.startswith(b"HTTP/1.1 413 ")  # cannot fit 2,048 tokens: not even read
+        assert answer.startswith(b"HTTP/1.1 413 ")  # over 2,048 tokens: refused before it is read
 
 
 async def test_a_bad_request_does_not_affect_others() -> None:
@@ -263,7 +263,7 @@ async def test_a_bad_request_does_not_affect_others() -> None:
         assert reply["choices"][0]["message"]["content"] == "x" * 50
 
 
-async def test_content_headers() -> None:
+async def test_content_type_and_encoding_are_checked() -> None:
     body = json.dumps(chat()).encode()
     cases: list[tuple[dict[str, str], int]] = [
         ({"Content-Type": "application/json"}, 200),
@@ -333,7 +333,7 @@ HOSTS: list[tuple[str, int]] = [
 ]
 
 
-async def test_host_and_origin() -> None:
+async def test_host_and_origin_are_checked() -> None:
     async with serving() as served:
         for lines, status in HOSTS:
             for path in ("/health", "/nothing"):
@@ -410,7 +410,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert answer.count(b"HTTP/1.1 404 ") == 1
 
 
-async def test_wrong_method_and_wrong_route() -> None:
+async def test_a_wrong_method_and_a_wrong_route_are_refused() -> None:
     async with serving() as served, aiohttp.ClientSession(served.base) as client:
         for method, path, status, code in (
             ("GET", CHAT, 405, "method_not_allowed"),

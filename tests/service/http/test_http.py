@@ -88,7 +88,7 @@ async def test_without_usage_the_last_chunk_has_the_extension_fields() -> None:
         assert all("batchengine" not in c for c in chunks[:-1])
 
 
-async def test_whole_answers_and_headers() -> None:
+async def test_answers_without_a_stream_have_a_body_and_headers() -> None:
     async with serving() as served:
         status, body, headers = await post(
             served, "/v1/chat/completions", chat(max_tokens=2), headers={"session-id": "s1"}
@@ -213,7 +213,7 @@ async def test_n_choices_have_separate_seeds_and_one_session() -> None:
             assert text == "Hello wörld"
 
 
-async def test_prompt_forms() -> None:
+async def test_every_form_of_a_prompt_is_accepted() -> None:
     async with serving() as served:
         forms: list[tuple[Any, list[tuple[int, ...]]]] = [
             ("ab", [(97, 98)]),
@@ -234,7 +234,7 @@ async def test_prompt_forms() -> None:
             assert reply["usage"]["prompt_tokens"] == prompt_tokens
 
 
-async def test_logprobs_in_both_protocols() -> None:
+async def test_logprobs_are_sent_in_both_protocols() -> None:
     async with serving() as served:
         _, reply, _ = await post(
             served, "/v1/chat/completions", chat(logprobs=True, top_logprobs=2)
@@ -346,7 +346,7 @@ async def test_a_client_that_stops_reading_is_disconnected() -> None:
         writer.close()
 
 
-async def test_200_concurrent_streams() -> None:
+async def test_200_concurrent_streams_are_complete() -> None:
     engine = FakeEngine(reply=["tok "] * 20, delay_s=0.01)
     async with serving(engine) as served:
         connector = aiohttp.TCPConnector(limit=0)
@@ -368,7 +368,7 @@ async def test_200_concurrent_streams() -> None:
         assert len({g.request.prompt for g in engine.generations}) == 200
 
 
-async def test_openai_sdk_sync_and_async_streaming_and_not() -> None:
+async def test_the_openai_sdk_works_sync_and_async_with_and_without_streams() -> None:
     def sync_client(url: str) -> None:
         with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
             assert [m.id for m in client.models.list()][:2] == [MODEL_ID, f"{MODEL_ID}:interactive"]
@@ -445,7 +445,7 @@ async def test_openai_sdk_raises_on_an_error_event() -> None:
                 await anext(chunks)
 
 
-async def test_models_health_props_metrics() -> None:
+async def test_models_health_props_and_metrics_are_reported() -> None:
     async with serving() as served, aiohttp.ClientSession(served.base) as client:
         async with client.get("/v1/models") as reply:
             rows = (await reply.json())["data"]
