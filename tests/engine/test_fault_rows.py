@@ -1,7 +1,6 @@
-"""Rows of the fault table that need two lanes, with the real engine, store and worker code in the
-simulation.
+"""Faults that need two lanes, with the real engine, store and worker code in the simulation.
 
-Each test names its row (RELIABILITY section 5). The stage checks at the end that every token is
+Each test has the number of its fault in its name. The stage checks at the end that every token is
 right, that each session has one owner, and that all resources are free again.
 """
 

@@ -1,8 +1,8 @@
 """Published incidents of silently wrong KV, on the engine's side: each scene passes, and fails when
 the incident's mechanism is put in.
 
-Letters and sources are those of RELIABILITY section 2; `tests/kv_store/test_incidents.py` has those
-of the store alone. The scenes run the real engine, store and workers in the simulation.
+Each test has the letter and the source of its incident; those of the store alone are in
+`tests/kv_store/test_incidents.py`. The scenes run the real engine, store and workers in the simulation.
 """
 
 from __future__ import annotations

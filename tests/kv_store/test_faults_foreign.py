@@ -1,4 +1,4 @@
-"""Stores of other models, owners, programs: F11 to F14, F21 and F30 of the fault table."""
+"""Stores of other models, owners, programs: faults F11 to F14, F21 and F30."""
 
 from __future__ import annotations
 

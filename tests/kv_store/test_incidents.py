@@ -1,7 +1,7 @@
 """Published silent-wrong-KV incidents, each as a checker that passes on this store and fails when
 the incident's mechanism is put in (which proves that the checker can fail).
 
-Letters and sources are those of RELIABILITY section 2; this file has those that concern a store.
+Each has the letter and the source of its incident; this file has those that concern a store.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ ROUTES = [
 
 
 async def test_a_session_of_another_key_is_answered_like_an_unknown_one() -> None:
-    """RELIABILITY F69: no answer shows whether another key has the session."""
+    """F69: no answer shows whether another key has the session."""
 
     engine = FakeEngine(delay_s=0.01)
     engine.lane_names = ["fast", "bulk"]
