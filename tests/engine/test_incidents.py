@@ -2,7 +2,8 @@
 the incident's mechanism is put in.
 
 Each test has the letter and the source of its incident; those of the store alone are in
-`tests/kv_store/test_incidents.py`. The scenes run the real engine, store and workers in the simulation.
+`tests/kv_store/test_incidents.py`. The scenes run the real engine, store
+and workers in the simulation.
 """
 
 from __future__ import annotations
