@@ -74,7 +74,7 @@ def _client(level: str) -> crash.Client:
     async def receive(stream: asyncio.Queue[dict[str, Any]], _: object) -> dict[str, Any]:
         return await stream.get()
 
-    rig.receive = receive
+    rig.hear = receive
     client = crash.Client(cast(crash.Rig, rig), 0)
     client.turn = crash.Turn([1, 2, 3], [4, 5, 6, 7], 0, sent=2)
     return client
