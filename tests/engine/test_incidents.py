@@ -294,7 +294,7 @@ async def a_loop_that_raises(stage: Stage) -> None:
     lane = stage.lane(generation.lane)
     lane.kv.poll = bad_intent  # type: ignore[method-assign]
     await asyncio.wait([reader], timeout=60)
-    assert reader.done(), "somebody waits for ever"
+    assert reader.done(), "the reader waits for ever"
     answer = reader.result()
     assert answer.error == "engine_failed"
     assert stage.up.fatal is not None

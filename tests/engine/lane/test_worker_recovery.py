@@ -197,7 +197,7 @@ async def test_a_refusal_of_one_session_does_not_refuse_others_of_its_commit(
 ) -> None:
     """Sessions whose records share a commit get separate results."""
     async with running_engine(site) as engine:
-        bad: Future[int] = append_tokens(engine.running.store.ledger, "nobody", 1, 0, [1, 2])
+        bad: Future[int] = append_tokens(engine.running.store.ledger, "unknown", 1, 0, [1, 2])
         answer = await read(engine.submit(request(words(9, 20), 5, session="s")))
         assert answer.error is None
         assert answer.tokens == reference.tokens(words(9, 20), 5)

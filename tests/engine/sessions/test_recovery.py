@@ -63,7 +63,7 @@ async def test_forks_share_their_common_pages_and_continue_separately(
             await engine.fork("", "s", "f0")
         assert error.value.name == "session_exists"
         with pytest.raises(BatchEngineError) as error:
-            await engine.fork("", "nobody", "x")
+            await engine.fork("", "unknown", "x")
         assert error.value.kind is Kind.NOT_FOUND
 
 
@@ -189,7 +189,7 @@ async def test_a_parked_session_leaves_its_lane_and_is_found_by_its_tool_call(
         assert three.done.usage.cached_tokens == len(history) - 1
         assert three.tokens == reference.tokens([*history, *words(18, 20)], 10)
         with pytest.raises(BatchEngineError) as error:
-            await engine.park("", "nobody")
+            await engine.park("", "unknown")
         assert error.value.kind is Kind.NOT_FOUND
 
 

@@ -85,7 +85,7 @@ def test_a_session_is_read_back_completely(tmp_path: Path) -> None:
         "tenant",
         13,
     )
-    assert ledger.load_session("nobody").result(20) is None
+    assert ledger.load_session("unknown").result(20) is None
     blobs = ledger.read(lambda db: db.execute("SELECT count(*) FROM token_blob").fetchone()[0])
     assert blobs.result(20) == 1, "a finished turn is one blob"
     ledger.close()
