@@ -36,7 +36,7 @@ from bench.processes.postmortem import double_slots
 from bench.processes.zygote import Zygote
 
 STUCK_S = 60.0
-LIVES_MAX = 12  # engine runs of one play, which needs two or three
+RUNS_MAX = 12  # engine runs of one play, which needs two or three
 SHARED = words(90, 256)
 
 
@@ -106,7 +106,7 @@ class Play:
         """Plays all steps, in as many runs as needed. `number`: the point of the kill, over
         all runs; 0 = none."""
         steps = self.steps()
-        for _ in range(LIVES_MAX):
+        for _ in range(RUNS_MAX):
             left = number - self.points if number > self.points and not self.fired else 0
             before = self.points
             engine = self.engine = EngineProcess(zygote, settings | {"die_at": left})

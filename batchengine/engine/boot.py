@@ -122,8 +122,7 @@ class LaneFactory:
             try:
                 yield loop
             finally:
-                loop.stopping = True
-                loop.wake()
+                loop.stop()
                 await asyncio.wait([running])
                 loop.kv.close()
         finally:

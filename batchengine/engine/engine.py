@@ -152,8 +152,7 @@ class Engine:
 
     async def _stop_parts(self, running: Running) -> None:
         for loop in self.state.lanes:
-            loop.stopping = True
-            loop.wake()
+            loop.stop()
         await running.tasks.lanes_over(LANES_STOP_S)
         running.requests.end_all()
         running.journal.flush()

@@ -288,10 +288,8 @@ class Prediction(msgspec.Struct, frozen=True, gc=False):
     tpot_ms: float
 
 
-def load_of(
-    cost: StepCost, seats: int, chunk_tokens: int, rows: Iterable[LoadRow], paused: int = 0
-) -> LaneLoad:
-    """Sum up the sessions of a lane; `paused` seats more than `rows` leaves count as free."""
+def load_of(cost: StepCost, seats: int, chunk_tokens: int, rows: Iterable[LoadRow]) -> LaneLoad:
+    """Sum up the sessions of a lane. Paused ones are no rows: their seats count as free."""
     prefill = [0.0] * RANKS
     seated, waiting = [0] * RANKS, [0] * RANKS
     decodes = context = left = 0
@@ -308,7 +306,7 @@ def load_of(
         else:
             contexts.append(frontier + to_compute)
     n_seated, n_waiting = sum(seated), sum(waiting)
-    free = max(0, seats - n_seated + paused)
+    free = max(0, seats - n_seated)
     context += sum(heapq.nlargest(free, contexts))  # at most those seated next
     entries = min(max(seats, n_seated), n_seated + n_waiting)
     step_ms = cost.fixed_ms + cost.decode_entry_ms * entries + cost.decode_kv_ms * context

@@ -256,6 +256,18 @@ async def test_a_request_that_never_began_gets_a_retryable_error_at_the_stop(sit
         assert never.error.retry_ms is not None
 
 
+async def test_a_stop_ends_the_backoff_before_a_restart(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_engine(site) as engine:
+        loop = engine.state.lanes[0]
+        monkeypatch.setattr(loop.lane, "backoff_s", lambda: 30.0)
+        loop.lane.kill("a test")
+        await until(lambda: not loop.kv.slots.is_attached)
+        async with asyncio.timeout(5):
+            await engine.stop(0.0)
+
+
 async def test_stop_strings_end_the_stream_and_are_not_sent(site: Site) -> None:
     async with running_engine(site) as engine:
         prompt = await engine.text.encode_chat(

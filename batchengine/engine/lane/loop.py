@@ -139,8 +139,8 @@ class LaneLoop:
         self.seats.forget_row(turn)
         self.wake()
 
-    def hurry(self, turn: Turn, rank: int, horizon_ms: float, tpot_ms: float) -> None:
-        """Priority inheritance from a request queued behind this turn."""
+    def raise_priority(self, turn: Turn, rank: int, horizon_ms: float, tpot_ms: float) -> None:
+        """Give the turn the rank and targets of a request queued behind it, where tighter."""
         turn.rank = min(turn.rank, rank)
         turn.horizon_ms = min(turn.horizon_ms, horizon_ms)
         turn.deadline_ms = min(turn.deadline_ms, self.now_ms() + horizon_ms)
@@ -171,6 +171,11 @@ class LaneLoop:
     def ask_recompute(self, recompute: PageRecompute) -> None:
         """Compute one page for its digest; await `recompute.digest`, then close it."""
         self.recomputes.ask(recompute)
+        self.wake()
+
+    def stop(self) -> None:
+        """Have `run` return after the step in flight; a backoff before a restart ends at once."""
+        self.stopping = True
         self.wake()
 
     def wake(self) -> None:
@@ -287,8 +292,7 @@ class LaneLoop:
     async def _restart(self) -> None:
         """Start the next worker; retry until it is up or the engine stops."""
         lane, failures, down_since = self.lane, 0, self._clock()
-        while not self.stopping:
-            await asyncio.sleep(lane.backoff_s())
+        while not await self._stops_within(lane.backoff_s()):
             started = self._clock()
             self.kv.poll()  # the dead worker's arena goes once its last seals have ended
             try:
@@ -307,6 +311,15 @@ class LaneLoop:
                 self.down = ""
                 log.warning("%r is back after %.2f s", lane, self._clock() - started)
                 return
+
+    async def _stops_within(self, seconds: float) -> bool:
+        """Wait for `stop`, for so long at most; return whether the loop is stopping."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.stopping:
+                    self._wake_event.clear()  # the next `_step` looks at everything
+                    await self._wake_event.wait()
+        return self.stopping
 
     async def _step(self) -> None:
         began_ms = self.now_ms()

@@ -83,12 +83,9 @@ class LaneViews:
 
     def _count(self, loop: LaneLoop) -> router.LaneState:
         config = loop.config
-        paused = sum(turn.paused for turn in loop.running.values())
         step = loop.cost.cost
         step = dataclasses.replace(step, fixed_ms=step.fixed_ms + loop.meter.overhead_ms)
-        load = cost.load_of(
-            step, config.entries_max, config.chunk_tokens_max, self._rows(loop), paused
-        )
+        load = cost.load_of(step, config.entries_max, config.chunk_tokens_max, self._rows(loop))
         queue_max = config.queue_max or self._state.config.limits.queue_max
         n_waiting = len(loop.waiting) + len(self._joining(loop))
         return router.LaneState(

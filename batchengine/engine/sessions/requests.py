@@ -302,7 +302,7 @@ class Requests:
             if self._is_over(session, generation):
                 return False
         more = generation.continuation
-        return more is None or not self._retell(session, generation, more)
+        return more is None or not self._replay(session, generation, more)
 
     def _is_over(self, session: Session, generation: Generation) -> bool:
         if generation.is_superseded(self._state.queues.get(session.key)):
@@ -322,9 +322,9 @@ class Requests:
                 self._state.forget(session)  # the next request loads it again
             raise
 
-    def _retell(self, session: Session, generation: Generation, more: Continuation) -> bool:
+    def _replay(self, session: Session, generation: Generation, more: Continuation) -> bool:
         """Send the existing tokens of the turn again; True if the request ends with them."""
-        reason = generation.retell(more.tokens, self._eog.__contains__)
+        reason = generation.replay(more.tokens, self._eog.__contains__)
         if not reason and more.is_last:
             return False
         if reason:

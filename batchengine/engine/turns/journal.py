@@ -58,7 +58,6 @@ class Journal:
         self._dirty = False
         self._refused, self._logged_s = 0, float("-inf")  # refused records since the last log line
         self._begun_turns = 0
-        self.commits = 0
 
     # ------------------------------------------------------------------------------ records
 
@@ -143,7 +142,7 @@ class Journal:
         commit = self._ledger.commit()
         self._watch(commit)
         if turn is not None and mine:
-            self._after(session, mine, commit, self._teller(turn, tokens))
+            self._after(session, mine, commit, self._releases(turn, tokens))
         try:
             await asyncio.shield(asyncio.wrap_future(owner))
         except StoreError:
@@ -190,11 +189,10 @@ class Journal:
         if not appended and not self._dirty:
             return
         self._dirty = False
-        self.commits += 1
         commit = self._ledger.commit()
         self._watch(commit)
         for turn, tokens, futures in appended:
-            self._after(turn.session, futures, commit, self._teller(turn, tokens))
+            self._after(turn.session, futures, commit, self._releases(turn, tokens))
 
     # ------------------------------------------------------------------------------- inner
 
@@ -242,14 +240,14 @@ class Journal:
             )
         ]
 
-    def _teller(self, turn: Turn, tokens: int) -> Callable[[BaseException | None], None]:
+    def _releases(self, turn: Turn, tokens: int) -> Callable[[BaseException | None], None]:
         """Return the callback of the commit that holds the timeline's first `tokens` tokens."""
 
-        def tell(error: BaseException | None) -> None:
+        def release(error: BaseException | None) -> None:
             if error is None and self._power:
                 turn.generation.release(tokens - len(turn.generation.request.prompt))
 
-        return tell
+        return release
 
     def _begun(self, turn: Turn, error: BaseException | None) -> None:
         if error is not None:

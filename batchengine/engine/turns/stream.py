@@ -209,7 +209,7 @@ class Generation:
             return False
         return other.arrived_ms > self.arrived_ms
 
-    def retell(self, tokens: Sequence[int], is_end: IsEnd) -> str:
+    def replay(self, tokens: Sequence[int], is_end: IsEnd) -> str:
         """Queue tokens of the same turn that were computed for an earlier stream, with their text.
 
         Returns the finish reason if the turn ends among them, else "". Tokens after the end are

@@ -52,7 +52,7 @@ class FakeLoop:
     kv: Any = field(
         default_factory=lambda: SimpleNamespace(slots=SimpleNamespace(is_attached=True))
     )
-    hurried: list[Any] = field(default_factory=list)
+    raised: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.lane = SimpleNamespace(name=self.name, alive=self.alive)
@@ -68,8 +68,8 @@ class FakeLoop:
     def up(self) -> bool:
         return self.lane.alive
 
-    def hurry(self, turn: object, *given: object) -> None:
-        self.hurried.append((turn, *given))
+    def raise_priority(self, turn: object, *given: object) -> None:
+        self.raised.append((turn, *given))
 
 
 @dataclass
@@ -136,8 +136,8 @@ class DispatcherScene:
         )
 
     def occupy(self, loop: FakeLoop, n: int, *, waiting: bool = False, tokens: int = 100) -> None:
-        for index in range(n):
-            key = 10_000 + len(loop.running) + len(loop.waiting) + index
+        for _ in range(n):
+            key = 10_000 + len(loop.running) + len(loop.waiting)
             session = Session(key, f"busy{key}", "")
             session.tokens, session.frontier = list(range(tokens)), 0 if waiting else tokens - 1
             (loop.waiting if waiting else loop.running)[key] = self.turn(session)
@@ -210,6 +210,22 @@ def test_the_outcome_is_compared_with_the_prediction(monkeypatch: pytest.MonkeyP
     assert predicted is not None
     assert happened["ttft_ratio"] == pytest.approx(600.0 / predicted.ttft_ms, rel=1e-3)
     assert samples(h.tables, "prediction_ratio_count") == {("ttft", "cpu"): 1, ("tpot", "cpu"): 1}
+
+
+def test_the_seat_of_a_paused_turn_counts_as_free_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = dispatcher_scene(monkeypatch)
+    session = h.session("s1")
+    asked = h.generation(session).request
+    h.occupy(h.bulk, h.bulk.seats)
+    alone_ms = h.dispatch.wait_ms(asked, cast("LaneLoop", h.bulk))
+    assert alone_ms > 0.0  # every seat computes
+    h.occupy(h.bulk, 1)
+    next(reversed(h.bulk.running.values())).paused = True
+    h.bulk.meter.steps += 1
+    assert h.dispatch.wait_ms(asked, cast("LaneLoop", h.bulk)) == pytest.approx(alone_ms)
+    next(iter(h.bulk.running.values())).paused = True
+    h.bulk.meter.steps += 1
+    assert h.dispatch.wait_ms(asked, cast("LaneLoop", h.bulk)) == 0.0
 
 
 def test_the_usual_answer_length_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,9 +385,9 @@ def test_a_running_turn_takes_the_priority_of_a_request_that_waits_for_it(
     turn = h.turn(session, "background")
     h.bulk.running[session.key] = turn
     h.dispatch.waits_behind(session, h.generation(session, "background", request_id="r2"))
-    assert (h.bulk.hurried, h.spawned) == ([], [])
+    assert (h.bulk.raised, h.spawned) == ([], [])
     h.dispatch.waits_behind(session, h.generation(session, "interactive"))
-    assert h.bulk.hurried == [(turn, 0, 500.0, 50.0)]
+    assert h.bulk.raised == [(turn, 0, 500.0, 50.0)]
     h.run_spawned()
     assert h.moves == [("cpu", "gpu", "promotion")]
 
