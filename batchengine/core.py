@@ -13,7 +13,6 @@ import msgspec
 
 PAGE_TOKENS = 256  # tokens per KV page; part of the format (NUMERICS CA-1 rule 7)
 ID_PREFIX_CHARS_MIN = 4  # a shorter prefix of an id matches nothing
-SUPERPAGE_PAGES = 4  # pages folded into one super-page
 FORM_CHAT, FORM_TEXT = "chat", "text"  # of a request, and of the events of its answer
 
 

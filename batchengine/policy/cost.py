@@ -15,14 +15,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
+class StepCost(NamedTuple):
     """Coefficients of one lane, milliseconds per unit; all finite and >= 0."""
 
     fixed_ms: float = 1.0
@@ -104,22 +102,17 @@ class CostModel:
 
     def __init__(self, prior: StepCost) -> None:
         """Raises ValueError unless all coefficients of `prior` are positive: 0 would stay 0."""
-        values = _coefficients(prior)
+        values = tuple(prior)
         if not all(math.isfinite(c) and c > 0.0 for c in values):
             raise ValueError(f"a prior coefficient is not positive: {prior}")
         self._age = [1.0] * len(values)  # sum of prediction shares, per coefficient
-        self._median = 0.25
+        self.error_ratio = 0.25  # estimated median of |log(observed / predicted)|
         self._streak = 0.0  # steps beyond the limit in a row, signed by side
         self.cost = prior
         self.steps = 0
 
     def __repr__(self) -> str:
-        return f"<CostModel steps={self.steps} error={self._median:.0%} {self.cost}>"
-
-    @property
-    def error_ratio(self) -> float:
-        """Running estimate of the median of |log(observed / predicted)|: 0.1 = ten per cent."""
-        return self._median
+        return f"<CostModel steps={self.steps} error={self.error_ratio:.0%} {self.cost}>"
 
     def observe(self, work: StepWork, step_ms: float) -> None:
         """Learn from one step. Times that are not positive and finite are ignored."""
@@ -129,14 +122,14 @@ class CostModel:
         predicted_ms = self.cost.predict_ms(work)
         error = math.log(step_ms / predicted_ms)
         limit = self._limit(error)
-        step = self.MEDIAN_STEP if abs(error) > self._median else 1.0 / self.MEDIAN_STEP
-        self._median = min(1.0, max(0.005, self._median * step))
+        step = self.MEDIAN_STEP if abs(error) > self.error_ratio else 1.0 / self.MEDIAN_STEP
+        self.error_ratio = min(1.0, max(0.005, self.error_ratio * step))
         self.steps += 1
         self._blame(work, predicted_ms, max(-limit, min(limit, error)))
 
     def _limit(self, error: float) -> float:
         """Return the clip of this step's error, as a logarithm; it is large after a streak."""
-        limit = min(self.LIMIT_MAX, max(0.2, 4.0 * self._median))
+        limit = min(self.LIMIT_MAX, max(0.2, 4.0 * self.error_ratio))
         if abs(error) <= limit:
             self._streak = 0.0
             return limit
@@ -149,7 +142,7 @@ class CostModel:
 
     def _rescale(self, work: StepWork, step_ms: float) -> None:
         """Scale all young coefficients by one factor, if they are most of the prediction."""
-        old = _coefficients(self.cost)
+        old = tuple(self.cost)
         terms = [value * n for value, n in zip(old, (1.0, *work), strict=True)]
         young = [age < self.YOUNG for age in self._age]
         young_ms = sum(ms for ms, is_young in zip(terms, young, strict=True) if is_young)
@@ -163,7 +156,7 @@ class CostModel:
 
     def _blame(self, work: StepWork, predicted_ms: float, error: float) -> None:
         """Spread `error` over the coefficients by their share of the prediction."""
-        old = _coefficients(self.cost)
+        old = tuple(self.cost)
         counts = (1.0, *work)
         shares = [c * n / predicted_ms for c, n in zip(old, counts, strict=True)]
         pull = error / sum(s * s for s in shares)
@@ -180,30 +173,12 @@ COEFFICIENT_MIN = 1e-12  # ms; positive, since a coefficient of 0 would stay 0
 COEFFICIENT_MAX = 1e9
 
 
-def _coefficients(cost: StepCost) -> tuple[float, float, float, float, float]:
-    return (
-        cost.fixed_ms,
-        cost.prefill_token_ms,
-        cost.decode_entry_ms,
-        cost.decode_kv_ms,
-        cost.prefill_pair_ms,
-    )
-
-
 class QueuedWork(NamedTuple):
     """Remaining work of one session, in tokens, for `etas_ms`."""
 
     frontier: int
     to_compute: int
     tokens_left: int  # tokens it may still generate
-
-
-def eta_ms(
-    cost: StepCost, seated: Sequence[QueuedWork], seats_free: int, queue: Sequence[QueuedWork]
-) -> float:
-    """Milliseconds until the last session of `queue` has its first token; 0 for no queue."""
-    etas = etas_ms(cost, seated, seats_free, queue)
-    return etas[-1] if etas else 0.0
 
 
 def etas_ms(
@@ -238,8 +213,7 @@ def etas_ms(
 
 
 def _prefill_ms(cost: StepCost, work: QueuedWork, shared: bool) -> float:
-    n = work.to_compute
-    alone_ms = cost.prefill_token_ms * n + cost.prefill_pair_ms * n * (work.frontier + n / 2)
+    alone_ms = prefill_ms(cost, work.frontier, work.to_compute)
     return cost.fixed_ms + alone_ms * (2.0 if shared else 1.0)
 
 
@@ -349,9 +323,7 @@ def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out:
     delays later tokens too: spread over the answer, and at most by the time of a decode per token.
     """
     cost, step_ms = load.cost, load.step_ms
-    pairs = n_tokens * (frontier + n_tokens / 2)
-    own_ms = cost.prefill_token_ms * n_tokens + cost.prefill_pair_ms * pairs
-    work_ms = own_ms + load.prefill_ms[rank]
+    work_ms = prefill_ms(cost, frontier, n_tokens) + load.prefill_ms[rank]
     if load.seated or load.waiting:
         work_ms += work_ms + step_ms
     else:
@@ -367,8 +339,7 @@ def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out:
 
 def wait_ms(load: LaneLoad, rank: int) -> float:
     """Predict the ms before a request's own work begins: for a seat, and for prefill before it."""
-    ahead_ms = load.prefill_ms[rank]
-    return load.seat_ms[rank] + 2.0 * ahead_ms
+    return load.seat_ms[rank] + 2.0 * load.prefill_ms[rank]
 
 
 def joined(load: LaneLoad, rank: int, frontier: int, n_tokens: int) -> LaneLoad:

@@ -24,7 +24,7 @@ Rules, in the order in which they are applied
 Theorem (aging). Let a session join with deadline D = join + horizon, and let A sessions wait
 with an earlier deadline at time D. It computes its first token before
 
-    D + (A + 1) * (5 * quantum_ms + 2 * longest step)            (`wait_ms_max`)
+    D + (A + 1) * (5 * quantum_ms + 2 * longest step)
 
 whatever arrives later, provided every preemption returns a slot and pages can be reserved.
 Proof. Horizons are positive, so a turn that joins after D has a later deadline: A only shrinks. Let
@@ -50,7 +50,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from batchengine.core import PAGE_TOKENS, Sla, SlaClass
-from batchengine.policy.cost import StepCost, work_of
+from batchengine.policy.cost import StepCost, prefill_ms
 
 HORIZON_MS_MAX = 3_600_000.0  # aging needs a finite horizon, whatever target a request names
 PRIORITY_MAX = 8  # beyond it a priority counts as this
@@ -135,48 +135,22 @@ class StepPlan:
     predicted_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ClassTargets:
-    """Default targets of one SLA class; `ttft_ms` is also the aging horizon and must be finite."""
-
-    ttft_ms: float
-    tpot_ms: float
-
-
 RANK: dict[SlaClass, int] = {c: i for i, c in enumerate(SlaClass)}
-CLASS_TARGETS: dict[SlaClass, ClassTargets] = {
-    SlaClass.INTERACTIVE: ClassTargets(500.0, 50.0),
-    SlaClass.STANDARD: ClassTargets(2_000.0, 100.0),
-    SlaClass.BACKGROUND: ClassTargets(30_000.0, 500.0),
-    SlaClass.BATCH: ClassTargets(300_000.0, 2_000.0),
-}
 
 
-def horizon_ms(sla: Sla, targets: ClassTargets, expected_ms: float = 0.0) -> float:
+def horizon_ms(sla: Sla, ttft_ms: float, expected_ms: float = 0.0) -> float:
     """Return the ms that a session may wait before it is late; in [1, HORIZON_MS_MAX].
 
-    This is the TTFT target, or the TTLT target less `expected_ms` of compute if that is less. A
-    priority changes it by up to half, so priorities order arrivals of one class only.
+    This is the TTFT target, `ttft_ms` by default, or the TTLT target less `expected_ms` of compute
+    if that is less. A priority changes it by up to half, so priorities order arrivals of one class
+    only.
     """
-    horizon = targets.ttft_ms if sla.ttft_ms is None else sla.ttft_ms
+    horizon = ttft_ms if sla.ttft_ms is None else sla.ttft_ms
     if sla.ttlt_ms is not None:
         horizon = min(horizon, sla.ttlt_ms - expected_ms)
     priority = max(-PRIORITY_MAX, min(PRIORITY_MAX, sla.priority))
     horizon *= 1.0 - priority / (2 * PRIORITY_MAX)
     return min(HORIZON_MS_MAX, horizon) if horizon >= 1.0 else 1.0
-
-
-def tpot_ms(sla: Sla, targets: ClassTargets) -> float:
-    """Return the target time between tokens (ms), for TurnRow.tpot_ms."""
-    return targets.tpot_ms if sla.tpot_ms is None else sla.tpot_ms
-
-
-def wait_ms_max(policy: Policy, deadline_ms: float, ahead: int, step_ms: float) -> float:
-    """Return the latest time (ms) of a session's first token by the aging theorem.
-
-    `ahead` = sessions waiting with an earlier deadline at `deadline_ms`, `step_ms` = longest step.
-    """
-    return deadline_ms + (ahead + 1) * (5 * policy.quantum_ms + 2 * step_ms)
 
 
 def plan(view: LaneView, now_ms: float) -> StepPlan:
@@ -624,7 +598,7 @@ def _chunk_ms(cost: StepCost, frontier: int, n: int) -> float:
     """Time in ms that the next `n` tokens of one session add to a step."""
     if n == 1:
         return cost.decode_entry_ms + cost.decode_kv_ms * (frontier + 1)
-    return cost.prefill_token_ms * n + cost.prefill_pair_ms * n * (frontier + n / 2)
+    return prefill_ms(cost, frontier, n)
 
 
 def _tokens_in(cost: StepCost, frontier: int, ms: float) -> int:
@@ -635,59 +609,3 @@ def _tokens_in(cost: StepCost, frontier: int, ms: float) -> int:
     linear = cost.prefill_token_ms + cost.prefill_pair_ms * frontier
     root = linear + math.sqrt(linear * linear + 4 * half * ms)
     return int(min(2 * ms / root, 1e9)) if root > 0.0 else 1_000_000_000
-
-
-# ---- audit ----
-
-
-def check(view: LaneView, plan: StepPlan) -> list[str]:
-    """Return the invariants that `plan` violates on `view`, as sentences; empty = none."""
-    running = {r.key: r for r in view.running}
-    waiting = {r.key: r for r in view.waiting}
-    rows = running | waiting
-    tokens = dict(plan.batch)
-    out = set(plan.preempt)
-    admitted = set(plan.admit)
-    known = [e for e in plan.batch if e.key in rows]
-    wrong: list[str] = []
-
-    def rule(holds: bool, sentence: str) -> None:
-        if not holds:
-            wrong.append(sentence)
-
-    rule(len(rows) == len(running) + len(waiting), "a session is running and waiting")
-    rule(len(tokens) == len(plan.batch), "a key stands in the batch twice")
-    rule(len(known) == len(plan.batch), "the batch names an unknown session")
-    rule(sum(tokens.values()) <= view.tokens_max, "more tokens than a step holds")
-    rule(len(tokens) <= view.entries_max, "more entries than a step holds")
-    rule(all(1 <= n <= rows[k].to_compute for k, n in known), "an entry exceeds its work")
-    rule(not any(rows[k].paused for k, _ in known), "a slow reader's session computes")
-    rule(all(k in running or k in admitted for k in tokens), "a waiting session computes")
-    rule(not out & tokens.keys(), "a preempted session computes")
-    rule(admitted <= waiting.keys() and admitted <= tokens.keys(), "admitted without an entry")
-    rule(out <= running.keys(), "a session without a seat is preempted")
-    rule(set(plan.shed) <= waiting.keys() - admitted, "a seated session is shed")
-    for name, keys in (("admit", plan.admit), ("preempt", plan.preempt), ("shed", plan.shed)):
-        rule(len(set(keys)) == len(keys), f"{name} names a key twice")
-    alone = any(rows[k].suspect for k, _ in known)
-    rule(not alone or len(known) == 1, "a suspect does not run alone")
-    before = [k for k, r in running.items() if not r.paused and r.to_compute > 0]
-    after = len(set(before) - out) + len(admitted)
-    rule(after <= max(view.entries_max, len(before)), "more sessions than seats")
-    begun = [_pages(rows[k].frontier + n - rows[k].open_until) for k, n in known]
-    freed = sum(running[k].slots_held for k in out if k in running)
-    freed -= sum(waiting[k].slots_held for k in admitted if k in waiting)
-    rule(sum(max(0, n) for n in begun) <= view.slots_free + freed, "more places than are free")
-    held = [_pages(rows[k].frontier + n) - rows[k].pages_held for k, n in known]
-    pinned = sum(waiting[k].pages_evictable for k in admitted if k in waiting)
-    rule(
-        sum(max(0, n) for n in held) + pinned <= view.pages_free, "more pages than can be reserved"
-    )
-    expected_ms = view.cost.predict_ms(work_of((rows[k].frontier, n) for k, n in known))
-    near = math.isclose(plan.predicted_ms, expected_ms, rel_tol=1e-6, abs_tol=1e-9)
-    rule(near if known else plan.predicted_ms == 0.0, "the prediction is not that of the batch")
-    idle = out | tokens.keys() | set(plan.stalled)
-    decodes = [k for k in before if running[k].to_compute == 1 and not running[k].suspect]
-    if not alone and len(decodes) <= min(view.entries_max, view.tokens_max):
-        rule(idle >= set(decodes), "a running decode was left out")
-    return wrong

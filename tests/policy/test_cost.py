@@ -15,7 +15,6 @@ from batchengine.policy.cost import (
     QueuedWork,
     StepCost,
     StepWork,
-    eta_ms,
     etas_ms,
     joined,
     load_of,
@@ -114,8 +113,7 @@ def test_coefficients_stay_positive_and_finite() -> None:
     rng = random.Random(6)
     for work in steps(rng, 500):
         model.observe(work, rng.choice([0.0, -1.0, math.nan, math.inf, 1e-9, 1e9, 3.0]))
-    values = [getattr(model.cost, name) for name in StepCost.__slots__]
-    assert all(math.isfinite(v) and v > 0 for v in values)
+    assert all(math.isfinite(v) and v > 0 for v in model.cost)
 
 
 def test_the_same_observations_give_equal_bits() -> None:
@@ -130,7 +128,7 @@ def test_the_same_observations_give_equal_bits() -> None:
 def test_rare_prefills_are_learned_between_many_decodes(factor: float) -> None:
     """One prefill among thirty decodes, and a prior that is wrong by a factor of thirty."""
     rng = random.Random(9)
-    model = CostModel(StepCost(*(factor * getattr(TRUTH, n) for n in StepCost.__slots__)))
+    model = CostModel(StepCost(*(factor * c for c in TRUTH)))
     for _ in range(6):
         for work in [StepWork(256, 0, 0, 256 * 128.0)] + [StepWork(0, 1, 300, 0.0)] * 30:
             model.observe(work, TRUTH.predict_ms(work) * rng.uniform(0.95, 1.05))
@@ -153,15 +151,15 @@ def test_the_prior_has_the_right_order_of_magnitude() -> None:
 def test_eta_grows_with_the_queue_and_includes_waits_for_seats() -> None:
     job = QueuedWork(0, 100, 50)
     busy = QueuedWork(200, 1, 50)
-    alone = eta_ms(TRUTH, [], 4, [job])
+    alone = etas_ms(TRUTH, [], 4, [job])[-1]
     assert alone == pytest.approx(0.8 + 0.05 * 100 + 3e-6 * 5000)
-    free_seat = eta_ms(TRUTH, [busy], 1, [job])
-    no_seat = eta_ms(TRUTH, [busy], 0, [job])
+    free_seat = etas_ms(TRUTH, [busy], 1, [job])[-1]
+    no_seat = etas_ms(TRUTH, [busy], 0, [job])[-1]
     assert alone < free_seat < no_seat
     assert no_seat > 50 * (0.8 + 0.3)  # it waits for the seated session to end
-    etas = [eta_ms(TRUTH, [busy] * 4, 0, [job] * n) for n in range(1, 30)]
+    etas = [etas_ms(TRUTH, [busy] * 4, 0, [job] * n)[-1] for n in range(1, 30)]
     assert etas == sorted(etas)
-    assert eta_ms(TRUTH, [], 0, [job]) == math.inf
+    assert etas_ms(TRUTH, [], 0, [job])[-1] == math.inf
 
 
 def test_retry_after_is_bounded() -> None:
@@ -173,9 +171,8 @@ def test_each_queued_request_has_its_own_eta() -> None:
     etas = etas_ms(TRUTH, [QueuedWork(200, 1, 50)] * 2, 1, [job] * 5)
     assert etas == sorted(etas)
     assert len(set(etas)) == 5
-    assert etas[-1] == eta_ms(TRUTH, [QueuedWork(200, 1, 50)] * 2, 1, [job] * 5)
     assert etas_ms(TRUTH, [], 0, [job] * 2) == [math.inf] * 2
-    assert eta_ms(TRUTH, [], 4, []) == 0.0
+    assert etas_ms(TRUTH, [], 4, []) == []
 
 
 # ---- predictions for a request ----

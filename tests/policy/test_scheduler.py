@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from batchengine.core import PAGE_TOKENS, Sla, SlaClass
 from batchengine.policy.cost import StepCost
 from batchengine.policy.scheduler import (
-    CLASS_TARGETS,
     HORIZON_MS_MAX,
     RANK,
     LaneView,
@@ -24,11 +23,10 @@ from batchengine.policy.scheduler import (
     Policy,
     StepPlan,
     TurnRow,
-    check,
     horizon_ms,
     plan,
-    tpot_ms,
 )
+from tests.policy.plan_check import CLASS_TARGETS, check
 
 INTERACTIVE, STANDARD, BACKGROUND, BATCH = SlaClass
 COST = StepCost(1.0, 0.1, 0.5, 1e-5, 1e-7)
@@ -93,22 +91,20 @@ def planned(running: list[TurnRow], waiting: list[TurnRow], **given: Any) -> Ste
 
 
 def test_the_horizon_is_the_ttft_target_changed_by_priority_and_budget() -> None:
-    targets = CLASS_TARGETS[STANDARD]
-    assert horizon_ms(Sla(), targets) == 2000
-    assert horizon_ms(Sla(ttft_ms=300), targets) == 300
-    assert horizon_ms(Sla(ttlt_ms=5000), targets, expected_ms=4000) == 1000
-    assert horizon_ms(Sla(ttlt_ms=5000), targets, expected_ms=9000) == 1
-    assert horizon_ms(Sla(priority=8), targets) == 1000
-    assert horizon_ms(Sla(priority=-100), targets) == 3000
-    assert horizon_ms(Sla(ttft_ms=math.inf), targets) == HORIZON_MS_MAX
-    assert horizon_ms(Sla(ttft_ms=math.nan), targets) == 1
-    assert tpot_ms(Sla(), targets) == 100
-    assert tpot_ms(Sla(tpot_ms=7), targets) == 7
+    ttft_ms = CLASS_TARGETS[STANDARD].ttft_ms
+    assert horizon_ms(Sla(), ttft_ms) == 2000
+    assert horizon_ms(Sla(ttft_ms=300), ttft_ms) == 300
+    assert horizon_ms(Sla(ttlt_ms=5000), ttft_ms, expected_ms=4000) == 1000
+    assert horizon_ms(Sla(ttlt_ms=5000), ttft_ms, expected_ms=9000) == 1
+    assert horizon_ms(Sla(priority=8), ttft_ms) == 1000
+    assert horizon_ms(Sla(priority=-100), ttft_ms) == 3000
+    assert horizon_ms(Sla(ttft_ms=math.inf), ttft_ms) == HORIZON_MS_MAX
+    assert horizon_ms(Sla(ttft_ms=math.nan), ttft_ms) == 1
 
 
 def test_priority_orders_inside_a_class_only() -> None:
     """The highest background priority still has a later deadline than the lowest standard one."""
-    by_class = [CLASS_TARGETS[c] for c in SlaClass]
+    by_class = [CLASS_TARGETS[c].ttft_ms for c in SlaClass]
     for urgent, patient in itertools.pairwise(by_class):
         low = horizon_ms(Sla(priority=-8), urgent)
         assert low < horizon_ms(Sla(priority=8), patient)

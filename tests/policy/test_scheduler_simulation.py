@@ -13,30 +13,36 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from batchengine.config import ClassConfig
 from batchengine.core import PAGE_TOKENS, SlaClass
 from batchengine.policy.cost import StepCost
 from batchengine.policy.scheduler import (
-    CLASS_TARGETS,
     RANK,
-    ClassTargets,
     LaneView,
     Policy,
     TurnRow,
-    check,
     plan,
-    wait_ms_max,
 )
+from tests.policy.plan_check import CLASS_TARGETS, check
 
 INTERACTIVE, STANDARD, BACKGROUND, BATCH = SlaClass
 COST = StepCost(2.0, 0.1, 0.5, 1e-5, 1e-7)
 SLOW = StepCost(12.0, 0.6, 3.0, 6e-5, 6e-7)
 # Short targets, so that a minute of simulated load is enough.
 TARGETS = {
-    INTERACTIVE: ClassTargets(500.0, 50.0),
-    STANDARD: ClassTargets(2_000.0, 100.0),
-    BACKGROUND: ClassTargets(5_000.0, 500.0),
-    BATCH: ClassTargets(10_000.0, 2_000.0),
+    INTERACTIVE: ClassConfig(500.0, 50.0),
+    STANDARD: ClassConfig(2_000.0, 100.0),
+    BACKGROUND: ClassConfig(5_000.0, 500.0),
+    BATCH: ClassConfig(10_000.0, 2_000.0),
 }
+
+
+def wait_ms_max(policy: Policy, deadline_ms: float, ahead: int, step_ms: float) -> float:
+    """The latest time (ms) of a session's first token, by the theorem that the scheduler states.
+
+    `ahead` = sessions waiting with an earlier deadline at `deadline_ms`, `step_ms` = longest step.
+    """
+    return deadline_ms + (ahead + 1) * (5 * policy.quantum_ms + 2 * step_ms)
 
 
 @dataclass

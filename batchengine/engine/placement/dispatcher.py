@@ -134,13 +134,12 @@ class Dispatcher:
 
     def pace(self, loop: LaneLoop, request: GenerationRequest) -> tuple[float, float]:
         """Return the time to the request's deadline and its target per token, both in ms."""
-        chosen = self._state.config.sla.of(request.sla.sla_class)
-        targets = scheduler.ClassTargets(chosen.ttft_ms, chosen.tpot_ms)
+        sla, targets = request.sla, self._state.config.sla.of(request.sla.sla_class)
         now, n_prompt = loop.cost.cost, len(request.prompt)
         step_ms = now.predict_ms(cost.work_of([(n_prompt, 1)]))
         alone_ms = now.predict_ms(cost.work_of([(0, n_prompt)])) + request.tokens_max * step_ms
-        horizon_ms = scheduler.horizon_ms(request.sla, targets, alone_ms)
-        return horizon_ms, scheduler.tpot_ms(request.sla, targets)
+        horizon_ms = scheduler.horizon_ms(sla, targets.ttft_ms, alone_ms)
+        return horizon_ms, targets.tpot_ms if sla.tpot_ms is None else sla.tpot_ms
 
     # ------------------------------------------------------------------------------- decisions
 

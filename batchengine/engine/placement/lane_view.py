@@ -6,7 +6,6 @@ lane with many sessions is counted again every REFRESH_MS, and its load is estim
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -84,7 +83,7 @@ class LaneViews:
     def _count(self, loop: LaneLoop) -> router.LaneState:
         config = loop.config
         step = loop.cost.cost
-        step = dataclasses.replace(step, fixed_ms=step.fixed_ms + loop.meter.overhead_ms)
+        step = step._replace(fixed_ms=step.fixed_ms + loop.meter.overhead_ms)
         load = cost.load_of(step, config.entries_max, config.chunk_tokens_max, self._rows(loop))
         queue_max = config.queue_max or self._state.config.limits.queue_max
         n_waiting = len(loop.waiting) + len(self._joining(loop))

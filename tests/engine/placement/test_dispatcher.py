@@ -228,6 +228,16 @@ def test_the_seat_of_a_paused_turn_counts_as_free_once(monkeypatch: pytest.Monke
     assert h.dispatch.wait_ms(asked, cast("LaneLoop", h.bulk)) == 0.0
 
 
+def test_the_target_per_token_is_the_requests_or_that_of_its_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = dispatcher_scene(monkeypatch)
+    asked, loop = h.generation(h.session("s1")).request, cast("LaneLoop", h.bulk)
+    assert h.dispatch.pace(loop, asked) == (2_000.0, 100.0)
+    tight = dataclasses.replace(asked, sla=Sla(ttft_ms=300.0, tpot_ms=7.0))
+    assert h.dispatch.pace(loop, tight) == (300.0, 7.0)
+
+
 def test_the_usual_answer_length_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     h = dispatcher_scene(monkeypatch)
     for index in range(200):
