@@ -1,8 +1,8 @@
 """Text to token ids and back, and chat messages to one prompt text, for one model.
 
 Owns the vocabulary of the loaded GGUF (through llama.cpp, loaded lazily and without weights), the
-streaming detokeniser, stop strings, the one thread on which all text work runs, the check of chat
-messages, and the template's child process with its limits. Refuses to run a template in this
+streaming detokeniser, stop strings, the one thread on which all text work runs, and the template's
+child process with its limits. Refuses to run a template in this
 process, to take templates from a request, and to let text of a request become a control token.
 """
 
@@ -12,7 +12,7 @@ from batchengine.text.chat_template import CHATML, ChatTemplate, TemplateLimits
 from batchengine.text.control_tokens import ControlGuard
 from batchengine.text.detokeniser import Detokeniser, StopMatcher
 from batchengine.text.frontend import TextFrontend
-from batchengine.text.messages import prepare_chat
+from batchengine.text.messages import prepare_messages
 from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer
 
 __all__ = [
@@ -25,5 +25,5 @@ __all__ = [
     "TemplateLimits",
     "TextFrontend",
     "Tokenizer",
-    "prepare_chat",
+    "prepare_messages",
 ]

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import msgspec
 
@@ -103,23 +102,15 @@ class ChatTemplate:
             self._ready()
 
     def render(
-        self, variables: Mapping[str, object], specials: Mapping[str, str] | None = None
+        self, chat: Mapping[str, object], variables: Mapping[str, object] | None = None
     ) -> str:
-        """The prompt for the variables of `prepare_chat`; `specials` are bos_token and eos_token.
+        """The prompt of `chat`, which holds messages and perhaps tools; `variables` are others.
 
         MESSAGES_REFUSED when the template refuses the messages, TEMPLATE_FAILED when it fails,
         TEMPLATE_STOPPED when it breaks a limit.
         """
-        kwargs = variables.get("kwargs")
-        values: dict[str, object] = {
-            "add_generation_prompt": True,
-            "documents": None,
-            **(specials or {}),
-            **(cast(dict[str, object], kwargs) if isinstance(kwargs, dict) else {}),
-            "messages": variables["messages"],
-            "tools": variables.get("tools"),
-        }
-        frame = self._frame({"render": values})
+        defaults = {"add_generation_prompt": True, "documents": None}
+        frame = self._frame({"render": {**defaults, **(variables or {}), "tools": None, **chat}})
         with self._lock:
             try:
                 answer = self._exchange(frame)

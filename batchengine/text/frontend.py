@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 from batchengine.text.chat_template import ChatTemplate
 from batchengine.text.control_tokens import ControlGuard
 from batchengine.text.detokeniser import Detokeniser
-from batchengine.text.messages import prepare_chat
+from batchengine.text.messages import prepare_messages
 from batchengine.text.vocab import Tokenizer
 
 T = TypeVar("T")
@@ -84,13 +84,13 @@ class TextFrontend:
         """The prompt as token ids; text of the request never becomes a control token."""
 
         def work() -> list[int]:
-            variables = prepare_chat(messages, tools, kwargs)
-            chat = {name: variables[name] for name in ("messages", "tools")}
+            variables = {**self._specials, **(kwargs or {})}
 
             def render(chat: object) -> str:
-                parts = cast(dict[str, object], chat)
-                return self._template.render({**variables, **parts}, self._specials)
+                return self._template.render(cast(dict[str, object], chat), variables)
 
+            listed = [dict(tool) for tool in tools or ()] or None
+            chat = {"messages": prepare_messages(messages), "tools": listed}
             return self._guard.encode_chat(chat, render)
 
         return await self._off_loop(work)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, cast
 
 from batchengine import errors
 from batchengine.core import FORM_CHAT, TokenEvent, TokenLogprob
+from batchengine.text.messages import ROLES
 from service.engine_api import EngineApi
 from service.protocols import requests
 from service.protocols.formatter import Answer
@@ -18,7 +19,6 @@ from service.protocols.schema import ChatRequest
 from service.protocols.strict_json import off_loop
 from service.session_ids import CALL_CHARS_MAX
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 REASONING_NAMES = ("reasoning_content", "reasoning", "reasoning_text")
 CALLS_MAX = 64  # tool calls of one conversation that are looked up

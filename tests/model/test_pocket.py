@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from batchengine.text import ChatTemplate, TextFrontend, Tokenizer, prepare_chat
+from batchengine.text import ChatTemplate, TextFrontend, Tokenizer, prepare_messages
 from pocket import evaluate, export, generate, oracle, stories, tools, words
 from pocket.generate import Turn
 from pocket.reference import Reference, render
@@ -154,7 +154,7 @@ def test_the_template_of_the_trainer_renders_as_the_shipped_one(tokenizer: Token
         )
     )
     for messages, listed in chats:
-        chat = prepare_chat(messages, listed, None)
+        chat = {"messages": prepare_messages(messages), "tools": listed or None}
         assert ours.render(chat) == shipped.render(chat)
     assert '{"name": "add", "arguments": {"a": 1, "b": 2}}' in ours.render(chat)
     ours.close()

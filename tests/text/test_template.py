@@ -16,13 +16,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchengine.core import BatchEngineError, Kind
-from batchengine.text import CHATML, ChatTemplate, TemplateLimits, prepare_chat
+from batchengine.text import CHATML, ChatTemplate, TemplateLimits, prepare_messages
 
-USER = [{"role": "user", "content": "hi"}]
+USER: list[dict[str, object]] = [{"role": "user", "content": "hi"}]
 # Small limits keep hostile cases short; the address space must still hold an interpreter.
 TIGHT = TemplateLimits(wall_s=1.5, address_bytes=256 << 20, output_bytes_max=1 << 20)
 
@@ -40,9 +41,11 @@ def make() -> Iterator[Callable[..., ChatTemplate]]:
         template.close()
 
 
-def run(template: ChatTemplate, messages: object = None, **kwargs: object) -> str:
-    chat = prepare_chat(messages or USER, None, kwargs)  # type: ignore[arg-type]
-    return template.render(chat, {"bos_token": "<s>", "eos_token": "</s>"})
+def run(
+    template: ChatTemplate, messages: list[dict[str, object]] = USER, **variables: object
+) -> str:
+    specials = {"bos_token": "<s>", "eos_token": "</s>"}
+    return template.render({"messages": messages}, {**specials, **variables})
 
 
 # --- variables of a template ---------------------------------------------------------------------
@@ -78,7 +81,7 @@ def test_supported_template_features_render(
 def test_json_is_written_as_transformers_does(make: Callable[..., ChatTemplate]) -> None:
     value = {"b": "<é>&'\"", "a": [1, 2.5, None, True], "deep": {"x": "\n"}}
     tool = {"type": "function", "function": {"name": "f", "parameters": value}}
-    chat = prepare_chat(USER, [tool], None)
+    chat = {"messages": USER, "tools": [tool]}
     template = make("{{ tools[0] | tojson }}")
     assert template.render(chat) == json.dumps(tool, ensure_ascii=False)
     indented = make("{{ tools[0] | tojson(indent=2) }}")
@@ -89,68 +92,36 @@ def test_allowed_variables_reach_the_template(make: Callable[..., ChatTemplate])
     template = make("{{ enable_thinking }} {{ reasoning_effort }} {{ add_generation_prompt }}")
     assert run(template, enable_thinking=False, reasoning_effort="low") == "False low True"
     assert run(template, add_generation_prompt=False) == "  False"
+    assert run(make("{{ messages | length }}{{ tools is none }}"), tools=[1]) == "1True"
 
 
 # --- requests that are refused ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("messages", "tools", "kwargs", "param"),
-    [
-        ([], None, {}, "messages"),
-        ([{"role": "im_end", "content": "x"}], None, {}, "messages[0].role"),
-        ([{"content": "x"}], None, {}, "messages[0].role"),
-        ([{"role": ["user"], "content": "x"}], None, {}, "messages[0].role"),
-        ([{"role": "user", "content": 3}], None, {}, "messages[0].content"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            None,
-            {},
-            "messages[0].content",
-        ),
-        (
-            [{"role": "assistant", "tool_calls": [{"function": {}}]}],
-            None,
-            {},
-            "messages[0].tool_calls[0]",
-        ),
-        ([{"role": "assistant", "tool_calls": "x"}], None, {}, "messages[0].tool_calls"),
-        (USER, [{"type": "function"}], {}, "tools[0]"),
-        (USER, None, {"chat_template": "{{ 1 }}"}, "chat_template_kwargs.chat_template"),
-        (USER, None, {"messages": []}, "chat_template_kwargs.messages"),
-        (USER, None, {"enable_thinking": 1}, "chat_template_kwargs.enable_thinking"),
-        (USER, None, {"enable_thinking": "yes"}, "chat_template_kwargs.enable_thinking"),
-        (USER, None, {"reasoning_effort": "{{ 1 }}"}, "chat_template_kwargs.reasoning_effort"),
-    ],
-)
-def test_errors_of_bad_requests_name_the_field(
-    messages: list[dict[str, object]],
-    tools: list[dict[str, object]] | None,
-    kwargs: dict[str, object],
-    param: str,
-) -> None:
-    with pytest.raises(BatchEngineError) as caught:
-        prepare_chat(messages, tools, kwargs)
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+def test_a_tool_call_without_a_name_is_refused() -> None:
+    for call in ({"function": {}}, {"function": "f"}, {"function": {"name": 1}}, {}):
+        messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        with pytest.raises(BatchEngineError) as caught:
+            prepare_messages(messages)
+        assert caught.value.kind is Kind.INVALID
+        assert caught.value.param == "messages[1].tool_calls[0]"
 
 
-def test_messages_are_converted_to_the_form_that_templates_expect() -> None:
+def test_tool_calls_are_converted_to_the_form_that_templates_expect() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     torn = {"type": "function", "function": {"name": "f", "arguments": '{"a": '}}
-    chat = prepare_chat(
+    assistant, tool, idle = prepare_messages(
         [
-            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"text": "b"}]},
-            {"role": "assistant", "content": None, "tool_calls": [call, torn]},
-            {"role": "tool", "content": "3", "tool_call_id": "1", "name": None},
-        ],
-        None,
-        None,
+            {"role": "assistant", "content": "", "tool_calls": [call, torn]},
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+            {"role": "assistant", "content": "", "tool_calls": []},
+        ]
     )
-    system, assistant, tool = chat["messages"]  # type: ignore[misc]
-    assert system == {"role": "system", "content": "a\nb"}
-    assert assistant["content"] == ""
-    assert [c["function"]["arguments"] for c in assistant["tool_calls"]] == [{"a": 1}, '{"a": ']
+    calls: Any = assistant["tool_calls"]
+    assert [c["function"]["arguments"] for c in calls] == [{"a": 1}, '{"a": ']
+    assert calls[0]["id"] == "1"
     assert tool == {"role": "tool", "content": "3", "tool_call_id": "1"}
+    assert "tool_calls" not in idle
 
 
 def test_a_template_may_refuse_a_request(make: Callable[..., ChatTemplate]) -> None:
@@ -300,9 +271,9 @@ def test_the_child_is_confined(
 
 def test_the_child_ends_with_its_parent() -> None:
     code = (
-        "import os, signal; from batchengine.text import ChatTemplate, prepare_chat\n"
+        "import os, signal; from batchengine.text import ChatTemplate\n"
         "t = ChatTemplate('{{ messages[0].content }}')\n"
-        "t.render(prepare_chat([{'role': 'user', 'content': 'x'}], None, None))\n"
+        "t.render({'messages': [{'role': 'user', 'content': 'x'}]})\n"
         "print(t._child._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
