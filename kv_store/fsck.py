@@ -27,6 +27,7 @@ from kv_store.errors import StoreCorrupt, StoreError, StoreUnsupported
 from kv_store.layout import PAGE_TOKENS, PageLayout
 from kv_store.ledger import continuity, writes
 from kv_store.ledger.ledger import (
+    EXTENT_QUERY,
     PAGE_QUERY,
     PageRow,
     check_version,
@@ -40,11 +41,6 @@ from kv_store.store import set_aside, take_lock
 Severity = Literal["error", "warning", "info"]
 Progress = Callable[[int, int], None]  # pages read, pages to read
 Fix = Callable[[sqlite3.Connection], object]
-_OF_SESSIONS = ("turn", "token_blob", "suspect")
-_EXTENT_QUERY = (
-    "SELECT extent_index, first_page_id, places, page_bytes, repr_id FROM extent"
-    " WHERE kind = 'page' ORDER BY extent_index"
-)
 _TURN_QUERY = "SELECT session, id, prompt_start, prompt_end, seed, status FROM turn"
 _OURS = {"LOCK", "BALLAST", "CRASH", "meta.db", "meta.db-wal", "ext", "arena"}
 SCRATCH = "fsck-"  # folders of this program inside the store
@@ -53,8 +49,7 @@ U32_MAX = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One defect or remark. `repair` says what repair does, or did, about it; `is_repairable`
-    False: nothing."""
+    """One defect or remark. `repair` says what repair does, or did, about it."""
 
     severity: Severity
     what: str
@@ -88,553 +83,113 @@ def fsck(
     path = os.path.abspath(os.fspath(path))
     ledger = os.path.join(path, "meta.db")
     if not os.path.lexists(ledger) and os.path.exists(f"{ledger}.damaged-1"):
-        return _no_ledger(path, repair)
+        report = FsckReport(path, repair)
+        what, why = "there is no ledger", "it was set aside: meta.db.damaged-1"
+        nothing = "nothing: the next opening makes a new one"
+        report.findings.append(Finding("info", what, why, nothing, is_repairable=False))
+        return report
     if not os.path.isfile(ledger):
         raise StoreUnsupported(f"{path} holds no store", fs="", why="there is no meta.db in it")
     lock_fd = take_lock(path)
     try:
         check_version(ledger)
-        run = _Fsck(
-            _Check(path, repair),
-            continuity.gather(path, lock_fd),
-            progress or (lambda done, total: None),
-        )
-        report = run.run()
+        traces = continuity.gather(path, lock_fd)
+        check = _Check(path, repair, traces, progress or (lambda done, total: None))
+        check.run()
         if repair:  # repair removes the log; LOCK makes the next opening report what was lost
             with contextlib.suppress(OSError):
-                continuity.mark_closed(osio.Files(), lock_fd, run.lost)
-        return report
+                continuity.mark_closed(osio.Files(), lock_fd, check.lost)
+        return check.report
     finally:
         os.close(lock_fd)
 
 
-def _no_ledger(path: str, repair: bool) -> FsckReport:
-    """The report on a store whose ledger was set aside and that was not opened since."""
-    report = FsckReport(path, repair)
-    what, why = "there is no ledger", "it was set aside: meta.db.damaged-1"
-    nothing = "nothing: the next opening makes a new one"
-    report.findings.append(Finding("info", what, why, nothing, is_repairable=False))
-    return report
-
-
 class _Check:
-    """State of one fsck run: findings, and fixes to apply at its end."""
+    """One fsck run: its findings, the fixes to apply at its end, and the order of the sections."""
 
-    def __init__(self, path: str, repair: bool) -> None:
+    def __init__(
+        self, path: str, repair: bool, traces: continuity.Traces, progress: Progress
+    ) -> None:
         self.path = path
         self.repair = repair
+        self.traces = traces
+        self.progress = progress
         self.report = FsckReport(path, repair)
         self.counts = self.report.counts
+        self.lost = ""  # why the ledger is not the newest one written; "" = it is
         self.fixes: list[Fix] = []  # for the ledger, in one transaction
         self.removals: list[Callable[[], object]] = []  # of files, afterwards
         self.layouts: dict[bytes, PageLayout] = {}
+        self.buffer = memoryview(b"")  # one page
 
     def find(
-        self,
-        severity: Severity,
-        what: str,
-        why: str,
-        repair: str,
-        fix: Fix | None = None,
-        is_repairable: bool = True,
+        self, severity: Severity, what: str, why: str, repair: str, fix: Fix | None = None
     ) -> None:
-        self.counts[f"{severity}s"] += 1
-        self.report.findings.append(Finding(severity, what, why, repair, is_repairable))
+        """Report what repair mends: by `fix` in the ledger, or by one of `removals`."""
+        self._report(Finding(severity, what, why, repair))
         if fix is not None:
             self.fixes.append(fix)
 
+    def remark(self, severity: Severity, what: str, why: str, advice: str = "") -> None:
+        """Report what no repair mends."""
+        nothing = f"nothing: {advice}" if advice else "nothing"
+        self._report(Finding(severity, what, why, nothing, is_repairable=False))
 
-class _LedgerSections:
-    """Checks of the ledger's file, its small tables, sessions and turns."""
+    def _report(self, finding: Finding) -> None:
+        self.counts[f"{finding.severity}s"] += 1
+        self.report.findings.append(finding)
 
-    def __init__(self, check: _Check, traces: continuity.Traces) -> None:
-        self._check = check
-        self._traces = traces
-        self.lost = ""  # why the ledger is not the newest one written
-
-    def check_ledger(self, db: sqlite3.Connection) -> None:
-        db.execute("PRAGMA cell_size_check=ON")
-        db.execute("PRAGMA trusted_schema=OFF")
-        problems = [str(row[0]) for row in db.execute("PRAGMA integrity_check(100)")]
-        if problems == ["ok"]:
-            return
-        only_indexes = all("index" in text for text in problems)
-        self._check.find(
-            "error",
-            "SQLite finds the ledger damaged",
-            "; ".join(problems[:5]),
-            "its indexes are rebuilt"
-            if only_indexes
-            else "nothing: what can still be read is checked below",
-            (lambda db: db.execute("REINDEX")) if only_indexes else None,
-            is_repairable=only_indexes,
-        )
-
-    def check_store_row(self, db: sqlite3.Connection) -> None:
-        row = db.execute(
-            "SELECT store_uuid, epoch, clean, next_page_id, next_extent FROM store"
-        ).fetchone()
-        if row is None or type(row[0]) is not bytes or len(row[0]) != 16:
-            self._check.find(
-                "error",
-                "the store has lost its identity",
-                "the row that names it is missing or damaged",
-                "nothing: move the directory away, the next start makes a new store",
-                is_repairable=False,
-            )
-            return
-        self._check.report.store_uuid, self._check.report.epoch = row[0].hex(), int(row[1])
-        self._check.report.clean = bool(row[2])
-        if not self._check.report.clean:
-            self._check.find(
-                "info",
-                "the store was not closed",
-                "its last owner was killed",
-                "nothing",
-                is_repairable=False,
-            )
-        self.lost = self._traces.lost(self._check.report.epoch, self._check.report.clean)
-        if self.lost:
-            self._check.find(
-                "warning",
-                "the ledger lost what was written last",
-                f"{self.lost}; sessions may be older than clients remember, or unknown",
-                "nothing: restore meta.db and meta.db-wal together, if there is a copy",
-                is_repairable=False,
-            )
-        page, extent = db.execute(
-            "SELECT max(first_page_id + places), max(extent_index) + 1 FROM extent"
-        ).fetchone()
-        if row[3] < (page or 0) or row[4] < (extent or 0):
-            self._check.find(
-                "error",
-                "numbers of pages or extents would be given twice",
-                f"next page {row[3]} of {page}, next extent {row[4]} of {extent}",
-                "both numbers are raised",
-                lambda db: db.execute(
-                    "UPDATE store SET next_page_id = max(next_page_id, ?),"
-                    " next_extent = max(next_extent, ?)",
-                    (page or 0, extent or 0),
-                ),
-            )
-
-    def check_reprs(self, db: sqlite3.Connection) -> None:
-        for repr_id, text, page_bytes in db.execute(
-            "SELECT repr_id, descriptor, page_bytes FROM repr"
-        ).fetchall():
-            self._check.counts["reprs"] += 1
-            layout = _layout_of(text)
-            if layout is None or layout.page_bytes != page_bytes:
-                self._check.find(
-                    "error",
-                    f"representation {_hex(repr_id)} is not described",
-                    "its descriptor is unreadable or names another page layout",
-                    "its pages are forgotten and recomputed",
-                )
-            else:
-                self._check.layouts[repr_id] = layout
-
-    def check_sessions(self, db: sqlite3.Connection) -> None:
-        for name, tenant, repr_id, epoch, length, meta in db.execute(
-            "SELECT id, tenant, repr_id, epoch, ledger_len, meta FROM session"
-        ).fetchall():
-            self._check.counts["sessions"] += 1
-            texts, numbers = (name, tenant, meta), (epoch, length)
-            if not _all(str, texts) or not _all(bytes, (repr_id,)) or not _naturals(numbers):
-                self._check.find(
-                    "error",
-                    f"session {name!r} has a damaged row",
-                    "its fields have other types or signs",
-                    "it is dropped",
-                    lambda db, name=name: writes.DropSession(name).write(db),
-                )
-                continue
-            self._check_timeline(db, name, epoch, length)
-
-    def _check_timeline(self, db: sqlite3.Connection, name: str, epoch: int, length: int) -> None:
-        sound, why = bytearray(), ""
-        for start, n, ids, checksum in db.execute(
-            "SELECT start, n, ids, checksum FROM token_blob WHERE session = ? ORDER BY start",
-            (name,),
-        ):
-            self._check.counts["token_blobs"] += 1
-            at = len(sound) // 4
-            if start != at:
-                why = f"there is a hole or an overlap at token {at}"
-            elif type(ids) is not bytes or n != len(ids) // 4 or len(ids) % 4:
-                why = f"the ids from token {at} on are damaged"
-            elif keys.blob_checksum(name, start, ids) != checksum:
-                why = f"the ids from token {at} on fail their checksum"
-            if why:
-                break
-            sound += ids
-        have = len(sound) // 4
-        self._check.counts["tokens"] += min(have, length)
-        if not why and have != length:
-            why = f"it should have {length} tokens and has {have}"
-        if why:
-            kept = bytes(sound[: length * 4])
-            self._check.find(
-                "error",
-                f"session {name!r} lost its tokens from {len(kept) // 4} on (of {length})",
-                why,
-                f"it is cut to its first {len(kept) // 4} tokens, under a new epoch",
-                lambda db: _cut_session(db, name, epoch, kept),
-            )
-
-    def check_turns(self, db: sqlite3.Connection) -> None:
-        for session, turn, start, end, seed, status in db.execute(_TURN_QUERY).fetchall():
-            self._check.counts["turns"] += 1
-            self._check.counts["turns_unfinished"] += status == "running"
-            sound = _all(str, (session, turn, status)) and _all(int, (seed,))
-            # A prompt may end before it starts: one that repeats the timeline adds nothing to it.
-            if not sound or not _naturals((start, end)):
-                self._check.find(
-                    "error",
-                    f"a turn of session {session!r} has a damaged row",
-                    "its fields have other types, or are negative",
-                    "the row is deleted; the timeline is not touched",
-                    lambda db, key=(session, turn): db.execute(
-                        "DELETE FROM turn WHERE session IS ? AND id IS ?", key
-                    ),
-                )
-
-    def check_pending(self, db: sqlite3.Connection) -> None:
-        for table in _OF_SESSIONS:
-            lost: int = db.execute(
-                f"SELECT count(*) FROM {table} WHERE session NOT IN (SELECT id FROM session)"
-            ).fetchone()[0]
-            if lost:
-                self._check.find(
-                    "warning",
-                    f"{lost} rows of {table} belong to no session",
-                    "their session's row is gone",
-                    "they are deleted",
-                    lambda db, table=table: db.execute(
-                        f"DELETE FROM {table} WHERE session NOT IN (SELECT id FROM session)"
-                    ),
-                )
-
-
-class _PageSections:
-    """Checks of extents, their manifest rows and every page's bytes."""
-
-    def __init__(self, check: _Check, progress: Progress) -> None:
-        self._check = check
-        self._progress = progress
-        self._buffer = memoryview(b"")
-
-    def check_extents(self, db: sqlite3.Connection) -> None:
-        if not self._check.report.store_uuid:
-            return  # every checksum is seeded with it
-        infos = [
-            ExtentInfo(*row, path=extent_path(os.path.join(self._check.path, "ext"), row[0]))
-            for row in db.execute(_EXTENT_QUERY).fetchall()
-        ]
-        rows = {row[0]: page_row(row) for row in db.execute(PAGE_QUERY).fetchall()}
-        self._check.counts["extents"] = len(infos)
-        self._check.counts["page_rows"] = len(rows)
-        self._check_strays({info.index for info in infos})
-        total = sum(row is not None and row.state == "published" for row in rows.values())
-        claimed: set[int] = set()
-        done = 0
-        for info in infos:
-            ids = info.page_ids
-            mine = {i: rows.pop(i) for i in ids if i in rows}
-            why = "its page ids belong to an extent before it" if claimed & set(ids) else ""
-            claimed.update(ids)
-            try:
-                fd = -1 if why else _open_extent(info)
-            except StoreCorrupt as error:
-                fd, why = -1, str(error)
-            if fd < 0:
-                done += len(mine)
-                self._drop_extent(info, why, mine)
-                continue
-            try:
-                for page_id, row in mine.items():
-                    self._check_page(db, info, fd, page_id, row)
-                    done += row is not None and row.state == "published"
-                    self._progress(done, total)
-            finally:
-                os.close(fd)
-        for page_id, row in rows.items():
-            if row is None or row.state == "published":
-                self._free_page(db, page_id, "no extent has its place")
-
-    def _check_page(
-        self, db: sqlite3.Connection, info: ExtentInfo, fd: int, page_id: int, row: PageRow | None
-    ) -> None:
-        if row is None:
-            self._free_page(db, page_id, "fields of its manifest row have other types")
-            return
-        if row.state == "bad":
-            self._check.counts["places_retired"] += 1
-            return
-        if row.state == "free":
-            return
-        self._check.counts["pages"] += 1
-        why = self._why_bad(info, fd, row)
-        if why:
-            self._check.counts["pages_bad"] += 1
-            self._free_page(db, page_id, why)
-        else:
-            self._check.counts["pages_good"] += 1
-            self._check.counts["tails"] += len(row.tokens) < PAGE_TOKENS * 4
-
-    def _why_bad(self, info: ExtentInfo, fd: int, row: PageRow) -> str:
-        """Why a published page may not be served; empty if it may."""
-        sizes = (len(row.key), len(row.parent), len(row.digest), len(row.checksum))
-        if row.state != "published":
-            return f"its state is {row.state!r}"
-        if sizes != (32, 32, 16, 16) or row.repr_id != info.repr_id:
-            return "its manifest row is damaged"
-        if not 0 < len(row.tokens) <= PAGE_TOKENS * 4 or len(row.tokens) % 4:
-            return "its token ids are damaged"
-        layout = self._check.layouts.get(row.repr_id)
-        if layout is None or layout.page_bytes != info.page_bytes:
-            return "nothing describes its bytes"
-        if len(self._buffer) != info.page_bytes:
-            self._buffer = memoryview(bytearray(info.page_bytes))
-        data = self._buffer
-        try:
-            offset = info.slot_of(row.ref.page_id) * info.page_bytes
-            osio.Files().read_all(fd, data, offset)
-        except (OSError, StoreCorrupt) as error:
-            return f"it cannot be read: {error}"
-        uuid = bytes.fromhex(self._check.report.store_uuid)
-        seed = keys.sealed_seed(uuid, *row.ref, row.key, layout.layout_id)
-        if keys.sealed_checksum(data, seed) != row.checksum:
-            return "its bytes fail their sealed checksum"
-        if keys.payload_digest(data) != row.digest:
-            return "its recorded payload digest is damaged"
-        return ""
-
-    def _free_page(self, db: sqlite3.Connection, page_id: Any, why: str) -> None:
-        """Report a page that cannot be used; repair leaves a free row with the next generation."""
-        found = db.execute("SELECT gen, repr_id FROM page WHERE page_id = ?", (page_id,)).fetchone()
-        gen, repr_id = found if found is not None else (0, b"")
-        sound = type(gen) is int and 0 <= gen < U32_MAX
-        fixed = writes.FreePages(
-            (writes.PageRef(page_id, gen + 1 if sound else U32_MAX),),
-            repr_id if type(repr_id) is bytes else b"",
-            False,
-        )
-        self._check.find(
-            "error",
-            f"page {page_id} is bad",
-            why,
-            "its manifest row is deleted; it is recomputed when it is needed",
-            fixed.write,
-        )
-
-    def _drop_extent(self, info: ExtentInfo, why: str, rows: dict[int, PageRow | None]) -> None:
-        lost = sum(row is not None and row.state == "published" for row in rows.values())
-        self._check.counts["pages"] += lost
-        self._check.counts["pages_bad"] += lost
-        doomed = [*rows]  # not the rest of its range: another extent may have claimed that
-
-        def fix(db: sqlite3.Connection) -> None:
-            writes.DropExtent(info.index, 0, 0).write(db)
-            db.executemany("DELETE FROM page WHERE page_id = ?", [(i,) for i in doomed])
-
-        self._check.find(
-            "error",
-            f"extent {info.index} is lost, and {lost} pages with it",
-            why,
-            "its rows are deleted; the pages are recomputed when they are needed",
-            fix,
-        )
-        self._check.removals.append(lambda: os.unlink(info.path))
-
-    def _check_strays(self, known: set[int]) -> None:
-        folder = os.path.join(self._check.path, "ext")
-        for name in sorted(os.listdir(folder)):
-            path = os.path.join(folder, name)
-            if not EXTENT_NAME.fullmatch(name):
-                self._check.find(
-                    "info",
-                    f"ext/{name} is not ours",
-                    "no extent has such a name",
-                    "nothing",
-                    is_repairable=False,
-                )
-            elif int(name[:6]) not in known:
-                self._check.find(
-                    "warning",
-                    f"ext/{name} has no row in the manifest",
-                    "its creator was killed before it could record it",
-                    "it is deleted",
-                )
-                self._check.removals.append(lambda path=path: os.unlink(path))
-
-
-class _FolderSections:
-    """Checks of what lies in the store's folders, and of arenas."""
-
-    def __init__(self, check: _Check) -> None:
-        self._check = check
-
-    def check_folders(self) -> None:
-        for folder in (
-            self._check.path,
-            os.path.join(self._check.path, "ext"),
-            os.path.join(self._check.path, "arena"),
-        ):
-            if not os.path.isdir(folder) or os.path.islink(folder):
-                raise StoreUnsupported(f"{folder} is not a directory", fs="")
-            if stat.S_IMODE(os.lstat(folder).st_mode) & 0o077:
-                self._check.find(
-                    "warning",
-                    f"others may look into {folder}",
-                    "KV and token ids equal the prompts",
-                    "it is made private",
-                )
-                self._check.removals.append(lambda folder=folder: os.chmod(folder, 0o700))
-        for name in sorted(set(os.listdir(self._check.path)) - _OURS):
-            path = os.path.join(self._check.path, name)
-            if name.startswith(SCRATCH):
-                self._check.find(
-                    "warning", f"{name} is in the way", "a check was killed", "it is deleted"
-                )
-                self._check.removals.append(lambda path=path: shutil.rmtree(path))
-            else:
-                self._check.find(
-                    "info",
-                    f"{name} is not part of the store",
-                    "it was put aside",
-                    "nothing",
-                    is_repairable=False,
-                )
-
-    def check_arenas(self) -> None:
-        folder = os.path.join(self._check.path, "arena")
-        for text in continuity.implausible_arenas(self._check.path):
-            self._check.find(
-                "warning",
-                text,
-                "no store is opened so often",
-                "nothing: no number follows from it",
-                is_repairable=False,
-            )
-        for name in sorted(os.listdir(folder)):
-            path = os.path.join(folder, name)
-            if not ARENA_NAME.fullmatch(name) or not stat.S_ISREG(os.lstat(path).st_mode):
-                self._check.find(
-                    "info",
-                    f"arena/{name} is not ours",
-                    "no arena is like it",
-                    "nothing",
-                    is_repairable=False,
-                )
-                continue
-            self._check.counts["arenas"] += 1
-            why = self._why_useless(path)
-            if why == "busy":
-                self._check.find(
-                    "warning",
-                    f"arena/{name} has a writer that lives",
-                    "a worker outlived its engine, and may still write",
-                    "nothing: end that process",
-                    is_repairable=False,
-                )
-            elif why:
-                self._check.find("warning", f"arena/{name} is of no use", why, "it is deleted")
-                self._check.removals.append(lambda path=path: delete_arena(path))
-
-    def _why_useless(self, path: str) -> str:
-        """Why no row of an arena can be imported, "busy" if its lock is held, or empty."""
-        fd = osio.open_private(path, os.O_RDWR | os.O_NONBLOCK)
-        try:
-            if not osio.lock_exclusive(fd):
-                return "busy"
-            why = "it is of no model that this store knows"
-            for repr_id, layout in self._check.layouts.items():
-                try:
-                    arena = ArenaFile.read(fd, layout)
-                except StoreCorrupt as error:
-                    why = str(error)
-                    continue
-                if arena.repr_id != repr_id:
-                    continue
-                try:
-                    arena.check_allocated()
-                except StoreCorrupt as error:
-                    return str(error)
-                same = arena.boot and arena.boot == osio.boot_id()
-                return "" if same else "it was written before this boot"
-            return why
-        finally:
-            os.close(fd)
-
-
-class _Fsck:
-    """The order of the sections, and the ledger's connection."""
-
-    def __init__(self, check: _Check, traces: continuity.Traces, progress: Progress) -> None:
-        self._check = check
-        self._ledger = _LedgerSections(check, traces)
-        self._pages = _PageSections(check, progress)
-        self._folders = _FolderSections(check)
-
-    @property
-    def lost(self) -> str:
-        """Why the ledger is not the newest one written; "" = it is."""
-        return self._ledger.lost
-
-    def run(self) -> FsckReport:
-        self._folders.check_folders()
+    def run(self) -> None:
+        _check_folders(self)
         try:
             with self._opened() as db:
                 self._check_database(db)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # its text may be damaged too
             self._set_aside(str(error))
-        self._folders.check_arenas()
-        if self._check.repair:
-            for remove in self._check.removals:
+        _check_arenas(self)
+        if self.repair:
+            for remove in self.removals:
                 with contextlib.suppress(OSError):
                     remove()
-        return self._check.report
 
     def _check_database(self, db: sqlite3.Connection) -> None:
         """Run every section, or set the ledger aside if a store could not open it."""
         why = why_refused(db, thorough=False)
         if not why:
-            ledger = self._ledger
             for section in (
-                ledger.check_ledger, ledger.check_store_row, ledger.check_reprs,
-                self._pages.check_extents, ledger.check_sessions, ledger.check_turns,
-                ledger.check_pending,
+                _check_ledger, _check_store_row, _check_reprs, _check_extents, _check_sessions,
+                _check_turns, _check_pending,
             ):  # fmt: skip
                 self._try(section, db)
-            if self._check.repair and self._check.fixes:
+            if self.repair and self.fixes:
                 self._apply(db)
-            if self._check.repair or not self._check.fixes:
+            if self.repair or not self.fixes:
                 why = why_refused(db, thorough=True)
         if why:
             self._set_aside(why)
 
-    def _try(self, section: Callable[[sqlite3.Connection], None], db: sqlite3.Connection) -> None:
+    def _try(
+        self, section: Callable[[_Check, sqlite3.Connection], None], db: sqlite3.Connection
+    ) -> None:
         try:
-            section(db)
+            section(self, db)
         except (sqlite3.DatabaseError, TypeError, ValueError, OverflowError) as error:
-            name = section.__name__.removeprefix("check_").replace("_", " ")
             if getattr(error, "sqlite_errorname", "") == "SQLITE_NOTADB":
                 raise
-            self._check.find(
+            name = section.__name__.removeprefix("_check_").replace("_", " ")
+            self.remark(
                 "error",
                 f"the check of {name} could not be finished",
                 f"{type(error).__name__}: {error}",
-                "nothing: rows that cannot be read stay; restore the file, or start empty",
-                is_repairable=False,
+                "rows that cannot be read stay; restore the file, or start empty",
             )
 
     @contextlib.contextmanager
     def _opened(self) -> Generator[sqlite3.Connection]:
         """Open the ledger: read-write for repair, else read-only, or a copy if it has a log."""
-        name = os.path.join(self._check.path, "meta.db")
+        name = os.path.join(self.path, "meta.db")
         log = name + "-wal"
-        if self._check.repair:
+        if self.repair:
             db = connect(name)
             db.execute("PRAGMA locking_mode=EXCLUSIVE")
             db.execute("PRAGMA journal_mode=WAL").fetchall()
@@ -646,7 +201,7 @@ class _Fsck:
             if os.path.exists(log) and os.path.getsize(log):
                 # inside the store: token ids reveal the prompt, so its permissions must cover them
                 folder = stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix=SCRATCH, dir=self._check.path)
+                    tempfile.TemporaryDirectory(prefix=SCRATCH, dir=self.path)
                 )
                 for source in (name, log):
                     shutil.copyfile(source, os.path.join(folder, os.path.basename(source)))
@@ -657,27 +212,389 @@ class _Fsck:
             yield stack.enter_context(contextlib.closing(db))
 
     def _set_aside(self, why: str) -> None:
-        name = os.path.join(self._check.path, "meta.db")
-        self._check.find(
-            "error",
-            "the ledger is not a readable database",
-            why,
-            "it is set aside; the store starts empty at its next opening",
-        )
-        self._check.fixes.clear()
-        self._check.removals = [lambda: set_aside(name)]
+        name = os.path.join(self.path, "meta.db")
+        repair = "it is set aside; the store starts empty at its next opening"
+        self.find("error", "the ledger is not a readable database", why, repair)
+        self.fixes.clear()
+        self.removals = [lambda: set_aside(name)]
 
     def _apply(self, db: sqlite3.Connection) -> None:
         db.execute("BEGIN IMMEDIATE")
         try:
-            for fix in self._check.fixes:
+            for fix in self.fixes:
                 fix(db)
             db.execute("COMMIT")
         except BaseException:
             db.execute("ROLLBACK")
-            self._check.removals.clear()
+            self.removals.clear()
             raise
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+# -- the ledger: its file, small tables, sessions, turns ----------------------------------------
+
+
+def _check_ledger(check: _Check, db: sqlite3.Connection) -> None:
+    db.execute("PRAGMA cell_size_check=ON")
+    db.execute("PRAGMA trusted_schema=OFF")
+    problems = [str(row[0]) for row in db.execute("PRAGMA integrity_check(100)")]
+    if problems == ["ok"]:
+        return
+    what, why = "SQLite finds the ledger damaged", "; ".join(problems[:5])
+    if all("index" in text for text in problems):
+        check.find("error", what, why, "its indexes are rebuilt", lambda db: db.execute("REINDEX"))
+    else:
+        check.remark("error", what, why, "what can still be read is checked below")
+
+
+def _check_store_row(check: _Check, db: sqlite3.Connection) -> None:
+    row = db.execute(
+        "SELECT store_uuid, epoch, clean, next_page_id, next_extent FROM store"
+    ).fetchone()
+    if row is None or type(row[0]) is not bytes or len(row[0]) != 16:
+        check.remark(
+            "error",
+            "the store has lost its identity",
+            "the row that names it is missing or damaged",
+            "move the directory away, the next start makes a new store",
+        )
+        return
+    report = check.report
+    report.store_uuid, report.epoch, report.clean = row[0].hex(), int(row[1]), bool(row[2])
+    if not report.clean:
+        check.remark("info", "the store was not closed", "its last owner was killed")
+    check.lost = check.traces.lost(report.epoch, report.clean)
+    if check.lost:
+        check.remark(
+            "warning",
+            "the ledger lost what was written last",
+            f"{check.lost}; sessions may be older than clients remember, or unknown",
+            "restore meta.db and meta.db-wal together, if there is a copy",
+        )
+    page, extent = db.execute(
+        "SELECT max(first_page_id + places), max(extent_index) + 1 FROM extent"
+    ).fetchone()
+    if row[3] < (page or 0) or row[4] < (extent or 0):
+        check.find(
+            "error",
+            "numbers of pages or extents would be given twice",
+            f"next page {row[3]} of {page}, next extent {row[4]} of {extent}",
+            "both numbers are raised",
+            lambda db: db.execute(
+                "UPDATE store SET next_page_id = max(next_page_id, ?),"
+                " next_extent = max(next_extent, ?)",
+                (page or 0, extent or 0),
+            ),
+        )
+
+
+def _check_reprs(check: _Check, db: sqlite3.Connection) -> None:
+    query = "SELECT repr_id, descriptor, page_bytes FROM repr"
+    for repr_id, text, page_bytes in db.execute(query).fetchall():
+        check.counts["reprs"] += 1
+        layout = _layout_of(text)
+        if layout is None or layout.page_bytes != page_bytes:
+            name = repr_id.hex()[:16] if isinstance(repr_id, bytes) else repr(repr_id)
+            check.find(
+                "error",
+                f"representation {name} is not described",
+                "its descriptor is unreadable or names another page layout",
+                "its pages are forgotten and recomputed",
+            )
+        else:
+            check.layouts[repr_id] = layout
+
+
+def _check_sessions(check: _Check, db: sqlite3.Connection) -> None:
+    query = "SELECT id, tenant, repr_id, epoch, ledger_len, meta FROM session"
+    for name, tenant, repr_id, epoch, length, meta in db.execute(query).fetchall():
+        check.counts["sessions"] += 1
+        is_sound = _all(str, (name, tenant, meta)) and type(repr_id) is bytes
+        if is_sound and _naturals((epoch, length)):
+            _check_timeline(check, db, name, epoch, length)
+            continue
+        check.find(
+            "error",
+            f"session {name!r} has a damaged row",
+            "its fields have other types or signs",
+            "it is dropped",
+            writes.DropSession(name).write,
+        )
+
+
+def _check_timeline(
+    check: _Check, db: sqlite3.Connection, name: str, epoch: int, length: int
+) -> None:
+    sound, why = bytearray(), ""
+    query = "SELECT start, n, ids, checksum FROM token_blob WHERE session = ? ORDER BY start"
+    for start, n, ids, checksum in db.execute(query, (name,)):
+        check.counts["token_blobs"] += 1
+        at = len(sound) // 4
+        if start != at:
+            why = f"there is a hole or an overlap at token {at}"
+        elif type(ids) is not bytes or n != len(ids) // 4 or len(ids) % 4:
+            why = f"the ids from token {at} on are damaged"
+        elif keys.blob_checksum(name, start, ids) != checksum:
+            why = f"the ids from token {at} on fail their checksum"
+        if why:
+            break
+        sound += ids
+    have = len(sound) // 4
+    check.counts["tokens"] += min(have, length)
+    if not why and have != length:
+        why = f"it should have {length} tokens and has {have}"
+    if why:
+        kept = bytes(sound[: length * 4])
+        check.find(
+            "error",
+            f"session {name!r} lost its tokens from {len(kept) // 4} on (of {length})",
+            why,
+            f"it is cut to its first {len(kept) // 4} tokens, under a new epoch",
+            lambda db: _cut_session(db, name, epoch, kept),
+        )
+
+
+def _check_turns(check: _Check, db: sqlite3.Connection) -> None:
+    for session, turn, start, end, seed, status in db.execute(_TURN_QUERY).fetchall():
+        check.counts["turns"] += 1
+        check.counts["turns_unfinished"] += status == "running"
+        is_sound = _all(str, (session, turn, status)) and type(seed) is int
+        # A prompt may end before it starts: one that repeats the timeline adds nothing to it.
+        if not is_sound or not _naturals((start, end)):
+            check.find(
+                "error",
+                f"a turn of session {session!r} has a damaged row",
+                "its fields have other types, or are negative",
+                "the row is deleted; the timeline is not touched",
+                lambda db, key=(session, turn): db.execute(
+                    "DELETE FROM turn WHERE session IS ? AND id IS ?", key
+                ),
+            )
+
+
+def _check_pending(check: _Check, db: sqlite3.Connection) -> None:
+    for table in ("turn", "token_blob", "suspect"):
+        of_none = f"FROM {table} WHERE session NOT IN (SELECT id FROM session)"
+        lost: int = db.execute(f"SELECT count(*) {of_none}").fetchone()[0]
+        if lost:
+            check.find(
+                "warning",
+                f"{lost} rows of {table} belong to no session",
+                "their session's row is gone",
+                "they are deleted",
+                lambda db, of_none=of_none: db.execute(f"DELETE {of_none}"),
+            )
+
+
+# -- extents, their manifest rows, and every page's bytes ---------------------------------------
+
+
+def _check_extents(check: _Check, db: sqlite3.Connection) -> None:
+    if not check.report.store_uuid:
+        return  # every checksum is seeded with it
+    folder = os.path.join(check.path, "ext")
+    infos = [
+        ExtentInfo(*row, path=extent_path(folder, row[0]))
+        for row in db.execute(EXTENT_QUERY).fetchall()
+    ]
+    rows = {row[0]: page_row(row) for row in db.execute(PAGE_QUERY).fetchall()}
+    check.counts["extents"] = len(infos)
+    check.counts["page_rows"] = len(rows)
+    _check_strays(check, folder, {info.index for info in infos})
+    total = sum(row is not None and row.state == "published" for row in rows.values())
+    claimed: set[int] = set()
+    done = 0
+    for info in infos:
+        ids = info.page_ids
+        mine = {i: rows.pop(i) for i in ids if i in rows}
+        why = "its page ids belong to an extent before it" if claimed & set(ids) else ""
+        claimed.update(ids)
+        try:
+            fd = -1 if why else _open_extent(info)
+        except StoreCorrupt as error:
+            fd, why = -1, str(error)
+        if fd < 0:
+            done += len(mine)
+            _drop_extent(check, info, why, mine)
+            continue
+        try:
+            for page_id, row in mine.items():
+                _check_page(check, db, info, fd, page_id, row)
+                done += row is not None and row.state == "published"
+                check.progress(done, total)
+        finally:
+            os.close(fd)
+    for page_id, row in rows.items():
+        if row is None or row.state == "published":
+            _free_page(check, db, page_id, "no extent has its place")
+
+
+def _check_page(
+    check: _Check,
+    db: sqlite3.Connection,
+    info: ExtentInfo,
+    fd: int,
+    page_id: int,
+    row: PageRow | None,
+) -> None:
+    if row is None:
+        _free_page(check, db, page_id, "fields of its manifest row have other types")
+        return
+    if row.state == "bad":
+        check.counts["places_retired"] += 1
+        return
+    if row.state == "free":
+        return
+    check.counts["pages"] += 1
+    why = _why_bad(check, info, fd, row)
+    if why:
+        check.counts["pages_bad"] += 1
+        _free_page(check, db, page_id, why)
+    else:
+        check.counts["pages_good"] += 1
+        check.counts["tails"] += len(row.tokens) < PAGE_TOKENS * 4
+
+
+def _why_bad(check: _Check, info: ExtentInfo, fd: int, row: PageRow) -> str:
+    """Why a published page may not be served; empty if it may."""
+    sizes = (len(row.key), len(row.parent), len(row.digest), len(row.checksum))
+    if row.state != "published":
+        return f"its state is {row.state!r}"
+    if sizes != (32, 32, 16, 16) or row.repr_id != info.repr_id:
+        return "its manifest row is damaged"
+    if not 0 < len(row.tokens) <= PAGE_TOKENS * 4 or len(row.tokens) % 4:
+        return "its token ids are damaged"
+    layout = check.layouts.get(row.repr_id)
+    if layout is None or layout.page_bytes != info.page_bytes:
+        return "nothing describes its bytes"
+    if len(check.buffer) != info.page_bytes:
+        check.buffer = memoryview(bytearray(info.page_bytes))
+    data = check.buffer
+    try:
+        osio.Files().read_all(fd, data, info.slot_of(row.ref.page_id) * info.page_bytes)
+    except (OSError, StoreCorrupt) as error:
+        return f"it cannot be read: {error}"
+    uuid = bytes.fromhex(check.report.store_uuid)
+    seed = keys.sealed_seed(uuid, *row.ref, row.key, layout.layout_id)
+    if keys.sealed_checksum(data, seed) != row.checksum:
+        return "its bytes fail their sealed checksum"
+    if keys.payload_digest(data) != row.digest:
+        return "its recorded payload digest is damaged"
+    return ""
+
+
+def _free_page(check: _Check, db: sqlite3.Connection, page_id: Any, why: str) -> None:
+    """Report a page that cannot be used; repair leaves a free row with the next generation."""
+    found = db.execute("SELECT gen, repr_id FROM page WHERE page_id = ?", (page_id,)).fetchone()
+    gen, repr_id = found if found is not None else (0, b"")
+    sound = type(gen) is int and 0 <= gen < U32_MAX
+    fixed = writes.FreePages(
+        (writes.PageRef(page_id, gen + 1 if sound else U32_MAX),),
+        repr_id if type(repr_id) is bytes else b"",
+        False,
+    )
+    repair = "its manifest row is deleted; it is recomputed when it is needed"
+    check.find("error", f"page {page_id} is bad", why, repair, fixed.write)
+
+
+def _drop_extent(
+    check: _Check, info: ExtentInfo, why: str, rows: dict[int, PageRow | None]
+) -> None:
+    lost = sum(row is not None and row.state == "published" for row in rows.values())
+    check.counts["pages"] += lost
+    check.counts["pages_bad"] += lost
+    doomed = [*rows]  # not the rest of its range: another extent may have claimed that
+
+    def fix(db: sqlite3.Connection) -> None:
+        writes.DropExtent(info.index, 0, 0).write(db)
+        db.executemany("DELETE FROM page WHERE page_id = ?", [(i,) for i in doomed])
+
+    check.find(
+        "error",
+        f"extent {info.index} is lost, and {lost} pages with it",
+        why,
+        "its rows are deleted; the pages are recomputed when they are needed",
+        fix,
+    )
+    check.removals.append(lambda: os.unlink(info.path))
+
+
+def _check_strays(check: _Check, folder: str, known: set[int]) -> None:
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if not EXTENT_NAME.fullmatch(name):
+            check.remark("info", f"ext/{name} is not ours", "no extent has such a name")
+        elif int(name[:6]) not in known:
+            why = "its creator was killed before it could record it"
+            check.find("warning", f"ext/{name} has no row in the manifest", why, "it is deleted")
+            check.removals.append(lambda path=path: os.unlink(path))
+
+
+# -- folders and arenas -------------------------------------------------------------------------
+
+
+def _check_folders(check: _Check) -> None:
+    for folder in (check.path, *(os.path.join(check.path, name) for name in ("ext", "arena"))):
+        if not os.path.isdir(folder) or os.path.islink(folder):
+            raise StoreUnsupported(f"{folder} is not a directory", fs="")
+        if stat.S_IMODE(os.lstat(folder).st_mode) & 0o077:
+            what, why = f"others may look into {folder}", "KV and token ids equal the prompts"
+            check.find("warning", what, why, "it is made private")
+            check.removals.append(lambda folder=folder: os.chmod(folder, 0o700))
+    for name in sorted(set(os.listdir(check.path)) - _OURS):
+        if name.startswith(SCRATCH):
+            check.find("warning", f"{name} is in the way", "a check was killed", "it is deleted")
+            path = os.path.join(check.path, name)
+            check.removals.append(lambda path=path: shutil.rmtree(path))
+        else:
+            check.remark("info", f"{name} is not part of the store", "it was put aside")
+
+
+def _check_arenas(check: _Check) -> None:
+    folder = os.path.join(check.path, "arena")
+    for text in continuity.implausible_arenas(check.path):
+        why = "no store is opened so often"
+        check.remark("warning", text, why, "no number follows from it")
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if not ARENA_NAME.fullmatch(name) or not stat.S_ISREG(os.lstat(path).st_mode):
+            check.remark("info", f"arena/{name} is not ours", "no arena is like it")
+            continue
+        check.counts["arenas"] += 1
+        why = _why_useless(check, path)
+        if why == "busy":
+            what = f"arena/{name} has a writer that lives"
+            why = "a worker outlived its engine, and may still write"
+            check.remark("warning", what, why, "end that process")
+        elif why:
+            check.find("warning", f"arena/{name} is of no use", why, "it is deleted")
+            check.removals.append(lambda path=path: delete_arena(path))
+
+
+def _why_useless(check: _Check, path: str) -> str:
+    """Why no row of an arena can be imported, "busy" if its lock is held, or empty."""
+    fd = osio.open_private(path, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        if not osio.lock_exclusive(fd):
+            return "busy"
+        why = "it is of no model that this store knows"
+        for repr_id, layout in check.layouts.items():
+            try:
+                arena = ArenaFile.read(fd, layout)
+            except StoreCorrupt as error:
+                why = str(error)
+                continue
+            if arena.repr_id != repr_id:
+                continue
+            try:
+                arena.check_allocated()
+            except StoreCorrupt as error:
+                return str(error)
+            same = arena.boot and arena.boot == osio.boot_id()
+            return "" if same else "it was written before this boot"
+        return why
+    finally:
+        os.close(fd)
 
 
 def _layout_of(descriptor: Any) -> PageLayout | None:
@@ -727,7 +644,3 @@ def _all(kind: type, values: tuple[object, ...]) -> bool:
 
 def _naturals(values: tuple[Any, ...]) -> bool:
     return _all(int, values) and min(values) >= 0
-
-
-def _hex(value: Any) -> str:
-    return value.hex()[:16] if isinstance(value, bytes) else repr(value)

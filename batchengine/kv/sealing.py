@@ -24,7 +24,7 @@ from batchengine.session_kv import ParkedTail, page_start
 from kv_store import keys
 from kv_store.arenas.arena import ArenaSlot
 from kv_store.errors import NumericsFault, StoreCorrupt, StoreError
-from kv_store.pages.allocator import NoRoomKind
+from kv_store.pages.allocator import NoRoom
 from kv_store.pages.index import PageRef
 from kv_store.pages.pool import Ticket
 from kv_store.store import Store
@@ -184,7 +184,7 @@ class SealPipeline:
             )
             if isinstance(found, Ticket):
                 return found
-            if found.kind is NoRoomKind.GROWING or seal.is_tail:
+            if found is NoRoom.GROWING or seal.is_tail:
                 return None
             if not self._slots.evict_oldest(session):
                 return None

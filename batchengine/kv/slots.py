@@ -15,7 +15,7 @@ from batchengine import wire
 from batchengine.core import PAGE_TOKENS
 from batchengine.session import Loss, Session
 from batchengine.session_kv import PendingRows, full_pages, page_start, rows_in
-from kv_store.arenas.arena import Arena, ArenaSlot, SlotState
+from kv_store.arenas.arena import Arena, ArenaSlot
 from kv_store.pages.index import PageRef
 from kv_store.pages.pool import Ticket
 from kv_store.store import Store
@@ -159,7 +159,8 @@ class Slots:
     @property
     def available(self) -> int:
         """Number of slots that the next step may use: free and reclaimable ones."""
-        return self._free_slots() + sum(self.reclaimable.values())
+        n_free = 0 if self.arena is None else self.arena.n_free
+        return n_free + sum(self.reclaimable.values())
 
     def ensure(self, session: Session, until: int) -> bool:
         """Give the session slots for positions below `until`; False = the arena is full."""
@@ -336,9 +337,6 @@ class Slots:
                 return True
         return False
 
-    def _free_slots(self) -> int:
-        return 0 if self.arena is None else self.arena.count(SlotState.FREE)
-
     def drop(self, slot: ArenaSlot) -> None:
         """Free a slot of a session; a seal with a ticket keeps the slot until the seal ends."""
         if not self._leave_seal(slot):
@@ -360,8 +358,7 @@ class Slots:
         """Free a slot that nothing reads; the next frame poisons it."""
         if self.arena is None:
             return
-        self.arena.release(slot)
-        self.arena.freed(slot)  # the frame that poisons it precedes any frame that uses it
+        self.arena.release(slot)  # the frame that poisons it precedes any frame that uses it
         self.epochs.pop(slot, None)
         self._relabels.pop(slot, None)
         self._fresh.pop(slot, None)

@@ -15,7 +15,6 @@ reader proves which rows of a dead writer are whole and which session they belon
 from __future__ import annotations
 
 import contextlib
-import enum
 import errno
 import mmap
 import os
@@ -116,12 +115,6 @@ def session_name(session: bytes) -> bytes:
     return keys.hash_parts(b"batchengine place v1", (session,))
 
 
-class SlotState(enum.Enum):
-    FREE = "free"
-    OPEN = "open"
-    QUARANTINE = "quarantine"
-
-
 @dataclass(frozen=True, slots=True)
 class ArenaSlot:
     """One use (generation) of one slot of an arena."""
@@ -148,7 +141,7 @@ class Arena:
         self.incarnation = incarnation
         self._free = list(range(shape.slots - 1, -1, -1))  # popped from the end: low first
         self._gens = [0] * shape.slots
-        self._states = [SlotState.FREE] * shape.slots
+        self._open = set[int]()
 
     @classmethod
     def create(
@@ -186,37 +179,35 @@ class Arena:
         return cls(path, fd, shape, arena_id, incarnation)
 
     def reserve(self) -> ArenaSlot | None:
-        """Make a FREE slot OPEN; the worker zero-fills it before use. None = no slot is FREE."""
+        """Open a free slot; the worker zero-fills it before use. None = no slot is free."""
         if not self._free:
             return None
         slot = self._free.pop()
-        self._states[slot] = SlotState.OPEN
+        self._open.add(slot)
         return ArenaSlot(slot, self._gens[slot])
 
     def release(self, at: ArenaSlot) -> None:
-        """OPEN -> QUARANTINE: not reused until the worker reports it poisoned (`freed`)."""
-        self._expect(at, SlotState.OPEN)
-        self._states[at.slot] = SlotState.QUARANTINE
-
-    def freed(self, at: ArenaSlot) -> None:
-        """The worker poisoned the slot: QUARANTINE -> FREE, next generation."""
-        self._expect(at, SlotState.QUARANTINE)
-        self._states[at.slot] = SlotState.FREE
+        """Free an open slot; its next use has the next generation."""
+        self._expect_open(at)
+        self._open.remove(at.slot)
         self._gens[at.slot] += 1
         self._free.append(at.slot)
 
     def read_page(self, files: osio.Files, at: ArenaSlot, into: memoryview) -> None:
-        """Fill `into` (page_bytes) from an OPEN slot."""
-        self._expect(at, SlotState.OPEN)
+        """Fill `into` (page_bytes) from an open slot."""
+        self._expect_open(at)
         files.read_all(self.fd, into, self.shape.page_offset(at.slot))
 
-    def count(self, state: SlotState) -> int:
-        return self._states.count(state)
+    @property
+    def n_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def n_open(self) -> int:
+        return len(self._open)
 
     def check(self) -> None:
-        assert sorted(self._free) == [
-            slot for slot, state in enumerate(self._states) if state is SlotState.FREE
-        ]
+        assert sorted([*self._free, *self._open]) == [*range(self.shape.slots)]
 
     def close(self, *, delete: bool) -> None:
         """Close; delete only once the writer is reaped (its process can still write until then)."""
@@ -229,19 +220,15 @@ class Arena:
         finally:
             os.close(self.fd)
 
-    def _expect(self, at: ArenaSlot, state: SlotState) -> None:
-        if self._gens[at.slot] != at.gen or self._states[at.slot] is not state:
+    def _expect_open(self, at: ArenaSlot) -> None:
+        if self._gens[at.slot] != at.gen or at.slot not in self._open:
             raise StaleRef(
-                f"arena slot {at.slot}.{at.gen} is not {state.value}",
-                why=f"it is {self._states[at.slot].value}, generation {self._gens[at.slot]}",
+                f"arena slot {at.slot}.{at.gen} is not open",
+                why=f"its generation is {self._gens[at.slot]}",
             )
 
     def __repr__(self) -> str:
-        free, open_ = self.count(SlotState.FREE), self.count(SlotState.OPEN)
-        return (
-            f"<Arena {os.path.basename(self.path)} slots={self.shape.slots} free={free}"
-            f" open={open_} quarantine={self.count(SlotState.QUARANTINE)}>"
-        )
+        return f"<Arena {os.path.basename(self.path)} free={self.n_free} open={self.n_open}>"
 
 
 @dataclass(frozen=True, slots=True)

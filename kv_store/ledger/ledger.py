@@ -48,6 +48,10 @@ PAGE_QUERY = (
     "SELECT page_id, gen, state, repr_id, content_key, parent_key, tokens, payload_digest,"
     " sealed_checksum, priority, lru_seq FROM page ORDER BY lru_seq"
 )
+EXTENT_QUERY = (
+    "SELECT extent_index, first_page_id, places, page_bytes, repr_id FROM extent"
+    " WHERE kind = 'page' ORDER BY extent_index"
+)
 COMMIT_TIMES_KEPT = 512  # enough for a p99
 _SQLITE_HEADER = struct.Struct(">60xI4xI")  # user_version at 60, application_id at 68
 assert _SQLITE_HEADER.size == 72
@@ -534,10 +538,7 @@ def _replay(db: sqlite3.Connection, *, thorough: bool = True) -> Replay:
         boot_id=head[3],
         next_page_id=head[4],
         next_extent=head[5],
-        extents=db.execute(
-            "SELECT extent_index, first_page_id, places, page_bytes, repr_id FROM extent"
-            " WHERE kind = 'page' ORDER BY extent_index"
-        ).fetchall(),
+        extents=db.execute(EXTENT_QUERY).fetchall(),
         pages=[row for row in rows if row is not None],
         pages_malformed=rows.count(None),
         reprs=dict(db.execute("SELECT repr_id, descriptor FROM repr").fetchall()),

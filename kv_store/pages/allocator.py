@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kv_store import keys, osio
@@ -41,18 +40,11 @@ CHAIN_MAX = 512  # descendants evicted per page when an extent is given back
 GROW_BELOW_SLOTS = 8  # a prefill seals a few pages per second; an extent is allocated sooner
 
 
-class NoRoomKind(enum.Enum):
-    GROWING = "growing"  # an extent is being allocated: try again soon
-    FULL = "full"  # every page is in use, or the budget is smaller than one
-    BLOCKED = "blocked"  # the disk refused an extent, and no page can be evicted
+class NoRoom(enum.Enum):
+    """Why `reserve` has no slot to give."""
 
-
-@dataclass(frozen=True, slots=True)
-class NoRoom:
-    """Why `reserve` has no slot to give; `why` is a sentence for a person."""
-
-    kind: NoRoomKind
-    why: str
+    GROWING = "growing"  # an extent is being allocated, or slots are being freed: try again soon
+    FULL = "full"  # every page is in use, and no extent can be added
 
 
 class Retracted(NamedTuple):
@@ -257,7 +249,7 @@ class SlotAllocator:
 
     def take(self) -> Page | NoRoom:
         """Take a slot: (1) evict to stay under the fill limit, (2) take a free slot, (3) evict for
-        one when no extent can be added, (4) refuse and say why."""
+        one when no extent can be added, (4) refuse."""
         cap = self.slots_max
         high = max(1, cap * FILL_MAX_PERCENT // 100)
         low = min(high - 1, cap * EVICT_TO_PERCENT // 100)
@@ -268,18 +260,12 @@ class SlotAllocator:
         self.grow_ahead()
         if page is not None:
             return page
-        if self._growing is not None:
-            return NoRoom(NoRoomKind.GROWING, "the next extent is being allocated")
-        if self.leaving:
-            return NoRoom(NoRoomKind.GROWING, "slots of invalid pages are being freed")
+        if self.is_growing or self.leaving:
+            return NoRoom.GROWING
         share = len(self.index) * (100 - EVICT_TO_PERCENT) // 100
         if self.evict(max(1, min(EVICT_BATCH, share))) and (page := self.index.take_free()):
             return page
-        if not cap:
-            return NoRoom(NoRoomKind.FULL, "the budget is smaller than one page")
-        if self.growth_blocked:
-            return NoRoom(NoRoomKind.BLOCKED, self.growth_blocked)
-        return NoRoom(NoRoomKind.FULL, "every page is in use")
+        return NoRoom.FULL
 
     def evict(self, count: int, priority_max: int | None = None) -> int:
         """Evict up to `count` pages, least valuable first; returns how many."""

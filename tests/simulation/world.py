@@ -33,7 +33,6 @@ from batchengine.engine.lane.recompute import KEY as RECOMPUTE
 from batchengine.engine.placement.migration import OnPoint
 from batchengine.session import Session, State
 from bench.processes.store_check import check_integrity
-from kv_store.arenas.arena import SlotState
 from tests.simulation import faults
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.lanes import POINTS, Plan, SimLane
@@ -587,7 +586,7 @@ class World:
             arena.check()
             held = sum(len(session.kv.open) for session in pages.slots.members.values())
             held += sum(seal.session is None for seal in pages.slots.seals.values())
-            if arena.count(SlotState.OPEN) != held:
+            if arena.n_open != held:
                 raise AssertionError(f"{arena!r}: {held} places are held by sessions")
         self.check_owners(engine_run)
         for session in engine_run.engine.state.sessions.values():
@@ -611,7 +610,7 @@ class World:
         for loop in engine_run.loops:
             pages, arena = loop.kv, loop.kv.slots.arena
             assert arena is not None
-            if arena.count(SlotState.FREE) != loop.config.places or pages.slots.members:
+            if arena.n_free != loop.config.places or pages.slots.members:
                 raise AssertionError(f"{arena!r} after the last session: {pages!r}")
             if pages.arenas or pages.slots.reclaimable or pages.slots.members_pending():
                 raise AssertionError(f"{pages!r}: {pages.arenas!r}")

@@ -99,9 +99,8 @@ class Lane:
         try:
             self.store.pages.seal(ticket, self.arena, at, self.mapping.digest(at.slot)).result(20)
         finally:
-            self.arena.release(at)
             self.mapping.poison(at.slot)
-            self.arena.freed(at)
+            self.arena.release(at)
         return ticket
 
     def add(self, parent: bytes, ids: np.ndarray, priority: int = 0) -> tuple[PageRef, bytes]:

@@ -18,7 +18,6 @@ from batchengine.engine import Engine
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.lanes.worker_process import WORKER
 from batchengine.session import Session, State
-from kv_store.arenas.arena import SlotState
 from kv_store.pages.index import PageRef
 from kv_store.threads import new_future
 from tests.engine.placement.test_migration import LANES, other
@@ -198,7 +197,7 @@ def is_every_slot_owned(loop: LaneLoop) -> bool:
     held = sum(len(member.kv.open) for member in loop.sessions.values())
     arena = loop.kv.slots.arena
     assert arena is not None
-    return arena.count(SlotState.OPEN) <= held + len(loop.kv.slots.seals)
+    return arena.n_open <= held + len(loop.kv.slots.seals)
 
 
 @pytest.mark.parametrize("moved", [True, False])

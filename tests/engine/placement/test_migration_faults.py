@@ -16,7 +16,6 @@ from batchengine.engine import Engine, Generation
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.placement import migration
 from batchengine.session import Session
-from kv_store.arenas.arena import SlotState
 from kv_store.errors import LedgerRefused, StoreFull
 from kv_store.ledger import writes
 from tests.engine.placement.test_migration import other, two_lanes
@@ -97,7 +96,7 @@ def slots_held(loop: LaneLoop) -> int:
 
 def slots_open(loop: LaneLoop) -> int:
     arena = loop.kv.slots.arena
-    return -1 if arena is None else arena.count(SlotState.OPEN)
+    return -1 if arena is None else arena.n_open
 
 
 @pytest.mark.parametrize(

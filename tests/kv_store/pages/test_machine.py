@@ -14,7 +14,7 @@ from bench.processes.store_check import check_index, check_integrity
 from kv_store.errors import StaleRef
 from kv_store.keys import ROOT_KEY, chain_keys
 from kv_store.layout import PAGE_TOKENS
-from kv_store.pages.allocator import NoRoom, NoRoomKind
+from kv_store.pages.allocator import NoRoom
 from kv_store.pages.index import TRANSITIONS, Page, PageEvent, PageIndex, PageRef, PageState
 from kv_store.pages.pool import Ticket
 from kv_store.store import Store
@@ -75,7 +75,7 @@ class StoreMachine(RuleBasedStateMachine):
         ids = timeline(name)[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]
         probe = self.store.pages.reserve(parent, ids, SALT, priority)
         if isinstance(probe, NoRoom):
-            growing = probe.kind is NoRoomKind.GROWING
+            growing = probe is NoRoom.GROWING
             full = not self.store.stat()["pages_free"] and not evict(self.store, 1)
             assert growing or full, probe
             return

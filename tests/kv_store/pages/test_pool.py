@@ -25,7 +25,7 @@ from kv_store.errors import (
 )
 from kv_store.keys import ROOT_KEY, content_key, payload_digest, sealed_checksum
 from kv_store.layout import PAGE_TOKENS, PageLayout
-from kv_store.pages.allocator import NoRoom, NoRoomKind
+from kv_store.pages.allocator import NoRoom
 from kv_store.pages.index import PageRef, PageState
 from kv_store.pages.pool import INVALIDATE_SLICE
 from kv_store.pages.seal import Ticket
@@ -246,12 +246,12 @@ def test_a_chain_is_evicted_from_its_end(store: Store, lane: Lane) -> None:
         pin(store, refs[0])
 
 
-def test_reserve_gives_the_reason_when_everything_is_pinned(tmp_path: Path) -> None:
+def test_reserve_refuses_when_everything_is_pinned(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s", descriptor(), settings(pages=2, extent_pages=2))
     lane = Lane(store)
     refs = [lane.add(ROOT_KEY, tokens_of(name, 1))[0] for name in (1, 2)]
     refused = store.pages.reserve(ROOT_KEY, tokens_of(3, 1), SALT)
-    assert refused == NoRoom(NoRoomKind.FULL, "every page is in use")
+    assert refused is NoRoom.FULL
     store.pages.unpin(refs[0])
     lane.add(ROOT_KEY, tokens_of(3, 1))
     assert store.pages.match_prefix(tokens_of(1, 1), SALT) == []
@@ -276,8 +276,7 @@ def test_reserve_waits_for_slots_of_invalid_pages_and_evicts_no_valid_page(tmp_p
     ]
     tickets += [answer for answer in answers if isinstance(answer, Ticket)]
     assert len(tickets) == free + INVALIDATE_SLICE
-    assert isinstance(answers[-1], NoRoom)
-    assert answers[-1].kind is NoRoomKind.GROWING
+    assert answers[-1] is NoRoom.GROWING
     assert store.core.counters["pages_evicted"] == evicted
     assert store.pages.is_resident(good)
     busy.set()
@@ -295,7 +294,8 @@ def test_a_budget_below_one_page_serves_uncached(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s", descriptor(), settings(pages=0))
     assert any("smaller than one page" in text for text in store.warnings)
     refused = store.pages.reserve(ROOT_KEY, tokens_of(1, 1), SALT)
-    assert refused == NoRoom(NoRoomKind.FULL, "the budget is smaller than one page")
+    assert refused is NoRoom.FULL
+    assert store.tier == "off: the budget is smaller than one page"
     store.close()
 
 
@@ -548,7 +548,7 @@ def test_status_lines_and_statistics_count_pages_and_slots(store: Store, lane: L
     assert numbers["pages_published"] == 2
     assert numbers["pages_published_total"] == 2
     assert numbers["used_bytes"] == 2 * LAYOUT.page_bytes
-    assert repr(lane.arena) == "<Arena cpu.1 slots=4 free=4 open=0 quarantine=0>"
+    assert repr(lane.arena) == "<Arena cpu.1 free=4 open=0>"
     assert numbers["ledger_failed"] == ""
 
 
