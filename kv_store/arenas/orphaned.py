@@ -128,12 +128,13 @@ class OrphanedArenas:
         """
         self.retry()
         with self._lock:
-            doomed = [name for name, held in self._held.items() if everything or not held.wanted]
+            names = [name for name, held in self._held.items() if everything or not held.wanted]
+            doomed = [(name, self._held.pop(name).fd) for name in names]
             if everything:
                 self._index.clear()
-            for name in doomed:
-                self._delete(name, self._held.pop(name).fd)
-            return len(doomed)
+        for name, fd in doomed:  # without the lock, for which the event loop waits
+            self._delete(name, fd)
+        return len(doomed)
 
     def retry(self) -> None:
         """Take the files whose writer has ended meanwhile. Files of this run are never examined:
@@ -151,7 +152,7 @@ class OrphanedArenas:
             self._busy.clear()
             self._index.clear()
 
-    # -- inside: the lock is held -------------------------------------------------------------
+    # -- inside: the lock is held, except for `_delete` ---------------------------------------
 
     def _examine(self, name: str) -> None:
         """Lock and index one file, delete it if no row in it is usable, or leave it busy."""

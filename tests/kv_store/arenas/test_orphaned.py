@@ -6,7 +6,9 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +115,30 @@ def test_a_sweep_deletes_arenas_of_no_retained_session(
     assert os.listdir(tmp_path) == []
     assert orphaned.bytes == 0
     assert orphaned.deleted == 2
+
+
+def test_a_lookup_does_not_wait_for_the_deletions_of_a_sweep(
+    orphaned: OrphanedArenas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop looks sessions up while a thread deletes gigabytes."""
+    deleting, lookup_done, unlink = threading.Event(), threading.Event(), os.unlink
+
+    def slow_unlink(path: str) -> None:
+        deleting.set()
+        assert lookup_done.wait(20)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", slow_unlink)
+    orphaned.forget(b"a")
+    with ThreadPoolExecutor(2) as pool:
+        sweep = pool.submit(orphaned.sweep)
+        assert deleting.wait(20)
+        lookup = pool.submit(orphaned.find, b"b", 7)
+        try:
+            assert lookup.result(5) == [OrphanedSlot("cpu.10001", 3, 0, 3, 1)]
+        finally:
+            lookup_done.set()
+        assert sweep.result(20) == 1
 
 
 def test_a_sweep_of_everything_deletes_every_arena(
