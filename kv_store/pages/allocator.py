@@ -41,10 +41,10 @@ GROW_BELOW_SLOTS = 8  # a prefill seals a few pages per second; an extent is all
 
 
 class NoRoom(enum.Enum):
-    """Why `reserve` has no slot to give."""
+    """Why `reserve` has no slot to give; the values are sentences for a person."""
 
-    GROWING = "growing"  # an extent is being allocated, or slots are being freed: try again soon
-    FULL = "full"  # every page is in use, and no extent can be added
+    GROWING = "an extent is being allocated, or slots are being freed"  # try again soon
+    FULL = "every page is in use"  # and no extent can be added
 
 
 class Retracted(NamedTuple):

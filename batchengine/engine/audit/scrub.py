@@ -149,7 +149,7 @@ class Maintenance:
         lanes = frozenset((loop.lane.name,))
         ticket = store.pages.reserve(parent, ids, page.salt, page.priority, lanes)
         if isinstance(ticket, NoRoom):
-            raise StoreError(f"there is no room: {ticket.why}")
+            raise StoreError(f"there is no room: {ticket.value}")
         release = loop.kv.arenas.hold(row_import.arena)
         try:
             sealing = store.pages.seal(ticket, row_import.arena, row_import.slots[-1], digest)
