@@ -28,9 +28,7 @@ SIMD_FN void score_tile(const PageView& page, int head_dim, const QueryRows& row
             const __m256i k0 = load(k + (b * 8 + j) * 64), k1 = load(k + (b * 8 + j) * 64 + 32);
             const __m256i a0 = _mm256_abs_epi8(k0), a1 = _mm256_abs_epi8(k1);
             repeat<R>(EACH(r) {
-                int32_t four;
-                __builtin_memcpy(&four, q + r * head_dim + b * 32 + j * 4, 4);
-                const __m256i all = _mm256_set1_epi32(four);
+                const __m256i all = every_dword(q + r * head_dim + b * 32 + j * 4);
                 const __m256i p0 = _mm256_maddubs_epi16(a0, _mm256_sign_epi8(all, k0));
                 const __m256i p1 = _mm256_maddubs_epi16(a1, _mm256_sign_epi8(all, k1));
                 low[r] = _mm256_add_epi32(low[r], _mm256_madd_epi16(p0, ones));
@@ -59,13 +57,6 @@ void score_page(const PageView& page, int head_dim, const QueryRows& rows, int t
     for (; row + 2 <= rows.rows; row += 2)
         score_rows<2>(page, head_dim, rows, row, tiles, score);
     if (row < rows.rows) score_rows<1>(page, head_dim, rows, row, tiles, score);
-}
-
-SIMD_FN int32_t reduce_add(__m256i x) {
-    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
-    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1));
-    return _mm_cvtsi128_si32(s);
 }
 
 // Scores of one row -> m, l and 14-bit weights up to the next multiple of 16 tokens. The row is first
@@ -104,7 +95,7 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint16_t* weight, float* m
         vstore(s + t, w);
     }
     if (vany_nonfinite(check)) return false;
-    *l = static_cast<float>(reduce_add(sum)) * 0x1p-22f;
+    *l = static_cast<float>(sum_of_lanes(sum)) * 0x1p-22f;
 
     const float w_max = vreduce_max(w_top);
     const bool empty = w_max < ca1::TINY;

@@ -15,12 +15,6 @@ SIMD_FN void dot_bytes(__m512i& sum, __m512i u8, __m512i s8) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u8), "v"(s8));
 }
 
-SIMD_FN __m512i dword_everywhere(const void* p) {
-    int32_t four;
-    __builtin_memcpy(&four, p, 4);
-    return _mm512_set1_epi32(four);
-}
-
 // Prefetches a cache line into L2: a page is larger than L1. While K is read, V is prefetched, and
 // while V is read, the next page's K, one line per line read: a core has few requests in flight, and
 // a burst of them would block loads from L2 until DRAM has answered.
@@ -56,7 +50,7 @@ SIMD_FN void score_block(const PageView& page, int head_dim, const QueryRows& ro
                 if constexpr (AHEAD) prefetch(v + t * 16 * head_dim + (b * 8 + j) * 64);
             });
             repeat<R>(EACH(r) {
-                const __m512i four = dword_everywhere(q + r * head_dim + b * 32 + j * 4);
+                const __m512i four = every_dword(q + r * head_dim + b * 32 + j * 4);
                 repeat<TT>(EACH(t) { dot_bytes(dot[r][t], tile[t], four); });
             });
         });
@@ -207,8 +201,8 @@ SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, 
         repeat<N>(EACH(j) { tile[j] = _mm512_loadu_si512(v + 64 * j); });
         if (next) repeat<N>(EACH(j) { prefetch(next + t * head_dim * 4 + 64 * j); });
         repeat<R>(EACH(r) {
-            const __m512i wh = dword_everywhere(scratch.high[row + r] + 4 * t);
-            const __m512i wl = dword_everywhere(scratch.low[row + r] + 4 * t);
+            const __m512i wh = every_dword(scratch.high[row + r] + 4 * t);
+            const __m512i wl = every_dword(scratch.low[row + r] + 4 * t);
             repeat<N>(EACH(j) { dot_bytes(high[r][j], wh, tile[j]); });
             repeat<N>(EACH(j) { dot_bytes(low[r][j], wl, tile[j]); });
         });

@@ -83,14 +83,13 @@ struct BatchEntry {
     size_t first_token;     // index of its first token in the step
     size_t n_tokens;
     size_t start_position;  // absolute position of its first token
-    size_t first_page;      // index into Batch::pages
-    size_t n_pages;         // page p holds positions [256p, 256p + 256)
+    size_t first_page;      // index into Batch::pages; its page p holds positions [256p, 256p + 256)
 };
 
 struct Batch {
     Batch(size_t tokens_max_, size_t entries_max_, size_t pages_max_)
         : tokens_max(tokens_max_), entries_max(entries_max_), pages_max(pages_max_),
-          tokens(tokens_max_), entry_of(tokens_max_), entries(entries_max_), pages(pages_max_) {}
+          entry_of(tokens_max_), entries(entries_max_), pages(pages_max_) {}
 
     uint8_t* page(const BatchEntry& entry, size_t position) const {
         return reinterpret_cast<uint8_t*>(pages[entry.first_page + position / PAGE_TOKENS]);
@@ -103,7 +102,6 @@ struct Batch {
     const size_t tokens_max, entries_max, pages_max;
     size_t n_tokens = 0, n_entries = 0, n_pages = 0;
     size_t n_absent = 0;  // pages without an address, which lie elsewhere
-    Buffer<int32_t> tokens;
     Buffer<uint32_t> entry_of;  // entry of each token
     Buffer<BatchEntry> entries;
     Buffer<uint64_t> pages;

@@ -93,14 +93,13 @@ void set_batch(Batch& batch, const IndexArray& tokens, const EntryArray& entries
                 where + " ends at position " + std::to_string(start + n) + " but has only " +
                     std::to_string(n_pages) + " pages");
         BatchEntry& entry = batch.entries[e];
-        entry = {token, static_cast<size_t>(n), static_cast<size_t>(start), page,
-                 static_cast<size_t>(n_pages)};
+        entry = {token, static_cast<size_t>(n), static_cast<size_t>(start), page};
         require(token + entry.n_tokens <= tokens.shape(0), where + " reaches past the tokens");
-        require(page + entry.n_pages <= pages.shape(0), where + " reaches past the page addresses");
+        page += static_cast<size_t>(n_pages);
+        require(page <= pages.shape(0), where + " reaches past the page addresses");
         for (size_t i = 0; i < entry.n_tokens; i++)
             batch.entry_of[token + i] = static_cast<uint32_t>(e);
         token += entry.n_tokens;
-        page += entry.n_pages;
     }
     require(token == tokens.shape(0), "Batch.set: the entries do not cover all tokens");
     require(page == pages.shape(0), "Batch.set: the entries do not cover all page addresses");
@@ -111,7 +110,6 @@ void set_batch(Batch& batch, const IndexArray& tokens, const EntryArray& entries
                 "Batch.set: page address " + number(p) + " is null or not 64-byte aligned");
         n_absent += absent;
     }
-    std::copy_n(tokens.data(), token, batch.tokens.data());
     std::copy_n(pages.data(), page, batch.pages.data());
     batch.n_tokens = token;
     batch.n_entries = entries.shape(0);

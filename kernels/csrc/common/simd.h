@@ -17,6 +17,7 @@
 #include <utility>
 
 #define SIMD_FN static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
 
 namespace {
 
@@ -39,6 +40,12 @@ struct V16 {
     __m512 v;
 };
 
+// The four bytes at `p`, in every dword.
+SIMD_FN __m512i every_dword(const void* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+}
 SIMD_FN V16 vzero() { return {_mm512_setzero_ps()}; }
 SIMD_FN V16 vset(float x) { return {_mm512_set1_ps(x)}; }
 SIMD_FN V16 vload(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -96,6 +103,16 @@ struct V16 {
     __m256 a, b;
 };
 
+SIMD_FN __m256i every_dword(const void* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return _mm256_set1_epi32(four);
+}
+SIMD_FN int32_t sum_of_lanes(__m256i eight) {
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
+}
 SIMD_FN V16 vzero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 SIMD_FN V16 vset(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 SIMD_FN V16 vload(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -169,12 +186,9 @@ SIMD_FN float vtree(V16 x) {
 }
 // Sum of 32 values as vstore_i8 would store them.
 SIMD_FN int32_t vsum_rounded(V16 x, V16 y) {
-    const __m256i sum = _mm256_add_epi32(
+    return sum_of_lanes(_mm256_add_epi32(
         _mm256_add_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)),
-        _mm256_add_epi32(_mm256_cvtps_epi32(y.a), _mm256_cvtps_epi32(y.b)));
-    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
-    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
-    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
+        _mm256_add_epi32(_mm256_cvtps_epi32(y.a), _mm256_cvtps_epi32(y.b))));
 }
 
 #else
@@ -318,5 +332,17 @@ SIMD_FN V16 vsigmoid(V16 x) {
 SIMD_FN V16 vsilu(V16 x) { return x / (vset(1.0f) + vexpc(vneg(x))); }
 
 #endif
+
+// max|x| of a group whose width is a multiple of 32; nonfinite when any value is NaN or infinite.
+SIMD_FN float largest_magnitude(const float* x, size_t width, bool* finite) {
+    V16 a = vzero(), check = vzero();
+    for (size_t i = 0; i < width; i += 16) {
+        const V16 v = vload(x + i);
+        a = vmax(a, vabs(v));
+        check = vfma(v, vzero(), check);  // NaN when v is not finite, else 0
+    }
+    *finite = !vany_nonfinite(check);
+    return vreduce_max(a);
+}
 
 }  // namespace

@@ -37,7 +37,7 @@ void golden_attend(Pool& pool, Golden& golden, GoldenSource& source, bool neox) 
         batch.n_tokens = std::min(CHUNK, POSITIONS - start);
         batch.n_entries = 1;
         batch.n_pages = n_pages;
-        batch.entries[0] = {0, batch.n_tokens, start, 0, n_pages};
+        batch.entries[0] = {0, batch.n_tokens, start, 0};
         fill(source, qkv.data.data(), qkv.data.size(), 4.0f);
         qkv.row(3)[HEADS * HEAD_DIM + 5] = 300.0f;
         std::fill_n(qkv.row(5) + (HEADS + KV_HEADS) * HEAD_DIM, HEAD_DIM, 0.0f);

@@ -3,50 +3,24 @@
 // Without a dot instruction, maddubs adds two products in int16. 8 x (15*127*2) = 30480 and
 // 2 x (63*127*2) = 32004 still fit, so nibbles sum a whole block in int16 and six-bit weights two
 // dwords; eight-bit weights widen at once (128*127*2 = 32512).
-#include <immintrin.h>
-
-#include "linear/linear_epilogue.h"
-#include "linear/pack.h"
-
-#define INLINE inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
+#include "linear/linear_level.h"
 
 namespace batchengine {
 namespace {
 
 constexpr size_t HALF_ROWS = 8;
 
-struct Panel {
-    const int8_t* q;
-    const float* scale;
-    const int32_t* offset;
-    const int32_t* halves;
-    size_t blocks;
+SIMD_FN __m256i load32(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
 
-    Panel(const Activations& x, size_t group)
-        : q(x.q.data() + group * x.blocks * GROUP_TOKENS * BLOCK_WIDTH),
-          scale(x.scale.data() + group * x.blocks * GROUP_TOKENS),
-          offset(x.offset.data() + group * x.blocks * GROUP_TOKENS),
-          halves(x.halves.data() + group * x.blocks * GROUP_TOKENS * 2), blocks(x.blocks) {}
-};
-
-INLINE __m256i dword(const int8_t* q, int g) {
-    int32_t value;
-    std::memcpy(&value, q + 4 * g, sizeof value);
-    return _mm256_set1_epi32(value);
-}
-
-INLINE __m256i load32(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
-
-INLINE __m256 halves_at(const uint16_t* p) {
+SIMD_FN __m256 halves_at(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
 // int16 pairs to int32
-INLINE __m256i widen(__m256i pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
+SIMD_FN __m256i widen(__m256i pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
 
 template <int N>
-INLINE void scale_in(__m256 (&acc)[N], const __m256i (&sums)[N], __m256 dw, const float* scale) {
+SIMD_FN void scale_in(__m256 (&acc)[N], const __m256i (&sums)[N], __m256 dw, const float* scale) {
     UNROLL for (int n = 0; n < N; ++n)
         acc[n] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[n]),
                                  _mm256_mul_ps(dw, _mm256_set1_ps(scale[n])), acc[n]);
@@ -54,7 +28,7 @@ INLINE void scale_in(__m256 (&acc)[N], const __m256i (&sums)[N], __m256 dw, cons
 
 // nibbles: this half's 32 bytes of vector 0; the next vectors follow 64 bytes apart.
 template <int N>
-INLINE void dot_nibbles(__m256i (&sums)[N], const uint8_t* nibbles, const int8_t* q) {
+SIMD_FN void dot_nibbles(__m256i (&sums)[N], const uint8_t* nibbles, const int8_t* q) {
     const __m256i mask = _mm256_set1_epi8(15);
     __m256i pairs[N];
     UNROLL for (int n = 0; n < N; ++n) pairs[n] = _mm256_setzero_si256();
@@ -64,8 +38,8 @@ INLINE void dot_nibbles(__m256i (&sums)[N], const uint8_t* nibbles, const int8_t
         const __m256i high = _mm256_and_si256(_mm256_srli_epi16(packed, 4), mask);
         UNROLL for (int n = 0; n < N; ++n) {
             const int8_t* x = q + n * BLOCK_WIDTH;
-            pairs[n] = _mm256_add_epi16(pairs[n], _mm256_maddubs_epi16(low, dword(x, j)));
-            pairs[n] = _mm256_add_epi16(pairs[n], _mm256_maddubs_epi16(high, dword(x, j + 4)));
+            pairs[n] = _mm256_add_epi16(pairs[n], _mm256_maddubs_epi16(low, every_dword(x + 4 * j)));
+            pairs[n] = _mm256_add_epi16(pairs[n], _mm256_maddubs_epi16(high, every_dword(x + 4 * (j + 4))));
         }
     }
     UNROLL for (int n = 0; n < N; ++n) sums[n] = widen(pairs[n]);
@@ -74,7 +48,7 @@ INLINE void dot_nibbles(__m256i (&sums)[N], const uint8_t* nibbles, const int8_t
 struct WeightsQ4_0 {
     static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ4_0);
     template <int N>
-    static INLINE void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
                              const Panel& x, size_t cell, size_t) {
         const auto* pair = reinterpret_cast<const PackedQ4_0*>(unit);
         __m256i sums[N];
@@ -88,7 +62,7 @@ struct WeightsQ4_0 {
 struct WeightsQ4_1 {
     static constexpr size_t BLOCKS = 1, BYTES = sizeof(PackedQ4_1);
     template <int N>
-    static INLINE void block(__m256 (&acc)[N], const uint8_t* unit, size_t, size_t row,
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t, size_t row,
                              const Panel& x, size_t cell, size_t) {
         const auto* from = reinterpret_cast<const PackedQ4_1*>(unit);
         __m256i sums[N];
@@ -102,7 +76,7 @@ struct WeightsQ4_1 {
 struct WeightsQ8_0 {
     static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ8_0);
     template <int N>
-    static INLINE void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
                              const Panel& x, size_t cell, size_t) {
         const auto* pair = reinterpret_cast<const PackedQ8_0*>(unit);
         __m256i sums[N];
@@ -112,8 +86,8 @@ struct WeightsQ8_0 {
             const __m256i w = _mm256_xor_si256(load32(pair->q[i][g][row]), _mm256_set1_epi8(-128));
             const __m256i magnitude = _mm256_abs_epi8(w);
             UNROLL for (int n = 0; n < N; ++n) {
-                const __m256i value = _mm256_sign_epi8(
-                    dword(x.q + (cell + static_cast<size_t>(n)) * BLOCK_WIDTH, g), w);
+                const int8_t* q = x.q + (cell + static_cast<size_t>(n)) * BLOCK_WIDTH;
+                const __m256i value = _mm256_sign_epi8(every_dword(q + 4 * g), w);
                 sums[n] = _mm256_add_epi32(sums[n], widen(_mm256_maddubs_epi16(magnitude, value)));
             }
         }
@@ -125,7 +99,7 @@ struct WeightsQ6_K {
     static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ6_K);
 
     template <int G>
-    static INLINE __m256i weights(const PackedQ6_K::Block& from, size_t row) {
+    SIMD_FN __m256i weights(const PackedQ6_K::Block& from, size_t row) {
         const __m256i packed = load32(from.low[G % 4][row]);
         const __m256i upper = load32(from.high[G % 4 / 2][row]);
         const __m256i low =
@@ -137,19 +111,19 @@ struct WeightsQ6_K {
         return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)));
     }
     template <int N, int G>
-    static INLINE void dot_two(__m256i (&sums)[N], const PackedQ6_K::Block& from, size_t row,
+    SIMD_FN void dot_two(__m256i (&sums)[N], const PackedQ6_K::Block& from, size_t row,
                                const int8_t* q) {
         const __m256i w0 = weights<G>(from, row), w1 = weights<G + 1>(from, row);
         UNROLL for (int n = 0; n < N; ++n) {
             const int8_t* x = q + n * BLOCK_WIDTH;
             sums[n] = _mm256_add_epi32(
-                sums[n], widen(_mm256_add_epi16(_mm256_maddubs_epi16(w0, dword(x, G)),
-                                                _mm256_maddubs_epi16(w1, dword(x, G + 1)))));
+                sums[n], widen(_mm256_add_epi16(_mm256_maddubs_epi16(w0, every_dword(x + 4 * G)),
+                                                _mm256_maddubs_epi16(w1, every_dword(x + 4 * (G + 1))))));
         }
     }
     // out += scale * (offset + dot of 16 k)
     template <int N, int G>
-    static INLINE void half(__m256i (&out)[N], const PackedQ6_K& super, size_t i, size_t row,
+    SIMD_FN void half(__m256i (&out)[N], const PackedQ6_K& super, size_t i, size_t row,
                             const int8_t* q, const int32_t* offsets) {
         __m256i sums[N];
         UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_set1_epi32(offsets[n]);
@@ -161,7 +135,7 @@ struct WeightsQ6_K {
             out[n] = _mm256_add_epi32(out[n], _mm256_mullo_epi32(sums[n], scale));
     }
     template <int N>
-    static INLINE void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
                              const Panel& x, size_t cell, size_t halves) {
         const auto& super = *reinterpret_cast<const PackedQ6_K*>(unit);
         const int8_t* q = x.q + cell * BLOCK_WIDTH;
@@ -195,7 +169,7 @@ void product(const uint8_t* tile, size_t row, const Panel& x, size_t token, Tile
 
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
-                     TileResult* results) {
+                     bool, TileResult* results) {
     for (size_t t = 0; t < tiles; ++t, tile += bytes)
         for (size_t row = 0; row < TILE_ROWS; row += HALF_ROWS) {
             size_t token = 0;
@@ -208,7 +182,7 @@ void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Pane
 }
 
 template <Kind KIND>
-INLINE __m256 weights_at(const uint8_t* tile, size_t index) {
+SIMD_FN __m256 weights_at(const uint8_t* tile, size_t index) {
     if constexpr (KIND == Kind::f32)
         return _mm256_load_ps(reinterpret_cast<const float*>(tile) + index);
     const __m128i halves = _mm_load_si128(
@@ -217,68 +191,26 @@ INLINE __m256 weights_at(const uint8_t* tile, size_t index) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
-// The tree 16, 8, 4, 2, 1 over lanes k mod 32, eight lanes in each register.
-INLINE float tree(const __m256 (&lane)[4]) {
-    const __m256 s8 =
-        _mm256_add_ps(_mm256_add_ps(lane[0], lane[2]), _mm256_add_ps(lane[1], lane[3]));
-    const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-    const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
-    return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
-}
-
 template <Kind KIND, int N>
 void product_floats(const uint8_t* tile, size_t row, const Activations& x, size_t group,
                     size_t token, TileResult& result) {
-    __m256 acc[N][4];
-    UNROLL for (int n = 0; n < N; ++n)
-        UNROLL for (int i = 0; i < 4; ++i) acc[n][i] = _mm256_setzero_ps();
     const float* values = x.values.data() + (group * GROUP_TOKENS + token) * x.padded_width;
-    for (size_t b = 0; b < x.blocks; ++b)
-        UNROLL for (int i = 0; i < 4; ++i) {
-            const size_t k = 8 * static_cast<size_t>(i);
-            const __m256 w = weights_at<KIND>(tile, (b * TILE_ROWS + row) * 32 + k);
-            UNROLL for (int n = 0; n < N; ++n) {
-                const float* in = values + static_cast<size_t>(n) * x.padded_width + 32 * b + k;
-                acc[n][i] = _mm256_fmadd_ps(w, _mm256_load_ps(in), acc[n][i]);
+    for (const size_t end = row + 4; row < end; ++row) {
+        __m256 acc[N][4];
+        UNROLL for (int n = 0; n < N; ++n)
+            UNROLL for (int i = 0; i < 4; ++i) acc[n][i] = _mm256_setzero_ps();
+        for (size_t b = 0; b < x.blocks; ++b)
+            UNROLL for (int i = 0; i < 4; ++i) {
+                const size_t k = 8 * static_cast<size_t>(i);
+                const __m256 w = weights_at<KIND>(tile, (b * TILE_ROWS + row) * 32 + k);
+                UNROLL for (int n = 0; n < N; ++n) {
+                    const float* in = values + static_cast<size_t>(n) * x.padded_width + 32 * b + k;
+                    acc[n][i] = _mm256_fmadd_ps(w, _mm256_load_ps(in), acc[n][i]);
+                }
             }
-        }
-    UNROLL for (int n = 0; n < N; ++n)
-        result.y[token + static_cast<size_t>(n)][row] = tree(acc[n]);
-}
-
-template <Kind KIND>
-void multiply_floats(const uint8_t* tile, size_t bytes, size_t tiles, const Activations& x,
-                     size_t group, size_t tokens, TileResult* results) {
-    for (size_t t = 0; t < tiles; ++t)
-        for (size_t row = 0; row < TILE_ROWS; ++row) {
-            size_t token = 0;
-            for (; token + 2 <= tokens; token += 2)
-                product_floats<KIND, 2>(tile + t * bytes, row, x, group, token, results[t]);
-            if (token < tokens)
-                product_floats<KIND, 1>(tile + t * bytes, row, x, group, token, results[t]);
-        }
-}
-
-void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles, size_t group,
-              size_t tokens, TileResult* results) {
-    const size_t bytes = tile_bytes(matrix.kind, matrix.cols);
-    const uint8_t* tile = matrix.data + tile0 * bytes;
-    const Panel panel(x, group);
-    switch (matrix.kind) {
-        case Kind::q4_0:
-            return multiply_blocks<WeightsQ4_0>(tile, bytes, tiles, panel, tokens, results);
-        case Kind::q4_1:
-            return multiply_blocks<WeightsQ4_1>(tile, bytes, tiles, panel, tokens, results);
-        case Kind::q8_0:
-            return multiply_blocks<WeightsQ8_0>(tile, bytes, tiles, panel, tokens, results);
-        case Kind::q6_k:
-            return multiply_blocks<WeightsQ6_K>(tile, bytes, tiles, panel, tokens, results);
-        case Kind::f16:
-            return multiply_floats<Kind::f16>(tile, bytes, tiles, x, group, tokens, results);
-        case Kind::bf16:
-            return multiply_floats<Kind::bf16>(tile, bytes, tiles, x, group, tokens, results);
-        case Kind::f32:
-            return multiply_floats<Kind::f32>(tile, bytes, tiles, x, group, tokens, results);
+        UNROLL for (int n = 0; n < N; ++n)
+            result.y[token + static_cast<size_t>(n)][row] =
+                vtree({_mm256_add_ps(acc[n][0], acc[n][2]), _mm256_add_ps(acc[n][1], acc[n][3])});
     }
 }
 

@@ -4,15 +4,9 @@
 // horizontal sum. Inside a block the kernel forms an outer product: each packed vector of R row
 // tiles is unpacked once and multiplied with the dword of N tokens, which is broadcast once for all
 // R tiles. R x N integer sums and R x N float sums fill the 32 registers; 3 x 4 measured best.
-#include <immintrin.h>
-
 #include <type_traits>
 
-#include "linear/linear_epilogue.h"
-#include "linear/pack.h"
-
-#define INLINE inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
+#include "linear/linear_level.h"
 
 namespace batchengine {
 namespace {
@@ -20,21 +14,6 @@ namespace {
 // How far ahead weights are prefetched for one token, which memory bandwidth bounds. Into the second
 // level: prefetches into the first fill its few miss buffers and cost a third of the bandwidth.
 constexpr size_t STREAM_AHEAD_BYTES = 9216;
-
-// The panel of one token group, from its first block.
-struct Panel {
-    const int8_t* q;
-    const float* scale;
-    const int32_t* offset;
-    const int32_t* halves;
-    size_t blocks;
-
-    Panel(const Activations& x, size_t group)
-        : q(x.q.data() + group * x.blocks * GROUP_TOKENS * BLOCK_WIDTH),
-          scale(x.scale.data() + group * x.blocks * GROUP_TOKENS),
-          offset(x.offset.data() + group * x.blocks * GROUP_TOKENS),
-          halves(x.halves.data() + group * x.blocks * GROUP_TOKENS * 2), blocks(x.blocks) {}
-};
 
 template <int R, int N>
 struct Sums {
@@ -45,15 +24,8 @@ struct Accumulators {
     __m512 a[R][N];
 };
 
-// Broadcast of dword `g` of the block at `q`.
-INLINE __m512i dword(const int8_t* q, int g) {
-    int32_t value;
-    std::memcpy(&value, q + 4 * g, sizeof value);
-    return _mm512_set1_epi32(value);
-}
-
 template <int R, int N>
-INLINE void start(Sums<R, N>& sums, const int32_t* offsets) {
+SIMD_FN void start(Sums<R, N>& sums, const int32_t* offsets) {
     UNROLL for (int n = 0; n < N; ++n) {
         const __m512i value = _mm512_set1_epi32(offsets[n]);
         UNROLL for (int r = 0; r < R; ++r) sums.s[r][n] = value;
@@ -62,9 +34,9 @@ INLINE void start(Sums<R, N>& sums, const int32_t* offsets) {
 
 // sums += weights[r] (unsigned bytes) times dword g of every token
 template <int R, int N>
-INLINE void dot(Sums<R, N>& sums, const __m512i (&weights)[R], const int8_t* q, int g) {
+SIMD_FN void dot(Sums<R, N>& sums, const __m512i (&weights)[R], const int8_t* q, int g) {
     UNROLL for (int n = 0; n < N; ++n) {
-        const __m512i x = dword(q + n * BLOCK_WIDTH, g);
+        const __m512i x = every_dword(q + n * BLOCK_WIDTH + 4 * g);
         UNROLL for (int r = 0; r < R; ++r)
             sums.s[r][n] = _mm512_dpbusd_epi32(sums.s[r][n], weights[r], x);
     }
@@ -72,7 +44,7 @@ INLINE void dot(Sums<R, N>& sums, const __m512i (&weights)[R], const int8_t* q, 
 
 // acc = fma(float(I), RN(dw * dx), acc)
 template <int R, int N>
-INLINE void scale_in(Accumulators<R, N>& acc, const Sums<R, N>& sums, const __m512 (&dw)[R],
+SIMD_FN void scale_in(Accumulators<R, N>& acc, const Sums<R, N>& sums, const __m512 (&dw)[R],
                      const float* scale) {
     UNROLL for (int n = 0; n < N; ++n) {
         const __m512 dx = _mm512_set1_ps(scale[n]);
@@ -82,13 +54,13 @@ INLINE void scale_in(Accumulators<R, N>& acc, const Sums<R, N>& sums, const __m5
     }
 }
 
-INLINE __m512 halves_at(const uint16_t* p) {
+SIMD_FN __m512 halves_at(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
 // The four nibble vectors of a block at nibbles[r]: low nibbles are dwords 0..3, high 4..7.
 template <int R, int N>
-INLINE void dot_nibbles(Sums<R, N>& sums, const uint8_t* const (&nibbles)[R], const int8_t* q) {
+SIMD_FN void dot_nibbles(Sums<R, N>& sums, const uint8_t* const (&nibbles)[R], const int8_t* q) {
     const __m512i mask = _mm512_set1_epi8(15);
     UNROLL for (int j = 0; j < 4; ++j) {
         __m512i low[R], high[R];
@@ -106,7 +78,7 @@ INLINE void dot_nibbles(Sums<R, N>& sums, const uint8_t* const (&nibbles)[R], co
 struct WeightsQ4_0 {
     static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ4_0);
     template <int R, int N>
-    static INLINE void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
                              const Panel& x, size_t cell, size_t) {
         Sums<R, N> sums;
         start(sums, x.offset + cell);
@@ -125,7 +97,7 @@ struct WeightsQ4_0 {
 struct WeightsQ4_1 {
     static constexpr size_t BLOCKS = 1, BYTES = sizeof(PackedQ4_1);
     template <int R, int N>
-    static INLINE void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t,
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t,
                              const Panel& x, size_t cell, size_t) {
         Sums<R, N> sums;
         UNROLL for (int n = 0; n < N; ++n)
@@ -152,7 +124,7 @@ struct WeightsQ4_1 {
 struct WeightsQ8_0 {
     static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ8_0);
     template <int R, int N>
-    static INLINE void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
                              const Panel& x, size_t cell, size_t) {
         Sums<R, N> sums;
         // -128 * sum of q, from -8 * sum.
@@ -181,7 +153,7 @@ struct WeightsQ6_K {
 
     // Weights of dword g (four k of 16 rows): low nibble or high nibble, plus two upper bits.
     template <int G>
-    static INLINE __m512i weights(const PackedQ6_K::Block& from) {
+    SIMD_FN __m512i weights(const PackedQ6_K::Block& from) {
         const __m512i packed = _mm512_load_si512(&from.low[G % 4][0][0]);
         const __m512i upper = _mm512_load_si512(&from.high[G % 4 / 2][0][0]);
         const __m512i low =
@@ -194,7 +166,7 @@ struct WeightsQ6_K {
         return _mm512_ternarylogic_epi32(low, moved, _mm512_set1_epi8(0x30), 0xF8);
     }
     template <int R, int N, int G>
-    static INLINE void dot_four(Sums<R, N>& sums, const PackedQ6_K::Block* const (&from)[R],
+    SIMD_FN void dot_four(Sums<R, N>& sums, const PackedQ6_K::Block* const (&from)[R],
                                 const int8_t* q) {
         __m512i w[R];
         UNROLL for (int r = 0; r < R; ++r) w[r] = weights<G>(*from[r]);
@@ -202,7 +174,7 @@ struct WeightsQ6_K {
     }
     // sums *= the sub-scale of 16 k, exact in int32
     template <int R, int N>
-    static INLINE void scale_half(Sums<R, N>& sums, const PackedQ6_K* const (&super)[R], size_t sub) {
+    SIMD_FN void scale_half(Sums<R, N>& sums, const PackedQ6_K* const (&super)[R], size_t sub) {
         UNROLL for (int r = 0; r < R; ++r) {
             const __m512i scale = _mm512_cvtepi8_epi32(
                 _mm_load_si128(reinterpret_cast<const __m128i*>(super[r]->scale[sub])));
@@ -211,7 +183,7 @@ struct WeightsQ6_K {
         }
     }
     template <int R, int N>
-    static INLINE void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
                              const Panel& x, size_t cell, size_t halves) {
         const PackedQ6_K* super[R];
         const PackedQ6_K::Block* from[R];
@@ -243,7 +215,7 @@ struct WeightsQ6_K {
 };
 
 template <int R, int N>
-INLINE void fold(const Accumulators<R, N>& acc, bool first, size_t token, TileResult* results) {
+SIMD_FN void fold(const Accumulators<R, N>& acc, bool first, size_t token, TileResult* results) {
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int n = 0; n < N; ++n) {
             float* y = results[r].y[token + static_cast<size_t>(n)];
@@ -308,13 +280,13 @@ struct Unpacked {
 };
 
 template <int R, int G>
-INLINE void unpack_dword(const PackedQ6_K* const (&super)[R], size_t b, __m512i (&to)[GROUPS][R]) {
+SIMD_FN void unpack_dword(const PackedQ6_K* const (&super)[R], size_t b, __m512i (&to)[GROUPS][R]) {
     UNROLL for (int r = 0; r < R; ++r) to[G][r] = WeightsQ6_K::weights<G>(super[r]->block[b]);
 }
 
 // Half `H` of block `b`.
 template <int R, int H>
-INLINE void unpack_half(const PackedQ6_K* const (&super)[R], size_t b, Unpacked<R>& to) {
+SIMD_FN void unpack_half(const PackedQ6_K* const (&super)[R], size_t b, Unpacked<R>& to) {
     unpack_dword<R, 4 * H>(super, b, to.weights[b]);
     unpack_dword<R, 4 * H + 1>(super, b, to.weights[b]);
     unpack_dword<R, 4 * H + 2>(super, b, to.weights[b]);
@@ -327,7 +299,7 @@ INLINE void unpack_half(const PackedQ6_K* const (&super)[R], size_t b, Unpacked<
 
 // half *= its sub-scale, after its four dots
 template <int R, int N, int H>
-INLINE void half_block(Sums<R, N>& sums, const Unpacked<R>& from, size_t b, const int32_t* offsets,
+SIMD_FN void half_block(Sums<R, N>& sums, const Unpacked<R>& from, size_t b, const int32_t* offsets,
                        const int8_t* q) {
     start(sums, offsets + H * GROUP_TOKENS);
     UNROLL for (int g = 4 * H; g < 4 * H + 4; ++g) dot<R, N>(sums, from.weights[b][g], q, g);
@@ -410,7 +382,7 @@ void tokens_of_unpacked(const uint8_t* tiles, size_t bytes, const Panel& x, size
 
 // Which register tile a kind runs: Q6_K has two sums per output, so two tiles fill the registers.
 template <class Weights, int R>
-INLINE void run_tiles(const uint8_t* tile, size_t bytes, const Panel& x, size_t tokens, bool cold,
+SIMD_FN void run_tiles(const uint8_t* tile, size_t bytes, const Panel& x, size_t tokens, bool cold,
                       TileResult* results) {
     if constexpr (std::is_same_v<Weights, WeightsQ6_K>)
         if (tokens > 4) return tokens_of_unpacked<R>(tile, bytes, x, tokens, cold, results);
@@ -441,7 +413,7 @@ void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Pane
 
 // Sixteen weights of a float kind.
 template <Kind KIND>
-INLINE __m512 weights_at(const uint8_t* tile, size_t index) {
+SIMD_FN __m512 weights_at(const uint8_t* tile, size_t index) {
     if constexpr (KIND == Kind::f32) return _mm512_load_ps(reinterpret_cast<const float*>(tile) + index);
     const __m256i halves = _mm256_load_si256(
         reinterpret_cast<const __m256i*>(reinterpret_cast<const uint16_t*>(tile) + index));
@@ -449,14 +421,6 @@ INLINE __m512 weights_at(const uint8_t* tile, size_t index) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-// The tree 16, 8, 4, 2, 1 over lanes k mod 32, of which a holds 0..15 and b 16..31.
-INLINE float tree(__m512 a, __m512 b) {
-    const __m512 s16 = _mm512_add_ps(a, b);
-    const __m256 s8 = _mm256_add_ps(_mm512_castps512_ps256(s16), _mm512_extractf32x8_ps(s16, 1));
-    const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-    const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
-    return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
-}
 
 // Four rows times N tokens of float weights.
 template <Kind KIND, int N>
@@ -482,44 +446,7 @@ void product_floats(const uint8_t* tile, size_t row, const Activations& x, size_
     UNROLL for (int r = 0; r < 4; ++r)
         UNROLL for (int n = 0; n < N; ++n)
             result.y[token + static_cast<size_t>(n)][row + static_cast<size_t>(r)] =
-                tree(acc[r][n][0], acc[r][n][1]);
-}
-
-template <Kind KIND>
-void multiply_floats(const uint8_t* tile, size_t bytes, size_t tiles, const Activations& x,
-                     size_t group, size_t tokens, TileResult* results) {
-    for (size_t t = 0; t < tiles; ++t)
-        for (size_t row = 0; row < TILE_ROWS; row += 4) {
-            size_t token = 0;
-            for (; token + 2 <= tokens; token += 2)
-                product_floats<KIND, 2>(tile + t * bytes, row, x, group, token, results[t]);
-            if (token < tokens)
-                product_floats<KIND, 1>(tile + t * bytes, row, x, group, token, results[t]);
-        }
-}
-
-void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles, size_t group,
-              size_t tokens, TileResult* results) {
-    const size_t bytes = tile_bytes(matrix.kind, matrix.cols);
-    const uint8_t* tile = matrix.data + tile0 * bytes;
-    const Panel panel(x, group);
-    const bool cold = group == 0;  // later groups find the weights in the cache
-    switch (matrix.kind) {
-        case Kind::q4_0:
-            return multiply_blocks<WeightsQ4_0>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::q4_1:
-            return multiply_blocks<WeightsQ4_1>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::q8_0:
-            return multiply_blocks<WeightsQ8_0>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::q6_k:
-            return multiply_blocks<WeightsQ6_K>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::f16:
-            return multiply_floats<Kind::f16>(tile, bytes, tiles, x, group, tokens, results);
-        case Kind::bf16:
-            return multiply_floats<Kind::bf16>(tile, bytes, tiles, x, group, tokens, results);
-        case Kind::f32:
-            return multiply_floats<Kind::f32>(tile, bytes, tiles, x, group, tokens, results);
-    }
+                vtree({_mm512_add_ps(acc[r][n][0], acc[r][n][1])});
 }
 
 }  // namespace

@@ -2,13 +2,8 @@
 //
 // The sixteen vectors stay in registers from the first load to the store; one division pair, one
 // tree of maxima and one tree of sums serve all eight blocks.
-#include <immintrin.h>
-
-#include "common/ca1.h"
+#include "common/simd.h"
 #include "quant/quant.h"
-
-#define INLINE inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
 
 namespace batchengine {
 namespace {
@@ -27,7 +22,7 @@ struct Quantised {
 };
 
 // Lane c of the result is the largest of the 16 lanes of v[c].
-INLINE __m256i largest_of_each(const __m512i (&v)[AT_ONCE]) {
+SIMD_FN __m256i largest_of_each(const __m512i (&v)[AT_ONCE]) {
     __m512i pair[4], four[2];
     UNROLL for (int i = 0; i < 4; ++i)
         pair[i] = _mm512_max_epi32(_mm512_shuffle_i64x2(v[2 * i], v[2 * i + 1], 0x44),
@@ -43,7 +38,7 @@ INLINE __m256i largest_of_each(const __m512i (&v)[AT_ONCE]) {
     return _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, m));
 }
 
-INLINE void sum_halves(Quantised& to) {
+SIMD_FN void sum_halves(Quantised& to) {
     __m512i s[4];
     UNROLL for (int i = 0; i < 4; ++i)
         s[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), to.q[i]);
@@ -60,7 +55,7 @@ INLINE void sum_halves(Quantised& to) {
     to.half1 = _mm512_extracti64x4_epi64(sorted, 1);
 }
 
-INLINE Quantised quantise_eight(Inputs in) {
+SIMD_FN Quantised quantise_eight(Inputs in) {
     // Magnitudes compare as integers; NaN and infinities are the largest of them.
     const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
     __m512i largest[AT_ONCE];
@@ -102,17 +97,17 @@ INLINE Quantised quantise_eight(Inputs in) {
     return out;
 }
 
-INLINE __m256i offset_of(const Quantised& from) {
+SIMD_FN __m256i offset_of(const Quantised& from) {
     return _mm256_sub_epi32(_mm256_setzero_si256(),
                             _mm256_slli_epi32(_mm256_add_epi32(from.half0, from.half1), 3));
 }
 
-INLINE __m256i negated_times_32(__m256i half) {
+SIMD_FN __m256i negated_times_32(__m256i half) {
     return _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(half, 5));
 }
 
 // One block of eight tokens side by side; `cell` and `lane` (index in its group) are the first's.
-INLINE void put_tokens(const Quantised& from, Activations& out, size_t cell, size_t lane) {
+SIMD_FN void put_tokens(const Quantised& from, Activations& out, size_t cell, size_t lane) {
     int8_t* q = out.q.data() + cell * BLOCK_WIDTH;
     UNROLL for (int i = 0; i < AT_ONCE / 2; ++i) _mm512_store_si512(q + 64 * i, from.q[i]);
     _mm256_store_ps(out.scale.data() + cell, from.scale);
@@ -124,7 +119,7 @@ INLINE void put_tokens(const Quantised& from, Activations& out, size_t cell, siz
 }
 
 // Eight blocks (or `count`) of one token.
-INLINE void put_blocks(const Quantised& from, Activations& out, size_t cell, size_t lane,
+SIMD_FN void put_blocks(const Quantised& from, Activations& out, size_t cell, size_t lane,
                        size_t count) {
     alignas(64) int8_t q[AT_ONCE][BLOCK_WIDTH];
     alignas(32) float scale[AT_ONCE];
@@ -146,7 +141,7 @@ INLINE void put_blocks(const Quantised& from, Activations& out, size_t cell, siz
 }
 
 // Values [k, k + 16) of a row; lanes past its end are zero.
-INLINE __m512 values_at(const float* row, size_t k, size_t width) {
+SIMD_FN __m512 values_at(const float* row, size_t k, size_t width) {
     if (k + 16 <= width) return _mm512_loadu_ps(row + k);
     const unsigned valid = k < width ? (1u << (width - k)) - 1u : 0u;
     return _mm512_maskz_loadu_ps(static_cast<__mmask16>(valid), row + k);

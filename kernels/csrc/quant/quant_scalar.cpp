@@ -11,41 +11,29 @@ namespace batchengine {
 // Per 32 values: a = max|x|; below 2^-96 the block is zero. d = RN(a/127), id = RN(127/a),
 // q = rint(RN(x*id)). A block that holds a NaN or an infinity is nonfinite: q = 0, d = NaN, so every
 // output that depends on it is NaN, on every level alike.
-static void quantise_one(const float* row, size_t token, Activations& out) {
-    if (out.keep_float)
-        std::memcpy(out.values.data() + token * out.padded_width, row, out.width * sizeof(float));
-    for (size_t block = 0; block < out.blocks; ++block) {
-        const float* x = row + block * BLOCK_WIDTH;
-        const size_t count = std::min(BLOCK_WIDTH, out.width - block * BLOCK_WIDTH);
-        const size_t cell = out.cell(token, block);
-        int8_t* q = out.q.data() + cell * BLOCK_WIDTH;
-
-        float a = 0.0f;
-        bool finite = true;
-        for (size_t i = 0; i < count; ++i) {
-            finite = finite && ca1::is_finite(x[i]);
-            a = std::max(a, std::fabs(x[i]));
-        }
-        const bool zero = !finite || a < ca1::TINY;
-        const float id = zero ? 0.0f : 127.0f / a;
-        int32_t half[2] = {0, 0};
-        for (size_t i = 0; i < BLOCK_WIDTH; ++i) {
-            const int32_t value = zero || i >= count ? 0 : ca1::round_to_int(x[i] * id);
-            q[i] = static_cast<int8_t>(value);
-            half[i / 16] += value;
-        }
-        out.scale[cell] = !finite ? ca1::canonical_nan() : zero ? 0.0f : a / 127.0f;
-        out.offset[cell] = -8 * (half[0] + half[1]);
-        // [group][block][2][token]: the two halves of a block lie 16 tokens apart.
-        int32_t* halves = out.halves.data() + (2 * cell - token % GROUP_TOKENS);
-        halves[0] = -32 * half[0];
-        halves[GROUP_TOKENS] = -32 * half[1];
+static void quantise_block(const float* x, Activations& out, size_t cell, size_t token) {
+    float a = 0.0f;
+    bool finite = true;
+    for (size_t i = 0; i < BLOCK_WIDTH; ++i) {
+        finite = finite && ca1::is_finite(x[i]);
+        a = std::max(a, std::fabs(x[i]));
     }
+    const bool zero = !finite || a < ca1::TINY;
+    const float id = zero ? 0.0f : 127.0f / a;
+    int8_t* q = out.q.data() + cell * BLOCK_WIDTH;
+    int32_t half[2] = {0, 0};
+    for (size_t i = 0; i < BLOCK_WIDTH; ++i) {
+        const int32_t value = zero ? 0 : ca1::round_to_int(x[i] * id);
+        q[i] = static_cast<int8_t>(value);
+        half[i / 16] += value;
+    }
+    put_sums(out, cell, token, !finite ? ca1::canonical_nan() : zero ? 0.0f : a / 127.0f, half[0],
+             half[1]);
 }
 
 void quantise_rows_scalar(const float* rows, size_t stride, size_t token, size_t count,
                           Activations& out) {
-    for (size_t t = 0; t < count; ++t) quantise_one(rows + t * stride, token + t, out);
+    for (size_t t = 0; t < count; ++t) quantise_row<quantise_block>(rows + t * stride, token + t, out);
 }
 
 QuantiseRows quantise_rows() {

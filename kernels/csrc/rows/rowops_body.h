@@ -78,18 +78,6 @@ void rope(float* x, const float* cosines, const float* sines, size_t half, bool 
         rotate_one(neox ? x[i] : x[2 * i], neox ? x[i + half] : x[2 * i + 1], cosines[i], sines[i]);
 }
 
-// max|x| of a group whose width is a multiple of 32; nonfinite when any value is NaN or infinite.
-SIMD_FN float largest_magnitude(const float* x, size_t width, bool* finite) {
-    V16 a = vzero();
-    *finite = true;
-    for (size_t i = 0; i < width; i += 16) {
-        const V16 v = vload(x + i);
-        a = vmax(a, vabs(v));
-        *finite = *finite && !vany_nonfinite(v);
-    }
-    return vreduce_max(a);
-}
-
 SIMD_FN void fill_zero(int8_t* q, size_t width) {
     for (size_t i = 0; i < width; i++) q[i] = 0;
 }
