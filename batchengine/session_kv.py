@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from batchengine.core import PAGE_TOKENS
-from batchengine.wire import FromArena
+from batchengine.wire.lane import FromArena
 from kv_store.arenas.arena import ArenaSlot
 from kv_store.pages.index import PageRef
 

@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchengine import errors, wire
+from batchengine import errors
 from batchengine.config import Config, LaneConfig
 from batchengine.core import ModelInfo, Stage
 from batchengine.engine.audit.audit import Audit
@@ -45,6 +45,7 @@ from batchengine.lanes.worker_process import Lane
 from batchengine.policy import cost
 from batchengine.text import ChatTemplate, TextFrontend
 from batchengine.weights import read_spec
+from batchengine.wire import lane as wire
 from kv_store.errors import StoreError, StoreLocked
 from kv_store.layout import Descriptor, PageLayout
 from kv_store.pages.extents import EXTENT_BYTES

@@ -14,13 +14,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from batchengine import wire
 from batchengine.core import PAGE_TOKENS
 from batchengine.kv.arenas import DeadArenas
 from batchengine.kv.digests import DigestQueue
 from batchengine.kv.slots import LostArena, Slots
 from batchengine.session import Loss, Session, State
 from batchengine.session_kv import PendingRows, page_start
+from batchengine.wire import lane as wire
 from kv_store.arenas.arena import Arena, ArenaSlot
 from kv_store.pages.index import PageRef
 from kv_store.store import Store

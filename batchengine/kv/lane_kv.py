@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from batchengine import wire
 from batchengine.kv.arenas import DeadArenas
 from batchengine.kv.digests import DueDigest
 from batchengine.kv.disputes import Disputes
@@ -20,6 +19,7 @@ from batchengine.kv.prefix import PrefixMatcher
 from batchengine.kv.sealing import SealPipeline
 from batchengine.kv.slots import Labels, Seal, Slots
 from batchengine.kv.touching import PageTouches, Touch
+from batchengine.wire import lane as wire
 from kv_store.store import Store
 
 

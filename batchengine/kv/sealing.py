@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from batchengine import wire
 from batchengine.core import PAGE_TOKENS
 from batchengine.kv.arenas import DeadArenas
 from batchengine.kv.digests import DigestQueue
@@ -21,6 +20,7 @@ from batchengine.kv.readback import ReadBack
 from batchengine.kv.slots import Seal, Slots
 from batchengine.session import Session, State
 from batchengine.session_kv import ParkedTail, page_start
+from batchengine.wire import lane as wire
 from kv_store import keys
 from kv_store.arenas.arena import ArenaSlot
 from kv_store.errors import NumericsFault, StoreCorrupt, StoreError

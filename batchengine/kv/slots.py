@@ -11,10 +11,10 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from batchengine import wire
 from batchengine.core import PAGE_TOKENS
 from batchengine.session import Loss, Session
 from batchengine.session_kv import PendingRows, full_pages, page_start, rows_in
+from batchengine.wire import lane as wire
 from kv_store.arenas.arena import Arena, ArenaSlot
 from kv_store.pages.index import PageRef
 from kv_store.pages.pool import Ticket

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 import kernels
-from batchengine import wire
 from batchengine.core import PAGE_TOKENS
 from batchengine.gguf import GgufFile
 from batchengine.lanes.device import Report
@@ -19,6 +18,7 @@ from batchengine.lanes.host_device import HostDevice, HostOutput
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.model import CpuOps, Model, Stepper, sample_spec
 from batchengine.weights import open_weights
+from batchengine.wire import lane as wire
 
 
 class CpuDevice(HostDevice):

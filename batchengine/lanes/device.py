@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from batchengine import wire
 from batchengine.lanes.step_input import I32Array, StepInput, StepOutput
+from batchengine.wire import lane as wire
 from kv_store.layout import PageLayout
 
 Report = Callable[[str, str, float, float], None]  # stage, detail, progress 0..1, seconds

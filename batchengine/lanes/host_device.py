@@ -8,10 +8,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from batchengine import wire
 from batchengine.lanes.device import LaneMemory, Report
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.step_input import StepInput, StepOutput, U64Array
+from batchengine.wire import lane as wire
 from kv_store.layout import PageLayout
 
 

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kernels
-from batchengine import wire
 from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.step_input import (
     ARENA_BIT,
@@ -32,6 +31,7 @@ from batchengine.lanes.step_input import (
     StepInput,
     U64Array,
 )
+from batchengine.wire import lane as wire
 from kv_store import keys, osio
 from kv_store.arenas.arena import (
     ARENA_NAME,

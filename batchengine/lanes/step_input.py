@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchengine import errors, wire
+from batchengine import errors
 from batchengine.core import PAGE_TOKENS, BatchEngineError
+from batchengine.wire import lane as wire
 from batchengine.wire.frames import Payload
 
 ARENA_BIT = 1 << 63  # slot code: set = index of an arena slot, else (extent << 32) | slot

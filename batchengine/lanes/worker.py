@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from batchengine import errors, wire
+from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.lanes.device import Device, LaneMemory
 from batchengine.lanes.process_guard import guard_process
 from batchengine.lanes.step_input import StepLimits, StepOutput, unpack
+from batchengine.wire import lane as wire
 from batchengine.wire.frames import BlockingLink, Payload, Truncated
 from kv_store.layout import PageLayout
 

@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
-from batchengine import errors, wire
+from batchengine import errors
+from batchengine.wire import lane as wire
 from batchengine.wire.frames import FrameProtocol, WireError
 
 log = logging.getLogger("batchengine.lane")

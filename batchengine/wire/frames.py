@@ -18,7 +18,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar, Union, cast
+from typing import Generic, TypeVar, Union, cast
 
 import msgspec
 
@@ -39,50 +39,15 @@ RECEIVE_BYTES = 64 << 10  # first size of a receive buffer: most steps fit
 class WireError(BatchEngineError):
     """The bytes on a link are not a frame of its schema; the link must be closed."""
 
-    row: ClassVar[Problem]
-
-    def __init__(self, why: str) -> None:
-        super().__init__(self.row.code, self.row.kind, self.row.name, self.row.what, why)
-
-
-class BadMagic(WireError):
-    row = errors.FRAME_MAGIC
-
-
-class BadVersion(WireError):
-    row = errors.FRAME_VERSION
-
-
-class BadHeaderChecksum(WireError):
-    row = errors.FRAME_HEADER
-
-
-class BadFlags(WireError):
-    row = errors.FRAME_FLAGS
-
-
-class UnknownKind(WireError):
-    row = errors.FRAME_KIND
-
-
-class MetaTooLong(WireError):
-    row = errors.META_TOO_LONG
-
-
-class PayloadTooLong(WireError):
-    row = errors.PAYLOAD_TOO_LONG
-
-
-class BadMeta(WireError):
-    row = errors.FRAME_META
-
-
-class KindMismatch(WireError):
-    row = errors.FRAME_MISMATCH
+    def __init__(self, row: Problem, why: str) -> None:
+        super().__init__(row.code, row.kind, row.name, row.what, why)
 
 
 class Truncated(WireError):
-    row = errors.FRAME_TRUNCATED
+    """The link ended inside a frame."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(errors.FRAME_TRUNCATED, why)
 
 
 # ------------------------------------------------------------------------------------ frames
@@ -157,10 +122,7 @@ class LinkSchema(Generic[M]):
     ) -> bytes:
         """One frame as bytes; refuses what the other side's caps would refuse."""
         meta = _encode(message)
-        if len(meta) > META_BYTES_MAX:
-            raise MetaTooLong(f"{len(meta)} bytes of {META_BYTES_MAX}")
-        if len(payload) > PAYLOAD_BYTES_MAX:
-            raise PayloadTooLong(f"{len(payload)} bytes of {PAYLOAD_BYTES_MAX}")
+        _check_lengths(len(meta), len(payload))
         head = HEADER.pack(
             MAGIC, self.version, self._kinds[type(message)], 0, len(meta), len(payload), step,
             incarnation, attempt, 0,
@@ -173,19 +135,18 @@ class LinkSchema(Generic[M]):
             HEADER.unpack_from(head)
         )
         if magic != MAGIC:
-            raise BadMagic(f"starts with {magic!r}")
+            raise WireError(errors.FRAME_MAGIC, f"starts with {magic!r}")
         if zlib.crc32(memoryview(head)[:CRC_SPAN]) != crc:
-            raise BadHeaderChecksum("crc32 differs")
+            raise WireError(errors.FRAME_HEADER, "crc32 differs")
         if version != self.version:
-            raise BadVersion(f"version {version}, this side has {self.version}")
+            raise WireError(
+                errors.FRAME_VERSION, f"version {version}, this side has {self.version}"
+            )
         if flags:
-            raise BadFlags(f"flags {flags:#x}")
+            raise WireError(errors.FRAME_FLAGS, f"flags {flags:#x}")
         if kind not in self._known:
-            raise UnknownKind(f"kind {kind}")
-        if meta_len > META_BYTES_MAX:
-            raise MetaTooLong(f"{meta_len} bytes of {META_BYTES_MAX}")
-        if payload_len > PAYLOAD_BYTES_MAX:
-            raise PayloadTooLong(f"{payload_len} bytes of {PAYLOAD_BYTES_MAX}")
+            raise WireError(errors.FRAME_KIND, f"kind {kind}")
+        _check_lengths(meta_len, payload_len)
         return Header(kind, meta_len, payload_len, step, incarnation, attempt)
 
     def parse_body(self, header: Header, meta: bytes | memoryview, payload: Payload) -> Frame[M]:
@@ -193,10 +154,20 @@ class LinkSchema(Generic[M]):
         try:
             message = self._decode(meta)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadMeta(str(error)) from None
+            raise WireError(errors.FRAME_META, str(error)) from None
         if self._kinds[type(message)] != header.kind:
-            raise KindMismatch(f"the header names {header.kind}, meta is {type(message).__name__}")
+            raise WireError(
+                errors.FRAME_MISMATCH,
+                f"the header names {header.kind}, meta is {type(message).__name__}",
+            )
         return Frame(message, payload, header.step, header.incarnation, header.attempt)
+
+
+def _check_lengths(meta_len: int, payload_len: int) -> None:
+    if meta_len > META_BYTES_MAX:
+        raise WireError(errors.META_TOO_LONG, f"{meta_len} bytes of {META_BYTES_MAX}")
+    if payload_len > PAYLOAD_BYTES_MAX:
+        raise WireError(errors.PAYLOAD_TOO_LONG, f"{payload_len} bytes of {PAYLOAD_BYTES_MAX}")
 
 
 class Decoder(Generic[M]):
@@ -232,7 +203,7 @@ class Decoder(Generic[M]):
         if header is None:
             if len(buffer) < HEADER.size:
                 if buffer and not MAGIC.startswith(bytes(buffer[: len(MAGIC)])):
-                    raise BadMagic(f"starts with {bytes(buffer[:4])!r}")
+                    raise WireError(errors.FRAME_MAGIC, f"starts with {bytes(buffer[:4])!r}")
                 return None
             header = self._header = self._schema.parse_header(buffer)
         meta_end = HEADER.size + header.meta_len

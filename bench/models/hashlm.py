@@ -27,7 +27,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from batchengine import wire
 from batchengine.gguf import GgufFile
 from batchengine.lanes.device import LaneMemory, Report
 from batchengine.lanes.host_device import HostDevice, HostOutput
@@ -35,6 +34,7 @@ from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.step_input import I32Array, StepInput, U64Array
 from batchengine.lanes.worker import Worker, main
 from batchengine.weights import read_spec
+from batchengine.wire import lane as wire
 from batchengine.wire.frames import BlockingLink, Payload
 from kv_store.layout import PAGE_TOKENS, PageLayout
 

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from batchengine import wire
 from batchengine.config import LaneConfig
 from batchengine.core import Sampling
 from batchengine.lanes.step_input import ARENA_BIT, StepLimits, StepOutput, unpack
+from batchengine.wire import lane as wire
 from bench.models import hashlm
 from bench.models.hashlm import LAYOUT, HashDevice, HashTimeline, hashlm_tokens
 from kv_store.arenas.arena import Arena, SlotOwner

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from batchengine import wire
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.step_input import ARENA_BIT, BadStep, StepLimits, unpack
 from batchengine.lanes.worker_process import Lane, LaneDied
+from batchengine.wire import lane as wire
 from bench.models import hashlm
 from kv_store import keys
 from kv_store.arenas.arena import FILE_HEADER, Arena, ArenaMapping, SlotOwner

@@ -15,7 +15,7 @@ from batchengine.kv.slots import Seal, Slots
 from batchengine.kv.touching import PageTouches
 from batchengine.session import Event, Loss, Session
 from batchengine.session_kv import PendingRows
-from batchengine.wire import FromArena
+from batchengine.wire.lane import FromArena
 from kv_store.arenas.arena import Arena
 from kv_store.layout import PAGE_TOKENS
 from kv_store.store import Store

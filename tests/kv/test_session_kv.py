@@ -19,7 +19,7 @@ from batchengine.session_kv import (
     pages_for,
     rows_in,
 )
-from batchengine.wire import FromArena
+from batchengine.wire.lane import FromArena
 from kv_store.arenas.arena import ArenaSlot
 from kv_store.layout import PAGE_TOKENS
 from kv_store.pages.index import PageRef

@@ -16,10 +16,10 @@ import pytest
 import uvloop
 
 import kernels
-from batchengine import wire
 from batchengine.core import GREEDY, PAGE_TOKENS, BatchEngineError
 from batchengine.lanes.step_input import ARENA_BIT, BadStep, StepLimits, unpack
 from batchengine.lanes.worker_process import Lane, LaneDied
+from batchengine.wire import lane as wire
 from kv_store import keys, layout, osio
 from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner
 from kv_store.errors import StoreError
@@ -262,7 +262,7 @@ async def test_an_engine_that_was_suspended_extends_the_deadline_once(
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from batchengine import wire
+from batchengine.wire import lane as wire
 from batchengine.lanes.worker_process import Lane
 
 async def main():

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from batchengine import wire
 from batchengine.core import BatchEngineError
 from batchengine.lanes.worker_process import Lane
+from batchengine.wire import lane as wire
 from batchengine.wire.frames import Decoder, FrameProtocol, Payload
 from bench.models.hashlm import PAGE_TOKENS, POINTS, Faults, HashDevice, HashWorker, _offsets
 

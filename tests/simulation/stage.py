@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from batchengine import wire
 from batchengine.config import Config, LaneConfig, load
 from batchengine.core import (
     DoneEvent,
@@ -25,6 +24,7 @@ from batchengine.core import (
 )
 from batchengine.engine import Engine, Generation
 from batchengine.engine.lane.loop import LaneLoop
+from batchengine.wire import lane as wire
 from bench.models.hashlm import hashlm_tokens
 from tests.simulation.lanes import Plan, SimLane
 from tests.simulation.world import MODEL, PAGE_BYTES, EngineRun, Outcome, World, simulate

@@ -24,7 +24,6 @@ from collections.abc import Awaitable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from batchengine import wire
 from batchengine.config import Config, LaneConfig, load
 from batchengine.core import BatchEngineError, Kind
 from batchengine.engine import Engine
@@ -32,6 +31,7 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.recompute import KEY as RECOMPUTE
 from batchengine.engine.placement.migration import OnPoint
 from batchengine.session import Session, State
+from batchengine.wire import lane as wire
 from bench.processes.store_check import check_integrity
 from tests.simulation import faults
 from tests.simulation.clock import VirtualLoop

@@ -11,11 +11,11 @@ import signal
 import time
 from functools import partial
 
-from batchengine import wire
 from batchengine.lanes.cpu import CpuDevice
 from batchengine.lanes.host_device import HostOutput
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.lanes.worker import Worker, main
+from batchengine.wire import lane as wire
 
 # Ordinary words of the pocket vocabulary that tests otherwise avoid.
 SEGV, NAN, HANG, RAISE, CRASH_ENGINE, KILL_ENGINE = 2001, 2002, 2003, 2004, 2005, 2006

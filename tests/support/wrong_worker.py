@@ -12,11 +12,11 @@ from functools import partial
 
 import numpy as np
 
-from batchengine import wire
 from batchengine.lanes.cpu import CpuDevice
 from batchengine.lanes.host_device import HostOutput
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.lanes.worker import Worker, main
+from batchengine.wire import lane as wire
 
 WRONG = 2008  # other KV, on the lane that is named "bad";
 WRONG_AGAIN = 2009  # or once, on any lane that serves: the second time it is computed

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from batchengine import wire
 from batchengine.core import TokenLogprob
 from batchengine.engine.turns.turn import Turn, TurnEnd
+from batchengine.wire import lane as wire
 
 
 class Emission(NamedTuple):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from batchengine import errors, wire
+from batchengine import errors
 from batchengine.engine.turns.turn import Turn
 from batchengine.kv import Seal
 from batchengine.kv.lane_kv import Chores
 from batchengine.session import Session
+from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaSlot
 
 

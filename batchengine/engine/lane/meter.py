@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from prometheus_client import Histogram
 
-from batchengine import wire
 from batchengine.engine.lane.inflight import InFlightStep
 from batchengine.policy.cost import CostModel, work_of
+from batchengine.wire import lane as wire
 
 OBSERVE_ALL = 256  # first steps, all of which the cost model observes
 OBSERVE_EVERY = 4  # later it observes one decode step in four: they are all alike

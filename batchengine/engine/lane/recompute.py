@@ -12,12 +12,12 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from batchengine import wire
 from batchengine.config import LaneConfig
 from batchengine.kv import LaneKv, RowImport
 from batchengine.policy.cost import StepCost, work_of
 from batchengine.session import Session
 from batchengine.session_kv import page_start, pages_for
+from batchengine.wire import lane as wire
 
 KEY = 0  # sessions count from 1
 EPOCH = 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection
 
-from batchengine import errors, wire
+from batchengine import errors
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine.lane.emission import Emissions
 from batchengine.engine.lane.inflight import InFlightStep, StepEntry
@@ -22,6 +22,7 @@ from batchengine.kv import LaneKv
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
 from batchengine.session_kv import full_pages, pages_for
+from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaSlot
 
 

@@ -10,11 +10,12 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
-from batchengine import errors, wire
+from batchengine import errors
 from batchengine.config import Config, LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.kv import LaneKv
 from batchengine.lanes.worker_process import Lane
+from batchengine.wire import lane as wire
 from kv_store.errors import StoreError, StoreFull, StoreGone
 from kv_store.ledger.continuity import INCARNATIONS
 from kv_store.store import Store

@@ -31,7 +31,7 @@ from batchengine.engine.turns.turn import Turn
 from batchengine.kv import RowImport
 from batchengine.session import NOT_LOGGED, Session, State
 from batchengine.session_kv import page_start
-from batchengine.wire import FromArena
+from batchengine.wire.lane import FromArena
 from kv_store.errors import StoreError
 
 log = logging.getLogger("batchengine.handover")

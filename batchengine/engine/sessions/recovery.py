@@ -45,7 +45,7 @@ from batchengine.session import (
     common_prefix,
 )
 from batchengine.session_kv import PendingRows, page_start, rows_in
-from batchengine.wire import FromArena
+from batchengine.wire.lane import FromArena
 from kv_store import keys
 from kv_store.arenas.orphaned import ORPHANED_S
 from kv_store.errors import StoreError

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from batchengine import wire
 from batchengine.core import Kind
 from batchengine.engine import Engine
 from batchengine.engine.lane import loop as engine_loop
 from batchengine.engine.lane import seats
 from batchengine.engine.lane.supervisor import WorkerSupervisor
 from batchengine.lanes.worker_process import LaneDied
+from batchengine.wire import lane as wire
 from kv_store.errors import StoreFull
 from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 from tests.support.kv_workload import append_tokens

@@ -11,7 +11,7 @@ import pytest
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine import Engine, housekeeping
 from batchengine.session import Session
-from batchengine.wire import FromArena
+from batchengine.wire.lane import FromArena
 from kv_store.errors import StoreError
 from kv_store.pages.index import PageRef
 from kv_store.pages.seal import Ticket
