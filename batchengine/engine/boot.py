@@ -69,43 +69,38 @@ class Launch:
     on_point: OnPoint
 
 
+@dataclass(eq=False)
 class LaneFactory:
     """Creates lanes on the open store: those of the configuration, and fresh workers for audits."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        info: ModelInfo,
-        text: TextFrontend,
-        store: Store,
-        journal: Journal,
-        loader: ModelLoader,
-    ) -> None:
-        self._launch = launch
-        self._info = info
-        self._text = text
-        self._store = store
-        self._journal = journal
-        self._loader = loader
-        self.disputes = Disputes(store)
-        self.suspects = Suspects(store, journal)
-        self.supervisor = WorkerSupervisor(loader, store, launch.config.store.budget_bytes)
+    launch: Launch
+    info: ModelInfo
+    text: TextFrontend
+    store: Store
+    journal: Journal
+    loader: ModelLoader
+
+    def __post_init__(self) -> None:
+        self.disputes = Disputes(self.store)
+        self.suspects = Suspects(self.store, self.journal)
+        budget_bytes = self.launch.config.store.budget_bytes
+        self.supervisor = WorkerSupervisor(self.loader, self.store, budget_bytes)
 
     async def lane(
         self, lane: Lane, config: LaneConfig, disputes: Disputes | None = None
     ) -> LaneLoop:
         """Return the loop of a lane whose worker has loaded, with a new arena attached."""
-        info = self._info
+        info = self.info
         loop = LaneLoop(
             lane,
-            self._store,
+            self.store,
             config,
             disputes=disputes or self.disputes,
-            text=self._text,
-            journal=self._journal,
+            text=self.text,
+            journal=self.journal,
             suspects=self.suspects,
             supervisor=self.supervisor,
-            metrics=self._launch.state.metrics,
+            metrics=self.launch.state.metrics,
             cost=cost.prior_cost(info.file_bytes, info.n_params, config.threads),
         )
         await self.supervisor.attach(lane, config, loop.kv)
@@ -114,11 +109,11 @@ class LaneFactory:
     @contextlib.asynccontextmanager
     async def fresh_worker(self) -> AsyncGenerator[LaneLoop]:
         """Start a lane with a new worker that serves no request: one more vote in an audit."""
-        config = dataclasses.replace(self._launch.config.lanes[0], name=FRESH, places=FRESH_SLOTS)
-        lane = Lane(FRESH, command=self._launch.command)
+        config = dataclasses.replace(self.launch.config.lanes[0], name=FRESH, places=FRESH_SLOTS)
+        lane = Lane(FRESH, command=self.launch.command)
         try:
-            await self._loader.load(lane, config)
-            loop = await self.lane(lane, config, Disputes(self._store))
+            await self.loader.load(lane, config)
+            loop = await self.lane(lane, config, Disputes(self.store))
             running = asyncio.create_task(loop.run())
             try:
                 yield loop
@@ -130,32 +125,43 @@ class LaneFactory:
             await lane.close()
 
 
-@dataclass(frozen=True, slots=True)
 class Running:
     """The parts of an engine that has started."""
 
-    info: ModelInfo
-    text: TextFrontend
-    state: EngineState
-    store: Store
-    tasks: Tasks
-    journal: Journal
-    crash_marker: CrashMarker
-    supervisor: WorkerSupervisor
-    suspects: Suspects
-    disputes: Disputes
-    recovery: SessionRecovery
-    migrator: Migrator
-    dispatcher: Dispatcher
-    parking: Parking
-    requests: Requests
-    operations: SessionOperations
-    audit: Audit
-    maintenance: Maintenance
-    housekeeping: Housekeeping
+    def __init__(self, made: LaneFactory) -> None:
+        launch, store, journal = made.launch, made.store, made.journal
+        state = launch.state
+        self.info, self.text, self.state = made.info, made.text, state
+        self.store, self.journal = store, journal
+        self.disputes, self.supervisor = made.disputes, made.supervisor
+        self.tasks = Tasks()
+        self.crash_marker = CrashMarker(store.path)
+        self.recovery = SessionRecovery(state, store, journal, made.suspects)
+        self.migrator = Migrator(state, journal, launch.on_point)
+        self.dispatcher = Dispatcher(state, self.migrator, self.tasks.spawn)
+        self.audit = Audit(state, store, made.disputes, made.fresh_worker)
+        n_vocab = made.text.tokenizer.vocab_size
+        self.maintenance = Maintenance(state, store, self.recovery, self.audit, n_vocab)
+        self.parking = Parking(state)
+        self.requests = Requests(
+            state,
+            made.info,
+            made.text,
+            journal,
+            self.recovery,
+            self.dispatcher,
+            self.parking,
+            self.tasks,
+            self.maintenance.check_model,
+        )
+        self.operations = SessionOperations(
+            state, store, journal, self.recovery, self.requests, self.parking, made.text
+        )
+        self.housekeeping = Housekeeping(state, store, self.dispatcher)
 
     def begin(self) -> None:
         """Start the lanes' tasks and all background tasks."""
+        self.audit.watch_store()
         tasks = self.tasks
         for loop in self.state.lanes:
             tasks.spawn_vital(loop.run(), f"lane {loop.lane.name}")
@@ -179,89 +185,40 @@ class Running:
 async def start(launch: Launch) -> Running:
     """Create every part of the engine, without starting its tasks; on an error, close them all."""
     async with contextlib.AsyncExitStack() as undo:
-        running = await _start(launch, undo)
+        config, state = launch.config, launch.state
+        model = Path(config.model.path)
+        state.model_identity = await asyncio.to_thread(identity_of, model)
+        info = await asyncio.to_thread(inspect_model, config)
+        vocabulary = await asyncio.to_thread(tokenizer_hash, config.model.path)
+        loader = ModelLoader(config, info.context_tokens)
+        lanes = [Lane(lane_config.name, command=launch.command) for lane_config in config.lanes]
+        text, facts = await _load(launch, lanes, loader, undo)
+        info.has_chat_template = text.tokenizer.chat_template is not None
+        started = time.monotonic()
+        store = await asyncio.to_thread(_open_store, config, facts, vocabulary)
+        undo.push_async_callback(asyncio.to_thread, store.close)
+        for lane in lanes:
+            undo.push_async_callback(lane.close)  # runs before the store closes, which workers map
+        for warning in store.warnings:
+            log.warning("store: %s", warning)
+        info.context_tokens = min(info.context_tokens, store.pages.allocator.slots_max * 256)
+        journal = Journal(
+            store,
+            level=config.store.durability,
+            finish_when_full=config.store.full_disk == "finish",
+        )
+        factory = LaneFactory(launch, info, text, store, journal, loader)
+        loops: list[LaneLoop] = []
+        for lane, lane_config in zip(lanes, config.lanes, strict=True):
+            loops.append(await factory.lane(lane, lane_config))
+            undo.callback(loops[-1].kv.close)
+        detail = f"{store.path}, {store.pages.allocator.slots_max} pages"
+        launch.on_stage(Stage(4, STAGES, "kv store", detail, time.monotonic() - started))
+        state.store, state.lanes[:] = store, loops
+        running = Running(factory)
+        await running.recovery.start(running.crash_marker)
         undo.pop_all()
         return running
-
-
-async def _start(launch: Launch, undo: contextlib.AsyncExitStack) -> Running:
-    config, state = launch.config, launch.state
-    model = Path(config.model.path)
-    state.model_identity = await asyncio.to_thread(identity_of, model)
-    info = await asyncio.to_thread(inspect_model, config)
-    vocabulary = await asyncio.to_thread(tokenizer_hash, config.model.path)
-    loader = ModelLoader(config, info.context_tokens)
-    lanes = [Lane(lane_config.name, command=launch.command) for lane_config in config.lanes]
-    text, facts = await _load(launch, lanes, loader, undo)
-    info.has_chat_template = text.tokenizer.chat_template is not None
-    started = time.monotonic()
-    store = await asyncio.to_thread(_open_store, config, facts, vocabulary)
-    undo.push_async_callback(asyncio.to_thread, store.close)
-    for lane in lanes:
-        undo.push_async_callback(lane.close)  # runs before the store closes, which workers map
-    for warning in store.warnings:
-        log.warning("store: %s", warning)
-    info.context_tokens = min(info.context_tokens, store.pages.allocator.slots_max * 256)
-    journal = Journal(
-        store,
-        level=config.store.durability,
-        finish_when_full=config.store.full_disk == "finish",
-    )
-    factory = LaneFactory(launch, info, text, store, journal, loader)
-    loops: list[LaneLoop] = []
-    for lane, lane_config in zip(lanes, config.lanes, strict=True):
-        loops.append(await factory.lane(lane, lane_config))
-        undo.callback(loops[-1].kv.close)
-    detail = f"{store.path}, {store.pages.allocator.slots_max} pages"
-    launch.on_stage(Stage(4, STAGES, "kv store", detail, time.monotonic() - started))
-    state.open(store, loops)
-    return await _compose(launch, info, text, store, journal, factory)
-
-
-async def _compose(
-    launch: Launch,
-    info: ModelInfo,
-    text: TextFrontend,
-    store: Store,
-    journal: Journal,
-    factory: LaneFactory,
-) -> Running:
-    state = launch.state
-    tasks, crash_marker = Tasks(), CrashMarker(store.path)
-    recovery = SessionRecovery(state, store, journal, factory.suspects)
-    await recovery.start(crash_marker)
-    migrator = Migrator(state, journal, launch.on_point)
-    dispatcher = Dispatcher(state, migrator, tasks.spawn)
-    audit = Audit(state, store, factory.disputes, factory.fresh_worker)
-    audit.watch_store()
-    n_vocab = text.tokenizer.vocab_size
-    maintenance = Maintenance(state, store, recovery, audit, n_vocab)
-    parking = Parking(state)
-    requests = Requests(
-        state, info, text, journal, recovery, dispatcher, parking, tasks, maintenance.check_model
-    )
-    operations = SessionOperations(state, store, journal, recovery, requests, parking, text)
-    return Running(
-        info=info,
-        text=text,
-        state=state,
-        store=store,
-        tasks=tasks,
-        journal=journal,
-        crash_marker=crash_marker,
-        supervisor=factory.supervisor,
-        suspects=factory.suspects,
-        disputes=factory.disputes,
-        recovery=recovery,
-        migrator=migrator,
-        dispatcher=dispatcher,
-        parking=parking,
-        requests=requests,
-        operations=operations,
-        audit=audit,
-        maintenance=maintenance,
-        housekeeping=Housekeeping(state, store, dispatcher),
-    )
 
 
 async def _load(
@@ -273,11 +230,12 @@ async def _load(
     """Load the tokenizer while the workers load one by one; report the first worker's stages."""
     config, started = launch.config, time.monotonic()
     opening = asyncio.ensure_future(TextFrontend.open(config.model.path, ChatTemplate))
+    facts: list[wire.ModelFacts] = []
     try:
         for index, (lane, lane_config) in enumerate(zip(lanes, config.lanes, strict=True)):
             undo.push_async_callback(lane.close)
-            report = functools.partial(_report_loading, launch, is_first=not index)
-            await loader.load(lane, lane_config, report)
+            report = functools.partial(_report_loading, launch, index == 0)
+            facts.append(await loader.load(lane, lane_config, report))
     except BaseException:
         opening.cancel()
         with contextlib.suppress(BaseException):
@@ -287,12 +245,10 @@ async def _load(
     undo.push_async_callback(text.close)
     detail = f"{text.tokenizer.vocab_size:,} tokens"
     launch.on_stage(Stage(3, STAGES, "tokenizer", detail, time.monotonic() - started))
-    if (facts := lanes[0].facts) is None:
-        raise RuntimeError("a worker that has loaded said nothing about itself")
-    return text, facts
+    return text, facts[0]
 
 
-def _report_loading(launch: Launch, message: wire.Loading, *, is_first: bool) -> None:
+def _report_loading(launch: Launch, is_first: bool, message: wire.Loading) -> None:
     launch.on_progress(message.progress)
     if message.detail and is_first:
         index = 1 if message.stage == "map weights" else 2

@@ -54,10 +54,10 @@ class Engine:
         self._worker_command = worker_command
         self._on_point = on_point
         self._phase = "loading"
-        self._progress = 0.0
+        self.progress = 0.0  # share of loading that is done, 0 to 1
+        self.fatal: BaseException | None = None  # for which the daemon must restart
         self._running: Running | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._fatal: BaseException | None = None
 
     def __repr__(self) -> str:
         state = self.state
@@ -73,20 +73,10 @@ class Engine:
         return self._phase
 
     @property
-    def fatal(self) -> BaseException | None:
-        """The error, such as a failed ledger, for which the daemon must restart; or None."""
-        return self._fatal
-
-    @property
-    def progress(self) -> float:
-        """Share of loading that is done, 0 to 1."""
-        return self._progress
-
-    @property
     def running(self) -> Running:
         """The parts of the engine; raises LOADING until it has started."""
         if self._running is None:
-            raise errors.LOADING(progress=self._progress)
+            raise errors.LOADING(progress=self.progress)
         return self._running
 
     @property
@@ -120,15 +110,15 @@ class Engine:
         self._running = running
         running.begin()
         self._watcher = asyncio.create_task(self._watch(running), name="watcher")
-        self._progress, self._phase = 1.0, "ready"
+        self.progress, self._phase = 1.0, "ready"
 
     def _set_progress(self, fraction: float) -> None:
-        self._progress = max(self._progress, min(0.99, fraction))
+        self.progress = max(self.progress, min(0.99, fraction))
 
     async def _watch(self, running: Running) -> None:
         """Wait until a vital task ends; then fail every request, and set `fatal`."""
         error = await running.tasks.failure
-        self._fatal, self._phase = error, "degraded"
+        self.fatal, self._phase = error, "degraded"
         running.requests.fail_all(error)
 
     async def stop(self, drain_s: float) -> None:
@@ -143,7 +133,7 @@ class Engine:
             running.requests.drain()
             await running.requests.over(drain_s)
             await running.migrator.settle(SETTLE_S)
-            if self._fatal is None:
+            if self.fatal is None:
                 running.requests.cancel_all()
                 await running.requests.over(SHUTDOWN_S)
                 await running.parking.park_all()

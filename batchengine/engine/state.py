@@ -51,11 +51,6 @@ class EngineState:
         self.troubles: dict[str, str] = {}  # what is wrong, by subject: see `report.troubles`
         self._epochs_used = 0  # highest epoch of a session that `forget` removed
 
-    def open(self, store: Store, lanes: list[LaneLoop]) -> None:
-        """Set store and lanes, at the engine's start."""
-        self.store = store
-        self.lanes[:] = lanes
-
     def now_ms(self) -> float:
         """Milliseconds of the monotonic clock."""
         return time.monotonic() * 1000.0

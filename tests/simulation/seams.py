@@ -22,7 +22,6 @@ from typing import Any
 
 import kv_store.threads
 from batchengine.engine import boot as start_module
-from batchengine.engine.lane import loop as loop_module
 from kv_store import osio
 from kv_store.store import Store
 from tests.simulation.clock import VirtualLoop
@@ -231,7 +230,6 @@ def virtual_time(loop: VirtualLoop) -> Iterator[None]:
         perf_counter_ns=lambda: int(loop.time() * 1e9),
         sleep=sleep,
     )
-    defaults = loop_module.LaneLoop.__init__.__kwdefaults__
     patched = [
         module
         for name, module in sorted(sys.modules.items())
@@ -240,10 +238,8 @@ def virtual_time(loop: VirtualLoop) -> Iterator[None]:
     try:
         for module in patched:
             module.time = clock  # type: ignore[attr-defined]
-        loop_module.LaneLoop.__init__.__kwdefaults__ = {"clock": loop.time}
         yield
     finally:
-        loop_module.LaneLoop.__init__.__kwdefaults__ = defaults
         for module in patched:
             module.time = time  # type: ignore[attr-defined]
 

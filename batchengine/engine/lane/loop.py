@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 
 from batchengine import errors
 from batchengine.config import LaneConfig
@@ -62,7 +61,6 @@ class LaneLoop:
         supervisor: WorkerSupervisor,
         metrics: Metrics,
         cost: StepCost,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`cost` is what a step is assumed to cost until steps were measured."""
         self._event_loop = asyncio.get_running_loop()
@@ -83,7 +81,6 @@ class LaneLoop:
         self._suspects = suspects
         self._supervisor = supervisor
         self._metrics = metrics
-        self._clock = clock
         self._emissions = Emissions(text.piece)
         self._transfers = Transfers(lane.name, self.kv, self.seats)
         self._steps = StepWriter(
@@ -107,7 +104,7 @@ class LaneLoop:
         return f"<LaneLoop {self.lane!r} {self.seats!r}>"
 
     def now_ms(self) -> float:
-        return self._clock() * 1000.0
+        return time.monotonic() * 1000.0
 
     @property
     def up(self) -> bool:
@@ -291,9 +288,9 @@ class LaneLoop:
 
     async def _restart(self) -> None:
         """Start the next worker; retry until it is up or the engine stops."""
-        lane, failures, down_since = self.lane, 0, self._clock()
+        lane, failures, down_since = self.lane, 0, time.monotonic()
         while not await self._stops_within(lane.backoff_s()):
-            started = self._clock()
+            started = time.monotonic()
             self.kv.poll()  # the dead worker's arena goes once its last seals have ended
             try:
                 await self._supervisor.restart(lane, self.config, self.kv)
@@ -309,7 +306,7 @@ class LaneLoop:
                         self.seats.fail(turn, cannot_start(lane.name, error))
             else:
                 self.down = ""
-                log.warning("%r is back after %.2f s", lane, self._clock() - started)
+                log.warning("%r is back after %.2f s", lane, time.monotonic() - started)
                 return
 
     async def _stops_within(self, seconds: float) -> bool:
