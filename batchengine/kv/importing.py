@@ -334,8 +334,7 @@ class RowImporter:
         """Source of a page of the store, whose tokens were compared before; no ids if invalid."""
         if not self._store.pages.is_resident(ref):  # invalid, though a pin keeps its bytes
             return wire.FromPage(0, 0, bytes(16)), []
-        proof = self._store.pages.proof(ref)
-        return wire.FromPage(proof.slot_code, proof.seed, proof.checksum), ids
+        return wire.FromPage(*self._store.pages.proof(ref)), ids
 
     def arrived(self, row_imports: Sequence[RowImport], imported: Sequence[int]) -> None:
         """Apply the answer of a frame: verified rows of each message of `take_imports`."""

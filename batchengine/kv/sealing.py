@@ -342,8 +342,7 @@ class SealPipeline:
         """Return the message by which the worker verifies the extent copy of a seal."""
         if seal.ref is None:
             raise RuntimeError("verify before publish")
-        proof = self._store.pages.proof(seal.ref)
-        return wire.Verify(proof.slot_code, proof.seed, proof.checksum)
+        return wire.Verify(*self._store.pages.proof(seal.ref))
 
     def stop_publishing(self) -> None:
         """Publish no page of this lane from now on: its rows may be wrong."""

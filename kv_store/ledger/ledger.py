@@ -92,6 +92,7 @@ class Replay:
 class _Intent:
     ops: tuple[Op, ...]
     future: Future[int]
+    error: Exception | None = None  # of this intent alone
 
 
 @dataclass(slots=True)
@@ -285,35 +286,25 @@ class Ledger:
         intents = [intent for group in groups for intent in group.intents]
         start = time.perf_counter()
         sequence, everyone = 0, None
-        failed: dict[int, Exception] = {}
         try:
             if self._failure is not None:
                 raise self._failure
-            sequence, failed = self._transact(intents)
+            sequence = self._transact(intents)
         except Exception as error:
             everyone = error
         self.stats.commits += 1
         self.stats.commit_us.append((time.perf_counter() - start) * 1e6)
-        index = 0
         for group in groups:
             first = everyone
             for intent in group.intents:
-                error = everyone or failed.get(index)
-                index += 1
-                if error is None:
-                    intent.future.set_result(sequence)
-                else:
-                    first = first or error
-                    intent.future.set_exception(error)
-            if first is None:
-                group.future.set_result(sequence)
-            else:
-                group.future.set_exception(first)
+                first = first or intent.error
+                _resolve(intent.future, sequence, everyone or intent.error)
+            _resolve(group.future, sequence, first)
         self._log_bytes += COMMIT_BYTES + sum(_size(op) for i in intents for op in i.ops)
         if self._log_bytes > WAL_BYTES_MAX:
             self._checkpoint("PASSIVE")
 
-    def _transact(self, intents: list[_Intent]) -> tuple[int, dict[int, Exception]]:
+    def _transact(self, intents: list[_Intent]) -> int:
         """Write one transaction. A full disk leaves nothing of it, so it is retried: first after a
         checkpoint, which frees the log's file for reuse, then after `on_full` has freed space."""
         for attempt, make_room in enumerate((lambda: True, lambda: True, self._on_full)):
@@ -325,9 +316,9 @@ class Ledger:
                     self._roll_back()
                     raise self._failure
             try:
-                done = self._transact_once(intents)
+                sequence = self._transact_once(intents)
                 self.stats.is_full = False
-                return done
+                return sequence
             except sqlite3.DatabaseError as error:
                 self._roll_back()
                 if not _is_full(error):
@@ -338,31 +329,31 @@ class Ledger:
             fix="free disk space; new turns are refused until then",
         )
 
-    def _transact_once(self, intents: list[_Intent]) -> tuple[int, dict[int, Exception]]:
-        db, failed, sessions = self._db, dict[int, Exception](), 0
+    def _transact_once(self, intents: list[_Intent]) -> int:
+        db, sessions = self._db, 0
         db.execute("BEGIN IMMEDIATE")
         db.execute("UPDATE store SET commit_seq = commit_seq + 1")
-        for index, intent in enumerate(intents):
+        for intent in intents:
             db.execute("SAVEPOINT intent")
-            change = 0
+            change, intent.error = 0, None
             try:
                 for op in intent.ops:
                     change += op.write(db) or 0
             except sqlite3.IntegrityError as error:
-                failed[index] = LedgerRefused("the ledger refused a record", why=str(error))
+                intent.error = LedgerRefused("the ledger refused a record", why=str(error))
             except sqlite3.DatabaseError:
                 raise
             except Exception as error:
-                failed[index] = error
-            if index in failed:
-                db.execute("ROLLBACK TO intent")
-            else:
+                intent.error = error
+            if intent.error is None:
                 sessions += change
+            else:
+                db.execute("ROLLBACK TO intent")
             db.execute("RELEASE intent")
         sequence: int = db.execute("SELECT commit_seq FROM store").fetchone()[0]
         db.execute("COMMIT")
         self.stats.sessions += sessions
-        return sequence, failed
+        return sequence
 
     def _roll_back(self) -> None:
         if self._db.in_transaction:
@@ -430,6 +421,13 @@ class Ledger:
         db.execute("COMMIT")
         # the version must be readable in the file itself, without opening it as a database
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+def _resolve(future: Future[int], sequence: int, error: Exception | None) -> None:
+    if error is None:
+        future.set_result(sequence)
+    else:
+        future.set_exception(error)
 
 
 def check_version(path: str) -> None:

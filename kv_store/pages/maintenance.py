@@ -101,10 +101,7 @@ class PageMaintenance:
         """
         with self._core.lock:
             if self._verifying is None or self._verifying.done():
-                self._verifying = new_future()
-                self._verify_from(
-                    self._evictable_refs(), Counter(), time.monotonic(), self._verifying
-                )
+                self._verifying = self._verify_all()
             return self._verifying
 
     def _evictable_refs(self) -> Iterator[PageRef]:
@@ -114,20 +111,16 @@ class PageMaintenance:
                 refs = [page.ref for page in pages if page.state in EVICTABLE]
             yield from refs
 
-    def _verify_from(
-        self,
-        left: Iterator[PageRef],
-        counts: Counter[str],
-        start: float,
-        result: Future[VerifyReport],
-    ) -> None:
-        """Submit the check of one page, which submits the rest: other intents run in between."""
+    def _verify_all(self) -> Future[VerifyReport]:
+        left, counts, start = self._evictable_refs(), Counter[str](), time.monotonic()
+        result: Future[VerifyReport] = new_future()
 
         def check() -> None:
+            """Check one page, and submit the check of the next: other intents run in between."""
             ref = next(left, None)
             if ref is not None:
                 counts[self._check(ref)] += 1
-                self._verify_from(left, counts, start, result)
+                self._core.thread.submit(check).add_done_callback(done)
                 return
             read_bytes = (counts["good"] + counts["bad"]) * self._slots.layout.page_bytes
             seconds = time.monotonic() - start
@@ -140,6 +133,7 @@ class PageMaintenance:
                 result.set_exception(error)
 
         self._core.thread.submit(check).add_done_callback(done)
+        return result
 
     def _check(self, ref: PageRef) -> str:
         """Read one page; returns the field of VerifyReport that counts it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kv_store import keys
 from kv_store.errors import StaleRef
@@ -28,8 +28,7 @@ MATCH_SLICE = 64  # pages looked up under one hold of the lock
 INVALIDATE_SLICE = 32  # pages retracted, or freed, under one hold of the lock
 
 
-@dataclass(frozen=True, slots=True)
-class PageProof:
+class PageProof(NamedTuple):
     """What a lane needs to verify an extent copy through its own mapping: XXH3-128 of the whole
     page with `seed` must equal `checksum`."""
 
