@@ -7,7 +7,7 @@
     arena/<lane>.<n>   open pages of one worker incarnation
 
 Opening never fails for damaged pages: rows that do not verify are dropped and counted in
-`recovery`. It fails for a second owner, a newer format, and an unsuitable file system.
+`dropped`. It fails for a second owner, a newer format, and an unsuitable file system.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from operator import mul
-from typing import NamedTuple
 
 from kv_store import osio
 from kv_store.arenas.arena import ARENA_NAME, LANE_NAME, Arena, delete_arena
 from kv_store.arenas.orphaned import OrphanedArenas
 from kv_store.errors import StoreCorrupt, StoreGone, StoreLocked, StoreUnsupported
-from kv_store.layout import Descriptor, differing_fields
+from kv_store.layout import Descriptor
 from kv_store.ledger import continuity, writes
-from kv_store.ledger.ledger import Ledger, Opener, PageRow, Replay, connect, is_damage, pages_of
+from kv_store.ledger.ledger import Ledger, Opener, Replay, connect, is_damage, pages_of
 from kv_store.ledger.reserve import ReserveFile
 from kv_store.pages.allocator import EVICT_TO_PERCENT
 from kv_store.pages.core import Budget, StoreCore, derived_floor_bytes
@@ -39,21 +40,6 @@ from kv_store.pages.maintenance import SESSIONS_MAX, GcReport
 from kv_store.pages.pool import PagePool
 
 AGES_MAX = 4096  # pages whose age one call of `maintain` writes: bounds its commit
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """What opening found. `pages_dropped` counts by reason."""
-
-    created: bool
-    clean: bool
-    same_boot: bool
-    sessions: int
-    pages_listed: int
-    pages_dropped: dict[str, int]
-    arenas_deleted: int
-    arenas_busy: tuple[str, ...]
-    other_reprs: tuple[tuple[str, ...], ...]  # per older representation: the fields that differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,28 +67,33 @@ class Store:
     `pages` is the pool of the representation it was opened for; `pool` opens further ones.
     """
 
-    path: str
-    warnings: list[str]
-    losses: list[str]  # sentences for health: what this opening found to be lost for good
-    recovery: Recovery
-    orphaned: OrphanedArenas  # arenas of earlier runs, if StoreSettings.keep_arenas; else empty
-    sessions_max: int
-    _lock_fd: int
-    _folder: os.stat_result  # of `path` when it was opened
-    _reserve: ReserveFile
-    _settings: StoreSettings
-
-    def __init__(self, core: StoreCore, descriptor: Descriptor) -> None:
+    def __init__(
+        self,
+        path: str,
+        core: StoreCore,
+        descriptor: Descriptor,
+        settings: StoreSettings,
+        reserve: ReserveFile,
+        lock_fd: int,
+    ) -> None:
+        self.path = path
         self.core = core
         self.ledger = core.ledger
         self.events = core.events
         self.counters = core.counters
         self.rates = core.rates
         self.epoch = core.epoch
-        self.uuid = core.uuid
+        self.warnings: list[str] = []
+        self.losses: list[str] = []  # for health: what this opening found to be lost for good
+        self.dropped = Counter[str]()  # pages that this opening dropped, by reason
+        self.orphaned = OrphanedArenas()  # of earlier runs, if StoreSettings.keep_arenas
         self.pages = PagePool(core, descriptor)
         self._pools = {descriptor.repr_id: self.pages}
-        self._stopped = False
+        self._settings = settings
+        self._reserve = reserve
+        self._lock_fd = lock_fd
+        self._folder = os.stat(path)
+        self._closed = False
 
     @classmethod
     def open(
@@ -147,34 +138,41 @@ class Store:
     ) -> Store:
         boot = osio.boot_id()
         reserve = ReserveFile(path, files, settings.ballast_bytes, settings.budget_bytes)
-        opener = _Opener(path, descriptor, boot, connect, reserve)
-        ledger, epoch, lost, losses = _open_ledger(opener, found)
+        start = partial(
+            _start_epoch,
+            path,
+            descriptor,
+            boot,
+            found.epoch,
+            on_full=reserve.spend,
+            connect=connect,
+        )
+        ledger, epoch, lost, losses = _open_ledger(path, found, start)
         warnings += losses
         try:
-            replay = ledger.replay
             try:
-                opening = continuity.Opening(epoch, False, lost)
-                continuity.write_opening(files, lock_fd, replay.store_uuid.hex(), boot, opening)
+                opening, uuid = continuity.Opening(epoch, False, lost), ledger.replay.store_uuid
+                continuity.write_opening(files, lock_fd, uuid.hex(), boot, opening)
             except OSError as error:  # it only informs; the lock itself is in the kernel
                 warnings.append(f"the LOCK file does not name this process: {error}")
-            extents = Extents(os.path.join(path, "ext"), files)
-            budget = Budget(
-                settings.budget_bytes, settings.extent_bytes, _floor(files, path, settings)
-            )
+            floor = settings.free_floor_bytes
+            if floor is None:
+                floor = derived_floor_bytes(files.free_bytes(path)[1])
             core = StoreCore(
-                ledger, extents, files, budget, epoch=epoch, verify_writes=settings.verify_writes
+                ledger,
+                Extents(os.path.join(path, "ext"), files),
+                files,
+                Budget(settings.budget_bytes, settings.extent_bytes, floor),
+                epoch=epoch,
+                verify_writes=settings.verify_writes,
             )
-            self = cls(core, descriptor)
+            self = cls(path, core, descriptor, settings, reserve, lock_fd)
         except BaseException:
             ledger.close()
             raise
-        self.path, self.warnings, self._lock_fd = path, warnings, lock_fd
-        self._settings, self.orphaned = settings, OrphanedArenas()
-        self.losses, self._reserve = losses, reserve
-        self._folder = os.stat(path)
-        self.sessions_max = settings.sessions_max
+        self.warnings, self.losses = warnings, losses
         try:
-            self._recover(replay, boot)
+            self._recover(ledger.replay, boot)
             reserve.make()
             if settings.budget_bytes < descriptor.layout.page_bytes:
                 warnings.append("the store budget is smaller than one page: nothing is cached")
@@ -187,8 +185,7 @@ class Store:
                 warnings.append(f"pages cannot be cached now: {core.write_failure}")
             ledger.commit().result()
         except BaseException:
-            self._lock_fd = -1  # the caller closes it: twice may close a later descriptor
-            self._stop(clean=False)
+            self._end(clean=False)
             raise
         return self
 
@@ -286,7 +283,7 @@ class Store:
             slots += self.core.drop_oldest_foreign()
             extents += 1
         evicted, tails = map(sum, zip(*found, strict=True))
-        sessions, turns = self.ledger.prune(self.sessions_max, keep)
+        sessions, turns = self.ledger.prune(self._settings.sessions_max, keep)
         self.ledger.commit()  # also where there was nothing to prune
         return GcReport(evicted, tails, extents, slots, sessions, turns)
 
@@ -351,7 +348,7 @@ class Store:
             "read_bytes_per_s": core.rates.read_bytes_per_s or 0.0,
             "seal_bytes_per_s": core.rates.seal_bytes_per_s or 0.0,
             "sessions": self.ledger.stats.sessions,
-            "sessions_max": self.sessions_max,
+            "sessions_max": self._settings.sessions_max,
             "commits": self.ledger.stats.commits,
             "commit_us_p50": times[len(times) // 2] if times else 0.0,
             "commit_us_p99": times[len(times) * 99 // 100] if times else 0.0,
@@ -363,7 +360,13 @@ class Store:
 
     def close(self) -> None:
         """Write what is pending, mark the store clean, release the lock."""
-        self._stop(clean=True)
+        if self._closed:  # closing a descriptor twice may close another file's
+            return
+        self._closed = True
+        self._end(clean=True)
+        with contextlib.suppress(OSError):
+            continuity.mark_closed(self.core.files, self._lock_fd)
+        os.close(self._lock_fd)
 
     def __repr__(self) -> str:
         with self.core.lock:
@@ -381,52 +384,63 @@ class Store:
 
     def _recover(self, replay: Replay, boot: str) -> None:
         """Rebuild the index from the manifest; nothing is read from the extents yet."""
-        core = self.core
-        dropped = {"malformed row": replay.pages_malformed} if replay.pages_malformed else {}
-        rows = {row.ref.page_id: row for row in replay.pages}
-        _open_extents(core, self.pages, replay, rows, dropped, self.warnings)
-        known = [*self.pages.allocator.infos, *core.foreign]
+        core, pages = self.core, self.pages
+        if replay.pages_malformed:
+            self.dropped["malformed row"] = replay.pages_malformed
+        self._open_extents(replay)
+        known = [*pages.allocator.infos, *core.foreign]
         for stray in core.extents.strays({info.index for info in known}):
             try:
                 os.unlink(stray)
             except OSError as error:
                 self.warnings.append(f"{stray} is in the way: {os.strerror(error.errno or 0)}")
         for row in replay.pages:  # oldest first, so ages keep their order
-            reason = self.pages.restore(row)
-            if reason:
-                dropped[reason] = dropped.get(reason, 0) + 1
-        self.pages.index.supersede_tails(self.pages.index.tail_parents())
-        same_boot = bool(boot) and boot == replay.boot_id
-        if same_boot and self._settings.keep_arenas:
-            folder = os.path.join(self.path, "arena")
-            self.orphaned = OrphanedArenas(
-                folder, self.pages.layout, self.pages.repr_id, core.files
-            )
+            if reason := pages.restore(row):
+                self.dropped[reason] += 1
+        for reason, count in self.dropped.items():
+            self.warnings.append(f"{count} pages were dropped: {reason}")
+        pages.index.supersede_tails(pages.index.tail_parents())
+        folder = os.path.join(self.path, "arena")
+        if self._settings.keep_arenas and boot and boot == replay.boot_id:
+            self.orphaned = OrphanedArenas(folder, pages.layout, pages.repr_id, core.files)
             self.warnings += self.orphaned.warnings
-            deleted, busy = self.orphaned.deleted, self.orphaned.busy
         else:
-            deleted, busy = _sweep_arenas(self.path, self.warnings)
-        others = [
-            tuple(differing_fields(self.pages.descriptor, text))
-            for repr_id, text in replay.reprs.items()
-            if repr_id != self.pages.repr_id
-        ]
-        self.recovery = Recovery(
-            created=not replay.epoch,
-            clean=replay.clean,
-            same_boot=same_boot,
-            sessions=replay.sessions,
-            pages_listed=self.pages.index.count(PageState.LISTED),
-            pages_dropped=dropped,
-            arenas_deleted=deleted,
-            arenas_busy=busy,
-            other_reprs=tuple(others),
-        )
+            _sweep_arenas(folder, self.warnings)
 
-    def _stop(self, *, clean: bool) -> None:
-        if self._stopped:  # closing a descriptor twice may close another file's
-            return
-        self._stopped = True
+    def _open_extents(self, replay: Replay) -> None:
+        """Open the pool's extents, note those of other representations, drop those over the
+        budget."""
+        core, pages = self.core, self.pages
+        folder, rows = core.extents.folder, {row.ref.page_id: row for row in replay.pages}
+        gens = {page_id: row.ref.gen for page_id, row in rows.items()}
+        published = {page_id for page_id, row in rows.items() if row.state == "published"}
+        infos = [ExtentInfo(*row, path=extent_path(folder, row[0])) for row in replay.extents]
+        for info in sorted(infos, key=lambda i: (i.repr_id != pages.repr_id, i.index)):
+            gone = ""
+            if core.extent_bytes + info.file_bytes > core.budget.budget_bytes:
+                gone = "over budget"
+            elif info.repr_id != pages.repr_id:
+                core.add_foreign(info)
+            elif info.page_bytes != pages.layout.page_bytes:
+                gone = "other page size"
+            else:
+                try:
+                    pages.allocator.open_extent(info, gens)
+                except StoreCorrupt as error:
+                    gone = "extent missing or truncated"
+                    self.warnings.append(str(error))
+            if gone:
+                lost = published.intersection(info.page_ids)
+                published -= lost
+                if lost:
+                    self.dropped[gone] += len(lost)
+                core.extents.drop(info)
+                core.forget_extent(info)
+        # the extents with the fewest pages are dropped first
+        core.foreign.sort(key=lambda info: len(published.intersection(info.page_ids)))
+
+    def _end(self, *, clean: bool) -> None:
+        """End the threads and close the files, except for LOCK."""
         self.core.thread.close()
         if clean and self.ledger.failure is None:
             for pool in self._pools.values():
@@ -435,70 +449,16 @@ class Store:
         self.ledger.close()
         self.core.extents.close()
         self.orphaned.close()
-        if self._lock_fd >= 0:
-            with contextlib.suppress(OSError):
-                continuity.mark_closed(self.core.files, self._lock_fd)
-            os.close(self._lock_fd)
 
 
-def _open_extents(
-    core: StoreCore,
-    pages: PagePool,
-    replay: Replay,
-    rows: dict[int, PageRow],
-    dropped: dict[str, int],
-    warnings: list[str],
-) -> None:
-    """Open the pool's extents, note those of other representations, drop those over the budget.
-
-    Takes the rows of lost extents out of `rows` and counts them in `dropped`.
-    """
-    infos = [
-        ExtentInfo(*row, path=extent_path(core.extents.folder, row[0])) for row in replay.extents
-    ]
-    gens = {page_id: row.ref.gen for page_id, row in rows.items()}
-    for info in sorted(infos, key=lambda i: (i.repr_id != pages.repr_id, i.index)):
-        gone = ""
-        if core.extent_bytes + info.file_bytes > core.budget.budget_bytes:
-            gone = "over budget"
-        elif info.repr_id != pages.repr_id:
-            core.add_foreign(info)
-        elif info.page_bytes != pages.layout.page_bytes:
-            gone = "other page size"
-        else:
-            try:
-                pages.allocator.open_extent(info, gens)
-            except StoreCorrupt as error:
-                gone = "extent missing or truncated"
-                warnings.append(str(error))
-        if gone:
-            lost = [rows.pop(page_id) for page_id in info.page_ids if page_id in rows]
-            count = sum(row.state == "published" for row in lost)
-            dropped[gone] = dropped.get(gone, 0) + count
-            core.extents.drop(info)
-            core.forget_extent(info)
-    published = {row.ref.page_id for row in rows.values() if row.state == "published"}
-    # the extents with the fewest pages are dropped first
-    core.foreign.sort(key=lambda info: len(published.intersection(info.page_ids)))
-
-
-def _sweep_arenas(path: str, warnings: list[str]) -> tuple[int, tuple[str, ...]]:
-    """Delete arenas of dead writers; returns how many, and the names of those still in use."""
-    folder, deleted, busy = os.path.join(path, "arena"), 0, list[str]()
-    for name in sorted(os.listdir(folder)):
-        if not ARENA_NAME.fullmatch(name):
-            continue
+def _sweep_arenas(folder: str, warnings: list[str]) -> None:
+    """Delete the arenas of dead writers; those still in use stay."""
+    for name in sorted(filter(ARENA_NAME.fullmatch, os.listdir(folder))):
         path = os.path.join(folder, name)
         try:
-            gone = delete_arena(path)
+            delete_arena(path)
         except OSError as error:  # a directory, a link: left alone
             warnings.append(f"{path} is no arena: {os.strerror(error.errno or 0)}")
-            continue
-        if gone:
-            deleted += 1
-        else:
-            busy.append(name)
-    return deleted, tuple(busy)
 
 
 def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
@@ -571,28 +531,19 @@ def take_lock(path: str) -> int:
     raise StoreLocked(path, pid)
 
 
-class _Opener(NamedTuple):
-    """The arguments for opening the ledger of `path`."""
-
-    path: str
-    descriptor: Descriptor
-    boot: str
-    connect: Opener
-    reserve: ReserveFile
-
-
-def _open_ledger(opener: _Opener, found: continuity.Traces) -> tuple[Ledger, int, str, list[str]]:
-    """Open the ledger; a damaged file is set aside and a new one started.
+def _open_ledger(
+    path: str, found: continuity.Traces, start: Callable[[], tuple[Ledger, int]]
+) -> tuple[Ledger, int, str, list[str]]:
+    """Open the ledger by `start`; a damaged file is set aside and a new one started.
 
     Returns the ledger, the new epoch, why the ledger is not the newest one written ("" = it is),
     and sentences about what was lost.
     """
-    path = opener.path
     try:
-        ledger, epoch = _start_epoch(opener, found.epoch)
+        ledger, epoch = start()
     except StoreCorrupt as error:
         aside = set_aside(os.path.join(path, "meta.db"))
-        ledger, epoch = _start_epoch(opener, found.epoch)
+        ledger, epoch = start()
         return ledger, epoch, "", [f"{error}; it was kept as {aside} and the store starts empty"]
     before = ledger.replay
     if not before.epoch and (found.epoch or os.listdir(os.path.join(path, "ext"))):
@@ -605,24 +556,31 @@ def _open_ledger(opener: _Opener, found: continuity.Traces) -> tuple[Ledger, int
     return ledger, epoch, lost, [continuity.describe(lost)] if lost else []
 
 
-def _start_epoch(opener: _Opener, known: int) -> tuple[Ledger, int]:
+def _start_epoch(
+    path: str,
+    descriptor: Descriptor,
+    boot: str,
+    known: int,
+    *,
+    on_full: Callable[[], bool],
+    connect: Opener,
+) -> tuple[Ledger, int]:
     """Open the ledger and commit a new epoch, which makes work of earlier processes void.
 
     The epoch is above `known`, too: open rows of an opening that the ledger lost must not match.
     """
-    descriptor = opener.descriptor
     ledger = Ledger(
-        os.path.join(opener.path, "meta.db"),
+        os.path.join(path, "meta.db"),
         descriptor.repr_id,
         store_uuid=secrets.token_bytes(16),
-        on_full=opener.reserve.spend,
-        connect=opener.connect,
+        on_full=on_full,
+        connect=connect,
     )
     epoch = max(ledger.replay.epoch, known) + 1
     layout = descriptor.layout
     try:
         ledger.append(
-            writes.StartEpoch(epoch, opener.boot),
+            writes.StartEpoch(epoch, boot),
             writes.AddRepr(descriptor.repr_id, descriptor.to_json(), layout.page_bytes),
         )
         ledger.commit().result()
@@ -646,9 +604,3 @@ def set_aside(name: str) -> str:
             os.rename(name + suffix, aside + suffix)
     os.rename(name, aside)
     return os.path.basename(aside)
-
-
-def _floor(files: osio.Files, path: str, settings: StoreSettings) -> int:
-    if settings.free_floor_bytes is not None:
-        return settings.free_floor_bytes
-    return derived_floor_bytes(files.free_bytes(path)[1])

@@ -198,7 +198,7 @@ def test_an_extent_of_another_store_is_rejected(path: Path, tmp_path: Path) -> N
 def test_a_resized_extent_is_dropped_with_its_pages(path: Path, size: int) -> None:
     os.truncate(path / "ext" / "000001.kv", size)
     store = reopened(path)
-    assert store.recovery.pages_dropped == {"extent missing or truncated": 4}
+    assert store.dropped == {"extent missing or truncated": 4}
     assert any("resized" in text for text in store.warnings)
     assert store.pages.match_prefix(IDS, SALT) == []
     assert store.ledger.load_session("s").result(20) is not None, "sessions are not lost"
@@ -213,7 +213,7 @@ def test_a_missing_or_replaced_extent_is_dropped(path: Path, tmp_path: Path) -> 
     (path / "ext" / "000001.kv").rename(tmp_path / "moved")
     (path / "ext" / "000001.kv").symlink_to(tmp_path / "moved")
     store = reopened(path)
-    assert store.recovery.pages_dropped == {"extent missing or truncated": 4}
+    assert store.dropped == {"extent missing or truncated": 4}
     assert (tmp_path / "moved").stat().st_size == 4 * SIZE, "a link's target is not touched"
     store.close()
 

@@ -347,7 +347,7 @@ def test_without_inodes_caching_stops_and_the_ledger_continues(few_inodes: Path)
     lane.close()
     store.close()
     store = Store.open(few_inodes / "s", descriptor(), settings(32, 2))
-    assert store.recovery.pages_dropped == {}
+    assert store.dropped == {}
     store.close()
 
 

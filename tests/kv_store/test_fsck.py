@@ -99,7 +99,7 @@ def checked(path: Path, words: str) -> FsckReport:
     assert problems(again) == [], again.findings
     assert again.ok
     store = Store.open(path, descriptor(), settings())
-    assert not store.recovery.pages_dropped
+    assert not store.dropped
     check_integrity(store)
     report = store.pages.verify_all().result(20)
     assert report.bad == 0

@@ -112,7 +112,7 @@ def test_a_small_disk_is_used_down_to_its_floor_and_then_evicts(make_disk: MakeD
         store.ledger.commit().result(20)
     store.close()
     store = Store.open(disk / "s", descriptor(), derived(256))  # still as full as before
-    listed = store.recovery.pages_listed
+    listed = store.stat()["pages_listed"]
     refs = [r for n in range(400) for r in store.pages.match_prefix(tokens_of(n, 1), SALT)]
     assert listed == len(refs) > 0
     good = store.pages.load(refs).result(20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import signal
@@ -295,7 +296,7 @@ async def test_garbage_collection_keeps_sessions_in_memory(
         assert store is not None
         await asyncio.sleep(0.3)
         assert number(engine, "sessions") == 10
-        store.sessions_max = 2
+        store._settings = dataclasses.replace(store._settings, sessions_max=2)
         await until(lambda: number(engine, "sessions") == 4)
         rows = await engine.stored_sessions(100)
         assert {row["session_id"] for row in rows} == {f"new{i}" for i in range(4)}

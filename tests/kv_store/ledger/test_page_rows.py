@@ -83,7 +83,7 @@ def check_gone(path: Path, ref: PageRef) -> None:
     assert report.ok, report.findings
     with next_run(path) as store:
         assert store.pages.match_prefix(IDS, SALT) == []
-        assert store.recovery.pages_dropped == {}
+        assert store.dropped == {}
         lane = Lane(store, incarnation=9)
         (again,) = lane.add_chain(IDS)
         lane.close()
@@ -217,7 +217,7 @@ def test_descendants_of_every_run_are_invalidated_in_one_commit(tmp_path: Path) 
         lane.close()
         check_integrity(store)
     with next_run(left) as store:
-        assert store.recovery.pages_listed == 1
+        assert store.stat()["pages_listed"] == 1
 
 
 def test_a_page_without_its_parent_is_invalidated_only_on_request(store: Store, lane: Lane) -> None:
@@ -319,7 +319,7 @@ def check_whole(path: Path, names: list[int]) -> None:
     report = fsck(path)
     assert report.ok, report.findings
     with next_run(path) as store:
-        assert store.recovery.pages_dropped == {}
+        assert store.dropped == {}
         for name in names:
             (ref,) = store.pages.match_prefix(tokens_of(name, 1), SALT)
             assert store.pages.load([ref]).result(20) == [True]

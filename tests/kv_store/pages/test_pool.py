@@ -24,7 +24,7 @@ from kv_store.errors import (
     StoreVersion,
 )
 from kv_store.keys import ROOT_KEY, content_key, payload_digest, sealed_checksum
-from kv_store.layout import PAGE_TOKENS, PageLayout
+from kv_store.layout import PAGE_TOKENS, PageLayout, differing_fields
 from kv_store.pages.allocator import NoRoom
 from kv_store.pages.index import PageRef, PageState
 from kv_store.pages.pool import INVALIDATE_SLICE
@@ -342,8 +342,8 @@ def test_pages_and_sessions_survive_a_restart(store: Store) -> None:
     lane.close()
     store = reopen(store)
     assert (store.core.uuid, store.epoch) == (uuid, epoch + 1)
-    assert store.recovery.clean
-    assert (store.recovery.sessions, store.recovery.pages_listed) == (1, 3)
+    assert store.ledger.replay.clean
+    assert (store.stat()["sessions"], store.stat()["pages_listed"]) == (1, 3)
     record = store.ledger.load_session("s").result(20)
     assert record is not None
     assert record.tokens == ids.tolist()
@@ -375,8 +375,9 @@ def test_a_smaller_budget_drops_extents_and_a_larger_one_grows(store: Store) -> 
     lane.close()
     store = reopen(store, pages=4)
     assert store.stat()["pages_total"] == 4
-    assert store.recovery.pages_dropped == {"over budget": 2}
-    assert store.recovery.pages_listed == 4
+    assert store.dropped == {"over budget": 2}
+    assert "2 pages were dropped: over budget" in store.warnings
+    assert store.stat()["pages_listed"] == 4
     check_integrity(store)
     store = reopen(store, pages=20)
     store.maintain()
@@ -396,7 +397,9 @@ def test_another_model_shares_the_budget_and_reclaims_old_extents(store: Store) 
     other = descriptor(model_hash="dd" * 32)
     store = Store.open(path, other, settings())
     assert store.pages.match_prefix(ids, SALT) == [], "pages of another model are never found"
-    assert store.recovery.other_reprs == (("model_hash",),)
+    assert [differing_fields(other, text) for text in store.ledger.replay.reprs.values()] == [
+        ["model_hash"]
+    ]
     store.close()
     store = Store.open(path, descriptor(), settings())
     assert len(store.pages.match_prefix(ids, SALT)) == 4, "the first model's pages were kept"
@@ -506,8 +509,6 @@ def test_dead_arenas_are_deleted_and_live_ones_are_left(store: Store) -> None:
     dead.mapping.close()
     (Path(store.path) / "arena" / "not ours").write_text("x")
     store = reopen(store)
-    assert store.recovery.arenas_deleted == 1
-    assert store.recovery.arenas_busy == ("cpu.2",)
     assert sorted(os.listdir(f"{store.path}/arena")) == ["cpu.2", "not ours"]
     alive.mapping.close()
     store.close()

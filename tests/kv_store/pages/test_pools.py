@@ -135,7 +135,7 @@ def test_the_budget_is_shared_and_the_largest_pool_is_reclaimed_from(tmp_path: P
     path = store.path
     store.close()
     store = Store.open(path, OURS, budget)
-    assert not store.recovery.pages_dropped
+    assert not store.dropped
     check(store, store.pool(THEIRS), tokens_of(3, 4), 4)
     store.close()
 
