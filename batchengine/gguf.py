@@ -164,7 +164,7 @@ Value = int | float | bool | str | NumberArray | StringArray
 class GgufFile:
     """A checked GGUF file. Use as a context manager or call close().
 
-    path, size_bytes, identity; version, alignment, data_start (bytes); values: key -> value;
+    path, size_bytes, identity; version, data_start (bytes); values: key -> value;
     tensors: name -> TensorInfo in file order. The views it hands out live in the mapping: if
     the file is truncated while they are read the process gets SIGBUS, which is why only lane
     workers read tensor data. Strings of arrays are readable until close().
@@ -181,7 +181,6 @@ class GgufFile:
             self.close()
             raise
         self.version = parsed.version
-        self.alignment = parsed.alignment
         self.data_start = parsed.data_start
         self.values = parsed.values
         self.tensors = parsed.tensors
@@ -242,13 +241,6 @@ class GgufFile:
         value = self.values.get(key)
         if not isinstance(value, StringArray):
             raise self._wrong(key, value, "an array of strings")
-        return value
-
-    def numbers(self, key: str) -> NumberArray:
-        """An array of numbers."""
-        value = self.values.get(key)
-        if not isinstance(value, np.ndarray):
-            raise self._wrong(key, value, "an array of numbers")
         return value
 
     def _wrong(self, key: str, value: object, wanted: str) -> BatchEngineError:

@@ -83,7 +83,7 @@ class Duel:
             entries_max=32,
             n_pages=48 if quick else 240,
             logits_max=32,
-            cache_dir=DISK if DISK.is_dir() else None,
+            cache_dir=DISK if DISK.is_dir() else Path(tempfile.gettempdir()),
         )
         self.vocab = self.runner.spec.n_vocab
         self.llama = LlamaModel(self.path)

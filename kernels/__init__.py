@@ -55,11 +55,9 @@ from kernels._native import (
     xxh3_64,
 )
 
-DISTRIBUTION = "batchengine"
 KINDS = ("q4_0", "q4_1", "q6_k", "q8_0", "f16", "bf16", "f32")
 
 __all__ = [
-    "DISTRIBUTION",
     "KINDS",
     "PACK_VERSION",
     "PAGE_TOKENS",

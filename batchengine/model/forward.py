@@ -88,13 +88,13 @@ def make_layers(ops: CpuOps, model: Model, tokens_max: int, wanted_max: int) -> 
                 ops,
                 layer.mixer,
                 weights[index].mixer,
-                eps=model.spec.eps,
-                rope=model.rope,
-                shape=model.shape,
-                kv_layer=kv_layer,
-                buffers=attention[layer.mixer],
+                model.spec.eps,
+                model.rope,
+                model.shape,
+                kv_layer,
+                attention[layer.mixer],
             ),
-            DenseFfn(ops, weights[index].ffn, eps=model.spec.eps, buffers=dense[layer.ffn]),
+            DenseFfn(ops, weights[index].ffn, model.spec.eps, dense[layer.ffn]),
         )
         for kv_layer, (index, layer) in enumerate(specs.items())
     }

@@ -82,20 +82,10 @@ class CacheAbsent(CacheMismatch):
     """The cache file does not exist yet."""
 
 
-def default_cache_dir() -> Path:
-    """$XDG_CACHE_HOME/batchengine, or ~/.cache/batchengine."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if base.startswith("/") else Path.home() / ".cache"
-    return root / "batchengine"
-
-
 def cache_path(cache_dir: Path, model: Path) -> Path:
     """The path of the packed form of a model file: one file per model path."""
-    real = os.path.realpath(model)
-    return (
-        cache_dir
-        / f"{model.stem[:64]}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:16]}.weights"
-    )
+    name = hashlib.sha256(os.fsencode(os.path.realpath(model))).hexdigest()[:16]
+    return cache_dir / f"{model.stem[:64]}-{name}.weights"
 
 
 class CacheFile:

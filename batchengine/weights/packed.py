@@ -16,8 +16,9 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,11 +29,8 @@ from batchengine.weights import cache
 from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import (
     ROPE_FACTORS,
-    AttentionPlan,
     AttentionRoles,
-    DensePlan,
     DenseRoles,
-    LayerPlan,
     LayerRoles,
     MatrixPlan,
     TensorPlan,
@@ -85,7 +83,7 @@ def open_weights(
     gguf: GgufFile,
     pool: kernels.Pool,
     *,
-    cache_dir: Path | None = None,
+    cache_dir: Path,
     layers: range | None = None,
     progress: Progress | None = None,
 ) -> Weights:
@@ -97,9 +95,8 @@ def open_weights(
     report = progress or _ignore_progress
     spec = read_spec(gguf)
     plan = plan_tensors(gguf, spec)
-    folder = cache_dir or cache.default_cache_dir()
-    cache.make_cache_dir(folder)
-    path = cache.cache_path(folder, gguf.path)
+    cache.make_cache_dir(cache_dir)
+    path = cache.cache_path(cache_dir, gguf.path)
     packing = _Packing(gguf, plan, path, hashlib.sha256(gguf.header()).digest())
     try:
         file = cache.open_cache(path, packing.check, report)
@@ -278,51 +275,31 @@ def _refuse_changed(gguf: GgufFile) -> None:
 
 
 def _assemble(spec: ModelSpec, plan: TensorPlan, file: cache.CacheFile, layers: range) -> Weights:
-    def matrix(item: MatrixPlan) -> kernels.Matrix:
-        return kernels.Matrix(item.kind, item.rows, item.cols, file.entry(item.name))
-
-    def vector(item: VectorPlan) -> kernels.Vector:
-        return kernels.Vector(file.entry(item.name))
-
-    def optional(item: VectorPlan | None) -> kernels.Vector | None:
-        return None if item is None else vector(item)
-
-    def mixer(item: AttentionPlan) -> AttentionWeights:
-        return AttentionWeights(
-            norm=vector(item.norm),
-            qkv=[matrix(m) for m in item.qkv],
-            qkv_bias=[optional(b) for b in item.qkv_bias],
-            q_norm=optional(item.q_norm),
-            k_norm=optional(item.k_norm),
-            output=matrix(item.output),
-            output_bias=optional(item.output_bias),
-        )
-
-    def ffn(item: DensePlan) -> DenseWeights:
-        return DenseWeights(
-            norm=vector(item.norm),
-            gate=matrix(item.gate),
-            up=matrix(item.up),
-            down=matrix(item.down),
-            gate_bias=optional(item.gate_bias),
-            up_bias=optional(item.up_bias),
-            down_bias=optional(item.down_bias),
-        )
-
-    def layer(item: LayerPlan) -> LayerWeights:
-        return LayerWeights(mixer(item.mixer), ffn(item.ffn))
-
-    embedding = matrix(plan.embedding)
+    embedding = _packed(plan.embedding, file)
     return Weights(
         spec=spec,
         fingerprint=file.table.fingerprint,
         layers=layers,
         embedding=embedding,
-        output_norm=vector(plan.output_norm),
-        head=embedding if spec.tied else matrix(plan.head),
-        head_bias=optional(plan.head_bias),
-        rope_factors=optional(plan.rope_factors),
-        layer={index: layer(plan.layers[index]) for index in layers},
+        output_norm=_packed(plan.output_norm, file),
+        head=embedding if spec.tied else _packed(plan.head, file),
+        head_bias=_packed(plan.head_bias, file),
+        rope_factors=_packed(plan.rope_factors, file),
+        layer={index: _packed(plan.layers[index], file) for index in layers},
         packed_bytes=file.size_bytes,
         cache_path=file.path,
     )
+
+
+def _packed(plan: Any, file: cache.CacheFile) -> Any:
+    """The tensors of a plan as the kernels read them; a group of tensors keeps its class."""
+    if isinstance(plan, MatrixPlan):
+        return kernels.Matrix(plan.kind, plan.rows, plan.cols, file.entry(plan.name))
+    if isinstance(plan, VectorPlan):
+        return kernels.Vector(file.entry(plan.name))
+    if plan is None:
+        return None
+    if isinstance(plan, list):
+        return [_packed(part, file) for part in cast(list[Any], plan)]
+    parts = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    return type(plan)(**{name: _packed(part, file) for name, part in parts.items()})

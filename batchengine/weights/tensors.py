@@ -12,21 +12,14 @@ import re
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import kernels
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile, TensorInfo
 from batchengine.weights.spec import AttentionSpec, DenseSpec, ModelSpec
 
 # Storage type in the file -> kind of kernels.Matrix
-MATRIX_KINDS = {
-    "Q4_0": "q4_0",
-    "Q4_1": "q4_1",
-    "Q6_K": "q6_k",
-    "Q8_0": "q8_0",
-    "F16": "f16",
-    "BF16": "bf16",
-    "F32": "f32",
-}
+MATRIX_KINDS = {kind.upper(): kind for kind in kernels.KINDS}
 ROPE_FACTORS = "rope_freqs.weight"  # llama 3 scaling: one factor per rotated pair
 VECTOR_TYPES = ("F32", "F16", "BF16")
 

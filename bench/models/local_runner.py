@@ -51,15 +51,14 @@ class LocalRunner:
         self,
         path: str | os.PathLike[str],
         *,
+        cache_dir: Path,
         threads: int = 1,
-        cores: Sequence[int] = (),
-        cache_dir: Path | None = None,
         tokens_max: int = 512,
         entries_max: int = 16,
         n_pages: int = 64,
         logits_max: int | None = None,
     ) -> None:
-        self.pool = kernels.Pool(threads, cores)
+        self.pool = kernels.Pool(threads)
         with GgufFile(path) as gguf:
             self.model = Model(open_weights(gguf, self.pool, cache_dir=cache_dir))
         self.spec = self.model.spec

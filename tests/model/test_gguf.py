@@ -38,7 +38,7 @@ def test_keys_and_tensors_are_read_as_written(tmp_path: Path) -> None:
         assert list(tokens) == [b"a", b"bc", b"\xff"]
         assert tokens[-1] == b"\xff"
         assert tokens[1:] == [b"bc", b"\xff"]
-        assert file.numbers("tokenizer.ggml.scores").tolist() == [0.5] * 3
+        assert file.values["tokenizer.ggml.scores"].tolist() == [0.5] * 3
         assert bytes(file.data("a.weight")) == bytes(range(32))
         assert file.tensors["b.weight"].shape == (32, 4)
         assert file.tensors["b.weight"].type.name == "Q4_0"
@@ -102,7 +102,6 @@ def test_a_value_of_a_wrong_type_is_refused_with_its_key(tmp_path: Path) -> None
             (file.number, "general.architecture", "BE1322"),
             (file.text, "llama.block_count", "BE1322"),
             (file.strings, "tokenizer.ggml.scores", "BE1322"),
-            (file.numbers, "tokenizer.ggml.tokens", "BE1322"),
         ):
             with pytest.raises(BatchEngineError) as caught:
                 read(key)

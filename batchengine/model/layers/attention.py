@@ -7,6 +7,7 @@ appended; `add_output` runs for the rows that are wanted.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import kernels
 from batchengine.model.ops import CpuOps, is_float
@@ -31,53 +32,42 @@ class AttentionBuffers:
         self.mixed_q8 = kernels.Activations(tokens_max, spec.q_rows, keep_float)
 
 
+@dataclass(frozen=True, slots=True)
 class Attention:
     """One attention layer of a lane; kv_layer is its index among those that a page has rows of."""
 
-    def __init__(
-        self,
-        ops: CpuOps,
-        spec: AttentionSpec,
-        weights: AttentionWeights,
-        *,
-        eps: float,
-        rope: kernels.RopeTable,
-        shape: kernels.PageShape,
-        kv_layer: int,
-        buffers: AttentionBuffers,
-    ) -> None:
-        self.buffers = buffers
-        self._ops = ops
-        self._spec = spec
-        self._weights = weights
-        self._eps = eps
-        self._rope = rope
-        self._shape = shape
-        self._kv_layer = kv_layer
+    ops: CpuOps
+    spec: AttentionSpec
+    weights: AttentionWeights
+    eps: float
+    rope: kernels.RopeTable
+    shape: kernels.PageShape
+    kv_layer: int
+    buffers: AttentionBuffers
 
     def mix(self, batch: kernels.Batch, hidden: kernels.Rows, normed: kernels.Activations) -> None:
         """hidden -> buffers.mixed for every token of the batch; K and V go to its pages."""
-        ops, spec, w, buffers = self._ops, self._spec, self._weights, self.buffers
+        ops, spec, w, buffers = self.ops, self.spec, self.weights, self.buffers
         n = batch.n_tokens
-        ops.norm_quantise(hidden, w.norm, self._eps, n, normed)
+        ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
         ops.linear(normed, w.qkv, w.qkv_bias, n, buffers.qkv)
         ops.place_kv(
             buffers.qkv,
             batch,
-            self._shape,
-            self._kv_layer,
+            self.shape,
+            self.kv_layer,
             spec.n_head,
             w.q_norm,
             w.k_norm,
-            self._eps,
-            self._rope,
+            self.eps,
+            self.rope,
             spec.scale,
             buffers.queries,
         )
-        ops.attend(buffers.queries, batch, self._shape, self._kv_layer, buffers.mixed)
+        ops.attend(buffers.queries, batch, self.shape, self.kv_layer, buffers.mixed)
 
     def add_output(self, mixed: kernels.Rows, n: int, hidden: kernels.Rows) -> None:
         """hidden += output(mixed), for the first `n` rows."""
-        ops, w, buffers = self._ops, self._weights, self.buffers
+        ops, w, buffers = self.ops, self.weights, self.buffers
         ops.quantise(mixed, n, buffers.mixed_q8)
         ops.linear_add(buffers.mixed_q8, w.output, w.output_bias, n, hidden)
