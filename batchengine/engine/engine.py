@@ -20,7 +20,6 @@ from batchengine.engine import boot, report
 from batchengine.engine.boot import Launch, Running
 from batchengine.engine.placement.migration import OnPoint, pass_point
 from batchengine.engine.sessions import directory
-from batchengine.engine.sessions.directory import durable_name
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation
 from batchengine.lanes.worker_process import WORKER
@@ -214,7 +213,7 @@ class Engine:
         """Whether this session is in memory, in the ledger only, or nowhere."""
         if self.state.find(tenant, session_id) is not None:
             return Presence.IN_MEMORY
-        is_stored = await self.running.recovery.is_stored(durable_name(tenant, session_id))
+        is_stored = await self.running.recovery.is_stored(tenant, session_id)
         return Presence.STORED if is_stored else Presence.UNKNOWN
 
     async def stored_sessions(self, count_max: int) -> list[dict[str, Any]]:

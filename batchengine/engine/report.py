@@ -92,9 +92,6 @@ def troubles(state: EngineState) -> list[str]:
 
 def session_rows(state: EngineState, tenant: str | None = None) -> list[dict[str, Any]]:
     """One row per named session in memory or computing anonymous one; of one tenant, or of all."""
-    computing = (turn.session for turn in state.turns.values())
-    known = (*state.sessions.values(), *computing)
-    found = {s.key: s for s in known if tenant in (None, s.tenant)}
     return [
         {
             "session_id": session.session_id,
@@ -110,7 +107,8 @@ def session_rows(state: EngineState, tenant: str | None = None) -> list[dict[str
             "lane": state.home[session.key].lane.name if session.key in state.home else "",
             **parked_facts(state, session),
         }
-        for session in found.values()
+        for session in state.known()
+        if tenant in (None, session.tenant)
     ]
 
 
@@ -136,7 +134,7 @@ def request_rows(state: EngineState) -> list[dict[str, Any]]:
 def _request_row(state: EngineState, generation: Generation, now_ms: float) -> dict[str, Any]:
     turn = state.turns.get(generation)
     phase = "queued" if turn is None else turn.session.state.value
-    usage = generation.usage(now_ms)
+    usage, tpot_ms = generation.usage(now_ms), generation.tpot_ms
     return {
         "request_id": generation.request_id,
         "session_id": generation.session_id,
@@ -148,21 +146,9 @@ def _request_row(state: EngineState, generation: Generation, now_ms: float) -> d
         "to_compute": 0 if turn is None else turn.session.to_compute,
         "age_ms": round(usage.total_ms, 1),
         "lane": generation.lane,
-        **_speeds(generation),
+        "ttft_ms": None if generation.first_token_ms is None else round(usage.ttft_ms, 3),
+        "tpot_ms": None if tpot_ms is None else round(tpot_ms, 3),
     }
-
-
-def _speeds(generation: Generation) -> dict[str, float | None]:
-    """Time to the first token and per later token so far, in ms; None = there was none yet."""
-    first, last, n = (
-        generation.first_token_ms,
-        generation.last_token_ms,
-        generation.completion_tokens - generation.resumed_tokens,
-    )
-    if first is None or last is None:
-        return {"ttft_ms": None, "tpot_ms": None}
-    tpot_ms = round((last - first) / (n - 1), 3) if n > 1 else None
-    return {"ttft_ms": round(first - generation.arrived_ms, 3), "tpot_ms": tpot_ms}
 
 
 def numbers(state: EngineState) -> dict[str, Any]:

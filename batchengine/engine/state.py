@@ -91,10 +91,14 @@ class EngineState:
         computing = (turn.session for turn in self.turns.values())
         return next((s for s in computing if (s.tenant, s.session_id) == name), None)
 
+    def known(self) -> list[Session]:
+        """Named sessions in memory, then anonymous ones that compute now; oldest use first."""
+        sessions = (*self.sessions.values(), *(turn.session for turn in self.turns.values()))
+        return list({session.key: session for session in sessions}.values())
+
     def names(self) -> list[tuple[str, str]]:
         """(tenant, id) of every session that `find` returns."""
-        computing = (turn.session for turn in self.turns.values())
-        return [*self.sessions, *((s.tenant, s.session_id) for s in computing)]
+        return [(session.tenant, session.session_id) for session in self.known()]
 
     def lane(self, name: str) -> LaneLoop | None:
         """The lane of this name."""

@@ -17,6 +17,8 @@ from batchengine.core import (
     Usage,
 )
 from batchengine.engine.turns.stream import EVENTS_MAX, EVENTS_RESUME, Generation
+from batchengine.engine.turns.turn import Turn
+from batchengine.policy.scheduler import TurnRow
 from batchengine.session import (
     TRANSITIONS,
     Event,
@@ -116,6 +118,33 @@ async def test_an_end_sends_held_tokens_and_an_error_drops_them() -> None:
     g.add_token(1, None, ())
     g.fail(errors.STEP_MISMATCH())
     assert [type(e) for e in await g.events()] == [ErrorEvent]
+
+
+def test_the_time_per_token_counts_what_this_stream_computed() -> None:
+    """A resumed turn sends the tokens of the earlier stream again, which took no time."""
+    g = generation()
+    assert g.replay([0, 1, 2, 0], frozenset()) == ""
+    assert g.tpot_ms is None
+    g.completion_tokens += 5
+    g.first_token_ms, g.last_token_ms = 600.0, 700.0
+    assert (g.completion_tokens, g.tpot_ms) == (9, 25.0)
+
+
+def test_a_turn_is_one_row_of_the_scheduler() -> None:
+    """`Turn.row` fills the fields by position."""
+    turn = Turn(
+        Session(7, "s", ""), generation(), rank=1, deadline_ms=2.0, horizon_ms=3.0, tpot_ms=4.0,
+        now_ms=5.0,
+    )  # fmt: skip
+    turn.session.tokens, turn.session.frontier, turn.admitted_ms = [1, 2, 3], 1, 6.0
+    turn.paused = turn.session.suspect = True
+    row = turn.row(running=False, evictable=8)
+    assert row is turn.row(running=False)
+    assert row == TurnRow(
+        rank=1, deadline_ms=2.0, key=7, horizon_ms=3.0, tpot_ms=4.0, served_ms=5.0,
+        admitted_ms=6.0, frontier=1, to_compute=2, open_until=0, pages_held=0, pages_max=1,
+        slots_held=0, running=False, paused=True, suspect=True, pages_evictable=8,
+    )  # fmt: skip
 
 
 async def test_an_abort_ends_the_reader_and_the_computation() -> None:

@@ -272,7 +272,7 @@ class Audit:
         """Fail turns with more than DISPUTES_MAX disputed pages."""
         tokens = page.tokens.tolist()
         for turn in self._state.turns.values():
-            if turn.salt == page.salt and turn.session.tokens[: len(tokens)] == tokens:
+            if turn.session.salt == page.salt and turn.session.tokens[: len(tokens)] == tokens:
                 turn.disputes += 1
                 if turn.disputes > DISPUTES_MAX and not turn.generation.finished:
                     turn.generation.abort(

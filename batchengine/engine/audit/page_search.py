@@ -21,38 +21,31 @@ from kv_store.store import Store
 LEDGER_LOOK_MAX = 64  # sessions on disk whose tokens are compared with a page
 
 
-class PageSearch:
-    """Searches the timelines of one engine and its ledger."""
+async def page_of(found: ScrubResult, state: EngineState, store: Store) -> PageContent | None:
+    """Return the content of the page from a session's timeline; None if no session has it."""
+    repr_id = store.pages.repr_id
+    async for whole in _timelines(state, store):
+        chain = await asyncio.to_thread(keys.chain_keys, whole.tokens, repr_id, whole.salt)
+        parents = [keys.ROOT_KEY, *chain]
+        if found.parent not in parents:
+            continue
+        end = parents.index(found.parent) * PAGE_TOKENS + found.n_tokens
+        page = whole._replace(tokens=whole.tokens[:end])
+        if end <= len(whole.tokens) and page.key(repr_id) == found.key:
+            return page
+    return None
 
-    def __init__(self, state: EngineState, store: Store) -> None:
-        self._state = state
-        self._store = store
 
-    async def page_of(self, found: ScrubResult) -> PageContent | None:
-        """Return the content of the page from a session's timeline; None if no session has it."""
-        repr_id = self._store.pages.repr_id
-        async for whole in self._timelines():
-            chain = await asyncio.to_thread(keys.chain_keys, whole.tokens, repr_id, whole.salt)
-            parents = [keys.ROOT_KEY, *chain]
-            if found.parent not in parents:
-                continue
-            end = parents.index(found.parent) * PAGE_TOKENS + found.n_tokens
-            page = whole._replace(tokens=whole.tokens[:end])
-            if end <= len(whole.tokens) and page.key(repr_id) == found.key:
-                return page
-        return None
-
-    async def _timelines(self) -> AsyncGenerator[PageContent]:
-        """Yield timelines, those in memory first, the most recently used before others."""
-        live = list(self._state.sessions.values())
-        live += [turn.session for turn in self._state.turns.values()]
-        for session in reversed(live):
-            yield PageContent(array("i", session.tokens), session.salt, session.priority)
-        names = {session.name.decode() for session in live}
-        infos = await asyncio.wrap_future(self._store.ledger.list_sessions())
-        others = [info for info in infos if info.id not in names]
-        for info in others[:LEDGER_LOOK_MAX]:
-            with contextlib.suppress(StoreError):
-                record = await asyncio.wrap_future(self._store.ledger.load_session(info.id))
-                if record is not None:
-                    yield PageContent(array("i", record.tokens), info.tenant.encode(), 0)
+async def _timelines(state: EngineState, store: Store) -> AsyncGenerator[PageContent]:
+    """Yield timelines, those in memory first, the most recently used before others."""
+    live = state.known()
+    for session in reversed(live):
+        yield PageContent(array("i", session.tokens), session.salt, session.priority)
+    names = {session.name.decode() for session in live}
+    infos = await asyncio.wrap_future(store.ledger.list_sessions())
+    others = [info for info in infos if info.id not in names]
+    for info in others[:LEDGER_LOOK_MAX]:
+        with contextlib.suppress(StoreError):
+            record = await asyncio.wrap_future(store.ledger.load_session(info.id))
+            if record is not None:
+                yield PageContent(array("i", record.tokens), info.tenant.encode(), 0)

@@ -20,7 +20,7 @@ from batchengine.engine.audit.audit import Audit
 from batchengine.engine.audit.canary import Canary
 from batchengine.engine.audit.majority import PageContent, Statement, statement
 from batchengine.engine.audit.model_files import ModelFiles
-from batchengine.engine.audit.page_search import PageSearch
+from batchengine.engine.audit.page_search import page_of
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.recompute import PageRecompute, RecomputeFailed
 from batchengine.engine.sessions.recovery import SessionRecovery
@@ -56,7 +56,6 @@ class Maintenance:
         self._store = store
         self._recovery = recovery
         self._audit = audit
-        self._search = PageSearch(state, store)
         self._idle_since = time.monotonic()
         self._files = ModelFiles(state, store.pages.descriptor.model_hash)
         self._canary = Canary(state, audit, n_vocab)
@@ -106,7 +105,7 @@ class Maintenance:
         if found.good:
             return
         log.error("scrub: page %r of %d tokens does not verify", found.ref, found.n_tokens)
-        page = await self._search.page_of(found)
+        page = await page_of(found, self._state, self._store)
         if page is None:
             log.warning("no session known here has the tokens of page %r", found.ref)
             self._count("unknown")

@@ -98,7 +98,6 @@ class LaneLoop:
         self._cancelled: list[Turn] = []
         self._in_flight: InFlightStep | None = None
         self._paused = False
-        self._boundaries: list[asyncio.Future[None]] = []  # of `pause`
 
     def __repr__(self) -> str:
         return f"<LaneLoop {self.lane!r} {self.seats!r}>"
@@ -202,10 +201,7 @@ class LaneLoop:
         The wait is one step's deadline at most, after which the worker is killed.
         """
         self._paused = True
-        if self._in_flight is not None:
-            boundary: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._boundaries.append(boundary)
-            await boundary
+        await self._transfers.when(lambda: self._in_flight is None)
 
     def unpause(self) -> None:
         self._paused = False
@@ -270,11 +266,7 @@ class LaneLoop:
         return self._transfers.freeze(session)
 
     def _freeze_due(self) -> None:
-        """Resolve the futures of `pause` and `freeze` that wait for the end of a step."""
-        boundaries, self._boundaries = self._boundaries, []
-        for boundary in boundaries:
-            if not boundary.done():
-                boundary.set_result(None)
+        """Freeze the sessions that wait for the end of a step."""
         for session, frozen in self._transfers.take_due():
             frozen.set_result(self._freeze(session))
 

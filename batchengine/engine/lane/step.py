@@ -138,7 +138,7 @@ class StepWriter:
     def _match(self, turn: Turn) -> None:
         """Take pages from the store, except those that must be read from disk first."""
         turn.needs_match = False
-        pending = self._kv.prefix.extend(turn.session, turn.salt, turn.priority, _never)
+        pending = self._kv.prefix.extend(turn.session, turn.session.salt, turn.priority, _never)
         if pending is not None:
             self._kv.prefix.loaded(turn.session, [False])
 

@@ -85,11 +85,9 @@ class Dispatcher:
         )
 
     def _known(
-        self, session: Session, home: LaneLoop | None, prompt: tuple[int, ...]
-    ) -> router.RouteSession | None:
-        """Return how much of the prompt has KV, and on which lane; None without a home lane."""
-        if home is None:
-            return None
+        self, session: Session, home: LaneLoop, prompt: tuple[int, ...]
+    ) -> router.RouteSession:
+        """Return how much of the prompt has KV, and on which lane."""
         reused = min(common_prefix(session.tokens, prompt), session.frontier, len(prompt) - 1)
         note, now_ms = self._times.of(session), self._state.now_ms()
         return router.RouteSession(
@@ -150,7 +148,7 @@ class Dispatcher:
         """
         request, home = generation.request, self._state.home.get(session.key)
         asked = self._asked(request)
-        known = self._known(session, home, request.prompt)
+        known = None if home is None else self._known(session, home, request.prompt)
         state = self.state()
         decision = router.route(asked, known, state)
         loop = self._state.lane(decision.lane) or home
@@ -322,10 +320,7 @@ class Dispatcher:
         """Start evacuations of lanes that are down and demotions of idle sessions; drop the times
         of sessions that are not in memory. Call once a second."""
         state = self._state
-        self._times.forget_others(
-            {s.key for s in state.sessions.values()}
-            | {turn.session.key for turn in state.turns.values()}
-        )
+        self._times.forget_others({session.key for session in state.known()})
         for loop in state.lanes:
             if loop not in self._evacuating and self._evacuees(loop):
                 self._spawn(self._evacuate(loop), "evacuation")
@@ -349,8 +344,6 @@ class Dispatcher:
                 continue
             note = self._times.of(session)
             known = self._known(session, home, tuple(session.tokens[-1:]))
-            if known is None:
-                continue
             idle_ms = now_ms - note.used_ms
             to = self._state.lane(router.demotion(known, idle_ms, len(session.tokens), state))
             if to is not None:
@@ -406,7 +399,8 @@ class Dispatcher:
             note.urgent_ms = now_ms
         if finish in ("stop", "length"):
             self._lanes.learn_answer(generation.completion_tokens, generation.request.tokens_max)
-        ttft_ms, tpot_ms = _times(generation, record.decided_ms)
+        first_ms, tpot_ms = generation.first_token_ms, generation.tpot_ms
+        ttft_ms = None if first_ms is None else max(0.0, first_ms - record.decided_ms)
         record.outcome = RequestOutcome(
             generation.lane,
             finish,
@@ -442,12 +436,3 @@ def _policy(config: Config) -> router.RoutePolicy:
         demote_idle_ms=routing.demote_idle_s * 1000,
         loaded_ratio=routing.loaded_ratio,
     )
-
-
-def _times(generation: Generation, since_ms: float) -> tuple[float | None, float | None]:
-    """Return TTFT since the decision and mean TPOT, in ms; None = there was no such token."""
-    first, last = generation.first_token_ms, generation.last_token_ms
-    if first is None or last is None:
-        return None, None
-    n = generation.completion_tokens
-    return max(0.0, first - since_ms), (last - first) / (n - 1) if n > 1 else None

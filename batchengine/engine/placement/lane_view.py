@@ -42,12 +42,21 @@ class LaneViews:
 
     def all(self) -> tuple[router.LaneState, ...]:
         """Return the state of every lane, in the order of the configuration."""
-        now_ms = self._state.now_ms()
-        return tuple([self._view(loop, now_ms) for loop in self._state.lanes])
+        return tuple([self.of(loop) for loop in self._state.lanes])
 
     def of(self, loop: LaneLoop) -> router.LaneState:
         """Return the state of one lane; a busy lane's may be up to REFRESH_MS old."""
-        return self._view(loop, self._state.now_ms())
+        now_ms = self._state.now_ms()
+        rows = max(loop.assigned, len(loop.running) + len(loop.waiting))
+        mark = (loop.meter.steps, loop.assigned, rows, loop.up)
+        counted = self._counted.get(loop)
+        if counted is not None:
+            few = rows <= FEW_ROWS or not counted.state.alive
+            if counted.mark == mark or not (few or now_ms - counted.at_ms > REFRESH_MS):
+                return counted.state
+        state = self._count(loop)
+        self._counted[loop] = _Counted(state, mark, now_ms)
+        return state
 
     def joined(self, loop: LaneLoop, rank: int, frontier: int, n_tokens: int) -> None:
         """Add a request that was routed to the lane to its cached load."""
@@ -67,18 +76,6 @@ class LaneViews:
         """Learn from an answer that was complete after `tokens` of at most `tokens_max` tokens."""
         if tokens_max > 0:
             self._answer_share += ANSWER_GAIN * (tokens / tokens_max - self._answer_share)
-
-    def _view(self, loop: LaneLoop, now_ms: float) -> router.LaneState:
-        rows = max(loop.assigned, len(loop.running) + len(loop.waiting))
-        mark = (loop.meter.steps, loop.assigned, rows, loop.up)
-        counted = self._counted.get(loop)
-        if counted is not None:
-            few = rows <= FEW_ROWS or not counted.state.alive
-            if counted.mark == mark or not (few or now_ms - counted.at_ms > REFRESH_MS):
-                return counted.state
-        state = self._count(loop)
-        self._counted[loop] = _Counted(state, mark, now_ms)
-        return state
 
     def _count(self, loop: LaneLoop) -> router.LaneState:
         config = loop.config

@@ -71,8 +71,7 @@ class Migration:
 
     @property
     def turn(self) -> Turn | None:
-        key = self.session.key
-        return self.source.running.get(key) or self.source.waiting.get(key)
+        return self.source.seats.turn_of(self.session)
 
     def release_seats(self) -> None:
         """Release the seats that were kept for the session on both lanes."""

@@ -63,23 +63,21 @@ class TurnClosing:
         metrics, now_ms = state.metrics, state.now_ms()
         sla_class, route = generation.request.sla.sla_class.value, generation.lane or "none"
         usage = generation.usage(now_ms)
-        first, last = generation.first_token_ms, generation.last_token_ms
         metrics.e2e_seconds.labels(sla_class, route).observe(usage.total_ms / 1000)
-        if first is None or last is None:
+        if generation.first_token_ms is None:
             return
         metrics.ttft_seconds.labels(sla_class, route).observe(usage.ttft_ms / 1000)
-        tpot_ms = (last - first) / max(1, usage.completion_tokens - 1)
-        if usage.completion_tokens > 1:
+        if (tpot_ms := generation.tpot_ms) is not None:
             metrics.tpot_seconds.labels(sla_class, route).observe(tpot_ms / 1000)
         if reason in ("stop", "length"):
-            metrics.slo_requests_total.labels(sla_class, _slo_outcome(turn, tpot_ms, now_ms)).inc()
+            metrics.slo_requests_total.labels(sla_class, _slo_outcome(turn, now_ms)).inc()
 
 
-def _slo_outcome(turn: Turn, tpot_ms: float, now_ms: float) -> str:
+def _slo_outcome(turn: Turn, now_ms: float) -> str:
     generation, sla = turn.generation, turn.generation.request.sla
     if sla.ttlt_ms is not None and now_ms - generation.arrived_ms > sla.ttlt_ms:
         return "ttlt_miss"
     due_ms = generation.arrived_ms + turn.horizon_ms
     if generation.first_token_ms is not None and generation.first_token_ms > due_ms:
         return "ttft_miss"
-    return "tpot_miss" if tpot_ms > turn.tpot_ms else "met"
+    return "tpot_miss" if (generation.tpot_ms or 0.0) > turn.tpot_ms else "met"

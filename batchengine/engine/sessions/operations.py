@@ -36,7 +36,6 @@ from batchengine.session_kv import full_pages, page_start
 from batchengine.text import TextFrontend
 from kv_store.errors import LedgerRefused, StoreError
 from kv_store.ledger import writes
-from kv_store.ledger.queries import SessionRecord
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")
@@ -85,7 +84,7 @@ class SessionOperations:
         if session is None or facts is None or session.logged < 0:
             if session is not None and self._state.is_busy(session):
                 raise errors.SESSION_IN_USE(session_id=session_id)  # it is read from the ledger
-            found = await self._record(tenant, session_id)
+            found = await self._recovery.record(tenant, session_id)
             epoch, tokens = found.info.epoch, len(found.tokens)
             meta = session_meta(found.info.meta) if facts is None else facts.meta
         else:
@@ -111,7 +110,7 @@ class SessionOperations:
                 facts.meta, facts.parks = before
             if not isinstance(error, LedgerRefused):
                 raise
-            await self._record(tenant, session_id)  # 404 if there is none, else its owner changed
+            await self._recovery.record(tenant, session_id)  # 404, else it has a new owner
             raise errors.SESSION_IN_USE(session_id=session_id) from error
         if tool_call_id:
             self._recovery.remember_call(tenant, tool_call_id, session_id)
@@ -135,7 +134,7 @@ class SessionOperations:
             self._journal.flush()
             if self._state.is_at_rest(source):
                 await self._parking.park(source, leave=False)
-        found = await self._record(tenant, session_id)
+        found = await self._recovery.record(tenant, session_id)
         if (tenant, new_id) in self._state.sessions:
             raise errors.SESSION_EXISTS(given=new_id)
         name, old = durable_name(tenant, new_id), durable_name(tenant, session_id)
@@ -149,7 +148,7 @@ class SessionOperations:
                 )
             )
         except LedgerRefused as error:
-            await self._record(tenant, session_id)  # 404 if the source was dropped meanwhile
+            await self._recovery.record(tenant, session_id)  # 404 if it was dropped
             raise errors.SESSION_EXISTS(given=new_id) from error
         shared = self._store.pages.match_prefix(found.tokens, tenant.encode())
         return {
@@ -165,7 +164,7 @@ class SessionOperations:
 
         Pages of the session in the store stay until they are evicted.
         """
-        found = await self._record(tenant, session_id)
+        found = await self._recovery.record(tenant, session_id)
         session = self._state.sessions.get((tenant, session_id))
         if session is not None:
             await self._end_requests(session)
@@ -182,7 +181,7 @@ class SessionOperations:
         session = self._state.sessions.get((tenant, session_id))
         facts = None if session is None else self._state.facts.get(session.key)
         if session is None or facts is None:
-            found = await self._record(tenant, session_id)
+            found = await self._recovery.record(tenant, session_id)
             meta, tokens = session_meta(found.info.meta), found.tokens
         else:
             meta, tokens = facts.meta, session.tokens
@@ -199,7 +198,7 @@ class SessionOperations:
     async def detail(self, tenant: str, session_id: str) -> dict[str, Any]:
         """Return all facts about one session except its text."""
         session = self._state.sessions.get((tenant, session_id))
-        found = await self._record(tenant, session_id)
+        found = await self._recovery.record(tenant, session_id)
         info = found.info
         detail: dict[str, Any] = {
             "session_id": session_id,
@@ -274,9 +273,6 @@ class SessionOperations:
 
     def _text_of(self, tokens: tuple[int, ...]) -> str:
         return b"".join(self._text.piece(token) for token in tokens).decode(errors="replace")
-
-    async def _record(self, tenant: str, session_id: str) -> SessionRecord:
-        return await self._recovery.record(durable_name(tenant, session_id), session_id)
 
     async def _wait(self, future: Any) -> None:
         """Wait until the record is durable. Raises LedgerRefused, or NOT_DURABLE."""

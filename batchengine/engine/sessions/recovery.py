@@ -355,7 +355,7 @@ class SessionRecovery:
 
         Raises BatchEngineError (404, 409, 400), also if `turn_id` is set and not the last turn.
         """
-        found = await self.record(durable_name(tenant, session_id), session_id)
+        found = await self.record(tenant, session_id)
         turn = found.turns[-1] if found.turns else None
         if turn is not None and turn_id not in ("", turn.id):
             raise errors.TURN_FOLLOWED(session_id=session_id, turn_id=turn_id)
@@ -367,16 +367,16 @@ class SessionRecovery:
         prompt = found.tokens[: turn.prompt_end]
         return asked.request(turn.id, session_id, tenant, prompt)
 
-    async def record(self, name: str, session_id: str) -> SessionRecord:
+    async def record(self, tenant: str, session_id: str) -> SessionRecord:
         """Return the ledger's record of a session. Raises BatchEngineError (404, or damaged)."""
-        found = await self._read(name)
+        found = await self._read(durable_name(tenant, session_id))
         if found is None:
             raise errors.UNKNOWN_SESSION(given=session_id)
         return found
 
-    async def is_stored(self, name: str) -> bool:
+    async def is_stored(self, tenant: str, session_id: str) -> bool:
         """Whether the ledger has the session."""
-        return await self._read(name) is not None
+        return await self._read(durable_name(tenant, session_id)) is not None
 
     async def _read(self, name: str) -> SessionRecord | None:
         try:

@@ -64,7 +64,6 @@ class Requests:
         self._state = state
         self._info = info
         self._text = text
-        self._eog = text.tokenizer.eog
         self._journal = journal
         self._recovery = recovery
         self._dispatcher = dispatcher
@@ -76,7 +75,6 @@ class Requests:
         self._lines: dict[int, asyncio.Task[None]] = {}  # session key -> task serving its queue
         self._ending: dict[int, BatchEngineError] = {}  # session key -> error for its requests
         self._keys = itertools.count(1)
-        self._draining = False
         self._fatal: BaseException | None = None
 
     def __repr__(self) -> str:
@@ -118,7 +116,7 @@ class Requests:
         self._admit(request)
         session = self._session(tenant, session_id)
         generation = self._generation(request, session)
-        generation.resume_at(from_token)
+        generation.resumes = from_token
         queue = self._state.queues.get(session.key)
         if queue is None:
             self._serve_queue(session, generation)
@@ -149,7 +147,7 @@ class Requests:
 
     def drain(self) -> None:
         """Refuse all further requests."""
-        self._draining = self._closing.draining = True
+        self._closing.draining = True
 
     async def over(self, timeout_s: float) -> None:
         """Wait until every request has ended, for `timeout_s` at most."""
@@ -183,7 +181,7 @@ class Requests:
     def _admit(self, request: GenerationRequest) -> None:
         """Raise BatchEngineError for any reason to refuse the request."""
         state = self._state
-        if self._draining:
+        if self._closing.draining:
             raise errors.DRAINING()
         if self._fatal is not None:
             raise errors.ENGINE_FAILED(defect=type(self._fatal).__name__)
@@ -324,7 +322,7 @@ class Requests:
 
     def _replay(self, session: Session, generation: Generation, more: Continuation) -> bool:
         """Send the existing tokens of the turn again; True if the request ends with them."""
-        reason = generation.replay(more.tokens, self._eog.__contains__)
+        reason = generation.replay(more.tokens, self._text.tokenizer.eog)
         if not reason and more.is_last:
             return False
         if reason:
@@ -383,7 +381,7 @@ class Requests:
             return plan.choice != "recompute"
 
         loop.kv.slots.fit(session)
-        pending = loop.kv.prefix.extend(session, turn.salt, turn.priority, is_worth_reading)
+        pending = loop.kv.prefix.extend(session, session.salt, turn.priority, is_worth_reading)
         if pending is not None:
             asked_ms = self._state.now_ms()
             try:

@@ -118,12 +118,12 @@ class Journal:
         reason = event.finish_reason if isinstance(event, DoneEvent) else event.error.name
         mine.append(self._finish(session, turn.turn_id, status, reason, meta))
         self._dirty = False
-        self._commit(session, mine, lambda error: self._ended(turn, event, error))
+        self._after(session, mine, self._commit(), lambda error: self._ended(turn, event, error))
 
     def settle(self, session: Session, turn_id: str, reason: str, meta: SessionMeta) -> None:
         """Mark a recovered turn as done."""
         end = self._finish(session, turn_id, DONE, reason, meta)
-        self._commit(session, [end], lambda _: None)
+        self._after(session, [end], self._commit(), _nothing)
 
     async def hand_over(
         self, session: Session, turn: Turn | None, epoch: int, lane: str, incarnation: int
@@ -139,8 +139,7 @@ class Journal:
             writes.SetOwner(session.name.decode(), epoch, incarnation, lane)
         )
         session.logged_epoch = epoch  # later records follow this one in the ledger
-        commit = self._ledger.commit()
-        self._watch(commit)
+        commit = self._commit()
         if turn is not None and mine:
             self._after(session, mine, commit, self._releases(turn, tokens))
         try:
@@ -153,20 +152,20 @@ class Journal:
         """Truncate the session's tokens in the ledger to `length`."""
         name = session.name.decode()
         cut = self._ledger.append(writes.TruncateTokens(name, session.logged_epoch, length))
-        self._commit(session, [cut], lambda _: None)
+        self._after(session, [cut], self._commit(), _nothing)
 
     async def mark_suspect(self, session: Session, strikes: int, incarnation: int) -> None:
         """Record that the session is about to compute alone; returns once that is durable."""
         future = self._ledger.append(
             writes.SetSuspect(session.name.decode(), incarnation, strikes, True)
         )
-        self._watch(self._ledger.commit())
+        self._commit()
         await asyncio.wrap_future(future)
 
     def clear_suspect(self, session: Session) -> None:
         """Clear the mark of a suspect; its commit is not awaited."""
         self._ledger.append(writes.SetSuspect(session.name.decode(), 0, 0, False))
-        self._watch(self._ledger.commit())
+        self._commit()
 
     async def run(self) -> None:
         """Commit once per tick (level `power`: per step) if there is something to commit.
@@ -189,8 +188,7 @@ class Journal:
         if not appended and not self._dirty:
             return
         self._dirty = False
-        commit = self._ledger.commit()
-        self._watch(commit)
+        commit = self._commit()
         for turn, tokens, futures in appended:
             self._after(turn.session, futures, commit, self._releases(turn, tokens))
 
@@ -214,7 +212,7 @@ class Journal:
     def _start(self, turn: Turn, ops: Sequence[writes.Op]) -> None:
         self._turns[turn] = None
         mine = [self._ledger.append(*ops)]
-        self._commit(turn.session, mine, lambda error: self._begun(turn, error))
+        self._after(turn.session, mine, self._commit(), lambda error: self._begun(turn, error))
 
     def _finish(
         self, session: Session, turn_id: str, status: str, reason: str, meta: SessionMeta
@@ -271,16 +269,6 @@ class Journal:
                 event = ErrorEvent(errors.NOT_DURABLE(why=error))
         turn.generation.end(event)
 
-    def _commit(
-        self,
-        session: Session,
-        mine: list[Future[int]],
-        then: Callable[[BaseException | None], None],
-    ) -> None:
-        commit = self._ledger.commit()
-        self._watch(commit)
-        self._after(session, mine, commit, then)
-
     def _after(
         self,
         session: Session,
@@ -304,16 +292,17 @@ class Journal:
 
         commit.add_done_callback(lambda _: loop.call_soon_threadsafe(settled))
 
-    def _watch(self, future: Future[int]) -> None:
-        """Log every error of a commit; `run` raises it if it is a LedgerError."""
-        loop = asyncio.get_running_loop()
+    def _commit(self) -> Future[int]:
+        """Start a commit; its error is logged, and `run` raises it if it is a LedgerError."""
+        loop, commit = asyncio.get_running_loop(), self._ledger.commit()
 
         def done(finished: Future[int]) -> None:
             error = finished.exception()
             if error is not None:
                 loop.call_soon_threadsafe(self._failed, error)
 
-        future.add_done_callback(done)
+        commit.add_done_callback(done)
+        return commit
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, LedgerError):
@@ -327,3 +316,7 @@ class Journal:
                 self._refused, self._logged_s = 0, time.monotonic()
         else:
             log.error("the ledger failed: %r", error)
+
+
+def _nothing(error: BaseException | None) -> None:
+    """Do nothing after a commit whose result nothing waits for."""

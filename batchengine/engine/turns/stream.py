@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from batchengine.core import (
@@ -28,7 +28,6 @@ from batchengine.text import Detokeniser, StopMatcher
 # About 100 KiB of events per stream at most; more tokens than are computed in a pause of 20 ms.
 EVENTS_MAX = 256
 EVENTS_RESUME = 64
-IsEnd = Callable[[int], bool]
 ALL_TOKENS = 1 << 62  # tokens: more than any stream has
 
 
@@ -77,7 +76,7 @@ class Generation:
         self.cancelled = False
         self.finished = False  # the last event is queued; events may be unread
         self.paused_since_ms: float | None = None
-        self.resumes: int | None = None  # a resume: its first token of the answer
+        self.resumes: int | None = None  # a resume: tokens that its reader has already
         self.looked = False  # `SessionRecovery.load` was called for it
         self.continuation: Continuation | None = None
         self.stops = StopMatcher(request.stop)
@@ -88,7 +87,6 @@ class Generation:
         self._held: deque[TokenEvent] = deque()  # not durable enough yet; see `release`
         self._shown = 0  # tokens pushed, or known to the reader from an earlier stream
         self._durable = 0  # tokens of the completion that may be sent
-        self._known = 0  # tokens that the reader has from an earlier stream
         self._waiter: asyncio.Future[None] | None = None
         self._over = False
 
@@ -150,7 +148,7 @@ class Generation:
             return
         if isinstance(event, TokenEvent):
             self._shown += 1
-            if self._shown <= self._known:
+            if self._shown <= (self.resumes or 0):
                 return
             if self._shown > self._durable:
                 if not self._over:
@@ -198,9 +196,13 @@ class Generation:
         more = self.continuation
         return (more.turn_id if more is not None else "") or self.request.request_id
 
-    def resume_at(self, from_token: int) -> None:
-        """Skip the tokens before `from_token`, which the reader has from an earlier stream."""
-        self.resumes, self._known = from_token, from_token
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean ms per token of this stream after its first one; None = there was no such token."""
+        n = self.completion_tokens - self.resumed_tokens
+        if self.first_token_ms is None or self.last_token_ms is None or n < 2:
+            return None
+        return (self.last_token_ms - self.first_token_ms) / (n - 1)
 
     def is_superseded(self, queue: Sequence[Generation] | None) -> bool:
         """Whether a newer resume of the same session waits in its queue."""
@@ -209,7 +211,7 @@ class Generation:
             return False
         return other.arrived_ms > self.arrived_ms
 
-    def replay(self, tokens: Sequence[int], is_end: IsEnd) -> str:
+    def replay(self, tokens: Sequence[int], end_tokens: Collection[int]) -> str:
         """Queue tokens of the same turn that were computed for an earlier stream, with their text.
 
         Returns the finish reason if the turn ends among them, else "". Tokens after the end are
@@ -219,7 +221,7 @@ class Generation:
         for token in tokens:
             self.completion_tokens += 1
             self.resumed_tokens += 1
-            if not request.ignore_eos and is_end(token):
+            if not request.ignore_eos and token in end_tokens:
                 return "stop"
             text, stopped = self.stops.push(self.detokeniser.push(token))
             self.push(TokenEvent(token, text))

@@ -16,14 +16,6 @@ from batchengine.policy.scheduler import TurnRow
 from batchengine.session import Loss, Session
 from batchengine.session_kv import pages_for
 
-_ROW_FIELDS = (
-    "rank", "deadline_ms", "key", "horizon_ms", "tpot_ms", "served_ms", "admitted_ms", "frontier",
-    "to_compute", "open_until", "pages_held", "pages_max", "slots_held", "running", "paused",
-    "suspect", "pages_evictable",
-)  # fmt: skip
-if TurnRow._fields != _ROW_FIELDS:
-    raise AssertionError("Turn.row fills the scheduler's TurnRow by position")
-
 
 def check_request(request: GenerationRequest, context_tokens: int, vocab_size: int) -> None:
     """Raise BatchEngineError of kind INVALID for a request that can never run."""
@@ -54,13 +46,6 @@ class TurnEnd(NamedTuple):
 class Turn:
     """One generation on one session. Times are milliseconds of the engine's clock."""
 
-    __slots__ = (
-        "_ended", "_started", "admitted_ms", "cached_row", "deadline_ms", "disputes", "end",
-        "generation", "history_tokens", "horizon_ms", "length", "loss", "needs_match", "pages_max",
-        "paused", "priority", "rank", "reported", "reused", "salt", "sampling", "served_ms",
-        "session", "shared", "stop_early", "suspect_until", "timeline", "tpot_ms", "turn_id",
-    )  # fmt: skip
-
     def __init__(
         self, session: Session, generation: Generation, *, rank: int, deadline_ms: float,
         horizon_ms: float, tpot_ms: float, now_ms: float,
@@ -74,7 +59,6 @@ class Turn:
         self.tpot_ms = tpot_ms
         self.served_ms = now_ms
         self.admitted_ms = now_ms
-        self.salt = request.tenant.encode()
         self.priority = 3 - rank  # of its pages against eviction: higher stays
         self.pages_max = pages_for(len(request.prompt) + request.tokens_max)
         self.sampling = request.sampling
@@ -125,37 +109,33 @@ class Turn:
             raise RuntimeError(f"{self!r} ended without a reason")
         return self.end
 
-    def row(self, *, running: bool, evictable: int | None = None) -> TurnRow:
+    def row(self, *, running: bool, evictable: int = 0) -> TurnRow:
         """Return the turn as a row for the scheduler; cached while the turn waits for a seat.
 
-        `evictable`: number of its pages that no session with a seat holds; None = all.
+        `evictable`: number of its pages that no session with a seat holds.
         """
         if not running and self.cached_row is not None:
             return self.cached_row
-        session = self.session
-        kv = session.kv
-        pages = len(kv.codes)
+        session, kv = self.session, self.session.kv
         # By position: 64 rows are made before every step, and names cost four times as much.
-        row = TurnRow._make(
-            (
-                self.rank,
-                self.deadline_ms,
-                session.key,
-                self.horizon_ms,
-                self.tpot_ms,
-                self.served_ms,
-                self.admitted_ms,
-                session.frontier,
-                len(session.tokens) - session.frontier,
-                kv.reach(),
-                pages,
-                self.pages_max,
-                len(kv.open),
-                running,
-                self.paused or session.is_expecting,
-                session.suspect,
-                0 if running else pages if evictable is None else evictable,
-            )
+        row = TurnRow(
+            self.rank,
+            self.deadline_ms,
+            session.key,
+            self.horizon_ms,
+            self.tpot_ms,
+            self.served_ms,
+            self.admitted_ms,
+            session.frontier,
+            len(session.tokens) - session.frontier,
+            kv.reach(),
+            len(kv.codes),
+            self.pages_max,
+            len(kv.open),
+            running,
+            self.paused or session.is_expecting,
+            session.suspect,
+            evictable,
         )
         if not running:
             self.cached_row = row

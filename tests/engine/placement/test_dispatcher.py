@@ -200,7 +200,8 @@ def test_the_outcome_is_compared_with_the_prediction(monkeypatch: pytest.MonkeyP
     turn = h.turn(session, request_id="req-1", tokens_max=10)
     loop = h.dispatch.choose(session, turn.generation)
     generation = turn.generation
-    generation.lane, generation.completion_tokens = loop.lane.name, 5
+    generation.lane = loop.lane.name
+    generation.completion_tokens, generation.resumed_tokens = 25, 20
     generation.first_token_ms = h.now_ms + 600.0
     generation.last_token_ms = h.now_ms + 700.0
     h.dispatch.ended(turn, "stop")

@@ -128,7 +128,7 @@ async def test_a_turn_that_begins_while_another_is_resumed_continues(
         one = engine.submit(request(prompt, 10, session="s"))
         received = (await read(one)).tokens
         other = [*prompt, *received, 5]
-        found = await engine.running.recovery.record("\x1fs", "s")
+        found = await engine.running.recovery.record("", "s")
         running = engine.submit(request(other, 60, session="s"))
         reader = asyncio.ensure_future(read(running))
         await until(lambda: running.completion_tokens > 5)
