@@ -159,7 +159,7 @@ async def test_a_daemon_on_a_full_small_disk_continues_to_answer(
         fill(disk)
         for name, prompt in prompts.items():
             assert (await read(engine.submit(request(prompt, 12)))).tokens == whole[name]
-        refused = 0
+        refused, reported = 0, False
         for number in range(200):
             named = await read(engine.submit(request(filling, 5, session=f"n{number}")))
             if named.error is not None:
@@ -167,10 +167,12 @@ async def test_a_daemon_on_a_full_small_disk_continues_to_answer(
                 assert named.error.fix
                 assert named.tokens == right[: len(named.tokens)], "told, but never durable"
                 refused += 1
-            if refused == 3:
+                # A smaller record may fit right after, and ends the trouble until the next turn.
+                reported |= any("ledger full" in text for text in engine.stats()["troubles"])
+            if refused >= 3 and reported:
                 break
-        assert refused == 3
-        assert any("ledger full" in text for text in engine.stats()["troubles"])
+        assert refused >= 3
+        assert reported
         assert (await read(engine.submit(request(prompts["s0"], 12)))).tokens == whole["s0"]
         os.unlink(disk / "filler")
         for name, prompt in prompts.items():
