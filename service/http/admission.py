@@ -85,22 +85,22 @@ class Service:
 
     def enter(self, live: Live) -> Live:
         """Registers a request that runs; a resumed one replaces the stream it takes over."""
-        self.live[live.job.request_id] = live
+        self.live[live.job.asked.request_id] = live
         return live
 
     def leave(self, live: Live, outcome: str) -> None:
         """Ends a request: one line in the log, without any of the prompt or the answer."""
-        job = live.job
-        if self.live.get(job.request_id) is live:
-            del self.live[job.request_id]
+        asked, made = live.job.asked, live.job.requests
+        if self.live.get(asked.request_id) is live:
+            del self.live[asked.request_id]
         log.info(
             "%s %s class=%s session=%s choices=%d prompt_tokens=%d %.0f ms",
-            job.request_id,
+            asked.request_id,
             outcome,
-            job.sla.sla_class,
+            asked.sla.sla_class,
             live.generations[0].session_id or "-",
-            len(job.requests),
-            len(job.requests[0].prompt) if job.requests else 0,
+            len(made),
+            len(made[0].prompt),
             1000 * (time.monotonic() - live.began),
         )
 

@@ -210,7 +210,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     job, generations = live.job, live.generations
     headers = request[HEADERS]
     headers["x-batchengine-route"] = job.route
-    session_id = generations[0].session_id or (job.session.session_id if job.session else None)
+    session_id = generations[0].session_id or job.asked.session_id
     if session_id:
         headers["x-batchengine-session-id"] = session_id
     try:

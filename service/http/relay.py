@@ -153,7 +153,7 @@ async def answer_stream(
     except sse.SlowReader:
         live.outcome = "client_too_slow"
         error = errors.CLIENT_TOO_SLOW(seconds=server.reader_stall_s)
-        log.warning("%s: %s", formatter.job.request_id, error)
+        log.warning("%s: %s", formatter.job.asked.request_id, error)
         stream.abort()
     except ConnectionResetError:
         pass  # the client is gone; `finally` cancels its generations

@@ -129,8 +129,18 @@ async def _stream(request: web.Request) -> web.StreamResponse:
             if error.kind is Kind.NOT_FOUND:
                 raise errors.UNKNOWN_SESSION(given=printable(given)) from None
             raise
-        job = _job(service, request, generation.request)
-        formatter = BY_NAME[job.protocol].formatter(job)
+        asked = generation.request  # the turn's own, with its request id, class and seed
+        job = requests.HttpJob(
+            asked=asked,
+            model=service.engine.info.model_id,
+            stream=True,
+            include_usage=request.query.get("include_usage", "1") != "0",
+            route=requests.route_name(service.engine),
+            seed=asked.sampling.seed,
+            predict=lambda: service.engine.predicted(asked.request_id),
+            requests=[asked],
+        )
+        formatter = BY_NAME[asked.form].formatter(job)
         headers = request[HEADERS]
         headers["x-batchengine-route"] = job.route
         headers["x-batchengine-session-id"] = generation.session_id or session_id
@@ -177,23 +187,3 @@ def _position(request: web.Request) -> tuple[str, int]:
             " the number; from=0 streams the last turn from its beginning",
         )
     return turn_id, int(text)
-
-
-def _job(
-    service: Service, request: web.Request, asked: requests.GenerationRequest
-) -> requests.HttpJob:
-    """The job of a resumed turn, with the turn's own request id, class and seed."""
-    return requests.HttpJob(
-        request_id=asked.request_id,
-        protocol=asked.form,
-        caller=request[CALLER],
-        model=service.engine.info.model_id,
-        created=int(time.time()),
-        stream=True,
-        include_usage=request.query.get("include_usage", "1") != "0",
-        sla=asked.sla,
-        route=requests.route_name(service.engine),
-        seed=asked.sampling.seed,
-        predict=lambda: service.engine.predicted(asked.request_id),
-        requests=[asked],
-    )

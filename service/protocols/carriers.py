@@ -81,20 +81,12 @@ HEADER_LAST = "x-conversation-id"
 NOT_SESSIONS = {"x-parent-session-id", "x-dynamo-parent-session-id"}
 
 
-@dataclass(frozen=True, slots=True)
-class SessionName:
-    """The carrier that held the id, and the tenant-bound key."""
-
-    carrier: str
-    session_id: str
-
-
-def session_of(body: Common, headers: CIMultiDictProxy[str], tenant: str) -> SessionName | None:
-    """The session of a request, or None for an anonymous one; raises 400 for an unusable id."""
+def session_of(body: Common, headers: CIMultiDictProxy[str], tenant: str) -> str | None:
+    """The id of a request's session, None for an anonymous one; raises 400 for an unusable id."""
     for carrier, value in session_carriers(body, headers):
         value = value.strip()
         if value:
-            return SessionName(carrier, session_key(tenant, value, carrier))
+            return session_key(tenant, value, carrier)
     return None
 
 

@@ -52,7 +52,7 @@ class OpenAIFormatter(Formatter):
 
     def __init__(self, job: HttpJob) -> None:
         super().__init__(job)
-        self._object_id = self.id_prefix + job.request_id.removeprefix("req_")
+        self._object_id = self.id_prefix + job.asked.request_id.removeprefix("req_")
 
     def opening(self) -> list[SseEvent]:
         chunks = (self._chunk(index, self.opening_content) for index in range(len(self.answers)))
@@ -202,18 +202,16 @@ def _per_second(count: int, ms: float) -> float:
 def serving_object(job: HttpJob, answers: list[Answer]) -> Chunk:
     """Session, lane, times and reuse of the answer."""
     usage = answers[0].usage
-    session_id = usage.session_id or (job.session.session_id if job.session else "")
     predicted = job.predict() or {}
-    predicted_ms = predicted.get("ttft_ms")
     found: Chunk = {
-        "request_id": job.request_id,
-        "session_id": session_id or None,
-        "class": str(job.sla.sla_class),
+        "request_id": job.asked.request_id,
+        "session_id": usage.session_id or job.asked.session_id,
+        "class": str(job.asked.sla.sla_class),
         "route": job.route,
         "lane": usage.lane,
         "queue_ms": round(usage.queue_ms, 3),
         "ttft_ms": round(usage.ttft_ms, 3),
-        "predicted_ttft_ms": _finite(predicted_ms),
+        "predicted_ttft_ms": _finite(predicted.get("ttft_ms")),
         "total_ms": round(usage.total_ms, 3),
         "tokens_reused": usage.cached_tokens,
         "reuse_reason": usage.reuse_reason,

@@ -8,7 +8,7 @@ from typing import Generic
 
 from batchengine.core import BatchEngineError
 from service.engine_api import EngineApi
-from service.protocols import schema
+from service.protocols import schema, strict_json
 from service.protocols.formatter import Formatter
 from service.protocols.requests import HttpJob, Prompt
 from service.protocols.schema import Body
@@ -32,4 +32,4 @@ class Protocol(Generic[Body]):
 
     def parse(self, data: bytes | bytearray) -> tuple[Body, list[str]]:
         """A request's body, and the names of fields in it that change nothing; raises 400."""
-        return schema.decode_request(self.body, data)
+        return schema.read_request(self.body, strict_json.parse_object(data))

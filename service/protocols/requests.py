@@ -6,6 +6,7 @@ sampling parameters, derived seeds, and submitting several generations as one.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import secrets
 import time
@@ -18,7 +19,7 @@ from multidict import CIMultiDictProxy
 
 from batchengine import errors
 from batchengine.config import Config
-from batchengine.core import GenerationRequest, ModelInfo, Sampling, Sla
+from batchengine.core import GenerationRequest, ModelInfo, Sampling
 from service.engine_api import EngineApi, GenerationApi
 from service.protocols import carriers
 from service.protocols.carriers import Caller
@@ -41,16 +42,6 @@ HEADER_FINAL = "x-dynamo-session-final"
 
 
 @dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """Options of a request that concern its session."""
-
-    promote: bool = False
-    park: bool = False
-    expected_output_tokens: int | None = None
-    idempotency_key: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Prompt:
     """The part of a request that its protocol reads; all else is common to all protocols.
 
@@ -66,22 +57,21 @@ class Prompt:
 
 @dataclass(slots=True)
 class HttpJob:
-    """The facts of one HTTP request that outlive its body."""
+    """The facts of one HTTP request that outlive its body.
 
-    request_id: str
-    protocol: str  # its name
-    caller: Caller
+    `asked` is what its generations have in common, without a prompt; of a stream that resumes a
+    turn the request of that turn.
+    """
+
+    asked: GenerationRequest
     model: str  # as the client named it: echoed back
-    created: int  # seconds since the epoch
     stream: bool
     include_usage: bool
-    sla: Sla
     route: str
     seed: int
-    session: carriers.SessionName | None = None
+    created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
     service_tier: str | None = None
     choices_per_prompt: int = 1
-    options: SessionOptions = SessionOptions()
     predict: Callable[[], Mapping[str, Any] | None] = lambda: None
     requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
 
@@ -114,33 +104,41 @@ def open_job(
     if body.response_format is not None and body.response_format.get("type") != "text":
         name, what = "response_format", "response_format must be of type text"
         raise errors.UNSUPPORTED_FIELD(param=name, what=what, fix="ask for JSON in the prompt")
-    promised = carriers.sla_of(body, headers, caller, config)
-    options = body.stream_options
-    seed = secrets.randbits(63) if body.seed is None else body.seed
-    return HttpJob(
+    sla = carriers.sla_of(body, headers, caller, config)
+    session_id = carriers.session_of(body, headers, caller.tenant)
+    extension = body.batchengine or Extension()
+    hints = body.nvext.agent_hints if body.nvext else None
+    is_final = extension.final or headers.get(HEADER_FINAL, "").strip().lower() == "true"
+    asked = GenerationRequest(
         request_id=request_id,
-        protocol=protocol,
-        caller=caller,
+        prompt=(),
+        tokens_max=0,
+        stop=stop_strings(body.stop),
+        ignore_eos=bool(body.ignore_eos),
+        sla=sla,
+        session_id=session_id,
+        tenant=caller.tenant,
+        park=bool(extension.park or is_final),
+        idempotency_key=_idempotency_key(headers),
+        promote=bool(extension.promote),
+        expected_output_tokens=extension.expected_output_tokens or (hints.osl if hints else None),
+        form=protocol,
+    )
+    options = body.stream_options
+    return HttpJob(
+        asked=asked,
         model=model,
-        created=int(time.time()),
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
-        sla=promised,
-        session=carriers.session_of(body, headers, caller.tenant),
         route=route_name(engine),
-        service_tier=None
-        if body.service_tier is None
-        else carriers.SERVED_TIER[promised.sla_class],
-        seed=seed,
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        service_tier=None if body.service_tier is None else carriers.SERVED_TIER[sla.sla_class],
         choices_per_prompt=body.n or 1,
-        options=_session_options(body, headers),
         predict=lambda: engine.predicted(request_id),
     )
 
 
-def _session_options(body: Common, headers: CIMultiDictProxy[str]) -> SessionOptions:
-    """The session options of a request; raises 400 for an unusable idempotency key."""
-    asked = body.batchengine or Extension()
+def _idempotency_key(headers: CIMultiDictProxy[str]) -> str:
     key = headers.get(HEADER_KEY, "").strip()
     if len(key) > KEY_CHARS_MAX or not key.isprintable():
         raise errors.INVALID_FIELD(
@@ -149,19 +147,11 @@ def _session_options(body: Common, headers: CIMultiDictProxy[str]) -> SessionOpt
             why=f"it must be printable and at most {KEY_CHARS_MAX} characters",
             fix="send a UUID",
         )
-    hints = body.nvext.agent_hints if body.nvext else None
-    expected = asked.expected_output_tokens or (hints.osl if hints else None)
-    ends = asked.final or headers.get(HEADER_FINAL, "").strip().lower() == "true"
-    return SessionOptions(
-        promote=bool(asked.promote),
-        park=bool(asked.park or ends),
-        expected_output_tokens=expected,
-        idempotency_key=key,
-    )
+    return key
 
 
-def sampling_of(body: Common, logprobs: int, seed: int, vocab_size: int) -> Sampling:
-    """Sampling parameters with OpenAI's defaults (temperature 1, everything else off)."""
+def sampling_of(body: Common, logprobs: int, vocab_size: int) -> Sampling:
+    """Sampling parameters but the seed; defaults are OpenAI's (temperature 1, all else off)."""
 
     def number(value: float | None, default: float) -> float:
         return default if value is None else binary32(value)
@@ -174,7 +164,6 @@ def sampling_of(body: Common, logprobs: int, seed: int, vocab_size: int) -> Samp
         repetition_penalty=number(body.repetition_penalty, 1.0),
         presence_penalty=number(body.presence_penalty, 0.0),
         frequency_penalty=number(body.frequency_penalty, 0.0),
-        seed=seed,
         logprobs=logprobs,
         logit_bias=_bias_of(body.logit_bias, vocab_size),
     )
@@ -240,42 +229,39 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             f" {GENERATIONS_MAX}",
             fix="send fewer at once",
         )
-    context, options = info.context_tokens, job.options
-    sampling = sampling_of(body, prompt.logprobs, derived_seed(job.seed, 0), info.vocab_size)
-    stop = stop_strings(body.stop)
-    for prompt_index, tokens in enumerate(prompt.tokens):
+    context = info.context_tokens
+    sampling = sampling_of(body, prompt.logprobs, info.vocab_size)
+    for tokens in prompt.tokens:
         if len(tokens) + prompt.tokens_max > context:
             n, asked = len(tokens), f"{len(tokens):,} tokens + max {prompt.tokens_max:,}"
             raise errors.PROMPT_TOO_LONG(
                 asked=asked, n_prompt_tokens=n, n_ctx=context, param=prompt.param
             )
+        first = dataclasses.replace(
+            job.asked,
+            prompt=tuple(tokens),
+            tokens_max=prompt.tokens_max,
+            tool_call_ids=prompt.tool_call_ids,
+        )
         for choice in range(job.choices_per_prompt):
-            index = prompt_index * job.choices_per_prompt + choice
-            job.requests.append(
-                GenerationRequest(
-                    request_id=job.request_id if index == 0 else f"{job.request_id}-{index}",
-                    prompt=tuple(tokens),
-                    tokens_max=prompt.tokens_max,
-                    sampling=msgspec.structs.replace(sampling, seed=derived_seed(job.seed, choice)),
-                    stop=stop,
-                    ignore_eos=bool(body.ignore_eos),
-                    sla=job.sla,
-                    # one timeline cannot grow in two directions: other choices are anonymous
-                    session_id=job.session.session_id if job.session and index == 0 else None,
-                    tenant=job.caller.tenant,
-                    tool_call_ids=prompt.tool_call_ids if index == 0 else (),
-                    park=options.park,
-                    idempotency_key=_key_of_choice(options.idempotency_key, index),
-                    promote=options.promote,
-                    expected_output_tokens=options.expected_output_tokens,
-                    form=job.protocol,
-                )
-            )
+            seeded = msgspec.structs.replace(sampling, seed=derived_seed(job.seed, choice))
+            request = dataclasses.replace(first, sampling=seeded)
+            job.requests.append(_of_choice(request, len(job.requests)))
 
 
-def _key_of_choice(key: str, index: int) -> str:
-    """The idempotency key of one choice: each choice is a turn of its own."""
-    return f"{key}#{index}" if key and index else key
+def _of_choice(request: GenerationRequest, index: int) -> GenerationRequest:
+    """The request of one choice: all but the first are anonymous, as one timeline cannot grow in
+    two directions, and each is a turn of its own."""
+    if index == 0:
+        return request
+    key = request.idempotency_key
+    return dataclasses.replace(
+        request,
+        request_id=f"{request.request_id}-{index}",
+        session_id=None,
+        tool_call_ids=(),
+        idempotency_key=f"{key}#{index}" if key else "",
+    )
 
 
 def submit_all(engine: EngineApi, job: HttpJob) -> list[GenerationApi]:

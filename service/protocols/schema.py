@@ -1,6 +1,6 @@
 """The request bodies of the OpenAI routes as structs, with a bound on every number and list.
 
-Owns field names, types and limits; `decode_request` turns a body into a struct or into an
+Owns field names, types and limits; `read_request` turns a body into a struct or into an
 error that names the field. `binary32` rounds floats once, to the numbers that the sampler uses.
 Unknown fields are reported, and change nothing.
 """
@@ -16,7 +16,6 @@ from msgspec import Meta, Struct
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from service.protocols.strict_json import parse_object
 from service.session_ids import printable
 
 MESSAGES_MAX = 8192
@@ -135,11 +134,6 @@ EXTENSION_UNREAD = ("max_context_tokens", "parent_session_id")
 _PATH = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
-
-
-def decode_request(kind: type[Body], data: bytes | bytearray) -> tuple[Body, list[str]]:
-    """The bytes of a body as a `kind`, and the names of ignored fields; raises 400."""
-    return read_request(kind, parse_object(data))
 
 
 def read_request(kind: type[Body], values: dict[str, object]) -> tuple[Body, list[str]]:

@@ -16,7 +16,7 @@ from batchengine.config import ApiKey, Config
 from batchengine.core import SlaClass
 from service.http import app
 from service.protocols import chat as chat_module
-from service.protocols import completions, schema
+from service.protocols import completions, schema, strict_json
 from tests.support.fake_engine import FakeEngine, Served, chat, fake_config, post, serving
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -219,7 +219,8 @@ async def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(schema, "decode_request")
+    watch(strict_json, "parse_object")
+    watch(schema, "read_request")
     watch(chat_module, "_messages")
     watch(completions, "_prompts")
 
@@ -244,7 +245,8 @@ async def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.Monke
             ) as reply:
                 assert reply.status == 400
                 assert (await reply.json())["error"]["param"] == param
-        assert {name for name, _ in seen} == {"decode_request", "_messages", "_prompts"}
+        names = {"parse_object", "read_request", "_messages", "_prompts"}
+        assert {name for name, _ in seen} == names
         assert not any(on_main for _, on_main in seen)
         await post(served, CHAT, chat())
         assert seen[-1] == ("_messages", True)  # a small one is read on the event loop

@@ -14,13 +14,11 @@ from batchengine.core import (
     DoneEvent,
     ErrorEvent,
     GenerationRequest,
-    Sla,
     TokenEvent,
     Usage,
 )
 from service.http import relay, sse
 from service.protocols import requests
-from service.protocols.carriers import Caller
 from service.protocols.chat import ChatFormatter
 from service.protocols.completions import CompletionFormatter
 from service.protocols.formatter import EventIds, Formatter, SseEvent
@@ -30,10 +28,10 @@ from tests.support.fake_engine import FakeEngine, chat, serving
 
 
 def job_of(choices: int = 1) -> requests.HttpJob:
+    made = [GenerationRequest(f"req_{i}", (1, 2), 4) for i in range(choices)]
     return requests.HttpJob(
-        request_id="req_1", protocol="chat", caller=Caller(), model="m", created=7, stream=True,
-        include_usage=False, sla=Sla(), session=None, route="cpu", service_tier=None, seed=1,
-        requests=[GenerationRequest(f"req_{i}", (1, 2), 4) for i in range(choices)],
+        asked=made[0], model="m", created=7, stream=True, include_usage=False, route="cpu", seed=1,
+        requests=made,
     )  # fmt: skip
 
 
