@@ -32,11 +32,7 @@ class StoreLocked(StoreError):
 
 
 class StoreUnsupported(StoreError):
-    """The directory cannot hold a store (file system, permissions). `fs` names the file system."""
-
-    def __init__(self, what: str, *, fs: str, why: str = "", fix: str = "") -> None:
-        super().__init__(what, why=why, fix=fix)
-        self.fs = fs
+    """The directory cannot hold a store (file system, permissions)."""
 
 
 class StoreFull(StoreError):

@@ -89,7 +89,7 @@ def fsck(
         report.findings.append(Finding("info", what, why, nothing, is_repairable=False))
         return report
     if not os.path.isfile(ledger):
-        raise StoreUnsupported(f"{path} holds no store", fs="", why="there is no meta.db in it")
+        raise StoreUnsupported(f"{path} holds no store", why="there is no meta.db in it")
     lock_fd = take_lock(path)
     try:
         check_version(ledger)
@@ -471,7 +471,7 @@ def _why_bad(check: _Check, info: ExtentInfo, fd: int, row: PageRow) -> str:
         check.buffer = memoryview(bytearray(info.page_bytes))
     data = check.buffer
     try:
-        osio.Files().read_all(fd, data, info.slot_of(row.ref.page_id) * info.page_bytes)
+        osio.Files().read_all(fd, data, info.offset_of(row.ref.page_id))
     except (OSError, StoreCorrupt) as error:
         return f"it cannot be read: {error}"
     uuid = bytes.fromhex(check.report.store_uuid)
@@ -536,7 +536,7 @@ def _check_strays(check: _Check, folder: str, known: set[int]) -> None:
 def _check_folders(check: _Check) -> None:
     for folder in (check.path, *(os.path.join(check.path, name) for name in ("ext", "arena"))):
         if not os.path.isdir(folder) or os.path.islink(folder):
-            raise StoreUnsupported(f"{folder} is not a directory", fs="")
+            raise StoreUnsupported(f"{folder} is not a directory")
         if stat.S_IMODE(os.lstat(folder).st_mode) & 0o077:
             what, why = f"others may look into {folder}", "KV and token ids equal the prompts"
             check.find("warning", what, why, "it is made private")
@@ -552,7 +552,7 @@ def _check_folders(check: _Check) -> None:
 
 def _check_arenas(check: _Check) -> None:
     folder = os.path.join(check.path, "arena")
-    for text in continuity.implausible_arenas(check.path):
+    for text in check.traces.implausible:
         why = "no store is opened so often"
         check.remark("warning", text, why, "no number follows from it")
     for name in sorted(os.listdir(folder)):

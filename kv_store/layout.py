@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 import sys
 from dataclasses import dataclass
 from typing import Any, cast
@@ -35,11 +34,8 @@ Page = bytes | bytearray | memoryview
 K_SCALE_DIMS = 32
 
 # One row of the arena's sidecar: token id, 1 if written, XXH3-64 of the row's bytes.
-ROW_RECORD = struct.Struct("<IIQ")
-assert ROW_RECORD.size == 16
 ROW_RECORD_DTYPE = np.dtype([("token", "<u4"), ("valid", "<u4"), ("digest", "<u8")])
-assert ROW_RECORD_DTYPE.itemsize == ROW_RECORD.size
-ROW_RECORDS_BYTES = PAGE_TOKENS * ROW_RECORD.size
+ROW_RECORDS_BYTES = PAGE_TOKENS * ROW_RECORD_DTYPE.itemsize
 assert ROW_RECORDS_BYTES == 4096
 
 

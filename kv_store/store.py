@@ -111,7 +111,7 @@ class Store:
         warnings = _prepare_directory(path, settings.allow_any_fs)
         lock_fd = take_lock(path)
         found = continuity.gather(path, lock_fd)
-        warnings += continuity.implausible_arenas(path)
+        warnings += found.implausible
         try:
             return cls._open_locked(
                 path, descriptor, settings, files, connect, lock_fd, warnings, found
@@ -474,7 +474,6 @@ def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
             if not stat.S_ISDIR(mode):
                 raise StoreUnsupported(
                     f"{folder} is not a directory",
-                    fs=fs.name,
                     why="a store keeps its files in folders of its own",
                     fix="move away what stands there, or choose another store directory",
                 )
@@ -483,7 +482,6 @@ def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
     except OSError as error:
         raise StoreUnsupported(
             f"the store directory {path} cannot be used",
-            fs="",
             why=os.strerror(error.errno or 0),
             fix="choose a writable directory on a local ext4 or XFS file system",
         ) from error
@@ -499,7 +497,6 @@ def _check_file_system(fs: osio.FileSystem, path: str, allow_any_fs: bool) -> li
         return [f"the store {path} is on {fs.name}, which is not for production: {fs.why}"]
     raise StoreUnsupported(
         f"the store {path} is on {fs.name}",
-        fs=fs.name,
         why=fs.why,
         fix="put the store on a local ext4 or XFS file system, or allow any file system explicitly",
     )
@@ -517,7 +514,6 @@ def take_lock(path: str) -> int:
     if fd < 0:
         raise StoreUnsupported(
             f"the store {path} cannot be locked",
-            fs="",
             why=f"{name}: {why}",
             fix="LOCK must be a plain file of this user: move away what stands there (no data is in"
             " it), or fix its permissions",

@@ -7,6 +7,7 @@ has imported them.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from batchengine.kv.invalidation import Invalidation
 from batchengine.kv.prefix import PrefixMatcher
 from batchengine.kv.sealing import SealPipeline
 from batchengine.kv.slots import Labels, Seal, Slots
-from batchengine.kv.touching import PageTouches, Touch
+from batchengine.kv.touching import PageTouches
 from batchengine.wire import lane as wire
 from kv_store.store import Store
 
@@ -32,7 +33,7 @@ class Chores(NamedTuple):
     touch: tuple[int, ...]
     digest: tuple[wire.Digest, ...]
     row_imports: list[RowImport]  # of each `import_rows`
-    touches: list[Touch]  # of each `touch`
+    touches: list[asyncio.Future[None]]  # that resolve after the frame
     digests: list[DueDigest]  # of each `digest`
 
 

@@ -60,7 +60,7 @@ class SealPipeline:
         self._pending: list[Seal] = []  # without a ticket, oldest first
         self._stalled: list[Seal] = []  # failed with valid rows: see `retry`
         self._done: deque[tuple[Seal, Future[PageRef]]] = deque()
-        self.publishes = True
+        self.publishes = True  # False = the rows of this lane may be wrong
         self.sealed = 0
         self.seal_failures = 0
         self.tails_parked = 0
@@ -269,9 +269,8 @@ class SealPipeline:
             self._seal_failed(seal, StoreError(f"page {ref!r} does not read back as written"))
             return
         if session is not None and seal.index != len(session.kv.sealed):
-            self.read_back.queued.append(
-                seal
-            )  # the page before, which the same frame verified, was bad
+            # The page before, which the same frame verified, was bad.
+            self.read_back.queued.append(seal)
             return
         if session is not None and (seal.dropped or not self._store.pages.is_resident(ref)):
             seal.dropped = True  # the page became invalid after its publication
@@ -343,10 +342,6 @@ class SealPipeline:
         if seal.ref is None:
             raise RuntimeError("verify before publish")
         return wire.Verify(*self._store.pages.proof(seal.ref))
-
-    def stop_publishing(self) -> None:
-        """Publish no page of this lane from now on: its rows may be wrong."""
-        self.publishes = False
 
     def drop(self, session: Session | None = None) -> None:
         """Drop seals, so that they are not published: of one session, or of the lane."""

@@ -9,58 +9,46 @@ from collections.abc import Callable, Sequence
 TOUCH_BYTES = 64 << 20  # pages faulted in by one frame at most, mostly from the page cache
 
 
-class Touch:
-    """Sealed pages to fault in. `done` resolves after the last frame, or the worker's exit."""
-
-    def __init__(self, codes: Sequence[int]) -> None:
-        self.codes = deque(codes)
-        self.left = max(1, len(codes))
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def end(self) -> None:
-        """Resolve `done`."""
-        if not self.done.done():
-            self.done.set_result(None)
-
-
 class PageTouches:
     """Queue of touches for the next frames of one lane. Calls `wake` when one is added."""
 
     def __init__(self, page_bytes: int, wake: Callable[[], None]) -> None:
         self._pages_max = max(1, TOUCH_BYTES // page_bytes)  # of one frame
         self._wake = wake
-        self._queue: deque[Touch] = deque()
+        self._queue: deque[tuple[deque[int], asyncio.Future[None]]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._queue)
 
     def touch(self, codes: Sequence[int]) -> asyncio.Future[None]:
-        """Queue pages of the store to fault in; returns the `done` of the new `Touch`."""
-        self._queue.append(Touch(codes))
+        """Queue pages of the store to fault in.
+
+        The returned future resolves after the last frame with such a page, or the worker's exit.
+        """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append((deque(codes), done))
         self._wake()
-        return self._queue[-1].done
+        return done
 
-    def take(self) -> tuple[list[int], list[Touch]]:
-        """Take page codes for the next frame, and the touches that it counts for."""
-        codes, owners = list[int](), list[Touch]()
+    def take(self) -> tuple[list[int], list[asyncio.Future[None]]]:
+        """Take page codes for the next frame, and the futures that `touched` resolves after it."""
+        codes, ended = list[int](), list[asyncio.Future[None]]()
         while self._queue and len(codes) < self._pages_max:
-            touch = self._queue[0]
-            if touch.codes:
-                codes.append(touch.codes.popleft())
-            owners.append(touch)
-            if not touch.codes:
+            left, done = self._queue[0]
+            while left and len(codes) < self._pages_max:
+                codes.append(left.popleft())
+            if not left:
                 self._queue.popleft()
-        return codes, owners
+                ended.append(done)
+        return codes, ended
 
-    def touched(self, touches: Sequence[Touch]) -> None:
-        """Count down the touches of a frame, after its answer or its worker's exit."""
-        for touch in touches:
-            touch.left -= 1
-            if not touch.left:
-                touch.end()
+    def touched(self, ended: Sequence[asyncio.Future[None]]) -> None:
+        """Resolve the futures of a frame, after its answer or its worker's exit."""
+        for done in ended:
+            if not done.done():
+                done.set_result(None)
 
     def arena_died(self) -> None:
         """Resolve all queued touches, after the worker's exit."""
         queue, self._queue = self._queue, deque()
-        for touch in queue:
-            touch.end()
+        self.touched([done for _, done in queue])

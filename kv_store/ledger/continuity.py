@@ -97,7 +97,8 @@ class Traces:
     """What LOCK, arenas and log showed before the ledger was opened."""
 
     opening: Opening
-    arenas_epoch: int
+    arenas_epoch: int  # the highest plausible one that an arena's name holds; 0 = none
+    implausible: list[str]  # a sentence per arena that names an implausible opening
     log: str  # as `check_log` returns it
 
     @property
@@ -124,9 +125,15 @@ class Traces:
 
 def gather(path: str, lock_fd: int) -> Traces:
     """Read LOCK, arenas and log of the store at `path`, which this process has locked."""
+    arenas = sorted(_arena_epochs(os.path.join(path, "arena")).items())
     return Traces(
         read_opening(lock_fd),
-        _arenas_epoch(os.path.join(path, "arena")),
+        max((life for _, life in arenas if life <= EPOCH_PLAUSIBLE_MAX), default=0),
+        [
+            f"arena/{name} names opening {life} of the store, more than there can be: it is ignored"
+            for name, life in arenas
+            if life > EPOCH_PLAUSIBLE_MAX
+        ],
         check_log(os.path.join(path, "meta.db-wal")),
     )
 
@@ -137,22 +144,6 @@ def describe(why: str) -> str:
         f"the ledger lost what was written last ({why}): sessions may be older than clients"
         " remember, or unknown"
     )
-
-
-def implausible_arenas(path: str) -> list[str]:
-    """A sentence per arena of the store at `path` that names an implausible opening."""
-    lives = sorted(_arena_epochs(os.path.join(path, "arena")).items())
-    return [
-        f"arena/{name} names opening {life} of the store, more than there can be: it is ignored"
-        for name, life in lives
-        if life > EPOCH_PLAUSIBLE_MAX
-    ]
-
-
-def _arenas_epoch(folder: str) -> int:
-    """The highest plausible epoch that an arena's name holds; 0 = none."""
-    lives = _arena_epochs(folder).values()
-    return max((life for life in lives if life <= EPOCH_PLAUSIBLE_MAX), default=0)
 
 
 def _arena_epochs(folder: str) -> dict[str, int]:

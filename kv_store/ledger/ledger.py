@@ -152,14 +152,12 @@ class Ledger:
         try:
             self.replay = self._prepare(store_uuid)
             self.stats.sessions = self.replay.sessions
-        except sqlite3.DatabaseError as error:
+        except BaseException as error:
             self._db.close()
-            raise _opening_error(path, error) from error
-        except (TypeError, ValueError, OverflowError) as error:  # a damaged row of another type
-            self._db.close()
-            raise StoreCorrupt(f"the ledger {path} is damaged", why=str(error)) from error
-        except BaseException:
-            self._db.close()
+            if isinstance(error, sqlite3.DatabaseError):
+                raise _opening_error(path, error) from error
+            if isinstance(error, TypeError | ValueError | OverflowError):  # a value of another type
+                raise StoreCorrupt(f"the ledger {path} is damaged", why=str(error)) from error
             raise
         self._thread = threading.Thread(target=self._run, name="kv-ledger", daemon=True)
         self._thread.start()

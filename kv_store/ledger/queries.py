@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import sqlite3
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kv_store import keys
 from kv_store.errors import StoreCorrupt
 from kv_store.ledger import writes
 
 PRUNED_AT_ONCE_MAX = 1000  # sessions: bounds the transaction that all other commits wait for
-_TURN_COLUMNS = (
-    "id, idempotency_key, prompt_start, prompt_end, sampling, seed, status, finish_reason, seq"
-)
 
 
 class SessionInfo(NamedTuple):
@@ -108,10 +105,8 @@ def prunable(
                 idle.append(row)
             if len(idle) == wanted:
                 break
-    turns: int = db.execute(f"SELECT count(*) FROM ({writes.OLD_TURNS})", (turns_max,)).fetchone()[
-        0
-    ]
-    return Prunable(idle, turns)
+    old = db.execute(f"SELECT count(*) FROM ({writes.OLD_TURNS})", (turns_max,))
+    return Prunable(idle, old.fetchone()[0])
 
 
 def _load(db: sqlite3.Connection, session: str) -> SessionRecord | None:
@@ -124,16 +119,12 @@ def _load(db: sqlite3.Connection, session: str) -> SessionRecord | None:
         raise StoreCorrupt(
             f"session {session} should have {info.ledger_len} tokens, the ledger has {len(tokens)}"
         )
-    turns = [
-        _turn(row)
-        for row in db.execute(
-            f"SELECT {_TURN_COLUMNS} FROM turn WHERE session = ? ORDER BY seq, prompt_start, id",
-            (session,),
-        )
-    ]
-    return SessionRecord(info, tokens, turns)
-
-
-def _turn(row: tuple[Any, ...]) -> TurnInfo:
-    seed, (status, finish_reason, seq) = writes.unsigned(row[5]), row[6:]
-    return TurnInfo(*row[:5], seed=seed, status=status, finish_reason=finish_reason, seq=seq)
+    rows = db.execute(
+        "SELECT id, idempotency_key, prompt_start, prompt_end, sampling, seed, status,"
+        " finish_reason, seq FROM turn WHERE session = ? ORDER BY seq, prompt_start, id",
+        (session,),
+    )
+    turns = [TurnInfo(*row) for row in rows]
+    return SessionRecord(
+        info, tokens, [turn._replace(seed=writes.unsigned(turn.seed)) for turn in turns]
+    )

@@ -7,16 +7,18 @@ under the store's lock and does no I/O.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from operator import attrgetter
 from typing import NamedTuple
 
-from kv_store import keys, osio
+import numpy as np
+
+from kv_store import keys
 from kv_store.arenas.arena import POISON
 from kv_store.errors import StaleRef, StoreCorrupt, StoreError
-from kv_store.events import PageInvalid
 from kv_store.layout import Descriptor
 from kv_store.ledger import writes
 from kv_store.pages.core import BudgetSpent, StoreCore
@@ -37,6 +39,7 @@ FILL_MAX_PERCENT = 90  # the last tenth is for pages that are pinned
 EVICT_TO_PERCENT = 85
 EVICT_BATCH = 16  # pages that one reservation evicts: bounds one hold of the lock
 CHAIN_MAX = 512  # descendants evicted per page when an extent is given back
+_first_page_id = attrgetter("first_page_id")
 GROW_BELOW_SLOTS = 8  # a prefill seals a few pages per second; an extent is allocated sooner
 
 
@@ -70,7 +73,6 @@ class SlotAllocator:
         self.leaving = 0  # slots of invalid pages that the page thread is about to free
         self.buffer = memoryview(bytearray(self.layout.page_bytes))  # page thread only
         self._layout_id = self.layout.layout_id
-        self._firsts: list[int] = []  # of `infos`
         self._growing: Future[None] | None = None
         self._unpoisoned = deque[int]()  # page id << 32 | generation: cheap for the collector
 
@@ -78,8 +80,8 @@ class SlotAllocator:
 
     def info(self, page_id: int) -> ExtentInfo:
         """The extent that holds a slot. Raises StaleRef."""
-        at = bisect_right(self._firsts, page_id) - 1
-        if at < 0 or page_id >= self._firsts[at] + self.infos[at].slots:
+        at = bisect_right(self.infos, page_id, key=_first_page_id) - 1
+        if at < 0 or page_id not in self.infos[at].page_ids:
             raise StaleRef(f"no extent holds page {page_id}")
         return self.infos[at]
 
@@ -99,9 +101,7 @@ class SlotAllocator:
         self._add(info, gens)
 
     def _add(self, info: ExtentInfo, gens: dict[int, int]) -> None:
-        at = bisect_right(self._firsts, info.first_page_id)
-        self._firsts.insert(at, info.first_page_id)
-        self.infos.insert(at, info)
+        insort(self.infos, info, key=_first_page_id)
         self.file_bytes += info.file_bytes
         self.core.pool_bytes += info.file_bytes
         for page_id in info.page_ids:
@@ -190,8 +190,7 @@ class SlotAllocator:
             removed = list[tuple[int, int]]()
             if all(self._clear(part, removed) for part in info.slices(SLICE_PAGES)):
                 with self.core.lock:
-                    at = self.infos.index(info)
-                    del self.infos[at], self._firsts[at]
+                    self.infos.remove(info)
                     self.file_bytes -= info.file_bytes
                     self.core.pool_bytes -= info.file_bytes
                     self.core.forget_extent(info)
@@ -332,7 +331,7 @@ class SlotAllocator:
     def report(self, pages: Sequence[Retracted]) -> None:
         """Count retracted pages and say which of them were resident."""
         self.core.counters["pages_rejected"] += len(pages)
-        self.core.events.put([PageInvalid(one.page.key, one.ref) for one in pages if one.resident])
+        self.core.events.put([one.page.key for one in pages if one.resident])
 
     def free_rows(self, pages: Sequence[Retracted]) -> None:
         """Free the manifest rows of retracted pages, all or none, before their slots: a slot may
@@ -371,13 +370,8 @@ class SlotAllocator:
             if page is None or page.gen != gen or page.state is not PageState.FREE:
                 return True
             info = self.info(page_id)
-        block = memoryview(bytes([POISON]) * osio.CHUNK_BYTES)
-        done = 0
-        offset = info.slot_of(page_id) * info.page_bytes
-        while done < info.page_bytes:
-            part = block[: info.page_bytes - done]
-            self.core.extents.write_at(info, offset + done, part)
-            done += len(part)
+        np.frombuffer(self.buffer, np.uint8)[:] = POISON
+        self.core.extents.write_page(info, page_id, self.buffer)
         return True
 
 

@@ -44,12 +44,12 @@ class ExtentInfo:
         for first in range(0, self.slots, count):
             yield self.page_ids[first : first + count]
 
-    def slot_of(self, page_id: int) -> int:
-        return page_id - self.first_page_id
+    def offset_of(self, page_id: int) -> int:
+        return (page_id - self.first_page_id) * self.page_bytes
 
     def slot_code(self, page_id: int) -> int:
         """The slot as a u64 of a lane's page table: bit 63 clear, (extent index << 32) | slot."""
-        return self.index << 32 | self.slot_of(page_id)
+        return self.index << 32 | page_id - self.first_page_id
 
 
 def extent_path(folder: str, index: int) -> str:
@@ -94,17 +94,13 @@ class Extents:
             )
         self._fds[info.index] = fd
 
-    def read_page(self, info: ExtentInfo, slot: int, into: memoryview) -> None:
-        self._files.read_all(self._fds[info.index], into, slot * info.page_bytes)
+    def read_page(self, info: ExtentInfo, page_id: int, into: memoryview) -> None:
+        self._files.read_all(self._fds[info.index], into, info.offset_of(page_id))
 
-    def write_page(self, info: ExtentInfo, slot: int, data: memoryview) -> None:
+    def write_page(self, info: ExtentInfo, page_id: int, data: memoryview) -> None:
         if len(data) != info.page_bytes:
             raise ValueError("a page is written whole")
-        self._files.write_all(self._fds[info.index], data, slot * info.page_bytes)
-
-    def write_at(self, info: ExtentInfo, offset: int, data: memoryview) -> None:
-        """Overwrite part of a free slot (poison)."""
-        self._files.write_all(self._fds[info.index], data, offset)
+        self._files.write_all(self._fds[info.index], data, info.offset_of(page_id))
 
     def drop(self, info: ExtentInfo) -> None:
         """Close and delete one extent; a file already gone is fine, and what is no file stays."""

@@ -185,10 +185,16 @@ class PageIndex:
         self._counts[page.state] -= 1
         del self._pages[page_id]  # its heap entry is skipped by peek_free
 
+    def live(self, ref: PageRef) -> Page | None:
+        """The page of a reference; None for a passed generation."""
+        page = self._pages.get(ref.page_id)
+        is_live = page is not None and page.gen == ref.gen and page.state is not PageState.FREE
+        return page if is_live else None
+
     def get(self, ref: PageRef) -> Page:
         """The page of a live reference. Raises StaleRef for a passed generation."""
-        page = self._pages.get(ref.page_id)
-        if page is None or page.gen != ref.gen or page.state is PageState.FREE:
+        page = self.live(ref)
+        if page is None:
             raise StaleRef(f"page {ref!r} is gone", why="its slot was freed")
         return page
 

@@ -53,7 +53,9 @@ class PageLoader:
     def cold(self, refs: Sequence[PageRef]) -> list[bool]:
         """Which of these pages were not read since start: `load` would read them from disk."""
         with self._core.lock:
-            return [self._is_cold(ref) for ref in refs]
+            pages = map(self._index.live, refs)
+            cold = (PageState.LISTED, PageState.LOADING)
+            return [page is not None and page.state in cold for page in pages]
 
     @property
     def bytes_loading(self) -> int:
@@ -98,16 +100,15 @@ class PageLoader:
         if page is None:
             return
         info, data = self._slots.info(page.page_id), self._slots.buffer
-        slot = info.slot_of(page.page_id)
         data[:] = bytes([osio.TEST_BYTE]) * len(data)
         try:
             start = time.perf_counter()
             expected = keys.payload_digest(data)
-            self._core.extents.write_page(info, slot, data)
+            self._core.extents.write_page(info, page.page_id, data)
             written = time.perf_counter()
             data[:] = bytes(len(data))
             read = time.perf_counter()
-            self._core.extents.read_page(info, slot, data)
+            self._core.extents.read_page(info, page.page_id, data)
             good = keys.payload_digest(data) == expected
             now = time.perf_counter()
         except (OSError, StoreCorrupt) as error:
@@ -123,23 +124,13 @@ class PageLoader:
 
     # -- caller's thread, under the lock ------------------------------------------------------
 
-    def _is_cold(self, ref: PageRef) -> bool:
-        try:
-            return self._index.get(ref).state in (PageState.LISTED, PageState.LOADING)
-        except StaleRef:
-            return False
-
     def load_one(self, ref: PageRef) -> Future[bool]:
         future: Future[bool] = new_future()
-        try:
-            page = self._index.get(ref)
-        except StaleRef:
-            future.set_result(False)
-            return future
-        if page.state is PageState.LOADING:
+        page = self._index.live(ref)
+        if page is not None and page.state is PageState.LOADING:
             return self._loads[ref]
-        if page.state is not PageState.LISTED:
-            future.set_result(page.state is PageState.PUBLISHED)
+        if page is None or page.state is not PageState.LISTED:
+            future.set_result(page is not None and page.state is PageState.PUBLISHED)
             return future
         self._index.apply(page, PageEvent.LOAD)
         page.writers += 1
@@ -172,7 +163,7 @@ class PageLoader:
     def _bytes_match(self, page: Page) -> bool:
         info, start = self._slots.info(page.page_id), time.perf_counter()
         try:
-            self._core.extents.read_page(info, info.slot_of(page.page_id), self._slots.buffer)
+            self._core.extents.read_page(info, page.page_id, self._slots.buffer)
         except (OSError, StoreCorrupt):
             return False
         self._core.counters["pages_verified"] += 1

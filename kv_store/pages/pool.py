@@ -159,10 +159,8 @@ class PagePool:
     def is_resident(self, ref: PageRef) -> bool:
         """Whether the page is resident; an invalid page is not, even while a pin keeps its slot."""
         with self.core.lock:
-            try:
-                return self.index.get(ref).state in RESIDENT
-            except StaleRef:
-                return False
+            page = self.index.live(ref)
+            return page is not None and page.state in RESIDENT
 
     def find(self, key: bytes) -> PageRef | None:
         """The page of a content key, if it is there; not pinned."""
@@ -173,10 +171,8 @@ class PagePool:
     def lanes_of(self, ref: PageRef) -> frozenset[str]:
         """The lanes that computed rows of this page; empty if it is of an earlier run, or gone."""
         with self.core.lock:
-            try:
-                return self.index.get(ref).lanes
-            except StaleRef:
-                return frozenset()
+            page = self.index.live(ref)
+            return frozenset() if page is None else page.lanes
 
     def computed_by(self, lanes: frozenset[str]) -> set[bytes]:
         """Keys of the pages with rows of any of these lanes. Looks at every page, in slices."""
@@ -270,11 +266,8 @@ class PagePool:
         may have its key by now."""
         if not isinstance(page, PageRef):
             return page
-        try:
-            found = self.index.get(page)
-        except StaleRef:
-            return b""
-        return found.key if found.state in RESIDENT else b""
+        found = self.index.live(page)
+        return found.key if found is not None and found.state in RESIDENT else b""
 
     def slot_code(self, ref: PageRef) -> int:
         """The page's slot as a u64 of a lane's page table: (extent index << 32) | slot."""

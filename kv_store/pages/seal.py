@@ -48,7 +48,6 @@ class PageSealer:
         self._slots = allocator
         self._index = allocator.index
         self._loader = loader
-        self._lanes: dict[frozenset[str], frozenset[str]] = {}  # equal sets share one object
         self._publishing: dict[bytes, tuple[Page, list[Future[PageRef]]]] = {}
 
     def reserve(
@@ -72,9 +71,8 @@ class PageSealer:
                 raise ValueError(f"{before!r} is a tail: no page follows it")
             duplicate = self._index.resident(key)
             if duplicate is not None and duplicate.tokens != ids:
-                self._slots.invalidate(
-                    duplicate, slot_failed=True
-                )  # SHA-256 does not collide: the manifest row is damaged
+                # SHA-256 does not collide: the manifest row is damaged
+                self._slots.invalidate(duplicate, slot_failed=True)
                 duplicate = None
             if duplicate is not None:
                 self._index.pin(duplicate)
@@ -84,7 +82,7 @@ class PageSealer:
                 self._core.counters["reserve_refused"] += 1
                 return page
             page.key, page.parent, page.tokens, page.hashed = key, parent, ids, True
-            page.lanes = self._lanes.setdefault(lanes, lanes)
+            page.lanes = lanes
             return Ticket(key, parent, ids, salt, priority, page, None)
 
     def seal(
@@ -273,10 +271,9 @@ class PageSealer:
         seed = self._slots.seed(page)
         checksum = keys.sealed_checksum(data, seed)
         info = self._slots.info(page.page_id)
-        slot = info.slot_of(page.page_id)
-        self._core.extents.write_page(info, slot, data)
+        self._core.extents.write_page(info, page.page_id, data)
         if self._core.verify_writes:
-            self._core.extents.read_page(info, slot, data)
+            self._core.extents.read_page(info, page.page_id, data)
             if keys.sealed_checksum(data, seed) != checksum:
                 page.fails += 1
                 self._core.write_failure = "a page read back differs from what was written"

@@ -184,7 +184,7 @@ async def a_damaged_page_between_valid_ones(stage: Stage) -> None:
     ref = store.pages.match_prefix(prompt, b"")[1]
     info = store.pages.allocator.info(ref.page_id)
     await restart(stage)
-    flip_byte(info.path, info.slot_of(ref.page_id) * info.page_bytes + 100)
+    flip_byte(info.path, info.offset_of(ref.page_id) + 100)
     await stage.answer([*prompt, *answer.tokens, 41], 20, "s")
     await stage.answer([*prompt[:700], 42], 20)  # and of the next request
 

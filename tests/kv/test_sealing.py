@@ -25,7 +25,7 @@ def test_rows_of_a_page_that_must_not_be_published_are_computed_again(scene: Sce
     (first,) = scene.frame()
     scene.fill(1)
     pages.sealing.verified(first, False)
-    lost = [event.key for event in scene.store.events.drain()]
+    lost = scene.store.events.drain()
     assert lost == session.kv.keys[:1]
     pages.disputes.invalidate_descendants(lost)
     assert not pages.invalidation.fall_back(session, only_sealed=False)

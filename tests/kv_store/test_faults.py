@@ -432,7 +432,7 @@ def test_a_failing_background_task_ends_no_thread(
     def broken(*_: object) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(store.core.extents, "write_at", broken)
+    monkeypatch.setattr(store.pages.allocator, "poison_one", broken)
     evict(store, 4)
     for _ in range(5):
         store.drain().result(20)

@@ -228,7 +228,7 @@ def test_bit_flips_after_the_lanes_digest_are_detected(tmp_path: Path) -> None:
             os.pwrite(
                 extent.fileno(),
                 bytes([payload_of(ticket.key)[at] ^ bit]),
-                info.slot_of(ref.page_id) * SIZE + at,
+                info.offset_of(ref.page_id) + at,
             )
         in_extent += not store.pages.verify(ref).result(20)
         store.pages.unpin(ref)

@@ -145,7 +145,7 @@ def publish_unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     def copy(self: PageSealer, ticket: Ticket, page: Page, arena: Any, at: Any) -> None:
         arena.read_page(self._core.files, at, self._slots.buffer)
         info = self._slots.info(page.page_id)
-        self._core.extents.write_page(info, info.slot_of(page.page_id), self._slots.buffer)
+        self._core.extents.write_page(info, page.page_id, self._slots.buffer)
         page.digest = ticket.digest
         page.checksum = keys.sealed_checksum(self._slots.buffer, self._slots.seed(page))
 
@@ -226,7 +226,7 @@ def acknowledge_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             page.digest = ticket.digest = payload_digest(self._slots.buffer)
             page.checksum = keys.sealed_checksum(self._slots.buffer, self._slots.seed(page))
             info = self._slots.info(page.page_id)
-            self._core.extents.write_page(info, info.slot_of(page.page_id), self._slots.buffer)
+            self._core.extents.write_page(info, page.page_id, self._slots.buffer)
 
         ticket.digest = digest
         self._core.thread.submit(later)
@@ -279,7 +279,7 @@ def check_stale_reference(folder: Path) -> None:
 
 
 def forget_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PageIndex, "get", lambda self, ref: self._pages[ref.page_id])
+    monkeypatch.setattr(PageIndex, "live", lambda self, ref: self._pages[ref.page_id])
 
 
 # -- F: an abort frees the slot under a writer -----------------------------------------------

@@ -98,7 +98,7 @@ class Audit:
 
     def _pages_lost(self) -> None:
         """Invalidate what this run computed after lost pages, and have the lanes recheck."""
-        lost = [event.key for event in self._store.events.drain()]
+        lost = self._store.events.drain()
         if lost:
             self._disputes.invalidate_descendants(lost)
             for loop in self._state.lanes:
@@ -263,7 +263,7 @@ class Audit:
                 loop.lane.kill("computes other numbers than it did")
                 await loop.lane.died()
             if self._faults[name] >= FAULTS_MAX and loop.kv.sealing.publishes:
-                loop.kv.sealing.stop_publishing()
+                loop.kv.sealing.publishes = False
                 log.critical("lane %s was wrong twice: it publishes no more", name)
         for loop in self._state.lanes:
             loop.recheck()

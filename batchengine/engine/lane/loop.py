@@ -156,7 +156,7 @@ class LaneLoop:
     def drain(self, why: str) -> None:
         """Stop computing: turns keep their sealed pages only, and wait to be evacuated."""
         self.draining = why
-        self.kv.sealing.stop_publishing()
+        self.kv.sealing.publishes = False
         self.recheck()
 
     def recheck(self) -> None:

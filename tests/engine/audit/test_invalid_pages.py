@@ -59,7 +59,7 @@ def flip_byte(engine: Engine, ref: PageRef) -> None:
     store = engine.running.store
     info = store.pages.allocator.info(ref.page_id)
     with open(info.path, "r+b") as file:
-        at = info.slot_of(ref.page_id) * store.pages.layout.page_bytes + 1000
+        at = info.offset_of(ref.page_id) + 1000
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)
