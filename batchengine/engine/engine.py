@@ -32,7 +32,6 @@ log = logging.getLogger("batchengine.engine")
 SHUTDOWN_S = 5.0  # for cancelled turns to end between two steps, which take far less
 SETTLE_S = 5.0  # for migrations that are under way when the daemon stops
 LANES_STOP_S = 40.0  # more than the shortest deadline of a step
-STORE_OPS = ("stat", "verify", "gc")
 
 
 class Engine:
@@ -287,4 +286,4 @@ class Engine:
                 return dataclasses.asdict(await self.running.maintenance.collect())
         except StoreError as error:
             raise errors.STORE_FAILED(what=error.what, why=error.why, fix=error.fix) from error
-        raise ValueError(f"{op} is none of {STORE_OPS}")
+        raise ValueError(f"{op} is none of stat, verify and gc")

@@ -6,16 +6,16 @@ Owns the intervals, and copies the plain counters of the lanes to the metrics.
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 import time
 
 from prometheus_client import Counter
 
 from batchengine import errors
-from batchengine.core import QueuedEvent
+from batchengine.core import QueuedEvent, SlaClass
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.state import EngineState, queue_etas
-from batchengine.policy import scheduler
 from kv_store.pages.index import PageState
 from kv_store.store import Store
 
@@ -35,7 +35,7 @@ class Housekeeping:
         self._store = store
         self._dispatcher = dispatcher
         self._maintained = time.monotonic()
-        self._counted: dict[str, dict[tuple[Counter, tuple[str, ...]], float]] = {}
+        self._counted: dict[tuple[str, Counter, tuple[str, ...]], float] = {}
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -77,29 +77,29 @@ class Housekeeping:
                     turn.generation.push(QueuedEvent(position, wait_ms))
 
     def _set_gauges(self) -> None:
-        waiting: dict[str, int] = {}
-        running: dict[tuple[str, str], int] = {}
-        metrics = self._state.metrics
-        for loop in self._state.lanes:
-            for turn in loop.waiting.values():
-                name = turn.generation.request.sla.sla_class.value
-                waiting[name] = waiting.get(name, 0) + 1
-            for turn in loop.running.values():
-                pair = (turn.generation.request.sla.sla_class.value, loop.lane.name)
-                running[pair] = running.get(pair, 0) + 1
-        for sla_class in scheduler.RANK:
-            name = sla_class.value
-            metrics.requests_waiting.labels(name).set(waiting.get(name, 0))
-            for loop in self._state.lanes:
-                pair = (name, loop.lane.name)
-                metrics.requests_running.labels(*pair).set(running.get(pair, 0))
+        lanes, metrics = self._state.lanes, self._state.metrics
+        waiting = collections.Counter(
+            turn.generation.request.sla.sla_class
+            for loop in lanes
+            for turn in loop.waiting.values()
+        )
+        running = collections.Counter(
+            (turn.generation.request.sla.sla_class, loop)
+            for loop in lanes
+            for turn in loop.running.values()
+        )
+        for sla_class in SlaClass:
+            metrics.requests_waiting.labels(sla_class.value).set(waiting[sla_class])
+            for loop in lanes:
+                labels = (sla_class.value, loop.lane.name)
+                metrics.requests_running.labels(*labels).set(running[sla_class, loop])
 
     def _set_counters(self) -> None:
         """Add to the metrics what the step loops have counted since the last call."""
         metrics = self._state.metrics
         for loop in self._state.lanes:
             metrics.lane_up.labels(loop.lane.name).set(loop.up)
-            name, counted = loop.lane.name, self._counted.setdefault(loop.lane.name, {})
+            name = loop.lane.name
             for counter, labels, value in (
                 (metrics.steps_total, (name,), loop.meter.steps),
                 (metrics.tokens_total, ("computed",), loop.meter.tokens),
@@ -108,9 +108,9 @@ class Housekeeping:
                 (metrics.kv_pages_total, ("sealed",), loop.kv.sealing.sealed),
                 (metrics.kv_pages_total, ("seal_failed",), loop.kv.sealing.seal_failures),
             ):
-                key = (counter, labels)
-                counter.labels(*labels).inc(value - counted.get(key, 0))
-                counted[key] = value
+                key = (name, counter, labels)
+                counter.labels(*labels).inc(value - self._counted.get(key, 0))
+                self._counted[key] = value
         stat = self._store.stat()
         used, budget = float(stat["used_bytes"]), float(stat["budget_bytes"])
         metrics.kv_usage_ratio.labels("disk").set(used / max(budget, 1.0))

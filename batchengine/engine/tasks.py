@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 log = logging.getLogger("batchengine.engine")
@@ -27,15 +27,15 @@ class Tasks:
 
     def spawn(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any]:
         """Run `work` as a task; an exception is logged."""
-        return self._run(work, name, self._note_error)
+        return self._run(work, name)
 
     def spawn_request(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run one request as a task; an exception resolves `failure`."""
-        return self._run(work, "request", self._fail_on_error)
+        return self._run(work, "request", is_vital=True, may_end=True)
 
     def spawn_vital(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run `work` as a task; if it ends before `cancel`, however it ends, `failure` resolves."""
-        return self._run(work, name, self._fail_on_end)
+        return self._run(work, name, is_vital=True, may_end=False)
 
     async def cancel(self) -> None:
         """Cancel every task and wait for its end."""
@@ -55,28 +55,23 @@ class Tasks:
         self,
         work: Coroutine[Any, Any, object],
         name: str,
-        ended: Callable[[str, BaseException | None], None],
+        *,
+        is_vital: bool = False,
+        may_end: bool = True,
     ) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks[task] = name
 
         def done(task: asyncio.Task[Any]) -> None:
             del self._tasks[task]
-            if not (task.cancelled() or self._stopping):
-                ended(name, task.exception())
+            if task.cancelled() or self._stopping:
+                return
+            error = task.exception()
+            if error is None and may_end:
+                return
+            log.critical("%s ended: %r", name, error, exc_info=error)
+            if is_vital and not self.failure.done():
+                self.failure.set_result(error or RuntimeError(f"{name} ended"))
 
         task.add_done_callback(done)
         return task
-
-    def _note_error(self, name: str, error: BaseException | None) -> None:
-        if error is not None:
-            log.critical("%s ended: %r", name, error, exc_info=error)
-
-    def _fail_on_error(self, name: str, error: BaseException | None) -> None:
-        if error is not None:
-            self._fail_on_end(name, error)
-
-    def _fail_on_end(self, name: str, error: BaseException | None) -> None:
-        log.critical("%s ended: %r", name, error, exc_info=error)
-        if not self.failure.done():
-            self.failure.set_result(error or RuntimeError(f"{name} ended"))

@@ -7,19 +7,10 @@ while the worker computes the next one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from batchengine.core import TokenLogprob
 from batchengine.engine.turns.turn import Turn, TurnEnd
 from batchengine.wire import lane as wire
-
-
-class Emission(NamedTuple):
-    """A token for a reader, or the end of its stream, or both."""
-
-    turn: Turn
-    row: wire.SampledRow | None
-    finish: str = ""
 
 
 class Emissions:
@@ -28,11 +19,11 @@ class Emissions:
     def __init__(self, piece: Callable[[int], bytes]) -> None:
         """`piece` returns the bytes of a token."""
         self._piece = piece
-        self._queue: list[Emission] = []
+        self._queue: list[tuple[Turn, wire.SampledRow | None, str]] = []
 
     def add(self, turn: Turn, row: wire.SampledRow | None, finish: str = "") -> None:
         """Queue a token, the end of the turn (`finish` is its reason), or both."""
-        self._queue.append(Emission(turn, row, finish))
+        self._queue.append((turn, row, finish))
 
     def flush(self) -> None:
         """Emit what is queued. A stop string must not be completed here: turns with stop strings

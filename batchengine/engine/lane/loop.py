@@ -69,7 +69,7 @@ class LaneLoop:
         self.config = config
         self.cost = CostModel(cost)
         self.meter = StepMeter(self.cost, metrics.step_seconds.labels(lane.name))
-        self.seats = Seats(self.kv, config, store.pages.allocator.slots_max, metrics, self.now_ms)
+        self.seats = Seats(self.kv, config, store.pages.allocator.slots_max, metrics)
         self.running, self.waiting = self.seats.running, self.seats.waiting
         self.sessions = self.kv.slots.members  # every session with pages on this lane
         self.stopping = False
@@ -101,9 +101,6 @@ class LaneLoop:
 
     def __repr__(self) -> str:
         return f"<LaneLoop {self.lane!r} {self.seats!r}>"
-
-    def now_ms(self) -> float:
-        return time.monotonic() * 1000.0
 
     @property
     def up(self) -> bool:
@@ -139,7 +136,7 @@ class LaneLoop:
         """Give the turn the rank and targets of a request queued behind it, where tighter."""
         turn.rank = min(turn.rank, rank)
         turn.horizon_ms = min(turn.horizon_ms, horizon_ms)
-        turn.deadline_ms = min(turn.deadline_ms, self.now_ms() + horizon_ms)
+        turn.deadline_ms = min(turn.deadline_ms, self.seats.now_ms() + horizon_ms)
         turn.tpot_ms = min(turn.tpot_ms, tpot_ms)
         self.seats.forget_row(turn)
         self.wake()
@@ -311,7 +308,7 @@ class LaneLoop:
         return self.stopping
 
     async def _step(self) -> None:
-        began_ms = self.now_ms()
+        began_ms = self.seats.now_ms()
         self._drain()
         if self.recomputes and self.lane.alive:
             await self._run_recompute()
@@ -344,12 +341,12 @@ class LaneLoop:
         if self._steps.commit(in_flight, done):
             self.recheck()
         if in_flight.parts:
-            self.meter.add_overhead(self.now_ms() - began_ms - done.elapsed_us / 1000)
+            self.meter.add_overhead(self.seats.now_ms() - began_ms - done.elapsed_us / 1000)
 
     def _plan(self) -> scheduler.StepPlan:
         if self.draining:
             return NO_PLAN
-        return scheduler.plan(self.seats.view(self.cost.cost), self.now_ms())
+        return scheduler.plan(self.seats.view(self.cost.cost), self.seats.now_ms())
 
     async def _run_recompute(self) -> None:
         if not self.recomputes.is_due(idle=not (self.running or self.waiting)):

@@ -7,7 +7,7 @@ plans with; the scheduler decides the order. A table changes only between two st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
 
 from batchengine import errors
 from batchengine.config import LaneConfig
@@ -33,25 +33,26 @@ class Seats:
         config: LaneConfig,
         pages_budget: int,
         metrics: Metrics,
-        now_ms: Callable[[], float],
     ) -> None:
         """`pages_budget`: pages that the sessions with a seat may hold together."""
         self.running: dict[int, Turn] = {}
         self.waiting: dict[int, Turn] = {}
         self.expected = 0  # seats kept for sessions that migrate to this lane, or may return to it
         self.pages_budget = pages_budget
-        self.now_ms = now_ms
         self.arrivals: dict[int, asyncio.Future[float]] = {}  # see `first_commit`
         self._kv = kv
         self._config = config
         self._metrics = metrics
         self._stalled_ms: float | None = None  # since when no running turn could compute
-        self._policy = scheduler.Policy()
         self._pinned = PinnedPages()
         self._waiting_rows: tuple[scheduler.TurnRow, ...] | None = None  # None: not up to date
 
     def __repr__(self) -> str:
         return f"<Seats running={len(self.running)} waiting={len(self.waiting)}>"
+
+    def now_ms(self) -> float:
+        """Milliseconds of the monotonic clock."""
+        return time.monotonic() * 1000.0
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -208,5 +209,4 @@ class Seats:
             cost=cost,
             running=running,
             waiting=self._waiting_rows,
-            policy=self._policy,
         )

@@ -86,7 +86,7 @@ class Suspects:
         self._marked.add(name)
         self._strikes[name] = session.alone_deaths + 1
         try:
-            await self._journal.mark_suspect(session, self._strikes[name], self._store.epoch)
+            await self._journal.mark_suspect(session, self._strikes[name])
         except StoreError as error:
             log.error("%r computes alone without a mark: %s", session, error)
 

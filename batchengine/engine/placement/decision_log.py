@@ -148,7 +148,6 @@ class DecisionLog:
         self._ring: deque[DecisionRecord] = deque()
         self._size = size
         self._by_request: dict[str, DecisionRecord] = {}
-        self._counts: dict[str, dict[str, int]] = {}  # session -> tenant -> records
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -163,16 +162,8 @@ class DecisionLog:
             oldest = self._ring.popleft()
             if self._by_request.get(oldest.request_id) is oldest:
                 del self._by_request[oldest.request_id]
-            counts = self._counts[oldest.session_id]
-            counts[oldest.tenant] -= 1
-            if not counts[oldest.tenant]:
-                del counts[oldest.tenant]
-            if not counts:
-                del self._counts[oldest.session_id]
         self._ring.append(record)
         self._by_request[record.request_id] = record
-        counts = self._counts.setdefault(record.session_id, {})
-        counts[record.tenant] = counts.get(record.tenant, 0) + 1
 
     def of_request(self, request_id: str, tenant: str | None = None) -> DecisionRecord | None:
         """Return the latest decision about a request; with `tenant`, about one of that tenant."""
@@ -205,7 +196,7 @@ class DecisionLog:
         if self.of_request(given, tenant) is not None:
             return [("request", given)]
         owners = {owner for owner, name in sessions if name == given}
-        owners |= self._counts.get(given, {}).keys()
+        owners |= {record.tenant for record in self._ring if record.session_id == given}
         exact: list[tuple[str, ...]] = [
             ("session", owner, given) for owner in sorted(owners) if tenant in (None, owner)
         ]

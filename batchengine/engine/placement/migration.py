@@ -26,7 +26,7 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.transfer import Frozen
 from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
 from batchengine.engine.state import EngineState
-from batchengine.engine.turns.journal import INCARNATIONS, Journal
+from batchengine.engine.turns.journal import Journal
 from batchengine.engine.turns.turn import Turn
 from batchengine.kv import RowImport
 from batchengine.session import NOT_LOGGED, Session, State
@@ -88,16 +88,6 @@ class Migration:
         self.release_seats()
         if self.frozen is not None and self.session.state is State.FROZEN:
             self.source.thaw(self.session, self.frozen)
-
-    def reach(self) -> int:
-        """Return the number of leading tokens whose KV the destination has."""
-        if self.row_import is None:
-            raise RuntimeError("nothing was adopted")
-        reach = self.session.kv.sealed_tokens
-        for pending, rows in zip(self.row_import.pending_rows, self.row_import.rows, strict=True):
-            if page_start(pending.page) == reach:
-                reach += rows
-        return reach
 
 
 class Migrator:
@@ -161,15 +151,15 @@ class Migrator:
             return report, None
         move = Migration(session, source, to)
         try:
-            await self._prepare(move)
-            await self._freeze(move)
-            await self._copy(move)
-            await self._commit(move)
+            row_import = await self._prepare(move)
+            frozen = await self._freeze(move)
+            await self._copy(move, row_import, frozen)
+            await self._commit(move, frozen.turn)
         except BaseException:
             if not move.is_owned:
                 move.undo()
             raise
-        return await self._finish(move, report), move
+        return await self._finish(move, row_import, frozen, report), move
 
     def _check(self, session: Session, to: LaneLoop) -> None:
         """Raise Abort for reasons to stay that can arise at any time before P5."""
@@ -185,7 +175,7 @@ class Migrator:
         if named and session.logged == NOT_LOGGED:  # its epoch is not known yet
             raise Abort("it is being read from the ledger")
 
-    async def _prepare(self, move: Migration) -> None:
+    async def _prepare(self, move: Migration) -> RowImport:
         """P1: reserve seat and slots, fault pages in; the source still computes."""
         session, to, turn = move.session, move.to, move.turn
         if turn is not None and session.state is State.RUNNING and not turn.paused:
@@ -198,10 +188,10 @@ class Migrator:
                     " by sessions as urgent"
                 )
         n_pages = max(len(session.kv.open), len(session.kv.pending)) + (turn is not None)
-        move.row_import = to.kv.importing.prepare(
+        row_import = move.row_import = to.kv.importing.prepare(
             session, move.epoch, n_pages, move.imported, warm=True
         )
-        if move.row_import is None:
+        if row_import is None:
             raise Abort(
                 f"no room: {n_pages} open pages are needed on lane {to.lane.name}, and it has"
                 f" {to.kv.slots.available} places to give"
@@ -213,6 +203,7 @@ class Migrator:
             await self._touch(move.source, ())
         await self._at("P1")
         self._check(session, to)
+        return row_import
 
     async def _touch(self, loop: LaneLoop, sealed: Sequence[int]) -> None:
         """Wait until the lane has answered a new frame that faults these pages in, or its worker
@@ -224,21 +215,20 @@ class Migrator:
             touched.cancel()
             raise Abort(f"lane {loop.lane.name} does not answer")
 
-    async def _freeze(self, move: Migration) -> None:
+    async def _freeze(self, move: Migration) -> Frozen:
         """P2: freeze the session once its last token on the source is committed and emitted."""
         session, source = move.session, move.source
-        move.frozen = await source.freeze(session)
-        if move.frozen is None:
+        frozen = move.frozen = await source.freeze(session)
+        if frozen is None:
             raise Abort("it ended meanwhile")
         if session.kv.parked is not None:
             source.kv.slots.vacate(session)
         await self._at("P2")
+        return frozen
 
-    async def _copy(self, move: Migration) -> None:
+    async def _copy(self, move: Migration, row_import: RowImport, frozen: Frozen) -> None:
         """P3 and P4: copy open rows to the destination, which verifies each of them."""
-        session, source, to, row_import = move.session, move.source, move.to, move.row_import
-        if row_import is None:
-            raise RuntimeError("copy before prepare")
+        session, source, to = move.session, move.source, move.to
         self._check(session, to)
         pending_rows = source.kv.importing.sources(session)
         rows = [pending for pending in pending_rows if isinstance(pending.source, FromArena)]
@@ -255,24 +245,22 @@ class Migrator:
             raise Abort(f"lane {to.lane.name} died")
         if session.state is not State.FROZEN:
             raise Abort(CLOSED)
-        missing = session.frontier - move.reach()
+        missing = session.frontier - _reach(session, row_import)
         if missing > RECOMPUTE_MAX and source.lane.alive:
             raise Abort(f"{missing} of its rows could not be proven; they are good where they are")
-        if move.frozen is not None and move.frozen.audits != to.kv.disputes.audits:
+        if frozen.audits != to.kv.disputes.audits:
             raise Abort("an audit invalidated its open rows")
-        turn = None if move.frozen is None else move.frozen.turn
+        turn = frozen.turn
         if turn is not None and (turn.generation.cancelled or turn.generation.finished):
             raise Abort("its request was cancelled")
 
-    async def _commit(self, move: Migration) -> None:
+    async def _commit(self, move: Migration, turn: Turn | None) -> None:
         """P5: make the destination the owner of the session, durably if it has a name."""
         session, to = move.session, move.to
-        if session.logged != NOT_LOGGED and self._state.store is not None:
-            incarnation = self._state.store.epoch * INCARNATIONS + to.lane.incarnation
-            turn = None if move.frozen is None else move.frozen.turn
+        if session.logged != NOT_LOGGED:
             move.is_owned = True  # until the result is known, neither lane may compute
             try:
-                await self._journal.hand_over(session, turn, move.epoch, to.lane.name, incarnation)
+                await self._journal.hand_over(session, turn, move.epoch, to.lane)
             except StoreError as error:
                 move.is_owned = False
                 raise Abort(f"the ledger refused: {error}") from error
@@ -280,12 +268,11 @@ class Migrator:
         session.epoch = move.epoch
         await self._at("P5")
 
-    async def _finish(self, move: Migration, report: MoveReport) -> MoveReport:
+    async def _finish(
+        self, move: Migration, row_import: RowImport, frozen: Frozen, report: MoveReport
+    ) -> MoveReport:
         """P6 to P8: install the session on the destination, and free the source's slots."""
-        session, source, to, row_import = move.session, move.source, move.to, move.row_import
-        frozen = move.frozen
-        if frozen is None or row_import is None:
-            raise RuntimeError("finish before freeze")
+        session, source, to = move.session, move.source, move.to
         if session.state is not State.FROZEN:  # the session was dropped meanwhile
             move.undo()
             raise Abort(CLOSED)
@@ -335,3 +322,12 @@ class Migrator:
     async def _at(self, point: str) -> None:
         if (waited := self._on_point(point)) is not None:
             await waited
+
+
+def _reach(session: Session, row_import: RowImport) -> int:
+    """Return the number of leading tokens whose KV the destination has."""
+    reach = session.kv.sealed_tokens
+    for pending, rows in zip(row_import.pending_rows, row_import.rows, strict=True):
+        if page_start(pending.page) == reach:
+            reach += rows
+    return reach

@@ -25,7 +25,7 @@ from batchengine.engine.sessions.crash_marker import CrashMarker
 from batchengine.engine.sessions.directory import durable_name, name_of
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns import records
-from batchengine.engine.turns.journal import DONE, INCARNATIONS, RUNNING, Journal
+from batchengine.engine.turns.journal import DONE, RUNNING, Journal
 from batchengine.engine.turns.records import (
     CALLS_FIELD,
     ParkedMark,
@@ -50,6 +50,7 @@ from kv_store import keys
 from kv_store.arenas.orphaned import ORPHANED_S
 from kv_store.errors import StoreError
 from kv_store.layout import differing_fields
+from kv_store.ledger.continuity import INCARNATIONS
 from kv_store.ledger.queries import SessionInfo, SessionRecord, TurnInfo
 from kv_store.store import Store
 
@@ -251,12 +252,11 @@ class SessionRecovery:
             found if found.is_edit else facts.meta.edit,
             facts.meta.calls,
         )
-        incarnation = self._store.epoch * INCARNATIONS + lane.incarnation
         self._suspects.begin(turn)
         if more is not None and more.turn_id:
-            self._journal.go_on(turn, more.turn_id, lane.name, incarnation, facts.meta)
+            self._journal.go_on(turn, more.turn_id, lane, facts.meta)
         else:
-            self._journal.begin(turn, shared, lane.name, incarnation, facts.meta)
+            self._journal.begin(turn, shared, lane, facts.meta)
 
     # ----------------------------------------------------------------------------- open rows
 
@@ -295,10 +295,10 @@ class SessionRecovery:
         if facts is None or not facts.old_epoch:
             return []
         self._store.orphaned.retry()
-        life, found, page = facts.old_owner // INCARNATIONS, list[PendingRows](), first
+        run, found, page = facts.old_owner // INCARNATIONS, list[PendingRows](), first
         for slot in self._store.orphaned.find(session.name, facts.old_epoch):
             number = int(slot.arena.rpartition(".")[2])
-            if slot.page_index != page or number // INCARNATIONS != life:
+            if slot.page_index != page or number // INCARNATIONS != run:
                 continue  # a slot of the same page with fewer rows, or of another run
             rows = min(slot.rows, rows_in(page, len(session.tokens)))
             if rows < 1:

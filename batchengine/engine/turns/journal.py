@@ -20,11 +20,12 @@ from batchengine.core import DoneEvent, ErrorEvent
 from batchengine.engine.turns.records import SessionMeta, TurnRecord, encode
 from batchengine.engine.turns.stream import ALL_TOKENS
 from batchengine.engine.turns.turn import Turn
+from batchengine.lanes.worker_process import Lane
 from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session
 from kv_store import keys
 from kv_store.errors import LedgerError, StoreError
 from kv_store.ledger import writes
-from kv_store.ledger.continuity import INCARNATIONS as INCARNATIONS
+from kv_store.ledger.continuity import INCARNATIONS
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.journal")
@@ -61,14 +62,14 @@ class Journal:
 
     # ------------------------------------------------------------------------------ records
 
-    def begin(self, turn: Turn, start: int, lane: str, incarnation: int, meta: SessionMeta) -> None:
+    def begin(self, turn: Turn, start: int, lane: Lane, meta: SessionMeta) -> None:
         """Record a turn whose prompt differs from the ledger's timeline from `start` on.
 
         Owner, prompt and turn are one record: durable together or not at all.
         """
         session, request = turn.session, turn.generation.request
         name, tokens = session.name.decode(), session.tokens
-        ops = self._own(session, lane, incarnation, meta)
+        ops = self._own(session, lane, meta)
         start = min(start, session.logged)
         if session.logged > start:
             ops.append(writes.TruncateTokens(name, session.epoch, start))
@@ -92,13 +93,11 @@ class Journal:
         )
         self._start(turn, ops)
 
-    def go_on(
-        self, turn: Turn, turn_id: str, lane: str, incarnation: int, meta: SessionMeta
-    ) -> None:
+    def go_on(self, turn: Turn, turn_id: str, lane: Lane, meta: SessionMeta) -> None:
         """Record that an earlier turn of the ledger runs again, with a new owner."""
         session = turn.session
         name = session.name.decode()
-        ops = self._own(session, lane, incarnation, meta)
+        ops = self._own(session, lane, meta)
         ops.append(writes.FinishTurn(name, session.epoch, turn_id, RUNNING, ""))
         turn.turn_id = turn_id
         self._start(turn, ops)
@@ -125,9 +124,7 @@ class Journal:
         end = self._finish(session, turn_id, DONE, reason, meta)
         self._after(session, [end], self._commit(), _nothing)
 
-    async def hand_over(
-        self, session: Session, turn: Turn | None, epoch: int, lane: str, incarnation: int
-    ) -> None:
+    async def hand_over(self, session: Session, turn: Turn | None, epoch: int, lane: Lane) -> None:
         """Record the session's next owner; returns once that is durable.
 
         This is the commit point of a migration. Raises StoreError if the ledger refused it: then
@@ -135,9 +132,7 @@ class Journal:
         """
         mine = [] if turn is None else self._append(turn)
         tokens, before = len(session.tokens), session.logged_epoch
-        owner = self._ledger.append(
-            writes.SetOwner(session.name.decode(), epoch, incarnation, lane)
-        )
+        owner = self._ledger.append(self._owner(session, epoch, lane))
         session.logged_epoch = epoch  # later records follow this one in the ledger
         commit = self._commit()
         if turn is not None and mine:
@@ -154,10 +149,10 @@ class Journal:
         cut = self._ledger.append(writes.TruncateTokens(name, session.logged_epoch, length))
         self._after(session, [cut], self._commit(), _nothing)
 
-    async def mark_suspect(self, session: Session, strikes: int, incarnation: int) -> None:
+    async def mark_suspect(self, session: Session, strikes: int) -> None:
         """Record that the session is about to compute alone; returns once that is durable."""
         future = self._ledger.append(
-            writes.SetSuspect(session.name.decode(), incarnation, strikes, True)
+            writes.SetSuspect(session.name.decode(), self._store.epoch, strikes, True)
         )
         self._commit()
         await asyncio.wrap_future(future)
@@ -194,9 +189,11 @@ class Journal:
 
     # ------------------------------------------------------------------------------- inner
 
-    def _own(
-        self, session: Session, lane: str, incarnation: int, meta: SessionMeta
-    ) -> list[writes.Op]:
+    def _owner(self, session: Session, epoch: int, lane: Lane) -> writes.SetOwner:
+        incarnation = self._store.epoch * INCARNATIONS + lane.incarnation
+        return writes.SetOwner(session.name.decode(), epoch, incarnation, lane.name)
+
+    def _own(self, session: Session, lane: Lane, meta: SessionMeta) -> list[writes.Op]:
         """Return records that set owner and epoch of the session to `lane` and `session.epoch`."""
         name, ops = session.name.decode(), list[writes.Op]()
         if session.logged == NOT_LOGGED:
@@ -204,7 +201,7 @@ class Journal:
             ops.append(writes.OpenSession(name, session.tenant, repr_id, 0, "{}"))
             session.logged, session.logged_epoch = 0, 0
         if session.logged_epoch != session.epoch:
-            ops.append(writes.SetOwner(name, session.epoch, incarnation, lane))
+            ops.append(self._owner(session, session.epoch, lane))
             session.logged_epoch = session.epoch
         ops.append(writes.SetMeta(name, session.epoch, RUNNING, encode(meta)))
         return ops
