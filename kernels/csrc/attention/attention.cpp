@@ -254,16 +254,12 @@ void attend_tiles(Pool& pool, const Job& job, std::vector<Tile>& tiles, Accumula
     split.reserve(split_rows, job.shape.head_dim);
 
     // Later tiles of a chunk see more tokens, so handing them out from the back evens the finish.
-    Tickets tickets(pieces.size());
-    pool.run([&](int, int) {
-        size_t ticket;
-        while (tickets.take(&ticket)) {
-            const Piece& piece = pieces[pieces.size() - 1 - ticket];
-            switch (piece.kind) {
-                case PieceKind::whole: attend_whole(job, *piece.tile, emit); break;
-                case PieceKind::split: attend_split(job, *piece.tile, piece.superpage, split); break;
-                case PieceKind::term: attend_term(job, *piece.tile, piece.superpage, emit); break;
-            }
+    for_each(pool, pieces.size(), false, [&](size_t ticket) {
+        const Piece& piece = pieces[pieces.size() - 1 - ticket];
+        switch (piece.kind) {
+            case PieceKind::whole: return attend_whole(job, *piece.tile, emit);
+            case PieceKind::split: return attend_split(job, *piece.tile, piece.superpage, split);
+            case PieceKind::term: return attend_term(job, *piece.tile, piece.superpage, emit);
         }
     });
     if (split_rows == 0) return;
@@ -271,11 +267,8 @@ void attend_tiles(Pool& pool, const Job& job, std::vector<Tile>& tiles, Accumula
     for (const Piece& piece : pieces)
         if (piece.kind == PieceKind::split && piece.superpage == 0)
             for (size_t r = 0; r < piece.tile->rows; r++) rows.emplace_back(piece.tile, r);
-    Tickets row_tickets(rows.size());
-    pool.run([&](int, int) {
-        size_t ticket;
-        while (row_tickets.take(&ticket))
-            fold_split(job, *rows[ticket].first, rows[ticket].second, split, emit);
+    for_each(pool, rows.size(), false, [&](size_t i) {
+        fold_split(job, *rows[i].first, rows[i].second, split, emit);
     });
 }
 

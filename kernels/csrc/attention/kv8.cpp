@@ -214,19 +214,16 @@ void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& 
 
 void row_digests(Pool* pool, const Batch& batch, const PageShape& shape, const uint64_t* seeds,
                  uint64_t* digests) {
-    Tickets groups(div_up(batch.n_tokens, DIGEST_TOKENS));
-    auto body = [&](int, int) {
-        size_t group;
-        while (groups.take(&group)) {
-            const size_t first = group * DIGEST_TOKENS;
-            digest_group(batch, shape, first, std::min(first + DIGEST_TOKENS, batch.n_tokens), seeds,
-                         digests);
-        }
+    const auto digest = [&](size_t group) {
+        const size_t first = group * DIGEST_TOKENS;
+        digest_group(batch, shape, first, std::min(first + DIGEST_TOKENS, batch.n_tokens), seeds,
+                     digests);
     };
-    if (pool && batch.n_tokens > 1)
-        pool->run([&](int ith, int nth) { body(ith, nth); });
+    const size_t groups = div_up(batch.n_tokens, DIGEST_TOKENS);
+    if (pool)
+        for_each(*pool, groups, batch.n_tokens == 1, digest);
     else
-        body(0, 1);
+        for (size_t group = 0; group < groups; group++) digest(group);
 }
 
 }  // namespace batchengine

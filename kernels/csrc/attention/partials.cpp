@@ -90,20 +90,6 @@ struct EntryToken {
     size_t token;
 };
 
-// body(entry, token) for each of `tokens`, on the pool if `values` is more than VALUES_ALONE.
-template <class Body>
-void for_tokens(Pool& pool, const std::vector<EntryToken>& tokens, size_t values, Body&& body) {
-    if (pool.threads() == 1 || values <= VALUES_ALONE) {
-        const FloatEnvironment environment;
-        for (const EntryToken& one : tokens) body(one.entry, one.token);
-        return;
-    }
-    Tickets tickets(tokens.size());
-    pool.run([&](int, int) {
-        for (size_t i; tickets.take(&i);) body(tokens[i].entry, tokens[i].token);
-    });
-}
-
 template <class T>
 T read(const uint8_t* bytes) {
     T value;
@@ -181,7 +167,9 @@ void fold(Pool& pool, Partials& into, const Partials& next) {
     }
     into.entries = std::move(entries);
     const RowOps& ops = rowops();
-    for_tokens(pool, tokens, tokens.size() * into.n_head * head_dim, [&](size_t e, size_t token) {
+    const bool alone = tokens.size() * into.n_head * head_dim <= VALUES_ALONE;
+    for_each(pool, tokens.size(), alone, [&](size_t i) {
+        const auto [e, token] = tokens[i];
         fold_token(ops, into, into.entries[e], next, next.entries[e], token);
     });
 }
@@ -197,7 +185,8 @@ void finish(Pool& pool, const Partials& partials, Rows& out) {
     }
     const RowOps& ops = rowops();
     const size_t head_dim = partials.head_dim;
-    for_tokens(pool, tokens, tokens.size() * out.width, [&](size_t e, size_t token) {
+    for_each(pool, tokens.size(), tokens.size() * out.width <= VALUES_ALONE, [&](size_t index) {
+        const auto [e, token] = tokens[index];
         const PartialEntry& entry = partials.entries[e];
         float* row = out.row(entry.first_token + token);
         for (size_t head = 0; head < partials.n_head; head++) {

@@ -71,11 +71,7 @@ void bind_pool(nb::module_& module) {
                 });
                 return seen;
             },
-            ReleaseGil(), "1 per thread that computes in the canonical float environment.")
-        .def("__repr__", [](const Pool& self) {
-            return "<Pool threads=" + std::to_string(self.threads()) +
-                   (self.closed() ? " closed>" : ">");
-        });
+            ReleaseGil(), "1 per thread that computes in the canonical float environment.");
 }
 
 void bind_rows(nb::module_& module) {
@@ -93,11 +89,7 @@ void bind_rows(nb::module_& module) {
             },
             nb::arg("tokens"),
             nb::sig("def view(self, tokens: int) -> numpy.typing.NDArray[numpy.float32]"),
-            "numpy alias (tokens, width) of the first rows; writing to it writes the rows.")
-        .def("__repr__", [](const Rows& self) {
-            return "<Rows tokens_max=" + std::to_string(self.tokens_max) +
-                   " width=" + std::to_string(self.width) + ">";
-        });
+            "numpy alias (tokens, width) of the first rows; writing to it writes the rows.");
 }
 
 void bind_vector(nb::module_& module) {
@@ -114,10 +106,7 @@ void bind_vector(nb::module_& module) {
             nb::arg("source"),
             nb::sig("def __init__(self, source: typing_extensions.Buffer) -> None"))
         .def_prop_ro("size", [](const Vector& self) { return self.size; })
-        .def("__len__", [](const Vector& self) { return self.size; })
-        .def("__repr__", [](const Vector& self) {
-            return "<Vector size=" + std::to_string(self.size) + ">";
-        });
+        .def("__len__", [](const Vector& self) { return self.size; });
 }
 
 }  // namespace

@@ -45,11 +45,7 @@ void bind_rope(nb::module_& module) {
             },
             nb::arg("position"), "The n_rot/2 cosines, then the n_rot/2 sines of a position.")
         .def_prop_ro("head_dim", [](const RopeTable& self) { return self.head_dim; })
-        .def_prop_ro("n_rot", [](const RopeTable& self) { return 2 * self.half; })
-        .def("__repr__", [](const RopeTable& self) {
-            return std::string("<RopeTable ") + (self.neox ? "neox" : "norm") +
-                   " head_dim=" + number(self.head_dim) + " n_rot=" + number(2 * self.half) + ">";
-        });
+        .def_prop_ro("n_rot", [](const RopeTable& self) { return 2 * self.half; });
 }
 
 void bind_shape(nb::module_& module) {
@@ -64,12 +60,7 @@ void bind_shape(nb::module_& module) {
         .def_prop_ro("head_bytes", &PageShape::head_bytes)
         .def_prop_ro("layer_bytes", &PageShape::layer_bytes)
         .def_prop_ro("payload_bytes", &PageShape::payload_bytes)
-        .def_prop_ro("row_bytes", &PageShape::row_bytes)
-        .def("__repr__", [](const PageShape& self) {
-            return "<PageShape layers=" + number(self.n_layer) + " kv_heads=" +
-                   number(self.n_kv_head) + " head_dim=" + number(self.head_dim) +
-                   " payload_bytes=" + number(self.payload_bytes()) + ">";
-        });
+        .def_prop_ro("row_bytes", &PageShape::row_bytes);
 }
 
 // Fills a batch, or leaves it empty and throws.
@@ -130,12 +121,7 @@ void bind_batch(nb::module_& module) {
              "ValueError leaves the batch empty.")
         .def_prop_ro("n_tokens", [](const Batch& self) { return self.n_tokens; })
         .def_prop_ro("n_entries", [](const Batch& self) { return self.n_entries; })
-        .def_prop_ro("n_pages", [](const Batch& self) { return self.n_pages; })
-        .def("__repr__", [](const Batch& self) {
-            return "<Batch tokens=" + number(self.n_tokens) + "/" + number(self.tokens_max) +
-                   " entries=" + number(self.n_entries) + "/" + number(self.entries_max) +
-                   " pages=" + number(self.n_pages) + "/" + number(self.pages_max) + ">";
-        });
+        .def_prop_ro("n_pages", [](const Batch& self) { return self.n_pages; });
     nb::class_<Queries>(module, "Queries", "Quantised queries of one step.")
         .def(
             "__init__",
@@ -298,12 +284,7 @@ void bind_partials_type(nb::module_& module) {
             nb::sig("def load_bytes(self, data: typing_extensions.Buffer) -> None"),
             "Becomes what to_bytes() was called on. ValueError, and no change, for bytes of another "
             "n_head or head_dim, of more than tokens_max tokens, or that are malformed; the values of "
-            "accumulators are not checked.")
-        .def("__repr__", [](const Partials& self) {
-            return "<Partials tokens=" + number(self.n_tokens) + "/" + number(self.tokens_max) +
-                   " entries=" + number(self.entries.size()) + " heads=" + number(self.n_head) + "x" +
-                   number(self.head_dim) + " accumulators=" + number(self.n_accumulators) + ">";
-        });
+            "accumulators are not checked.");
 }
 
 std::vector<Span> checked_spans(const Batch& batch, const EntryArray& spans) {
@@ -324,13 +305,6 @@ std::vector<Span> checked_spans(const Batch& batch, const EntryArray& spans) {
     return checked;
 }
 
-void require_heads(const Partials& partials, size_t n_head, size_t head_dim, const char* name) {
-    require(partials.n_head == n_head && partials.head_dim == head_dim,
-            std::string(name) + ": the partials have " + number(partials.n_head) + " heads of " +
-                number(partials.head_dim) + ", expected " + number(n_head) + " of " +
-                number(head_dim));
-}
-
 void bind_partials(nb::module_& module) {
     module.attr("SUPERPAGE_TOKENS") = SUPERPAGE_TOKENS;
     bind_partials_type(module);
@@ -340,7 +314,10 @@ void bind_partials(nb::module_& module) {
            const EntryArray& spans, Partials& out) {
             attention_checks(pool, queries, batch, shape, layer, "attend_partials");
             require_tokens(batch.n_tokens, out.tokens_max, "attend_partials");
-            require_heads(out, queries.n_head, shape.head_dim, "attend_partials");
+            require(out.n_head == queries.n_head && out.head_dim == shape.head_dim,
+                    "attend_partials: the partials have " + number(out.n_head) + " heads of " +
+                        number(out.head_dim) + ", expected " + number(queries.n_head) + " of " +
+                        number(shape.head_dim));
             const std::vector<Span> checked = checked_spans(batch, spans);
             const nb::gil_scoped_release release;
             attend_partials(pool, queries, batch, shape, layer, checked, out);

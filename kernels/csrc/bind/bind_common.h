@@ -22,19 +22,15 @@ class HeldBuffer {
     HeldBuffer(nb::handle object, bool writable) {
         const int flags = writable ? PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS : PyBUF_C_CONTIGUOUS;
         if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) nb::raise_python_error();
-        held_ = true;
     }
     HeldBuffer(const HeldBuffer&) = delete;
     HeldBuffer& operator=(const HeldBuffer&) = delete;
-    ~HeldBuffer() {
-        if (held_) PyBuffer_Release(&view_);
-    }
+    ~HeldBuffer() { PyBuffer_Release(&view_); }
     uint8_t* data() const { return static_cast<uint8_t*>(view_.buf); }
     size_t size() const { return static_cast<size_t>(view_.len); }
 
   private:
     Py_buffer view_{};
-    bool held_ = false;
 };
 
 inline void require(bool condition, const std::string& what) {

@@ -112,11 +112,7 @@ void bind_matrix(nb::module_& module) {
         .def_prop_ro("bytes",
                      [](const HeldMatrix& self) {
                          return packed_bytes(self.view.kind, self.view.rows, self.view.cols);
-                     })
-        .def("__repr__", [](const HeldMatrix& self) {
-            return std::string("<Matrix ") + kind_name(self.view.kind) + " " +
-                   std::to_string(self.view.rows) + "x" + std::to_string(self.view.cols) + ">";
-        });
+                     });
 }
 
 LinearPart checked_part(const char* op, const Activations& x, const HeldMatrix& matrix,

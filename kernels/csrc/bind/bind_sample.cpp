@@ -59,12 +59,7 @@ void bind_sample_types(nb::module_& module) {
         .def_ro("token", &Sampled::token)
         .def_ro("nonfinite", &Sampled::nonfinite)
         .def_ro("logprob", &Sampled::logprob)
-        .def_ro("top", &Sampled::top, "(token, log-probability), best first.")
-        .def("__repr__", [](const Sampled& self) {
-            return self.nonfinite ? std::string("<Sampled nonfinite>")
-                                 : "<Sampled token=" + std::to_string(self.token) +
-                                       " logprob=" + std::to_string(self.logprob) + ">";
-        });
+        .def_ro("top", &Sampled::top, "(token, log-probability), best first.");
 }
 
 void bind_sample(nb::module_& module) {

@@ -92,6 +92,20 @@ class Tickets {
     const size_t count_;
 };
 
+// body(i) for 0 .. count - 1, each by one thread; on the calling thread only if `alone`.
+template <class Body>
+void for_each(Pool& pool, size_t count, bool alone, Body&& body) {
+    if (alone) {
+        const FloatEnvironment environment;
+        for (size_t i = 0; i < count; ++i) body(i);
+        return;
+    }
+    Tickets tickets(count);
+    pool.run([&](int, int) {
+        for (size_t i; tickets.take(&i);) body(i);
+    });
+}
+
 // Hands out 0 .. count - 1 from `ranges` ranges, each from front to back. With one range per
 // thread, neighbouring pieces are one stream from memory; a thread that is done takes from the next.
 class Shares {

@@ -187,10 +187,8 @@ void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, cons
 }
 
 void embed(Pool& pool, const Matrix& matrix, const int32_t* tokens, size_t count, Rows& out) {
-    Tickets tickets(count);
-    pool.run([&](int, int) {
-        for (size_t i; tickets.take(&i);)
-            unpack_row(matrix, static_cast<size_t>(tokens[i]), out.row(i));
+    for_each(pool, count, false, [&](size_t i) {
+        unpack_row(matrix, static_cast<size_t>(tokens[i]), out.row(i));
     });
 }
 

@@ -237,16 +237,13 @@ size_t packed_bytes(Kind kind, size_t rows, size_t cols) {
 
 void pack(Pool& pool, Kind kind, size_t rows, size_t cols, const uint8_t* source, uint8_t* packed) {
     FirstBad bad;
-    Tickets tiles(div_up(rows, TILE_ROWS));
     const size_t bytes = tile_bytes(kind, cols), row_bytes = source_bytes(kind, 1, cols);
-    pool.run([&](int, int) {
-        for (size_t tile; tiles.take(&tile);) {
-            uint8_t* to = packed + tile * bytes;
-            std::memset(to, 0, bytes);
-            const size_t end = std::min(rows, (tile + 1) * TILE_ROWS);
-            for (size_t row = tile * TILE_ROWS; row < end; ++row)
-                pack_row(kind, cols, source + row * row_bytes, row, to, bad);
-        }
+    for_each(pool, div_up(rows, TILE_ROWS), false, [&](size_t tile) {
+        uint8_t* to = packed + tile * bytes;
+        std::memset(to, 0, bytes);
+        const size_t end = std::min(rows, (tile + 1) * TILE_ROWS);
+        for (size_t row = tile * TILE_ROWS; row < end; ++row)
+            pack_row(kind, cols, source + row * row_bytes, row, to, bad);
     });
     if (!bad.any()) return;
     const auto [row, place] = bad.where();

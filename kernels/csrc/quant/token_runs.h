@@ -20,10 +20,8 @@ void for_each_run(Pool& pool, size_t tokens, size_t width, Body&& body) {
     }
     const bool many = tokens >= 2 * GROUP_TOKENS * static_cast<size_t>(pool.threads());
     const size_t run = many ? GROUP_TOKENS : OCTET_TOKENS;
-    Tickets tickets(div_up(tokens, run));
-    pool.run([&](int, int) {
-        for (size_t i; tickets.take(&i);) body(i * run, std::min(run, tokens - i * run));
-    });
+    for_each(pool, div_up(tokens, run), false,
+             [&](size_t i) { body(i * run, std::min(run, tokens - i * run)); });
 }
 
 }  // namespace batchengine

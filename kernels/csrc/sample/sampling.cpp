@@ -258,18 +258,10 @@ void philox(uint64_t seed, uint64_t position, uint32_t draw, uint32_t out[4]) {
 
 std::vector<Sampled> sample(Pool& pool, const Rows& logits, const std::vector<SampleSpec>& specs) {
     std::vector<Sampled> out(specs.size());
-    Tickets tickets(specs.size());
-    auto body = [&](int, int) {
+    for_each(pool, specs.size(), specs.size() == 1, [&](size_t i) {
         static thread_local Scratch scratch;
-        size_t i;
-        while (tickets.take(&i)) out[i] = sample_row(specs[i], logits.row(i), logits.width, scratch);
-    };
-    if (specs.size() == 1) {
-        const FloatEnvironment environment;
-        body(0, 1);
-    } else {
-        pool.run([&](int ith, int nth) { body(ith, nth); });
-    }
+        out[i] = sample_row(specs[i], logits.row(i), logits.width, scratch);
+    });
     return out;
 }
 
