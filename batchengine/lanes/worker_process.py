@@ -273,6 +273,12 @@ class Lane:
                 stdin=subprocess.DEVNULL,
                 env=env,
             )
+            try:
+                pidfd = os.pidfd_open(process.pid)
+            except OSError:  # no descriptor is left: without one its end would not be noticed
+                process.kill()
+                process.wait()
+                raise
         except BaseException:
             ours.close()
             os.close(report_read)
@@ -285,8 +291,8 @@ class Lane:
         self._born = time.monotonic()
         self._born_steps = self.steps
         self._died = loop.create_future()
-        self._pidfd = os.pidfd_open(process.pid)
-        loop.add_reader(self._pidfd, self._reap)
+        self._pidfd = pidfd
+        loop.add_reader(pidfd, self._reap)
         protocol = FrameProtocol(wire.LANE_LINK, self._on_frame, self._on_lost)
         self._protocol = protocol
         await loop.create_connection(lambda: protocol, sock=ours)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -191,6 +192,26 @@ async def test_errors_of_loading_keep_all_their_fields(tmp_path: Path, cache_dir
         await lane.start(load_message(model, cache_dir))
     assert caught.value.code.startswith("BE13")
     assert not lane.alive
+
+
+async def test_a_start_without_a_free_descriptor_leaves_no_process(
+    pocket_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, started = Lane("cpu"), list[int]()
+
+    def none_left(pid: int) -> int:
+        started.append(pid)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pidfd_open", none_left)
+        with pytest.raises(OSError, match="Too many open files"):
+            await lane.start(load_message(pocket_path, cache_dir))
+    assert not lane.alive
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
+    await lane.start(load_message(pocket_path, cache_dir))
+    await lane.close()
 
 
 async def test_a_worker_death_raises_one_exception_with_its_reason(
