@@ -35,6 +35,7 @@ import msgspec
 import xxhash
 
 from batchengine import errors
+from kv_store import osio
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ FORMAT_VERSION = 1
 ALIGNMENT = 64
 LOCK_WAIT_S_MAX = 600.0  # longer than packing takes; then pack without waiting (rename is safe)
 CHUNK_BYTES = 1 << 24
+FILES = osio.Files()
 
 # magic, format version, reserved, table offset, table bytes, SHA-256 of the table
 PROLOGUE = struct.Struct("<8sIIQQ32s")
@@ -210,7 +212,7 @@ class CacheWriter:
     def add(self, name: str, kind: str, rows: int, cols: int, data: memoryview) -> None:
         """Appends one entry at the next aligned offset."""
         with _disk_errors(self.path):
-            _write_all(self._fd, data, self._offset)
+            FILES.write_all(self._fd, data, self._offset)
         digest = xxhash.xxh3_128_digest(data)
         self._entries.append(CacheEntry(name, kind, rows, cols, self._offset, len(data), digest))
         self._offset = align(self._offset + len(data))
@@ -230,14 +232,14 @@ class CacheWriter:
             MAGIC, FORMAT_VERSION, 0, self._offset, len(packed), hashlib.sha256(packed).digest()
         )
         with _disk_errors(self.path):
-            _write_all(self._fd, memoryview(packed), self._offset)
+            FILES.write_all(self._fd, memoryview(packed), self._offset)
             os.ftruncate(self._fd, self._offset + len(packed))
             os.fsync(self._fd)  # the data first: no prologue without its data
-            _write_all(self._fd, memoryview(prologue), 0)
+            FILES.write_all(self._fd, memoryview(prologue), 0)
             os.fsync(self._fd)
             os.rename(self._temporary, self.path)
             self._committed = True
-            _sync_folder(self.path.parent)
+            osio.fsync_directory(FILES, str(self.path.parent))
 
     def close(self) -> None:
         """Closes the file, and removes it unless it was committed."""
@@ -249,21 +251,6 @@ class CacheWriter:
 def align(offset: int) -> int:
     """The next multiple of the entry alignment."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    data = data.cast("B")
-    while data:
-        written = os.pwrite(fd, data[: 1 << 30], offset)
-        data, offset = data[written:], offset + written
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager
