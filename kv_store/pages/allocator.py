@@ -126,7 +126,9 @@ class SlotAllocator:
             self._growing = self.core.thread.submit(self.grow)
 
     def _may_reclaim(self) -> bool:
-        return self.core.may_reclaim(self, self._extent_slots() * self.layout.page_bytes)
+        """Whether another pool is so much larger that it must give an extent."""
+        wanted = self._extent_slots() * self.layout.page_bytes
+        return any(self.core.is_richer(pool, self, wanted) for pool in self.core.pools)
 
     def _extent_slots(self) -> int:
         return max(1, self.core.budget.extent_bytes // self.layout.page_bytes)
@@ -187,19 +189,10 @@ class SlotAllocator:
             (cost, info) for info in list(self.infos) if (cost := self._cost(info)) is not None
         ]
         for _, info in sorted(costs, key=lambda pair: (pair[0], pair[1].index)):
-            removed = list[tuple[int, int]]()
-            if all(self._clear(part, removed) for part in info.slices(SLICE_PAGES)):
-                with self.core.lock:
-                    self.infos.remove(info)
-                    self.file_bytes -= info.file_bytes
-                    self.core.pool_bytes -= info.file_bytes
-                    self.core.forget_extent(info)
+            if all(map(self._evict_slots, info.slices(SLICE_PAGES))) and self._remove(info):
                 self.core.extents.drop(info)
                 self.core.counters["extents_reclaimed"] += 1
                 return True
-            with self.core.lock:
-                for page_id, gen in removed:
-                    self.index.add_slot(page_id, gen)
         return False
 
     def _cost(self, info: ExtentInfo) -> int | None:
@@ -213,18 +206,23 @@ class SlotAllocator:
                 cost += sum(page.state in EVICTABLE for page in pages)
         return cost
 
-    def _clear(self, part: range, removed: list[tuple[int, int]]) -> bool:
-        """Evict and remove a slice of slots; False = one is in use."""
+    def _evict_slots(self, part: range) -> bool:
+        """Evict the pages of a slice of slots; False = one is in use."""
         with self.core.lock:
-            for page_id in part:
-                page = self.index.find(page_id)
-                if page is None or not self._evict_chain(page):
-                    return False
-                if page.state not in (PageState.FREE, PageState.BAD):
-                    return False
-                removed.append((page_id, page.gen))
+            return all(self._evict_chain(page) for page in map(self.index.find, part) if page)
+
+    def _remove(self, info: ExtentInfo) -> bool:
+        """Forget an extent whose pages were evicted; False = one of its slots has a new page."""
+        with self.core.lock:
+            if not all(map(self.index.is_empty, info.page_ids)):
+                return False
+            for page_id in info.page_ids:
                 self.index.remove_slot(page_id)
-        return True
+            self.infos.remove(info)
+            self.file_bytes -= info.file_bytes
+            self.core.pool_bytes -= info.file_bytes
+            self.core.forget_extent(info)
+            return True
 
     def _evict_chain(self, page: Page) -> bool:
         """Evict a page, deepest descendants first; False = one is in use, or they are too many."""

@@ -153,10 +153,6 @@ class StoreCore:
                 raise BudgetSpent("the budget has no room for another extent")
         self.check_floor(wanted)
 
-    def may_reclaim(self, asking: ExtentOwner, wanted: int) -> bool:
-        """Whether another pool is so much larger that it must give an extent."""
-        return any(self.is_richer(pool, asking, wanted) for pool in self.pools)
-
     def is_richer(self, pool: ExtentOwner, asking: ExtentOwner, wanted: int) -> bool:
         return pool is not asking and pool.file_bytes > asking.file_bytes + wanted
 

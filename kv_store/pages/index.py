@@ -177,13 +177,12 @@ class PageIndex:
             heapq.heappush(self._free, page_id)
         return page
 
+    def is_empty(self, page_id: int) -> bool:
+        return self._pages[page_id].state in (PageState.FREE, PageState.BAD)
+
     def remove_slot(self, page_id: int) -> None:
-        """Forget a FREE or BAD slot whose extent goes away."""
-        page = self._pages[page_id]
-        if page.state not in (PageState.FREE, PageState.BAD):
-            raise StaleRef(f"{page!r} is in use")
-        self._counts[page.state] -= 1
-        del self._pages[page_id]  # its heap entry is skipped by peek_free
+        """Forget an empty slot whose extent goes away."""
+        self._counts[self._pages.pop(page_id).state] -= 1  # `peek_free` skips its heap entry
 
     def live(self, ref: PageRef) -> Page | None:
         """The page of a reference; None for a passed generation."""

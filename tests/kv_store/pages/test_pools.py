@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from bench.processes.store_check import check_integrity
 from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner
 from kv_store.keys import ROOT_KEY
 from kv_store.layout import PAGE_TOKENS
 from kv_store.pages.allocator import NoRoom
-from kv_store.pages.index import PageRef
+from kv_store.pages.index import PageRef, PageState
 from kv_store.pages.pool import PagePool, Ticket
 from kv_store.store import Store
 from tests.support import kv_scene
@@ -135,6 +136,27 @@ def test_the_budget_is_shared_and_the_largest_pool_is_reclaimed_from(tmp_path: P
     store = Store.open(path, OURS, budget)
     assert not store.dropped
     check(store, store.pool(THEIRS), tokens_of(3, 4), 4)
+    store.close()
+
+
+def test_a_retired_slot_stays_retired_when_its_extent_cannot_be_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page is pinned after its extent was chosen."""
+    store = Store.open(tmp_path / "s", OURS, settings(pages=4))
+    for name in range(2):
+        (spot,) = add_chain(store, store.pages, tokens_of(name, 1), 1 + name)
+        store.pages.invalidate(spot, slot_failed=True)
+    add_chain(store, store.pages, tokens_of(2, 1), 3)
+    (held,) = store.pages.match_prefix(tokens_of(2, 1), SALT, pin=True)
+    assert store.pages.index.count(PageState.BAD) == 1
+    monkeypatch.setattr(store.pages.allocator, "_cost", lambda info: 0)
+    assert not store.core.thread.submit(store.pages.allocator.give_extent).result(20)
+    assert store.pages.index.count(PageState.BAD) == 1
+    assert store.pages.is_resident(held)
+    store.maintain()
+    check_integrity(store)
+    store.pages.unpin(held)
     store.close()
 
 
