@@ -32,10 +32,6 @@ def token_bytes(tokens: Tokens | bytes) -> bytes:
     """Token ids as u32 little-endian. Raises ValueError for an id outside u32."""
     if isinstance(tokens, bytes):
         return tokens
-    if isinstance(tokens, np.ndarray):
-        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > 0xFFFFFFFF):
-            raise ValueError("a token id is outside u32")
-        return tokens.astype("<u4").tobytes()
     try:
         return array("I", tokens).tobytes()
     except OverflowError as error:

@@ -56,7 +56,6 @@ class StoreSettings:
     ballast_bytes: int | None = None
     free_floor_bytes: int | None = None
     allow_any_fs: bool = False
-    verify_writes: bool = True
     keep_arenas: bool = False
     sessions_max: int = SESSIONS_MAX
 
@@ -164,7 +163,6 @@ class Store:
                 files,
                 Budget(settings.budget_bytes, settings.extent_bytes, floor),
                 epoch=epoch,
-                verify_writes=settings.verify_writes,
             )
             self = cls(path, core, descriptor, settings, reserve, lock_fd)
         except BaseException:
@@ -286,10 +284,6 @@ class Store:
         sessions, turns = self.ledger.prune(self._settings.sessions_max, keep)
         self.ledger.commit()  # also where there was nothing to prune
         return GcReport(evicted, tails, extents, slots, sessions, turns)
-
-    def drain(self) -> Future[None]:
-        """Resolves when the page thread has done everything submitted so far."""
-        return self.core.thread.submit(lambda: None)
 
     @property
     def tier(self) -> str:

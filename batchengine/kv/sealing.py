@@ -63,7 +63,6 @@ class SealPipeline:
         self.publishes = True  # False = the rows of this lane may be wrong
         self.sealed = 0
         self.seal_failures = 0
-        self.tails_parked = 0
 
     def __repr__(self) -> str:
         return f"<SealPipeline queued={len(self.queued)} in_flight={len(self.in_flight)}>"
@@ -244,7 +243,6 @@ class SealPipeline:
             and session.kv.parked is None
         ):
             session.kv.parked = ParkedTail(seal.index, rows, ref)
-            self.tails_parked += 1
         else:
             self._store.pages.unpin(ref)
 

@@ -395,15 +395,15 @@ def proven_rows(
     if bytes(sidecar[ROW_RECORDS_BYTES:]) != owner.pack():
         return 0
     records = np.frombuffer(sidecar, ROW_RECORD_DTYPE, PAGE_TOKENS)[: len(ids)]
-    count = _leading((records["valid"] == 1) & (records["token"] == ids))
+    count = leading((records["valid"] == 1) & (records["token"] == ids))
     if not count:
         return 0
     files.read_all(source.fd, into, shape.page_offset(slot))
     found = digests(owner.seeds(source.arena_id, slot, 0, count))
-    return _leading(found == records["digest"][:count])
+    return leading(found == records["digest"][:count])
 
 
-def _leading(good: npt.NDArray[np.bool_]) -> int:
+def leading(good: npt.NDArray[np.bool_]) -> int:
     """Length of the leading run of True."""
     return len(good) if good.all() else int(np.argmin(good))
 

@@ -24,6 +24,7 @@ from kv_store.arenas.arena import (
     SIDECAR_BYTES,
     SLOT_HEADER,
     ArenaFile,
+    leading,
     session_name,
 )
 from kv_store.errors import StoreCorrupt
@@ -49,8 +50,7 @@ class _Held:
     """One locked file. `wanted` counts index entries that point into it."""
 
     fd: int
-    bytes: int
-    wanted: int = 0
+    wanted: int
 
 
 class OrphanedArenas:
@@ -63,8 +63,6 @@ class OrphanedArenas:
         repr_id: bytes = b"",
         files: osio.Files | None = None,
     ) -> None:
-        self.damaged = 0  # files that were not arenas of this representation and boot
-        self.deleted = 0  # files deleted, those included
         self.warnings: list[str] = []
         self._folder = folder
         self._layout = layout
@@ -82,7 +80,7 @@ class OrphanedArenas:
     def __repr__(self) -> str:
         return (
             f"<OrphanedArenas files={len(self._held)} busy={len(self._busy)}"
-            f" sessions={len(self._index)} {self.bytes >> 20} MiB deleted={self.deleted}>"
+            f" sessions={len(self._index)}>"
         )
 
     @property
@@ -96,12 +94,6 @@ class OrphanedArenas:
         """Arena files whose old writer still holds its lock: neither imported nor deleted."""
         with self._lock:
             return tuple(sorted(self._busy))
-
-    @property
-    def bytes(self) -> int:
-        """Disk space of the files held here."""
-        with self._lock:
-            return sum(held.bytes for held in self._held.values())
 
     def find(self, session: bytes, epoch: int) -> list[OrphanedSlot]:
         """Slots whose header names (session, epoch), by page; most rows first within a page."""
@@ -171,14 +163,13 @@ class OrphanedArenas:
             slots = self._read(name, fd)
         except (OSError, StoreCorrupt) as error:
             self._busy.discard(name)
-            self.damaged += 1
             self.warnings.append(f"arena {name} is of no use: {error}")
             self._delete(name, fd)
             return
         except BaseException:
             os.close(fd)
             raise
-        held = self._held[name] = _Held(fd, os.fstat(fd).st_size, len(slots))
+        held = self._held[name] = _Held(fd, len(slots))
         for session, epoch, slot in slots:
             self._index[session].setdefault(epoch, []).append(slot)
         if not held.wanted:
@@ -215,7 +206,6 @@ class OrphanedArenas:
         """Unlink while the lock is still held, so that no file of a live writer can go."""
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self._folder, name))
-            self.deleted += 1
         os.close(fd)
 
 
@@ -226,5 +216,5 @@ def _headed(sidecar: memoryview, name: str, slot: int) -> tuple[bytes, int, Orph
     if check != xxhash.xxh3_64_intdigest(bytes(header[:_HEADER_SPAN])):
         return None  # never used, poisoned, or torn
     valid = np.frombuffer(sidecar, ROW_RECORD_DTYPE, PAGE_TOKENS)["valid"] == 1
-    rows = PAGE_TOKENS if valid.all() else int(np.argmin(valid))
+    rows = leading(valid)
     return (session, epoch, OrphanedSlot(name, slot, gen, page, rows)) if rows else None

@@ -104,7 +104,6 @@ class _Group:
 @dataclass(slots=True)
 class LedgerStats:
     commits: int = 0
-    checkpoints: int = 0
     sessions: int = 0
     is_full: bool = False  # the last commit found no room; the next may
     commit_us: deque[float] = field(default_factory=lambda: deque(maxlen=COMMIT_TIMES_KEPT))
@@ -378,7 +377,6 @@ class Ledger:
             return
         try:
             self._db.execute(f"PRAGMA wal_checkpoint({kind})").fetchall()
-            self.stats.checkpoints += 1
             self._log_bytes = 0
         except sqlite3.DatabaseError as error:
             if not _is_full(error):

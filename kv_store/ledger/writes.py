@@ -7,8 +7,9 @@ tokens only append at the end of the timeline (no holes). Threads and files are 
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from kv_store import keys
 from kv_store.errors import LedgerRefused, StoreCorrupt
@@ -72,10 +73,8 @@ CREATE TABLE suspect (
 """
 
 
-class Op:
+class Op(msgspec.Struct, frozen=True):
     """One record of an intent."""
-
-    __slots__ = ()
 
     def write(self, db: sqlite3.Connection) -> int | None:
         """Write the record; returns the change in the number of sessions, None = 0. Raises
@@ -83,8 +82,7 @@ class Op:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSession(Op):
+class OpenSession(Op, frozen=True):
     session: str
     tenant: str
     repr_id: bytes
@@ -99,8 +97,7 @@ class OpenSession(Op):
         return 1
 
 
-@dataclass(frozen=True, slots=True)
-class SetMeta(Op):
+class SetMeta(Op, frozen=True):
     session: str
     epoch: int
     state: str
@@ -114,8 +111,7 @@ class SetMeta(Op):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SetOwner(Op):
+class SetOwner(Op, frozen=True):
     """Commit point of a change of owner: `epoch`, which must be higher, becomes the session's."""
 
     session: str
@@ -133,8 +129,7 @@ class SetOwner(Op):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DropSession(Op):
+class DropSession(Op, frozen=True):
     session: str
 
     def write(self, db: sqlite3.Connection) -> int:
@@ -144,8 +139,7 @@ class DropSession(Op):
         return -gone
 
 
-@dataclass(frozen=True, slots=True)
-class CopySession(Op):
+class CopySession(Op, frozen=True):
     """A fork: a new session with the source's tokens and `meta`, and no turns."""
 
     source: str
@@ -175,8 +169,7 @@ class CopySession(Op):
         return 1
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetIdle(Op):
+class ForgetIdle(Op, frozen=True):
     """Drop a session unless it was used, or changed its epoch, since it was chosen."""
 
     session: str
@@ -191,8 +184,7 @@ class ForgetIdle(Op):
         return 0 if found is None else DropSession(self.session).write(db)
 
 
-@dataclass(frozen=True, slots=True)
-class PruneTurns(Op):
+class PruneTurns(Op, frozen=True):
     """Keep the last `keep` turns of every session, and those still running."""
 
     keep: int
@@ -201,8 +193,7 @@ class PruneTurns(Op):
         db.execute(f"DELETE FROM turn WHERE (session, id) IN ({OLD_TURNS})", (self.keep,))
 
 
-@dataclass(frozen=True, slots=True)
-class AppendTurn(Op):
+class AppendTurn(Op, frozen=True):
     session: str
     epoch: int
     turn: str
@@ -225,8 +216,7 @@ class AppendTurn(Op):
         db.execute("UPDATE session SET used_seq = ? WHERE id = ?", (seq, self.session))
 
 
-@dataclass(frozen=True, slots=True)
-class FinishTurn(Op):
+class FinishTurn(Op, frozen=True):
     session: str
     epoch: int
     turn: str
@@ -256,8 +246,7 @@ class FinishTurn(Op):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class AppendTokens(Op):
+class AppendTokens(Op, frozen=True):
     session: str
     epoch: int
     start: int
@@ -274,8 +263,7 @@ class AppendTokens(Op):
             _set_length(db, self.session, length + len(self.ids) // 4)
 
 
-@dataclass(frozen=True, slots=True)
-class TruncateTokens(Op):
+class TruncateTokens(Op, frozen=True):
     """Cut the timeline to `length` tokens (a client edited its history)."""
 
     session: str
@@ -299,8 +287,7 @@ class TruncateTokens(Op):
         _set_length(db, session, cut)
 
 
-@dataclass(frozen=True, slots=True)
-class SetSuspect(Op):
+class SetSuspect(Op, frozen=True):
     """Mark (strikes > 0) or clear (0) a session that was in a crashed step."""
 
     session: str
@@ -317,8 +304,7 @@ class SetSuspect(Op):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class PublishPage(Op):
+class PublishPage(Op, frozen=True):
     ref: PageRef
     key: bytes
     parent: bytes
@@ -339,8 +325,7 @@ class PublishPage(Op):
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class FreePages(Op):
+class FreePages(Op, frozen=True):
     """Free page slots: `ref.gen` is the next generation of each; `bad` retires them."""
 
     refs: tuple[PageRef, ...]
@@ -356,8 +341,7 @@ class FreePages(Op):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class AgePages(Op):
+class AgePages(Op, frozen=True):
     """Persist (page_id, gen, priority, lru_seq)."""
 
     rows: tuple[tuple[int, int, int, int], ...]
@@ -369,8 +353,7 @@ class AgePages(Op):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class AddExtent(Op):
+class AddExtent(Op, frozen=True):
     index: int
     first_page_id: int
     slots: int
@@ -393,8 +376,7 @@ class AddExtent(Op):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DropExtent(Op):
+class DropExtent(Op, frozen=True):
     index: int
     first_page_id: int
     slots: int
@@ -407,8 +389,7 @@ class DropExtent(Op):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class AddRepr(Op):
+class AddRepr(Op, frozen=True):
     """A representation that this process keeps pages of."""
 
     repr_id: bytes
@@ -420,8 +401,7 @@ class AddRepr(Op):
         db.execute("INSERT OR IGNORE INTO repr VALUES (?,?,?)", row)
 
 
-@dataclass(frozen=True, slots=True)
-class StartEpoch(Op):
+class StartEpoch(Op, frozen=True):
     """First write of a process: older work is void from here on."""
 
     epoch: int
@@ -431,8 +411,7 @@ class StartEpoch(Op):
         db.execute("UPDATE store SET epoch = ?, boot_id = ?, clean = 0", (self.epoch, self.boot_id))
 
 
-@dataclass(frozen=True, slots=True)
-class MarkClean(Op):
+class MarkClean(Op, frozen=True):
     def write(self, db: sqlite3.Connection) -> None:
         db.execute("UPDATE store SET clean = 1")
 
@@ -508,7 +487,7 @@ def _join_blobs(db: sqlite3.Connection, session: str, start: int) -> None:
 
 def _signed(seed: int) -> int:
     """The i64 with the bits of a u64 seed, as SQLite integers are signed."""
-    return (seed & keys.MASK64) - (1 << 64) if seed & (1 << 63) else seed & keys.MASK64
+    return seed - (1 << 64) if seed >> 63 else seed
 
 
 def unsigned(seed: int) -> int:

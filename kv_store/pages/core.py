@@ -54,7 +54,7 @@ class Rates:
     """Measured speed of page reads and writes; None until the first one."""
 
     read_bytes_per_s: float | None = None  # read and verify
-    seal_bytes_per_s: float | None = None  # arena to extent, read back if that is on
+    seal_bytes_per_s: float | None = None  # arena to extent, and read back
 
     def note_read(self, size: int, seconds: float) -> None:
         self.read_bytes_per_s = _mixed(self.read_bytes_per_s, size / max(seconds, 1e-9))
@@ -93,7 +93,6 @@ class StoreCore:
         budget: Budget,
         *,
         epoch: int,
-        verify_writes: bool,
     ) -> None:
         self.ledger = ledger
         self.extents = extents
@@ -101,7 +100,6 @@ class StoreCore:
         self.budget = budget
         self.uuid = ledger.replay.store_uuid
         self.epoch = epoch
-        self.verify_writes = verify_writes
         self.lock = threading.RLock()
         self.events = StoreEvents()
         self.counters: Counter[str] = Counter()

@@ -272,12 +272,11 @@ class PageSealer:
         checksum = keys.sealed_checksum(data, seed)
         info = self._slots.info(page.page_id)
         self._core.extents.write_page(info, page.page_id, data)
-        if self._core.verify_writes:
-            self._core.extents.read_page(info, page.page_id, data)
-            if keys.sealed_checksum(data, seed) != checksum:
-                page.fails += 1
-                self._core.write_failure = "a page read back differs from what was written"
-                raise StoreCorrupt(self._core.write_failure)
+        self._core.extents.read_page(info, page.page_id, data)
+        if keys.sealed_checksum(data, seed) != checksum:
+            page.fails += 1
+            self._core.write_failure = "a page read back differs from what was written"
+            raise StoreCorrupt(self._core.write_failure)
         page.digest, page.checksum = ticket.digest, checksum
         self._core.rates.note_seal(info.page_bytes, time.perf_counter() - start)
 

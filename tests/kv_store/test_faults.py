@@ -435,7 +435,7 @@ def test_a_failing_background_task_ends_no_thread(
     monkeypatch.setattr(store.pages.allocator, "poison_one", broken)
     evict(store, 4)
     for _ in range(5):
-        store.drain().result(20)
+        store.core.thread.submit(lambda: None).result(20)
     assert store.core.thread.alive
     lane.add_chain(IDS)
     lane.close()

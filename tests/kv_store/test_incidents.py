@@ -203,7 +203,7 @@ def check_reused_buffer(folder: Path) -> None:
             sealed.result(20)
         page[:] = payload_of(store.pages.key_of(ROOT_KEY, TWO, SALT))  # the slot's next use
         gate.set()
-        store.drain().result(20)
+        store.core.thread.submit(lambda: None).result(20)
         published = store.pages.publish(ticket)
         store.ledger.commit()
         published.result(20)
@@ -315,7 +315,7 @@ def check_abort_under_writer(folder: Path) -> None:
     finally:
         files.on_call = lambda name, number: None
         gate.set()
-        store.drain().exception(20)
+        store.core.thread.submit(lambda: None).exception(20)
         lane.close()
         store.close()
 

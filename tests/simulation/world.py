@@ -100,7 +100,7 @@ class EngineRun:
         store.ledger._db.close()  # would checkpoint the log; a crash does not
         for name, data in before.items():
             Path(name).write_bytes(data)
-        store._stopped = True
+        store._closed = True
         store.core.extents.close()
         store.orphaned.close()
         os.close(store._lock_fd)

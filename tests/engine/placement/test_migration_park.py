@@ -117,7 +117,6 @@ async def test_idle_sessions_are_parked(
             elif turn % 3 == 1:
                 await asyncio.sleep(0.06 + turn / 1000)
             history += [*answer.tokens, 40 + turn]
-        assert engine.state.lanes[0].kv.sealing.tails_parked >= 4
         assert engine.stats()["tokens_recomputed"] == 0
 
 

@@ -308,11 +308,11 @@ def test_a_full_disk_is_reported_until_there_is_room(caplog: pytest.LogCaptureFi
         assert store.stat()["ballast"] == trouble
         for _ in range(3):
             store.maintain()
-            store.drain().result(20)
+            store.core.thread.submit(lambda: None).result(20)
         assert store.troubles == [trouble]
         filler.unlink()
         store.maintain()
-        store.drain().result(20)
+        store.core.thread.submit(lambda: None).result(20)
         assert store.troubles == []
         lines = [record.getMessage() for record in caplog.records if "BALLAST" in record.message]
         assert [("spent" in line, "back" in line) for line in lines] == [

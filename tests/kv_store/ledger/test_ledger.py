@@ -554,7 +554,6 @@ def test_the_log_is_checkpointed_before_it_grows_without_bound(
         ledger.commit().result(20)
         ledger.read(lambda _: None).result(20)
         sizes.append((tmp_path / "meta.db-wal").stat().st_size)
-    assert ledger.stats.checkpoints >= 2
     assert max(sizes) < 200_000
     assert tokens(ledger) == list(range(60))
     ledger.close()

@@ -102,7 +102,7 @@ def test_a_pinned_invalid_page_stays_absent(store: Store, lane: Lane, tmp_path: 
     other = lane.add_chain(tokens_of(2, 2))
     assert ref.page_id not in [page.page_id for page in other]
     store.pages.unpin(ref)
-    store.drain().result(20)
+    store.core.thread.submit(lambda: None).result(20)
     (again,) = lane.add_chain(IDS)
     assert again == PageRef(ref.page_id, ref.gen + 1)
     check_integrity(store)
@@ -298,7 +298,7 @@ def grown_without_room(store: Store, lane: Lane, room: list[bool]) -> None:
     """Another extent exists, and the ledger had no room for its row."""
     room[0] = False
     assert isinstance(publish(store, lane, 100), StoreFull)  # and an extent is added ahead
-    store.drain().result(20)
+    store.core.thread.submit(lambda: None).result(20)
     with pytest.raises(StoreFull):
         store.ledger.commit().result(20)
     room[0] = True
@@ -308,7 +308,7 @@ def grown_without_room(store: Store, lane: Lane, room: list[bool]) -> None:
 
 def fill(store: Store, lane: Lane, count: int) -> list[int]:
     for name in range(count):
-        store.drain().result(20)
+        store.core.thread.submit(lambda: None).result(20)
         assert publish(store, lane, name) is None
     return list(range(count))
 

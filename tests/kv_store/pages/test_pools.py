@@ -33,13 +33,13 @@ def add_chain(store: Store, pool: PagePool, ids: np.ndarray, incarnation: int) -
         ticket = pool.reserve(parent, ids[first : first + PAGE_TOKENS], SALT)
         while isinstance(ticket, NoRoom):
             assert pool.allocator.is_growing, ticket
-            store.drain().result(20)
+            store.core.thread.submit(lambda: None).result(20)
             ticket = pool.reserve(parent, ids[first : first + PAGE_TOKENS], SALT)
         refs.append(seal(store, pool, arena, mapping, ticket))
         parent = ticket.key
     mapping.close()
     arena.close(delete=True)
-    store.drain().result(20)
+    store.core.thread.submit(lambda: None).result(20)
     return refs
 
 
