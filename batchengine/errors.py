@@ -71,7 +71,8 @@ CANNOT_LISTEN = Problem("BE1110", Kind.INTERNAL, _DEFECT,
 HOST_EXPOSED = Problem("BE1111", Kind.INVALID, _USAGE,
     "refusing to listen on {host}, which other machines can reach",
     "prompts and keys would cross the network in the open",
-    "listen on 127.0.0.1, or add {lacks}")
+    "listen on 127.0.0.1, or add a TLS proxy in front: server.tls_terminated = true says that there"
+    " is one")
 API_KEY_FILE = Problem("BE1112", Kind.INVALID, _USAGE,
     "the API key file {path} {problem}", "{why}", "{fix}")
 ADMIN_SOCKET = Problem("BE1113", Kind.INTERNAL, _DEFECT,

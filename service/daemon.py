@@ -26,7 +26,7 @@ from batchengine.config import Config, LaneConfig
 from batchengine.core import Stage
 from service.admin.socket import AdminSocket
 from service.engine_api import EngineApi
-from service.http import access, app
+from service.http import app
 from service.http.listener import Listener, bind
 from service.notify import Notifier
 
@@ -46,7 +46,6 @@ GIB = 1 << 30
 
 def run(config: Config, make_engine: Callable[[Config], EngineApi] | None = None) -> int:
     """Serves until a signal; returns the exit code. Raises BatchEngineError before it serves."""
-    access.check_bind(config)
     _start_logging(config.debug)
     _raise_file_limit()
     sock = bind(config.server.host, config.server.port)
@@ -233,8 +232,8 @@ def banner(config: Config) -> list[str]:
         f"  cpu     {os.cpu_count()} logical cores",
         *(lane_line(lane) for lane in config.lanes),
     ]
-    free_bytes = configuration.disk_free_bytes(config.store.dir)
-    free = "" if free_bytes is None else f"  ({free_bytes / GIB:,.0f} GiB free)"
+    disk = configuration.disk_bytes(config.store.dir)
+    free = "" if disk is None else f"  ({disk[0] / GIB:,.0f} GiB free)"
     lines += [
         f"  kv      {config.store.dir}  budget {config.store.budget_bytes / GIB:,.1f} GiB{free}",
         f"  admin   {config.server.admin_socket}",

@@ -6,11 +6,10 @@ Use `load`; everything else here is what it returns, asks or explains.
 from batchengine.config.loading import (
     check_model_file,
     disk_warnings,
-    is_loopback,
     load,
     warnings,
 )
-from batchengine.config.machine import Machine, disk_free_bytes
+from batchengine.config.machine import Machine, disk_bytes
 from batchengine.config.settings import (
     ApiKey,
     ClassConfig,
@@ -37,9 +36,8 @@ __all__ = [
     "SlaConfig",
     "StoreConfig",
     "check_model_file",
-    "disk_free_bytes",
+    "disk_bytes",
     "disk_warnings",
-    "is_loopback",
     "load",
     "warnings",
 ]

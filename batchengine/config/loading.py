@@ -230,7 +230,9 @@ def _check_auth(source: Source, config: Config) -> None:
             )
     if len(set(keys)) != len(keys):
         raise source.error(errors.CONFIG_KEYS, "auth.keys", "has the same key under two names")
-    if not is_loopback(config.server.host) and not config.auth:
+    if is_loopback(config.server.host):
+        return
+    if not config.auth:
         raise source.error(
             errors.CONFIG_EXPOSED,
             "server.host",
@@ -238,6 +240,8 @@ def _check_auth(source: Source, config: Config) -> None:
             fix="give keys with --api-key-file FILE or [auth.keys.NAME] and put a TLS proxy in "
             "front (keys travel in clear text), or listen on 127.0.0.1",
         )
+    if not config.server.tls_terminated:
+        raise errors.HOST_EXPOSED(host=config.server.host)
 
 
 # ---- values derived from the machine ----

@@ -81,14 +81,8 @@ def directory(machine: Machine, systemd: str, system: str, xdg: str, under_home:
 
 def budget_bytes(store_dir: str, machine: Machine) -> int:
     """Half of memory (the page cache is the tier that serves), at most half of the free disk."""
-    free_bytes = disk_free_bytes(store_dir) or 0
+    free_bytes, _ = disk_bytes(store_dir) or (0, 0)
     return max(64 * MIB, min(machine.memory_bytes // 2, free_bytes // 2))
-
-
-def disk_free_bytes(path: str) -> int | None:
-    """The first of `disk_bytes`."""
-    found = disk_bytes(path)
-    return None if found is None else found[0]
 
 
 def disk_bytes(path: str) -> tuple[int, int] | None:

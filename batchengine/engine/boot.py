@@ -43,7 +43,8 @@ from batchengine.gguf import GgufFile
 from batchengine.kv import Disputes
 from batchengine.lanes.worker_process import Lane
 from batchengine.policy import cost
-from batchengine.text import ChatTemplate, TextFrontend
+from batchengine.text.chat_template import ChatTemplate
+from batchengine.text.frontend import TextFrontend
 from batchengine.weights import read_spec
 from batchengine.wire import lane as wire
 from kv_store.errors import StoreError, StoreLocked

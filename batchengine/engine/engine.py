@@ -24,7 +24,7 @@ from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation
 from batchengine.lanes.worker_process import WORKER
 from batchengine.policy.router import BULK, FAST
-from batchengine.text import TextFrontend
+from batchengine.text.frontend import TextFrontend
 from kv_store.errors import StoreError
 
 log = logging.getLogger("batchengine.engine")

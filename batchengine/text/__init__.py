@@ -2,28 +2,6 @@
 
 Owns the vocabulary of the loaded GGUF (through llama.cpp, loaded lazily and without weights), the
 streaming detokeniser, stop strings, the one thread on which all text work runs, and the template's
-child process with its limits. Refuses to run a template in this
-process, to take templates from a request, and to let text of a request become a control token.
+child process with its limits. Refuses to run a template in this process, to take templates from a
+request, and to let text of a request become a control token.
 """
-
-from __future__ import annotations
-
-from batchengine.text.chat_template import CHATML, ChatTemplate, TemplateLimits
-from batchengine.text.control_tokens import ControlGuard
-from batchengine.text.detokeniser import Detokeniser, StopMatcher
-from batchengine.text.frontend import TextFrontend
-from batchengine.text.messages import prepare_messages
-from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer
-
-__all__ = [
-    "CHATML",
-    "TEXT_BYTES_MAX",
-    "ChatTemplate",
-    "ControlGuard",
-    "Detokeniser",
-    "StopMatcher",
-    "TemplateLimits",
-    "TextFrontend",
-    "Tokenizer",
-    "prepare_messages",
-]

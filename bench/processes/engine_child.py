@@ -37,7 +37,7 @@ from batchengine.engine import Engine, Generation
 from batchengine.engine import boot as start_module
 from batchengine.engine.sessions import recovery as reopen_module
 from batchengine.lanes import cpu, worker, worker_process
-from batchengine.text import ChatTemplate
+from batchengine.text.chat_template import ChatTemplate
 from bench.models import hashlm
 from bench.processes.kill_switch import KillSwitch
 from bench.processes.store_check import check_integrity

@@ -215,10 +215,8 @@ def _load(path: Path | None, overrides: dict[str, object], *, needs_model: bool)
 def check(*, config: ConfigFile = None, json: Json = False, debug: Debug = False) -> int:
     """Check a configuration without starting anything."""
     from batchengine import config as configuration
-    from service.http import access
 
     loaded = _load(config, {}, needs_model=config is not None)
-    access.check_bind(loaded)
     found = configuration.warnings(loaded) + configuration.disk_warnings(loaded)
     lines = [f"warning: {text}" for text in found]
     lines += [f"ok: {config if config is not None else 'built-in defaults'}"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from multidict import CIMultiDictProxy
 
 from batchengine import errors
-from batchengine.config import ApiKey, Config, is_loopback
+from batchengine.config import ApiKey, Config
 from service.protocols.carriers import Caller
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s]+)(:[0-9]{0,5})?")
@@ -120,15 +120,3 @@ def _host_name(host: str) -> str:
     if host.count(":") == 1:
         host = host.partition(":")[0]
     return host.rstrip(".")
-
-
-def check_bind(config: Config) -> None:
-    """Raises HOST_EXPOSED: an address others can reach needs keys, and TLS in front."""
-    server = config.server
-    if is_loopback(server.host):
-        return
-    lacks = [] if config.auth else ["an API key: --api-key-file FILE"]
-    if not server.tls_terminated:
-        lacks.append("a TLS proxy in front: server.tls_terminated = true says that there is one")
-    if lacks:
-        raise errors.HOST_EXPOSED(host=server.host, lacks=" and ".join(lacks))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from batchengine import errors
-from batchengine.core import FORM_TEXT, TokenEvent, TokenLogprob
+from batchengine.core import FORM_TEXT, ModelInfo, TokenEvent, TokenLogprob
 from service.engine_api import EngineApi
 from service.protocols import requests
 from service.protocols.formatter import Answer
@@ -37,13 +37,9 @@ async def read_prompt(
     """The tokens of every prompt; raises 400."""
     info = engine.info
     prompts: list[list[int]] = []
-    forms = await off_loop(body_bytes, _prompts, body.prompt, info.vocab_size)
-    for prompt in forms:
-        if isinstance(prompt, str):
-            requests.check_text_size(len(prompt.encode()), info.context_tokens, "prompt")
-            tokens = await engine.text.encode(prompt, special=True)
-        else:
-            tokens = prompt
+    for prompt in await off_loop(body_bytes, _prompts, body.prompt, info):
+        is_text = isinstance(prompt, str)
+        tokens = await engine.text.encode(prompt, special=True) if is_text else prompt
         requests.check_prompt(tokens, info.context_tokens, "prompt")
         prompts.append(tokens)
     tokens_max = body.max_tokens
@@ -54,14 +50,15 @@ async def read_prompt(
     return Prompt(prompts, tokens_max, -1 if body.logprobs is None else body.logprobs, "prompt")
 
 
-def _prompts(value: object, vocab_size: int) -> list[str | list[int]]:
+def _prompts(value: object, info: ModelInfo) -> Sequence[str | list[int]]:
     """The four forms of `prompt`: text, texts, token ids, lists of token ids."""
     if isinstance(value, str):
-        return [value]
+        return _texts([value], info)
+    vocab_size = info.vocab_size
     if isinstance(value, list) and value:
         items = cast("list[object]", value)
         if all(isinstance(item, str) for item in items) and len(items) <= PROMPTS_MAX:
-            return list(cast("list[str]", items))
+            return _texts(cast("list[str]", items), info)
         if all(type(item) is int for item in items):
             return [_token_ids(items, vocab_size)]
         if all(isinstance(item, list) for item in items) and len(items) <= PROMPTS_MAX:
@@ -72,6 +69,12 @@ def _prompts(value: object, vocab_size: int) -> list[str | list[int]]:
         why=f"expected text, token ids, or a list of at most {PROMPTS_MAX} of either",
         fix="send a string",
     )
+
+
+def _texts(texts: list[str], info: ModelInfo) -> list[str]:
+    for text in texts:
+        requests.check_text_size(len(text.encode()), info.context_tokens, "prompt")
+    return texts
 
 
 def _token_ids(items: list[object], vocab_size: int) -> list[int]:

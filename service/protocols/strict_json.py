@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
 from batchengine import errors
-from batchengine.core import BatchEngineError
 from service.session_ids import printable
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 DEPTH_MAX = 64  # tool schemas of real agents stay below 20
+TOO_DEEP = f"it nests deeper than {DEPTH_MAX} levels"
 INLINE_BYTES_MAX = 16 * 1024  # parses in well under a millisecond
 DIGITS_MAX = 40  # no field of any request holds a longer integer
 
@@ -46,7 +46,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, object]:
     except json.JSONDecodeError as error:
         raise errors.INVALID_JSON(why=f"{error.msg} at character {error.pos}") from None
     except RecursionError:
-        raise _too_deep() from None
+        raise errors.INVALID_JSON(why=TOO_DEEP) from None
     if not isinstance(value, dict):
         raise errors.INVALID_JSON(why="the top level must be an object")
     root = cast("dict[str, object]", value)
@@ -73,37 +73,35 @@ def _short_int(text: str) -> int:
 
 
 def _check_tree(root: dict[str, object]) -> None:
-    """Checks depth, surrogates and finiteness without recursion; errors name the top-level key."""
+    """Checks depth, surrogates and finiteness; errors name the top-level key."""
     for name, value in root.items():
-        if not _encodable(name):
-            raise errors.INVALID_JSON(
-                why="a key holds half a surrogate pair", param=printable(name)
-            )
-        level: list[object] = [value]
-        depth = 1
-        while level:
-            depth += 1
-            if depth > DEPTH_MAX:
-                raise _too_deep(printable(name))
-            below: list[object] = []
-            for item in level:
-                if isinstance(item, str):
-                    if not _encodable(item):
-                        raise errors.INVALID_JSON(
-                            why="a string holds half a surrogate pair", param=printable(name)
-                        )
-                elif isinstance(item, float):
-                    if not math.isfinite(item):  # NaN, Infinity and 1e999 end up here
-                        raise errors.INVALID_JSON(
-                            why="a number is not finite", param=printable(name)
-                        )
-                elif isinstance(item, dict):
-                    entries = cast("dict[str, object]", item)
-                    below.extend(entries.keys())
-                    below.extend(entries.values())
-                elif isinstance(item, list):
-                    below.extend(cast("list[object]", item))
-            level = below
+        why = _fault(value) if _encodable(name) else "a key holds half a surrogate pair"
+        if why:
+            raise errors.INVALID_JSON(why=why, param=printable(name))
+
+
+def _fault(value: object) -> str:
+    """What is wrong with a value of the top level, "" = nothing; without recursion."""
+    level = [value]
+    for _ in range(DEPTH_MAX - 1):
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, str):
+                if not _encodable(item):
+                    return "a string holds half a surrogate pair"
+            elif isinstance(item, float):
+                if not math.isfinite(item):  # NaN, Infinity and 1e999 end up here
+                    return "a number is not finite"
+            elif isinstance(item, dict):
+                entries = cast("dict[str, object]", item)
+                below.extend(entries.keys())
+                below.extend(entries.values())
+            elif isinstance(item, list):
+                below.extend(cast("list[object]", item))
+        if not below:
+            return ""
+        level = below
+    return TOO_DEEP
 
 
 def _encodable(text: str) -> bool:
@@ -114,7 +112,3 @@ def _encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _too_deep(param: str | None = None) -> BatchEngineError:
-    return errors.INVALID_JSON(why=f"it nests deeper than {DEPTH_MAX} levels", param=param)

@@ -27,7 +27,7 @@ from batchengine.session import (
     State,
     common_prefix,
 )
-from batchengine.text import Detokeniser
+from batchengine.text.detokeniser import Detokeniser
 from tests.support.engines import read, request
 
 few = st.lists(st.integers(0, 2), max_size=40)

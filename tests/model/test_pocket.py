@@ -15,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from batchengine.text import ChatTemplate, TextFrontend, Tokenizer, prepare_messages
+from batchengine.text.chat_template import ChatTemplate
+from batchengine.text.frontend import TextFrontend
+from batchengine.text.messages import prepare_messages
+from batchengine.text.vocab import Tokenizer
 from pocket import evaluate, export, generate, oracle, stories, tools, words
 from pocket.generate import Turn
 from pocket.reference import Reference, render

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from batchengine.core import BatchEngineError, Kind
-from batchengine.text import CHATML, ChatTemplate, TemplateLimits, prepare_messages
+from batchengine.text.chat_template import CHATML, ChatTemplate, TemplateLimits
+from batchengine.text.messages import prepare_messages
 
 USER: list[dict[str, object]] = [{"role": "user", "content": "hi"}]
 # Small limits keep hostile cases short; the address space must still hold an interpreter.
@@ -271,7 +272,7 @@ def test_the_child_is_confined(
 
 def test_the_child_ends_with_its_parent() -> None:
     code = (
-        "import os, signal; from batchengine.text import ChatTemplate\n"
+        "import os, signal; from batchengine.text.chat_template import ChatTemplate\n"
         "t = ChatTemplate('{{ messages[0].content }}')\n"
         "t.render({'messages': [{'role': 'user', 'content': 'x'}]})\n"
         "print(t._child._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -290,7 +291,7 @@ def test_the_child_ends_with_its_parent() -> None:
 
 
 def test_the_import_loads_few_modules() -> None:
-    code = "import sys, batchengine.text; assert 'jinja2' not in sys.modules"
+    code = "import sys, batchengine.text.frontend; assert 'jinja2' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

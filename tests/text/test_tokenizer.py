@@ -21,15 +21,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchengine.core import BatchEngineError, Kind
-from batchengine.text import (
-    TEXT_BYTES_MAX,
-    ChatTemplate,
-    ControlGuard,
-    Detokeniser,
-    StopMatcher,
-    TextFrontend,
-    Tokenizer,
-)
+from batchengine.text.chat_template import ChatTemplate
+from batchengine.text.control_tokens import ControlGuard
+from batchengine.text.detokeniser import Detokeniser, StopMatcher
+from batchengine.text.frontend import TextFrontend
+from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER, _UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -254,7 +250,7 @@ def test_errors_of_unusable_vocabularies_name_the_cause(name: str, tmp_path: Pat
     make(path)
     code = (
         "from batchengine.core import BatchEngineError\n"
-        "from batchengine.text import Tokenizer\n"
+        "from batchengine.text.vocab import Tokenizer\n"
         f"try: print(Tokenizer({str(path)!r}))\n"
         "except BatchEngineError as error: print(error)\n"
     )

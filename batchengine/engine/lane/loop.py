@@ -32,7 +32,7 @@ from batchengine.policy import scheduler
 from batchengine.policy.cost import CostModel, StepCost
 from batchengine.session import Event, Session, State
 from batchengine.session_kv import page_start
-from batchengine.text import TextFrontend
+from batchengine.text.frontend import TextFrontend
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")

@@ -33,7 +33,7 @@ from batchengine.engine.turns.records import (
 )
 from batchengine.session import Session
 from batchengine.session_kv import full_pages, page_start
-from batchengine.text import TextFrontend
+from batchengine.text.frontend import TextFrontend
 from kv_store.errors import LedgerRefused, StoreError
 from kv_store.ledger import writes
 from kv_store.store import Store

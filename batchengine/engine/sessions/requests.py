@@ -38,7 +38,7 @@ from batchengine.engine.turns.stream import Continuation, Generation
 from batchengine.engine.turns.turn import Turn, TurnEnd, check_request
 from batchengine.policy import cost, scheduler
 from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session, State
-from batchengine.text import TextFrontend
+from batchengine.text.frontend import TextFrontend
 
 log = logging.getLogger("batchengine.engine")
 

@@ -23,7 +23,7 @@ from batchengine.core import (
     TokenLogprob,
     Usage,
 )
-from batchengine.text import Detokeniser, StopMatcher
+from batchengine.text.detokeniser import Detokeniser, StopMatcher
 
 # About 100 KiB of events per stream at most; more tokens than are computed in a pause of 20 ms.
 EVENTS_MAX = 256

@@ -223,10 +223,12 @@ async def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.Monke
     watch(schema, "read_request")
     watch(chat_module, "_messages")
     watch(completions, "_prompts")
+    watch(completions, "_texts")
 
     async with serving() as served, aiohttp.ClientSession(served.base) as client:
         bodies: list[tuple[str, dict[str, Any], str]] = [
             (TEXT, {"prompt": [1] * 400_000}, "prompt"),
+            (TEXT, {"prompt": "é" * 200_000}, "prompt"),
             (CHAT, chat("x" * 1_200_000), "messages"),
             (
                 CHAT,
@@ -245,7 +247,7 @@ async def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.Monke
             ) as reply:
                 assert reply.status == 400
                 assert (await reply.json())["error"]["param"] == param
-        names = {"parse_object", "read_request", "_messages", "_prompts"}
+        names = {"parse_object", "read_request", "_messages", "_prompts", "_texts"}
         assert {name for name, _ in seen} == names
         assert not any(on_main for _, on_main in seen)
         await post(served, CHAT, chat())
