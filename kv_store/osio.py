@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 import struct
 from dataclasses import dataclass
 from typing import Literal
@@ -67,6 +68,15 @@ class Files:
 def open_private(path: str, flags: int) -> int:
     """Open a store file: never through a symbolic link, 0600 when created."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def open_plain(path: str, flags: int) -> int:
+    """Open a store file that must be a regular one. Raises OSError, whose `strerror` says why."""
+    fd = open_private(path, flags)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no plain file", path)
+    return fd
 
 
 def fsync_directory(files: Files, path: str) -> None:

@@ -497,21 +497,16 @@ def _check_file_system(fs: osio.FileSystem, path: str, allow_any_fs: bool) -> li
 
 
 def take_lock(path: str) -> int:
-    name, why = os.path.join(path, "LOCK"), "it is no plain file"
+    name = os.path.join(path, "LOCK")
     try:
-        fd = osio.open_private(name, os.O_RDWR | os.O_CREAT)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            fd = -1
+        fd = osio.open_plain(name, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        fd, why = -1, os.strerror(error.errno or 0)
-    if fd < 0:
         raise StoreUnsupported(
             f"the store {path} cannot be locked",
-            why=f"{name}: {why}",
+            why=f"{name}: {error.strerror}",
             fix="LOCK must be a plain file of this user: move away what stands there (no data is in"
             " it), or fix its permissions",
-        )
+        ) from error
     if osio.lock_exclusive(fd):
         return fd
     pid = 0

@@ -45,7 +45,7 @@ class IntentThread:
     def wake(self) -> None:
         with self._lock:
             if not self._closed:
-                self._queue.put(_nothing)
+                self._queue.put(lambda: None)
 
     def close(self) -> None:
         """Finish what was submitted, then end the thread; idle work is left."""
@@ -80,10 +80,6 @@ class IntentThread:
             return self._idle()
         except Exception:  # background work is optional; its next round tries again
             return False
-
-
-def _nothing() -> None:
-    pass
 
 
 def new_future() -> Future[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 
 from batchengine.kv.disputes import Disputes
@@ -43,15 +44,12 @@ class Invalidation:
         parked = session.kv.parked
         if parked is not None and not self._store.pages.is_resident(parked.ref):
             self._slots.unpark(session)
-        good = len(session.kv.sealed)
-        for index, ref in enumerate(session.kv.sealed):
-            if not self._store.pages.is_resident(ref):
-                good = index
-                break
+        sealed, is_resident = session.kv.sealed, self._store.pages.is_resident
+        good = sum(1 for _ in itertools.takewhile(is_resident, sealed))
         everything = only_sealed and (session.kv.open or session.kv.pending)
-        if good == len(session.kv.sealed) and not everything:
+        if good == len(sealed) and not everything:
             return False
-        if good < len(session.kv.sealed):
+        if good < len(sealed):
             session.loss = Loss.CHECKSUM
         self._sealing.drop(session)
         self._slots.truncate(session, good)

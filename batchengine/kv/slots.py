@@ -276,12 +276,9 @@ class Slots:
             self.reclaimable[session] = self._reclaimable_slots(session)
 
     def _reclaimable_slots(self, session: Session) -> int:
-        return sum(1 for slot in session.kv.open if self._is_free_to_go(slot))
-
-    def _is_free_to_go(self, slot: ArenaSlot) -> bool:
-        """Whether `drop` would free the slot at once: no seal with a ticket holds it."""
-        seal = self.seals.get(slot)
-        return seal is None or seal.ticket is None
+        """Count the slots that `drop` would free at once: no seal with a ticket holds them."""
+        seals = map(self.seals.get, session.kv.open)
+        return sum(seal is None or seal.ticket is None for seal in seals)
 
     def _reclaim(self) -> bool:
         """Reclaim the open slots of one session: the oldest with a parked tail, else the oldest.

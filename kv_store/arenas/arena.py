@@ -68,11 +68,8 @@ class ArenaShape:
         return FILE_HEADER_BYTES + self._checked(slot) * self.layout.page_bytes
 
     def rows_offset(self, slot: int) -> int:
-        return (
-            self.page_offset(self.slots - 1)
-            + self.layout.page_bytes
-            + (self._checked(slot) * SIDECAR_BYTES)
-        )
+        first = FILE_HEADER_BYTES + self.slots * self.layout.page_bytes
+        return first + self._checked(slot) * SIDECAR_BYTES
 
     def slot_header_offset(self, slot: int) -> int:
         return self.rows_offset(slot) + ROW_RECORDS_BYTES

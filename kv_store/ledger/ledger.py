@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import queue
 import sqlite3
-import stat
 import struct
 import threading
 import time
@@ -143,7 +142,7 @@ class Ledger:
         self._pending: list[_Intent] = []
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Group | Callable[[], None] | None] = queue.SimpleQueue()
-        self._failure: LedgerError | None = None
+        self.failure: LedgerError | None = None  # why durability ended
         self._log_bytes = 0  # written since the last checkpoint, roughly
         self._closed = False
         check_version(path)
@@ -201,8 +200,8 @@ class Ledger:
         commit's sequence number."""
         future: Future[int] = new_future()
         with self._lock:
-            if self._failure is not None or self._closed:
-                future.set_exception(self._failure or StoreError("the ledger is closed"))
+            if self.failure is not None or self._closed:
+                future.set_exception(self.failure or StoreError("the ledger is closed"))
             else:
                 self._pending.append(_Intent(ops, future))
         return future
@@ -211,8 +210,8 @@ class Ledger:
         """Make every intent appended so far durable. Fails with the first failure among them."""
         future: Future[int] = new_future()
         with self._lock:
-            if self._failure is not None or self._closed:
-                future.set_exception(self._failure or StoreError("the ledger is closed"))
+            if self.failure is not None or self._closed:
+                future.set_exception(self.failure or StoreError("the ledger is closed"))
             else:
                 self._hand_over(future)
         return future
@@ -238,11 +237,6 @@ class Ledger:
         except sqlite3.DatabaseError as error:
             raise StoreCorrupt("the ledger cannot be read", why=str(error)) from error
 
-    @property
-    def failure(self) -> LedgerError | None:
-        """Why durability ended, or None."""
-        return self._failure
-
     def close(self) -> None:
         """Commit what is pending, checkpoint, close. Every future given before resolves."""
         with self._lock:  # held throughout: an intent appended after the commit would never resolve
@@ -254,7 +248,7 @@ class Ledger:
         self._db.close()
 
     def __repr__(self) -> str:
-        state = "failed" if self._failure else "closed" if self._closed else "open"
+        state = "failed" if self.failure else "closed" if self._closed else "open"
         times = sorted(self.stats.commit_us)
         p50 = f"{times[len(times) // 2]:.0f}us" if times else "-"
         return f"<Ledger {state} commits={self.stats.commits} p50={p50}>"
@@ -284,8 +278,8 @@ class Ledger:
         start = time.perf_counter()
         sequence, everyone = 0, None
         try:
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             sequence = self._transact(intents)
         except Exception as error:
             everyone = error
@@ -309,9 +303,9 @@ class Ledger:
                 break
             if attempt:
                 self._checkpoint("PASSIVE")
-                if self._failure is not None:  # a disk error: a commit may not be durable any more
+                if self.failure is not None:  # a disk error: a commit may not be durable any more
                     self._roll_back()
-                    raise self._failure
+                    raise self.failure
             try:
                 sequence = self._transact_once(intents)
                 self.stats.is_full = False
@@ -361,19 +355,19 @@ class Ledger:
 
     def _latch(self, error: BaseException) -> LedgerError:
         name = getattr(error, "sqlite_errorname", "") or type(error).__name__
-        self._failure = LedgerError(
+        self.failure = LedgerError(
             "the ledger cannot promise durability any more",
             why=f"{name}: {error}",
             fix="check the disk; the daemon exits and recovers from what was durable",
         )
-        return self._failure
+        return self.failure
 
     def _checkpoint(self, kind: str) -> None:
         """Run a checkpoint; SQLite's automatic ones are off, as SQLite ignores their errors.
 
         PASSIVE keeps the log's file, so its bytes stay allocated when the disk fills up.
         """
-        if self._failure is not None:
+        if self.failure is not None:
             return
         try:
             self._db.execute(f"PRAGMA wal_checkpoint({kind})").fetchall()
@@ -428,23 +422,17 @@ def _resolve(future: Future[int], sequence: int, error: Exception | None) -> Non
 
 def check_version(path: str) -> None:
     """Refuse a newer file before SQLite can touch it; create a missing one with mode 0600."""
-    head, why = b"", ""
     try:
-        fd = osio.open_private(path, os.O_RDWR | os.O_CREAT)
-        with os.fdopen(fd, "rb", buffering=0) as file:
-            if stat.S_ISREG(os.fstat(fd).st_mode):
-                head = file.read(_SQLITE_HEADER.size)
-            else:
-                why = "it is no plain file"
+        fd = osio.open_plain(path, os.O_RDWR | os.O_CREAT)
+        with open(fd, "rb", buffering=0) as file:
+            head = file.read(_SQLITE_HEADER.size)
     except OSError as error:
-        why = os.strerror(error.errno or 0)
-    if why:
         raise LedgerError(
             f"the ledger {path} cannot be opened",
-            why=why,
+            why=error.strerror or "",
             fix="it must be a plain file that this user may write: move away what stands there, or"
             " fix its permissions",
-        )
+        ) from error
     if len(head) < _SQLITE_HEADER.size:
         return  # a crash before the first checkpoint: the log, if any, has the rest
     version, application = _SQLITE_HEADER.unpack(head)
