@@ -66,20 +66,12 @@ class PageLayout:
         return PAGE_TOKENS * self.head_dim
 
     @property
-    def v_scale_bytes(self) -> int:
-        return PAGE_TOKENS * 2
-
-    @property
     def head_bytes(self) -> int:
-        return self.k_bytes + self.k_scale_bytes + self.v_bytes + self.v_scale_bytes
-
-    @property
-    def layer_bytes(self) -> int:
-        return self.n_kv_head * self.head_bytes
+        return self.k_bytes + self.k_scale_bytes + self.v_bytes + PAGE_TOKENS * 2
 
     @property
     def payload_bytes(self) -> int:
-        return self.n_layer * self.layer_bytes
+        return self.n_layer * self.n_kv_head * self.head_bytes
 
     @property
     def page_bytes(self) -> int:

@@ -219,9 +219,10 @@ class Slots:
         kv, frontier = session.kv, session.frontier
         page = full_pages(frontier)
         rows, slot = rows_in(page, frontier), kv.slot_at(frontier)
+        seal = None if slot is None else self.seals.get(slot)
         if kv.pending and frontier == kv.reach():
             return  # there is no open page, and the pending rows fit already
-        if rows and slot is not None and not self._is_sealing(slot):
+        if rows and slot is not None and (seal is None or seal.is_tail):
             parked = kv.parked
             if page + 1 < len(kv.codes):
                 self.truncate(session, page + 1)
@@ -234,10 +235,6 @@ class Slots:
             self.claim_pending(session, [self.pending_in_page(page, rows, ref)])
         else:
             self.truncate(session, page)
-
-    def _is_sealing(self, slot: ArenaSlot) -> bool:
-        seal = self.seals.get(slot)
-        return seal is not None and not seal.is_tail
 
     def _relabel(self, session: Session) -> None:
         """Have the next frame write the session's epoch to the headers of its open slots."""
