@@ -15,7 +15,9 @@ from prometheus_client import Counter
 from batchengine import errors
 from batchengine.core import QueuedEvent, SlaClass
 from batchengine.engine.placement.dispatcher import Dispatcher
-from batchengine.engine.state import EngineState, queue_etas
+from batchengine.engine.state import EngineState
+from batchengine.engine.turns.turn import Turn
+from batchengine.policy import cost
 from kv_store.pages.index import PageState
 from kv_store.store import Store
 
@@ -70,9 +72,13 @@ class Housekeeping:
                 self._state.home[turn.session.key].cancel(turn)
 
     def _send_positions(self) -> None:
+        """Send each waiting turn its place in its queue, and when it may have its first token."""
         for loop in self._state.lanes:
-            waiting = zip(*queue_etas(loop), strict=True)
-            for position, (turn, wait_ms) in enumerate(waiting, 1):
+            seated = [_work(turn) for turn in loop.running.values() if not turn.paused]
+            free = loop.config.entries_max - len(seated)
+            turns = sorted(loop.waiting.values(), key=lambda turn: (turn.rank, turn.deadline_ms))
+            etas = cost.etas_ms(loop.cost.cost, seated, free, map(_work, turns))
+            for position, (turn, wait_ms) in enumerate(zip(turns, etas, strict=True), 1):
                 if turn.generation.started_ms is None:
                     turn.generation.push(QueuedEvent(position, wait_ms))
 
@@ -133,3 +139,8 @@ class Housekeeping:
                 state.metrics.sessions_forgotten_total.inc()
                 state.forget(session)
         await asyncio.to_thread(self._store.maintain)
+
+
+def _work(turn: Turn) -> cost.QueuedWork:
+    left = turn.generation.request.tokens_max - turn.generation.completion_tokens
+    return cost.QueuedWork(turn.session.frontier, turn.session.to_compute, left)

@@ -18,7 +18,6 @@ from batchengine.engine.turns.stream import Generation
 from batchengine.engine.turns.turn import Turn
 from batchengine.gguf import Identity
 from batchengine.metrics import Metrics
-from batchengine.policy import cost
 from batchengine.session import Session, State
 from kv_store.store import Store
 
@@ -134,16 +133,3 @@ def parked_facts(state: EngineState, session: Session) -> dict[str, Any]:
     if facts is None or session.state is not State.IDLE or state.is_busy(session):
         return {}
     return parked_row(facts.meta)
-
-
-def queue_etas(loop: LaneLoop) -> tuple[list[Turn], list[float]]:
-    """Return the turns that wait on a lane, most urgent first, and ms to each one's first token."""
-
-    def work(turn: Turn) -> cost.QueuedWork:
-        left = turn.generation.request.tokens_max - turn.generation.completion_tokens
-        return cost.QueuedWork(turn.session.frontier, turn.session.to_compute, left)
-
-    seated = [work(turn) for turn in loop.running.values()]
-    free = loop.config.entries_max - len(seated)
-    turns = sorted(loop.waiting.values(), key=lambda turn: (turn.rank, turn.deadline_ms))
-    return turns, cost.etas_ms(loop.cost.cost, seated, free, [work(turn) for turn in turns])

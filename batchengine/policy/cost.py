@@ -182,7 +182,7 @@ class QueuedWork(NamedTuple):
 
 
 def etas_ms(
-    cost: StepCost, seated: Sequence[QueuedWork], seats_free: int, queue: Sequence[QueuedWork]
+    cost: StepCost, seated: Sequence[QueuedWork], seats_free: int, queue: Iterable[QueuedWork]
 ) -> list[float]:
     """Milliseconds until each session of `queue`, in order of service, has its first token.
 
@@ -201,7 +201,7 @@ def etas_ms(
             ready_ms = prefill_free_ms
         seats.append(ready_ms + work.tokens_left * decode_ms)
     if not seats:
-        return [math.inf] * len(queue)
+        return [math.inf for _ in queue]
     heapq.heapify(seats)
     etas: list[float] = []
     for work in queue:

@@ -84,7 +84,9 @@ class Maintenance:
         stat = self._store.stat()
         left = int(stat["pages_published"]) + int(stat["pages_listed"])
         while left > 0:
-            await asyncio.sleep(self._pause_s())
+            rate = self._store.rates.read_bytes_per_s or 1e8
+            page_s = self._store.pages.layout.page_bytes / rate
+            await asyncio.sleep(max(SCRUB_S_MIN, page_s / SCRUB_SHARE))
             if not self.is_idle:
                 continue
             found = await asyncio.wrap_future(self._store.pages.scrub_next())
@@ -93,10 +95,6 @@ class Maintenance:
             left -= 1
             await self.scrubbed(found)
         await asyncio.sleep(REST_S if self.is_idle else IDLE_S)
-
-    def _pause_s(self) -> float:
-        rate = self._store.rates.read_bytes_per_s or 1e8
-        return max(SCRUB_S_MIN, self._store.pages.layout.page_bytes / rate / SCRUB_SHARE)
 
     async def scrubbed(self, found: ScrubResult) -> None:
         """Count the result; a bad page, which the store has invalidated, is computed again."""

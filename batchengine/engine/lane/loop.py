@@ -211,7 +211,10 @@ class LaneLoop:
         """
         if not self.kv.sealing.park(session):
             return None
-        return self._transfers.when(lambda: not _is_parking(session))
+        kv = session.kv
+        return self._transfers.when(
+            lambda: kv.parked is not None or not kv.open or session.state is not State.IDLE
+        )
 
     def drop_open(self) -> None:
         """Drop every row that is not sealed. Call while the lane is paused."""
@@ -319,7 +322,10 @@ class LaneLoop:
             self._emit()
             await self._wake_event.wait()
             return
-        in_flight = self._steps.prepare(self._plan())
+        plan = NO_PLAN
+        if not self.draining:
+            plan = scheduler.plan(self.seats.view(self.cost.cost), self.seats.now_ms())
+        in_flight = self._steps.prepare(plan)
         if in_flight is None or not in_flight.parts:
             self.seats.check_stall()
         else:
@@ -342,11 +348,6 @@ class LaneLoop:
             self.recheck()
         if in_flight.parts:
             self.meter.add_overhead(self.seats.now_ms() - began_ms - done.elapsed_us / 1000)
-
-    def _plan(self) -> scheduler.StepPlan:
-        if self.draining:
-            return NO_PLAN
-        return scheduler.plan(self.seats.view(self.cost.cost), self.seats.now_ms())
 
     async def _run_recompute(self) -> None:
         if not self.recomputes.is_due(idle=not (self.running or self.waiting)):
@@ -428,8 +429,3 @@ class LaneLoop:
             if self.seats.holds(turn):
                 self.seats.fail(turn, errors.WORKER_KILLER(request_id=turn.generation.request_id))
         return [turn.session for turn, _, _ in in_flight.parts]
-
-
-def _is_parking(session: Session) -> bool:
-    """Whether the session is idle, with its tail in the arena and not yet in the store."""
-    return session.kv.parked is None and bool(session.kv.open) and session.state is State.IDLE

@@ -138,9 +138,12 @@ class StepWriter:
     def _match(self, turn: Turn) -> None:
         """Take pages from the store, except those that must be read from disk first."""
         turn.needs_match = False
-        pending = self._kv.prefix.extend(turn.session, turn.session.salt, turn.priority, _never)
+        session = turn.session
+        pending = self._kv.prefix.extend(
+            session, session.salt, turn.priority, lambda _tokens, _cold, _bytes: False
+        )
         if pending is not None:
-            self._kv.prefix.loaded(turn.session, [False])
+            self._kv.prefix.loaded(session, [False])
 
     def _room(self, turn: Turn, planned: int) -> int:
         """Return how many of the `planned` tokens have a slot; the plan only estimated slots."""
@@ -237,8 +240,3 @@ class StepWriter:
             self._seats.leave(turn)
         request_id = turn.generation.request_id
         turn.finish(TurnEnd(error=errors.NUMERIC_FAULT(request_id=request_id)))
-
-
-def _never(tokens: int, cold_tokens: int, cold_bytes: int) -> bool:
-    """Refuse to read pages from disk between two steps."""
-    return False

@@ -119,12 +119,8 @@ def store_error(row: errors.Problem, error: StoreError) -> BatchEngineError:
 
 def cannot_start(lane: str, error: BaseException) -> BatchEngineError:
     """Return LANE_DOWN for a lane whose worker repeatedly failed to start."""
-    fix = (isinstance(error, BatchEngineError) and error.fix) or "look into the daemon's log"
-    return errors.LANE_DOWN(lane=lane, why=_plainly(error), fix=fix)
-
-
-def _plainly(error: BaseException) -> str:
-    """Return what happened and why, without code and fix: the text goes into another error."""
-    if not isinstance(error, BatchEngineError):
-        return str(error)
-    return f"{error.what}: {error.why}" if error.why else error.what
+    why, fix = str(error), "look into the daemon's log"
+    if isinstance(error, BatchEngineError):  # without its code: the text goes into another error
+        why = f"{error.what}: {error.why}" if error.why else error.what
+        fix = error.fix or fix
+    return errors.LANE_DOWN(lane=lane, why=why, fix=fix)

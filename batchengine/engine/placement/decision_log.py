@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec.structs import asdict
 
 from batchengine.core import ID_PREFIX_CHARS_MIN
@@ -65,6 +64,8 @@ class DecisionRecord:
     def as_dict(self, now_ms: float) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         decision = self.decision
+        found = decision.predicted
+        predicted = {} if found is None else {name: getattr(found, name) for name in PREDICTED}
         return {
             "request_id": self.request_id,
             "session_id": self.session_id,
@@ -77,9 +78,9 @@ class DecisionRecord:
             "strategy": decision.strategy._asdict(),
             "request": _plain(asdict(self.request)),
             "session": None if self.session is None else _plain(asdict(self.session)),
-            "predicted": self._predicted(),
+            "predicted": _plain(predicted) or None,
             "candidates": [
-                {**_plain(msgspec.structs.asdict(candidate)), **_lane_dict(lane)}
+                {**_plain(asdict(candidate)), **_lane_dict(lane)}
                 for candidate, lane in zip(decision.candidates, self.state.lanes, strict=False)
             ],
             "happened": self._happened(),
@@ -87,11 +88,6 @@ class DecisionRecord:
             "restore": self._restore(),
             "notes": list(self.notes),
         }
-
-    def _predicted(self) -> dict[str, Any] | None:
-        if (found := self.decision.predicted) is None:
-            return None
-        return _plain({name: getattr(found, name) for name in PREDICTED})
 
     def _happened(self) -> dict[str, Any] | None:
         outcome, predicted = self.outcome, self.decision.predicted

@@ -283,7 +283,9 @@ class Migrator:
         to.kv.importing.install(row_import)
         to.kv.importing.bring(session, tails)
         self._state.home[session.key] = to
-        if frozen.turn is not None or self._has_turn(session):
+        # Its turn may not be in a lane's loop while its pages load.
+        has_turn = any(turn.session is session for turn in self._state.turns.values())
+        if frozen.turn is not None or has_turn:
             source.assigned -= 1
             to.assigned += 1
         move.release_seats()
@@ -314,10 +316,6 @@ class Migrator:
         if not arrival.done():
             move.to.seats.forget_arrival(move.session)
         return 0.0 if arrival.cancelled() else max(0.0, arrival.result() - frozen.last_ms)
-
-    def _has_turn(self, session: Session) -> bool:
-        """Whether the session has a turn; it may not be in a lane's loop while its pages load."""
-        return any(turn.session is session for turn in self._state.turns.values())
 
     async def _at(self, point: str) -> None:
         if (waited := self._on_point(point)) is not None:

@@ -20,6 +20,7 @@ import msgspec
 
 from batchengine import errors
 from batchengine.core import PAGE_TOKENS, GenerationRequest
+from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.suspects import STRIKES_MAX, Suspects
 from batchengine.engine.sessions.crash_marker import CrashMarker
 from batchengine.engine.sessions.directory import durable_name, name_of
@@ -36,7 +37,6 @@ from batchengine.engine.turns.records import (
 )
 from batchengine.engine.turns.stream import Continuation, Generation
 from batchengine.engine.turns.turn import Turn
-from batchengine.kv import LaneKv
 from batchengine.lanes.worker_process import Lane
 from batchengine.session import (
     LOG_UNKNOWN,
@@ -136,11 +136,7 @@ class SessionRecovery:
     def session_of(self, tenant: str, calls: Sequence[str]) -> str | None:
         """Return the id of a session that waits for one of these calls, the last call first."""
         mine = self._calls.get(tenant, {})
-        for call in reversed(calls):
-            found = mine.get(call)
-            if found is not None:
-                return found
-        return None
+        return next((mine[call] for call in reversed(calls) if call in mine), None)
 
     def forget(self, tenant: str, session_id: str) -> None:
         """Delete strikes, tool calls and old rows of a dropped session."""
@@ -260,16 +256,15 @@ class SessionRecovery:
 
     # ----------------------------------------------------------------------------- open rows
 
-    def import_open_rows(self, turn: Turn, kv: LaneKv) -> None:
+    def import_open_rows(self, turn: Turn, loop: LaneLoop) -> None:
         """Claim existing rows of the open pages after the sealed prefix, as pending rows.
 
         They are in an arena of the last run, if that was killed, or in the store, as a parked tail
         of a session with the same tokens.
         """
-        session = turn.session
+        session, slots = turn.session, loop.kv.slots
         first = len(session.kv.codes)
-        home = self._state.home.get(session.key)
-        if home is not None and home.draining:
+        if loop.draining:
             return  # a draining lane imports no rows
         if session.kv.pending or session.kv.open or session.frontier != session.kv.reach():
             return
@@ -279,11 +274,11 @@ class SessionRecovery:
         left = self._left_open(session, first)
         tail = self._tail(session, first, ids, turn.priority)
         if tail is not None and (not left or left[0].rows <= tail.rows):
-            kv.slots.claim_pending(session, [tail])
+            slots.claim_pending(session, [tail])
         elif left:
             if tail is not None:
                 tail.release()
-            kv.slots.claim_pending(session, left)
+            slots.claim_pending(session, left)
 
     def _left_open(self, session: Session, first: int) -> list[PendingRows]:
         """Return rows of pages from `first` on, without a gap, in arenas of the last run.

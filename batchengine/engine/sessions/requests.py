@@ -398,7 +398,7 @@ class Requests:
         if generation.cancelled or generation.finished:
             turn.finish(TurnEnd("cancelled"))
             return
-        self._recovery.import_open_rows(turn, loop.kv)
+        self._recovery.import_open_rows(turn, loop)
         ahead = sum(other.rank <= turn.rank for other in loop.waiting.values())
         loop.join(turn)
         if ahead or len(loop.running) >= loop.config.entries_max:
