@@ -276,7 +276,7 @@ class Lane:
             try:
                 pidfd = os.pidfd_open(process.pid)
             except OSError:  # no descriptor is left: without one its end would not be noticed
-                process.kill()
+                process.send_signal(signal.SIGKILL)
                 process.wait()
                 raise
         except BaseException:

@@ -27,8 +27,6 @@ double power_of_two(int64_t n) {
     return x;
 }
 
-}  // namespace
-
 // e^x for |x| < 700.
 double rope_exp(double x) {
     static const double series[] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0,
@@ -82,6 +80,8 @@ void rope_sincos(double x, double* sine, double* cosine) {
         default: *sine = -c, *cosine = s; break;
     }
 }
+
+}  // namespace
 
 RopeTable::RopeTable(bool neox_, size_t head_dim_, size_t n_rot, double base, const Vector* factors,
                      double position_scale, double attn_factor)

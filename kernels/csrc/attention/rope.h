@@ -53,9 +53,4 @@ class RopeTable {
     std::unique_ptr<std::atomic<const float*>[]> chunks_;
 };
 
-// Exposed for tests: the binary64 routines behind the table.
-double rope_exp(double x);
-double rope_log(double x);
-void rope_sincos(double x, double* sine, double* cosine);
-
 }  // namespace batchengine

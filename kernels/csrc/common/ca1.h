@@ -162,7 +162,6 @@ CA1_FN float logc(float x) {
     return fma_rn(e, 0.693359375f, z + y);
 }
 
-CA1_FN float sigmoid(float x) { return 1.0f / (1.0f + expc(-x)); }
 CA1_FN float silu(float x) { return x / (1.0f + expc(-x)); }
 
 }  // namespace ca1

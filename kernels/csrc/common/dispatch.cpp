@@ -14,15 +14,10 @@ bool supported(Level candidate) {
 #if defined(BATCHENGINE_X86)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                       __builtin_cpu_supports("f16c");
-    switch (candidate) {
-        case Level::scalar: return true;
-        case Level::avx2: return avx2;
-        case Level::avx512:
-            return avx2 && __builtin_cpu_supports("avx512f") &&
-                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-    }
-    return false;
+    if (candidate != Level::avx512) return candidate == Level::scalar || avx2;
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni");
 #else
     return candidate == Level::scalar;
 #endif
@@ -31,12 +26,8 @@ bool supported(Level candidate) {
 }  // namespace
 
 const char* level_name(Level level) {
-    switch (level) {
-        case Level::scalar: return "scalar";
-        case Level::avx2: return "avx2";
-        case Level::avx512: return "avx512-vnni";
-    }
-    return "unknown";
+    static const char* const names[LEVEL_COUNT] = {"scalar", "avx2", "avx512-vnni"};
+    return names[static_cast<int>(level)];
 }
 
 std::vector<Level> levels_supported() {

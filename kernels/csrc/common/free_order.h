@@ -30,5 +30,4 @@ SIMD_FN V16 vexp2c(V16 x) {
 }
 
 SIMD_FN V16 vexpc(V16 x) { return vexp2c(x * vset(ca1::LOG2_E)); }
-SIMD_FN V16 vsigmoid(V16 x) { return vreciprocal(vset(1.0f) + vexpc(vneg(x))); }
-SIMD_FN V16 vsilu(V16 x) { return x * vsigmoid(x); }
+SIMD_FN V16 vsilu(V16 x) { return x * vreciprocal(vset(1.0f) + vexpc(vneg(x))); }

@@ -53,7 +53,6 @@ SIMD_FN void vstore(float* p, V16 a) { _mm512_storeu_ps(p, a.v); }
 SIMD_FN V16 vload_half(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-SIMD_FN V16 vload_int(const int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
 SIMD_FN V16 operator+(V16 a, V16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 SIMD_FN V16 operator-(V16 a, V16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 SIMD_FN V16 operator*(V16 a, V16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -97,7 +96,6 @@ SIMD_FN int32_t vsum_rounded(V16 x, V16 y) {
 }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define SIMD_AVX2 1
 
 struct V16 {
     __m256 a, b;
@@ -123,10 +121,6 @@ SIMD_FN void vstore(float* p, V16 x) {
 SIMD_FN V16 vload_half(const uint16_t* p) {
     const __m128i* h = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
-}
-SIMD_FN V16 vload_int(const int32_t* p) {
-    const __m256i* i = reinterpret_cast<const __m256i*>(p);
-    return {_mm256_cvtepi32_ps(_mm256_loadu_si256(i)), _mm256_cvtepi32_ps(_mm256_loadu_si256(i + 1))};
 }
 SIMD_FN V16 operator+(V16 x, V16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 SIMD_FN V16 operator-(V16 x, V16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
@@ -192,7 +186,6 @@ SIMD_FN int32_t vsum_rounded(V16 x, V16 y) {
 }
 
 #else
-#define SIMD_SCALAR 1
 
 struct V16 {
     float lane[16];
@@ -217,9 +210,6 @@ SIMD_FN void vstore(float* p, V16 a) {
 }
 SIMD_FN V16 vload_half(const uint16_t* p) {
     return each_lane([&](int i) { return ca1::half_to_float(p[i]); });
-}
-SIMD_FN V16 vload_int(const int32_t* p) {
-    return each_lane([&](int i) { return static_cast<float>(p[i]); });
 }
 SIMD_FN V16 operator+(V16 a, V16 b) {
     return each_lane([&](int i) { return a.lane[i] + b.lane[i]; });
@@ -325,10 +315,6 @@ SIMD_FN V16 vexpc(V16 x) {
     return vselect_ge(x, -87.0f, y, vmax(vzero(), x));
 }
 
-SIMD_FN V16 vsigmoid(V16 x) {
-    const V16 one = vset(1.0f);
-    return one / (one + vexpc(vneg(x)));
-}
 SIMD_FN V16 vsilu(V16 x) { return x / (vset(1.0f) + vexpc(vneg(x))); }
 
 #endif

@@ -12,12 +12,11 @@
 
 namespace batchengine {
 
-class Golden {
-  public:
+struct Golden {
     void add(const std::string& name, const void* bytes, size_t count) {
         records.emplace_back(name, std::string(static_cast<const char*>(bytes), count));
     }
-    std::vector<std::pair<std::string, std::string>> records;
+    std::vector<std::pair<std::string, std::string>> records;  // name, output bytes
 };
 
 // SplitMix64: the same test inputs on every platform, in integers only.
@@ -39,8 +38,5 @@ class GoldenSource {
 
 void golden_attention(Pool& pool, Golden& golden);  // norm, rope, kv8, attention, sampling
 void golden_linear(Pool& pool, Golden& golden);     // quantisation and the linear kernels
-
-// (name, output bytes) of every vector, on the level in use.
-std::vector<std::pair<std::string, std::string>> golden_records(Pool& pool);
 
 }  // namespace batchengine

@@ -196,16 +196,10 @@ struct WeightsQ6_K {
         const int8_t* q = x.q + cell * BLOCK_WIDTH;
         Sums<R, N> first, last;
         start(first, x.halves + halves);
-        dot_four<R, N, 0>(first, from, q);
-        dot_four<R, N, 1>(first, from, q);
-        dot_four<R, N, 2>(first, from, q);
-        dot_four<R, N, 3>(first, from, q);
+        repeat<4>(EACH(g) { dot_four<R, N, g>(first, from, q); });
         scale_half(first, super, 2 * i);
         start(last, x.halves + halves + GROUP_TOKENS);
-        dot_four<R, N, 4>(last, from, q);
-        dot_four<R, N, 5>(last, from, q);
-        dot_four<R, N, 6>(last, from, q);
-        dot_four<R, N, 7>(last, from, q);
+        repeat<4>(EACH(g) { dot_four<R, N, g + 4>(last, from, q); });
         scale_half(last, super, 2 * i + 1);
         UNROLL for (int r = 0; r < R; ++r)
             UNROLL for (int n = 0; n < N; ++n)
@@ -279,18 +273,14 @@ struct Unpacked {
     __m512 d[R];
 };
 
-template <int R, int G>
-SIMD_FN void unpack_dword(const PackedQ6_K* const (&super)[R], size_t b, __m512i (&to)[GROUPS][R]) {
-    UNROLL for (int r = 0; r < R; ++r) to[G][r] = WeightsQ6_K::weights<G>(super[r]->block[b]);
-}
-
 // Half `H` of block `b`.
 template <int R, int H>
 SIMD_FN void unpack_half(const PackedQ6_K* const (&super)[R], size_t b, Unpacked<R>& to) {
-    unpack_dword<R, 4 * H>(super, b, to.weights[b]);
-    unpack_dword<R, 4 * H + 1>(super, b, to.weights[b]);
-    unpack_dword<R, 4 * H + 2>(super, b, to.weights[b]);
-    unpack_dword<R, 4 * H + 3>(super, b, to.weights[b]);
+    repeat<4>(EACH(i) {
+        constexpr int G = 4 * H + i;
+        UNROLL for (int r = 0; r < R; ++r)
+            to.weights[b][G][r] = WeightsQ6_K::weights<G>(super[r]->block[b]);
+    });
     const size_t sub = 2 * b + H;
     UNROLL for (int r = 0; r < R; ++r)
         to.scale[sub][r] = _mm512_cvtepi8_epi32(
