@@ -20,7 +20,7 @@ import sys
 import types
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import uvloop
 
@@ -53,10 +53,17 @@ def engine_zygote() -> Zygote:
     return Zygote("bench.processes.engine_child")
 
 
+class Spawner(Protocol):
+    """What starts and reaps an engine process; `spawn` returns its pid and both ends of pipes."""
+
+    def spawn(self, settings: dict[str, Any]) -> tuple[int, int, int]: ...
+    def reap(self, pid: int) -> int: ...
+
+
 class EngineProcess:
     """The parent's side: commands, streams, workers, and the two ways to end it."""
 
-    def __init__(self, zygote: Zygote, settings: dict[str, Any]) -> None:
+    def __init__(self, zygote: Spawner, settings: dict[str, Any]) -> None:
         self.pid, self._commands, answers = zygote.spawn(settings)
         self._zygote = zygote
         self._ids = 0
@@ -198,7 +205,7 @@ class Child:
                 case "submit":
                     await self._stream(name, engine.submit(_request(command)))
                 case "resume":
-                    generation = await engine.resume(tenant, session, command["from_token"])
+                    generation = await engine.resume(tenant, session, command.get("from_token", 0))
                     await self._stream(name, generation)
                 case "record":
                     self.report(name, **await _record(engine, session))
@@ -212,6 +219,11 @@ class Child:
                     self.report(name, done=True)
                 case "detail":
                     self.report(name, detail=await engine.session_detail(tenant, session))
+                case "sessions":
+                    self.report(name, sessions=engine.sessions())
+                case "computed":
+                    loops = engine.state.lanes
+                    self.report(name, tokens=sum(loop.meter.tokens for loop in loops))
                 case "stats":
                     self.report(name, **engine.stats())
                 case "promote" | "park" | "drop" | "fork" as op:
@@ -304,7 +316,7 @@ def _use_template(template: Template, settings: dict[str, Any]) -> list[int]:
     return starting
 
 
-def _config(settings: dict[str, Any]) -> Config:
+def config_of(settings: dict[str, Any]) -> Config:
     config = load(
         None,
         {
@@ -315,14 +327,13 @@ def _config(settings: dict[str, Any]) -> Config:
             **settings.get("overrides", {}),
         },
     )
-    lanes = tuple(LaneConfig(**fields) for fields in settings["lanes"])
+    lanes = tuple(LaneConfig(**fields) for fields in settings.get("lanes", ())) or config.lanes
     return dataclasses.replace(config, cache_dir=settings["cache_dir"], lanes=lanes)
 
 
-async def _live(child: Child, settings: dict[str, Any], commands: int) -> int:
-    engine = child.engine = Engine(
-        _config(settings), worker_command=("worker",), on_point=child.switch.point
-    )
+async def live(child: Child, engine: Engine, commands: int) -> int:
+    """Run the engine until the command `stop` or the end of commands."""
+    child.engine = engine
     await engine.start(lambda _: None)
     child.switch.watch(engine)
     reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
@@ -364,8 +375,9 @@ def main(settings: dict[str, Any], commands: int, answers: int) -> int:
     else:
         form = "%(process)d %(relativeCreated)d %(name)s %(message)s"
         logging.basicConfig(level=logging.INFO, format=form)
+    engine = Engine(config_of(settings), worker_command=("worker",), on_point=switch.point)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_live(child, settings, commands))
+        return runner.run(live(child, engine, commands))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ async def test_a_killed_engine_is_resumed_without_losing_a_sent_token(
         }
         for name, at in asked.items():
             sent[name] = (await engine.tokens(at, 25))[0]
-        await engine.kill()
+        await engine.end()
         for name, at in asked.items():
             sent[name] += (await engine.tokens(at))[0]
     for run in range(2):
@@ -50,7 +50,7 @@ async def test_a_killed_engine_is_resumed_without_losing_a_sent_token(
             for name, at in asked.items():
                 sent[name] += (await engine.tokens(at, 40 if run == 0 else 1000))[0]
             if run == 0:
-                await engine.kill()
+                await engine.end()
                 for name, at in asked.items():
                     sent[name] += (await engine.tokens(at))[0]
     assert sent == whole
@@ -67,7 +67,7 @@ async def test_few_tokens_are_recomputed_after_all_processes_were_killed(
     async with engine_process(site, WORKER_COMMAND) as engine:
         at = engine.ask("submit", prompt=prompt, n=300, session="s")
         sent, _ = await engine.tokens(at, sent_tokens)
-        await engine.kill()
+        await engine.end()
         sent += (await engine.tokens(at))[0]
     async with engine_process(site, WORKER_COMMAND) as engine:
         durable = len((await engine.call("record", session="s"))["tokens"])
@@ -92,7 +92,7 @@ async def test_a_client_that_sends_its_request_again_gets_the_same_answer(
         for session in ("s", "t"):
             at = engine.ask("submit", prompt=prompt, n=120, session=session)
             sent, _ = await engine.tokens(at, 40)
-        await engine.kill()
+        await engine.end()
     async with engine_process(site) as engine:
         at = engine.ask("submit", prompt=prompt, n=120, session="s")
         assert (await engine.tokens(at))[0] == whole
@@ -109,7 +109,7 @@ async def test_interrupted_sessions_are_listed_until_they_continue(site: Site) -
     async with engine_process(site, WORKER_COMMAND) as engine:
         await engine.tokens(engine.ask("submit", prompt=prompt, n=5, session="whole"))
         await engine.tokens(engine.ask("submit", prompt=prompt, n=900, session="cut"), 3)
-        await engine.kill()
+        await engine.end()
     async with engine_process(site, WORKER_COMMAND) as engine:
         rows = (await engine.call("sessions"))["sessions"]
         assert [(row["session_id"], row["state"]) for row in rows] == [("cut", "interrupted")]
@@ -140,7 +140,7 @@ async def test_the_engine_can_be_killed_at_any_moment(site: Site) -> None:
             readers = [asyncio.ensure_future(one(name)) for name in prompts]
             if run < 8:
                 await asyncio.sleep(0.02 + 0.03 * run)
-                await engine.kill()
+                await engine.end()
             await asyncio.gather(*readers)
     assert sent == whole
 
@@ -237,7 +237,7 @@ async def killed(site: Site, prompts: dict[str, list[int]], at_least: int) -> di
         }
         for name, at in asked.items():
             sent[name] = (await engine.tokens(at, at_least))[0]
-        await engine.kill()
+        await engine.end()
         for name, at in asked.items():
             sent[name] += (await engine.tokens(at))[0]
     return sent
