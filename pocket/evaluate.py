@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pocket import generate
-from pocket.generate import Exchange, Item, Turn
+from pocket.generate import Exchange, Item, Turn, render
 
 SHIPPED = Path(__file__).parent / "pocket-q4_0.gguf"
 TASKS = ("copy", "reverse", "count", "arithmetic", "story_qa", "small_talk", "tool_call")
@@ -61,7 +61,7 @@ def score(
 
 def main() -> None:
     """Measure one file."""
-    from pocket.reference import Reference, render
+    from pocket.reference import Reference
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("model", type=Path, nargs="?", default=SHIPPED)
@@ -72,10 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     reference = Reference(options.model, threads=options.threads)
 
-    def measure(exchange: Exchange) -> int:
-        return len(reference.encode(render([Turn(*turn) for turn in exchange]))) - 3
-
-    items = build_set(options.seed, options.per_task, options.per_distance, measure)
+    items = build_set(options.seed, options.per_task, options.per_distance, reference.measure)
     gaps: list[float] = []
 
     def answer(turns: tuple[Turn, ...]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pocket import words
@@ -29,6 +29,12 @@ class Turn:
     text: str
     kind: str = ""
     unit: int = 0
+
+
+def render(turns: Sequence[Turn]) -> str:
+    """The prompt of the shipped template for turns that end before the assistant's answer."""
+    said = "".join(f"<|im_start|>{turn.role}\n{turn.text}<|im_end|>\n" for turn in turns)
+    return said + "<|im_start|>assistant\n"
 
 
 @dataclass(frozen=True)

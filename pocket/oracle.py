@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pocket import generate
-from pocket.generate import Exchange, Item, Turn
+from pocket.generate import Item, Turn, render
 from pocket.tools import TOOLS
 
 PATH = Path(__file__).parent / "oracle.json"
@@ -61,8 +61,7 @@ def prompt_text(row: dict[str, Any]) -> str:
         listed = "".join(json.dumps(tool) + "\n" for tool in row["tools"])
         lead = turns.pop(0)[1] + "\n" if turns[0][0] == "system" else ""
         turns.insert(0, ("system", f"{lead}You can call these tools:\n{listed}"))
-    said = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
-    return said + "<|im_start|>assistant\n"
+    return render([Turn(*turn) for turn in turns])
 
 
 def _split_tools(turns: tuple[Turn, ...]) -> tuple[list[dict[str, str]], list[dict[str, object]]]:
@@ -79,14 +78,11 @@ def _split_tools(turns: tuple[Turn, ...]) -> tuple[list[dict[str, str]], list[di
 def main() -> None:
     """Build the file with the shipped model under llama.cpp."""
     from pocket.evaluate import SHIPPED
-    from pocket.reference import Reference, render
+    from pocket.reference import Reference
 
     reference = Reference(SHIPPED)
     rng = random.Random("pocket oracle 1")
     rows: list[dict[str, object]] = []
-
-    def measure(exchange: Exchange) -> int:
-        return len(reference.encode(render([Turn(*turn) for turn in exchange]))) - 3
 
     def keep(name: str, item: Item) -> bool:
         prompt = reference.encode(render(item.turns))
@@ -118,7 +114,7 @@ def main() -> None:
         found = 0
         while found < wanted:
             kind = "code" if found % 2 == 0 else None
-            item = generate.recall_item(rng, distance, measure, kind)
+            item = generate.recall_item(rng, distance, reference.measure, kind)
             found += keep(f"recall-{distance}-{found}", item)
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     PATH.write_text(f"[\n{lines}\n]\n", encoding="utf-8")

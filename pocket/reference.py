@@ -12,13 +12,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from pocket.generate import Turn
-
-
-def render(turns: tuple[Turn, ...] | list[Turn]) -> str:
-    """The prompt of the shipped template for turns that end before the assistant's answer."""
-    said = "".join(f"<|im_start|>{turn.role}\n{turn.text}<|im_end|>\n" for turn in turns)
-    return said + "<|im_start|>assistant\n"
+from pocket.generate import Exchange, Turn, render
 
 
 @dataclass(frozen=True)
@@ -48,6 +42,10 @@ class Reference:
     def encode(self, text: str) -> list[int]:
         """Token ids; control tokens in the text count."""
         return self._llama.tokenize(text.encode(), add_bos=False, special=True)
+
+    def measure(self, exchange: Exchange) -> int:
+        """Tokens of an exchange, without the beginning of an answer."""
+        return len(self.encode(render([Turn(*turn) for turn in exchange]))) - 3
 
     def greedy(self, prompt: list[int], tokens_max: int = 160) -> Greedy:
         """The answer at temperature 0."""

@@ -89,7 +89,12 @@ class CpuDevice(HostDevice):
         rows: tuple[wire.SampledRow, ...] = ()
         if wanting:
             logits = stepper.logits(len(wanting))
-            choices = stepper.ops.sample(logits, [_sample_spec(batch, i) for i in wanting])
+            specs = [
+                sample_spec(e.sampling, position=e.start + e.n_tokens, history=history)
+                for e, history in zip(batch.entries, batch.histories, strict=True)
+                if e.sampling is not None
+            ]
+            choices = stepper.ops.sample(logits, specs)
             bad = set(nonfinite)
             bad.update(i for i, choice in zip(wanting, choices, strict=True) if choice.nonfinite)
             nonfinite = sorted(bad)
@@ -110,11 +115,3 @@ class CpuDevice(HostDevice):
         """End the pool's threads."""
         if self._pool is not None:
             self._pool.close()
-
-
-def _sample_spec(batch: StepInput, index: int) -> kernels.SampleSpec:
-    entry = batch.entries[index]
-    if entry.sampling is None:
-        raise RuntimeError("this entry wants no token")
-    position = entry.start + entry.n_tokens
-    return sample_spec(entry.sampling, position=position, history=batch.histories[index])

@@ -134,7 +134,7 @@ class HostMemory:
         self._digests: NDArray[np.uint64] = records["digest"]
         self._tokens: NDArray[np.uint32] = records["token"]
         self._valid: NDArray[np.uint32] = records["valid"]
-        # Seed base of each slot's row records, and the position of its first row.
+        # Of each slot: whether it has an owner, and the seed base of its row records.
         self._owned = np.zeros(self.slots, np.bool_)
         self._seeds = np.zeros(self.slots, np.uint64)
 
@@ -241,7 +241,8 @@ class HostMemory:
     def touch(self, codes: Sequence[int]) -> None:
         """Fault sealed pages in before the step reads them; failures are counted only."""
         for code in codes:
-            if not self._touched(code):
+            view = self._sealed(code)
+            if view is None or not self._fault_in(view):
                 if not self.touch_failures:
                     log.warning("page %#x cannot be faulted in", code)
                 self.touch_failures += 1
@@ -385,10 +386,6 @@ class HostMemory:
         page = self._proof.page
         page[:] = view
         return rows if keys.sealed_checksum(page, source.seed) == source.checksum else 0
-
-    def _touched(self, code: int) -> bool:
-        view = self._sealed(code)
-        return view is not None and self._fault_in(view)
 
     def _fault_in(self, view: memoryview) -> bool:
         """Fault in pages of a mapping; False if reading them would raise SIGBUS."""

@@ -20,8 +20,8 @@ from batchengine.text.frontend import TextFrontend
 from batchengine.text.messages import prepare_messages
 from batchengine.text.vocab import Tokenizer
 from pocket import evaluate, export, generate, oracle, stories, tools, words
-from pocket.generate import Turn
-from pocket.reference import Reference, render
+from pocket.generate import Turn, render
+from pocket.reference import Reference
 
 
 @pytest.fixture(scope="module")
