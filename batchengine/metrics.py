@@ -6,8 +6,6 @@ this program or a name from a capped table. Times are recorded in seconds, as Pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -105,14 +103,7 @@ class Metrics:
         self.kv_tier_ok = gauge("kv_tier_ok", "1 = pages can be cached")
         self.ledger_ok = gauge("ledger_ok", "1 = the token ledger can be written")
         self.lane_up = gauge("lane_up", "1 = the lane computes", "lane")
-        self._add_routing(counter, histogram)
-        self._fields: set[str] = set()
-
-    def _add_routing(
-        self, counter: Callable[..., Counter], histogram: Callable[..., Histogram]
-    ) -> None:
-        """Create the metrics of routing, moves and restores. Actual times are in ttft_seconds."""
-        c, rt = "class", "route"
+        # routing, moves and restores; actual times are in ttft_seconds
         self.route_decisions_total = counter(
             "route_decisions_total", "Routing decisions", "lane", "reason"
         )
@@ -149,6 +140,7 @@ class Metrics:
         self.restore_ratio = histogram(
             "restore_ratio", "Actual over predicted time of reading KV", RATIO_BUCKETS
         )
+        self._fields: set[str] = set()
 
     def count_ignored_field(self, field: str) -> None:
         """Count an ignored request field; past LABEL_VALUES_MAX names all others are "other"."""

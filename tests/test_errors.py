@@ -15,7 +15,7 @@ import pytest
 from batchengine import errors
 from batchengine.core import BatchEngineError, Kind
 from batchengine.errors import CATALOGUE, Problem
-from service.http.answers import STATUS, error_headers, status_of
+from service.http.answers import STATUS, error_headers
 from service.protocols.openai import ERROR_TYPES, error_object
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,4 +178,4 @@ def test_an_error_of_another_process_keeps_its_kind() -> None:
     defect = errors.of_request(ZeroDivisionError("secret"))
     assert isinstance(defect, BatchEngineError)
     assert "secret" not in str(defect)
-    assert status_of(defect) == 500
+    assert STATUS[defect.kind] == 500

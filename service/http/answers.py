@@ -9,7 +9,7 @@ from aiohttp import web
 
 from batchengine.core import BatchEngineError, Kind
 
-STATUS: dict[Kind, int] = {
+STATUS: dict[Kind, int] = {  # of the answer to an error
     Kind.INVALID: 400,
     Kind.UNAUTHENTICATED: 401,
     Kind.FORBIDDEN: 403,
@@ -26,11 +26,6 @@ STATUS: dict[Kind, int] = {
     Kind.UNAVAILABLE: 503,
 }
 RETRY_MS = 1000  # where an error that passes by itself names no time
-
-
-def status_of(error: BatchEngineError) -> int:
-    """The HTTP status that answers `error`."""
-    return STATUS[error.kind]
 
 
 def json_answer(

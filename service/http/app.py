@@ -31,7 +31,7 @@ from service.http.admission import (
     Service,
     read_body,
 )
-from service.http.answers import error_headers, json_answer, status_of
+from service.http.answers import STATUS, error_headers, json_answer
 from service.protocols import carriers, requests, strict_json
 from service.protocols.chat import CHAT
 from service.protocols.formatter import Formatter
@@ -132,7 +132,7 @@ def _error_of(request: web.Request, error: Exception) -> tuple[BatchEngineError,
     if not isinstance(error, BatchEngineError):
         log.error("request %s failed", request[REQUEST_ID], exc_info=error)
         error = errors.INTERNAL_ERROR(request_id=request[REQUEST_ID])
-    return error, status_of(error)
+    return error, STATUS[error.kind]
 
 
 def _error_response(error: BatchEngineError, status: int, path: str) -> web.Response:

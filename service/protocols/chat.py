@@ -22,7 +22,6 @@ from service.session_ids import CALL_CHARS_MAX
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 REASONING_NAMES = ("reasoning_content", "reasoning", "reasoning_text")
 CALLS_MAX = 64  # tool calls of one conversation that are looked up
-KWARGS = {"enable_thinking": bool}  # what a client may set in a template
 
 
 def check(body: ChatRequest) -> None:
@@ -158,7 +157,7 @@ def _kwargs(body: ChatRequest) -> dict[str, Any]:
     """Arguments of the template beside the messages; a template may ignore them."""
     given = dict(body.chat_template_kwargs or {})
     for name, value in given.items():
-        if name not in KWARGS or not isinstance(value, KWARGS[name]):
+        if name != "enable_thinking" or not isinstance(value, bool):
             raise errors.INVALID_FIELD(
                 param=f"chat_template_kwargs.{name[:64]}",
                 what="this template argument is not allowed, or has the wrong type",

@@ -15,7 +15,7 @@ from batchengine.core import BatchEngineError, Kind, Presence
 from batchengine.engine import Engine
 from kv_store.ledger import writes
 from service import operations
-from service.http.answers import error_headers, status_of
+from service.http.answers import STATUS, error_headers
 from tests.support.engines import Site, read, request, running_engine, until, words
 
 
@@ -156,7 +156,7 @@ def test_a_request_that_can_never_run_is_not_retryable() -> None:
     """With status 503 clients would repeat the request for ever."""
     error = errors.REQUEST_TOO_LARGE(pages_max=9, budget=8)
     assert (error.code, error.kind) == ("BE2301", Kind.INVALID)
-    assert status_of(error) == 400
+    assert STATUS[error.kind] == 400
     assert error_headers(error) == {"x-should-retry": "false"}
 
 
