@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 from typing import NamedTuple
 
 import msgspec
@@ -152,6 +153,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 LOCAL_STRATEGY = Strategy()
+_STRAIN = operator.itemgetter(0)  # of (strain, lane, candidate)
 
 
 def is_urgent(request: RouteRequest, policy: RoutePolicy) -> bool:
@@ -197,7 +199,7 @@ def route(request: RouteRequest, session: RouteSession | None, state: RouteState
         tier, why = BULK, Reason.SHORT
     if len(able) == 1:
         return Decision(LOCAL_STRATEGY, able[0][1].name, Reason.ONLY, able[0][2], candidates)
-    best = _least(able)
+    best = min(able, key=_STRAIN)
     limit = best[0] + policy.tolerance * max(1.0, best[0])
     if not urgent and limit < 1.0:
         limit = 1.0
@@ -207,7 +209,7 @@ def route(request: RouteRequest, session: RouteSession | None, state: RouteState
             return Decision(LOCAL_STRATEGY, session.lane, stay[0], stay[1], candidates)
     mine = [entry for entry in able if entry[1].tier in (tier, ANY)]
     if mine:
-        first = _least(mine)
+        first = min(mine, key=_STRAIN)
         if first[0] <= limit:
             return Decision(LOCAL_STRATEGY, first[1].name, why, first[2], candidates)
     why = Reason.SPILL if best[0] <= 1.0 else Reason.BEST
@@ -275,23 +277,12 @@ def _candidate(
     tokens_out = request.tokens_out
     expected = predict(lane.load, request.rank, frontier, n, tokens_out)
     ttft_ms, tpot_ms = expected.ttft_ms + move_ms, expected.tpot_ms
-    strain = ttft_ms / request.ttft_ms
-    other = tpot_ms / request.tpot_ms
-    if other > strain:
-        strain = other
-    other = (ttft_ms + tpot_ms * tokens_out) / request.ttlt_ms
-    if other > strain:
-        strain = other
+    strain = max(
+        ttft_ms / request.ttft_ms,
+        tpot_ms / request.tpot_ms,
+        (ttft_ms + tpot_ms * tokens_out) / request.ttlt_ms,
+    )
     return Candidate(lane.name, ttft_ms, tpot_ms, move_ms, strain)
-
-
-def _least(entries: list[tuple[float, LaneState, Candidate]]) -> tuple[float, LaneState, Candidate]:
-    """Return the entry of least strain, the first one of equals."""
-    best = entries[0]
-    for entry in entries:
-        if entry[0] < best[0]:
-            best = entry
-    return best
 
 
 def _stay(
@@ -303,34 +294,29 @@ def _stay(
     policy: RoutePolicy,
 ) -> tuple[Reason, Candidate] | None:
     """Return, by rule 6, why the session stays on its lane; None if it may leave."""
-    name = session.lane
-    for strain, lane, candidate in able:
-        if lane.name != name:
-            continue
-        if urgent:
-            at_home = lane.tier in (tier, ANY) and strain <= limit
-            return (Reason.HOME, candidate) if at_home else None
-        if session.dwell_ms < policy.dwell_ms_min:
-            return Reason.DWELL, candidate
-        if strain > limit:
-            return None
-        if lane.tier in (tier, ANY):
-            return Reason.HOME, candidate
-        if lane.tier == FAST:
-            if session.urgent_ms < policy.demote_idle_ms:
-                return Reason.CEILING, candidate
-            if not is_loaded(lane, policy):
-                return Reason.IDLE_FAST, candidate
+    home = next((entry for entry in able if entry[1].name == session.lane), None)
+    if home is None:
         return None
+    strain, lane, candidate = home
+    is_in_tier = lane.tier in (tier, ANY)
+    if urgent:
+        return (Reason.HOME, candidate) if is_in_tier and strain <= limit else None
+    if session.dwell_ms < policy.dwell_ms_min:
+        return Reason.DWELL, candidate
+    if strain > limit:
+        return None
+    if is_in_tier:
+        return Reason.HOME, candidate
+    if lane.tier == FAST and session.urgent_ms < policy.demote_idle_ms:
+        return Reason.CEILING, candidate
+    if lane.tier == FAST and not is_loaded(lane, policy):
+        return Reason.IDLE_FAST, candidate
     return None
 
 
 def _without_lane(candidates: tuple[Candidate, ...]) -> Decision:
     """Return the decision that no lane can take the request."""
     excluded = {candidate.excluded for candidate in candidates}
-    reason = Reason.NO_LANE
-    if NO_FIT in excluded:
-        reason = Reason.NO_FIT
-    elif FULL in excluded:
-        reason = Reason.FULL
+    full = Reason.FULL if FULL in excluded else Reason.NO_LANE
+    reason = Reason.NO_FIT if NO_FIT in excluded else full
     return Decision(LOCAL_STRATEGY, "", reason, None, candidates)

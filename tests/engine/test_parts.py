@@ -132,16 +132,13 @@ def test_the_time_per_token_counts_what_this_stream_computed() -> None:
 
 def test_a_turn_is_one_row_of_the_scheduler() -> None:
     """`Turn.row` fills the fields by position."""
-    turn = Turn(
-        Session(7, "s", ""), generation(), rank=1, deadline_ms=2.0, horizon_ms=3.0, tpot_ms=4.0,
-        now_ms=5.0,
-    )  # fmt: skip
+    turn = Turn(Session(7, "s", ""), generation(), horizon_ms=3.0, tpot_ms=4.0, now_ms=5.0)
     turn.session.tokens, turn.session.frontier, turn.admitted_ms = [1, 2, 3], 1, 6.0
     turn.paused = turn.session.suspect = True
     row = turn.row(running=False, evictable=8)
     assert row is turn.row(running=False)
     assert row == TurnRow(
-        rank=1, deadline_ms=2.0, key=7, horizon_ms=3.0, tpot_ms=4.0, served_ms=5.0,
+        rank=1, deadline_ms=3.0, key=7, horizon_ms=3.0, tpot_ms=4.0, served_ms=5.0,
         admitted_ms=6.0, frontier=1, to_compute=2, open_until=0, pages_held=0, pages_max=1,
         slots_held=0, running=False, paused=True, suspect=True, pages_evictable=8,
     )  # fmt: skip

@@ -36,7 +36,7 @@ from batchengine.engine.tasks import Tasks
 from batchengine.engine.turns.journal import Journal
 from batchengine.engine.turns.stream import Continuation, Generation
 from batchengine.engine.turns.turn import Turn, TurnEnd, check_request
-from batchengine.policy import cost, scheduler
+from batchengine.policy import cost
 from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session, State
 from batchengine.text.frontend import TextFrontend
 
@@ -339,17 +339,10 @@ class Requests:
 
     def _begin(self, loop: LaneLoop, session: Session, generation: Generation) -> Turn:
         """Create the turn and assign it to the lane."""
-        request, state = generation.request, self._state
-        horizon_ms, tpot_ms = self._dispatcher.pace(loop, request)
-        turn = Turn(
-            session,
-            generation,
-            rank=scheduler.RANK[request.sla.sla_class],
-            deadline_ms=generation.arrived_ms + horizon_ms,
-            horizon_ms=horizon_ms,
-            tpot_ms=tpot_ms,
-            now_ms=state.now_ms(),
-        )
+        state = self._state
+        horizon_ms, tpot_ms = self._dispatcher.pace(loop, generation.request)
+        now_ms = state.now_ms()
+        turn = Turn(session, generation, horizon_ms=horizon_ms, tpot_ms=tpot_ms, now_ms=now_ms)
         state.turns[generation] = turn
         state.home[session.key] = loop
         loop.assigned += 1

@@ -39,34 +39,18 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, request: GenerationRequest, number: int = 0) -> TurnRecord:
-        """Make the record of a request."""
-        return cls(
-            request.sampling,
-            request.tokens_max,
-            request.stop,
-            request.ignore_eos,
-            request.sla,
-            request.park,
-            request.form,
-            number,
-        )
+        """Make the record of a request, which has fields of the same names."""
+        names = (name for name in cls.__struct_fields__ if name != "number")
+        return cls(**{name: getattr(request, name) for name in names}, number=number)
 
     def request(
         self, request_id: str, session_id: str, tenant: str, prompt: list[int]
     ) -> GenerationRequest:
         """Return the request as its client had sent it."""
+        fields = msgspec.structs.asdict(self)
+        del fields["number"]
         return GenerationRequest(
-            request_id=request_id,
-            prompt=tuple(prompt),
-            tokens_max=self.tokens_max,
-            sampling=self.sampling,
-            stop=self.stop,
-            ignore_eos=self.ignore_eos,
-            sla=self.sla,
-            session_id=session_id,
-            tenant=tenant,
-            park=self.park,
-            form=self.form,
+            request_id, tuple(prompt), session_id=session_id, tenant=tenant, **fields
         )
 
     def says_the_same(self, sampling: Sampling) -> bool:

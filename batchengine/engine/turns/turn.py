@@ -12,7 +12,7 @@ from typing import NamedTuple
 from batchengine import errors
 from batchengine.core import BatchEngineError, GenerationRequest
 from batchengine.engine.turns.stream import Generation
-from batchengine.policy.scheduler import TurnRow
+from batchengine.policy.scheduler import RANK, TurnRow
 from batchengine.session import Loss, Session
 from batchengine.session_kv import pages_for
 
@@ -47,19 +47,24 @@ class Turn:
     """One generation on one session. Times are milliseconds of the engine's clock."""
 
     def __init__(
-        self, session: Session, generation: Generation, *, rank: int, deadline_ms: float,
-        horizon_ms: float, tpot_ms: float, now_ms: float,
-    ) -> None:  # fmt: skip
+        self,
+        session: Session,
+        generation: Generation,
+        *,
+        horizon_ms: float,
+        tpot_ms: float,
+        now_ms: float,
+    ) -> None:
         request = generation.request
         self.session = session
         self.generation = generation
-        self.rank = rank
-        self.deadline_ms = deadline_ms
+        self.rank = RANK[request.sla.sla_class]
+        self.deadline_ms = generation.arrived_ms + horizon_ms
         self.horizon_ms = horizon_ms
         self.tpot_ms = tpot_ms
         self.served_ms = now_ms
         self.admitted_ms = now_ms
-        self.priority = 3 - rank  # of its pages against eviction: higher stays
+        self.priority = 3 - self.rank  # of its pages against eviction: higher stays
         self.pages_max = pages_for(len(request.prompt) + request.tokens_max)
         self.sampling = request.sampling
         self.history_tokens = request.sampling.history_tokens

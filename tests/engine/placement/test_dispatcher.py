@@ -128,8 +128,6 @@ class DispatcherScene:
         return Turn(
             session,
             self.generation(session, sla, **given),
-            rank=list(SlaClass).index(SlaClass(sla)),
-            deadline_ms=0.0,
             horizon_ms=0.0,
             tpot_ms=100.0,
             now_ms=self.now_ms,
