@@ -1,6 +1,5 @@
 // The module `_native`: instruction set, thread pool and buffers; the other bind_*.cpp add the rest.
 // Bindings check every size before a kernel sees it and release the GIL while a kernel runs.
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,7 +11,6 @@
 namespace batchengine {
 namespace {
 
-using FloatArray = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 
 void bind_isa(nb::module_& module) {

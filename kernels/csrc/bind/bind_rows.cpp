@@ -1,6 +1,5 @@
 // Bindings of the operations on rows: normalisation, quantisation, selection. Sizes are checked here;
 // the GIL is released while a kernel runs.
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind_common.h"
