@@ -22,10 +22,10 @@ import os
 import stat
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -128,8 +128,8 @@ class TensorInfo:
     n_bytes: int
 
 
-class StringArray(Sequence[bytes]):
-    """The strings of one array value, as bytes read from the mapping when asked for."""
+class StringArray:
+    """The strings of one array value, as bytes read from the mapping by each iteration."""
 
     def __init__(self, buffer: memoryview, starts: array[int], ends: array[int]) -> None:
         self._buffer = buffer
@@ -138,15 +138,6 @@ class StringArray(Sequence[bytes]):
 
     def __len__(self) -> int:
         return len(self._starts)
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return bytes(self._buffer[self._starts[index] : self._ends[index]])
 
     def __iter__(self) -> Iterator[bytes]:
         buffer = self._buffer

@@ -324,7 +324,7 @@ def tokenizer_hash(path: str) -> str:
     with GgufFile(path) as gguf:
         if "tokenizer.ggml.tokens" not in gguf.values:
             return ""
-        tokens = gguf.strings("tokenizer.ggml.tokens")[:]
+        tokens = list(gguf.strings("tokenizer.ggml.tokens"))
     digest.update(array("I", map(len, tokens)).tobytes())
     digest.update(b"".join(tokens))
     return digest.hexdigest()

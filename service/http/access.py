@@ -30,9 +30,6 @@ class Keyring:
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._callers = [(_digest(key.key), Caller(key.name, key.sla_class)) for key in keys]
 
-    def __bool__(self) -> bool:
-        return bool(self._callers)
-
     def __repr__(self) -> str:
         return f"<Keyring {len(self._callers)} keys>"
 
