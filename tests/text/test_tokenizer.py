@@ -200,7 +200,7 @@ def test_pieces_can_be_read_while_another_thread_encodes(pocket_path: Path) -> N
 
 def test_the_import_is_lazy_and_prints_nothing(pocket_path: Path) -> None:
     code = (
-        "import sys, batchengine.text as t; assert 'llama_cpp' not in sys.modules;"
+        "import sys, batchengine.text.frontend as t; assert 'llama_cpp' not in sys.modules;"
         f"k = t.Tokenizer({str(pocket_path)!r}); assert 'llama_cpp' in sys.modules; k.encode('a')"
     )
     done = subprocess.run(
