@@ -18,6 +18,7 @@ from batchengine.config import Config
 from batchengine.core import GenerationRequest, ModelInfo, Presence, Stage
 from batchengine.engine import boot, report
 from batchengine.engine.boot import Launch, Running
+from batchengine.engine.lane.supervisor import store_error
 from batchengine.engine.placement.migration import OnPoint, pass_point
 from batchengine.engine.sessions import directory
 from batchengine.engine.state import EngineState
@@ -285,5 +286,5 @@ class Engine:
             if op == "gc":
                 return dataclasses.asdict(await self.running.maintenance.collect())
         except StoreError as error:
-            raise errors.STORE_FAILED(what=error.what, why=error.why, fix=error.fix) from error
+            raise store_error(errors.STORE_FAILED, error) from error
         raise ValueError(f"{op} is none of stat, verify and gc")

@@ -6,7 +6,7 @@ lane with many sessions is counted again every REFRESH_MS, and its load is estim
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -81,9 +81,11 @@ class LaneViews:
         config = loop.config
         step = loop.cost.cost
         step = step._replace(fixed_ms=step.fixed_ms + loop.meter.overhead_ms)
-        load = cost.load_of(step, config.entries_max, config.chunk_tokens_max, self._rows(loop))
+        joining = self._joining(loop)
+        rows = self._rows(loop, joining)
+        load = cost.load_of(step, config.entries_max, config.chunk_tokens_max, rows)
         queue_max = config.queue_max or self._state.config.limits.queue_max
-        n_waiting = len(loop.waiting) + len(self._joining(loop))
+        n_waiting = len(loop.waiting) + len(joining)
         return router.LaneState(
             loop.lane.name,
             load,
@@ -94,7 +96,7 @@ class LaneViews:
             n_waiting >= queue_max,
         )
 
-    def _rows(self, loop: LaneLoop) -> Iterable[LoadRow]:
+    def _rows(self, loop: LaneLoop, joining: Sequence[Turn]) -> Iterable[LoadRow]:
         for turns, seated in ((loop.running, True), (loop.waiting, False)):
             for turn in turns.values():
                 if turn.paused:
@@ -104,7 +106,7 @@ class LaneViews:
                 frontier = session.frontier
                 to_compute = max(1, len(session.tokens) - frontier)
                 yield LoadRow(turn.rank, frontier, to_compute, max(1, left), seated)
-        for turn in self._joining(loop):
+        for turn in joining:
             request = turn.generation.request
             n_prompt, left = len(request.prompt), self.tokens_out(request)
             yield LoadRow(turn.rank, 0, n_prompt, left, False)

@@ -36,7 +36,7 @@ class CrashMarker:
     def listen(self) -> None:
         """Log the traceback of the last run, and have fatal signals write one from now on."""
         if self.text:
-            log.error("the last life of the engine crashed: %s", " | ".join(self.text.split("\n")))
+            log.error("the last run of the engine crashed: %s", " | ".join(self.text.split("\n")))
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(self._path, flags | os.O_NONBLOCK, 0o600)
