@@ -17,7 +17,7 @@ from tests.engine.test_worker_faults import FAULTY
 from tests.service.cli.test_sessions import with_daemon
 from tests.service.http.test_sessions import call
 from tests.support.engine_process import engine_process
-from tests.support.engines import Site, read, request, running_engine, until, words
+from tests.support.engines import Site, read, request, running_engine, started, until, words
 from tests.support.fake_engine import FakeEngine, chat, post, serving
 from tests.support.faulty_worker import KILL_ENGINE
 from tests.support.kv_workload import descriptor, settings
@@ -155,9 +155,7 @@ async def test_a_full_disk_does_not_flood_the_log(
     """Every retry of every turn logged the same line."""
 
     async with running_engine(site, store__full_disk="finish") as engine:
-        generation = engine.submit(request(words(7, 30), 900, session="s"))
-        reader = asyncio.ensure_future(read(generation))
-        await until(lambda: generation.completion_tokens > 20)
+        _, reader = await started(engine, request(words(7, 30), 900, session="s"), 20)
 
         def refuse(_: Any) -> Any:
             raise StoreFull("the disk is full")

@@ -14,7 +14,16 @@ from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError, Constraint, Kind, Sampling, TokenEvent
 from batchengine.engine import Engine
 from bench.processes.store_check import check_integrity
-from tests.support.engines import Reference, Site, read, request, running_engine, until, words
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    started,
+    until,
+    words,
+)
 
 
 async def test_batch_chunks_and_seeds_change_no_token(site: Site, reference: Reference) -> None:
@@ -367,9 +376,7 @@ async def test_shutdown_ends_named_streams_with_a_reason(site: Site, reference: 
     """The tokens sent before a stop are in the ledger, and the next engine continues them."""
     prompt = words(150, 30)
     async with running_engine(site) as engine:
-        generation = engine.submit(request(prompt, 5000, session="s"))
-        task = asyncio.ensure_future(read(generation))
-        await until(lambda: generation.completion_tokens > 20)
+        _, task = await started(engine, request(prompt, 5000, session="s"), 20)
         await engine.stop(0.0)
         answer = await task
         assert answer.reason == "shutdown"

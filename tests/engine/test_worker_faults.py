@@ -13,7 +13,16 @@ from batchengine import errors
 from batchengine.core import PAGE_TOKENS, Kind, Sampling
 from batchengine.engine.lane import loop as engine_loop
 from batchengine.engine.lane import supervisor
-from tests.support.engines import Reference, Site, read, request, running_engine, until, words
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    started,
+    until,
+    words,
+)
 from tests.support.faulty_worker import HANG, NAN, RAISE, SEGV
 
 FAULTY = (sys.executable, "-m", "tests.support.faulty_worker")
@@ -80,9 +89,7 @@ async def test_a_stopped_worker_that_continues_late_changes_nothing(
     monkeypatch.setattr(engine_loop, "STEP_DEADLINE_FACTOR", 0.0)
     prompt = words(3, 300)
     async with running_engine(site) as engine:
-        generation = engine.submit(request(prompt, 150))
-        task = asyncio.ensure_future(read(generation))
-        await until(lambda: generation.completion_tokens > 20)
+        _, task = await started(engine, request(prompt, 150), 20)
         os.kill(int(engine.lanes()[0]["pid"]), signal.SIGSTOP)
         assert (await task).tokens == reference.tokens(prompt, 150)
         assert engine.lanes()[0]["incarnation"] == 2

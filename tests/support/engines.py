@@ -142,6 +142,16 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
+async def started(
+    engine: Engine, asked: GenerationRequest, tokens: int
+) -> tuple[Generation, asyncio.Future[Answer]]:
+    """A stream with more than `tokens` tokens, and the task that reads it to its end."""
+    generation = engine.submit(asked)
+    reader = asyncio.ensure_future(read(generation))
+    await until(lambda: generation.completion_tokens > tokens)
+    return generation, reader
+
+
 _count = 0
 
 

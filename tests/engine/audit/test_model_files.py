@@ -19,7 +19,16 @@ from batchengine.core import BatchEngineError, Kind
 from batchengine.engine.audit import model_files, scrub
 from batchengine.engine.audit.model_files import identity_of
 from batchengine.weights import read_fingerprint
-from tests.support.engines import Reference, Site, read, request, running_engine, until, words
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    started,
+    until,
+    words,
+)
 
 
 def with_own_model(site: Site) -> Site:
@@ -42,9 +51,7 @@ async def test_a_replaced_model_file_ends_admission_and_no_running_turn(
     own, prompt = with_own_model(site), words(31, 40)
     monkeypatch.setattr(scrub, "WATCH_S", 0.05)
     async with running_engine(own) as engine:
-        generation = engine.submit(request(prompt, 300))
-        task = asyncio.ensure_future(read(generation))
-        await until(lambda: generation.completion_tokens > 2)
+        generation, task = await started(engine, request(prompt, 300), 2)
         shutil.copyfile(site.model, site.folder / "new")
         (site.folder / "new").rename(own.model)
         await until(lambda: engine.phase == "degraded")
@@ -172,9 +179,7 @@ async def test_weights_overwritten_in_place_drain_lanes_and_touched_ones_do_not(
         packed.touch()
         await asyncio.sleep(0.5)
         assert engine.phase == "ready"
-        generation = engine.submit(request(words(33, 20), 2000))
-        task = asyncio.ensure_future(read(generation))
-        await until(lambda: generation.completion_tokens > 2)
+        _, task = await started(engine, request(words(33, 20), 2000), 2)
         overwrite(packed, 4096, bytes(64))
         answer = await task
         assert answer.error is not None

@@ -16,7 +16,16 @@ from batchengine.engine import Engine
 from batchengine.engine.audit import scrub
 from batchengine.engine.lane import recompute
 from kv_store.pages.index import PageRef
-from tests.support.engines import Reference, Site, read, request, running_engine, until, words
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    started,
+    until,
+    words,
+)
 from tests.support.wrong_worker import WRONG, WRONG_AGAIN
 
 PAGE = 256
@@ -221,9 +230,7 @@ async def test_a_recompute_that_is_not_urgent_fails_when_a_turn_comes(site: Site
         await read(engine.submit(request(prompt, 2)))
         await sealed(engine, 2)
         codes = [engine.running.store.pages.slot_code(ref) for ref in pinned(engine, prompt, 1)]
-        generation = engine.submit(request(words(29, 20), 400))
-        task = asyncio.ensure_future(read(generation))
-        await until(lambda: generation.completion_tokens > 2)
+        generation, task = await started(engine, request(words(29, 20), 400), 2)
         lazy = recompute.PageRecompute(prompt[: 2 * PAGE], codes, urgent=False)
         loop.ask_recompute(lazy)
         with pytest.raises(recompute.RecomputeFailed, match="other work"):

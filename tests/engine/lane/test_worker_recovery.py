@@ -19,7 +19,16 @@ from batchengine.engine.lane.supervisor import WorkerSupervisor
 from batchengine.lanes.worker_process import LaneDied
 from batchengine.wire import lane as wire
 from kv_store.errors import StoreFull
-from tests.support.engines import Reference, Site, read, request, running_engine, until, words
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    started,
+    until,
+    words,
+)
 from tests.support.kv_workload import append_tokens
 
 PAGE_BYTES = 327_680
@@ -174,9 +183,7 @@ async def test_a_disk_that_fills_up_during_a_turn_ends_it_with_a_reason(
 ) -> None:
     prompt = words(8, 40)
     async with running_engine(site) as engine:
-        generation = engine.submit(request(prompt, 500, session="s"))
-        reader = asyncio.ensure_future(read(generation))
-        await until(lambda: generation.completion_tokens > 100)
+        generation, reader = await started(engine, request(prompt, 500, session="s"), 100)
         make_room = full_disk(engine)
         await until(lambda: generation.completion_tokens > 300)
         make_room()

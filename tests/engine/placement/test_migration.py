@@ -20,6 +20,7 @@ from tests.support.engines import (
     read,
     request,
     running_engine,
+    started,
     until,
     words,
 )
@@ -65,9 +66,7 @@ async def migrate_repeatedly(
 async def test_a_stream_continues_over_fifty_migrations(site: Site, reference: Reference) -> None:
     prompt = words(1, 300)
     async with two_lanes(site) as engine:
-        generation = engine.submit(request(prompt, 900, session="s"))
-        reader = asyncio.ensure_future(read(generation))
-        await until(lambda: generation.completion_tokens > 3)
+        generation, reader = await started(engine, request(prompt, 900, session="s"), 3)
         reports = await migrate_repeatedly(engine, "s", 50)
         assert not generation.finished, "the stream was too short for this test"
         answer = await reader
@@ -235,9 +234,7 @@ async def test_migrations_of_one_session_run_one_after_the_other(
 ) -> None:
     prompt = words(60, 200)
     async with two_lanes(site) as engine:
-        generation = engine.submit(request(prompt, 200, session="s"))
-        reader = asyncio.ensure_future(read(generation))
-        await until(lambda: generation.completion_tokens > 3)
+        _, reader = await started(engine, request(prompt, 200, session="s"), 3)
         names = ["left", "right"] * 5
         reports = await asyncio.gather(*(engine.promote("", "s", to=n) for n in names))
         assert {r["result"] for r in reports} <= {"moved", "already there"}
@@ -275,9 +272,7 @@ async def test_an_idle_lane_computes_for_an_arriving_session_before_a_canary(
     monkeypatch.setattr(importing, "IMPORT_BYTES", 1)
     prompt = words(80, 60)  # one open page
     async with two_lanes(site) as engine:
-        generation = engine.submit(request(prompt, 200, session="s"))
-        reader = asyncio.ensure_future(read(generation))
-        await until(lambda: generation.completion_tokens > 3)
+        _, reader = await started(engine, request(prompt, 200, session="s"), 3)
         target = next(x for x in engine.state.lanes if x.lane.name == other(engine, "s"))
         free: dict[str, bool] = {}
 

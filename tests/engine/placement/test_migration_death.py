@@ -7,7 +7,16 @@ import os
 import signal
 
 from batchengine.engine import Engine
-from tests.support.engines import Reference, Site, read, request, running_engine, until, words
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    started,
+    until,
+    words,
+)
 
 
 def kill(engine: Engine, lane: int = 0) -> None:
@@ -70,9 +79,7 @@ async def test_an_edited_history_imports_no_row_of_the_old_one(
     async with running_engine(site) as engine:
         await read(engine.submit(request(prompt, 30, session="s")))
         edited = [*prompt[:300], *words(7, 60)]
-        generation = engine.submit(request(edited, 100, session="s"))
-        reader = asyncio.ensure_future(read(generation))
-        await until(lambda: generation.completion_tokens > 10)
+        _, reader = await started(engine, request(edited, 100, session="s"), 10)
         kill(engine)
         answer = await reader
         assert answer.tokens == reference.tokens(edited, 100)

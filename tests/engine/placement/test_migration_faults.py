@@ -27,6 +27,7 @@ from tests.support.engines import (
     hold_restarts,
     read,
     request,
+    started,
     until,
     words,
 )
@@ -67,9 +68,7 @@ async def all_up(engine: Engine) -> None:
 async def start(
     engine: Engine, session_id: str, prompt: list[int], n: int
 ) -> tuple[Generation, asyncio.Future[Answer]]:
-    generation = engine.submit(request(prompt, n, session=session_id))
-    reader = asyncio.ensure_future(read(generation))
-    await until(lambda: generation.completion_tokens > 3)
+    generation, reader = await started(engine, request(prompt, n, session=session_id), 3)
     return generation, reader
 
 

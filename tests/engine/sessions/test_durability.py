@@ -13,7 +13,16 @@ from bench.models.hashlm import LAYOUT, WORKER_COMMAND, hashlm_tokens
 from kv_store.errors import StoreFull
 from tests.engine.test_worker_faults import FAULTY
 from tests.support.engine_process import engine_process
-from tests.support.engines import Reference, Site, read, request, running_engine, until, words
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    started,
+    until,
+    words,
+)
 from tests.support.faulty_worker import CRASH_ENGINE
 
 
@@ -183,9 +192,7 @@ async def test_a_full_disk_ends_running_turns_as_configured(
 ) -> None:
     prompt = words(8, 40)
     async with running_engine(site, store__full_disk=choice) as engine:
-        generation = engine.submit(request(prompt, 300, session="s"))
-        reader = asyncio.ensure_future(read(generation))
-        await until(lambda: generation.completion_tokens > 50)
+        _, reader = await started(engine, request(prompt, 300, session="s"), 50)
         ledger = engine.running.store.ledger
 
         def refuse(_: Any) -> Any:

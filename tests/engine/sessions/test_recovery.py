@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import sqlite3
@@ -14,7 +13,16 @@ from batchengine.core import BatchEngineError, GenerationRequest, Kind
 from batchengine.engine import Engine
 from batchengine.engine.sessions import recovery
 from bench.models.hashlm import WORKER_COMMAND, hashlm_tokens
-from tests.support.engines import Reference, Site, read, request, running_engine, until, words
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    started,
+    until,
+    words,
+)
 
 
 @pytest.mark.parametrize(("at", "why"), [(300, "sealed page"), (590, "open page was not kept")])
@@ -72,9 +80,7 @@ async def test_a_dropped_session_is_not_found_and_its_name_is_free(
 ) -> None:
     prompt = words(12, 50)
     async with running_engine(site) as engine:
-        running = engine.submit(request(prompt, 500, session="s"))
-        reader = asyncio.ensure_future(read(running))
-        await until(lambda: running.completion_tokens > 5)
+        _, reader = await started(engine, request(prompt, 500, session="s"), 5)
         dropped = await engine.drop("", "s")
         assert dropped["state"] == "dropped"
         ended = await reader

@@ -30,6 +30,7 @@ from tests.support.engines import (
     read,
     request,
     running_engine,
+    started,
     until,
     words,
 )
@@ -105,9 +106,7 @@ async def test_no_turn_is_sent_as_the_rest_of_another(site: Site, reference: Ref
         assert (await read(again)).tokens == whole
         assert again.request_id != again.turn_id == first
         assert (await resumed(engine, "s", 10, first)).tokens == whole[10:]
-        running = engine.submit(request(other, 200, session="s"))
-        reader = asyncio.ensure_future(read(running))
-        await until(lambda: running.completion_tokens > 5)
+        running, reader = await started(engine, request(other, 200, session="s"), 5)
         await refused(engine, first, "followed it")
         answer = await reader
         assert answer.tokens == reference.tokens(other, 200)
@@ -129,9 +128,7 @@ async def test_a_turn_that_begins_while_another_is_resumed_continues(
         received = (await read(one)).tokens
         other = [*prompt, *received, 5]
         found = await engine.running.recovery.record("", "s")
-        running = engine.submit(request(other, 60, session="s"))
-        reader = asyncio.ensure_future(read(running))
-        await until(lambda: running.completion_tokens > 5)
+        _, reader = await started(engine, request(other, 60, session="s"), 5)
         real = engine.running.recovery.record
 
         async def before(*_: str) -> Any:
@@ -169,9 +166,7 @@ async def test_a_running_turn_is_taken_over_by_the_newest_reader(
 ) -> None:
     prompt = words(3, 40)
     async with running_engine(site) as engine:
-        first = engine.submit(request(prompt, 300, session="s", sampling=WARM))
-        reader = asyncio.ensure_future(read(first))
-        await until(lambda: first.completion_tokens > 30)
+        _, reader = await started(engine, request(prompt, 300, session="s", sampling=WARM), 30)
         second = await engine.resume("", "s", 0)
         answer = await read(second)
         lost = await reader
