@@ -283,6 +283,14 @@ PRIVATE_CHARACTERS = Problem("BE1504", Kind.INVALID, "invalid_unicode",
     fix="remove characters of the Unicode private use planes")
 TOKENIZER_LIBRARY = Problem("BE1505", Kind.INTERNAL, _DEFECT,
     "the tokenizer library llama_cpp cannot be loaded", "{why}", "run `make env` again")
+TEXT_UNUSABLE = Problem("BE1506", Kind.INVALID, "text_unusable",
+    "the text cannot be tokenised by this model's tokenizer",
+    "{why}",
+    "send less text, or text without long runs of one kind of character")
+TEXT_UNAVAILABLE = Problem("BE1507", Kind.UNAVAILABLE, "text_unavailable",
+    "no process for the tokenizer could be started", "{why}",
+    "send the request again; if it stays so, look for memory limits in the daemon's log",
+    retry_ms=1000)
 TEMPLATE_BROKEN = Problem("BE1511", Kind.INTERNAL, "chat_template_invalid",
     "the model's chat template does not compile",
     "{why}",
@@ -537,8 +545,19 @@ def of_request(error: Exception) -> BatchEngineError:
     return REQUEST_FAILED(defect=type(error).__name__)
 
 
-def received(code: str, what: str, why: str, fix: str) -> BatchEngineError:
+def received(
+    code: str,
+    what: str,
+    why: str,
+    fix: str,
+    *,
+    param: str | None = None,
+    retry_ms: int | None = None,
+    details: dict[str, int | str] | None = None,
+) -> BatchEngineError:
     """Make the error that another process reported; an unknown code gives an internal error."""
     row = CATALOGUE.get(code)
     kind, name = (Kind.INTERNAL, _DEFECT) if row is None else (row.kind, row.name)
-    return BatchEngineError(code, kind, name, what, why, fix)
+    return BatchEngineError(
+        code, kind, name, what, why, fix, param=param, retry_ms=retry_ms, details=details
+    )

@@ -29,6 +29,7 @@ from service.engine_api import EngineApi
 from service.http import app
 from service.http.listener import Listener, bind
 from service.notify import Notifier
+from service.protocols.reading import READER
 
 log = logging.getLogger("batchengine.service")
 
@@ -59,7 +60,7 @@ def run(config: Config, make_engine: Callable[[Config], EngineApi] | None = None
 def _real_engine(config: Config) -> EngineApi:
     from batchengine.engine import Engine  # loads the tokenizer: not for `version`
 
-    return Engine(config)
+    return Engine(config, reader=READER)
 
 
 def _start_logging(debug: bool) -> None:

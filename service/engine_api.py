@@ -36,15 +36,12 @@ class GenerationApi(Protocol):
 
 
 class TextApi(Protocol):
-    """Tokenizer and chat template; every await leaves the event loop free."""
+    """Text processes, in which bodies are read, and the vocabulary."""
 
-    async def encode(self, text: str, *, special: bool) -> list[int]: ...
-    async def encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[int]: ...
+    async def read(self, question: bytes, body: bytes | memoryview, *, tenant: str) -> bytes:
+        """What `service.protocols.reading` answers to `body`; leaves the event loop free."""
+        ...
+
     def piece(self, token: int) -> bytes: ...
 
 

@@ -43,7 +43,6 @@ from batchengine.gguf import GgufFile
 from batchengine.kv import Disputes
 from batchengine.lanes.worker_process import Lane
 from batchengine.policy import cost
-from batchengine.text.chat_template import ChatTemplate
 from batchengine.text.frontend import TextFrontend
 from batchengine.weights import read_spec
 from batchengine.wire import lane as wire
@@ -65,6 +64,7 @@ class Launch:
     config: Config
     state: EngineState
     command: tuple[str, ...]  # the worker program
+    reader: str  # of the text processes
     on_stage: Callable[[Stage], None]
     on_progress: Callable[[float], None]
     on_point: OnPoint
@@ -230,7 +230,7 @@ async def _load(
 ) -> tuple[TextFrontend, wire.ModelFacts]:
     """Load the tokenizer while the workers load one by one; report the first worker's stages."""
     config, started = launch.config, time.monotonic()
-    opening = asyncio.ensure_future(TextFrontend.open(config.model.path, ChatTemplate))
+    opening = asyncio.ensure_future(TextFrontend.open(config.model.path, reader=launch.reader))
     facts: list[wire.ModelFacts] = []
     try:
         for index, (lane, lane_config) in enumerate(zip(lanes, config.lanes, strict=True)):

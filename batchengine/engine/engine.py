@@ -43,14 +43,17 @@ class Engine:
         config: Config,
         *,
         worker_command: tuple[str, ...] = WORKER,
+        reader: str = "",
         on_point: OnPoint = pass_point,
     ) -> None:
-        """`worker_command` replaces the worker program (tests of the same protocol); `on_point`
-        is called at each point of a migration."""
+        """`worker_command` replaces the worker program (tests of the same protocol); `reader`
+        names the function that answers `text.read`; `on_point` is called at each point of a
+        migration."""
         self.config = config
         self.state = EngineState(config)
         self.metrics = self.state.metrics
         self._worker_command = worker_command
+        self._reader = reader
         self._on_point = on_point
         self._phase = "loading"
         self.progress = 0.0  # share of loading that is done, 0 to 1
@@ -98,6 +101,7 @@ class Engine:
                     self.config,
                     self.state,
                     self._worker_command,
+                    self._reader,
                     on_stage,
                     self._set_progress,
                     self._on_point,

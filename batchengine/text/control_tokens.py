@@ -89,7 +89,7 @@ class ControlGuard:
         self._tokenizer = tokenizer
         self._ids = {tokenizer.token_text(token): token for token in sorted(tokenizer.control)}
         texts = sorted(self._ids, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._control = re.compile(_alternatives(texts)) if texts else None
         self.guards = _cover(texts)
         self._bos_text = "" if tokenizer.bos is None else tokenizer.token_text(tokenizer.bos)
 
@@ -169,6 +169,27 @@ class ControlGuard:
             start, eat = match.end(), bool(attr & ATTR_RSTRIP)
         rest = rendered[start:]
         yield (rest.lstrip() if eat else rest), None
+
+
+def _alternatives(texts: Iterable[str]) -> str:
+    """A pattern of the longest of `texts` at a position, as a trie: no prefix is read twice."""
+    by_first: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            by_first.setdefault(text[0], []).append(text)
+    branches: list[str] = []
+    for _, group in sorted(by_first.items()):
+        shared = _common_prefix(group)
+        rests = [text[len(shared) :] for text in group]
+        after = _alternatives(rests)
+        branches.append(re.escape(shared) + (f"{after}?" if "" in rests else after))
+    return f"(?:{'|'.join(branches)})" if branches else "(?:)"
+
+
+def _common_prefix(texts: list[str]) -> str:
+    first, last = min(texts), max(texts)
+    same = (index for index, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(same, len(first))]
 
 
 def _choose_twins(guards: tuple[str, ...], used: set[str]) -> Twins:

@@ -1,99 +1,101 @@
-"""The text side of the engine: every call that costs time in proportion to its input.
+"""The text side of the engine: its vocabulary here, all work on texts in processes of its own.
 
-Owns one worker thread, on which encoding and rendering run, so that a long prompt never holds
-the event loop. Token pieces and streaming decoders are cheap and stay on the caller's thread.
+Owns the vocabulary of the model and the pool of text processes. Token pieces and streaming
+decoders are cheap and stay on the caller's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import datetime
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, cast
+from array import array
+from collections.abc import Mapping, Sequence
 
-from batchengine.text.chat_template import ChatTemplate
-from batchengine.text.control_tokens import ControlGuard
+from batchengine import errors
 from batchengine.text.detokeniser import Detokeniser
-from batchengine.text.messages import prepare_messages
-from batchengine.text.vocab import Tokenizer
+from batchengine.text.pool import TextLimits, TextPool
+from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer, utf8
+from batchengine.wire.text import ENCODED, Encode, EncodeChat, Open, Read
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class TextFrontend:
-    """encode, render, decode for one model. Made with `await TextFrontend.open(...)`."""
+    """encode, read, decode for one model. Made with `await TextFrontend.open(...)`."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate, executor: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, pool: TextPool) -> None:
         self.tokenizer = tokenizer
-        self._template = template
-        self._executor = executor
-        self._closed = False
-        self._guard = ControlGuard(tokenizer)
-        self._specials = {
-            "bos_token": _text(tokenizer, tokenizer.bos),
-            "eos_token": _text(tokenizer, tokenizer.eos),
-        }
+        self._pool = pool
 
     @classmethod
     async def open(
         cls,
         path: str | os.PathLike[str],
-        template: Callable[[str | None], ChatTemplate],
+        *,
+        reader: str = "",
+        template: str | None = None,
+        limits: TextLimits | None = None,
+        today: datetime.date | None = None,
     ) -> TextFrontend:
-        """Load the vocabulary of the GGUF at `path`, on the worker thread.
+        """Loads the vocabulary of the GGUF at `path`, and starts a text process.
 
-        `template` is called there with the source of the file's chat template, None when it has
-        none: `TextFrontend.open(path, ChatTemplate)`.
+        `reader` names the function that answers `read` (see `batchengine.text.process`).
+        `template` None = the file's own chat template, or ChatML. `today` is what templates see
+        as the date; it stays, since a prompt that changes at midnight would lose every shared
+        prefix.
         """
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
-
-        def load() -> TextFrontend:
-            tokenizer = Tokenizer(path)
-            made = template(tokenizer.chat_template)
-            if made.warning is not None:
-                logger.warning("%s: %s", os.fspath(path), made.warning)
-            return cls(tokenizer, made, executor)
-
-        try:
-            frontend = await asyncio.get_running_loop().run_in_executor(executor, load)
-        except BaseException:
-            executor.shutdown(wait=False)
-            raise
-        # Ahead of the first chat; a template that fails raises again in that chat.
-        executor.submit(frontend._template.start)
+        limits = limits or TextLimits()
+        tokenizer = await asyncio.to_thread(Tokenizer, path)
+        if template is None and tokenizer.chat_template is None:
+            logger.warning(
+                "%s: the model file has no chat template; using ChatML, which it may not"
+                " understand", os.fspath(path),
+            )  # fmt: skip
+        opening = Open(
+            vocabulary=str(tokenizer.path.absolute()),
+            template=template,
+            today=(today or datetime.date.today()).isoformat(),
+            cpu_s=limits.cpu_s,
+            memory_bytes=limits.memory_bytes,
+            output_chars_max=limits.output_chars_max,
+        )
+        frontend = cls(tokenizer, TextPool(opening, reader, limits))
+        if reader:
+            frontend._pool.warm_up()
         return frontend
 
-    async def encode(self, text: str, *, special: bool = False) -> list[int]:
+    async def encode(self, text: str, *, special: bool = False, tenant: str = "") -> list[int]:
         """Token ids of plain text, begin-of-sequence as the metadata asks.
 
         `special` = control tokens written in the text count (trusted text only).
         """
-        return await self._off_loop(lambda: self.tokenizer.encode(text, special=special))
+        return token_list(await self._pool.call(Encode(special), utf8(text), tenant))
 
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]] | None = None,
         kwargs: Mapping[str, object] | None = None,
+        *,
+        tenant: str = "",
     ) -> list[int]:
         """The prompt as token ids; text of the request never becomes a control token."""
+        try:
+            chat = ENCODED.encode([messages, tools, kwargs])
+        except (UnicodeEncodeError, RecursionError, TypeError) as error:
+            what = "the messages are not valid JSON text"
+            raise errors.INVALID_MESSAGES(what=what, why=error) from error
+        if len(chat) > TEXT_BYTES_MAX:
+            raise errors.TEXT_TOO_LARGE(mib=TEXT_BYTES_MAX >> 20)
+        return token_list(await self._pool.call(EncodeChat(), chat, tenant))
 
-        def work() -> list[int]:
-            variables = {**self._specials, **(kwargs or {})}
-
-            def render(chat: object) -> str:
-                return self._template.render(cast(dict[str, object], chat), variables)
-
-            listed = [dict(tool) for tool in tools or ()] or None
-            chat = {"messages": prepare_messages(messages), "tools": listed}
-            return self._guard.encode_chat(chat, render)
-
-        return await self._off_loop(work)
+    async def read(self, question: bytes, body: bytes | memoryview, *, tenant: str = "") -> bytes:
+        """What the reader answers to a request's body; neither is looked at in this process."""
+        if len(body) > TEXT_BYTES_MAX:
+            raise errors.TEXT_TOO_LARGE(mib=TEXT_BYTES_MAX >> 20)
+        return await self._pool.call(Read(question), body, tenant)
 
     def piece(self, token: int) -> bytes:
         """Bytes of one token."""
@@ -104,19 +106,11 @@ class TextFrontend:
         return Detokeniser(self.tokenizer.piece, self.tokenizer.is_control)
 
     async def close(self) -> None:
-        """Wait for running work, free the vocabulary, end the template process; idempotent."""
-        if not self._closed:
-            self._closed = True
-            await self._off_loop(self._close)
-            self._executor.shutdown(wait=False)
-
-    def _close(self) -> None:
-        self._template.close()
+        """Ends the text processes and frees the vocabulary; idempotent."""
+        await self._pool.close()
         self.tokenizer.close()
 
-    async def _off_loop(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-
-def _text(tokenizer: Tokenizer, token: int | None) -> str:
-    return "" if token is None else tokenizer.piece(token).decode("utf-8", "replace")
+def token_list(data: bytes) -> list[int]:
+    """Token ids of little-endian int32 bytes."""
+    return array("i", data).tolist()

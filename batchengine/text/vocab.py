@@ -163,7 +163,7 @@ class Tokenizer:
         """
         if not self._model:
             raise errors.TOKENIZER_FAILED(why="the tokenizer is closed")
-        data = _utf8(text)
+        data = utf8(text)
         # A token covers at least one byte; a vocabulary may put spaces of its own in front.
         room = len(data) + 64
         out = (ctypes.c_int32 * room)()
@@ -245,7 +245,8 @@ class Tokenizer:
             size = -count
 
 
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
+    """The text as UTF-8; raises TEXT_TOO_LARGE or TEXT_NOT_UNICODE."""
     if len(text) > TEXT_BYTES_MAX:
         raise errors.TEXT_TOO_LARGE(mib=TEXT_BYTES_MAX >> 20)
     try:

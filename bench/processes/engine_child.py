@@ -34,10 +34,8 @@ from batchengine.core import (
     TokenEvent,
 )
 from batchengine.engine import Engine, Generation
-from batchengine.engine import boot as start_module
 from batchengine.engine.sessions import recovery as reopen_module
 from batchengine.lanes import cpu, worker, worker_process
-from batchengine.text.chat_template import ChatTemplate
 from bench.models import hashlm
 from bench.processes.kill_switch import KillSwitch
 from bench.processes.store_check import check_integrity
@@ -292,13 +290,6 @@ def _owned_twice(engine: Engine) -> int:
     return sum(count > 1 for count in owners.values())
 
 
-class _NoTemplate(ChatTemplate):
-    """The chat template without its child process: kill benches send no chat requests."""
-
-    def start(self) -> None:
-        pass
-
-
 def _use_template(template: Template, settings: dict[str, Any]) -> list[int]:
     """Have lanes clone their workers; returns [number of the lane whose worker starts now]."""
     starting = [0]
@@ -367,7 +358,6 @@ def main(settings: dict[str, Any], commands: int, answers: int) -> int:
         child.report("", worker=pid, lane=starting[0], incarnation=incarnation)
 
     starting = _use_template(Template(settings["compute"], on_spawn), settings)
-    start_module.ChatTemplate = _NoTemplate
     if settings.get("no_quarantine"):  # random kills make every session a suspect
         reopen_module.STRIKES_MAX = 1 << 30
     if settings.get("quiet", True):

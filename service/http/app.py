@@ -32,10 +32,10 @@ from service.http.admission import (
     read_body,
 )
 from service.http.answers import STATUS, error_headers, json_answer
-from service.protocols import carriers, requests, strict_json
+from service.protocols import carriers, reading, requests
 from service.protocols.chat import CHAT
 from service.protocols.formatter import Formatter
-from service.protocols.protocol import Protocol
+from service.protocols.protocol import PromptLimits, Protocol
 from service.protocols.table import BY_ROUTE
 from service.session_ids import printable
 
@@ -184,20 +184,21 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
         if not service.accepting:
             raise errors.DRAINING()
         check_serving(engine)
-        body, unknown = await strict_json.off_loop(len(data), protocol.parse, data)
+        info = engine.info
+        limits = PromptLimits(
+            info.context_tokens, info.vocab_size, config.limits.tokens_max_default
+        )
         strict = config.server.strict_fields or request.query.get("strict") == "1"
-        if unknown and strict:
-            raise errors.UNKNOWN_FIELDS(names=", ".join(unknown[:8]), param=unknown[0])
-        for name in unknown[:UNKNOWN_COUNTED_MAX]:
+        question = reading.encode_question(reading.Question(protocol.name, limits, strict))
+        answer = await engine.text.read(question, memoryview(data), tenant=request[CALLER].tenant)
+        found = reading.decode_reading(answer)
+        for name in found.ignored[:UNKNOWN_COUNTED_MAX]:
             engine.metrics.count_ignored_field(name)
-        protocol.check(body)
         job = requests.open_job(
-            protocol.name, body, request.headers, request[CALLER], engine, config,
+            protocol.name, found.fields, request.headers, request[CALLER], engine, config,
             request[REQUEST_ID],
         )  # fmt: skip
-        tokens_max_default = config.limits.tokens_max_default
-        prompt = await protocol.read_prompt(body, len(data), engine, tokens_max_default)
-        requests.fill(job, body, prompt, engine.info)
+        requests.fill(job, found.fields, found.prompt(), info)
         generations = requests.submit_all(engine, job)
         live = service.enter(Live(job, generations, time.monotonic()))
         return protocol.formatter(job), live

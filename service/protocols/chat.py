@@ -8,15 +8,13 @@ from typing import Any, ClassVar, cast
 from batchengine import errors
 from batchengine.core import FORM_CHAT, TokenEvent, TokenLogprob
 from batchengine.text.messages import ROLES
-from service.engine_api import EngineApi
 from service.protocols import requests
 from service.protocols.formatter import Answer
 from service.protocols.openai import Chunk, OpenAIFormatter, error_object, logprob_number
 from service.protocols.output import OutputPart, Text, plain_text
-from service.protocols.protocol import Protocol
+from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import Prompt
 from service.protocols.schema import ChatRequest
-from service.protocols.strict_json import off_loop
 from service.session_ids import CALL_CHARS_MAX
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -34,19 +32,17 @@ def check(body: ChatRequest) -> None:
         raise errors.INVALID_FIELD(param="top_logprobs", what=what, fix=fix)
 
 
-async def read_prompt(
-    body: ChatRequest, body_bytes: int, engine: EngineApi, tokens_max_default: int
-) -> Prompt:
+def read_prompt(body: ChatRequest, text: PromptEncoder, limits: PromptLimits) -> Prompt:
     """The tokens of the conversation; raises 400."""
-    context = engine.info.context_tokens
-    messages, text_bytes, calls = await off_loop(body_bytes, _messages, body.messages)
+    context = limits.context_tokens
+    messages, text_bytes, calls = _messages(body.messages)
     requests.check_text_size(text_bytes, context, "messages")
     tools = None if body.tool_choice == "none" else _tools(body.tools)
-    prompt = await engine.text.encode_chat(messages, tools, _kwargs(body))
+    prompt = text.encode_chat(messages, tools, _kwargs(body))
     requests.check_prompt(prompt, context, "messages")
     tokens_max = body.max_completion_tokens or body.max_tokens
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
-        tokens_max = min(tokens_max_default, context - len(prompt))
+        tokens_max = min(limits.tokens_max_default, context - len(prompt))
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     return Prompt([prompt], tokens_max, logprobs, "messages", calls)
 

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from typing import cast
 
 from batchengine import errors
-from batchengine.core import FORM_TEXT, ModelInfo, TokenEvent, TokenLogprob
-from service.engine_api import EngineApi
+from batchengine.core import FORM_TEXT, TokenEvent, TokenLogprob
 from service.protocols import requests
 from service.protocols.formatter import Answer
 from service.protocols.openai import Chunk, OpenAIFormatter, error_object, logprob_number
 from service.protocols.output import OutputPart, plain_text
-from service.protocols.protocol import Protocol
+from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import HttpJob, Prompt
 from service.protocols.schema import PROMPTS_MAX, CompletionRequest
-from service.protocols.strict_json import off_loop
 
 TOKENS_DEFAULT = 16  # what every client of this older API expects
 
@@ -31,34 +29,34 @@ def check(body: CompletionRequest) -> None:
         raise errors.UNSUPPORTED_FIELD(param="best_of", what=what, fix="use n")
 
 
-async def read_prompt(
-    body: CompletionRequest, body_bytes: int, engine: EngineApi, tokens_max_default: int
-) -> Prompt:
+def read_prompt(body: CompletionRequest, text: PromptEncoder, limits: PromptLimits) -> Prompt:
     """The tokens of every prompt; raises 400."""
-    info = engine.info
+    context = limits.context_tokens
     prompts: list[list[int]] = []
-    for prompt in await off_loop(body_bytes, _prompts, body.prompt, info):
-        is_text = isinstance(prompt, str)
-        tokens = await engine.text.encode(prompt, special=True) if is_text else prompt
-        requests.check_prompt(tokens, info.context_tokens, "prompt")
+    for prompt in _prompts(body.prompt, limits.vocab_size):
+        if isinstance(prompt, str):
+            requests.check_text_size(len(prompt.encode()), context, "prompt")
+            tokens = text.encode(prompt, special=True)
+        else:
+            tokens = prompt
+        requests.check_prompt(tokens, context, "prompt")
         prompts.append(tokens)
     tokens_max = body.max_tokens
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
         tokens_max = min(
-            TOKENS_DEFAULT, tokens_max_default, *(info.context_tokens - len(p) for p in prompts)
+            TOKENS_DEFAULT, limits.tokens_max_default, *(context - len(p) for p in prompts)
         )
     return Prompt(prompts, tokens_max, -1 if body.logprobs is None else body.logprobs, "prompt")
 
 
-def _prompts(value: object, info: ModelInfo) -> Sequence[str | list[int]]:
+def _prompts(value: object, vocab_size: int) -> list[str] | list[list[int]]:
     """The four forms of `prompt`: text, texts, token ids, lists of token ids."""
     if isinstance(value, str):
-        return _texts([value], info)
-    vocab_size = info.vocab_size
+        return [value]
     if isinstance(value, list) and value:
         items = cast("list[object]", value)
         if all(isinstance(item, str) for item in items) and len(items) <= PROMPTS_MAX:
-            return _texts(cast("list[str]", items), info)
+            return cast("list[str]", items)
         if all(type(item) is int for item in items):
             return [_token_ids(items, vocab_size)]
         if all(isinstance(item, list) for item in items) and len(items) <= PROMPTS_MAX:
@@ -69,12 +67,6 @@ def _prompts(value: object, info: ModelInfo) -> Sequence[str | list[int]]:
         why=f"expected text, token ids, or a list of at most {PROMPTS_MAX} of either",
         fix="send a string",
     )
-
-
-def _texts(texts: list[str], info: ModelInfo) -> list[str]:
-    for text in texts:
-        requests.check_text_size(len(text.encode()), info.context_tokens, "prompt")
-    return texts
 
 
 def _token_ids(items: list[object], vocab_size: int) -> list[int]:

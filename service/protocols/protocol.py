@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
+
+import msgspec
 
 from batchengine.core import BatchEngineError
-from service.engine_api import EngineApi
 from service.protocols import schema, strict_json
 from service.protocols.formatter import Formatter
 from service.protocols.requests import HttpJob, Prompt
 from service.protocols.schema import Body
 
 
+class PromptEncoder(typing.Protocol):
+    """Tokenizer and chat template, as `batchengine.text.encoder` has them."""
+
+    def encode(self, text: str, *, special: bool) -> list[int]: ...
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        kwargs: dict[str, Any],
+    ) -> list[int]: ...
+
+
+class PromptLimits(msgspec.Struct, array_like=True, frozen=True):
+    """Facts of the model and the configuration that bound a prompt."""
+
+    context_tokens: int
+    vocab_size: int
+    tokens_max_default: int
+
+
 @dataclass(frozen=True, slots=True)
 class Protocol(Generic[Body]):
     """One row of `service.protocols.table`.
 
-    `check` raises for fields that are known and not implemented. `read_prompt(body, body_bytes,
-    engine, tokens_max_default)` tokenises; both raise BatchEngineError 400.
+    `check` raises for fields that are known and not implemented, `read_prompt` tokenises; both
+    raise BatchEngineError 400, and run in a text process.
     """
 
     name: str  # as the ledger stores it in a turn's record
     routes: tuple[str, ...]  # paths of POST requests
     body: type[Body]
     check: Callable[[Body], None]
-    read_prompt: Callable[[Body, int, EngineApi, int], Awaitable[Prompt]]
+    read_prompt: Callable[[Body, PromptEncoder, PromptLimits], Prompt]
     formatter: Callable[[HttpJob], Formatter]
     error: Callable[[BatchEngineError], dict[str, object]]  # the JSON of a refusal
 

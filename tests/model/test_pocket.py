@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import random
 import re
@@ -15,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from batchengine.text.chat_template import ChatTemplate
 from batchengine.text.frontend import TextFrontend
 from batchengine.text.messages import prepare_messages
+from batchengine.text.renderer import Renderer
 from batchengine.text.vocab import Tokenizer
 from pocket import evaluate, export, generate, oracle, stories, tools, words
 from pocket.generate import Turn, render
@@ -143,7 +144,9 @@ def test_the_shipped_file_has_the_shape_and_types_of_an_export(
 
 
 def test_the_template_of_the_trainer_renders_as_the_shipped_one(tokenizer: Tokenizer) -> None:
-    ours, shipped = ChatTemplate(export.CHAT_TEMPLATE), ChatTemplate(tokenizer.chat_template)
+    today = datetime.date(2026, 2, 3)
+    ours = Renderer(export.CHAT_TEMPLATE, today, 1 << 20)
+    shipped = Renderer(tokenizer.chat_template, today, 1 << 20)
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
     chats = [(list(case.messages), list(case.tools)) for case in oracle.load()[::7]]
     chats.append(
@@ -160,8 +163,6 @@ def test_the_template_of_the_trainer_renders_as_the_shipped_one(tokenizer: Token
         chat = {"messages": prepare_messages(messages), "tools": listed or None}
         assert ours.render(chat) == shipped.render(chat)
     assert '{"name": "add", "arguments": {"a": 1, "b": 2}}' in ours.render(chat)
-    ours.close()
-    shipped.close()
 
 
 blocks = arrays.arrays(
@@ -235,7 +236,7 @@ def test_the_cases_of_the_oracle_file_are_valid(tokenizer: Tokenizer) -> None:
 
 
 async def test_oracle_prompts_equal_those_of_the_daemon(pocket_path: Path) -> None:
-    text = await TextFrontend.open(pocket_path, ChatTemplate)
+    text = await TextFrontend.open(pocket_path)
     for case in oracle.load():
         tokens = await text.encode_chat(case.messages, case.tools or None)
         assert tokens == await text.encode(case.prompt, special=True)

@@ -35,6 +35,7 @@ from batchengine.engine.sessions import directory
 from batchengine.metrics import Metrics
 from service.http import app
 from service.http.listener import Listener, bind
+from service.protocols import reading
 
 VOCAB_SIZE = 300
 CONTEXT_TOKENS = 2048
@@ -47,19 +48,21 @@ class FakeText:
     def __init__(self) -> None:
         self.chats: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None, Any]] = []
 
-    async def encode(self, text: str, *, special: bool) -> list[int]:
-        await asyncio.sleep(0)
+    def encode(self, text: str, *, special: bool) -> list[int]:
         return list(text.encode())
 
-    async def encode_chat(
+    def encode_chat(
         self,
         messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None,
+        kwargs: dict[str, Any],
     ) -> list[int]:
-        await asyncio.sleep(0)
         self.chats.append((messages, tools, kwargs))
         return list("".join(f"{m['role']}: {m['content']}\n" for m in messages).encode())
+
+    async def read(self, question: bytes, body: bytes | memoryview, *, tenant: str) -> bytes:
+        await asyncio.sleep(0)
+        return reading.read(self, question, bytes(body))
 
     def piece(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
-import threading
+import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,9 +15,9 @@ import pytest
 from batchengine import errors
 from batchengine.config import ApiKey, Config
 from batchengine.core import SlaClass
+from batchengine.text.frontend import TextFrontend
 from service.http import app
-from service.protocols import chat as chat_module
-from service.protocols import completions, schema, strict_json
+from service.protocols import reading
 from tests.support.fake_engine import FakeEngine, Served, chat, fake_config, post, serving
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -25,8 +26,6 @@ TEXT = "/v1/completions"
 
 
 def with_keys() -> Config:
-    from dataclasses import replace
-
     keys = (
         ApiKey(name="alpha", key="alpha-key-123"),
         ApiKey(name="beta", key="beta-key-4567", sla_class=SlaClass.BACKGROUND),
@@ -206,57 +205,71 @@ async def test_bodies_that_are_not_json_are_refused() -> None:
                 assert seen == (400, "invalid_json", param), body[:60]
 
 
-async def test_large_bodies_are_read_on_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R16: a large body must not delay other clients, whatever its content."""
-    seen: list[tuple[str, bool]] = []
+def worst_bodies() -> list[tuple[str, str, bytes]]:
+    """(name, path, body) of bodies that cost most to parse, check, render or tokenise."""
 
-    def watch(module: Any, name: str) -> None:
-        real = getattr(module, name)
+    def body(**fields: object) -> bytes:
+        return json.dumps(fields).encode()
 
-        def watched(*arguments: Any) -> Any:
-            seen.append((name, threading.current_thread() is threading.main_thread()))
-            return real(*arguments)
+    def said(text: str) -> bytes:
+        return body(messages=[{"role": "user", "content": text}])
 
-        monkeypatch.setattr(module, name, watched)
+    size = 4 << 20
+    return [
+        ("empty lists", CHAT, b'{"messages": [' + b"[]," * (size // 3) + b"[]]}"),
+        ("empty objects", CHAT, b'{"metadata": [' + b"{}," * (size // 3) + b"{}]}"),
+        ("a list of numbers", TEXT, b'{"prompt": [' + b"1," * (size // 2) + b"1]}"),
+        ("escapes", CHAT, b'{"messages": "' + b"\\ud83d\\ude00" * (size // 12) + b'"}'),
+        ("control tokens begun", CHAT, said("<|im" * (size // 4))),
+        ("control tokens", CHAT, said("<|im_end|>" * (size // 10))),
+        ("one character", CHAT, said("a" * size)),
+        ("spaces", TEXT, body(prompt=" " * size)),
+        ("many messages", CHAT, body(messages=[{"role": "user", "content": "x"}] * 100_000)),
+        ("biases", CHAT, body(messages=[], logit_bias={str(i): 1.0 for i in range(200_000)})),
+        ("fields", CHAT, body(**{f"field{i}": 1 for i in range(200_000)})),
+        ("tools", CHAT, body(messages=[], tools=[{"a": {"b": 1}}] * 200_000)),
+        ("depth", CHAT, b'{"messages": ' + b"[" * (size // 2) + b"]" * (size // 2) + b"}"),
+        ("digits", CHAT, b'{"seed": ' + b"1" * size + b"}"),
+    ]
 
-    watch(strict_json, "parse_object")
-    watch(schema, "read_request")
-    watch(chat_module, "_messages")
-    watch(completions, "_prompts")
-    watch(completions, "_texts")
 
-    async with serving() as served, aiohttp.ClientSession(served.base) as client:
-        bodies: list[tuple[str, dict[str, Any], str]] = [
-            (TEXT, {"prompt": [1] * 400_000}, "prompt"),
-            (TEXT, {"prompt": "é" * 200_000}, "prompt"),
-            (CHAT, chat("x" * 1_200_000), "messages"),
-            (
-                CHAT,
-                {**chat(), "logit_bias": {str(i): 1.0 for i in range(80_000)}},
-                "logit_bias",
-            ),
-            (CHAT, {**chat(), "tools": [{"a": {"b": 1}}] * 60_000}, "tools"),
-            (CHAT, {"messages": [{"role": "user", "content": "x"}] * 30_000}, "messages"),
-            (CHAT, {**chat(), **{f"field{i}": 1 for i in range(70_000)}, "n": 0}, "n"),
-        ]
-        for path, body, param in bodies:
-            data = json.dumps(body).encode()
-            assert 1_000_000 < len(data) < 1_300_000
-            async with client.post(
-                path, data=io.BytesIO(data), headers={"Content-Type": "application/json"}
-            ) as reply:
-                assert reply.status == 400
-                assert (await reply.json())["error"]["param"] == param
-        names = {"parse_object", "read_request", "_messages", "_prompts", "_texts"}
-        assert {name for name, _ in seen} == names
-        assert not any(on_main for _, on_main in seen)
-        await post(served, CHAT, chat())
-        assert seen[-1] == ("_messages", True)  # a small one is read on the event loop
-        answer = await served.raw(
-            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000000\r\n"
-            "Content-Type: application/json\r\n\r\n".encode()
-        )
-        assert answer.startswith(b"HTTP/1.1 413 ")  # over 2,048 tokens: refused before it is read
+async def longest_hold_ms(done: asyncio.Event) -> float:
+    """The most processor time that this process spent between two turns of the event loop."""
+    worst = 0.0
+    while not done.is_set():
+        began = time.process_time()
+        await asyncio.sleep(0.0005)
+        worst = max(worst, time.process_time() - began)
+    return 1000 * worst
+
+
+async def test_no_body_holds_the_event_loop(pocket_path: Path) -> None:
+    """R16: bodies are read in another process; this one only passes their bytes on."""
+    engine = FakeEngine()
+    text = await TextFrontend.open(pocket_path, reader=reading.READER)
+    engine.text = text  # type: ignore[assignment]
+    engine.info = replace(engine.info, context_tokens=32_768, vocab_size=text.tokenizer.vocab_size)
+    try:
+        async with serving(engine) as served:
+            assert (await post(served, CHAT, chat()))[0] == 200
+            for name, path, body in worst_bodies():
+                done = asyncio.Event()
+                probe = asyncio.create_task(longest_hold_ms(done))
+                head = (
+                    f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+                    "Connection: close\r\nContent-Type: application/json\r\n\r\n"
+                )
+                answer = await served.raw(head.encode() + body, timeout_s=30)
+                done.set()
+                assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 200 ")), (name, answer[:300])
+                assert await probe < 20, name
+            answer = await served.raw(
+                f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50000000\r\n"
+                "Content-Type: application/json\r\n\r\n".encode()
+            )
+            assert answer.startswith(b"HTTP/1.1 413 ")  # over 32,768 tokens: refused unread
+    finally:
+        await text.close()
 
 
 async def test_a_bad_request_does_not_affect_others() -> None:

@@ -1,0 +1,65 @@
+"""Text and chats to token ids: the tokenizer, the template and the guard of control tokens.
+
+Owns the order of one preparation. Costs time in proportion to its input, or without bound for a
+hostile text or template: it runs in a text process (see `process`), never in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from batchengine.text.control_tokens import ControlGuard
+from batchengine.text.messages import prepare_messages
+from batchengine.text.renderer import Renderer
+from batchengine.text.vocab import Tokenizer
+from batchengine.wire.text import TEMPLATE, TOKENIZER
+
+
+class TextEncoder:
+    """Encodes with one vocabulary and one template; `on_phase` is called before each of the two."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        renderer: Renderer,
+        on_phase: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._on_phase = on_phase
+        self._guard = ControlGuard(tokenizer)
+        self._specials = {
+            "bos_token": _text(tokenizer, tokenizer.bos),
+            "eos_token": _text(tokenizer, tokenizer.eos),
+        }
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of plain text, begin-of-sequence as the metadata asks.
+
+        `special` = control tokens written in the text count (trusted text only).
+        """
+        self._on_phase(TOKENIZER)
+        return self._tokenizer.encode(text, special=special)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        kwargs: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """The prompt as token ids; text of the request never becomes a control token."""
+        variables = {**self._specials, **(kwargs or {})}
+
+        def render(chat: object) -> str:
+            self._on_phase(TEMPLATE)
+            text = self._renderer.render(cast(dict[str, object], chat), variables)
+            self._on_phase(TOKENIZER)
+            return text
+
+        chat = {"messages": prepare_messages(messages), "tools": list(tools or ()) or None}
+        return self._guard.encode_chat(chat, render)
+
+
+def _text(tokenizer: Tokenizer, token: int | None) -> str:
+    return "" if token is None else tokenizer.piece(token).decode("utf-8", "replace")

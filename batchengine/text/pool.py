@@ -1,0 +1,371 @@
+"""The engine's side of the text processes: a fair queue, deadlines, and replacement.
+
+Owns the processes, starts each when it is first needed, and ends those that break a limit. A
+request can cost its own tenant its time limit; it cannot stop the engine, and short texts of
+others do not wait behind a long one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+
+from batchengine import errors
+from batchengine.core import BatchEngineError
+from batchengine.fair_queue import FairQueue
+from batchengine.wire.frames import FrameProtocol
+from batchengine.wire.text import (
+    TEMPLATE,
+    TEXT_LINK,
+    Done,
+    Open,
+    Phase,
+    Refused,
+    TextFrame,
+    TextMessage,
+    TextRequest,
+)
+
+log = logging.getLogger("batchengine.text")
+
+PROCESSES_MAX = 2
+SHORT_BYTES_MAX = 256 << 10  # takes some 0.1 s at most unless it is hostile
+ATTEMPTS_MAX = 2  # the first loss may be the machine's fault (memory, a killed process)
+LINGER_S = 1.0  # between the end of the link and the end of the process
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """Bounds of one preparation. The defaults fit a prompt of several million characters."""
+
+    wall_s: float = 5.0
+    bytes_per_s: int = 1 << 20  # a long text gets a second more for each so many bytes
+    start_s: float = 30.0  # a cold, loaded machine may take seconds to start an interpreter
+    cpu_s: int = 120  # in case the engine itself cannot watch the clock
+    memory_bytes: int = 1 << 30
+    output_chars_max: int = 64 << 20
+
+
+class ProcessLost(Exception):
+    """The process ended or broke the protocol; the text describes how."""
+
+    def __init__(self, why: str, phase: str, *, is_final: bool = False) -> None:
+        super().__init__(why)
+        self.phase = phase
+        self.is_final = is_final  # another attempt would take as long
+
+
+@dataclass(slots=True)
+class _Job:
+    request: TextRequest
+    payload: bytes | memoryview
+    tenant: str
+    is_long: bool
+    answer: asyncio.Future[bytes] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class TextPool:
+    """Up to PROCESSES_MAX text processes behind one queue that is fair between tenants.
+
+    One long text runs at a time, and one short text of each tenant.
+    """
+
+    def __init__(self, opening: Open, reader: str, limits: TextLimits) -> None:
+        self._idle = [TextWorker(opening, reader, limits) for _ in range(PROCESSES_MAX)]
+        self._all = tuple(self._idle)
+        self._limits = limits
+        self._short = FairQueue[_Job]()
+        self._long = FairQueue[_Job]()
+        self._short_running: Counter[str] = Counter()
+        self._long_running = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def warm_up(self) -> None:
+        """Starts every process ahead of the first request; a failure shows again there."""
+        while self._idle:
+            self._run(self._start(self._idle.pop()))
+
+    async def call(self, request: TextRequest, payload: bytes | memoryview, tenant: str) -> bytes:
+        """The result of one request.
+
+        Raises what the process refuses, TEMPLATE_STOPPED or TEXT_UNUSABLE when the template or
+        the tokenizer breaks a limit, TEXT_UNAVAILABLE when no process can be started.
+        """
+        if self._closed:
+            raise errors.TEXT_UNAVAILABLE(why="the engine stops")
+        job = _Job(request, payload, tenant, len(payload) > SHORT_BYTES_MAX)
+        queue = self._long if job.is_long else self._short
+        queue.push(tenant, len(payload) + 1024, job)
+        self._dispatch()
+        try:
+            return await job.answer
+        finally:
+            job.payload = b""  # of a client that left while its request waited
+
+    async def close(self) -> None:
+        """Ends every process; what waits or runs fails. Idempotent."""
+        self._closed = True
+        for worker in self._all:
+            worker.kill("was closed")
+        for queue in (self._short, self._long):
+            while (job := queue.pop()) is not None:
+                _fail(job, errors.TEXT_UNAVAILABLE(why="the engine stops"))
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+        for worker in self._all:
+            await worker.ended()
+
+    def _dispatch(self) -> None:
+        while self._idle:
+            job = self._short.pop(lambda tenant: not self._short_running[tenant])
+            if job is None and not self._long_running:
+                job = self._long.pop()
+            if job is None:
+                return
+            if job.answer.done():  # its client has gone
+                continue
+            # one that runs comes first: starting another takes longer than most requests
+            worker = max(self._idle, key=lambda idle: idle.is_running)
+            self._idle.remove(worker)
+            self._count(job, 1)
+            self._run(self._serve(worker, job))
+
+    def _count(self, job: _Job, by: int) -> None:
+        if job.is_long:
+            self._long_running += by
+            return
+        self._short_running[job.tenant] += by
+        if not self._short_running[job.tenant]:
+            del self._short_running[job.tenant]
+
+    async def _start(self, worker: TextWorker) -> None:
+        try:
+            if not self._closed:
+                await worker.start()
+        except (BatchEngineError, ProcessLost) as error:
+            log.warning("a text process did not start: %s", error)
+        finally:
+            self._release(worker)
+
+    async def _serve(self, worker: TextWorker, job: _Job) -> None:
+        try:
+            result = await self._attempt(worker, job)
+            if not job.answer.done():
+                job.answer.set_result(result)
+        except BatchEngineError as error:
+            _fail(job, error)
+        except Exception as error:
+            log.exception("a text request failed")
+            _fail(job, errors.TOKENIZER_FAILED(why=str(error)))
+        finally:
+            self._count(job, -1)
+            if worker.is_running or self._closed:
+                self._release(worker)
+            else:  # replaced now: the next request should not wait for a start
+                self._run(self._start(worker))
+
+    async def _attempt(self, worker: TextWorker, job: _Job) -> bytes:
+        payload = job.payload
+        wall_s = self._limits.wall_s + len(payload) / self._limits.bytes_per_s
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            try:
+                await worker.start()
+            except ProcessLost as lost:
+                log.warning("a text process did not start: it %s", lost)
+                if attempt == ATTEMPTS_MAX or self._closed:
+                    raise errors.TEXT_UNAVAILABLE(why=f"its process {lost}") from lost
+                continue
+            try:
+                return await worker.ask(job.request, payload, wall_s)
+            except ProcessLost as lost:
+                if self._closed:
+                    raise errors.TEXT_UNAVAILABLE(why="the engine stops") from lost
+                log.warning("a text process %s during %s", lost, lost.phase)
+                if attempt == ATTEMPTS_MAX or lost.is_final or job.answer.done():
+                    row = (
+                        errors.TEMPLATE_STOPPED if lost.phase == TEMPLATE else errors.TEXT_UNUSABLE
+                    )
+                    raise row(why=f"its process {lost}") from lost
+        raise AssertionError("the last attempt returns or raises")
+
+    def _release(self, worker: TextWorker) -> None:
+        self._idle.append(worker)
+        if not self._closed:
+            self._dispatch()
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _fail(job: _Job, error: BatchEngineError) -> None:
+    if not job.answer.done():
+        job.answer.set_exception(error)
+
+
+class TextWorker:
+    """One text process at a time, and the frames to and from it; one request in flight."""
+
+    def __init__(self, opening: Open, reader: str, limits: TextLimits) -> None:
+        self._opening = opening
+        self._reader = reader
+        self._limits = limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._protocol: FrameProtocol[TextMessage] | None = None
+        self._pidfd = -1
+        self._end: asyncio.Future[str] | None = None  # how the process ended
+        self._reply: asyncio.Future[TextFrame] | None = None
+        self._phase = ""
+        self._step = 0
+        self._killed_because = ""
+        self._is_spent = False
+
+    @property
+    def is_running(self) -> bool:
+        return self._end is not None and not self._end.done() and not self._is_spent
+
+    @property
+    def pid(self) -> int:
+        """Process id, 0 if there is none."""
+        return self._process.pid if self._process is not None and self.is_running else 0
+
+    async def start(self) -> None:
+        """Starts a process unless one runs. Raises ProcessLost, or what the process refuses."""
+        if self.is_running:
+            return
+        await self.ended()
+        await self._spawn()
+        await self._exchange(self._opening, b"", self._limits.start_s)
+
+    async def ask(self, request: TextRequest, payload: bytes | memoryview, wall_s: float) -> bytes:
+        """The payload of the answer. Raises ProcessLost, or what the process refuses."""
+        return await self._exchange(request, payload, wall_s)
+
+    def kill(self, why: str) -> None:
+        """SIGKILL; the process holds no state."""
+        if self._process is not None and self._end is not None and not self._end.done():
+            self._killed_because = self._killed_because or why
+            self._process.kill()
+
+    async def ended(self) -> None:
+        """Waits until no process is left; one that is not in use is killed."""
+        if self._end is not None:
+            self.kill("was closed")
+            await self._end
+
+    async def _exchange(
+        self, message: TextMessage, payload: bytes | memoryview, wall_s: float
+    ) -> bytes:
+        assert self._protocol is not None
+        assert self._end is not None
+        self._step += 1
+        self._phase = "its start" if isinstance(message, Open) else "the reading of the request"
+        self._reply = asyncio.get_running_loop().create_future()
+        self._protocol.send(TEXT_LINK.encode(message, payload, step=self._step))
+        try:
+            await asyncio.wait(
+                (self._reply, self._end), timeout=wall_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self._reply.done():
+                return self._result(self._reply.result())
+            if not self._end.done():
+                self.kill(f"took longer than {wall_s:.0f} s")
+                await self._end
+                raise ProcessLost(self._end.result(), self._phase, is_final=True)
+            raise ProcessLost(self._end.result(), self._phase)
+        except asyncio.CancelledError:
+            self.kill("was closed")
+            raise
+        finally:
+            self._reply = None
+
+    def _result(self, frame: TextFrame) -> bytes:
+        match frame.message:
+            case Done(is_last):
+                self._is_spent = is_last
+                return bytes(frame.payload)
+            case Refused() as refused:
+                self._is_spent = refused.is_last
+                raise errors.received(
+                    refused.code, refused.what, refused.why, refused.fix,
+                    param=refused.param, retry_ms=refused.retry_ms, details=refused.details,
+                )  # fmt: skip
+            case other:
+                self.kill(f"answered with {type(other).__name__}")
+                raise ProcessLost("broke the protocol", self._phase)
+
+    def _on_frame(self, frame: TextFrame) -> None:
+        if isinstance(frame.message, Phase):
+            self._phase = frame.message.name
+        elif self._reply is not None and not self._reply.done():
+            self._reply.set_result(frame)
+
+    async def _spawn(self) -> None:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        # Nothing of this process's environment: it may hold keys. The path finds our packages.
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LC_ALL": "C.UTF-8"}
+        command = [sys.executable, "-P", "-B", "-m", "batchengine.text.process"]
+        try:
+            process = subprocess.Popen(  # noqa: ASYNC220  about 1 ms, rarely
+                [*command, str(os.getpid()), self._reader],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                cwd="/",
+            )
+        except OSError as error:
+            ours.close()
+            raise ProcessLost(f"could not be started: {error.strerror}", "its start") from error
+        finally:
+            theirs.close()
+        self._process, self._killed_because, self._is_spent = process, "", False
+        self._end = loop.create_future()
+        self._pidfd = os.pidfd_open(process.pid)
+        loop.add_reader(self._pidfd, self._reap)
+        protocol = FrameProtocol(
+            TEXT_LINK, self._on_frame, functools.partial(self._on_lost, process)
+        )
+        self._protocol = protocol
+        await loop.create_connection(lambda: protocol, sock=ours)
+
+    def _on_lost(self, process: subprocess.Popen[bytes], _: Exception | None) -> None:
+        """The link ended: the process exits, which its pidfd reports, or it sent a bad frame."""
+        asyncio.get_running_loop().call_later(LINGER_S, self._kill_lingering, process)
+
+    def _kill_lingering(self, process: subprocess.Popen[bytes]) -> None:
+        if process is self._process:
+            self.kill("closed its link")
+
+    def _reap(self) -> None:
+        assert self._process is not None
+        assert self._end is not None
+        status = self._process.wait()
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        if self._protocol is not None:
+            self._protocol.close()
+        self._end.set_result(self._killed_because or _describe(status))
+
+
+def _describe(status: int) -> str:
+    if status < 0:
+        try:
+            return f"was ended by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was ended by signal {-status}"
+    return f"exited with {status}"

@@ -1,0 +1,80 @@
+"""The reading of a request's body, from bytes to prompt tokens, in a text process.
+
+Bodies are hostile and large: parsing, checking and tokenising them may take seconds, and hold the
+interpreter's lock. `read` runs in a process of `batchengine.text.pool`; the daemon keeps the bytes
+as they came, and gets a `Reading`, which is small but for the token ids.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+
+from batchengine import errors
+from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
+from service.protocols.requests import Prompt
+from service.protocols.schema import Common
+from service.protocols.table import BY_NAME
+
+READER = "service.protocols.reading:read"  # as the engine passes it to its text processes
+
+_common_fields = Common.__struct_fields__
+
+
+class Question(msgspec.Struct, array_like=True, frozen=True):
+    """The facts of the daemon that decide how a body is read."""
+
+    protocol: str
+    limits: PromptLimits
+    strict: bool = False  # refuse unknown fields
+
+
+class Reading(msgspec.Struct, array_like=True, frozen=True):
+    """A body that was read: its fields, the names of ignored ones, and its prompts.
+
+    `tokens` holds little-endian int32 ids, one entry per prompt; the rest as in `Prompt`.
+    """
+
+    fields: Common
+    ignored: list[str]
+    tokens: list[bytes]
+    tokens_max: int
+    logprobs: int
+    param: str
+    tool_call_ids: tuple[str, ...]
+
+    def prompt(self) -> Prompt:
+        """The prompts as lists of token ids."""
+        tokens = [array("i", ids).tolist() for ids in self.tokens]
+        return Prompt(tokens, self.tokens_max, self.logprobs, self.param, self.tool_call_ids)
+
+
+encode_question = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
+_decode_question = msgspec.msgpack.Decoder(Question).decode
+decode_reading = msgspec.msgpack.Decoder(Reading).decode
+
+
+def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
+    """A `Reading` of the body `data`, as msgpack; raises BatchEngineError 400."""
+    asked = _decode_question(question)
+    protocol: Protocol[Any] = BY_NAME[asked.protocol]  # Any: each row has its own body
+    body, ignored = protocol.parse(data)
+    if ignored and asked.strict:
+        raise errors.UNKNOWN_FIELDS(names=", ".join(ignored[:8]), param=ignored[0])
+    protocol.check(body)
+    prompt = protocol.read_prompt(body, text, asked.limits)
+    fields = Common(**{name: getattr(body, name) for name in _common_fields})
+    return _encode(
+        Reading(
+            fields,
+            ignored,
+            [array("i", tokens).tobytes() for tokens in prompt.tokens],
+            prompt.tokens_max,
+            prompt.logprobs,
+            prompt.param,
+            prompt.tool_call_ids,
+        )
+    )

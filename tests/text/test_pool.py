@@ -1,0 +1,182 @@
+"""The pool of text processes: turns between tenants; processes that die, hang or start slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchengine.core import BatchEngineError, Kind
+from batchengine.fair_queue import FairQueue
+from batchengine.text.frontend import TextFrontend
+from batchengine.text.pool import TextLimits
+
+LONG = "the small fox " * 40_000
+ENDLESS = (
+    "{% if messages[0].content == 'endless' %}{% for a in range(99999) %}"
+    "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
+)
+
+
+def chat(text: str) -> list[dict[str, object]]:
+    return [{"role": "user", "content": text}]
+
+
+@asynccontextmanager
+async def opened(path: Path, **settings: Any) -> AsyncIterator[TextFrontend]:
+    text = await TextFrontend.open(path, **settings)
+    try:
+        yield text
+    finally:
+        await text.close()
+
+
+# --- the queue ----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), max_size=60))
+def test_items_of_a_tenant_leave_in_order_and_none_is_lost(items: list[tuple[str, int]]) -> None:
+    queue = FairQueue[int]()
+    for number, (tenant, cost) in enumerate(items):
+        queue.push(tenant, cost, number)
+    left: list[int] = []
+    while (item := queue.pop()) is not None:
+        left.append(item)
+    assert sorted(left) == list(range(len(items)))
+    for tenant in "abc":
+        own = [number for number in left if items[number][0] == tenant]
+        assert own == sorted(own)
+
+
+def test_tenants_that_always_wait_take_equal_cost() -> None:
+    rng = random.Random(7)
+    queue = FairQueue[tuple[str, int]]()
+    costs = {"small": lambda: 1, "large": lambda: rng.randint(20, 60), "flood": lambda: 5}
+    taken = dict.fromkeys(costs, 0)
+    for tenant in costs:
+        for _ in range(200 if tenant == "flood" else 2):
+            queue.push(tenant, cost := costs[tenant](), (tenant, cost))
+    for _ in range(4000):
+        found = queue.pop()
+        assert found is not None
+        tenant, cost = found
+        taken[tenant] += cost
+        queue.push(tenant, again := costs[tenant](), (tenant, again))
+        assert max(taken.values()) - min(taken.values()) <= 2 * 60
+
+
+def test_a_tenant_that_may_not_leave_is_passed_over() -> None:
+    queue = FairQueue[str]()
+    queue.push("a", 1, "first")
+    queue.push("b", 9, "second")
+    assert queue.pop(lambda tenant: tenant != "a") == "second"
+    assert queue.pop(lambda tenant: tenant != "a") is None
+    assert queue.pop() == "first"
+
+
+# --- the pool -----------------------------------------------------------------------------------
+
+
+async def test_a_short_text_does_not_wait_behind_a_long_one(pocket_path: Path) -> None:
+    async with opened(pocket_path) as text:
+        long = [asyncio.create_task(text.encode(LONG)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        await text.encode("the")
+        assert not any(task.done() for task in long[1:])  # of one tenant, as without keys
+        for task in long:
+            assert len(await task) > 100_000
+
+
+async def test_a_tenant_with_many_texts_does_not_delay_another(pocket_path: Path) -> None:
+    async with opened(pocket_path) as text:
+        await asyncio.gather(text.encode("the", tenant="a"), text.encode("the", tenant="b"))
+        flood = [asyncio.create_task(text.encode("the " * 500, tenant="a")) for _ in range(400)]
+        await asyncio.sleep(0)
+        await text.encode("the", tenant="b")
+        assert sum(task.done() for task in flood) < 20
+        await asyncio.gather(*flood)
+
+
+async def test_a_text_that_hangs_costs_its_own_tenant_the_limit(pocket_path: Path) -> None:
+    limits = TextLimits(wall_s=1.0)
+    async with opened(pocket_path, template=ENDLESS, limits=limits) as text:
+        hanging = asyncio.create_task(text.encode_chat(chat("endless"), tenant="a"))
+        await asyncio.sleep(0.5)
+        for _ in range(20):
+            await text.encode_chat(chat("hi"), tenant="b")
+        with pytest.raises(BatchEngineError, match="took longer") as caught:
+            await hanging
+        assert caught.value.name == "chat_template_stopped"
+        assert await text.encode_chat(chat("hi"), tenant="a") != []
+
+
+async def test_a_killed_process_costs_no_request(pocket_path: Path) -> None:
+    async with opened(pocket_path) as text:
+        wanted = await text.encode(LONG)
+        for _ in range(3):
+            working = asyncio.create_task(text.encode(LONG))
+            await asyncio.sleep(0.05)
+            os.kill(max(worker.pid for worker in text._pool._all), signal.SIGKILL)
+            assert await working == wanted
+
+
+async def test_slow_starts_refuse_requests_until_a_start_succeeds(
+    pocket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many starts fail, the next request tries again."""
+    async with opened(pocket_path, limits=TextLimits(start_s=0.001)) as text:
+        for _ in range(3):
+            with pytest.raises(BatchEngineError, match="no process") as caught:
+                await text.encode_chat(chat("hi"))
+            assert (caught.value.kind, caught.value.retry_ms) == (Kind.UNAVAILABLE, 1000)
+        for worker in text._pool._all:
+            monkeypatch.setattr(worker, "_limits", TextLimits())
+        assert await text.encode_chat(chat("hi")) != []
+
+
+async def test_a_request_that_is_given_up_leaves_the_pool_usable(pocket_path: Path) -> None:
+    async with opened(pocket_path) as text:
+        gone = [asyncio.create_task(text.encode(LONG)) for _ in range(50)]
+        await asyncio.sleep(0.05)
+        for task in gone:
+            task.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+        async with asyncio.timeout(10):
+            assert len(await text.encode(LONG)) > 100_000
+        assert (text._pool._long_running, text._pool._short_running) == (0, {})
+
+
+async def test_closing_ends_requests_and_processes(pocket_path: Path) -> None:
+    text = await TextFrontend.open(pocket_path)
+    await text.encode("the")
+    pids = [worker.pid for worker in text._pool._all if worker.pid]
+    tasks = [asyncio.create_task(text.encode(LONG)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    await text.close()
+    for task in tasks:
+        with pytest.raises(BatchEngineError, match="stops"):
+            await task
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # noqa: ASYNC240
+    await text.close()
+
+
+async def test_a_process_that_grew_is_replaced(
+    pocket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "{{ (messages[0].content * 80000000) | length }}"
+    async with opened(pocket_path, template=source) as text:
+        await text.encode("the")
+        first = {worker.pid for worker in text._pool._all}
+        with pytest.raises(BatchEngineError, match="memory"):
+            await text.encode_chat(chat("0123456789abcdefgh"))
+        await text.encode("the")
+        assert {worker.pid for worker in text._pool._all} != first
