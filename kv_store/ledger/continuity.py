@@ -18,7 +18,7 @@ import numpy as np
 from kv_store import osio
 from kv_store.arenas.arena import ARENA_NAME
 
-INCARNATIONS = 10_000  # of workers per opening of the store: keeps arena names unique
+INCARNATIONS = 10_000  # numbers of arenas per opening of the store
 EPOCH_PLAUSIBLE_MAX = 200_000  # uses half of an arena's u32 numbers; an arena or LOCK that names a
 # later opening is ignored
 LOST_MAX_CHARS = 1000
@@ -144,6 +144,12 @@ def describe(why: str) -> str:
         f"the ledger lost what was written last ({why}): sessions may be older than clients"
         " remember, or unknown"
     )
+
+
+def arena_number(epoch: int, life: int) -> int:
+    """The number of the arena of a worker's `life` in opening `epoch`; lives wrap around, so that
+    no number is of another opening."""
+    return epoch * INCARNATIONS + life % INCARNATIONS
 
 
 def _arena_epochs(folder: str) -> dict[str, int]:

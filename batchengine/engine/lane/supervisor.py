@@ -17,7 +17,7 @@ from batchengine.kv import LaneKv
 from batchengine.lanes.worker_process import Lane
 from batchengine.wire import lane as wire
 from kv_store.errors import StoreError, StoreFull, StoreGone
-from kv_store.ledger.continuity import INCARNATIONS
+from kv_store.ledger.continuity import arena_number
 from kv_store.store import Store
 
 SPIN_US = 60  # longer than between two kernel calls, short enough to leave cores to others
@@ -81,7 +81,7 @@ class WorkerSupervisor:
             3 * config.entries_max + 16,
             max(SLOTS_MIN, self._budget_bytes // ARENA_SHARE // layout.page_bytes),
         )
-        number = store.epoch * INCARNATIONS + lane.incarnation
+        number = arena_number(store.epoch, lane.incarnation)
         create = functools.partial(store.create_arena, lane.name, number, slots)
         try:
             try:

@@ -25,7 +25,7 @@ from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session
 from kv_store import keys
 from kv_store.errors import LedgerError, StoreError
 from kv_store.ledger import writes
-from kv_store.ledger.continuity import INCARNATIONS
+from kv_store.ledger.continuity import arena_number
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.journal")
@@ -190,7 +190,7 @@ class Journal:
     # ------------------------------------------------------------------------------- inner
 
     def _owner(self, session: Session, epoch: int, lane: Lane) -> writes.SetOwner:
-        incarnation = self._store.epoch * INCARNATIONS + lane.incarnation
+        incarnation = arena_number(self._store.epoch, lane.incarnation)
         return writes.SetOwner(session.name.decode(), epoch, incarnation, lane.name)
 
     def _own(self, session: Session, lane: Lane, meta: SessionMeta) -> list[writes.Op]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,6 +20,7 @@ from batchengine.engine.lane.supervisor import WorkerSupervisor
 from batchengine.lanes.worker_process import LaneDied
 from batchengine.wire import lane as wire
 from kv_store.errors import StoreFull
+from kv_store.ledger import continuity
 from tests.support.engines import (
     Reference,
     Site,
@@ -270,3 +272,22 @@ async def test_the_queue_is_bounded_while_sessions_are_reopened(site: Site) -> N
         assert (len(taken), refused) == (5, 15)
         answers = await asyncio.gather(*(read(g) for g in taken))
         assert all(a.reason == "length" for a in answers)
+
+
+async def test_ten_thousand_worker_lives_are_no_lost_ledger(
+    site: Site, reference: Reference
+) -> None:
+    """An arena of a late life is of this opening of the store: the next one reports no loss."""
+    prompt = words(90, 300)
+    async with running_engine(site) as engine:
+        (loop,) = engine.state.lanes
+        loop.lane.incarnation = continuity.INCARNATIONS - 1
+        os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
+        await until(lambda: loop.up and loop.lane.incarnation == continuity.INCARNATIONS)
+        answer = await read(engine.submit(request(prompt, 20, session="s")))
+        shutil.copytree(site.folder / "kv", site.folder / "killed" / "kv")  # as SIGKILL leaves it
+    async with running_engine(site.at("killed")) as engine:
+        assert engine.running.store.losses == []
+        assert engine.phase == "ready"
+        again = await read(await engine.resume("", "s"))
+        assert again.tokens == answer.tokens == reference.tokens(prompt, 20)
