@@ -1,4 +1,4 @@
-"""Reads GGUF files: one mapping, every byte of it checked before it is used.
+"""Reads GGUF files: every byte of the header is checked before it is used.
 
 Owns: the container format (header, key-values, tensor table, bounds of the tensor data).
 Refuses: any malformed file. Each defect has one error that names the key or the tensor;
@@ -8,7 +8,7 @@ The meaning of keys is in weights.spec; tensor data is never converted here.
 
 The `gguf` package needs 7.0 s for the key-values of a 152k-token vocabulary
 (ggml-vocab-qwen2.gguf; one numpy object per string part), this reader 0.07 s: strings
-of arrays stay bytes in the mapping and only their positions are kept.
+of arrays stay bytes in one buffer and only their positions are kept.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import operator
 import os
 import stat
 import struct
+import threading
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ TEXT_BYTES_MAX = 1 << 24  # a chat template is tens of KiB
 ELEMENT_COUNT_MAX = 1 << 23  # array elements, summed over the file: 150k tokens + merges is 0.5 M
 DIMENSIONS_MAX = 4
 ALIGNMENT_MAX = 1 << 20
+HEADER_BYTES = (32 << 20, 256 << 20)  # read for the header at first, and if it is longer
 
 Identity = tuple[int, int, int, int, int]  # dev, ino, size, mtime_ns, ctime_ns
 
@@ -129,7 +131,7 @@ class TensorInfo:
 
 
 class StringArray:
-    """The strings of one array value, as bytes read from the mapping by each iteration."""
+    """The strings of one array value, as bytes copied from the header by each iteration."""
 
     def __init__(self, buffer: memoryview, starts: array[int], ends: array[int]) -> None:
         self._buffer = buffer
@@ -156,18 +158,20 @@ class GgufFile:
     """A checked GGUF file. Use as a context manager or call close().
 
     path, size_bytes, identity; version, data_start (bytes); values: key -> value;
-    tensors: name -> TensorInfo in file order. The views it hands out live in the mapping: if
-    the file is truncated while they are read the process gets SIGBUS, which is why only lane
-    workers read tensor data. Strings of arrays are readable until close().
+    tensors: name -> TensorInfo in file order. The header is read; the file is mapped by the first
+    call of `data`. If it is truncated while a view of a tensor is read, the process gets SIGBUS,
+    which is why only lane workers read tensor data. Strings of arrays are readable for ever.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._map, self.identity = _map_file(self.path)
+        self._fd, self.identity = _open_file(self.path)
         self.size_bytes = self.identity[2]
-        self._view = memoryview(self._map)
+        self._map: mmap.mmap | None = None
+        self._mapping = threading.Lock()  # tensors are hashed and packed on several threads
+        self._view = memoryview(b"")
         try:
-            parsed = parse(self._view, str(self.path))
+            self._head, parsed = _read_header(self._fd, self.size_bytes, self.path)
         except BaseException:
             self.close()
             raise
@@ -189,18 +193,29 @@ class GgufFile:
         )
 
     def close(self) -> None:
-        """Unmaps the file once no view of it is left."""
+        """Closes the file, and unmaps it once no view of it is left."""
         # A view still in use keeps the mapping; it goes with the last view.
         with contextlib.suppress(BufferError):
             self._view.release()
-            self._map.close()
+            if self._map is not None:
+                self._map.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def header(self) -> memoryview:
         """The bytes before the tensor data: header, key-values and tensor table."""
-        return self._view[: self.data_start]
+        return self._head[: self.data_start]
 
     def data(self, name: str) -> memoryview:
         """The bytes of one tensor, read-only, in the mapping."""
+        with self._mapping:
+            if self._map is None:
+                try:
+                    self._map = mmap.mmap(self._fd, self.size_bytes, prot=mmap.PROT_READ)
+                except (OSError, ValueError) as error:  # too short by now, or closed
+                    raise errors.MODEL_UNREADABLE(path=self.path, why=error) from error
+                self._view = memoryview(self._map)
         info = self.tensors[name]
         return self._view[info.offset : info.offset + info.n_bytes]
 
@@ -252,7 +267,7 @@ class Parsed:
     tensors: dict[str, TensorInfo]
 
 
-def _map_file(path: Path) -> tuple[mmap.mmap, Identity]:
+def _open_file(path: Path) -> tuple[int, Identity]:
     try:
         # O_NONBLOCK: opening a FIFO for reading would otherwise wait for a writer for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -264,13 +279,35 @@ def _map_file(path: Path) -> tuple[mmap.mmap, Identity]:
             raise errors.MODEL_UNREADABLE(path=path, why="it is not a regular file")
         if status.st_size < 24:
             raise errors.GGUF_CUT_SHORT(file=path, why=f"it has {status.st_size} bytes")
-        identity = file_identity(status)
-        try:
-            return mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ), identity
-        except (OSError, ValueError) as error:
-            raise errors.MODEL_UNREADABLE(path=path, why=error) from error
-    finally:
+    except BaseException:
         os.close(fd)
+        raise
+    return fd, file_identity(status)
+
+
+def _read_header(fd: int, size: int, path: Path) -> tuple[memoryview, Parsed]:
+    """The first bytes of a file, which hold its header, and what they say."""
+    for n_bytes in HEADER_BYTES:
+        try:
+            head = memoryview(_read_start(fd, min(n_bytes, size)))
+        except OSError as error:
+            raise errors.MODEL_UNREADABLE(path=path, why=error) from error
+        try:
+            return head, parse(head, str(path), size)
+        except BatchEngineError as error:
+            is_longer = error.code == errors.GGUF_CUT_SHORT.code and n_bytes < size
+            if not is_longer or n_bytes == HEADER_BYTES[-1]:
+                raise
+    raise AssertionError("the last round returns or raises")
+
+
+def _read_start(fd: int, n_bytes: int) -> bytes:
+    """The first `n_bytes` of a file, or fewer if it is shorter by now."""
+    parts, done = list[bytes](), 0
+    while done < n_bytes and (part := os.pread(fd, n_bytes - done, done)):
+        parts.append(part)
+        done += len(part)
+    return b"".join(parts)
 
 
 def file_identity(status: os.stat_result) -> Identity:
@@ -281,10 +318,11 @@ def file_identity(status: os.stat_result) -> Identity:
 class _Cursor:
     """A position within the buffer. Every read gets the name of its value, for errors."""
 
-    def __init__(self, buffer: memoryview, name: str) -> None:
+    def __init__(self, buffer: memoryview, name: str, file_bytes: int | None) -> None:
         self.buffer = buffer
         self.name = name
         self.size = len(buffer)
+        self.file_bytes = len(buffer) if file_bytes is None else file_bytes
         self.position = 0
         self.elements_left = ELEMENT_COUNT_MAX
 
@@ -326,12 +364,13 @@ class _Cursor:
             ) from error
 
 
-def parse(buffer: memoryview, name: str) -> Parsed:
-    """Checks and reads everything before the tensor data of the GGUF file held in `buffer`.
+def parse(buffer: memoryview, name: str, file_bytes: int | None = None) -> Parsed:
+    """Checks and reads everything before the tensor data of a GGUF file that begins with `buffer`.
 
-    `name` is used in error messages. Returned arrays of strings refer to the buffer.
+    `name` is used in error messages; `file_bytes` is the file's size, if the buffer is not all of
+    it. Returned arrays of strings refer to the buffer.
     """
-    cursor = _Cursor(buffer, name)
+    cursor = _Cursor(buffer, name, file_bytes)
     version = _read_version(cursor)
     n_tensors = cursor.count("the number of tensors", TENSOR_COUNT_MAX, 24)
     n_keys = cursor.count("the number of keys", KEY_COUNT_MAX, 13)
@@ -347,6 +386,8 @@ def parse(buffer: memoryview, name: str) -> Parsed:
     for index in range(n_tensors):
         infos.append(_read_tensor(cursor, index))
     data_start = -(-cursor.position // alignment) * alignment
+    if data_start > cursor.size < cursor.file_bytes:
+        raise cursor.truncated("the padding before the tensors")
     tensors = _place_tensors(cursor, infos, data_start, alignment)
     return Parsed(version, alignment, data_start, values, tensors)
 
@@ -395,7 +436,7 @@ def _read_array(cursor: _Cursor, key: str) -> Value:
     if code is None:
         return _scan_strings(cursor, key, count)
     start = cursor.take(count * item_bytes, f"value of key {key}")
-    # A copy: it is small, and the caller may outlive the mapping.
+    # A copy: it is small, and aligned.
     dtype = np.dtype("<u1" if code == "?" else f"<{code}")
     return np.frombuffer(cursor.buffer, dtype, count, start).copy()
 
@@ -468,9 +509,11 @@ def _place_tensors(
             raise errors.TENSOR_NAME(tensor=tensor, problem="is there twice", file=cursor.name)
         if offset % alignment:
             raise errors.TENSOR_UNALIGNED(tensor=tensor, offset=offset, alignment=alignment)
-        if data_start + offset + n_bytes > cursor.size:
+        if data_start + offset + n_bytes > cursor.file_bytes:
             end = data_start + offset + n_bytes
-            raise errors.TENSOR_OUTSIDE(tensor=tensor, file=cursor.name, end=end, size=cursor.size)
+            raise errors.TENSOR_OUTSIDE(
+                tensor=tensor, file=cursor.name, end=end, size=cursor.file_bytes
+            )
         tensors[tensor] = TensorInfo(tensor, kind, shape, data_start + offset, n_bytes)
     by_offset = sorted(tensors.values(), key=operator.attrgetter("offset"))
     for before, after in itertools.pairwise(by_offset):

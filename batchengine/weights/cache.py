@@ -44,6 +44,7 @@ FORMAT_VERSION = 1
 ALIGNMENT = 64
 LOCK_WAIT_S_MAX = 600.0  # longer than packing takes; then pack without waiting (rename is safe)
 CHUNK_BYTES = 1 << 24
+TABLE_BYTES_MAX = 64 << 20  # 100 bytes per tensor: far above any model
 FILES = osio.Files()
 
 # magic, format version, reserved, table offset, table bytes, SHA-256 of the table
@@ -52,6 +53,7 @@ if PROLOGUE.size != 64:
     raise AssertionError("the prologue of the weights cache is 64 bytes")
 
 Progress = Callable[[float], None]
+Read = Callable[[int, int], bytes | memoryview]  # bytes [start, stop); fewer past the file's end
 
 
 class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -116,8 +118,39 @@ class CacheFile:
 def open_cache(path: Path, check: Callable[[CacheTable], None], progress: Progress) -> CacheFile:
     """Maps and verifies a cache file; CacheMismatch with the reason if it cannot be used.
 
-    `check` raises CacheMismatch when the table does not fit the model at hand.
+    `check` raises CacheMismatch when the table does not fit the model at hand. A file that is cut
+    short meanwhile ends the process, which is why only lane workers call this.
     """
+    with _opened(path) as (fd, size):
+        try:
+            mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise CacheMismatch(f"it cannot be mapped: {error}") from error
+    view = memoryview(mapping)
+    table = _read_table(lambda start, stop: view[start:stop], size)
+    check(table)
+    _verify_entries(lambda start, stop: view[start:stop], table, progress)
+    return CacheFile(path, mapping, table)
+
+
+def verify_cache(path: Path) -> CacheTable:
+    """Verifies a cache file by reading, without a mapping; CacheMismatch with the reason."""
+    with _opened(path) as (fd, size):
+
+        def read(start: int, stop: int) -> bytes:
+            try:
+                return os.pread(fd, stop - start, start)
+            except OSError as error:
+                raise CacheMismatch(f"it cannot be read: {error.strerror}") from error
+
+        table = _read_table(read, size)
+        _verify_entries(read, table, lambda _: None)
+        return table
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Generator[tuple[int, int]]:
+    """A descriptor of a cache file that no other user can have written, and its size."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -125,16 +158,9 @@ def open_cache(path: Path, check: Callable[[CacheTable], None], progress: Progre
     except OSError as error:
         raise CacheMismatch(f"it cannot be opened: {error.strerror}") from error
     try:
-        size = _check_owner(os.fstat(fd))
-        mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-    except (OSError, ValueError) as error:
-        raise CacheMismatch(f"it cannot be mapped: {error}") from error
+        yield fd, _check_owner(os.fstat(fd))
     finally:
         os.close(fd)
-    table = _read_table(memoryview(mapping), size)
-    check(table)
-    _verify_entries(memoryview(mapping), table, progress)
-    return CacheFile(path, mapping, table)
 
 
 def _check_owner(status: os.stat_result) -> int:
@@ -148,13 +174,18 @@ def _check_owner(status: os.stat_result) -> int:
     return status.st_size
 
 
-def _read_table(view: memoryview, size: int) -> CacheTable:
-    magic, version, _, offset, n_bytes, digest = PROLOGUE.unpack_from(view)
+def _read_table(read: Read, size: int) -> CacheTable:
+    head = read(0, PROLOGUE.size)
+    if len(head) < PROLOGUE.size:
+        raise CacheMismatch("it is cut short")
+    magic, version, _, offset, n_bytes, digest = PROLOGUE.unpack(head)
     if magic != MAGIC or version != FORMAT_VERSION:
         raise CacheMismatch("it has another format")
     if offset < PROLOGUE.size or offset + n_bytes != size:
         raise CacheMismatch("it is cut short")
-    packed = bytes(view[offset:])
+    if n_bytes > TABLE_BYTES_MAX:
+        raise CacheMismatch("its table is corrupt")
+    packed = bytes(read(offset, size))
     if hashlib.sha256(packed).digest() != digest:
         raise CacheMismatch("its table is corrupt")
     try:
@@ -167,7 +198,7 @@ def _read_table(view: memoryview, size: int) -> CacheTable:
     return table
 
 
-def _verify_entries(view: memoryview, table: CacheTable, progress: Progress) -> None:
+def _verify_entries(read: Read, table: CacheTable, progress: Progress) -> None:
     total = sum(entry.n_bytes for entry in table.entries) or 1
     done = 0
     for entry in table.entries:
@@ -175,7 +206,7 @@ def _verify_entries(view: memoryview, table: CacheTable, progress: Progress) -> 
         end = entry.offset + entry.n_bytes
         for start in range(entry.offset, end, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, end)
-            digest.update(view[start:stop])
+            digest.update(read(start, stop))
             done += stop - start
             progress(done / total)
         if digest.digest() != entry.digest:

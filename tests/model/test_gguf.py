@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchengine import gguf as reader
 from batchengine.core import BatchEngineError
 from batchengine.gguf import TENSOR_TYPES, GgufFile, StringArray, parse
 from tests.hostile.gguf_bytes import ARRAY, HOSTILE, STRING, File, Tensor, array, text
@@ -90,6 +93,46 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
     for length in range(len(HONEST) - 55):  # the data has 56 bytes of padding at its end
         with pytest.raises(BatchEngineError):
             parse(memoryview(HONEST[:length]), "cut")
+
+
+CUT_WHILE_READ = """
+import os, sys
+from batchengine.gguf import GgufFile
+with GgufFile(sys.argv[1]) as file:
+    os.truncate(sys.argv[1], 24)
+    print(len(bytes(file.header())) == file.data_start, len(set(file.strings(sys.argv[2]))))
+    try:
+        file.data("output_norm.weight")
+    except Exception as error:
+        print(error.code)
+"""
+
+
+def test_a_file_cut_short_after_it_was_opened_does_not_end_the_process(
+    pocket_path: Path, tmp_path: Path
+) -> None:
+    """The engine reads the header of the model file: it must not be a mapping."""
+    path = written(tmp_path, pocket_path.read_bytes())
+    command = [sys.executable, "-c", CUT_WHILE_READ, str(path), "tokenizer.ggml.tokens"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "True 2048\nBE1301\n"), done.stderr
+
+
+def test_a_header_longer_than_the_first_read_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, HONEST)
+    with GgufFile(path) as file:
+        whole = file.data_start
+    for first in (1, 24, 100, whole - 1, whole):
+        monkeypatch.setattr(reader, "HEADER_BYTES", (first, 1 << 20))
+        with GgufFile(path) as file:
+            assert bytes(file.header()) == HONEST[:whole]
+            assert list(file.strings("tokenizer.ggml.tokens")) == [b"a", b"bc", b"\xff"]
+    monkeypatch.setattr(reader, "HEADER_BYTES", (1, whole - 1))
+    with pytest.raises(BatchEngineError) as caught:
+        GgufFile(path)
+    assert caught.value.code == "BE1304"
 
 
 def test_a_value_of_a_wrong_type_is_refused_with_its_key(tmp_path: Path) -> None:

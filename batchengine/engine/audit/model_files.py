@@ -18,7 +18,7 @@ from batchengine.core import BatchEngineError
 from batchengine.engine.state import EngineState
 from batchengine.gguf import Identity, file_identity
 from batchengine.weights import read_fingerprint
-from batchengine.weights.cache import CacheMismatch, cache_path, open_cache
+from batchengine.weights.cache import CacheMismatch, cache_path, verify_cache
 
 log = logging.getLogger("batchengine.engine")
 
@@ -30,7 +30,8 @@ class ModelFiles:
     is written in place, they compute with the new bytes at once, so its checksums are verified. No
     lane reads the model file itself, and a worker that starts checks its fingerprint: when only its
     times differ (a link, chmod, touch, or a write in place), requests go on while a thread computes
-    its fingerprint again.
+    its fingerprint again. Both files are read, never mapped: one that is cut short meanwhile would
+    end the engine.
     """
 
     def __init__(self, state: EngineState, model_hash: str) -> None:
@@ -132,4 +133,4 @@ def identity_of(path: Path) -> Identity | None:
 
 def _verify(path: Path) -> str:
     """Return the fingerprint (hex) of the packed file's model. Raises CacheMismatch."""
-    return open_cache(path, lambda _: None, lambda _: None).table.fingerprint.hex()
+    return verify_cache(path).fingerprint.hex()

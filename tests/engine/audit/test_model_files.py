@@ -9,6 +9,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from batchengine.core import BatchEngineError, Kind
 from batchengine.engine.audit import model_files, scrub
 from batchengine.engine.audit.model_files import identity_of
 from batchengine.weights import read_fingerprint
+from tests.conftest import ROOT
 from tests.support.engines import (
     Reference,
     Site,
@@ -185,3 +188,38 @@ async def test_weights_overwritten_in_place_drain_lanes_and_touched_ones_do_not(
         assert answer.error is not None
         assert answer.error.name == "model_changed"
         assert engine.lanes()[0]["state"] == "drained"
+
+
+CUT_WHILE_HASHED = """
+import asyncio, os, sys
+from pathlib import Path
+import xxhash
+from batchengine.weights import cache
+from tests.support.engines import Site, read, request, running_engine, words
+
+folder = Path(sys.argv[2])
+
+class Cutting:
+    def __init__(self):
+        hashed = xxhash.xxh3_128()
+        os.truncate(packed, 4096)
+        self.update, self.digest = hashed.update, hashed.digest
+
+async def main():
+    global packed
+    async with running_engine(Site(Path(sys.argv[1]), folder, folder / "cache")) as engine:
+        (packed,) = (folder / "cache").glob("*.weights")
+        packed.touch()
+        cache.xxhash = type("Hashes", (), {"xxh3_128": Cutting})
+        answer = await read(engine.submit(request(words(37, 20), 5, session="s")))
+        print(answer.error.name)
+
+asyncio.run(main())
+"""
+
+
+def test_weights_cut_short_while_they_are_hashed_do_not_end_the_engine(site: Site) -> None:
+    """In a process of its own, which a SIGBUS would end."""
+    command = [sys.executable, "-c", CUT_WHILE_HASHED, str(site.model), str(site.folder)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "model_changed\n"), done.stderr[-2000:]
