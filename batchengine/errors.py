@@ -517,6 +517,12 @@ TURN_FOLLOWED = Problem("BE2417", Kind.CONFLICT, "turn_followed",
     "another turn of session {session_id} followed it, or its history no longer holds that turn",
     "GET /v1/sessions/ID lists the session's turns; send the request itself to have its answer,"
     " with its Idempotency-Key if it had one")
+TURN_OF_OTHER_MODEL = Problem("BE2418", Kind.CONFLICT, "turn_of_other_model",
+    "turn {turn_id} of session {session_id} cannot go on",
+    "another model, or this one with other arithmetic, began its answer ({changed} differ): one"
+    " answer would be of two models",
+    "send the request itself for an answer of this model, with another Idempotency-Key if it had"
+    " one")
 
 # -------------------------------------------------------------------------------------- 30: moves
 AMBIGUOUS_SESSION = Problem("BE3002", Kind.CONFLICT, "ambiguous_session",

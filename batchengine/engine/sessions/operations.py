@@ -27,6 +27,7 @@ from batchengine.engine.turns.records import (
     ParkedMark,
     Rebase,
     SessionMeta,
+    TimelineMark,
     encode,
     parked_row,
     session_meta,
@@ -73,8 +74,8 @@ class SessionOperations:
     async def park(self, tenant: str, session_id: str, tool_call_id: str | None) -> dict[str, Any]:
         """Move the KV of a session that waits for a tool out of its lane, now or after its turn.
 
-        A request with the result of `tool_call_id` continues the session. Raises BatchEngineError
-        (404, 409, 503): then it does not.
+        A request with the result of `tool_call_id` whose prompt continues the timeline continues
+        the session. Raises BatchEngineError (404, 409, 503): then it does not.
         """
         session = self._state.sessions.get((tenant, session_id))
         while session is not None and session.key in self._state.moves:
@@ -85,14 +86,15 @@ class SessionOperations:
             if session is not None and self._state.is_busy(session):
                 raise errors.SESSION_IN_USE(session_id=session_id)  # it is read from the ledger
             found = await self._recovery.record(tenant, session_id)
-            epoch, tokens = found.info.epoch, len(found.tokens)
+            epoch, timeline = found.info.epoch, found.tokens
             meta = session_meta(found.info.meta) if facts is None else facts.meta
         else:
-            meta, epoch, tokens = facts.meta, session.logged_epoch, len(session.tokens)
+            meta, epoch, timeline = facts.meta, session.logged_epoch, session.tokens
         before = meta, None if facts is None else facts.parks
         if tool_call_id:
             calls = (*(c for c in meta.calls if c != tool_call_id), tool_call_id)[-CALLS_MAX:]
-            meta = _with_calls(meta, calls)
+            mark = TimelineMark.of(timeline)
+            meta = msgspec.structs.replace(meta, calls=calls, parked=None, mark=mark)
         is_busy = session is not None and self._state.is_busy(session)
         state, parked = RUNNING if is_busy else PARKED, ParkedMark.now(tool_call_id or "")
         if not is_busy:
@@ -112,8 +114,9 @@ class SessionOperations:
                 raise
             await self._recovery.record(tenant, session_id)  # 404, else it has a new owner
             raise errors.SESSION_IN_USE(session_id=session_id) from error
-        if tool_call_id:
-            self._recovery.remember_call(tenant, tool_call_id, session_id)
+        mark = (meta if facts is None else facts.meta).mark  # a turn may have ended meanwhile
+        if tool_call_id and mark is not None:
+            self._recovery.calls.add(tenant, tool_call_id, session_id, mark)
         state = "parked"
         if session is not None and facts is not None and self._state.is_busy(session):
             state = "parks at the end of its turn"
@@ -123,7 +126,7 @@ class SessionOperations:
         return {
             "session_id": session_id,
             "state": state,
-            "tokens": tokens,
+            "tokens": len(timeline),
             "tool_calls": meta.calls,
         }
 
@@ -139,7 +142,8 @@ class SessionOperations:
             raise errors.SESSION_EXISTS(given=new_id)
         name, old = durable_name(tenant, new_id), durable_name(tenant, session_id)
         epoch = self._state.first_epoch
-        meta = _with_calls(session_meta(found.info.meta), ())
+        known = session_meta(found.info.meta)
+        meta = SessionMeta(known.repr_id, known.rebase, known.edit)
         try:
             await self._wait(
                 self._store.ledger.append(
@@ -293,8 +297,3 @@ class SessionOperations:
                 await self._state.moved(session)
         except TimeoutError as late:
             raise errors.NOT_DROPPED(session_id=session.session_id, waited_s=DROP_WAIT_S) from late
-
-
-def _with_calls(meta: SessionMeta, calls: tuple[str, ...]) -> SessionMeta:
-    """Return the meta with other tool calls, and not parked."""
-    return SessionMeta(meta.repr_id, meta.rebase, meta.edit, calls)

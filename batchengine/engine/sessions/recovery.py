@@ -6,7 +6,8 @@ than the timeline had. Computes nothing and moves no pages: lanes and their tabl
 
 A request whose prompt is a prefix of the timeline may be a repetition. If the last turn in the
 ledger had the same parameters, its tokens are sent again and the turn continues after them, since
-the arithmetic is deterministic. Otherwise the timeline is cut where the prompt differs from it.
+the arithmetic is deterministic; a turn that another model began is at most sent again. Otherwise
+the timeline is cut where the prompt differs from it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.suspects import STRIKES_MAX, Suspects
 from batchengine.engine.sessions.crash_marker import CrashMarker
 from batchengine.engine.sessions.directory import durable_name, name_of
+from batchengine.engine.sessions.tool_calls import CALLS_ALL, ToolCalls
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns import records
 from batchengine.engine.turns.journal import DONE, RUNNING, Journal
@@ -32,6 +34,7 @@ from batchengine.engine.turns.records import (
     ParkedMark,
     SessionFacts,
     SessionMeta,
+    TimelineMark,
     session_meta,
     turn_record,
 )
@@ -56,8 +59,6 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.reopen")
 
-CALLS_MAX = 4096  # tool calls of one tenant that are kept
-CALLS_ALL = 16 * CALLS_MAX  # of all tenants
 ORPHANED_SESSIONS = 4096  # latest sessions whose rows in arenas of earlier runs are kept
 TIDY_S = 5.0  # between two sweeps of the arenas of earlier runs
 # Evicted in an earlier run, in a damaged extent, or never sealed: this run has no `Loss` of them.
@@ -74,7 +75,7 @@ class SessionRecovery:
         self._suspects = suspects
         self._store = store
         self._journal = journal
-        self._calls: dict[str, dict[str, str]] = {}  # tenant -> tool call -> session id
+        self.calls = ToolCalls()
         self.interrupted: dict[tuple[str, str], SessionInfo] = {}  # exited during a turn
 
     def meta(self, session: Session) -> SessionMeta:
@@ -90,7 +91,15 @@ class SessionRecovery:
         if facts.parks is not None or turn.generation.request.park:
             parked = ParkedMark.now(facts.parks or "")
             facts.meta = msgspec.structs.replace(facts.meta, parked=parked)
+        self._mark(turn.session, facts)
         return facts.meta
+
+    def _mark(self, session: Session, facts: SessionFacts) -> None:
+        """Mark the timeline of a session that has tool calls, which may be continued by them."""
+        if facts.meta.calls:
+            mark = TimelineMark.of(session.tokens)
+            facts.meta = msgspec.structs.replace(facts.meta, mark=mark)
+            self.calls.set_mark(session.tenant, session.session_id, mark)
 
     async def start(self, crash_marker: CrashMarker) -> None:
         """Read interrupted sessions, suspects and tool calls of earlier runs, but no tokens."""
@@ -104,9 +113,11 @@ class SessionRecovery:
         self._store.orphaned.retain(info.id.encode() for info in infos[:ORPHANED_SESSIONS])
         self.interrupted = {name_of(i.id): i for i in infos if i.state == RUNNING}
         recent = [info for info in infos[:CALLS_ALL] if CALLS_FIELD in info.meta]
-        for info in reversed(recent):  # oldest first: `remember_call` drops the oldest
-            for call in session_meta(info.meta).calls:
-                self.remember_call(info.tenant, call, name_of(info.id)[1])
+        for info in reversed(recent):  # oldest first: `add` drops the oldest
+            meta = session_meta(info.meta)
+            if meta.mark is not None:
+                for call in meta.calls:
+                    self.calls.add(info.tenant, call, name_of(info.id)[1], meta.mark)
 
     async def tidy(self) -> None:
         """Delete arenas of earlier runs once no session needs their rows, or after ORPHANED_S."""
@@ -119,34 +130,13 @@ class SessionRecovery:
                 return
             await asyncio.sleep(TIDY_S)
 
-    # ---------------------------------------------------------------------------- tool calls
-
-    def remember_call(self, tenant: str, call: str, session_id: str) -> None:
-        """Record that the session waits for this tool call; beyond the limits, drop the oldest of
-        a tenant."""
-        mine = self._calls.setdefault(tenant, {})
-        mine.pop(call, None)
-        mine[call] = session_id
-        if len(mine) <= CALLS_MAX:
-            if sum(map(len, self._calls.values())) <= CALLS_ALL:
-                return
-            mine = max(self._calls.values(), key=len)
-        del mine[next(iter(mine))]
-
-    def session_of(self, tenant: str, calls: Sequence[str]) -> str | None:
-        """Return the id of a session that waits for one of these calls, the last call first."""
-        mine = self._calls.get(tenant, {})
-        return next((mine[call] for call in reversed(calls) if call in mine), None)
-
     def forget(self, tenant: str, session_id: str) -> None:
         """Delete strikes, tool calls and old rows of a dropped session."""
         name = durable_name(tenant, session_id)
         self._suspects.forget(name)
         self.interrupted.pop((tenant, session_id), None)
         self._store.orphaned.forget(name.encode())
-        mine = self._calls.pop(tenant, {})
-        if kept := {call: name for call, name in mine.items() if name != session_id}:
-            self._calls[tenant] = kept
+        self.calls.forget(tenant, session_id)
 
     # ------------------------------------------------------------------------------- look
 
@@ -176,7 +166,7 @@ class SessionRecovery:
         if generation.resumes is not None:
             self._check_resume(session, generation, found)
         self._reconcile(session, generation, found)
-        facts = self._take_over(session, found)
+        self._take_over(session, found)
         if (strikes := self._suspects.strikes(session)) >= STRIKES_MAX:
             raise errors.SESSION_QUARANTINED(session_id=session.session_id, strikes=strikes)
         self.interrupted.pop((session.tenant, session.session_id), None)
@@ -185,7 +175,11 @@ class SessionRecovery:
         ):
             # Drop the tokens that the ledger refused: they are not durable.
             self._rebase(session, session.tokens[: max(1, session.logged)])
-        generation.continuation = _find(found, session, generation, bool(facts.changed))
+        changed = ", ".join(self._changes(found))
+        more = _find(found, session, generation, bool(changed))
+        if more is not None:
+            more.changed = changed
+        generation.continuation = more
 
     def _check_resume(self, session: Session, generation: Generation, found: SessionRecord) -> None:
         """Check a resume before anything changes.
@@ -248,6 +242,7 @@ class SessionRecovery:
             found if found.is_edit else facts.meta.edit,
             facts.meta.calls,
         )
+        self._mark(session, facts)
         self._suspects.begin(turn)
         if more is not None and more.turn_id:
             self._journal.go_on(turn, more.turn_id, lane, facts.meta)
@@ -339,7 +334,7 @@ class SessionRecovery:
         if facts.meta.rebase is not None:
             met = msgspec.structs.replace(facts.meta.rebase, kept=found, reason=reason)
             edit = met if met.is_edit else facts.meta.edit
-            facts.meta = SessionMeta(facts.meta.repr_id, met, edit, facts.meta.calls)
+            facts.meta = msgspec.structs.replace(facts.meta, rebase=met, edit=edit)
 
     # ------------------------------------------------------------------------------- records
 

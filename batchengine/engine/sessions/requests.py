@@ -323,7 +323,7 @@ class Requests:
     def _replay(self, session: Session, generation: Generation, more: Continuation) -> bool:
         """Send the existing tokens of the turn again; True if the request ends with them."""
         reason = generation.replay(more.tokens, self._text.tokenizer.eog)
-        if not reason and more.is_last:
+        if not reason and more.is_last and not more.changed:
             return False
         if reason:
             generation.cached_tokens = len(generation.request.prompt)
@@ -332,6 +332,11 @@ class Requests:
                 self._journal.settle(session, more.turn_id, reason, meta)
             text = generation.rest(generation.stops.stopped)
             generation.end(DoneEvent(reason, generation.usage(self._state.now_ms()), text))
+        elif more.is_last:
+            name, turn_id = session.session_id, generation.turn_id
+            generation.fail(
+                errors.TURN_OF_OTHER_MODEL(turn_id=turn_id, session_id=name, changed=more.changed)
+            )
         else:
             generation.fail(errors.OTHER_REQUEST_OF_KEY())
         self._state.finished += 1
@@ -446,7 +451,7 @@ def _with_session(request: GenerationRequest, recovery: SessionRecovery) -> Gene
     """
     if request.session_id is not None:
         return request
-    found = recovery.session_of(request.tenant, request.tool_call_ids)
+    found = recovery.calls.find(request.tenant, request.tool_call_ids, request.prompt)
     if found is None and request.idempotency_key:
         digest = hashlib.sha256(b"batchengine idempotency\0" + request.idempotency_key.encode())
         found = f"idem_{digest.hexdigest()[:32]}"

@@ -8,6 +8,7 @@ exception.
 from __future__ import annotations
 
 import datetime
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,13 @@ from typing import Any
 import msgspec
 
 from batchengine.core import FORM_CHAT, GenerationRequest, Sampling, Sla
+from kv_store import keys
 
 CALLS_MAX = 64  # latest tool calls that are kept of one session
 CALLS_FIELD = '"calls":'  # in the text of a session that waits, or waited, for a tool call
+# last tokens of a timeline in which the request with a tool call's result may differ: the end of
+# the answer, which a stop sequence cuts and the template writes anew
+CALL_TOLERANCE = 4
 SAMPLE_TOKENS = 16  # kept of each side of a difference: enough to recognise the text
 
 
@@ -100,16 +105,31 @@ class ParkedMark(msgspec.Struct, frozen=True, omit_defaults=True):
         return cls(datetime.datetime.now(datetime.UTC).timestamp(), tool_call_id)
 
 
+class TimelineMark(msgspec.Struct, frozen=True):
+    """A digest of a timeline's first `tokens` tokens: all but the last CALL_TOLERANCE."""
+
+    tokens: int
+    digest: str
+
+    @classmethod
+    def of(cls, timeline: Sequence[int]) -> TimelineMark:
+        """Make the mark of a timeline."""
+        known = max(0, len(timeline) - CALL_TOLERANCE)
+        digest = hashlib.sha256(keys.token_bytes(timeline[:known]))
+        return cls(known, digest.hexdigest())
+
+
 class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Durable facts of a session besides its tokens. `repr_id` (hex): representation of its last
     KV. `rebase` is of the last turn, `edit` of the last that changed history. `calls`: tool calls.
-    `parked`: until the next turn."""
+    `parked`: until the next turn. `mark`: of its timeline, if it has tool calls."""
 
     repr_id: str = ""
     rebase: Rebase | None = None
     edit: Rebase | None = None
     calls: tuple[str, ...] = ()
     parked: ParkedMark | None = None
+    mark: TimelineMark | None = None
 
 
 @dataclass(slots=True)

@@ -36,13 +36,14 @@ class Continuation:
     """A turn of the ledger that a request continues; `turn_id` "" = recorded as a new turn.
 
     `tokens` are the existing tokens of its answer. Only the last turn of a session can compute
-    more tokens.
+    more tokens, and none if `changed` names what differs from the model that began it.
     """
 
     turn_id: str
     tokens: list[int]
     is_last: bool
     is_done: bool
+    changed: str = ""
 
 
 class Generation:

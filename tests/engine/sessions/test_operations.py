@@ -32,6 +32,11 @@ async def refused(verb: Any) -> tuple[Kind, str]:
     return caught.value.kind, caught.value.name
 
 
+def waiting(engine: Engine) -> list[str]:
+    """The sessions that wait for the tool call c1."""
+    return [*engine.running.recovery.calls._calls.get("", {}).get("c1", {})]
+
+
 def ledger_of(engine: Engine) -> Any:
     assert engine.running.store is not None
     return engine.running.store.ledger
@@ -52,11 +57,11 @@ async def test_a_session_whose_first_turn_was_refused_cannot_be_parked(
             Kind.NOT_FOUND,
             "session_not_found",
         )
-        assert engine.running.recovery.session_of("", ["c1"]) is None
+        assert waiting(engine) == []
         again = await read(engine.submit(request(words(3, 20), 5, session="n")))
         assert len(again.tokens) == 5
         assert (await engine.park("", "n", "c1"))["state"] == "parked"
-        assert engine.running.recovery.session_of("", ["c1"]) == "n"
+        assert waiting(engine) == ["n"]
 
 
 async def test_a_session_whose_last_turn_was_refused_can_be_parked(
@@ -74,11 +79,11 @@ async def test_a_session_whose_last_turn_was_refused_can_be_parked(
             await until(lambda: not engine.state.queues)
             kind, name = await refused(engine.park("", "s", "c1"))
             assert (kind, name) == (Kind.UNAVAILABLE, "durability_unavailable")
-            assert engine.running.recovery.session_of("", ["c1"]) is None
+            assert waiting(engine) == []
             (session,) = engine.state.sessions.values()
             assert engine.state.facts[session.key].meta.parked is None
         assert (await engine.park("", "s", "c1"))["state"] == "parked"
-        assert engine.running.recovery.session_of("", ["c1"]) == "s"
+        assert waiting(engine) == ["s"]
 
 
 async def test_a_park_refused_for_a_change_of_owner_can_be_repeated(site: Site) -> None:
@@ -88,7 +93,7 @@ async def test_a_park_refused_for_a_change_of_owner_can_be_repeated(site: Site) 
         session.logged_epoch += 1
         assert await refused(engine.park("", "s", "c1")) == (Kind.CONFLICT, "session_busy")
         session.logged_epoch -= 1
-        assert engine.running.recovery.session_of("", ["c1"]) is None
+        assert waiting(engine) == []
         assert (await engine.park("", "s", "c1"))["state"] == "parked"
 
 
@@ -97,7 +102,7 @@ async def test_a_tool_call_of_a_session_dropped_meanwhile_finds_no_session(site:
         await read(engine.submit(request(words(8, 20), 5, session="s")))
         park, drop = engine.park("", "s", "c1"), engine.drop("", "s")
         await asyncio.gather(park, drop, return_exceptions=True)
-        assert engine.running.recovery.session_of("", ["c1"]) is None
+        assert waiting(engine) == []
 
 
 async def test_a_missing_source_and_a_taken_name_of_a_fork_are_different_errors(site: Site) -> None:

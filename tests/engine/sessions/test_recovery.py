@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import sqlite3
 import time
+from pathlib import Path
 
 import pytest
 
 from batchengine.core import BatchEngineError, GenerationRequest, Kind
 from batchengine.engine import Engine
-from batchengine.engine.sessions import recovery
+from batchengine.engine.sessions import tool_calls
+from batchengine.engine.turns.records import TimelineMark
+from batchengine.gguf import GgufFile
 from bench.models.hashlm import WORKER_COMMAND, hashlm_tokens
 from tests.support.engines import (
     Reference,
@@ -199,26 +203,67 @@ async def test_a_parked_session_leaves_its_lane_and_is_found_by_its_tool_call(
         assert error.value.kind is Kind.NOT_FOUND
 
 
-async def test_tool_calls_of_one_tenant_do_not_evict_those_of_another(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+async def test_a_foreign_tool_call_takes_over_no_session(site: Site, reference: Reference) -> None:
+    """Conversations with the same call are distinguished by their tokens, after a restart too."""
+    starts = {name: words(seed, 60) for name, seed in (("a", 60), ("b", 61), ("c", 62))}
+
+    def answered(history: list[int]) -> GenerationRequest:
+        made = request([*history, *words(63, 20)], 6)
+        return dataclasses.replace(made, tool_call_ids=("call_1",))
+
+    async def session_of(engine: Engine, history: list[int]) -> str:
+        answer = await read(engine.submit(answered(history)))
+        assert answer.tokens == reference.tokens([*history, *words(63, 20)], 6)
+        assert answer.done is not None
+        return answer.done.usage.session_id
+
+    async with running_engine(site) as engine:
+        histories: dict[str, list[int]] = {}
+        for name, start in starts.items():
+            one = await read(engine.submit(request(start, 12, session=name)))
+            histories[name] = [*start, *one.tokens]
+            await engine.park("", name, "call_1")
+        foreign = [*histories["a"][:-20], *words(64, 40)]
+        assert (await session_of(engine, foreign)).startswith("be_")
+        assert (await session_of(engine, words(65, 4))).startswith("be_")
+        for name, history in histories.items():
+            found = await asyncio.wrap_future(
+                engine.running.store.ledger.load_session(f"\x1f{name}")
+            )
+            assert found is not None
+            assert found.tokens == history
+        assert await session_of(engine, histories["b"]) == "b"
+    async with running_engine(site) as engine:
+        assert (await session_of(engine, foreign)).startswith("be_")
+        last = [*histories["a"][:-2], 5]  # the answer's end is written anew
+        assert await session_of(engine, last) == "a"
+        assert await session_of(engine, histories["c"]) == "c"
+
+
+def test_tool_calls_of_one_tenant_do_not_evict_those_of_another(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recovery, "CALLS_MAX", 4)
-    monkeypatch.setattr(recovery, "CALLS_ALL", 6)
-    async with running_engine(site, WORKER_COMMAND) as engine:
-        links = engine.running.recovery
-        links.remember_call("small", "mine", "s")
-        for number in range(20):
-            links.remember_call("large", f"call-{number}", "x")
-        assert links.session_of("small", ["mine"]) == "s"
-        found = [links.session_of("large", [f"call-{number}"]) for number in range(20)]
-        assert found == [None] * 16 + ["x"] * 4
-        for tenant in ("third", "fourth"):
-            links.remember_call(tenant, "call", "y")
-        assert links.session_of("small", ["mine"]) == "s"
-        assert links.session_of("large", ["call-16"]) is None
-        assert links.session_of("large", ["call-17"]) == "x"
-        links.forget("large", "x")
-        assert links.session_of("large", ["call-19"]) is None
+    monkeypatch.setattr(tool_calls, "CALLS_MAX", 4)
+    monkeypatch.setattr(tool_calls, "CALLS_ALL", 6)
+    links, timeline = tool_calls.ToolCalls(), words(1, 9)
+    mark = TimelineMark.of(timeline)
+
+    def session_of(tenant: str, call: str) -> str | None:
+        return links.find(tenant, [call], timeline)
+
+    links.add("small", "mine", "s", mark)
+    for number in range(20):
+        links.add("large", f"call-{number}", "x", mark)
+    assert session_of("small", "mine") == "s"
+    found = [session_of("large", f"call-{number}") for number in range(20)]
+    assert found == [None] * 16 + ["x"] * 4
+    for tenant in ("third", "fourth"):
+        links.add(tenant, "call", "y", mark)
+    assert session_of("small", "mine") == "s"
+    assert session_of("large", "call-16") is None
+    assert session_of("large", "call-17") == "x"
+    links.forget("large", "x")
+    assert session_of("large", "call-19") is None
 
 
 async def test_a_fork_uses_the_parked_tail(site: Site, reference: Reference) -> None:
@@ -255,6 +300,50 @@ async def test_another_model_keeps_the_tokens_and_reports_the_change(
         assert three.done is not None
         assert three.done.usage.cached_tokens >= 512
     assert "model or numerics changed: model_hash" in two.done.usage.reuse_reason
+
+
+async def test_no_answer_is_of_two_models(site: Site, tmp_path: Path) -> None:
+    """A turn of another model with the same tokenizer is refused, unless it had ended."""
+    prompt, other = words(97, 40), words(98, 40)
+    model = tmp_path / "model.gguf"
+    model.write_bytes(site.model.read_bytes())
+    own = dataclasses.replace(site, model=model, cache_dir=tmp_path / "cache")
+
+    def keyed(prompt: list[int], n: int, key: str) -> GenerationRequest:
+        return dataclasses.replace(request(prompt, n, session=key), idempotency_key=key)
+
+    async with running_engine(own) as engine:
+        done = await read(engine.submit(keyed(other, 8, "done")))
+        cut = [engine.submit(keyed(prompt, 400, key)) for key in ("resumed", "keyed", "plain")]
+        await until(lambda: all(generation.completion_tokens > 5 for generation in cut))
+        await engine.stop(0.0)
+        before = [(await read(generation)).tokens for generation in cut]
+        assert all(0 < len(tokens) < 400 for tokens in before)
+    with GgufFile(model) as file:
+        tensor = next(t for t in file.tensors.values() if t.type.name == "Q4_0")
+    weights = bytearray(model.read_bytes())
+    for block in range(tensor.offset, tensor.offset + tensor.n_bytes, tensor.type.block_bytes):
+        weights[block + 9] ^= 0x55  # two numbers of the block, not its scale
+    model.write_bytes(weights)
+    async with running_engine(own) as engine:
+        for again in (
+            await engine.resume("", "resumed"),
+            engine.submit(keyed(prompt, 400, "keyed")),
+        ):
+            answer = await read(again)
+            assert answer.error is not None
+            assert (answer.error.kind, answer.error.name) == (Kind.CONFLICT, "turn_of_other_model")
+            assert "model_hash" in answer.error.why
+            assert answer.tokens == []
+        assert (await read(engine.submit(keyed(other, 8, "done")))).tokens == done.tokens
+        assert (await read(await engine.resume("", "done"))).tokens == done.tokens
+        fresh = (await read(engine.submit(request(prompt, 30)))).tokens
+        assert fresh != before[2][:30]
+        for _ in range(2):  # the second time the turn is this model's own
+            anew = await read(engine.submit(request(prompt, 30, session="plain")))
+            assert anew.tokens == fresh
+        rest = await read(await engine.resume("", "plain", 10))
+        assert rest.tokens == fresh[10:]
 
 
 async def test_a_parked_session_is_listed_as_parked_until_it_continues(site: Site) -> None:
