@@ -76,6 +76,7 @@ soak: native
 	$(PY) -m bench.kill_points --target engine
 	$(PY) -m bench.kill_points --target worker
 	$(PY) -m tests.simulation --seeds 5000 --start 1000
+	$(PY) -m bench attack
 
 bench: native
 	$(PY) -m bench engine

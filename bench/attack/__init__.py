@@ -1,0 +1,216 @@
+"""A daemon under ten minutes of mixed hostile clients, while another tenant's agent streams.
+
+A real daemon with real lanes serves the pocket model to two keys. The victim, a well-behaved agent,
+streams short answers of known requests one after another: first alone, then while the other key
+attacks (`clients`: a flood in the highest class, cancelled streams, slow readers, pipelining, half
+requests, key guesses, foreign ids, the worst texts known). Counted: ends of the daemon and of its
+workers, answers of the victim that differ from those it got alone, gaps of its streams, its time to
+the first token against that alone, and the growth of the daemon's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from bench import report
+from bench.attack import clients
+from service.cli.child import ChildDaemon
+
+MODEL = Path(__file__).resolve().parents[2] / "pocket" / "pocket-q4_0.gguf"
+PROMPTS = 12
+STALL_MS = 100.0
+VICTIM_SECONDS_MAX = 120.0  # an answer that takes longer is a crash of the victim
+
+
+@dataclass
+class Answer:
+    """One answer of the victim: its text, and its times in ms."""
+
+    text: str = ""
+    ttft_ms: float = 0.0
+    gaps_ms: list[float] = field(default_factory=list[float])
+    failure: str = ""
+
+
+class Victim:
+    """An agent that streams the same requests again and again, each in a session of its own."""
+
+    def __init__(self, url: str, key: str, target: clients.Target) -> None:
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {key}"}
+        self._target = target
+
+    async def ask(self, session: aiohttp.ClientSession, number: int) -> Answer:
+        """Streams the answer to one of the requests."""
+        name = f"agent-{secrets.token_hex(4)}"
+        self._target.victim_ids.append(name)
+        del self._target.victim_ids[:-8]
+        body = {
+            "messages": [{"role": "user", "content": f"Tell me story number {number}."}],
+            "stream": True, "max_tokens": 24, "ignore_eos": True, "seed": number,
+            "temperature": 0.8, "batchengine": {"session_id": name, "class": "interactive"},
+        }  # fmt: skip
+        answer, asked, last = Answer(), time.perf_counter(), 0.0
+        try:
+            async with (
+                asyncio.timeout(VICTIM_SECONDS_MAX),
+                session.post(
+                    f"{self._url}/v1/chat/completions", json=body, headers=self._headers
+                ) as reply,
+            ):
+                if reply.status != 200:
+                    answer.failure = f"{reply.status} {(await reply.text())[:200]}"
+                    return answer
+                async for line in reply.content:
+                    text = _delta(line)
+                    if not text:
+                        continue
+                    now = time.perf_counter()
+                    if last:
+                        answer.gaps_ms.append((now - last) * 1000)
+                    else:
+                        answer.ttft_ms = (now - asked) * 1000
+                    last, answer.text = now, answer.text + text
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            answer.failure = f"{type(error).__name__}: {error}"
+        return answer
+
+    async def run(self, seconds: float) -> list[tuple[int, Answer]]:
+        """Requests in turn for so long, each at least once."""
+        found: list[tuple[int, Answer]] = []
+        began = time.monotonic()
+        async with aiohttp.ClientSession() as session:
+            while time.monotonic() - began < seconds or len(found) < PROMPTS:
+                number = len(found) % PROMPTS
+                found.append((number, await self.ask(session, number)))
+        return found
+
+
+def _delta(line: bytes) -> str:
+    if not line.startswith(b"data: {"):
+        return ""
+    choices = json.loads(line[6:]).get("choices") or [{}]
+    return choices[0].get("delta", {}).get("content") or ""
+
+
+@dataclass
+class Watch:
+    """The daemon's processes: whether they stay the same, and their memory."""
+
+    daemon: ChildDaemon
+    url: str
+    victim_key: str
+
+    async def incarnations(self) -> dict[str, int]:
+        """Lane -> how often its worker was started."""
+        headers = {"Authorization": f"Bearer {self.victim_key}"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{self.url}/health", headers=headers) as reply,
+        ):
+            lanes: list[dict[str, Any]] = (await reply.json())["lanes"]
+        return {lane["name"]: lane["incarnation"] for lane in lanes}
+
+    def rss_mb(self) -> float:
+        """Resident memory of the daemon's engine process."""
+        return psutil.Process(self.daemon.pid).memory_info().rss / 2**20
+
+    def is_alive(self) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.daemon.pid).status() != psutil.STATUS_ZOMBIE
+        return False
+
+
+async def measure(daemon: ChildDaemon, keys: dict[str, str], seconds: float) -> dict[str, Any]:
+    """The figures of one run."""
+    port = int(daemon.url.rpartition(":")[2].partition("/")[0])
+    url = f"http://127.0.0.1:{port}"
+    target = clients.Target(port, keys["hostile"])
+    victim, watch = Victim(url, keys["victim"], target), Watch(daemon, url, keys["victim"])
+    await victim.run(0.0)  # processes and pools come up
+    alone = await victim.run(min(30.0, seconds / 4))
+    wanted = {number: answer.text for number, answer in alone if not answer.failure}
+    before, rss = await watch.incarnations(), watch.rss_mb()
+    attack = asyncio.create_task(clients.run(target, seed=7))
+    await asyncio.sleep(2.0)
+    attacked = await victim.run(seconds)
+    attack.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await attack
+    crashes = 0 if watch.is_alive() else 1
+    growth_mb = 0.0
+    if watch.is_alive():
+        await asyncio.sleep(5.0)  # what was under way ends
+        growth_mb = watch.rss_mb() - rss
+        after = await watch.incarnations()
+        crashes += sum(after[name] - before[name] for name in before)
+    good = [answer for _, answer in attacked if not answer.failure]
+    failures = [answer.failure for _, answer in attacked if answer.failure]
+    for failure in failures[:10]:
+        print(f"  the victim was refused: {failure}")
+    ttft_alone = [answer.ttft_ms for _, answer in alone if not answer.failure]
+    ttft = [answer.ttft_ms for answer in good]
+    print(f"  answers of the victim: {len(alone)} alone, {len(attacked)} under attack")
+    print(f"  TTFT alone ms    {report.Samples(ttft_alone)}")
+    print(f"  TTFT attacked ms {report.Samples(ttft or [0.0])}")
+    print(f"  answers to the attack: {dict(target.statuses.most_common())}")
+    return {
+        "crashes": crashes,
+        "stalls_over_100ms": sum(gap > STALL_MS for answer in good for gap in answer.gaps_ms),
+        "victim_ttft_ratio": round(statistics.median(ttft) / statistics.median(ttft_alone), 2)
+        if ttft
+        else None,
+        "victim_wrong_tokens": sum(
+            number in wanted and answer.text != wanted[number]
+            for number, answer in attacked
+            if not answer.failure
+        ),
+        "victim_refused": len(failures),
+        "victim_answers": len(good),
+        "rss_growth_mb": round(growth_mb, 1),
+        "seconds": seconds,
+    }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench attack", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="30 seconds")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--verbose", action="store_true", help="the daemon's log on stderr")
+    parser.add_argument("--json", help="write figures to this file")
+    args = parser.parse_args(argv)
+    keys = {name: secrets.token_hex(16) for name in ("victim", "hostile")}
+    machine = report.machine()
+    with tempfile.TemporaryDirectory(prefix="attack-") as folder:
+        config = Path(folder) / "attack.toml"
+        config.touch(0o600)
+        config.write_text("".join(f'[auth.keys.{n}]\nkey = "{key}"\n' for n, key in keys.items()))
+
+        def show(line: str) -> None:
+            if args.verbose:
+                print(line, file=sys.stderr)
+
+        with ChildDaemon(args.model, show, "--config", str(config), "--lanes", "2") as daemon:
+            daemon.wait_ready()
+            figures = asyncio.run(measure(daemon, keys, 30.0 if args.quick else args.seconds))
+            if args.verbose:
+                print(*daemon.rest(), sep="\n", file=sys.stderr)
+    if args.json:
+        Path(args.json).write_text(json.dumps({"machine": machine, **figures}, indent=1))
+    print("RESULT " + json.dumps(figures))
+    return 1 if figures["crashes"] or figures["victim_wrong_tokens"] else 0
