@@ -45,7 +45,7 @@ class Service:
     config: Config
     keyring: Keyring
     origin_policy: OriginPolicy
-    live: dict[str, Live] = field(default_factory=dict[str, Live])
+    live: dict[int, Live] = field(default_factory=dict[int, Live])
     accepting: bool = True
     preparing: int = 0  # requests on their way to `live`
     bodies_bytes: int = 0  # of their bodies
@@ -59,12 +59,11 @@ class Service:
 
     def cancel(self, request_id: str) -> bool:
         """Cancels one request; False if it is not running."""
-        live = self.live.get(request_id)
-        if live is None:
-            return False
-        for generation in live.generations:
-            generation.cancel()
-        return True
+        found = [live for live in self.live.values() if live.job.asked.request_id == request_id]
+        for live in found:
+            for generation in live.generations:
+                generation.cancel()
+        return bool(found)
 
     @contextmanager
     def admit(self) -> Generator[Admission, None, None]:
@@ -84,15 +83,14 @@ class Service:
             self.bodies_bytes -= admission.body_bytes
 
     def enter(self, live: Live) -> Live:
-        """Registers a request that runs; a resumed one replaces the stream it takes over."""
-        self.live[live.job.asked.request_id] = live
+        """Registers a request that runs; streams of one turn count one by one."""
+        self.live[id(live)] = live
         return live
 
     def leave(self, live: Live, outcome: str) -> None:
         """Ends a request: one line in the log, without any of the prompt or the answer."""
         asked, made = live.job.asked, live.job.requests
-        if self.live.get(asked.request_id) is live:
-            del self.live[asked.request_id]
+        del self.live[id(live)]
         log.info(
             "%s %s class=%s session=%s choices=%d prompt_tokens=%d %.0f ms",
             asked.request_id,

@@ -216,7 +216,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
         headers["x-batchengine-session-id"] = session_id
     try:
         if not job.stream:
-            return await relay.answer_whole(formatter, live)
+            return await relay.answer_whole(request, formatter, live)
         can_resume = len(generations) == 1 and generations[0].request.session_id is not None
         return await relay.answer_stream(request, formatter, live, 0 if can_resume else None)
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator, Iterator
 
 from aiohttp import web
 
@@ -25,12 +26,13 @@ from batchengine.core import (
 from service.engine_api import GenerationApi
 from service.http import sse
 from service.http.admission import HEADERS, SERVICE, Live
-from service.http.answers import json_answer
 from service.protocols.formatter import EventIds, Formatter, SseEvent
 
 log = logging.getLogger("batchengine.service")
 
-BATCHES_MAX = 256  # of all choices of one request, between their tasks and the socket
+BATCHES_MAX = 32  # of all choices of one request, between their tasks and the socket
+SLICE = 32  # events between two chances for other tasks; with log-probabilities 100 us each
+PART_BYTES = 128 * 1024  # of a whole answer, between two such chances
 
 Indexed = tuple[int, GenerationEvent]  # with the index of its choice
 
@@ -108,20 +110,31 @@ async def _batch(generation: GenerationApi) -> list[GenerationEvent]:
     return events or [ErrorEvent(errors.CANCELLED())]  # only a cancelled one has no last event
 
 
-async def answer_whole(formatter: Formatter, live: Live) -> web.Response:
+async def _sliced(events: list[Indexed]) -> AsyncIterator[list[Indexed]]:
+    """Slices of `events`, at least one; other tasks run between two of them."""
+    yield events[:SLICE]
+    for start in range(SLICE, len(events), SLICE):
+        await asyncio.sleep(0)
+        yield events[start : start + SLICE]
+
+
+async def answer_whole(
+    request: web.Request, formatter: Formatter, live: Live
+) -> web.StreamResponse:
     """Waits for every choice; raises the error of the first that fails."""
     source = source_of(live.generations)
     try:
         while not formatter.is_done:
-            for index, event in await source.next(None):
-                match event:
-                    case TokenEvent() | DoneEvent():
-                        formatter.collect(index, event)
-                    case ErrorEvent():
-                        raise event.error
-                    case QueuedEvent():
-                        pass
-        answer = json_answer(formatter.whole())
+            async for events in _sliced(await source.next(None)):
+                for index, event in events:
+                    match event:
+                        case TokenEvent() | DoneEvent():
+                            formatter.collect(index, event)
+                        case ErrorEvent():
+                            raise event.error
+                        case QueuedEvent():
+                            pass
+        answer = await _send_parts(request, formatter.whole())
         live.outcome = "finished"
         return answer
     except Exception:
@@ -129,6 +142,26 @@ async def answer_whole(formatter: Formatter, live: Live) -> web.Response:
         raise
     finally:
         source.close()
+
+
+async def _send_parts(request: web.Request, parts: Iterator[bytes]) -> web.StreamResponse:
+    """A whole answer of JSON; a large one is sent part by part, and never held as one text."""
+    head = bytearray()
+    for part in parts:
+        head += part
+        if len(head) > PART_BYTES:
+            break
+    else:
+        return web.Response(body=bytes(head), content_type="application/json")
+    response = web.StreamResponse(headers=request[HEADERS])
+    response.content_type = "application/json"
+    await response.prepare(request)
+    await response.write(bytes(head))
+    for part in parts:
+        await response.write(part)
+        await asyncio.sleep(0)
+    await response.write_eof()
+    return response
 
 
 async def answer_stream(
@@ -173,31 +206,33 @@ async def _relay(
     wrote_at = visible_at = time.monotonic()
     while not formatter.is_done:
         quiet_s = time.monotonic() - wrote_at
-        out: list[SseEvent] = []
-        for index, event in await source.next(max(0.001, server.keepalive_s - quiet_s)):
-            match event:
-                case TokenEvent():
-                    queued = None
-                    out += formatter.token(index, event)
-                case DoneEvent():
-                    out += formatter.finish(index, event)
-                case ErrorEvent():
-                    await stream.send(sse.encode(out + formatter.failure(event.error)))
-                    return event.error.name
-                case QueuedEvent():
-                    queued = event
-        now = time.monotonic()
-        if not out and now - visible_at >= server.noop_event_s:
-            out = formatter.noop()
-        payload = sse.encode(out)
-        if out:
-            visible_at = now
-        elif now - wrote_at >= server.keepalive_s:
-            ids = formatter.ids
-            payload = sse.comment(_waiting_text(queued), after_id=ids is not None and ids.has_begun)
-        if payload:
-            await stream.send(payload)
-            wrote_at = time.monotonic()
+        ready = await source.next(max(0.001, server.keepalive_s - quiet_s))
+        async for events in _sliced(ready):
+            out: list[SseEvent] = []
+            for index, event in events:
+                match event:
+                    case TokenEvent():
+                        queued = None
+                        out += formatter.token(index, event)
+                    case DoneEvent():
+                        out += formatter.finish(index, event)
+                    case ErrorEvent():
+                        await stream.send(sse.encode(out + formatter.failure(event.error)))
+                        return event.error.name
+                    case QueuedEvent():
+                        queued = event
+            now = time.monotonic()
+            if not out and now - visible_at >= server.noop_event_s:
+                out = formatter.noop()
+            payload = sse.encode(out)
+            if out:
+                visible_at = now
+            elif now - wrote_at >= server.keepalive_s:
+                after_id = formatter.ids is not None and formatter.ids.has_begun
+                payload = sse.comment(_waiting_text(queued), after_id=after_id)
+            if payload:
+                await stream.send(payload)
+                wrote_at = time.monotonic()
     return "finished"
 
 

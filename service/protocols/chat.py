@@ -175,15 +175,14 @@ class ChatFormatter(OpenAIFormatter):
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
     content_field = "delta"
+    logprob_lists = ("content",)
     opening_content: ClassVar[object] = {"role": "assistant", "content": ""}
     empty_content: ClassVar[object] = {}
 
     def _token_chunks(
         self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
     ) -> list[Chunk]:
-        logprobs: Chunk | None = None
-        if event.logprob is not None:
-            logprobs = {"content": [_entry(event)], "refusal": None}
+        logprobs = self._token_logprobs(index, event)
         first, *others = [_delta(part) for part in parts or (Text(""),)]
         chunks = [self._chunk(index, first, logprobs=logprobs)]
         return chunks + [self._chunk(index, delta) for delta in others]
@@ -194,25 +193,26 @@ class ChatFormatter(OpenAIFormatter):
 
     def _choice(self, index: int, answer: Answer) -> Chunk:
         text = plain_text(answer.parts)
-        entries = [_entry(event) for event in answer.logprobs]
-        wanted = self.job.requests[index].sampling.logprobs >= 0
         return {
             "index": index,
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": {"content": entries, "refusal": None} if wanted else None,
+            "logprobs": None,
             "finish_reason": answer.finish_reason,
         }
+
+    def _logprob_items(self, index: int, event: TokenEvent) -> tuple[object, ...]:
+        assert event.logprob is not None  # callers look first
+        top = [_logprob(one) for one in event.top]
+        return (_logprob(event.logprob) | {"top_logprobs": top},)
+
+    def _logprobs(self, lists: Chunk) -> Chunk:
+        return lists | {"refusal": None}
 
 
 def _delta(part: OutputPart) -> Chunk:
     match part:
         case Text(text):
             return {"content": text}
-
-
-def _entry(event: TokenEvent) -> Chunk:
-    assert event.logprob is not None  # callers look first
-    return _logprob(event.logprob) | {"top_logprobs": [_logprob(one) for one in event.top]}
 
 
 def _logprob(one: TokenLogprob) -> Chunk:

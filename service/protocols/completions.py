@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from batchengine import errors
-from batchengine.core import FORM_TEXT, TokenEvent, TokenLogprob
+from batchengine.core import FORM_TEXT, DoneEvent, TokenEvent, TokenLogprob
 from service.protocols import requests
 from service.protocols.formatter import Answer
 from service.protocols.openai import Chunk, OpenAIFormatter, error_object, logprob_number
@@ -87,6 +87,7 @@ class CompletionFormatter(OpenAIFormatter):
     id_prefix = "cmpl-"
     chunk_object = whole_object = "text_completion"
     content_field = "text"
+    logprob_lists = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     opening_content = empty_content = ""
 
     def __init__(self, job: HttpJob) -> None:
@@ -96,44 +97,33 @@ class CompletionFormatter(OpenAIFormatter):
     def _token_chunks(
         self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
     ) -> list[Chunk]:
-        logprobs = None
-        if event.logprob is not None:
-            logprobs = _logprobs([event], self._offsets[index])
+        logprobs = self._token_logprobs(index, event)
         self._offsets[index] += len(event.text)
         return [self._chunk(index, plain_text(parts), logprobs=logprobs)]
 
     def _finish_chunks(self, index: int, parts: Sequence[OutputPart]) -> list[Chunk]:
         return [self._chunk(index, plain_text(parts), self.answers[index].finish_reason)]
 
+    def collect(self, index: int, event: TokenEvent | DoneEvent) -> None:
+        super().collect(index, event)
+        self._offsets[index] += len(event.text)
+
+    def _logprob_items(self, index: int, event: TokenEvent) -> tuple[object, ...]:
+        assert event.logprob is not None  # callers look first
+        return (
+            _token_text(event.logprob),
+            logprob_number(event.logprob.logprob),
+            {_token_text(one): logprob_number(one.logprob) for one in event.top},
+            self._offsets[index],
+        )
+
     def _choice(self, index: int, answer: Answer) -> Chunk:
-        wanted = self.job.requests[index].sampling.logprobs >= 0
         return {
             "index": index,
             "text": plain_text(answer.parts),
-            "logprobs": _logprobs(answer.logprobs, 0) if wanted else None,
+            "logprobs": None,
             "finish_reason": answer.finish_reason,
         }
-
-
-def _logprobs(events: list[TokenEvent], offset: int) -> Chunk:
-    """Parallel lists, one entry per token; the text of the first begins at character `offset`."""
-    tokens: list[str] = []
-    numbers: list[float] = []
-    tops: list[dict[str, float]] = []
-    starts: list[int] = []
-    for event in events:
-        assert event.logprob is not None  # callers look first
-        tokens.append(_token_text(event.logprob))
-        numbers.append(logprob_number(event.logprob.logprob))
-        tops.append({_token_text(one): logprob_number(one.logprob) for one in event.top})
-        starts.append(offset)
-        offset += len(event.text)
-    return {
-        "tokens": tokens,
-        "token_logprobs": numbers,
-        "top_logprobs": tops,
-        "text_offset": starts,
-    }
 
 
 def _token_text(one: TokenLogprob) -> str:

@@ -7,7 +7,7 @@ Owns the answers as they grow and the ids of events that can be resumed. Formatt
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,13 +56,14 @@ class EventIds:
 class Answer:
     """One choice as it grows.
 
-    `parts` and `logprobs` are filled for whole answers only, `logprobs` only where wanted.
+    `parts` and `logprobs` are filled for whole answers only, `logprobs` only where wanted: lists
+    of the answer, by their names, whose items are JSON already.
     `bare` counts tokens without a log-probability: an earlier stream computed and sent theirs.
     """
 
     parser: OutputParser
     parts: list[OutputPart] = field(default_factory=list[OutputPart])
-    logprobs: list[TokenEvent] = field(default_factory=list[TokenEvent])
+    logprobs: dict[str, list[bytes]] = field(default_factory=dict[str, list[bytes]])
     finish_reason: str = ""
     usage: Usage = field(default_factory=Usage)
     bare: int = 0
@@ -125,17 +126,22 @@ class Formatter(ABC):
         if event.logprob is None:
             answer.bare += 1
         else:
-            answer.logprobs.append(event)
+            self._keep_logprob(index, event)
 
     @abstractmethod
-    def whole(self) -> dict[str, object]:
-        """The answer of a request that does not stream, once every choice is over."""
+    def whole(self) -> Iterator[bytes]:
+        """The answer of a request that does not stream, once every choice is over, in parts of
+        JSON that each take milliseconds to make."""
 
     # ---- inner ----
 
     @abstractmethod
     def _token(self, index: int, event: TokenEvent, parts: Sequence[OutputPart]) -> list[SseEvent]:
         """The events of `parts`; the first also has the token's log-probability, if any."""
+
+    @abstractmethod
+    def _keep_logprob(self, index: int, event: TokenEvent) -> None:
+        """Adds the log-probability of a token to those of a whole answer."""
 
     @abstractmethod
     def _finish(self, index: int, parts: Sequence[OutputPart]) -> list[SseEvent]:

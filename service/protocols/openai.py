@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -38,6 +38,8 @@ ERROR_TYPES: dict[Kind, str] = {
 Chunk = dict[str, object]
 
 _encoder = msgspec.json.Encoder()
+_LATER = msgspec.Raw(b"[\0]")  # a list that is sent item by item: JSON has no NUL elsewhere
+LIST_ITEMS = 32  # of such a list in one part; of up to 4 KiB each
 
 
 class OpenAIFormatter(Formatter):
@@ -47,6 +49,7 @@ class OpenAIFormatter(Formatter):
     chunk_object: ClassVar[str]  # of a chunk, as its field `object`
     whole_object: ClassVar[str]
     content_field: ClassVar[str]  # of a chunk's choice
+    logprob_lists: ClassVar[tuple[str, ...]]  # of a choice, with one item per token
     opening_content: ClassVar[object]  # of the first chunk
     empty_content: ClassVar[object]
 
@@ -73,9 +76,20 @@ class OpenAIFormatter(Formatter):
             return [self._event(chunk) for chunk in chunks]
         return [*(self._event(chunk) for chunk in self._with_closing(chunks)), DONE]
 
-    def whole(self) -> Chunk:
-        choices = [self._choice(index, answer) for index, answer in enumerate(self.answers)]
-        return self._with_facts(self._envelope(self.whole_object, choices))
+    def whole(self) -> Iterator[bytes]:
+        body = self._with_facts(self._envelope(self.whole_object, _LATER))
+        head, tail = _encoder.encode(body).split(b"\0")
+        yield head
+        for index, answer in enumerate(self.answers):
+            choice = self._choice(index, answer)
+            if self.job.requests[index].sampling.logprobs >= 0:
+                choice["logprobs"] = self._logprobs(dict.fromkeys(self.logprob_lists, _LATER))
+            start, *rest = _encoder.encode(choice).split(b"\0")
+            yield b"," + start if index else start
+            for name, after in zip(self.logprob_lists, rest, strict=False):
+                yield from _joined(answer.logprobs.get(name, []))
+                yield after
+        yield tail
 
     @abstractmethod
     def _token_chunks(
@@ -87,7 +101,29 @@ class OpenAIFormatter(Formatter):
 
     @abstractmethod
     def _choice(self, index: int, answer: Answer) -> Chunk:
-        """One choice of a whole answer."""
+        """One choice of a whole answer, with `logprobs` None."""
+
+    @abstractmethod
+    def _logprob_items(self, index: int, event: TokenEvent) -> tuple[object, ...]:
+        """The items of a token in each of `logprob_lists`."""
+
+    def _logprobs(self, lists: Chunk) -> Chunk:
+        """The object of a choice that holds `logprob_lists`."""
+        return lists
+
+    def _token_logprobs(self, index: int, event: TokenEvent) -> Chunk | None:
+        """That object in the chunk of one token."""
+        if event.logprob is None:
+            return None
+        items = self._logprob_items(index, event)
+        return self._logprobs(
+            {name: [item] for name, item in zip(self.logprob_lists, items, strict=True)}
+        )
+
+    def _keep_logprob(self, index: int, event: TokenEvent) -> None:
+        kept = self.answers[index].logprobs
+        for name, item in zip(self.logprob_lists, self._logprob_items(index, event), strict=True):
+            kept.setdefault(name, []).append(_encoder.encode(item))
 
     def _chunk(
         self,
@@ -118,7 +154,7 @@ class OpenAIFormatter(Formatter):
     def _event(self, chunk: Chunk) -> SseEvent:
         return SseEvent(_encoder.encode(chunk), id="" if self.ids is None else self.ids.current)
 
-    def _envelope(self, kind: str, choices: list[Chunk]) -> Chunk:
+    def _envelope(self, kind: str, choices: list[Chunk] | msgspec.Raw) -> Chunk:
         """The outer object of a chunk or a whole answer."""
         body: Chunk = {
             "id": self._object_id,
@@ -139,6 +175,13 @@ class OpenAIFormatter(Formatter):
         body["timings"] = timings_object(self.answers)
         body["batchengine"] = serving_object(self.job, self.answers)
         return body
+
+
+def _joined(items: list[bytes]) -> Iterator[bytes]:
+    """The items of a JSON list, in parts."""
+    for start in range(0, len(items), LIST_ITEMS):
+        part = b",".join(items[start : start + LIST_ITEMS])
+        yield b"," + part if start else part
 
 
 def error_object(error: BatchEngineError) -> Chunk:

@@ -79,7 +79,7 @@ def generation(
     return Generation(
         request([1], 10, stop=stop),
         "s",
-        Detokeniser(pieces.__getitem__, lambda _: False),
+        lambda: Detokeniser(pieces.__getitem__, lambda _: False),
         0.0,
         lambda _: calls.append("cancel"),
         lambda _: calls.append("room"),
@@ -120,10 +120,10 @@ async def test_an_end_sends_held_tokens_and_an_error_drops_them() -> None:
     assert [type(e) for e in await g.events()] == [ErrorEvent]
 
 
-def test_the_time_per_token_counts_what_this_stream_computed() -> None:
+async def test_the_time_per_token_counts_what_this_stream_computed() -> None:
     """A resumed turn sends the tokens of the earlier stream again, which took no time."""
     g = generation()
-    assert g.replay([0, 1, 2, 0], frozenset()) == ""
+    assert await g.replay([0, 1, 2, 0], frozenset()) == ""
     assert g.tpot_ms is None
     g.completion_tokens += 5
     g.first_token_ms, g.last_token_ms = 600.0, 700.0

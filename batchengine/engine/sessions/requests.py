@@ -201,9 +201,13 @@ class Requests:
         self._dispatcher.admit(request)
 
     def _generation(self, request: GenerationRequest, session: Session) -> Generation:
-        text, now_ms = self._text.detokeniser(), self._state.now_ms()
         generation = Generation(
-            request, session.session_id, text, now_ms, self._cancel, self._has_room
+            request,
+            session.session_id,
+            self._text.detokeniser,
+            self._state.now_ms(),
+            self._cancel,
+            self._has_room,
         )
         self._state.requests[generation] = session
         return generation
@@ -300,7 +304,7 @@ class Requests:
             if self._is_over(session, generation):
                 return False
         more = generation.continuation
-        return more is None or not self._replay(session, generation, more)
+        return more is None or not await self._replay(session, generation, more)
 
     def _is_over(self, session: Session, generation: Generation) -> bool:
         if generation.is_superseded(self._state.queues.get(session.key)):
@@ -320,9 +324,9 @@ class Requests:
                 self._state.forget(session)  # the next request loads it again
             raise
 
-    def _replay(self, session: Session, generation: Generation, more: Continuation) -> bool:
+    async def _replay(self, session: Session, generation: Generation, more: Continuation) -> bool:
         """Send the existing tokens of the turn again; True if the request ends with them."""
-        reason = generation.replay(more.tokens, self._text.tokenizer.eog)
+        reason = await generation.replay(more.tokens, self._text.tokenizer.eog)
         if not reason and more.is_last and not more.changed:
             return False
         if reason:

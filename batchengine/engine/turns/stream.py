@@ -8,6 +8,7 @@ only tokens that `release` has covered, for durability.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from batchengine.core import (
     TokenLogprob,
     Usage,
 )
+from batchengine.engine.turns.replay import SLICE, Replay
 from batchengine.text.detokeniser import Detokeniser, StopMatcher
 
 # About 100 KiB of events per stream at most; more tokens than are computed in a pause of 20 ms.
@@ -56,7 +58,7 @@ class Generation:
         self,
         request: GenerationRequest,
         session_id: str,
-        detokeniser: Detokeniser,
+        detokeniser: Callable[[], Detokeniser],
         now_ms: float,
         on_cancel: Callable[[Generation], None],
         on_room: Callable[[Generation], None],
@@ -81,10 +83,12 @@ class Generation:
         self.looked = False  # `SessionRecovery.load` was called for it
         self.continuation: Continuation | None = None
         self.stops = StopMatcher(request.stop)
-        self.detokeniser = detokeniser
+        self.detokeniser = detokeniser()
+        self._new_detokeniser = detokeniser
         self._on_cancel = on_cancel
         self._on_room = on_room
         self._events: deque[GenerationEvent] = deque()
+        self._replay: Replay | None = None  # unread tokens of an earlier stream: before `_events`
         self._held: deque[TokenEvent] = deque()  # not durable enough yet; see `release`
         self._shown = 0  # tokens pushed, or known to the reader from an earlier stream
         self._durable = 0  # tokens of the completion that may be sent
@@ -102,11 +106,9 @@ class Generation:
         return self
 
     async def __anext__(self) -> GenerationEvent:
-        while not self._events:
-            if self._over:
-                raise StopAsyncIteration
-            await self._wait()
-        event = self._events.popleft()
+        if not (ready := await self._ready()):
+            raise StopAsyncIteration
+        event = ready.popleft()
         if isinstance(event, DoneEvent | ErrorEvent):
             self._over = True
         self._check_room()
@@ -114,12 +116,10 @@ class Generation:
 
     async def events(self) -> list[GenerationEvent]:
         """Return every event that is ready, at least one; empty once the last event was taken."""
-        while not self._events:
-            if self._over:
-                return []
-            await self._wait()
-        taken = list(self._events)
-        self._events.clear()
+        if not (ready := await self._ready()):
+            return []
+        taken = list(ready)
+        ready.clear()
         if isinstance(taken[-1], DoneEvent | ErrorEvent):
             self._over = True
         self._check_room()
@@ -132,6 +132,7 @@ class Generation:
         self.cancelled = True
         self._over = True
         self._events.clear()
+        self._replay = None
         self._wake()
         if not self.finished:
             self._on_cancel(self)
@@ -212,25 +213,34 @@ class Generation:
             return False
         return other.arrived_ms > self.arrived_ms
 
-    def replay(self, tokens: Sequence[int], end_tokens: Collection[int]) -> str:
-        """Queue tokens of the same turn that were computed for an earlier stream, with their text.
+    async def replay(self, tokens: Sequence[int], end_tokens: Collection[int]) -> str:
+        """Give the reader tokens of the same turn that were computed for an earlier stream.
 
         Returns the finish reason if the turn ends among them, else "". Tokens after the end are
-        not sent.
+        not sent. They are durable already.
         """
-        request = self.request
-        for token in tokens:
-            self.completion_tokens += 1
-            self.resumed_tokens += 1
-            if not request.ignore_eos and token in end_tokens:
-                return "stop"
-            text, stopped = self.stops.push(self.detokeniser.push(token))
-            self.push(TokenEvent(token, text))
-            if stopped:
-                return "stop"
-            if self.completion_tokens >= request.tokens_max:
-                return "length"
-        return ""
+        shown, reason = 0, ""
+        while shown < len(tokens) and not reason:
+            await asyncio.sleep(0)
+            for token in tokens[shown : shown + SLICE]:
+                self.completion_tokens += 1
+                self.resumed_tokens += 1
+                if not self.request.ignore_eos and token in end_tokens:
+                    reason = "stop"
+                    break
+                shown += 1
+                if self.stops.push(self.detokeniser.push(token))[1]:
+                    reason = "stop"
+                    break
+                if self.completion_tokens >= self.request.tokens_max:
+                    reason = "length"
+                    break
+        self._shown += shown
+        if not self._over:
+            detokeniser, stops = self._new_detokeniser(), StopMatcher(self.request.stop)
+            self._replay = Replay(tokens[:shown], self.resumes or 0, detokeniser, stops)
+            self._wake()
+        return reason
 
     def rest(self, stopped: bool) -> str:
         """Return the text still held back at the end of the stream; "" after a stop string."""
@@ -266,6 +276,20 @@ class Generation:
         self._on_cancel(self)
 
     # ------------------------------------------------------------------------------- inner
+
+    async def _ready(self) -> deque[GenerationEvent]:
+        """Wait for events; return the buffer to take them from, empty after the last event."""
+        while True:
+            if (replay := self._replay) is not None:
+                if self.paused_since_ms is not None:  # the reader is not too slow: it reads this
+                    self.paused_since_ms = time.monotonic() * 1000.0
+                if await replay.fill() and not self.cancelled:
+                    return replay.events
+                self._replay = None
+            elif self._events or self._over:
+                return self._events
+            else:
+                await self._wait()
 
     async def _wait(self) -> None:
         if self._waiter is not None:

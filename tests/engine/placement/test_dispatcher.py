@@ -121,7 +121,7 @@ class DispatcherScene:
         )
         nothing: Any = lambda _: None  # noqa: E731
         return Generation(
-            request, session.session_id, cast("Any", None), self.now_ms, nothing, nothing
+            request, session.session_id, lambda: cast("Any", None), self.now_ms, nothing, nothing
         )
 
     def turn(self, session: Session, sla: str = "standard", **given: Any) -> Turn:
