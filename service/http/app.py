@@ -199,7 +199,7 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
             request[REQUEST_ID],
         )  # fmt: skip
         requests.fill(job, found.fields, found.prompt(), info)
-        generations = requests.submit_all(engine, job)
+        generations = await requests.submit_all(engine, job)
         live = service.enter(Live(job, generations, time.monotonic()))
         return protocol.formatter(job), live
 

@@ -6,6 +6,7 @@ sampling parameters, derived seeds, and submitting several generations as one.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import secrets
@@ -264,11 +265,16 @@ def _of_choice(request: GenerationRequest, index: int) -> GenerationRequest:
     )
 
 
-def submit_all(engine: EngineApi, job: HttpJob) -> list[GenerationApi]:
-    """Submits all generations of a job, or none: a failure cancels those before it."""
+async def submit_all(engine: EngineApi, job: HttpJob) -> list[GenerationApi]:
+    """Submits all generations of a job, or none: a failure cancels those before it.
+
+    Other tasks run between two of them: each looks a whole prompt up.
+    """
     made: list[GenerationApi] = []
     try:
         for request in job.requests:
+            if made:
+                await asyncio.sleep(0)
             made.append(engine.submit(request))
     except BaseException:
         for generation in made:

@@ -24,7 +24,7 @@ from batchengine.core import (
     TokenLogprob,
     Usage,
 )
-from batchengine.engine.turns.replay import SLICE, Replay
+from batchengine.engine.turns.resend import SLICE, Resend
 from batchengine.text.detokeniser import Detokeniser, StopMatcher
 
 # About 100 KiB of events per stream at most; more tokens than are computed in a pause of 20 ms.
@@ -88,7 +88,7 @@ class Generation:
         self._on_cancel = on_cancel
         self._on_room = on_room
         self._events: deque[GenerationEvent] = deque()
-        self._replay: Replay | None = None  # unread tokens of an earlier stream: before `_events`
+        self._resend: Resend | None = None  # unread tokens of an earlier stream: before `_events`
         self._held: deque[TokenEvent] = deque()  # not durable enough yet; see `release`
         self._shown = 0  # tokens pushed, or known to the reader from an earlier stream
         self._durable = 0  # tokens of the completion that may be sent
@@ -132,7 +132,7 @@ class Generation:
         self.cancelled = True
         self._over = True
         self._events.clear()
-        self._replay = None
+        self._resend = None
         self._wake()
         if not self.finished:
             self._on_cancel(self)
@@ -238,7 +238,7 @@ class Generation:
         self._shown += shown
         if not self._over:
             detokeniser, stops = self._new_detokeniser(), StopMatcher(self.request.stop)
-            self._replay = Replay(tokens[:shown], self.resumes or 0, detokeniser, stops)
+            self._resend = Resend(tokens[:shown], self.resumes or 0, detokeniser, stops)
             self._wake()
         return reason
 
@@ -280,12 +280,12 @@ class Generation:
     async def _ready(self) -> deque[GenerationEvent]:
         """Wait for events; return the buffer to take them from, empty after the last event."""
         while True:
-            if (replay := self._replay) is not None:
+            if (resend := self._resend) is not None:
                 if self.paused_since_ms is not None:  # the reader is not too slow: it reads this
                     self.paused_since_ms = time.monotonic() * 1000.0
-                if await replay.fill() and not self.cancelled:
-                    return replay.events
-                self._replay = None
+                if await resend.fill() and not self.cancelled:
+                    return resend.events
+                self._resend = None
             elif self._events or self._over:
                 return self._events
             else:

@@ -394,3 +394,24 @@ async def test_turns_of_one_commit_keep_their_order(site: Site) -> None:
         shown = (await engine.session_detail("", "s"))["turns"]
         assert [turn["prompt_tokens"] for turn in shown] == [30, 35, 30]
         assert shown[-1]["turn"] == last.request_id
+
+
+async def test_an_unread_resume_of_a_finished_turn_costs_few_events(site: Site) -> None:
+    """Events are made while the reader takes them, and the session is free meanwhile."""
+    async with running_engine(site) as engine:
+        prompt = words(7, 40)
+        whole = await read(engine.submit(request(prompt, 700, session="s")))
+        unread = []
+        for known in (0, 0, 650):
+            unread.append(generation := await engine.resume("", "s", known))
+            await until(lambda generation=generation: generation.finished)
+        after = await read(engine.submit(request([*prompt, *whole.tokens, 9], 4, session="s")))
+        assert len(after.tokens) == 4
+        for generation, known in zip(unread, (0, 0, 650), strict=True):
+            batches: list[list[Any]] = []
+            while batch := await generation.events():
+                batches.append(batch)
+            assert max(map(len, batches)) <= 256
+            events = [event for batch in batches for event in batch]
+            assert [e.token for e in events[:-1]] == whole.tokens[known:]
+            assert "".join(e.text for e in events) == "".join(e.text for e in whole.events[known:])

@@ -59,6 +59,24 @@ async def test_head_of_a_stream_is_refused_and_resumes_nothing() -> None:
                     assert reply.status == 200
 
 
+async def test_every_resume_of_one_turn_counts_as_a_stream() -> None:
+    """Streams of a turn have its request id; each of them holds events and a connection."""
+    engine = FakeEngine(["tok"] * 50, delay_s=0.1)
+    async with serving(engine, with_streams(3)) as served:
+        async with aiohttp.ClientSession(served.base) as client:
+            await client.post(CHAT, json=chat(session_id="mine", stream=True))
+            for _ in range(2):
+                reply = await client.get("/v1/stream?session_id=mine")
+                assert reply.status == 200
+            async with client.get("/v1/stream?session_id=mine") as reply:
+                assert reply.status == 429
+            assert len(served.service.live) == 3
+            request_id = engine.generations[0].request_id
+            assert served.service.cancel(request_id)
+            assert all(generation.cancelled.is_set() for generation in engine.generations)
+        await until(lambda: is_idle(served))
+
+
 async def test_a_wrong_method_is_answered_with_the_allowed_ones() -> None:
     async with serving() as served, aiohttp.ClientSession(served.base) as client:
         for method, path, allowed in (

@@ -16,7 +16,7 @@ from batchengine.text.detokeniser import Detokeniser, StopMatcher
 SLICE = 256  # tokens between two chances for other tasks: below a millisecond
 
 
-class Replay:
+class Resend:
     """Events of `tokens`, without those of the first `known`, which the reader has."""
 
     def __init__(

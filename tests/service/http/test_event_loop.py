@@ -1,0 +1,103 @@
+"""No answer, however large, holds the event loop: every other stream goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from batchengine.core import TokenEvent, TokenLogprob
+from batchengine.engine.turns.stream import Generation
+from batchengine.text.detokeniser import Detokeniser
+from tests.support.engines import request
+from tests.support.fake_engine import CONTEXT_TOKENS, FakeEngine, chat, serving
+from tests.support.loop_lag import loop_lag
+
+LAG_MS_MAX = 20.0
+TOKENS = 12_000
+TOP = tuple(TokenLogprob(token, b"\xe2\x82\xac %d" % token, -0.5 - token) for token in range(20))
+
+
+class Fluent(FakeEngine):
+    """An engine that has all tokens of its answer at once, with 20 alternatives each."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.info.context_tokens = TOKENS + CONTEXT_TOKENS
+
+    def submit(self, request: Any) -> Any:
+        generation = super().submit(request)
+        rows = [TokenEvent(0, "word ", TOP[0], TOP)] * TOKENS
+        last = generation.events
+
+        async def events() -> list[Any]:
+            if rows:
+                taken, rows[:] = list(rows), []
+                return taken
+            return await last()
+
+        generation.events = events
+        return generation
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_long_answer_with_logprobs_leaves_the_loop_free(path: str, stream: bool) -> None:
+    body: dict[str, Any] = {"stream": stream, "max_tokens": TOKENS}
+    if "chat" in path:
+        body = chat(logprobs=True, top_logprobs=20, **body)
+    else:
+        body |= {"model": "fake", "prompt": "hi", "logprobs": 20}
+    engine = Fluent()
+    got: list[bytes] = []
+    async with (
+        serving(engine) as served,
+        aiohttp.ClientSession() as client,
+        loop_lag() as lag,
+        client.post(served.base + path, json=body) as reply,
+    ):
+        async for part in reply.content.iter_any():
+            got.append(part)
+        assert reply.status == 200
+    assert sum(map(len, got)) > TOKENS * 300
+    assert lag.worst_ms < LAG_MS_MAX
+    if not stream:
+        choice = json.loads(b"".join(got))["choices"][0]
+        lists = choice["logprobs"].get("content") or choice["logprobs"]["tokens"]
+        assert len(lists) == TOKENS
+
+
+async def test_a_resume_of_a_long_turn_leaves_the_loop_free() -> None:
+    """45,000 tokens that an earlier stream computed; the reader has all but the last."""
+    tokens = [index % 7 for index in range(45_000)]
+    pieces = [b"a", b"b", b"\xe2\x82", b"\xac", b"c", b"d", b" "]
+
+    def resumed(known: int) -> Generation:
+        generation = Generation(
+            request([1], 100_000, stop=("never",)),
+            "s",
+            lambda: Detokeniser(pieces.__getitem__, lambda _: False),
+            0.0,
+            lambda _: None,
+            lambda _: None,
+        )
+        generation.resumes = known
+        return generation
+
+    async with loop_lag() as lag:
+        late, early = resumed(len(tokens) - 1), resumed(0)
+        assert await late.replay(tokens, frozenset()) == ""
+        assert await early.replay(tokens, frozenset()) == ""
+        assert [event.token for event in await late.events()] == tokens[-1:]
+        seen: list[Any] = []
+        while len(seen) < len(tokens):
+            batch = await early.events()
+            assert len(batch) <= 256  # never more in memory, however long the turn
+            seen += batch
+            await asyncio.sleep(0)
+    assert [event.token for event in seen] == tokens
+    assert "".join(event.text for event in seen).startswith("ab€cd ab€")
+    assert lag.worst_ms < LAG_MS_MAX
