@@ -162,7 +162,7 @@ LANE_DISAGREES = Problem("BE1210", Kind.INTERNAL, _DEFECT,
     "its self-test differs from what the KV was computed with",
     "restart the daemon; if it repeats, check the machine's memory and processor")
 LANE_DOWN = Problem("BE1211", Kind.UNAVAILABLE, "lane_down",
-    "the worker of lane {lane} cannot be started again", "{why}", "{fix}")
+    "the worker of lane {lane} cannot be started", "{why}", "{fix}")
 MODEL_CHANGED = Problem("BE1212", Kind.UNAVAILABLE, "model_changed",
     "the model changed under the running daemon", "{why}", "restart the daemon",
     retry_ms=30_000)

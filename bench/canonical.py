@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 import kernels
+from batchengine.child.command import environment, python_command
 from bench import report
 from bench.kernels import attention_case, linear_case, norm_case
 
@@ -138,10 +139,10 @@ class Side:
 
     def __init__(self, package: Path, threads: int, quick: bool) -> None:
         search = [str(package), str(ROOT)]
-        command = [sys.executable, "-P", "-m", "bench.canonical", "--serve", str(threads)]
+        command = python_command("bench.canonical", "--serve", str(threads))
         self.process = subprocess.Popen(
-            command + (["--quick"] if quick else []),
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(search)},
+            command + (("--quick",) if quick else ()),
+            env=environment() | {"PYTHONPATH": os.pathsep.join(search)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -22,6 +22,7 @@ import uvloop
 
 import batchengine
 from batchengine import config as configuration
+from batchengine.child import guard
 from batchengine.config import Config, LaneConfig
 from batchengine.core import Stage
 from service.admin.socket import AdminSocket
@@ -47,6 +48,8 @@ GIB = 1 << 30
 
 def run(config: Config, make_engine: Callable[[Config], EngineApi] | None = None) -> int:
     """Serves until a signal; returns the exit code. Raises BatchEngineError before it serves."""
+    if not config.debug:  # then py-spy and gdb may be attached by the daemon's own user
+        guard.keep_private()
     _start_logging(config.debug)
     _raise_file_limit()
     sock = bind(config.server.host, config.server.port)

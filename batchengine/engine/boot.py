@@ -27,7 +27,12 @@ from batchengine.engine.audit.model_files import identity_of
 from batchengine.engine.audit.scrub import Maintenance
 from batchengine.engine.housekeeping import Housekeeping
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.lane.supervisor import ModelLoader, WorkerSupervisor, store_error
+from batchengine.engine.lane.supervisor import (
+    ModelLoader,
+    WorkerSupervisor,
+    cannot_start,
+    store_error,
+)
 from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
@@ -41,7 +46,7 @@ from batchengine.engine.tasks import Tasks
 from batchengine.engine.turns.journal import Journal
 from batchengine.gguf import GgufFile
 from batchengine.kv import Disputes
-from batchengine.lanes.worker_process import Lane
+from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.policy import cost
 from batchengine.text.frontend import TextFrontend
 from batchengine.weights import read_spec
@@ -236,7 +241,10 @@ async def _load(
         for index, (lane, lane_config) in enumerate(zip(lanes, config.lanes, strict=True)):
             undo.push_async_callback(lane.close)
             report = functools.partial(_report_loading, launch, index == 0)
-            facts.append(await loader.load(lane, lane_config, report))
+            try:
+                facts.append(await loader.load(lane, lane_config, report))
+            except LaneDied as death:
+                raise cannot_start(lane.name, death) from death
     except BaseException:
         opening.cancel()
         with contextlib.suppress(BaseException):

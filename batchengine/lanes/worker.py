@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from batchengine import errors
+from batchengine.child import confinement
 from batchengine.core import BatchEngineError
 from batchengine.lanes.device import Device, LaneMemory
 from batchengine.lanes.process_guard import guard_process
@@ -104,6 +105,8 @@ class Worker:
         self._limits = StepLimits(
             load.tokens_max, load.entries_max, load.context_tokens, facts.vocab_size
         )
+        if why := confinement.confine():
+            log.warning("this worker may use every system call: %s", why)
         return wire.Ready(facts)
 
     def _attach(self, attach: wire.Attach) -> wire.LaneMessage:

@@ -14,18 +14,17 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 
 from batchengine import errors
+from batchengine.child import command as child
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import FrameProtocol, WireError
 
 log = logging.getLogger("batchengine.lane")
 
-WORKER = (sys.executable, "-m", "batchengine.lanes.worker")
+WORKER = child.python_command("batchengine.lanes.worker")
 BACKOFF_S = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # first restart at once: a stream is waiting
 LATE_S = 0.1  # an event loop that is later than this was stopped or blocked itself
 LINGER_S = 1.0  # between the end of the socket and the end of the process
@@ -33,7 +32,7 @@ OUTSIDE_DEATHS_MAX = 4  # SIGKILL from outside is no crash loop: the backoff sta
 HEALTHY_S = 60.0  # a run this long resets the count of `deaths`,
 HEALTHY_STEPS = 16  # and so does a run of so many steps
 REPORT_BYTES_MAX = 8192  # of a fatal-signal report kept for the log
-ROOT = Path(__file__).resolve().parent.parent.parent
+LOADING_SILENCE_S = 60.0  # without a Loading frame, after which a worker that loads is killed
 
 
 class LaneDied(Exception):
@@ -92,13 +91,16 @@ class Lane:
     async def start(
         self, load: wire.Load, on_loading: Callable[[wire.Loading], None] | None = None
     ) -> wire.ModelFacts:
-        """Spawn the next incarnation and load the model. Raises LaneDied or the load error."""
+        """Spawn the next incarnation and load the model. Raises LaneDied or the load error.
+
+        Each Loading frame extends the deadline of the load.
+        """
         if self.alive:
             raise RuntimeError(f"{self!r} is already running")
         await self._spawn()
         self._on_loading = on_loading
         try:
-            answer = await self._ask(load, b"", None)
+            answer = await self._ask(load, b"", LOADING_SILENCE_S)
         finally:
             self._on_loading = None
         if not isinstance(answer, wire.Ready):
@@ -173,34 +175,38 @@ class Lane:
     # ------------------------------------------------------------------------- one request
 
     async def _ask(
-        self, message: wire.LaneMessage, payload: bytes, deadline_s: float | None
+        self, message: wire.LaneMessage, payload: bytes, deadline_s: float
     ) -> wire.LaneMessage:
         return await self._receive(self._send(message, payload, deadline_s, 0))
 
     def _send(
-        self, message: wire.LaneMessage, payload: bytes, deadline_s: float | None, attempt: int
+        self, message: wire.LaneMessage, payload: bytes, deadline_s: float, attempt: int
     ) -> asyncio.Future[wire.LaneMessage]:
         """Put one frame on the link; the future ends with the answer or LaneDied."""
         if self._reply is not None:
             raise RuntimeError(f"{self!r} has a request in flight")
-        loop = asyncio.get_running_loop()
         self._step += 1
         self._asked = (self._step, attempt)
-        reply = self._reply = loop.create_future()
+        reply = self._reply = asyncio.get_running_loop().create_future()
         if self._died is None or self._protocol is None:
             reply.set_exception(LaneDied(self.name, "was never started", blames_step=False))
             return reply
         if self._died.done():
             reply.set_exception(self._died.result())
             return reply
-        if deadline_s is not None:
-            due_s = time.monotonic() + deadline_s
-            self._timer = loop.call_later(deadline_s, self._overdue, deadline_s, due_s, False)
+        self._set_deadline(deadline_s)
         frame = wire.LANE_LINK.encode(
             message, payload, step=self._step, incarnation=self.incarnation, attempt=attempt
         )
         self._protocol.send(frame)
         return reply
+
+    def _set_deadline(self, deadline_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        due_s = time.monotonic() + deadline_s
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(deadline_s, self._overdue, deadline_s, due_s, False)
 
     def _overdue(self, deadline_s: float, due_s: float, is_last: bool) -> None:
         """Kill the worker whose deadline passed, unless this process itself was late.
@@ -235,6 +241,8 @@ class Lane:
         if frame.incarnation != self.incarnation or (frame.step, frame.attempt) != self._asked:
             self.late_frames += 1
         elif isinstance(frame.message, wire.Loading):
+            if self._timer is not None:
+                self._set_deadline(LOADING_SILENCE_S)
             if self._on_loading is not None:
                 self._on_loading(frame.message)
         elif self._reply is not None and not self._reply.done():
@@ -258,8 +266,6 @@ class Lane:
         self._kill_reason = ""
         ours, theirs = socket.socketpair()
         report_read, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        env = dict(os.environ)
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH", "")])])
         try:
             process = subprocess.Popen(  # noqa: ASYNC220  about 1 ms, at start only
                 [
@@ -271,7 +277,8 @@ class Lane:
                 ],
                 pass_fds=(theirs.fileno(), report_write),
                 stdin=subprocess.DEVNULL,
-                env=env,
+                env=child.environment(),
+                cwd=child.FOLDER,
             )
             try:
                 pidfd = os.pidfd_open(process.pid)

@@ -14,12 +14,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 
 from batchengine import errors
+from batchengine.child import command as child
 from batchengine.core import BatchEngineError
 from batchengine.fair_queue import FairQueue
 from batchengine.wire.frames import FrameProtocol
@@ -316,18 +316,22 @@ class TextWorker:
     async def _spawn(self) -> None:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        # Nothing of this process's environment: it may hold keys. The path finds our packages.
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LC_ALL": "C.UTF-8"}
-        command = [sys.executable, "-P", "-B", "-m", "batchengine.text.process"]
+        parent = str(os.getpid())
         try:
             process = subprocess.Popen(  # noqa: ASYNC220  about 1 ms, rarely
-                [*command, str(os.getpid()), self._reader],
+                child.python_command("batchengine.text.process", parent, self._reader),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=environment,
-                cwd="/",
+                env=child.environment(),
+                cwd=child.FOLDER,
             )
+            try:
+                pidfd = os.pidfd_open(process.pid)
+            except OSError:  # no descriptor is left: without one its end would not be noticed
+                process.kill()
+                process.wait()
+                raise
         except OSError as error:
             ours.close()
             raise ProcessLost(f"could not be started: {error.strerror}", "its start") from error
@@ -335,7 +339,7 @@ class TextWorker:
             theirs.close()
         self._process, self._killed_because, self._is_spent = process, "", False
         self._end = loop.create_future()
-        self._pidfd = os.pidfd_open(process.pid)
+        self._pidfd = pidfd
         loop.add_reader(self._pidfd, self._reap)
         protocol = FrameProtocol(
             TEXT_LINK, self._on_frame, functools.partial(self._on_lost, process)

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import datetime
 import importlib
 import os
 import resource
-import signal
 import socket
 import sys
 import threading
@@ -26,6 +24,7 @@ from typing import NoReturn, cast
 import msgspec
 
 from batchengine import errors
+from batchengine.child import confinement, guard
 from batchengine.core import BatchEngineError
 from batchengine.text.encoder import TextEncoder
 from batchengine.text.renderer import OutputTooLong, Renderer, warm_up
@@ -49,25 +48,14 @@ Reader = Callable[[TextEncoder, bytes, bytes], bytes]
 # run of one class. This much holds a run of 2.5 million.
 STACK_BYTES = 1 << 30
 GROWTH_BYTES_MAX = 256 << 20  # a request that made the process grow by more is its last
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NO_NEW_PRIVS = 38
-
-
-def tie_to(parent: int) -> None:
-    """Ends this process with its parent, and takes away the way to privileges.
-
-    Of the calling thread and those that it starts: comes before any of them.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if os.getppid() != parent:  # the parent died before the line above
-        sys.exit(0)
 
 
 def confine(address_bytes: int) -> None:
-    """Limits this process for good: bounded memory, no files, processes or core dumps."""
-    _limit(resource.RLIMIT_CORE, 0)
+    """Limits this process for good: bounded memory, no files, processes or sockets.
+
+    A kernel that refuses the filter of system calls refuses it to workers too, which log it.
+    """
+    confinement.confine()
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_NPROC, 0)
     _limit(resource.RLIMIT_NOFILE, 3)
@@ -191,7 +179,9 @@ def find_reader(name: str) -> Reader | None:
 
 def main(parent: int, reader: str) -> NoReturn:
     """Serves on a thread with a large stack, then ends the process."""
-    tie_to(parent)
+    guard.tie_to_parent(parent)
+    guard.drop_privileges()
+    guard.keep_private()
     link = BlockingLink(socket.socket(fileno=0), TEXT_LINK)
     process = TextProcess(link, find_reader(reader))
     warm_up()

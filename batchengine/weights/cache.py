@@ -45,6 +45,8 @@ ALIGNMENT = 64
 LOCK_WAIT_S_MAX = 600.0  # longer than packing takes; then pack without waiting (rename is safe)
 CHUNK_BYTES = 1 << 24
 TABLE_BYTES_MAX = 64 << 20  # 100 bytes per tensor: far above any model
+FLUSH_BYTES = 1 << 30  # written at most before the disk has it, so that no one wait is long
+WAIT_REPORT_S = 0.5  # between two reports of a process that waits for the lock
 FILES = osio.Files()
 
 # magic, format version, reserved, table offset, table bytes, SHA-256 of the table
@@ -216,10 +218,12 @@ def _verify_entries(read: Read, table: CacheTable, progress: Progress) -> None:
 class CacheWriter:
     """Writes one cache file: add entries, then commit. Leaving without commit removes it."""
 
-    def __init__(self, path: Path, data_bytes: int) -> None:
+    def __init__(self, path: Path, data_bytes: int, waiting: Callable[[], None]) -> None:
+        """`waiting` is called again and again while the file is made as large as it will be."""
         self.path = path
         self._entries: list[CacheEntry] = []
         self._offset = PROLOGUE.size
+        self._flushed = 0
         self._committed = False
         with _disk_errors(path):
             self._fd, name = tempfile.mkstemp(
@@ -229,7 +233,10 @@ class CacheWriter:
         try:
             # A full disk fails here rather than after minutes of packing.
             with _disk_errors(path):
-                os.posix_fallocate(self._fd, 0, max(data_bytes, PROLOGUE.size))
+                size = max(data_bytes, PROLOGUE.size)
+                for start in range(0, size, FLUSH_BYTES):  # some file systems write every block
+                    os.posix_fallocate(self._fd, start, min(FLUSH_BYTES, size - start))
+                    waiting()
         except BaseException:
             self.close()
             raise
@@ -244,6 +251,9 @@ class CacheWriter:
         """Appends one entry at the next aligned offset."""
         with _disk_errors(self.path):
             FILES.write_all(self._fd, data, self._offset)
+            if self._offset + len(data) - self._flushed >= FLUSH_BYTES:
+                os.fdatasync(self._fd)
+                self._flushed = self._offset + len(data)
         digest = xxhash.xxh3_128_digest(data)
         self._entries.append(CacheEntry(name, kind, rows, cols, self._offset, len(data), digest))
         self._offset = align(self._offset + len(data))
@@ -302,8 +312,10 @@ def make_cache_dir(cache_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def starter_lock(path: Path) -> Generator[None]:
+def starter_lock(path: Path, waiting: Callable[[], None]) -> Generator[None]:
     """Lets one process at a time pack `path`; the others wait and then find it packed.
+
+    `waiting` is called again and again meanwhile.
 
     The lock only saves time. Where the file system has none, or its holder hangs, packing goes
     on without it: each writer has its own temporary file and the last rename wins.
@@ -313,7 +325,7 @@ def starter_lock(path: Path) -> Generator[None]:
         with contextlib.suppress(OSError):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(path.with_suffix(".lock"), flags, 0o600)
-        if fd >= 0 and _acquire(fd, path):
+        if fd >= 0 and _acquire(fd, path, waiting):
             _remove_leftovers(path)
         yield
     finally:
@@ -321,8 +333,9 @@ def starter_lock(path: Path) -> Generator[None]:
             os.close(fd)  # which also releases the lock
 
 
-def _acquire(fd: int, path: Path) -> bool:
+def _acquire(fd: int, path: Path, waiting: Callable[[], None]) -> bool:
     deadline = time.monotonic() + LOCK_WAIT_S_MAX
+    report_s = 0.0
     is_logged = False
     while time.monotonic() < deadline:
         try:
@@ -332,6 +345,9 @@ def _acquire(fd: int, path: Path) -> bool:
             if not is_logged:
                 logger.info("another process is packing %s: waiting for it", path.name)
                 is_logged = True
+            if time.monotonic() >= report_s:
+                waiting()
+                report_s = time.monotonic() + WAIT_REPORT_S
             time.sleep(0.05)
         except OSError:
             return False

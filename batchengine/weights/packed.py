@@ -89,8 +89,9 @@ def open_weights(
 ) -> Weights:
     """Maps the packed weights of a model, packing them first if there is no valid cache file.
 
-    `progress` receives fractions from 0 to 1; `layers` limits which layers get a role here
-    (the file always holds all). The GGUF file may be closed afterwards.
+    `progress` receives fractions from 0 to 1, several a minute unless the disk or a core hangs:
+    the engine ends a worker that reports none for a minute. `layers` limits which layers get a
+    role here (the file always holds all). The GGUF file may be closed afterwards.
     """
     report = progress or _ignore_progress
     spec = read_spec(gguf)
@@ -101,7 +102,7 @@ def open_weights(
     try:
         file = cache.open_cache(path, packing.check, report)
     except cache.CacheMismatch as first:
-        with cache.starter_lock(path):
+        with cache.starter_lock(path, lambda: report(0.0)):
             file = packing.open_or_pack(pool, report, first)
     report(1.0)
     return _assemble(spec, plan, file, layers or range(spec.n_layer))
@@ -182,10 +183,13 @@ class _Packing:
             logger.log(level, text, self.gguf.path, self.path, reason)
         self._pack(pool, report)
         try:
-            return cache.open_cache(self.path, self.check, _ignore_progress)
+            return cache.open_cache(self.path, self.check, lambda _: report(1.0))
         except cache.CacheMismatch as reason:
             why = f"{reason}; before packing: {first}"
             raise errors.CACHE_UNREADABLE(path=self.path, why=why) from reason
+
+    def _writer(self, data_bytes: int, report: Progress) -> cache.CacheWriter:
+        return cache.CacheWriter(self.path, data_bytes, lambda: report(0.0))
 
     def _pack(self, pool: kernels.Pool, report: Progress) -> None:
         gguf, plan = self.gguf, self.plan
@@ -194,7 +198,7 @@ class _Packing:
             total = cache.align(total + size)
         done = 0
         # One thread hashes the model while the pool packs it: both read the same mapping.
-        with ThreadPoolExecutor(1) as hasher, cache.CacheWriter(self.path, total) as writer:
+        with ThreadPoolExecutor(1) as hasher, self._writer(total, report) as writer:
             digests = [(name, hasher.submit(_tensor_digest, gguf, name)) for name in gguf.tensors]
             try:
                 for matrix in plan.matrices:
@@ -205,7 +209,10 @@ class _Packing:
                     report(0.99 * done / total)
                 for vector in plan.vectors:
                     writer.add(vector.name, "vector", vector.size, 1, _vector_bytes(gguf, vector))
-                results = [(name, future.result()) for name, future in digests]
+                results: list[tuple[str, bytes]] = []
+                for name, future in digests:
+                    results.append((name, future.result()))
+                    report(0.99)
                 fingerprint = model_fingerprint(self.header_digest, results)
                 _refuse_changed(gguf)
             except BaseException:

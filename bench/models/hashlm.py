@@ -18,7 +18,6 @@ import hashlib
 import os
 import signal
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -27,6 +26,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from batchengine.child import command
 from batchengine.gguf import GgufFile
 from batchengine.lanes.device import LaneMemory, Report
 from batchengine.lanes.host_device import HostDevice, HostOutput
@@ -44,7 +44,8 @@ FIRST_TOKEN = 20  # smallest token that it samples: those below may end a turn
 MASK64 = (1 << 64) - 1
 _POSITION = struct.Struct("<QI")
 FAULTS = "HASHLM_FAULTS"
-WORKER_COMMAND = (sys.executable, "-m", "bench.models.hashlm")
+WORKER_COMMAND = command.python_command("bench.models.hashlm")
+command.KEPT.add(FAULTS)  # an engine in this process gives it to its workers
 
 # Points of a step at which a crash can be injected, in order.
 POINTS = (

@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from batchengine.child.command import environment, python_command
+
 ROOT = Path(__file__).resolve().parents[2]
 CLONE_PARENT = 0x8000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
@@ -154,10 +156,10 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         one_thread = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", program, str(theirs.fileno())],
+            python_command(program, str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             cwd=ROOT,
-            env=os.environ | one_thread,
+            env=environment() | one_thread,
         )
         theirs.close()
         self._sock = ours

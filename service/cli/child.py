@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,12 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from batchengine import errors
+from batchengine.child.command import environment, python_command
 from batchengine.core import BatchEngineError
 
 READY_SECONDS_MAX = 300.0
 STOP_SECONDS_MAX = 30.0
 LINES_KEPT = 40  # of the child's output, for the error message
-ROOT = Path(__file__).resolve().parents[2]
+KEPT = ("HOME", "TMPDIR")  # variables that its configuration reads
 _CODE = re.compile(r"\bBE\d{4}\b")  # of an error
 _READY = re.compile(r"\s+ready\s+(?P<url>http://\S+)")
 
@@ -42,29 +42,21 @@ class ChildDaemon:
         if len(os.fsencode(self.scratch)) > 80:  # a unix socket path may have 107 bytes
             self.scratch.rmdir()
             self.scratch = Path(tempfile.mkdtemp(prefix="batchengine-", dir="/tmp"))
-        command = [
-            sys.executable,
-            "-m",
-            "service.cli.child_process",
-            str(os.getpid()),
-            str(self.scratch),
-        ]
-        command += ["serve", str(model), "--port", "0"]
+        command = ["serve", str(model.absolute()), "--port", "0"]
         command += ["--store", str(self.scratch / "kv"), "--allow-volatile-store"]
         command += ["--cache-dir", str(self.scratch / "cache")]
         command += ["--admin-socket", str(self.scratch / "admin.sock"), *extra]
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        environment.pop("NOTIFY_SOCKET", None)
+        program = python_command("service.cli.child_process", str(os.getpid()), str(self.scratch))
         try:
             self._process = subprocess.Popen(
-                command,
+                [*program, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                env=environment,
+                env=environment(KEPT),
+                cwd=self.scratch,
                 start_new_session=True,  # Ctrl-C reaches this process only, which stops it
             )
         except BaseException:

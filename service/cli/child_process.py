@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -12,20 +11,17 @@ from pathlib import Path
 
 import psutil
 
+from batchengine.child import guard
 from service.cli import main
 from service.cli.child import remove_scratch
-
-PR_SET_PDEATHSIG = 1
 
 
 def run(arguments: list[str]) -> None:
     """`arguments`: the parent's pid, the scratch folder that it removes, the command line."""
     parent, scratch, *command = arguments
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    code = main.EXIT_INTERRUPTED
     try:
-        if os.getppid() == int(parent):  # else it ended before the call above
-            code = main.run(command)
+        guard.tie_to_parent(int(parent), signal.SIGTERM)
+        code = main.run(command)
     finally:
         if os.getppid() != int(parent):
             # Only after every thread has ended: one may still be packing weights into the folder.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import signal
@@ -141,6 +142,26 @@ async def test_slow_starts_refuse_requests_until_a_start_succeeds(
         for worker in text._pool._all:
             monkeypatch.setattr(worker, "_limits", TextLimits())
         assert await text.encode_chat(chat("hi")) != []
+
+
+async def test_a_start_without_a_free_descriptor_leaves_no_process(
+    pocket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def none_left(pid: int) -> int:
+        started.append(pid)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with opened(pocket_path) as text, asyncio.timeout(60):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pidfd_open", none_left)
+            with pytest.raises(BatchEngineError, match="Too many open files"):
+                await text.encode("hi")
+        for pid in started:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        assert await text.encode("hi")
 
 
 async def test_a_request_that_is_given_up_leaves_the_pool_usable(pocket_path: Path) -> None:

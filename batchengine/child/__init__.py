@@ -1,0 +1,1 @@
+"""Child processes: how each is started, and what it gives up."""

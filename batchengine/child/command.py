@@ -1,0 +1,49 @@
+"""Makes the command line and the environment of every child process.
+
+A child imports its modules from where this process does, never from the working directory, and
+gets none of the variables of this process but a few that loaders and kernels read: the others may
+hold keys.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = "/"  # the working directory of a child: no relative path finds a file of a caller
+KEPT = {"BATCHENGINE_ISA", "LD_LIBRARY_PATH", "LD_PRELOAD", "ASAN_OPTIONS", "UBSAN_OPTIONS"}
+
+
+def python_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command line that runs a module in this interpreter."""
+    return (sys.executable, "-P", "-m", module, *arguments)
+
+
+def environment(kept: Iterable[str] = ()) -> dict[str, str]:
+    """The variables of a child: its search path, and those of `kept` and KEPT that are set."""
+    return {
+        **{name: os.environ[name] for name in (*KEPT, *kept) if name in os.environ},
+        "PYTHONPATH": os.pathsep.join(search_path()),
+        "PYTHONSAFEPATH": "1",  # as -P, for command lines that are made elsewhere
+        "LC_ALL": "C.UTF-8",
+    }
+
+
+def search_path() -> list[str]:
+    """The module search path of this process, without its working directory.
+
+    A checkout that is the working directory stays: this package is loaded from there.
+    """
+    try:
+        here = os.path.realpath(os.getcwd())
+    except OSError:  # the folder was removed
+        here = ""
+    found = [str(ROOT)] if str(ROOT) not in sys.path else []
+    for entry in sys.path:
+        is_here = os.path.realpath(entry) == here and here != str(ROOT)
+        if os.path.isabs(entry) and os.pathsep not in entry and not is_here:
+            found.append(entry)
+    return found

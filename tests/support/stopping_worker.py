@@ -1,0 +1,50 @@
+"""A worker that stops for good while it loads, as one that waits for a dead disk.
+
+Same process, frames and memory as the real one. Started by exec as
+`python -m tests.support.stopping_worker STAGE INCARNATION ...`: where it stops, and in which
+incarnation; 0 = in every one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+
+from batchengine.lanes.cpu import CpuDevice
+from batchengine.lanes.device import LaneMemory, Report
+from batchengine.lanes.worker import Worker, main
+from batchengine.wire import lane as wire
+from kv_store.layout import PageLayout
+
+STAGES = ("start", "map weights", "cpu kernels", "attach")
+
+
+class StoppingDevice(CpuDevice):
+    """Stops after the first report of its stage."""
+
+    stage = ""
+
+    def stop_in(self, stage: str) -> None:
+        if stage == self.stage:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def load(self, load: wire.Load, report: Report) -> wire.ModelFacts:
+        def reported(stage: str, detail: str, progress: float, seconds: float) -> None:
+            report(stage, detail, progress, seconds)
+            self.stop_in(stage)
+
+        return super().load(load, reported)
+
+    def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:
+        self.stop_in("attach")
+        return super().attach(attach, layout)
+
+
+if __name__ == "__main__":
+    stage, incarnation = sys.argv.pop(1), sys.argv.pop(1)
+    if incarnation in ("0", sys.argv[4]):
+        StoppingDevice.stage = stage
+    StoppingDevice().stop_in("start")
+    main(partial(Worker, devices={wire.CpuResources: StoppingDevice}))
