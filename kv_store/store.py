@@ -471,6 +471,7 @@ def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
                     why="a store keeps its files in folders of its own",
                     fix="move away what stands there, or choose another store directory",
                 )
+            warnings += _check_owner(folder, os.lstat(folder).st_uid)
             if mode & 0o077:  # KV equals the prompt: other users must not read it
                 os.chmod(folder, 0o700)
     except OSError as error:
@@ -480,6 +481,20 @@ def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
             fix="choose a writable directory on a local ext4 or XFS file system",
         ) from error
     return warnings
+
+
+def _check_owner(folder: str, owner: int) -> list[str]:
+    """A folder of another user, who can read and replace what it holds, serves root only, with a
+    warning: containers and operators have such folders."""
+    if owner in (0, os.geteuid()):
+        return []
+    if os.geteuid() == 0:
+        return [f"{folder} belongs to user {owner}, who can change what it holds"]
+    raise StoreUnsupported(
+        f"{folder} belongs to user {owner}",
+        why="its owner can read prompts and replace what the store holds",
+        fix="choose a folder of the daemon's own user, or change the owner of this one",
+    )
 
 
 def _check_file_system(fs: osio.FileSystem, path: str, allow_any_fs: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from batchengine.config import (
     disk_bytes,
     disk_warnings,
     load,
+    openness,
     warnings,
 )
 from batchengine.config.loading import is_loopback
@@ -30,6 +32,7 @@ def machine(tmp_path: Path) -> Machine:
 def write(tmp_path: Path, text: str) -> str:
     path = tmp_path / "batchengine.toml"
     path.write_text(text)
+    path.chmod(0o600)
     return str(path)
 
 
@@ -84,6 +87,7 @@ def test_the_machine_has_cores_inside_the_affinity_mask_only() -> None:
 
 def test_every_setting_of_a_file_is_read(tmp_path: Path, machine: Machine) -> None:
     (tmp_path / "key").write_text(KEY + "\n")
+    (tmp_path / "key").chmod(0o600)
     text = f"""
 debug = true
 cache_dir = "cache"
@@ -352,6 +356,36 @@ def test_a_non_local_host_with_a_key_is_allowed(tmp_path: Path) -> None:
     )
     config = load(path)
     assert warnings(config) == []
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o620, 0o644])
+@pytest.mark.parametrize("entry", [f"key = '{KEY}'", "key_file = 'key'"])
+def test_a_key_in_a_file_that_others_can_open_is_refused(
+    tmp_path: Path, entry: str, mode: int
+) -> None:
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    key.chmod(0o600)
+    path = write(tmp_path, f"[auth.keys.a]\n{entry}")
+    assert load(path).auth[0].key == KEY
+    (key if "file" in entry else Path(path)).chmod(mode)
+    with pytest.raises(BatchEngineError, match=f"open to other users.*{mode:04o}") as caught:
+        load(path)
+    assert caught.value.code == "BE1108"
+
+
+def test_a_key_file_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY)
+    path.chmod(0o600)
+    owner = os.stat(path).st_uid or 4242
+    os.chown(path, owner, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 77)
+    assert openness(str(path)) == f"it belongs to user {owner}"
+    monkeypatch.setattr(os, "geteuid", lambda: owner)
+    assert openness(str(path)) == ""
 
 
 def test_config_is_frozen() -> None:

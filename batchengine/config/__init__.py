@@ -7,6 +7,7 @@ from batchengine.config.loading import (
     check_model_file,
     disk_warnings,
     load,
+    openness,
     warnings,
 )
 from batchengine.config.machine import Machine, disk_bytes
@@ -39,5 +40,6 @@ __all__ = [
     "disk_bytes",
     "disk_warnings",
     "load",
+    "openness",
     "warnings",
 ]

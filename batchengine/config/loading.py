@@ -111,6 +111,19 @@ def check_model_file(path: str) -> None:
     raise errors.NO_MODEL_FILE(path=path, why=why, fix="name an existing GGUF file")
 
 
+def openness(path: str) -> str:
+    """Why users other than this one can read or replace a file with secrets, or "".
+
+    A group may read a file of root: so service managers hand credentials to a daemon.
+    """
+    info = os.stat(path)
+    if info.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {info.st_uid}"
+    allowed = 0o640 if info.st_uid == 0 and os.geteuid() != 0 else 0o600
+    mode = stat.S_IMODE(info.st_mode)
+    return f"its mode is {mode:04o}" if mode & 0o077 & ~allowed else ""
+
+
 def is_loopback(host: str) -> bool:
     """True when only this machine can reach `host`; names other than localhost count as open."""
     if host == "localhost":
@@ -230,6 +243,16 @@ def _check_auth(source: Source, config: Config) -> None:
             )
     if len(set(keys)) != len(keys):
         raise source.error(errors.CONFIG_KEYS, "auth.keys", "has the same key under two names")
+    for key in config.auth:
+        dotted = f"auth.keys.{key.name}"
+        path = key.key_file or (source.path if source.where(f"{dotted}.key") else "")
+        if path and (why := openness(path)):
+            raise source.error(
+                errors.CONFIG_KEYS,
+                dotted,
+                f"has its key in {path}, which is open to other users ({why})",
+                fix=f"chmod 600 {path}; or chmod 640, owned by root and the daemon's group",
+            )
     if is_loopback(config.server.host):
         return
     if not config.auth:

@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from batchengine import errors
 from batchengine.config import Config
-from batchengine.core import GenerationRequest, ModelInfo, Presence, Stage
+from batchengine.core import BatchEngineError, GenerationRequest, ModelInfo, Presence, Stage
 from batchengine.engine import boot, report
 from batchengine.engine.boot import Launch, Running
 from batchengine.engine.lane.supervisor import store_error
@@ -234,18 +234,34 @@ class Engine:
 
     async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
         """Create a second session with the same timeline and the same pages."""
-        return await self.running.operations.fork(tenant, session_id, new_id)
+        return await self._to_its_end(self.running.operations.fork(tenant, session_id, new_id))
 
     async def park(
         self, tenant: str, session_id: str, tool_call_id: str | None = None
     ) -> dict[str, Any]:
         """Move the KV of a session that waits for a tool out of its lane; see
         `SessionOperations.park`."""
-        return await self.running.operations.park(tenant, session_id, tool_call_id)
+        return await self._to_its_end(
+            self.running.operations.park(tenant, session_id, tool_call_id)
+        )
 
     async def drop(self, tenant: str, session_id: str) -> dict[str, Any]:
         """Delete the session and its history."""
-        return await self.running.operations.drop(tenant, session_id)
+        return await self._to_its_end(self.running.operations.drop(tenant, session_id))
+
+    async def _to_its_end(self, operation: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """Run an operation whether its caller waits for it or leaves: none stays half done."""
+
+        async def outcome() -> dict[str, Any] | BatchEngineError:
+            try:
+                return await operation
+            except BatchEngineError as error:
+                return error
+
+        found = await asyncio.shield(self.running.tasks.spawn(outcome(), "operation"))
+        if isinstance(found, BatchEngineError):
+            raise found
+        return found
 
     async def promote(self, tenant: str, session_id: str, to: str | None = None) -> dict[str, Any]:
         """Move a session to lane `to`, or to the best fast one, between two of its tokens.

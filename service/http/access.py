@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from multidict import CIMultiDictProxy
 
 from batchengine import errors
-from batchengine.config import ApiKey, Config
+from batchengine.config import ApiKey, Config, openness
 from service.protocols.carriers import Caller
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s]+)(:[0-9]{0,5})?")
@@ -62,7 +60,7 @@ def _sent_key(headers: CIMultiDictProxy[str]) -> str:
 def key_lines(path: Path) -> list[str]:
     """The keys in a file, one per line, # comments left out; refuses a file others can read."""
     try:
-        mode = path.stat().st_mode
+        why = openness(str(path))
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
@@ -70,8 +68,8 @@ def key_lines(path: Path) -> list[str]:
         raise errors.API_KEY_FILE(
             path=path, problem="cannot be read", why=reason or "unreadable", fix=fix
         ) from None
-    if stat.S_IMODE(mode) & 0o077 and os.name == "posix":
-        problem, why = "is open to other users", f"its mode is {stat.S_IMODE(mode):04o}"
+    if why:
+        problem = "is open to other users"
         raise errors.API_KEY_FILE(path=path, problem=problem, why=why, fix=f"chmod 600 {path}")
     lines = [line.strip() for line in text.splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
