@@ -42,6 +42,7 @@ from service.session_ids import printable
 log = logging.getLogger("batchengine.service")
 
 BODY_SECONDS_MAX = 60.0  # a body that takes longer is an attack or a dead link
+UNREAD = (errors.TOO_MANY_BODIES.code, errors.MALFORMED_HTTP.code)  # the body, or its rest
 UNKNOWN_COUNTED_MAX = 64  # names of ignored fields that one body adds to the metrics
 _TARGET = re.compile(r"[!-~]{1,4096}")
 
@@ -139,7 +140,7 @@ def _error_response(error: BatchEngineError, status: int, path: str) -> web.Resp
     """The error object of the protocol that `path` belongs to; of other paths OpenAI's."""
     body = BY_ROUTE.get(path, CHAT).error(error)
     response = json_answer(body, status, error_headers(error))
-    if status in (408, 413, 417) or error.code == errors.TOO_MANY_BODIES.code:
+    if status in (408, 413, 417) or error.code in UNREAD:
         response.force_close()  # the rest of the body is not worth reading
     return response
 

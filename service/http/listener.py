@@ -1,7 +1,8 @@
 """The listening socket: binding it, counting its connections, and answering malformed HTTP.
 
-Owns the connection cap (beyond it a plain 503), the time a client has to send its first request,
-and the small send buffers that make a slow reader visible. Refuses a port in use with a fix.
+Owns the connection cap (beyond it a plain 503), the time a client has to send its first request
+and to take an answer, and the small send buffers that make a slow reader visible. Refuses a port in
+use with a fix.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import socket
 from typing import Any, cast
 
 import msgspec
-from aiohttp import web
-from aiohttp.http_parser import HttpRequestParser
+from aiohttp import StreamReader, web
+from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
+from service.http.admission import SERVICE
 from service.http.answers import error_headers, json_answer
 from service.protocols.openai import error_object
 
@@ -25,6 +27,9 @@ log = logging.getLogger("batchengine.service")
 
 FIRST_REQUEST_SECONDS = 20.0
 IDLE_SECONDS = 120.0  # keep-alive between requests of one connection
+REST_SECONDS = 5.0  # without a request: then a connection gives way to a new one at the cap
+SWEEP_SECONDS = 1.0  # between two looks at what clients have not taken
+READ_BYTES_PER_S = 16 * 1024  # at least, of an answer that fills the buffers
 LINGER_SECONDS = 1.0  # for a refused body: long enough to read the refusal
 SEND_BUFFER_BYTES = 128 * 1024  # the kernel doubles it: 256 KiB per stream at most
 BACKLOG = 1024
@@ -67,18 +72,65 @@ def _bind_error(host: str, port: int, error: OSError) -> BatchEngineError:
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's protocol with two additions: a deadline for the first request, errors as JSON."""
+    """aiohttp's protocol with deadlines: for the first request and for taking an answer; with
+    errors as JSON, also for a body that turns out to be malformed while it is read."""
 
-    __slots__ = ("_deadline",)
+    __slots__ = ("_body", "_deadline", "_idle_since", "_look_at", "_stream", "_unsent")
 
     def __init__(self, manager: web.Server, *, loop: asyncio.AbstractEventLoop, **kw: Any) -> None:
         super().__init__(manager, loop=loop, **kw)
         self._deadline: asyncio.TimerHandle | None = None
+        self._stream: asyncio.Transport | None = None  # also while aiohttp waits for its close
+        self._body: StreamReader | None = None  # of the last request
+        self._idle_since = loop.time()
+        self._unsent = 0  # bytes when the client was last looked at; 0 = it takes what is sent
+        self._look_at = 0.0  # loop time of the next look
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._stream = cast("asyncio.Transport", transport)
         super().connection_made(transport)
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(FIRST_REQUEST_SECONDS, self._give_up)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._messages:
+            return
+        message, payload = self._messages[-1]
+        if isinstance(message, RawRequestMessage):
+            self._body = payload
+        elif self._body is not None and not self._body.is_eof():  # the fault is inside this body
+            self._messages.pop()
+            self._body.set_exception(errors.MALFORMED_HTTP())
+            self.close()
+
+    def resume_writing(self) -> None:
+        self._unsent = 0
+        super().resume_writing()
+
+    def check_reader(self, now: float, stall_s: float) -> None:
+        """Ends the connection if its client does not take what was sent: within `stall_s` the
+        buffer must have room again, or be smaller by what the least speed gives."""
+        stream = self._stream
+        if stream is None or not (self._paused or stream.is_closing()):
+            return
+        unsent = stream.get_write_buffer_size()
+        if self._unsent and now < self._look_at:
+            return
+        if self._unsent and self._unsent - unsent < READ_BYTES_PER_S * stall_s:
+            stream.abort()
+        self._unsent, self._look_at = unsent, now + stall_s
+
+    def idle_s(self, now: float) -> float:
+        """Seconds without a request."""
+        if self._request_in_progress or self._stream is None or self._stream.is_closing():
+            self._idle_since = now
+        return now - self._idle_since
+
+    def abort(self) -> None:
+        """Drops the connection and what was not sent."""
+        if self._stream is not None:
+            self._stream.abort()
 
     def _give_up(self) -> None:
         if self._request_count == 0 and self.transport is not None:
@@ -87,6 +139,7 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
+        self._stream = None
         super().connection_lost(exc)
 
     def handle_error(
@@ -142,6 +195,8 @@ class Listener:
         self._connections_max = connections_max
         self._server: asyncio.Server | None = None
         self._http: web.Server | None = None
+        self._stall_s = app[SERVICE].config.server.reader_stall_s
+        self._sweeping: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
@@ -155,16 +210,43 @@ class Listener:
         self._http = self._runner.server
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._accept, sock=self._sock)
+        self._sweeping = asyncio.create_task(self._sweep())
 
     def _accept(self) -> asyncio.Protocol:
         http = self._http
         assert http is not None
-        if len(http.connections) >= self._connections_max:
+        if len(http.connections) >= self._connections_max and not self._drop_idle():
             return Refusal(self._connections_max)
         return Connection(http, loop=asyncio.get_running_loop(), **self._protocol_args)
 
+    def _connections(self) -> list[Connection]:
+        assert self._http is not None
+        return cast("list[Connection]", list(self._http.connections))
+
+    def _drop_idle(self) -> bool:
+        """Drops the connection that has had no request for the longest time; False if all are
+        in use."""
+        now = asyncio.get_running_loop().time()
+        idlest = max(self._connections(), key=lambda one: one.idle_s(now))
+        if idlest.idle_s(now) < REST_SECONDS:
+            return False
+        idlest.abort()
+        return True
+
+    async def _sweep(self) -> None:
+        """Looks after connections that hold a place for no work, once a second."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(SWEEP_SECONDS, self._stall_s))
+            now = loop.time()
+            for connection in self._connections():
+                connection.check_reader(now, self._stall_s)
+                connection.idle_s(now)
+
     async def close(self) -> None:
         """Stops accepting, gives handlers five seconds, closes every connection."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()

@@ -1,0 +1,129 @@
+"""Connections: no client holds one of the few places for ever, whether it writes or reads."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from service.http import listener
+from tests.support.fake_engine import (
+    FakeEngine,
+    Served,
+    chat,
+    fake_config,
+    post,
+    serving,
+    with_server,
+)
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+WHOLE = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
+BODY = b'{"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}'
+
+
+def stalling(stall_s: float = 1.0) -> FakeEngine:
+    """An engine whose whole answer is far larger than the buffers of a socket."""
+    return FakeEngine(["x" * 100_000] * 100)
+
+
+async def connect(served: Served) -> socket.socket:
+    """A connection with a small receive buffer."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", served.port))
+    return sock
+
+
+async def is_served(served: Served) -> bool:
+    answer = await served.raw(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+    return answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def served_within(served: Served, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            while not await is_served(served):  # noqa: ASYNC110  a place becomes free
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def test_answers_that_are_never_read_give_their_connections_back() -> None:
+    """Pipelined requests whose answers fill every buffer, and one answer that does so alone."""
+    config = with_server(fake_config(), reader_stall_s=1.0)
+    async with serving(stalling(), config, connections_max=3) as served:
+        loop, held = asyncio.get_running_loop(), [await connect(served) for _ in range(3)]
+        large = WHOLE + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+        sending = [
+            asyncio.create_task(loop.sock_sendall(held[0], HEALTH * 20_000)),
+            asyncio.create_task(loop.sock_sendall(held[1], large)),
+            asyncio.create_task(loop.sock_sendall(held[2], HEALTH * 20_000)),
+        ]
+        await asyncio.sleep(0.5)
+        assert not await is_served(served)
+        assert await served_within(served, 8.0)
+        for task in sending:
+            task.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
+        for sock in held:
+            sock.close()
+
+
+@pytest.mark.parametrize("bytes_per_s", [2_000, 4_000_000])
+async def test_a_large_answer_is_sent_to_slow_readers_and_not_to_the_slowest(
+    bytes_per_s: int,
+) -> None:
+    config = with_server(fake_config(), reader_stall_s=1.0)
+    async with serving(stalling(), config) as served:
+        loop, sock = asyncio.get_running_loop(), await connect(served)
+        await loop.sock_sendall(sock, WHOLE + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        got, ended = 0, False
+        try:
+            async with asyncio.timeout(8.0):
+                while got < 10_000_000 and not ended:
+                    part = await loop.sock_recv(sock, bytes_per_s // 10)
+                    got += len(part)
+                    ended = not part
+                    await asyncio.sleep(len(part) / bytes_per_s)
+        except ConnectionResetError:
+            ended = True
+        sock.close()
+        assert (ended, got >= 10_000_000) == (bytes_per_s < 10_000, bytes_per_s > 10_000)
+
+
+async def test_a_malformed_chunk_is_answered_at_once() -> None:
+    async with serving() as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(WHOLE + b"Transfer-Encoding: chunked\r\n\r\n")
+        await writer.drain()
+        await asyncio.sleep(0.2)  # the route waits for the body by now
+        writer.write(b"5\r\n{}   \r\n")
+        await asyncio.sleep(0.1)
+        writer.write(b"zz\r\nno chunk\r\n")
+        async with asyncio.timeout(3.0):
+            answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert b"malformed" in answer
+        assert (await post(served, "/v1/chat/completions", chat()))[0] == 200
+
+
+async def test_idle_connections_give_way_at_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept alive between requests, they would hold every place with one request in two minutes."""
+    monkeypatch.setattr(listener, "REST_SECONDS", 0.5)
+    async with serving(connections_max=2) as served:
+        held = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(2)]
+        for reader, writer in held:
+            writer.write(HEALTH)
+            await reader.readuntil(b"\r\n\r\n")
+        assert not await is_served(served)  # they may be about to send the next request
+        assert await served_within(served, 5.0)
+        for _, writer in held:
+            writer.close()
