@@ -405,6 +405,10 @@ TOO_MANY_BODIES = Problem("BE1733", Kind.UNAVAILABLE, "too_many_bodies",
     "request bodies of more than {bytes_max:,} bytes are on their way at once",
     "they are held in memory until they are read and tokenised",
     "retry after the time given, or send smaller bodies", retry_ms=2000)
+PAGE_REFUSED = Problem("BE1734", Kind.FORBIDDEN, "origin_not_allowed",
+    "a web page may have sent this request, which takes a running answer over",
+    "it names its session in the address alone, as an image on any page could",
+    "name the session in the header {header}")
 
 # ----------------------------------------------------------------- 21: frames between processes
 FRAME_MAGIC = Problem("BE2101", Kind.INTERNAL, _DEFECT, "not a batchengine frame", "{why}")

@@ -19,6 +19,7 @@ from batchengine.config import ApiKey, Config, openness
 from service.protocols.carriers import Caller
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s]+)(:[0-9]{0,5})?")
+OWN_HEADERS = ("x-batchengine-session-id", "Last-Event-ID", "Authorization", "x-api-key")
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
@@ -90,10 +91,29 @@ class OriginPolicy:
             raise errors.MALFORMED_HTTP()
         if not _HOST.fullmatch(hosts[0]) or _host_name(hosts[0]) not in self._hosts:
             raise errors.WRONG_HOST()
-        for origin in headers.getall("Origin", []):
+        origins = headers.getall("Origin", [])
+        if not origins and _fetch_site(headers) in ("cross-site", "same-site"):
+            raise errors.WRONG_ORIGIN()  # an image or a link on a page: browsers send no Origin
+        for origin in origins:
             own = (f"http://{hosts[0]}".lower(), f"https://{hosts[0]}".lower())
             if origin.lower() not in self._origins and origin.lower() not in own:
                 raise errors.WRONG_ORIGIN()
+
+
+def check_changes(headers: CIMultiDictProxy[str]) -> None:
+    """Raises 403 for a GET that changes something and that a page of another site could send.
+
+    Browsers on plain HTTP send neither Origin nor Sec-Fetch-Site with an image; but no page can
+    add one of OWN_HEADERS without the consent that this daemon never gives (CORS).
+    """
+    could_be_page = "Mozilla/" in headers.get("User-Agent", "") or "Referer" in headers
+    is_own = _fetch_site(headers) in ("same-origin", "none") or "Origin" in headers
+    if could_be_page and not is_own and not any(name in headers for name in OWN_HEADERS):
+        raise errors.PAGE_REFUSED(header=OWN_HEADERS[0])
+
+
+def _fetch_site(headers: CIMultiDictProxy[str]) -> str:
+    return headers.get("Sec-Fetch-Site", "").lower()
 
 
 def check_content(headers: Mapping[str, str], content_type: str, charset: str | None) -> None:

@@ -19,7 +19,7 @@ from batchengine.core import BatchEngineError, Kind
 from service import operations
 from service.engine_api import check_serving
 from service.http import relay
-from service.http.access import check_content
+from service.http.access import check_changes, check_content
 from service.http.admission import CALLER, HEADERS, SERVICE, Live, Service, read_body
 from service.http.answers import json_answer
 from service.operations import OPERATIONS, Operation
@@ -114,6 +114,7 @@ async def _stream(request: web.Request) -> web.StreamResponse:
     rest.
     """
     service, caller = _ready(request), request[CALLER]
+    check_changes(request.headers)
     if not service.accepting:
         raise errors.DRAINING()
     given = request.query.get("session_id") or request.headers.get("x-batchengine-session-id", "")

@@ -575,3 +575,45 @@ async def test_admitted_choices_are_cancelled_when_another_one_is_refused() -> N
         status, _, _ = await post(served, CHAT, chat(n=4))
         assert status == 429
         assert [g.cancelled.is_set() for g in engine.generations] == [True, True]
+
+
+BROWSER = "User-Agent: Mozilla/5.0 (X11; Linux x86_64) Gecko/20100101 Firefox/130.0\r\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_page"),
+    [
+        (BROWSER + "Sec-Fetch-Site: cross-site\r\nSec-Fetch-Dest: image\r\n", True),
+        (BROWSER + "Sec-Fetch-Site: same-site\r\n", True),
+        ("Sec-Fetch-Site: cross-site\r\nx-batchengine-session-id: s\r\n", True),
+        (BROWSER + "Referer: http://evil/\r\n", True),  # on plain HTTP there is no Sec-Fetch-Site
+        (BROWSER, True),
+        ("Referer: http://evil/\r\n", True),
+        (BROWSER + "Sec-Fetch-Site: same-origin\r\n", False),
+        (BROWSER + "x-batchengine-session-id: s\r\n", False),
+        ("User-Agent: curl/8.5.0\r\n", False),
+        ("", False),
+    ],
+)
+async def test_a_web_page_cannot_take_a_running_answer_over(lines: str, is_page: bool) -> None:
+    """An image on any page sends a GET without Origin to a daemon without keys."""
+    engine = FakeEngine(["tok"] * 400, delay_s=0.01)
+    async with serving(engine) as served, aiohttp.ClientSession(served.base) as client:
+        async with client.post(CHAT, json=chat(session_id="s", stream=True)) as reply:
+            await reply.content.readline()
+            answer = await served.raw(
+                f"GET /v1/stream?session_id=s HTTP/1.1\r\nHost: localhost\r\n{lines}\r\n".encode(),
+                timeout_s=0.3,
+            )
+        assert answer.startswith(b"HTTP/1.1 403 " if is_page else b"HTTP/1.1 200 ")
+        assert len(engine.generations) == (1 if is_page else 2)
+
+
+async def test_a_page_of_another_site_gets_nothing_at_all() -> None:
+    async with serving() as served:
+        for path in ("/health", "/v1/models", "/v1/sessions", "/metrics"):
+            head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            answer = await served.raw(f"{head}Sec-Fetch-Site: cross-site\r\n\r\n".encode())
+            assert answer.startswith(b"HTTP/1.1 403 ")
+            answer = await served.raw(f"{head}Sec-Fetch-Site: none\r\n\r\n".encode())
+            assert answer.startswith(b"HTTP/1.1 200 ")
