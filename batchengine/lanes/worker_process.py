@@ -32,6 +32,7 @@ OUTSIDE_DEATHS_MAX = 4  # SIGKILL from outside is no crash loop: the backoff sta
 HEALTHY_S = 60.0  # a run this long resets the count of `deaths`,
 HEALTHY_STEPS = 16  # and so does a run of so many steps
 REPORT_BYTES_MAX = 8192  # of a fatal-signal report kept for the log
+KILL_S = 10.0  # after which a killed worker that has not ended is given up
 LOADING_SILENCE_S = 60.0  # without a Loading frame, after which a worker that loads is killed
 
 
@@ -62,7 +63,6 @@ class Lane:
         self.signal = asyncio.Event()  # set when the worker has ended; the lane's loop waits for it
         self._command = tuple(command)
         self._process: subprocess.Popen[bytes] | None = None
-        self._pidfd = -1
         self._report_fd = -1
         self._protocol: FrameProtocol[wire.LaneMessage] | None = None
         self._reply: asyncio.Future[wire.LaneMessage] | None = None
@@ -141,9 +141,11 @@ class Lane:
         return await self.post(step, payload, deadline_s=deadline_s, attempt=attempt)
 
     def kill(self, reason: str) -> None:
-        """SIGKILL the worker; `died` resolves once it is reaped."""
+        """SIGKILL the worker; `died` resolves once it is reaped, or given up after KILL_S."""
         if self._process is not None and self.alive:
             self._kill_reason = self._kill_reason or reason
+            loop = asyncio.get_running_loop()
+            loop.call_later(KILL_S, self._give_up, self._process)
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGKILL)
 
@@ -298,8 +300,7 @@ class Lane:
         self._born = time.monotonic()
         self._born_steps = self.steps
         self._died = loop.create_future()
-        self._pidfd = pidfd
-        loop.add_reader(pidfd, self._reap)
+        loop.add_reader(pidfd, self._reap, process, pidfd)
         protocol = FrameProtocol(wire.LANE_LINK, self._on_frame, self._on_lost)
         self._protocol = protocol
         await loop.create_connection(lambda: protocol, sock=ours)
@@ -316,14 +317,27 @@ class Lane:
         if incarnation == self.incarnation:
             self.kill("closed its link but lived on")
 
-    def _reap(self) -> None:
+    def _reap(self, process: subprocess.Popen[bytes], pidfd: int) -> None:
         """The pidfd became readable: reap the process, then report its exit once."""
-        process, died = self._process, self._died
-        if process is None or died is None or died.done():
-            return
         status = process.wait()
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        if process is self._process:
+            self._end(process, self._kill_reason or _describe(status), status)
+
+    def _give_up(self, process: subprocess.Popen[bytes]) -> None:
+        """Go on without a process that waits inside the kernel, such as for a dead disk.
+
+        It was killed: whatever happens there, it runs no instruction of its own any more.
+        """
+        if process is self._process and self.alive:
+            log.critical("%r: process %d cannot be ended", self, process.pid)
+            self._end(process, f"{self._kill_reason}, and could not be ended", -signal.SIGKILL)
+
+    def _end(self, process: subprocess.Popen[bytes], reason: str, status: int) -> None:
+        died = self._died
+        if died is None or died.done():
+            return
         report = _read_report(self._report_fd)
         os.close(self._report_fd)
         if self._protocol is not None:
@@ -331,7 +345,6 @@ class Lane:
         long = time.monotonic() - self._born > HEALTHY_S
         if long or self.steps - self._born_steps >= HEALTHY_STEPS:
             self.deaths = 0
-        reason = self._kill_reason or _describe(status)
         outside = status == -signal.SIGKILL and not self._kill_reason
         if not outside or self.deaths < OUTSIDE_DEATHS_MAX:
             self.deaths += 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +18,16 @@ from batchengine.lanes import worker_process
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.weights import cache
 from batchengine.wire import lane as wire
-from tests.support.engines import Reference, Site, read, request, running_engine, started, words
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    started,
+    until,
+    words,
+)
 from tests.support.stopping_worker import STAGES
 
 SILENCE_S = 1.5
@@ -65,6 +76,28 @@ async def test_a_turn_survives_a_worker_that_hangs_at_its_restart(
         assert answer.tokens == reference.tokens(prompt, 40)
         assert lane.incarnation >= 3
         assert len((await read(engine.submit(request(prompt, 4)))).tokens) == 4
+
+
+async def test_a_worker_that_cannot_be_ended_is_given_up(
+    pocket_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits inside the kernel; it is reaped when it ends after all."""
+    monkeypatch.setattr(worker_process, "KILL_S", 0.3)
+    lane = Lane("cpu")
+    await lane.start(load_message(pocket_path, cache_dir))
+    stuck = lane.pid
+    os.kill(stuck, signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "send_signal", lambda *_: None)
+        lane.kill("missed a deadline")
+        death = await asyncio.wait_for(lane.died(), 10)
+    assert death.reason == "missed a deadline, and could not be ended"
+    await lane.start(load_message(pocket_path, cache_dir))
+    os.kill(stuck, signal.SIGKILL)
+    await until(lambda: not Path(f"/proc/{stuck}").exists())
+    assert lane.alive
+    assert lane.incarnation == 2
+    await lane.close()
 
 
 async def test_progress_extends_the_deadline_of_a_load(

@@ -139,7 +139,7 @@ class SimProcess:
             return
         if self.world.tape("kill").random() < 0.5:
             self.protocol.connection_lost(None)
-        self._clock.call_later(self.world.tape("kill").uniform(0.0, 0.003), self.lane._reap)
+        self._clock.call_later(self.world.tape("kill").uniform(0.0, 0.003), self.lane.reap)
 
     def _unmap(self) -> None:
         memory = self._device.memory
@@ -214,6 +214,7 @@ class SimLane(Lane):
         self.world = world
         self.process: SimProcess | None = None
         self.abandoned = False  # the engine was killed
+        self._pidfd = -1
 
     async def _spawn(self) -> None:
         self.incarnation += 1
@@ -229,12 +230,13 @@ class SimLane(Lane):
         self._died = loop.create_future()
         await asyncio.sleep(self.world.tape("spawn").uniform(0.01, 0.2))
 
-    def _reap(self) -> None:
-        if self.abandoned:
+    def reap(self) -> None:
+        """As the pidfd of a real process does when it becomes readable."""
+        process = self._process
+        if self.abandoned or process is None:
             return
-        process = self.process
-        self.world.trace("reap", self.name, process.status if process is not None else None)
-        super()._reap()
+        self.world.trace("reap", self.name, process.wait())
+        self._reap(process, self._pidfd)
 
     def post(self, step: wire.Step, payload: bytes, **how: Any) -> Any:
         self.world.on_step(self, step)

@@ -498,6 +498,23 @@ def test_the_file_system_of_a_real_folder_is_recognised(tmp_path: Path) -> None:
     assert osio.file_system("/proc").support == "refuse"
 
 
+def test_a_folder_of_another_user_is_refused_or_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "s"
+    path.mkdir(mode=0o700)
+    owner = os.stat(path).st_uid or 4242
+    os.chown(path, owner, -1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: owner + 1)
+        with pytest.raises(StoreUnsupported, match=f"belongs to user {owner}"):
+            Store.open(path, descriptor(), settings())
+    if os.geteuid() == 0:
+        store = Store.open(path, descriptor(), settings())
+        assert any(f"belongs to user {owner}" in warning for warning in store.warnings)
+        store.close()
+
+
 def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreUnsupported, match="cannot be used"):
