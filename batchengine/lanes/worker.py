@@ -42,12 +42,14 @@ DEVICES: Devices = {wire.CpuResources: _cpu}
 class Worker:
     """One run of a worker: load, attach, then steps until the link closes.
 
-    `devices` makes the device that a Load names by the type of its resources.
+    `devices` makes the device that a Load names by the type of its resources. `on_loaded` is called
+    once: in a process of its own, the worker then gives up what only loading needs.
     """
 
     def __init__(
         self, link: BlockingLink[wire.LaneMessage], incarnation: int, devices: Devices = DEVICES
     ) -> None:
+        self.on_loaded: Callable[[], None] = lambda: None
         self._link = link
         self._incarnation = incarnation
         self._devices = devices
@@ -105,8 +107,7 @@ class Worker:
         self._limits = StepLimits(
             load.tokens_max, load.entries_max, load.context_tokens, facts.vocab_size
         )
-        if why := confinement.confine():
-            log.warning("this worker may use every system call: %s", why)
+        self.on_loaded()
         return wire.Ready(facts)
 
     def _attach(self, attach: wire.Attach) -> wire.LaneMessage:
@@ -135,6 +136,11 @@ class Worker:
         return wire.StepDone(output.rows, output.nonfinite, digests, verified, elapsed_us, imported)
 
 
+def _confine() -> None:
+    if why := confinement.confine():
+        log.warning("this worker may use every system call: %s", why)
+
+
 def _failed(error: BatchEngineError, fatal: bool) -> wire.Failed:
     return wire.Failed(error.code, error.what, error.why, error.fix, fatal)
 
@@ -145,7 +151,9 @@ def main(make_worker: Callable[[BlockingLink[wire.LaneMessage], int], Worker] = 
     guard_process(parent_pid, report_fd)
     link = BlockingLink(socket.socket(fileno=socket_fd), wire.LANE_LINK)
     with contextlib.suppress(ConnectionError, Truncated):  # the engine was killed
-        make_worker(link, incarnation).serve()
+        worker = make_worker(link, incarnation)
+        worker.on_loaded = _confine
+        worker.serve()
     link.close()
 
 

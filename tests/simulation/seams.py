@@ -203,7 +203,7 @@ class SimText:
     tokenizer = SimpleNamespace(eog=frozenset[int](), vocab_size=2048, chat_template=None)
 
     @classmethod
-    async def open(cls, path: str, template: Any) -> SimText:
+    async def open(cls, path: str, *, reader: str) -> SimText:
         return cls()
 
     def detokeniser(self) -> SimDetokeniser:
