@@ -144,6 +144,7 @@ class Daemon:
         """True when ready; False when a signal came first."""
         start = asyncio.create_task(engine.start(self._on_stage))
         stop = asyncio.create_task(self._stop.wait())
+        extending = asyncio.create_task(self._notifier.extend_start(lambda: engine.progress))
         try:
             await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
             if start.done():
@@ -160,6 +161,7 @@ class Daemon:
             raise
         finally:
             stop.cancel()
+            extending.cancel()
 
     def _on_stage(self, stage: Stage) -> None:
         line = stage_line(stage)

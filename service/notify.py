@@ -11,7 +11,9 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 
-EXTEND_SECONDS = 120  # every stage line extends the start-up time by so much (TimeoutStartSec)
+EXTEND_SECONDS = 120  # progress extends the start-up time by so much (TimeoutStartSec)
+EXTEND_EVERY_S = 1.0
+_EXTEND = f"EXTEND_TIMEOUT_USEC={EXTEND_SECONDS * 1_000_000}"
 
 
 class Notifier:
@@ -48,7 +50,16 @@ class Notifier:
 
     def stage(self, text: str) -> None:
         """Sends the progress of a start that is still under way."""
-        self.send(f"STATUS={text}", f"EXTEND_TIMEOUT_USEC={EXTEND_SECONDS * 1_000_000}")
+        self.send(f"STATUS={text}", _EXTEND)
+
+    async def extend_start(self, progress: Callable[[], float]) -> None:
+        """Extends the start-up time after every second in which `progress` has changed."""
+        before = progress()
+        while True:
+            await asyncio.sleep(EXTEND_EVERY_S)
+            if (now := progress()) != before:
+                before = now
+                self.send(_EXTEND)
 
     def ready(self, text: str) -> None:
         self.send("READY=1", f"STATUS={text}")

@@ -240,7 +240,7 @@ async def _load(
     try:
         for index, (lane, lane_config) in enumerate(zip(lanes, config.lanes, strict=True)):
             undo.push_async_callback(lane.close)
-            report = functools.partial(_report_loading, launch, index == 0)
+            report = functools.partial(_report_loading, launch, index)
             try:
                 facts.append(await loader.load(lane, lane_config, report))
             except LaneDied as death:
@@ -257,9 +257,9 @@ async def _load(
     return text, facts[0]
 
 
-def _report_loading(launch: Launch, is_first: bool, message: wire.Loading) -> None:
-    launch.on_progress(message.progress)
-    if message.detail and is_first:
+def _report_loading(launch: Launch, lane: int, message: wire.Loading) -> None:
+    launch.on_progress((lane + message.progress) / len(launch.config.lanes))
+    if message.detail and lane == 0:
         index = 1 if message.stage == "map weights" else 2
         launch.on_stage(Stage(index, STAGES, message.stage, message.detail, message.seconds))
 

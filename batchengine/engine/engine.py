@@ -116,7 +116,7 @@ class Engine:
         self.progress, self._phase = 1.0, "ready"
 
     def _set_progress(self, fraction: float) -> None:
-        self.progress = max(self.progress, min(0.99, fraction))
+        self.progress = min(0.99, fraction)  # less than before if a stage has to begin again
 
     async def _watch(self, running: Running) -> None:
         """Wait until a vital task ends; then fail every request, and set `fatal`."""

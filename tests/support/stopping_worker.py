@@ -2,7 +2,8 @@
 
 Same process, frames and memory as the real one. Started by exec as
 `python -m tests.support.stopping_worker STAGE INCARNATION ...`: where it stops, and in which
-incarnation; 0 = in every one.
+incarnation; 0 = in every one. As stage, SLOWLY does not stop it: its load takes four seconds and
+reports progress all the time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from functools import partial
 
 from batchengine.lanes.cpu import CpuDevice
@@ -19,6 +21,7 @@ from batchengine.wire import lane as wire
 from kv_store.layout import PageLayout
 
 STAGES = ("start", "map weights", "cpu kernels", "attach")
+SLOWLY = "slowly"
 
 
 class StoppingDevice(CpuDevice):
@@ -35,6 +38,10 @@ class StoppingDevice(CpuDevice):
             report(stage, detail, progress, seconds)
             self.stop_in(stage)
 
+        if self.stage == SLOWLY:
+            for step in range(80):
+                report("map weights", "", 0.01 * step, 0.05 * step)
+                time.sleep(0.05)
         return super().load(load, reported)
 
     def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:

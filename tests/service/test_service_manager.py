@@ -1,0 +1,120 @@
+"""The daemon as a unit of systemd: its start-up time, and the unit file itself."""
+
+from __future__ import annotations
+
+import asyncio
+import configparser
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from batchengine.config import Config, load
+from batchengine.engine import Engine
+from service import notify
+from service.daemon import Daemon
+from service.http.listener import bind
+from tests.support.stopping_worker import SLOWLY
+
+UNIT = Path(__file__).resolve().parents[2] / "systemd" / "batchengine.service"
+SLOW = (sys.executable, "-m", "tests.support.stopping_worker", SLOWLY, "0")
+
+
+class Manager:
+    """The service manager's end of the notify socket."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._socket.setblocking(False)
+
+    async def messages(self, seconds: float) -> list[str]:
+        """Messages of the next seconds."""
+        await asyncio.sleep(seconds)
+        found: list[str] = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                found.append(self._socket.recv(4096).decode())
+        return found
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def extensions(messages: list[str]) -> int:
+    return sum("EXTEND_TIMEOUT_USEC=120000000" in message for message in messages)
+
+
+async def test_a_load_extends_its_start_while_it_progresses(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that stops earns no more time, and goes on earning it once it continues."""
+    monkeypatch.setattr(notify, "EXTEND_EVERY_S", 0.1)
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    manager = Manager(tmp_path / "notify")
+    given: dict[str, object] = {
+        "model.path": str(pocket_path), "store.dir": str(tmp_path / "kv"), "server.port": 0,
+        "store.allow_volatile": True, "store.budget_bytes": 192 << 20,
+        "server.admin_socket": str(tmp_path / "admin.sock"), "cache_dir": str(cache_dir),
+    }  # fmt: skip
+
+    def engine(config: Config) -> Engine:
+        return Engine(config, worker_command=SLOW)
+
+    sock = bind("127.0.0.1", 0)
+    serving = asyncio.create_task(Daemon(load(None, given), engine).serve(sock))
+    try:
+        async with asyncio.timeout(40):
+            seen: list[str] = []
+            while not extensions(seen):
+                seen = await manager.messages(0.3)
+            (worker,) = (
+                child
+                for child in psutil.Process().children(recursive=True)
+                if SLOW[2] in child.cmdline()
+            )
+            worker.send_signal(signal.SIGSTOP)
+            await manager.messages(0.4)
+            assert await manager.messages(1.0) == []
+            worker.send_signal(signal.SIGCONT)
+            assert extensions(await manager.messages(1.0)) >= 3
+            while not any("READY=1" in message for message in seen):
+                seen = await manager.messages(0.3)
+            assert not any("EXTEND" in message for message in await manager.messages(0.3))
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await serving == 0
+    finally:
+        serving.cancel()
+        sock.close()
+        manager.close()
+
+
+def test_the_unit_gives_the_daemon_the_time_it_asks_for() -> None:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment]
+    parser.read_string(UNIT.read_text())
+    unit = dict(parser["Service"])
+    assert (unit["Type"], unit["NotifyAccess"], unit["KillMode"]) == ("notify", "main", "mixed")
+    assert unit["TimeoutStartSec"] == f"{notify.EXTEND_SECONDS}s"
+    assert unit["RestartPreventExitStatus"] == "2"
+    assert (unit["LimitCORE"], unit["UMask"], unit["NoNewPrivileges"]) == ("0", "0077", "yes")
+    assert unit["ExecStart"].split()[1:2] == ["serve"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text().replace("/usr/bin/batchengine", sys.executable))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(copy)],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert UNIT.name not in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
