@@ -68,6 +68,9 @@ class SessionOperations:
         self._requests = requests
         self._parking = parking
         self._text = text
+        self._role_marks = frozenset(
+            token for token in text.tokenizer.control if ROLE_MARK.match(text.piece(token))
+        )
 
     # -------------------------------------------------------------------------- operations
 
@@ -269,7 +272,7 @@ class SessionOperations:
         """Return the text before the difference, and the role of the message that it is in."""
         slot: dict[str, Any] = {"text_before": self._text_of(tuple(before[-BEFORE_TOKENS:]))}
         for index in range(len(before) - 1, max(-1, len(before) - 1 - ROLE_TOKENS_MAX), -1):
-            if ROLE_MARK.match(self._text.piece(before[index])):
+            if before[index] in self._role_marks:
                 role = ROLE.match(self._text_of(tuple(before[index + 1 : index + 4])))
                 if role is not None:
                     return slot | {"inside": f"{role[1]} message"}

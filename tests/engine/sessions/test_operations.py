@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sqlite3
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,3 +175,17 @@ async def test_presence_distinguishes_memory_from_the_ledger(site: Site) -> None
     async with running_engine(site) as engine:
         assert await engine.presence("", "s") is Presence.STORED
         assert await engine.presence("other", "s") is Presence.UNKNOWN
+
+
+async def test_the_role_of_an_edit_is_found_at_once_in_a_long_message(site: Site) -> None:
+    """The search runs on the event loop: 32,768 tokens in milliseconds of processor time."""
+    async with running_engine(site) as engine:
+        operations = engine.running.operations
+        (mark,) = operations._role_marks
+        user = await engine.text.encode("user\n")
+        near = operations._position_of([*words(3, 200), mark, *user, *words(4, 30_000)])
+        assert near["inside"] == "user message"
+        long = words(5, 100_000)
+        began = time.thread_time()
+        assert "inside" not in operations._position_of(long)
+        assert time.thread_time() - began < 0.010
