@@ -6,11 +6,14 @@ once a key exists, every route needs one.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from multidict import CIMultiDictProxy
 
@@ -19,6 +22,11 @@ from batchengine.config import ApiKey, Config, openness
 from service.protocols.carriers import Caller
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s]+)(:[0-9]{0,5})?")
+FREE_FAILURES = 10  # of an address in FAILURES_SECONDS, until its attempts wait
+FAILURES_SECONDS = 60.0
+WAIT_SECONDS = 0.1  # for each attempt of the address that waits
+WAIT_SECONDS_MAX = 2.0
+ADDRESSES_MAX = 4096
 OWN_HEADERS = ("x-batchengine-session-id", "Last-Event-ID", "Authorization", "x-api-key")
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
@@ -45,6 +53,62 @@ class Keyring:
         if found is None:
             raise errors.INVALID_API_KEY(problem="wrong" if sent else "missing")
         return found
+
+
+@dataclass(slots=True)
+class _Address:
+    failed: int = 0
+    since: float = 0.0  # of the first failure that counts
+    waiting: int = 0
+    accepted: set[str] = field(default_factory=set[str])  # names of keys that were right
+
+
+class Attempts:
+    """Wrong keys per client address: after FREE_FAILURES in a minute, attempts from there wait.
+
+    Right keys wait as wrong ones do, or else the wait would show which is right; but never a key
+    that was right from this address before, and none is refused. So a client is delayed once, by
+    WAIT_SECONDS_MAX at most, by others of its address.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: dict[str, _Address] = {}  # the least recently used first
+
+    def must_wait(self, address: str, caller: Caller | None, now: float) -> bool:
+        """Whether an attempt with the key of `caller` (None = a wrong key) has to wait."""
+        known = self._known(address, now)
+        is_accepted = caller is not None and caller.tenant in known.accepted
+        return known.failed >= FREE_FAILURES and not is_accepted
+
+    async def wait(self, address: str, caller: Caller | None, now: float) -> None:
+        """Counts an attempt, and returns when it may be answered."""
+        must_wait = self.must_wait(address, caller, now)
+        known = self._known(address, now)
+        if caller is None:
+            known.failed += 1
+        if must_wait:
+            known.waiting += 1
+            try:
+                await asyncio.sleep(min(WAIT_SECONDS_MAX, WAIT_SECONDS * known.waiting))
+            finally:
+                known.waiting -= 1
+        if caller is not None:
+            known.accepted.add(caller.tenant)
+
+    def _known(self, address: str, now: float) -> _Address:
+        known = self._addresses.pop(address, None) or _Address(since=now)
+        if now - known.since > FAILURES_SECONDS:
+            known.failed, known.since = 0, now
+        self._addresses[address] = known
+        if len(self._addresses) > ADDRESSES_MAX:
+            del self._addresses[next(iter(self._addresses))]
+        return known
+
+
+def address_of(peer: object) -> str:
+    """The client's address as it counts for failed keys: of IPv6 the network of 64 bits."""
+    host = str(cast("Sequence[object]", peer)[0]) if isinstance(peer, tuple) and peer else ""
+    return ":".join(host.split(":")[:4]) if ":" in host else host
 
 
 def _digest(text: str) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from aiohttp import web
 from batchengine import errors
 from batchengine.config import Config
 from service.engine_api import EngineApi, GenerationApi
-from service.http.access import Keyring, OriginPolicy
+from service.http.access import Attempts, Keyring, OriginPolicy
 from service.protocols import requests
 from service.protocols.carriers import Caller
 
@@ -45,6 +46,8 @@ class Service:
     config: Config
     keyring: Keyring
     origin_policy: OriginPolicy
+    folders: tuple[bytes, ...] = ()  # of the daemon, which answers leave out
+    attempts: Attempts = field(default_factory=Attempts)
     live: dict[int, Live] = field(default_factory=dict[int, Live])
     accepting: bool = True
     preparing: int = 0  # requests on their way to `live`
@@ -52,10 +55,16 @@ class Service:
 
     @classmethod
     def create(cls, engine: EngineApi, config: Config) -> Service:
-        return cls(engine, config, Keyring(config.auth), OriginPolicy(config))
+        return cls(engine, config, Keyring(config.auth), OriginPolicy(config), folders_of(config))
 
     def __repr__(self) -> str:
         return f"<Service {self.engine.phase} live={len(self.live)} accepting={self.accepting}>"
+
+    def hide(self, answer: bytes) -> bytes:
+        """An answer that may hold a path of this machine, with the name of the file only."""
+        for folder in self.folders:
+            answer = answer.replace(folder, b"")
+        return answer
 
     def cancel(self, request_id: str) -> bool:
         """Cancels one request; False if it is not running."""
@@ -101,6 +110,15 @@ class Service:
             len(made[0].prompt),
             1000 * (time.monotonic() - live.began),
         )
+
+
+def folders_of(config: Config) -> tuple[bytes, ...]:
+    """The folders of the configuration's files with a slash behind each, the longest first."""
+    files = (config.model.path, config.server.admin_socket)
+    named = {config.store.dir, config.cache_dir, *map(os.path.dirname, files)}
+    named |= {os.path.dirname(name.rstrip("/")) for name in (config.store.dir, config.cache_dir)}
+    found = {os.path.join(name, "").encode() for name in named if os.path.isabs(name)}
+    return tuple(sorted(found - {b"/"}, key=len, reverse=True))
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from batchengine import errors
 from batchengine.core import BatchEngineError
 from service.engine_api import check_serving
 from service.http import relay, sessions
-from service.http.access import check_content
+from service.http.access import address_of, check_content
 from service.http.admission import (
     CALLER,
     HEADERS,
@@ -88,9 +88,12 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
     service = request.app[SERVICE]
     try:
         service.origin_policy.check(request.headers)
-        service.keyring.identify(request.headers)
+        caller = service.keyring.identify(request.headers)
     except BatchEngineError:
         return None
+    address = address_of(request.transport and request.transport.get_extra_info("peername"))
+    if service.config.auth and service.attempts.must_wait(address, caller, time.monotonic()):
+        return None  # an answer now would show that the key is right
     if request.headers.get("Expect", "").lower() != "100-continue":
         return _error_response(errors.MALFORMED_HTTP(), 417, request.path)
     if request.version >= HttpVersion11:
@@ -120,9 +123,17 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
                 request.transport.abort()
             raise
         response = _error_response(*_error_of(request, error), request.path)
+        _without_folders(request.app[SERVICE], response)
     if not response.prepared:
         for name, value in headers.items():
             response.headers.setdefault(name, value)
+    return response
+
+
+def _without_folders(service: Service, response: web.Response) -> web.Response:
+    """The answer, with the names of files instead of their paths on this machine."""
+    if isinstance(response.body, bytes):
+        response.body = service.hide(response.body)
     return response
 
 
@@ -160,9 +171,17 @@ def _http_error(request: web.Request, error: web.HTTPException) -> BatchEngineEr
 @web.middleware
 async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Checks Host, Origin and API key before any route; also before 404 and 405."""
-    service = request.app[SERVICE]
+    service, now = request.app[SERVICE], time.monotonic()
     service.origin_policy.check(request.headers)
-    request[CALLER] = service.keyring.identify(request.headers)
+    address = address_of(request.transport and request.transport.get_extra_info("peername"))
+    try:
+        caller = service.keyring.identify(request.headers)
+    except BatchEngineError:
+        await service.attempts.wait(address, None, now)
+        raise
+    if service.config.auth:
+        await service.attempts.wait(address, caller, now)
+    request[CALLER] = caller
     return await handler(request)
 
 
@@ -283,9 +302,9 @@ async def _health(request: web.Request) -> web.Response:
     body = {"status": "ok" if state == "ready" else state, "lanes": lanes, **engine.stats()}
     if engine.fatal is not None:
         body["status"] = "failed"
-    elif state in ("ready", "degraded"):
-        return json_answer(body)
-    return json_answer(body, 503, {"Retry-After": "5"})
+    is_well = state in ("ready", "degraded") and engine.fatal is None
+    response = json_answer(body) if is_well else json_answer(body, 503, {"Retry-After": "5"})
+    return _without_folders(service, response)
 
 
 async def _metrics(request: web.Request) -> web.Response:

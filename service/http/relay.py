@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Iterator
 from aiohttp import web
 
 from batchengine import errors
-from batchengine.config import ServerConfig
 from batchengine.core import (
     BatchEngineError,
     DoneEvent,
@@ -25,7 +24,7 @@ from batchengine.core import (
 )
 from service.engine_api import GenerationApi
 from service.http import sse
-from service.http.admission import HEADERS, SERVICE, Live
+from service.http.admission import HEADERS, SERVICE, Live, Service
 from service.protocols.formatter import EventIds, Formatter, SseEvent
 
 log = logging.getLogger("batchengine.service")
@@ -181,7 +180,7 @@ async def answer_stream(
     try:
         await stream.open()
         await stream.send(sse.encode(formatter.opening()))
-        live.outcome = await _relay(stream, formatter, source, server)
+        live.outcome = await _relay(stream, formatter, source, request.app[SERVICE])
         await stream.close()
     except sse.SlowReader:
         live.outcome = "client_too_slow"
@@ -199,9 +198,10 @@ async def answer_stream(
 
 
 async def _relay(
-    stream: sse.EventStream, formatter: Formatter, source: OneChoice | FanIn, server: ServerConfig
+    stream: sse.EventStream, formatter: Formatter, source: OneChoice | FanIn, service: Service
 ) -> str:
     """Sends events to the socket until the end; returns how it ended."""
+    server = service.config.server
     queued: QueuedEvent | None = None
     wrote_at = visible_at = time.monotonic()
     while not formatter.is_done:
@@ -217,7 +217,8 @@ async def _relay(
                     case DoneEvent():
                         out += formatter.finish(index, event)
                     case ErrorEvent():
-                        await stream.send(sse.encode(out + formatter.failure(event.error)))
+                        failure = service.hide(sse.encode(formatter.failure(event.error)))
+                        await stream.send(sse.encode(out) + failure)
                         return event.error.name
                     case QueuedEvent():
                         queued = event

@@ -70,6 +70,29 @@ async def test_a_long_answer_with_logprobs_leaves_the_loop_free(path: str, strea
         assert len(lists) == TOKENS
 
 
+async def test_a_listing_of_every_session_leaves_the_loop_free() -> None:
+    """As many as the engine keeps in memory, with the facts of a named session."""
+    rows = [
+        {
+            "session_id": f"s{number}", "tenant": "", "class": "standard", "state": "idle",
+            "tokens": 3, "frontier": 2, "pages": 1, "pages_sealed": 0, "epoch": 1,
+            "tokens_reused": 1, "tokens_prompt": 3, "reason": "", "lane": "cpu",
+        }
+        for number in range(4096)
+    ]  # fmt: skip
+    engine = FakeEngine()
+    engine.sessions = lambda tenant=None: rows  # type: ignore[method-assign]
+    async with (
+        serving(engine) as served,
+        aiohttp.ClientSession() as client,
+        loop_lag() as lag,
+        client.get(served.base + "/v1/sessions") as reply,
+    ):
+        size = len(await reply.read())
+    assert size > 4096 * 100
+    assert lag.worst_ms < LAG_MS_MAX
+
+
 async def test_a_resume_of_a_long_turn_leaves_the_loop_free() -> None:
     """45,000 tokens that an earlier stream computed; the reader has all but the last."""
     tokens = [index % 7 for index in range(45_000)]

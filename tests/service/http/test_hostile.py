@@ -14,7 +14,7 @@ import pytest
 
 from batchengine import errors
 from batchengine.config import ApiKey, Config
-from batchengine.core import SlaClass
+from batchengine.core import BatchEngineError, ErrorEvent, SlaClass
 from batchengine.text.frontend import TextFrontend
 from service.http import app
 from service.protocols import reading
@@ -617,3 +617,61 @@ async def test_a_page_of_another_site_gets_nothing_at_all() -> None:
             assert answer.startswith(b"HTTP/1.1 403 ")
             answer = await served.raw(f"{head}Sec-Fetch-Site: none\r\n\r\n".encode())
             assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_wrong_keys_wait_and_lock_no_client_out() -> None:
+    """After ten of them from one address, attempts wait; a key that was right there does not."""
+    keys = (ApiKey("old", "old-key-12345"), ApiKey("new", "new-key-12345"))
+    config = replace(fake_config(), auth=keys)
+    async with serving(config=config) as served, aiohttp.ClientSession(served.base) as client:
+
+        async def seconds(key: str, status: int) -> float:
+            began = time.monotonic()
+            async with client.get("/health", headers={"Authorization": f"Bearer {key}"}) as reply:
+                assert reply.status == status
+            return time.monotonic() - began
+
+        await seconds("old-key-12345", 200)
+        await asyncio.gather(*(seconds(f"guess-{i}", 401) for i in range(10)))
+        slow = [seconds(f"guess-{i}", 401) for i in range(10, 40)]
+        waiting = asyncio.gather(*slow)
+        await asyncio.sleep(0.02)
+        assert await seconds("old-key-12345", 200) < 0.5
+        assert await seconds("new-key-12345", 200) > 0.5  # a guess that is right waits like others
+        assert await seconds("new-key-12345", 200) < 0.5
+        assert sum(await waiting) > 30
+        answer = await served.raw(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+            b"Authorization: Bearer guess\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
+        )
+        assert answer.startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_answer_names_a_folder_of_this_machine(stream: bool) -> None:
+    """Errors of the disk have paths in their texts; callers get the name of the file."""
+    config = fake_config()
+    config = replace(
+        config,
+        model=replace(config.model, path="/secret/models/fake.gguf"),
+        store=replace(config.store, dir="/var/secret/kv"),
+    )
+    engine = FakeEngine()
+    why = "[Errno 5] /var/secret/kv/ledger.db and /secret/models/fake.gguf"
+    async with serving(engine, config) as served, aiohttp.ClientSession(served.base) as client:
+        engine.stats = lambda: {"troubles": [why]}  # type: ignore[method-assign]
+        engine.script = _failing(errors.NOT_DURABLE(why=why))  # type: ignore[method-assign]
+        async with client.get("/health") as reply:
+            health = await reply.text()
+        async with client.post(CHAT, json=chat(stream=stream)) as reply:
+            answer = await reply.text()
+    for text in (health, answer):
+        assert "ledger.db and fake.gguf" in text
+        assert "secret" not in text
+
+
+def _failing(error: BatchEngineError) -> Any:
+    async def script(_: object) -> Any:
+        yield ErrorEvent(error)
+
+    return script
