@@ -64,16 +64,17 @@ async def test_every_resume_of_one_turn_counts_as_a_stream() -> None:
     engine = FakeEngine(["tok"] * 50, delay_s=0.1)
     async with serving(engine, with_streams(3)) as served:
         async with aiohttp.ClientSession(served.base) as client:
-            await client.post(CHAT, json=chat(session_id="mine", stream=True))
-            for _ in range(2):
-                reply = await client.get("/v1/stream?session_id=mine")
-                assert reply.status == 200
+            held = [await client.post(CHAT, json=chat(session_id="mine", stream=True))]
+            held += [await client.get("/v1/stream?session_id=mine") for _ in range(2)]
+            assert [reply.status for reply in held] == [200, 200, 200]
             async with client.get("/v1/stream?session_id=mine") as reply:
                 assert reply.status == 429
             assert len(served.service.live) == 3
             request_id = engine.generations[0].request_id
             assert served.service.cancel(request_id)
             assert all(generation.cancelled.is_set() for generation in engine.generations)
+            for reply in held:
+                reply.close()
         await until(lambda: is_idle(served))
 
 
