@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import configparser
 import contextlib
+import gc
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -55,7 +57,8 @@ def extensions(messages: list[str]) -> int:
 async def test_a_load_extends_its_start_while_it_progresses(
     pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that stops earns no more time, and goes on earning it once it continues."""
+    """A worker that stops earns no more time, and goes on earning it once it continues. What the
+    start has made is no work for the garbage collector afterwards."""
     monkeypatch.setattr(notify, "EXTEND_EVERY_S", 0.1)
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
     manager = Manager(tmp_path / "notify")
@@ -88,10 +91,14 @@ async def test_a_load_extends_its_start_while_it_progresses(
             while not any("READY=1" in message for message in seen):
                 seen = await manager.messages(0.3)
             assert not any("EXTEND" in message for message in await manager.messages(0.3))
+            began = time.thread_time()
+            gc.collect()
+            assert time.thread_time() - began < 0.020, "a collection stops every stream"
             os.kill(os.getpid(), signal.SIGTERM)
             assert await serving == 0
     finally:
         serving.cancel()
+        gc.unfreeze()
         sock.close()
         manager.close()
 
