@@ -33,6 +33,8 @@ READ_BYTES_PER_S = 16 * 1024  # at least, of an answer that fills the buffers
 LINGER_SECONDS = 1.0  # for a refused body: long enough to read the refusal
 SEND_BUFFER_BYTES = 128 * 1024  # the kernel doubles it: 256 KiB per stream at most
 BACKLOG = 1024
+# a client that vanished without a word is noticed after a minute: its request is computed no more
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 HEADER_BYTES_MAX = 8190
 
 
@@ -48,6 +50,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        for option, value in KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(found[0][4])

@@ -133,3 +133,38 @@ async def test_idle_connections_give_way_at_the_cap(monkeypatch: pytest.MonkeyPa
         assert await served_within(served, 5.0)
         for _, writer in held:
             writer.close()
+
+
+async def test_a_second_request_that_dribbles_in_ends_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The time between two requests is that until the next one is whole."""
+    monkeypatch.setattr(listener, "IDLE_SECONDS", 1.0)
+    async with serving(connections_max=1) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(HEALTH + b"GET /health HTTP/1.1\r\nX-Slow: ")
+        began = asyncio.get_running_loop().time()
+
+        async def dribble() -> None:
+            for _ in range(100):
+                writer.write(b"x")
+                await asyncio.sleep(0.05)
+
+        dribbling = asyncio.create_task(dribble())
+        async with asyncio.timeout(5.0):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        assert asyncio.get_running_loop().time() - began < 4.0
+        dribbling.cancel()
+        await asyncio.gather(dribbling, return_exceptions=True)
+        writer.close()
+
+
+def test_vanished_clients_are_noticed() -> None:
+    """Accepted connections have the keep-alive times of the listening socket."""
+    listening = listener.bind("127.0.0.1", 0)
+    with listening, socket.create_connection(listening.getsockname()):
+        listening.setblocking(True)
+        accepted, _ = listening.accept()
+        with accepted:
+            for option, value in listener.KEEPALIVE:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, option) == value
