@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -18,7 +18,7 @@ from msgspec import Meta
 from batchengine import errors
 from batchengine.core import BatchEngineError, Kind
 from service import operations
-from service.engine_api import check_serving
+from service.engine_api import Facts, check_serving
 from service.http import relay
 from service.http.access import check_changes, check_content
 from service.http.admission import CALLER, HEADERS, SERVICE, Live, Service, read_body
@@ -70,7 +70,12 @@ def _handler(operation: Operation) -> Handler:
         )
         arguments = {one.name: getattr(given, one.body) for one in operation.arguments}
         found = await operations.perform(operation, engine, subject, arguments)
-        return json_answer(operations.public(found))
+        # a session may have thousands of turns
+        turns: Sequence[Facts] | None = found.get("turns")
+        if turns is None:
+            return json_answer(operations.public(found))
+        answer = operations.public({**found, "turns": []})
+        return json_answer(answer | {"turns": await _public_rows(turns)})
 
     return handle
 
@@ -102,11 +107,17 @@ async def _body(request: web.Request, kind: type[msgspec.Struct]) -> msgspec.Str
 async def _list(request: web.Request) -> web.Response:
     """The caller's sessions that are in memory, or were interrupted."""
     service, tenant = _ready(request), request[CALLER].tenant
-    rows, found = service.engine.sessions(tenant), list[dict[str, Any]]()
+    rows = await _public_rows(service.engine.sessions(tenant))
+    return json_answer({"object": "list", "data": rows})
+
+
+async def _public_rows(rows: Sequence[Facts]) -> list[dict[str, Any]]:
+    """The rows as their owner may see them; other tasks run meanwhile."""
+    found: list[dict[str, Any]] = []
     for start in range(0, len(rows), ROWS_AT_ONCE):
         found += map(operations.public, rows[start : start + ROWS_AT_ONCE])
         await asyncio.sleep(0)
-    return json_answer({"object": "list", "data": found})
+    return found
 
 
 # ---- GET /v1/stream ----

@@ -93,6 +93,27 @@ async def test_a_listing_of_every_session_leaves_the_loop_free() -> None:
     assert lag.worst_ms < LAG_MS_MAX
 
 
+async def test_a_session_of_many_turns_leaves_the_loop_free() -> None:
+    engine = FakeEngine()
+    turn = {"turn": "t", "prompt_tokens": 9, "new_tokens": 1, "status": "done"}
+
+    async def detail(tenant: str, session_id: str) -> dict[str, Any]:
+        return {"session_id": session_id, "tenant": tenant, "turns": [turn] * 20_000}
+
+    engine.session_detail = detail  # type: ignore[method-assign]
+    async with (
+        serving(engine) as served,
+        aiohttp.ClientSession() as client,
+        loop_lag() as lag,
+        client.get(served.base + "/v1/sessions/s") as reply,
+    ):
+        body = await reply.read()
+    found = json.loads(body)
+    assert found["turns"] == [turn] * 20_000
+    assert "tenant" not in found
+    assert lag.worst_ms < LAG_MS_MAX
+
+
 async def test_a_resume_of_a_long_turn_leaves_the_loop_free() -> None:
     """45,000 tokens that an earlier stream computed; the reader has all but the last."""
     tokens = [index % 7 for index in range(45_000)]
