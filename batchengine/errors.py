@@ -527,6 +527,10 @@ TURN_OF_OTHER_MODEL = Problem("BE2418", Kind.CONFLICT, "turn_of_other_model",
     " answer would be of two models",
     "send the request itself for an answer of this model, with another Idempotency-Key if it had"
     " one")
+NOT_ERASED = Problem("BE2419", Kind.UNAVAILABLE, "not_erased",
+    "session {session_id} is not erased yet",
+    "{why}",
+    "its requests were ended; ask again once the store's disk can be written")
 
 # -------------------------------------------------------------------------------------- 30: moves
 AMBIGUOUS_SESSION = Problem("BE3002", Kind.CONFLICT, "ambiguous_session",

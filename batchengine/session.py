@@ -81,8 +81,8 @@ class IllegalTransition(Exception):
     """TRANSITIONS has no entry for this event in this state: a bug in the engine."""
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix of two token sequences; bisects on slices."""
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Length of the longest common prefix of two lists; bisects on slices."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -39,6 +39,9 @@ from kv_store.pages.index import PageState
 from kv_store.pages.maintenance import SESSIONS_MAX, GcReport
 from kv_store.pages.pool import PagePool
 
+COMPACT_BYTES_MAX = (
+    256 << 20
+)  # of a ledger that `gc` rewrites; it takes so much memory for a second
 AGES_MAX = 4096  # pages whose age one call of `maintain` writes: bounds its commit
 
 
@@ -283,6 +286,8 @@ class Store:
         evicted, tails = map(sum, zip(*found, strict=True))
         sessions, turns = self.ledger.prune(self._settings.sessions_max, keep)
         self.ledger.commit()  # also where there was nothing to prune
+        if self.ledger.stats.is_uneven:
+            self.ledger.clean(COMPACT_BYTES_MAX)
         return GcReport(evicted, tails, extents, slots, sessions, turns)
 
     @property

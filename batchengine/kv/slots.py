@@ -103,6 +103,8 @@ class Slots:
         self._fresh: dict[ArenaSlot, wire.ReserveSlot] = {}
         self._relabels: dict[ArenaSlot, wire.Relabel] = {}
         self._relabeling: frozenset[ArenaSlot] = frozenset()  # by the frame that was sent
+        self.frames = 0  # answered
+        self._is_poisoning = False  # the frame that was sent poisons slots
 
     def __repr__(self) -> str:
         return f"<Slots {self.arena!r} reclaimable={len(self.reclaimable)} seals={len(self.seals)}>"
@@ -393,12 +395,20 @@ class Slots:
             tuple(self._poison), tuple(self._fresh.values()), tuple(self._relabels.values())
         )
         self._relabeling = frozenset(self._relabels)
+        self._is_poisoning = bool(self._poison)
         self._poison, self._fresh, self._relabels = {}, {}, {}
         return labels
 
     def labeled(self) -> None:
         """Note that the frame with the last labels was executed."""
         self._relabeling = frozenset()
+        self._is_poisoning = False
+        self.frames += 1
+
+    @property
+    def is_poisoning(self) -> bool:
+        """Whether slots that were freed are not poisoned yet."""
+        return bool(self._poison) or self._is_poisoning
 
     def is_relabeling(self, session: Session) -> bool:
         """Whether headers of the session's slots do not have its new epoch yet."""
@@ -423,6 +433,7 @@ class Slots:
         self.arena, self.seals, self.epochs = None, {}, {}
         self._poison, self._fresh, self._relabels = {}, {}, {}
         self._relabeling = frozenset()
+        self._is_poisoning = False
         # The slots are gone, but pins of sessions that do not run are still reclaimable.
         self.reclaimable = {session: 0 for session in self.reclaimable if session.kv.sealed}
         return lost

@@ -21,6 +21,7 @@ import xxhash
 from kv_store import osio
 from kv_store.arenas.arena import (
     ARENA_NAME,
+    POISON,
     SIDECAR_BYTES,
     SLOT_HEADER,
     ArenaFile,
@@ -105,6 +106,16 @@ class OrphanedArenas:
         """Drop the session's rows from the index; `sweep` may delete files without other rows."""
         with self._lock:
             self._forget(session_name(session))
+
+    def erase(self, session: bytes) -> None:
+        """Overwrite the session's rows and their records, and forget them; blocks."""
+        name = session_name(session)
+        with self._lock:
+            slots = [slot for found in self._index.get(name, {}).values() for slot in found]
+            self._forget(name)
+            for slot in slots:
+                if (held := self._held.get(slot.arena)) is not None:
+                    self._overwrite(held.fd, slot.slot)
 
     def retain(self, sessions: Iterable[bytes]) -> None:
         """Forget every session but these."""
@@ -201,6 +212,13 @@ class OrphanedArenas:
             for slot in slots:
                 if slot.arena in self._held:
                     self._held[slot.arena].wanted -= 1
+
+    def _overwrite(self, fd: int, slot: int) -> None:
+        assert self._layout is not None
+        shape = ArenaFile.read(fd, self._layout).shape
+        blank = memoryview(bytes([POISON]) * shape.layout.page_bytes)
+        self._files.write_all(fd, blank, shape.page_offset(slot))
+        self._files.write_all(fd, memoryview(bytes(SIDECAR_BYTES)), shape.rows_offset(slot))
 
     def _delete(self, name: str, fd: int) -> None:
         """Unlink while the lock is still held, so that no file of a live writer can go."""

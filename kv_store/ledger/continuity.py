@@ -165,6 +165,11 @@ def _arena_epochs(folder: str) -> dict[str, int]:
     }
 
 
+def log_bytes(frames: int, page_bytes: int) -> int:
+    """The size of a log with so many frames."""
+    return _LOG_HEADER.size + frames * (_FRAME_HEADER + page_bytes)
+
+
 def check_log(name: str) -> str:
     """Check a log: "" = whole or torn in its last commit, "gone", "void" (bad head) or a reason."""
     try:

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kv_store import osio
+from kv_store import keys, osio
 from kv_store.errors import (
     LedgerError,
     LedgerRefused,
@@ -30,7 +30,7 @@ from kv_store.errors import (
     StoreFull,
     StoreVersion,
 )
-from kv_store.ledger import queries, writes
+from kv_store.ledger import continuity, queries, writes
 from kv_store.ledger.queries import SessionInfo, SessionRecord, SuspectInfo
 from kv_store.ledger.writes import Op
 from kv_store.pages.index import PageRef
@@ -41,6 +41,8 @@ Opener = Callable[[str], sqlite3.Connection]
 WAL_BYTES_MAX = 4 << 20  # checkpoint beyond this: reopening replays at most so much
 COMMIT_BYTES = 8 << 10  # what a small transaction adds to the log, beside its records
 RECORD_BYTES = 4 << 10
+ZERO_BYTES = 1 << 20  # of the log overwritten at once
+COMPACT_BYTES = 4 << 20  # of a ledger that is rewritten in less than 0.1 s
 # SQLite's error names for a writable file whose bytes are not a database, or not a whole one
 _DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_READONLY")
 PAGE_QUERY = (
@@ -105,6 +107,7 @@ class LedgerStats:
     commits: int = 0
     sessions: int = 0
     is_full: bool = False  # the last commit found no room; the next may
+    is_uneven: bool = False  # sessions were dropped since the file was last rewritten
     commit_us: deque[float] = field(default_factory=lambda: deque(maxlen=COMMIT_TIMES_KEPT))
 
 
@@ -173,6 +176,18 @@ class Ledger:
     def suspects(self) -> Future[list[SuspectInfo]]:
         """Every session that a SetSuspect marks."""
         return self.read(queries.suspects)
+
+    def shared_tokens(self, session: str, tenant: str, tokens: keys.Tokens) -> Future[int]:
+        """How many leading tokens of this timeline another session of the tenant has, too."""
+        ids = keys.token_bytes(tokens)
+        return self.read(lambda db: queries.shared_tokens(db, session, tenant, ids))
+
+    def clean(self, compact_bytes: int = COMPACT_BYTES) -> Future[None]:
+        """Have deleted rows gone from the files: overwrite what the log holds of earlier commits,
+        and write a file of up to `compact_bytes` anew, as SQLite may leave a copy of a row behind
+        when it moves it between two pages. Raises LedgerError, or StoreFull: nothing was changed.
+        """
+        return self.read(lambda _: self._clean(compact_bytes))
 
     def prune(
         self, sessions_max: int, keep: Collection[str], turns_max: int = writes.TURNS_KEPT
@@ -344,6 +359,7 @@ class Ledger:
         sequence: int = db.execute("SELECT commit_seq FROM store").fetchone()[0]
         db.execute("COMMIT")
         self.stats.sessions += sessions
+        self.stats.is_uneven = self.stats.is_uneven or sessions < 0
         return sequence
 
     def _roll_back(self) -> None:
@@ -376,6 +392,39 @@ class Ledger:
             if not _is_full(error):
                 self._latch(error)
 
+    def _clean(self, compact_bytes: int) -> None:
+        """Rewrite a small file, begin the log again with a commit, and zero what is behind that.
+
+        The log always has a valid head: an empty one would read as lost after a crash.
+        """
+        if self.failure is not None:
+            raise self.failure
+        db = self._db
+        try:
+            page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
+            if db.execute("PRAGMA page_count").fetchone()[0] * page_bytes <= compact_bytes:
+                db.execute("VACUUM")
+                self.stats.is_uneven = False
+            db.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+            db.execute("UPDATE store SET commit_seq = commit_seq + 1")
+            frames = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
+        except sqlite3.DatabaseError as error:
+            if _is_full(error):
+                raise StoreFull(
+                    "the disk is full: the ledger's log cannot be begun again"
+                ) from error
+            raise self._latch(error) from error
+        self._log_bytes = 0
+        used = continuity.log_bytes(frames, page_bytes)
+        try:
+            with open(osio.open_plain(f"{self.path}-wal", os.O_RDWR), "r+b", buffering=0) as log:
+                left = os.fstat(log.fileno()).st_size - used
+                for start in range(0, left, ZERO_BYTES):
+                    os.pwrite(log.fileno(), bytes(min(ZERO_BYTES, left - start)), used + start)
+                os.fsync(log.fileno())
+        except OSError as error:
+            raise self._latch(error) from error
+
     # -- opening ------------------------------------------------------------------------------
 
     def _prepare(self, store_uuid: bytes) -> Replay:
@@ -390,6 +439,8 @@ class Ledger:
             "trusted_schema=OFF",
             "cell_size_check=ON",
             "wal_autocheckpoint=0",
+            "secure_delete=ON",
+            "temp_store=MEMORY",  # what `VACUUM` copies must not lie outside of the store
         ):
             db.execute(f"PRAGMA {pragma}").fetchall()
         version = db.execute("PRAGMA user_version").fetchone()[0]

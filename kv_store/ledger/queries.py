@@ -9,11 +9,15 @@ import sqlite3
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from kv_store import keys
 from kv_store.errors import StoreCorrupt
 from kv_store.ledger import writes
 
 PRUNED_AT_ONCE_MAX = 1000  # sessions: bounds the transaction that all other commits wait for
+
+SHARING_MAX = 1000  # sessions compared with one that is dropped: bounds the time of other commits
 
 
 class SessionInfo(NamedTuple):
@@ -107,6 +111,38 @@ def prunable(
                 break
     old = db.execute(f"SELECT count(*) FROM ({writes.OLD_TURNS})", (turns_max,))
     return Prunable(idle, old.fetchone()[0])
+
+
+def shared_tokens(db: sqlite3.Connection, session: str, tenant: str, ids: bytes) -> int:
+    """The longest common prefix, in tokens, of these ids with another session of the tenant; of the
+    SHARING_MAX most recently used ones."""
+    others = db.execute(
+        "SELECT id FROM session WHERE tenant = ? AND id != ? ORDER BY used_seq DESC LIMIT ?",
+        (tenant, session, SHARING_MAX),
+    ).fetchall()
+    return max((_shared(db, other, ids) for (other,) in others), default=0)
+
+
+def _shared(db: sqlite3.Connection, other: str, ids: bytes) -> int:
+    """The common prefix, in tokens, of the ids with one session."""
+    at = 0
+    query = "SELECT start, ids FROM token_blob WHERE session = ? ORDER BY start"
+    for start, part in db.execute(query, (other,)):
+        if start * 4 != at or not isinstance(part, bytes):
+            break  # damaged
+        same = _common(part, ids[at : at + len(part)])
+        at += same
+        if same < len(part):
+            break
+    return at // 4
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """Length of the common prefix of two strings of whole tokens, in bytes."""
+    n = min(len(a), len(b)) // 4
+    if a[: n * 4] == b[: n * 4]:
+        return n * 4
+    return 4 * int(np.argmax(np.frombuffer(a, "<u4", n) != np.frombuffer(b, "<u4", n)))
 
 
 def _load(db: sqlite3.Connection, session: str) -> SessionRecord | None:

@@ -367,10 +367,15 @@ class SlotAllocator:
             # a later reserve() of this slot queues its copy behind this write, on this thread
             if page is None or page.gen != gen or page.state is not PageState.FREE:
                 return True
+        self.overwrite(page_id)
+        return True
+
+    def overwrite(self, page_id: int) -> None:
+        """Overwrite a slot that nothing reads (page thread; takes the lock)."""
+        with self.core.lock:
             info = self.info(page_id)
         np.frombuffer(self.buffer, np.uint8)[:] = POISON
         self.core.extents.write_page(info, page_id, self.buffer)
-        return True
 
 
 def _is_idle(page: Page) -> bool:

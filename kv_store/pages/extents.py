@@ -102,6 +102,10 @@ class Extents:
             raise ValueError("a page is written whole")
         self._files.write_all(self._fds[info.index], data, info.offset_of(page_id))
 
+    def sync(self, info: ExtentInfo) -> None:
+        """Make what was written to one extent durable."""
+        self._files.fsync(self._fds[info.index])
+
     def drop(self, info: ExtentInfo) -> None:
         """Close and delete one extent; a file already gone is fine, and what is no file stays."""
         fd = self._fds.pop(info.index, None)

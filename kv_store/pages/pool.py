@@ -16,6 +16,7 @@ from kv_store.layout import PAGE_TOKENS, Descriptor
 from kv_store.ledger.ledger import PageRow
 from kv_store.pages.allocator import Retracted, SlotAllocator
 from kv_store.pages.core import StoreCore
+from kv_store.pages.erase import PageEraser
 from kv_store.pages.index import RESIDENT, Page, PageEvent, PageIndex, PageRef
 from kv_store.pages.load import PageLoader
 from kv_store.pages.maintenance import PageMaintenance
@@ -41,7 +42,7 @@ class PagePool:
     """The pages of one representation. Methods without a Future do no I/O.
 
     From the parts: `load`, `cold`, `verify` of PageLoader; `reserve`, `seal`, `publish`, `abort` of
-    PageSealer; `scrub_next`, `verify_all` of PageMaintenance.
+    PageSealer; `scrub_next`, `verify_all` of PageMaintenance; `erase` of PageEraser.
     """
 
     def __init__(self, core: StoreCore, descriptor: Descriptor) -> None:
@@ -59,6 +60,7 @@ class PagePool:
         self.publish, self.abort = self.sealer.publish, self.sealer.abort
         self.scrub_next = self.maintenance.scrub_next
         self.verify_all = self.maintenance.verify_all
+        self.erase = PageEraser(core, self.allocator).erase
         core.pools.append(self.allocator)
 
     def match_prefix(

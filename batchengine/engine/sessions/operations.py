@@ -17,6 +17,7 @@ import msgspec
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.engine.sessions.directory import durable_name
+from batchengine.engine.sessions.erasing import erase
 from batchengine.engine.sessions.parking import Parking
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.sessions.requests import Requests
@@ -167,21 +168,36 @@ class SessionOperations:
         }
 
     async def drop(self, tenant: str, session_id: str) -> dict[str, Any]:
-        """Delete the session and its history; its running and queued requests fail.
+        """Erase the session and its history; its running and queued requests fail.
 
-        Pages of the session in the store stay until they are evicted.
+        Its pages go, too, as far as no other session of the tenant has the same tokens. Returns
+        once nothing of it is on disk. Raises BatchEngineError.
         """
         found = await self._recovery.record(tenant, session_id)
-        session = self._state.sessions.get((tenant, session_id))
+        self._state.dropping.add((tenant, session_id))  # its new requests are refused
+        try:
+            timelines = await self._leave_memory(tenant, session_id, found.tokens)
+            await erase(self._state, self._store, tenant, session_id, timelines)
+            self._recovery.forget(tenant, session_id)
+        except (StoreError, OSError) as failure:
+            raise errors.NOT_ERASED(session_id=session_id, why=failure) from failure
+        finally:
+            self._state.dropping.discard((tenant, session_id))
+        return {"session_id": session_id, "tokens": len(found.tokens), "state": "dropped"}
+
+    async def _leave_memory(
+        self, tenant: str, session_id: str, stored: list[int]
+    ) -> list[list[int]]:
+        """End a session in memory; returns the timelines that it has in the ledger and had here."""
+        timelines, session = [stored], self._state.sessions.get((tenant, session_id))
         if session is not None:
             await self._end_requests(session)
+            if session.tokens[: len(stored)] == stored:
+                timelines.clear()
+            timelines.append(list(session.tokens))
             self._state.forget(session)
-        self._recovery.forget(tenant, session_id)
-        await self._wait(
-            self._store.ledger.append(writes.DropSession(durable_name(tenant, session_id)))
-        )
-        self._recovery.forget(tenant, session_id)  # for a call that was added meanwhile
-        return {"session_id": session_id, "tokens": len(found.tokens), "state": "dropped"}
+        self._recovery.calls.forget(tenant, session_id)
+        return timelines
 
     async def why(self, tenant: str, session_id: str) -> dict[str, Any]:
         """Where the last prompt differed from the session's history, and the tokens recomputed."""

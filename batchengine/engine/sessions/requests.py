@@ -192,7 +192,10 @@ class Requests:
             retry_ms = cost.retry_after_ms(self._dispatcher.wait_ms(request))
             raise errors.OVERLOADED(waiting=state.waiting, retry_ms=retry_ms)
         if request.session_id is not None:
-            session = state.sessions.get((request.tenant, request.session_id))
+            name = request.tenant, request.session_id
+            if name in state.dropping:
+                raise errors.SESSION_DROPPED(session_id=request.session_id)
+            session = state.sessions.get(name)
             if session is not None and session.key in self._ending:
                 raise self._ending[session.key]
             queue = None if session is None else state.queues.get(session.key)
@@ -326,8 +329,10 @@ class Requests:
 
     async def _replay(self, session: Session, generation: Generation, more: Continuation) -> bool:
         """Send the existing tokens of the turn again; True if the request ends with them."""
-        reason = await generation.replay(more.tokens, self._text.tokenizer.eog)
-        if not reason and more.is_last and not more.changed:
+        reason, is_of_other = "", bool(more.changed) and more.is_last
+        if not is_of_other or more.is_done:
+            reason = await generation.replay(more.tokens, self._text.tokenizer.eog)
+        if not reason and more.is_last and not is_of_other:
             return False
         if reason:
             generation.cached_tokens = len(generation.request.prompt)
@@ -336,7 +341,7 @@ class Requests:
                 self._journal.settle(session, more.turn_id, reason, meta)
             text = generation.rest(generation.stops.stopped)
             generation.end(DoneEvent(reason, generation.usage(self._state.now_ms()), text))
-        elif more.is_last:
+        elif is_of_other:
             name, turn_id = session.session_id, generation.turn_id
             generation.fail(
                 errors.TURN_OF_OTHER_MODEL(turn_id=turn_id, session_id=name, changed=more.changed)

@@ -1,0 +1,64 @@
+"""Erasing: what a dropped session has on disk is overwritten, except what others share.
+
+Owns the order: seals under way end, slots and pages go, then the session's rows, at last the log of
+the ledger. A failure leaves the session in the ledger, so that the drop can be asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from batchengine.engine.sessions.directory import durable_name
+from batchengine.engine.state import EngineState
+from batchengine.session import common_prefix
+from batchengine.session_kv import page_start
+from kv_store import keys
+from kv_store.ledger import writes
+from kv_store.store import Store
+
+POLL_S = 0.005  # between two looks at lanes that finish a frame or a seal
+
+
+async def erase(
+    state: EngineState, store: Store, tenant: str, session_id: str, timelines: Sequence[list[int]]
+) -> None:
+    """Erase a session that is not in memory any more, and whose timeline was one of `timelines`.
+
+    Raises StoreError or OSError: then some of it may still be there.
+    """
+    name, salt = durable_name(tenant, session_id), tenant.encode()
+    await asyncio.to_thread(store.orphaned.erase, name.encode())
+    for tokens in timelines:
+        await _lanes_done(state, tokens, salt)
+        shared = await asyncio.wrap_future(store.ledger.shared_tokens(name, tenant, tokens))
+        kept = max(shared, _computing(state, store, tokens, salt))
+        await asyncio.wrap_future(store.pages.erase(tokens, salt, kept))
+    dropped = store.ledger.append(writes.DropSession(name))
+    store.ledger.commit()
+    await asyncio.wrap_future(dropped)
+    await asyncio.wrap_future(store.ledger.clean())
+
+
+async def _lanes_done(state: EngineState, tokens: list[int], salt: bytes) -> None:
+    """Wait until no seal of the timeline is under way, and lanes have poisoned freed slots: by the
+    frame after the one that is being computed, if not before."""
+    for loop in state.lanes:
+        seals = [
+            seal
+            for seal in loop.kv.disputes.seals
+            if seal.salt == salt and seal.chain == tokens[: len(seal.chain)]
+        ]
+        while not loop.kv.disputes.seals.isdisjoint(seals):  # noqa: ASYNC110  there is no event
+            await asyncio.sleep(POLL_S)
+        slots, frames = loop.kv.slots, loop.kv.slots.frames
+        while loop.up and slots.is_poisoning and slots.frames < frames + 2:
+            loop.wake()
+            await asyncio.sleep(POLL_S)
+
+
+def _computing(state: EngineState, store: Store, tokens: list[int], salt: bytes) -> int:
+    """How many leading tokens, in full pages, a turn that computes now has in common with these."""
+    chain = keys.chain_keys(tokens, store.pages.repr_id, salt)
+    tables = (turn.session.kv.keys for turn in state.turns.values())
+    return max((page_start(common_prefix(chain, table)) for table in tables), default=0)

@@ -1,0 +1,153 @@
+"""A dropped session leaves nothing on disk, except what other sessions share."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from batchengine.core import BatchEngineError
+from batchengine.engine import Engine
+from kv_store import keys
+from kv_store.arenas.arena import session_name
+from kv_store.fsck import fsck
+from tests.support.engine_process import engine_process
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    started,
+    until,
+    words,
+)
+
+WINDOW = 6  # tokens: so many in a row are no accident
+BUDGET = 24 << 20
+
+
+def found(folder: Path, session: str, tokens: Sequence[int]) -> set[str]:
+    """Files of the store, except extents, with the session's name or some of its tokens."""
+    name = f"\x1f{session}".encode()
+    wanted = [name, session_name(name)]
+    wanted += [keys.token_bytes(tokens[at : at + WINDOW]) for at in range(0, len(tokens), 50)]
+    anything = re.compile(b"|".join(map(re.escape, wanted)))
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "ext"]
+    return {path.name for path in files if anything.search(path.read_bytes().strip(b"\0\xff"))}
+
+
+def kv_of(engine: Engine, tokens: Sequence[int]) -> list[bytes]:
+    """Some bytes of every full page that the store has of the tokens."""
+    pages, samples = engine.running.store.pages, list[bytes]()
+    for ref in pages.match_prefix(tokens, b""):
+        info = pages.allocator.info(ref.page_id)
+        with open(info.path, "rb") as file:
+            file.seek(info.offset_of(ref.page_id) + 1000)
+            samples.append(file.read(64))
+    return samples
+
+
+def stored_kv(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted((folder / "ext").iterdir()))
+
+
+async def test_a_dropped_session_is_nowhere_on_disk(site: Site, reference: Reference) -> None:
+    """Also in the copy that a SIGKILL would leave, which opens without a loss."""
+    common, folder = words(70, 300), site.folder / "kv"
+    private, other = words(71, 700), [*common, *words(72, 300)]
+    async with running_engine(site, store__budget_bytes=BUDGET) as engine:
+        await read(engine.submit(request(other, 8, session="other")))
+        one = await read(engine.submit(request([*common, *private], 20, session="secret-1")))
+        timeline = [*common, *private, *one.tokens]
+        two = await read(
+            engine.submit(request([*timeline, *words(73, 90)], 20, session="secret-1"))
+        )
+        timeline += [*words(73, 90), *two.tokens]
+        await engine.park("", "secret-1", "call_1")
+        pages = engine.running.store.pages
+        await until(lambda: len(pages.match_prefix(timeline, b"")) == 4)
+        mine, kv = timeline[300:], kv_of(engine, timeline)[2:]
+        assert {"meta.db-wal"} <= found(folder, "secret-1", mine)
+        assert all(sample in stored_kv(folder) for sample in kv)
+
+        await engine.drop("", "secret-1")
+        assert found(folder, "secret-1", mine) == set()
+        assert not any(sample in stored_kv(folder) for sample in kv)
+        assert len(pages.match_prefix(timeline, b"")) == 1, "what the other session shares"
+        assert engine.stats()["store"]["pages_pinned"] == 0 or engine.sessions()
+        shutil.copytree(folder, site.folder / "killed" / "kv")
+        longer = [*other, *reference.tokens(other, 8), 9]
+        again = await read(engine.submit(request(longer, 8, session="other")))
+        assert again.tokens == reference.tokens(longer, 8)
+        assert again.done is not None
+        assert again.done.usage.cached_tokens >= 512
+        assert engine.phase == "ready"
+    assert found(folder, "secret-1", mine) == set()
+    assert fsck(folder).ok
+    async with running_engine(site.at("killed"), store__budget_bytes=BUDGET) as engine:
+        assert engine.running.store.losses == []
+        fresh = await read(engine.submit(request([*common, *private], 20, session="secret-1")))
+        assert fresh.tokens == one.tokens
+
+
+async def test_a_session_dropped_amid_its_turn_is_nowhere_on_disk(
+    site: Site, reference: Reference
+) -> None:
+    """Its seals are under way, and another session computes meanwhile."""
+    prompt, folder = words(74, 1100), site.folder / "kv"
+    async with running_engine(site, store__budget_bytes=BUDGET) as engine:
+        steady = asyncio.ensure_future(
+            read(engine.submit(request(words(75, 30), 600, session="steady")))
+        )
+        _, reader = await started(engine, request(prompt, 500, session="secret-2"), 3)
+        await engine.drop("", "secret-2")
+        ended = await reader
+        assert ended.error is not None
+        assert ended.error.name == "session_not_found"
+        assert found(folder, "secret-2", [*prompt, *ended.tokens]) == set()
+        with pytest.raises(BatchEngineError, match="there is no session"):
+            await engine.drop("", "secret-2")
+        assert (await steady).tokens == reference.tokens(words(75, 30), 600)
+
+
+async def test_rows_of_a_killed_engine_are_erased_with_their_session(site: Site) -> None:
+    """They lie in the arena of the dead engine, and the session was not used since."""
+    prompt, folder = words(76, 200), site.folder / "kv"
+    name = session_name(b"\x1fsecret-3")
+    async with engine_process(site, store__budget_bytes=BUDGET) as engine:
+        stream = engine.ask("submit", prompt=prompt, n=300, session="secret-3")
+        await engine.tokens(stream, 40)
+    arenas = folder / "arena"
+    assert any(name in path.read_bytes() for path in arenas.iterdir())
+    async with running_engine(site, store__budget_bytes=BUDGET) as engine:
+        assert engine.running.store.orphaned.names
+        await engine.drop("", "secret-3")
+        assert not any(name in path.read_bytes() for path in arenas.iterdir())
+        assert found(folder, "secret-3", prompt) == set()
+
+
+async def test_a_drop_that_the_disk_refuses_can_be_asked_for_again(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session stays in the ledger until its pages are overwritten."""
+    prompt, folder = words(77, 600), site.folder / "kv"
+
+    def full(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    async with running_engine(site, store__budget_bytes=BUDGET) as engine:
+        await read(engine.submit(request(prompt, 4, session="secret-4")))
+        pages = engine.running.store.pages
+        await until(lambda: len(pages.match_prefix(prompt, b"")) == 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(pages.allocator.core.extents, "write_page", full)
+            with pytest.raises(BatchEngineError) as caught:
+                await engine.drop("", "secret-4")
+        assert caught.value.name == "not_erased"
+        await engine.drop("", "secret-4")
+        assert found(folder, "secret-4", prompt) == set()
