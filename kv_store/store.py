@@ -36,7 +36,7 @@ from kv_store.pages.allocator import EVICT_TO_PERCENT
 from kv_store.pages.core import Budget, StoreCore, derived_floor_bytes
 from kv_store.pages.extents import EXTENT_BYTES, ExtentInfo, Extents, extent_path
 from kv_store.pages.index import PageState
-from kv_store.pages.maintenance import SESSIONS_MAX, GcReport
+from kv_store.pages.maintenance import LEDGER_BYTES_MAX, SESSIONS_MAX, GcReport
 from kv_store.pages.pool import PagePool
 
 COMPACT_BYTES_MAX = (
@@ -51,7 +51,8 @@ class StoreSettings:
 
     `ballast_bytes`: 64 MiB, or a sixteenth of a budget below 1 GiB. free_floor_bytes: by the size
     of the file system. allow_any_fs turns a refused file system into a warning.
-    keep_arenas leaves arenas of this boot for import. sessions_max is what `gc` leaves.
+    keep_arenas leaves arenas of this boot for import. `gc` leaves up to sessions_max sessions with
+    ledger_bytes_max bytes of rows, shared fairly between tenants.
     """
 
     budget_bytes: int
@@ -61,6 +62,7 @@ class StoreSettings:
     allow_any_fs: bool = False
     keep_arenas: bool = False
     sessions_max: int = SESSIONS_MAX
+    ledger_bytes_max: int = LEDGER_BYTES_MAX
 
 
 class Store:
@@ -272,7 +274,7 @@ class Store:
 
     def gc(self, keep: Collection[str] = ()) -> Future[GcReport]:
         """Evict to the target; drop superseded tails, other models' extents while the budget is
-        too full, and ledger rows beyond `sessions_max`; never sessions named in `keep`.
+        too full, and ledger rows beyond both limits; never sessions named in `keep`.
         """
         return self.core.thread.submit(lambda: self._collect(keep))
 
@@ -284,7 +286,10 @@ class Store:
             slots += self.core.drop_oldest_foreign()
             extents += 1
         evicted, tails = map(sum, zip(*found, strict=True))
-        sessions, turns = self.ledger.prune(self._settings.sessions_max, keep)
+        limits = self._settings
+        sessions, turns = self.ledger.prune(
+            limits.sessions_max, keep, bytes_max=limits.ledger_bytes_max
+        )
         self.ledger.commit()  # also where there was nothing to prune
         if self.ledger.stats.is_uneven:
             self.ledger.clean(COMPACT_BYTES_MAX)
@@ -348,6 +353,8 @@ class Store:
             "seal_bytes_per_s": core.rates.seal_bytes_per_s or 0.0,
             "sessions": self.ledger.stats.sessions,
             "sessions_max": self._settings.sessions_max,
+            "ledger_bytes": self.ledger.stats.session_bytes,
+            "ledger_bytes_max": self._settings.ledger_bytes_max,
             "commits": self.ledger.stats.commits,
             "commit_us_p50": times[len(times) // 2] if times else 0.0,
             "commit_us_p99": times[len(times) * 99 // 100] if times else 0.0,

@@ -85,8 +85,9 @@ class StoreConfig:
     of it before its end; power = every token. full_disk: a turn whose tokens the ledger cannot
     take any more ends with an error (fail), or as it would have, marked `durable: false` (finish).
     free_floor_bytes: pages leave so much of the disk to others; 0 = by its size
-    (`kv_store.pages.allocator.derived_floor_bytes`). sessions_max: garbage collection forgets the
-    longest unused sessions beyond it.
+    (`kv_store.pages.allocator.derived_floor_bytes`). sessions_max, ledger_bytes_max (of tokens and
+    turns): beyond them, garbage collection forgets the longest unused sessions of those keys that
+    have more than an equal share.
     """
 
     dir: str = field(default="", metadata=PATH)
@@ -96,6 +97,7 @@ class StoreConfig:
     full_disk: str = field(default="fail", metadata=_one_of("fail", "finish"))
     free_floor_bytes: int = field(default=0, metadata=_within(0, 1 << 50))
     sessions_max: int = field(default=10_000, metadata=_within(1, 10_000_000))
+    ledger_bytes_max: int = field(default=1 << 30, metadata=_within(1 << 20, 1 << 50))
 
 
 @dataclass(frozen=True, slots=True)

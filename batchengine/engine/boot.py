@@ -285,6 +285,7 @@ def _open_store(config: Config, facts: wire.ModelFacts, vocabulary: str) -> Stor
         free_floor_bytes=settings_of.free_floor_bytes or None,
         keep_arenas=True,  # sessions of the last run import what they left open
         sessions_max=settings_of.sessions_max,
+        ledger_bytes_max=settings_of.ledger_bytes_max,
     )
     try:
         return Store.open(settings_of.dir, descriptor, settings)

@@ -300,7 +300,8 @@ class Engine:
         store = self.running.store
         try:
             if op == "stat":
-                return store.stat()
+                usage = await asyncio.wrap_future(store.ledger.usage())
+                return {**store.stat(), **report.tenant_rows(usage)}
             if op == "verify":
                 return dataclasses.asdict(await asyncio.wrap_future(store.pages.verify_all()))
             if op == "gc":

@@ -214,3 +214,12 @@ async def stored_rows(store: Store, count_max: int) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def tenant_rows(usage: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Sessions and bytes of the ledger per tenant, as numbers of `store stat`."""
+    rows: dict[str, int] = {}
+    for tenant, (sessions, size) in usage.items():
+        rows[f"sessions of {tenant or '-'}"] = sessions
+        rows[f"ledger_bytes of {tenant or '-'}"] = size
+    return rows

@@ -31,6 +31,7 @@ from kv_store.errors import (
     StoreVersion,
 )
 from kv_store.ledger import continuity, queries, writes
+from kv_store.ledger.budget import over_share
 from kv_store.ledger.queries import SessionInfo, SessionRecord, SuspectInfo
 from kv_store.ledger.writes import Op
 from kv_store.pages.index import PageRef
@@ -53,6 +54,7 @@ EXTENT_QUERY = (
     "SELECT extent_index, first_page_id, places, page_bytes, repr_id FROM extent"
     " WHERE kind = 'page' ORDER BY extent_index"
 )
+PRUNES_MAX = 64  # commits of one `prune`
 COMMIT_TIMES_KEPT = 512  # enough for a p99
 _SQLITE_HEADER = struct.Struct(">60xI4xI")  # user_version at 60, application_id at 68
 assert _SQLITE_HEADER.size == 72
@@ -87,6 +89,7 @@ class Replay:
     pages_malformed: int
     reprs: dict[bytes, str]
     sessions: int
+    session_bytes: int  # of their tokens
 
 
 @dataclass(slots=True)
@@ -106,6 +109,7 @@ class _Group:
 class LedgerStats:
     commits: int = 0
     sessions: int = 0
+    session_bytes: int = 0  # of their rows: exact after `prune`, later at most too many
     is_full: bool = False  # the last commit found no room; the next may
     is_uneven: bool = False  # sessions were dropped since the file was last rewritten
     commit_us: deque[float] = field(default_factory=lambda: deque(maxlen=COMMIT_TIMES_KEPT))
@@ -153,6 +157,7 @@ class Ledger:
         try:
             self.replay = self._prepare(store_uuid)
             self.stats.sessions = self.replay.sessions
+            self.stats.session_bytes = self.replay.session_bytes
         except BaseException as error:
             self._db.close()
             if isinstance(error, sqlite3.DatabaseError):
@@ -190,23 +195,46 @@ class Ledger:
         return self.read(lambda _: self._clean(compact_bytes))
 
     def prune(
-        self, sessions_max: int, keep: Collection[str], turns_max: int = writes.TURNS_KEPT
+        self,
+        sessions_max: int,
+        keep: Collection[str],
+        turns_max: int = writes.TURNS_KEPT,
+        bytes_max: int = 1 << 62,
     ) -> tuple[int, int]:
-        """Forget the longest unused sessions beyond `sessions_max`, never those in `keep`, and
-        finished turns beyond the last `turns_max` of a session. Returns (sessions, turns).
+        """Forget the longest unused sessions of tenants that have more than their share of
+        `sessions_max` or `bytes_max`, never those in `keep`, and finished turns beyond the last
+        `turns_max` of a session. Returns (sessions, turns).
 
         Commits and blocks. A session that is used while this runs stays.
         """
-        kept = frozenset(keep)
-        found = self.read(lambda db: queries.prunable(db, sessions_max, kept, turns_max)).result()
-        ops: list[Op] = [writes.ForgetIdle(*row) for row in found.idle]
-        if found.turns:
-            ops.append(writes.PruneTurns(turns_max))
-        if ops:
+        kept, sessions = frozenset(keep), 0
+        turns = self.read(lambda db: queries.old_turns(db, turns_max)).result()
+        ops: list[Op] = [writes.PruneTurns(turns_max)] if turns else []
+        for _ in range(PRUNES_MAX):
+            known = self.read(queries.kept).result()
+            self.stats.session_bytes = sum(session.row_bytes for session in known)
+            over = over_share(known, sessions_max, bytes_max, kept, queries.PRUNED_AT_ONCE_MAX)
+            ops += [writes.ForgetIdle(one.id, one.epoch, one.used_seq) for one in over]
+            sessions += len(over)
+            if not ops:
+                break
             written = self.append(*ops)
             self.commit()
             written.result()
-        return len(found.idle), found.turns
+            ops.clear()
+        return sessions, turns
+
+    def usage(self) -> Future[dict[str, tuple[int, int]]]:
+        """Sessions and bytes of their rows, by tenant."""
+
+        def ask(db: sqlite3.Connection) -> dict[str, tuple[int, int]]:
+            found: dict[str, tuple[int, int]] = {}
+            for session in queries.kept(db):
+                count, size = found.get(session.tenant, (0, 0))
+                found[session.tenant] = count + 1, size + session.row_bytes
+            return found
+
+        return self.read(ask)
 
     # -- the interface underneath -------------------------------------------------------------
 
@@ -307,6 +335,7 @@ class Ledger:
                 _resolve(intent.future, sequence, everyone or intent.error)
             _resolve(group.future, sequence, first)
         self._log_bytes += COMMIT_BYTES + sum(_size(op) for i in intents for op in i.ops)
+        self.stats.session_bytes += sum(_row_bytes(op) for i in intents for op in i.ops)
         if self._log_bytes > WAL_BYTES_MAX:
             self._checkpoint("PASSIVE")
 
@@ -535,6 +564,19 @@ def _size(op: Op) -> int:
     return RECORD_BYTES * rows + (len(op.ids) if isinstance(op, writes.AppendTokens) else 0)
 
 
+def _row_bytes(op: Op) -> int:
+    """What a record adds to the rows of its session."""
+    match op:
+        case writes.AppendTokens():
+            return len(op.ids)
+        case writes.AppendTurn():
+            return queries.ROW_BYTES + len(op.sampling)
+        case writes.OpenSession():
+            return queries.ROW_BYTES + len(op.meta)
+        case _:
+            return 0
+
+
 def _is_full(error: BaseException) -> bool:
     return getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
 
@@ -576,4 +618,5 @@ def _replay(db: sqlite3.Connection, *, thorough: bool = True) -> Replay:
         pages_malformed=rows.count(None),
         reprs=dict(db.execute("SELECT repr_id, descriptor FROM repr").fetchall()),
         sessions=db.execute("SELECT count(*) FROM session").fetchone()[0],
+        session_bytes=4 * int(db.execute("SELECT total(ledger_len) FROM session").fetchone()[0]),
     )

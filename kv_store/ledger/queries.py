@@ -14,7 +14,9 @@ import numpy as np
 from kv_store import keys
 from kv_store.errors import StoreCorrupt
 from kv_store.ledger import writes
+from kv_store.ledger.budget import Kept
 
+ROW_BYTES = 200  # of a session or a turn beside its tokens and texts
 PRUNED_AT_ONCE_MAX = 1000  # sessions: bounds the transaction that all other commits wait for
 
 SHARING_MAX = 1000  # sessions compared with one that is dropped: bounds the time of other commits
@@ -68,13 +70,6 @@ class SuspectInfo:
     alone: bool
 
 
-class Prunable(NamedTuple):
-    """`idle`: (session, epoch, used_seq), longest unused first; `turns`: finished and too many."""
-
-    idle: list[tuple[str, int, int]]
-    turns: int
-
-
 def load(db: sqlite3.Connection, session: str) -> SessionRecord | None:
     """Tokens and turns of one session; None if unknown. Raises StoreCorrupt."""
     try:
@@ -96,21 +91,21 @@ def suspects(db: sqlite3.Connection) -> list[SuspectInfo]:
     return [SuspectInfo(name, inc, strikes, bool(alone)) for name, inc, strikes, alone in rows]
 
 
-def prunable(
-    db: sqlite3.Connection, sessions_max: int, keep: frozenset[str], turns_max: int
-) -> Prunable:
-    """What may be forgotten: sessions beyond the cap, and old finished turns."""
-    count: int = db.execute("SELECT count(*) FROM session").fetchone()[0]
-    wanted = min(count - sessions_max, PRUNED_AT_ONCE_MAX)
-    idle: list[tuple[str, int, int]] = []
-    if wanted > 0:
-        for row in db.execute("SELECT id, epoch, used_seq FROM session ORDER BY used_seq, id"):
-            if row[0] not in keep:
-                idle.append(row)
-            if len(idle) == wanted:
-                break
-    old = db.execute(f"SELECT count(*) FROM ({writes.OLD_TURNS})", (turns_max,))
-    return Prunable(idle, old.fetchone()[0])
+def kept(db: sqlite3.Connection) -> list[Kept]:
+    """Every session with the bytes of its rows, longest unused first."""
+    rows = db.execute(
+        "SELECT id, tenant, epoch, used_seq, 4 * ledger_len + length(meta) + ?1 + coalesce("
+        "(SELECT sum(length(sampling) + ?1) FROM turn WHERE turn.session = session.id), 0)"
+        " FROM session ORDER BY used_seq, id",
+        (ROW_BYTES,),
+    )
+    return [Kept._make(row) for row in rows]
+
+
+def old_turns(db: sqlite3.Connection, turns_max: int) -> int:
+    """How many finished turns are beyond the last `turns_max` of their sessions."""
+    found = db.execute(f"SELECT count(*) FROM ({writes.OLD_TURNS})", (turns_max,))
+    return found.fetchone()[0]
 
 
 def shared_tokens(db: sqlite3.Connection, session: str, tenant: str, ids: bytes) -> int:

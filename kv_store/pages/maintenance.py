@@ -21,6 +21,7 @@ from kv_store.pages.load import PageLoader
 from kv_store.threads import new_future
 
 SESSIONS_MAX = 10_000
+LEDGER_BYTES_MAX = 1 << 30
 COMMIT_PAGES = 256  # evicted pages whose rows one commit of `collect` writes
 CHECK_SLOTS = 16_384  # compared by one `check`: it shares the interpreter with the event loop
 

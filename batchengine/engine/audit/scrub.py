@@ -38,6 +38,7 @@ SCRUB_S_MIN = 0.25  # between two pages
 REST_S = 3600.0  # after every page was read once
 FAILED_S = 60.0  # after a round that failed
 GC_S = 300.0
+LEDGER_S = 5.0  # between two looks at the ledger's size: clients may fill it quickly
 WATCH_S = 60.0
 
 
@@ -57,6 +58,7 @@ class Maintenance:
         self._recovery = recovery
         self._audit = audit
         self._idle_since = time.monotonic()
+        self._collected = 0, 0  # sessions and their bytes after the last garbage collection
         self._files = ModelFiles(state, store.pages.descriptor.model_hash)
         self._canary = Canary(state, audit, n_vocab)
 
@@ -164,13 +166,26 @@ class Maintenance:
     # -------------------------------------------------------------------------------- garbage
 
     async def _collect(self) -> None:
-        await asyncio.sleep(GC_S)
-        if self._is_crowded():
+        for _ in range(max(1, round(GC_S / LEDGER_S))):
+            await asyncio.sleep(min(GC_S, LEDGER_S))
+            if self._is_ledger_crowded():
+                break
+        if self._is_ledger_crowded() or self._is_crowded():
             log.info("gc: %s", await self.collect())
 
     async def collect(self) -> GcReport:
         """Run the store's garbage collection, which keeps the sessions of `keep`."""
-        return await asyncio.wrap_future(self._store.gc(self.keep()))
+        report = await asyncio.wrap_future(self._store.gc(self.keep()))
+        stat = self._store.ledger.stats
+        self._collected = stat.sessions, stat.session_bytes
+        return report
+
+    def _is_ledger_crowded(self) -> bool:
+        """Whether the ledger is larger than a limit, and garbage collection may help by now."""
+        stat = self._store.stat()
+        sessions, size = int(stat["sessions"]), int(stat["ledger_bytes"])
+        is_over = sessions > int(stat["sessions_max"]) or size > int(stat["ledger_bytes_max"])
+        return is_over and (sessions, size) != self._collected
 
     def _is_crowded(self) -> bool:
         """Whether the store has too many sessions or pages, or extents of other models fill it."""

@@ -7,6 +7,7 @@ from a client's own id, then a prefix.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Collection
 
 from batchengine.core import ID_PREFIX_CHARS_MIN
@@ -41,7 +42,8 @@ async def find(
     found = matching(in_memory, given, own, tenant)
     if not found:
         infos = await asyncio.wrap_future(store.ledger.list_sessions())
-        stored = [name_of(info.id) for info in infos[:STORED_MAX]]
+        theirs = (info for info in infos if tenant in (None, info.tenant))
+        stored = [name_of(info.id) for info in itertools.islice(theirs, STORED_MAX)]
         found = matching(stored, given, own, tenant)
     return found
 
