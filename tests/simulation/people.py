@@ -178,6 +178,11 @@ class Person:
             attempt.state = "failed"
             self._refused(error)
             return
+        if by_call and generation.session_id != self.name:  # the prompt does not continue it
+            self.world.count("other call")
+            generation.cancel()
+            self.record.attempts.pop()
+            return
         self.world.trace("submit", request_id, len(prompt), n)
         await self._follow(engine_run, generation, attempt)
         while attempt.state == "broken" and self.name is not None and rng.random() < 0.7:

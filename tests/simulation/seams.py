@@ -200,7 +200,9 @@ class SimDetokeniser:
 class SimText:
     """Text without a tokenizer: the tokens of HashLM are printed as numbers."""
 
-    tokenizer = SimpleNamespace(eog=frozenset[int](), vocab_size=2048, chat_template=None)
+    tokenizer = SimpleNamespace(
+        eog=frozenset[int](), control=(), vocab_size=2048, chat_template=None
+    )
 
     @classmethod
     async def open(cls, path: str, *, reader: str) -> SimText:
