@@ -182,6 +182,10 @@ CONSTRAINT_UNSUPPORTED = Problem("BE1216", Kind.INVALID, "unsupported_parameter"
     "no lane can constrain an answer to a schema",
     "an answer that does not conform would look like one that does",
     "leave the constraint out, and ask for the format in the prompt")
+KEY_QUEUE_FULL = Problem("BE1217", Kind.BUSY, "rate_limit_exceeded",
+    "too many requests of this key are waiting",
+    "{waiting} requests of it are queued, and the rest of the queue is for other keys",
+    "wait for the answers, or raise auth.keys.NAME.queue_max")
 ENGINE_FAILED = Problem("BE1299", Kind.UNAVAILABLE, "engine_failed",
     "the engine cannot compute any more",
     "{defect}",
@@ -409,6 +413,10 @@ PAGE_REFUSED = Problem("BE1734", Kind.FORBIDDEN, "origin_not_allowed",
     "a web page may have sent this request, which takes a running answer over",
     "it names its session in the address alone, as an image on any page could",
     "name the session in the header {header}")
+TOO_MANY_OF_KEY = Problem("BE1735", Kind.BUSY, "too_many_requests",
+    "{running:,} requests of this key are open",
+    "the rest of the {limit:,} is for other keys",
+    "wait for the answers, or raise auth.keys.NAME.streams_max", retry_ms=2000)
 
 # ----------------------------------------------------------------- 21: frames between processes
 FRAME_MAGIC = Problem("BE2101", Kind.INTERNAL, _DEFECT, "not a batchengine frame", "{why}")

@@ -51,12 +51,22 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """[auth.keys.NAME]: one caller. `key_file` names a file holding the key (credentials)."""
+    """[auth.keys.NAME]: one caller. `key_file` names a file holding the key (credentials).
+
+    `class` is the class of its requests, and the most urgent one that they may ask for unless
+    `class_max` names that; without either, and with several keys, `sla.default_class` is both.
+    `weight`: of its share of a lane beside other keys of a class. `queue_max`, `streams_max`: of
+    the limits of that name, how much one key may take; 0 = as much as it leaves free to the others.
+    """
 
     name: str = ""
     key: str = field(default="", repr=False)
     key_file: str = field(default="", metadata=PATH)
     sla_class: SlaClass | None = field(default=None, metadata={"toml": "class"})
+    class_max: SlaClass | None = None
+    weight: float = field(default=1.0, metadata=_within(0.01, 100))
+    queue_max: int = field(default=0, metadata=_within(0, 100_000))
+    streams_max: int = field(default=0, metadata=_within(0, 100_000))
 
 
 @dataclass(frozen=True, slots=True)

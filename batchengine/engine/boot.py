@@ -108,6 +108,7 @@ class LaneFactory:
             supervisor=self.supervisor,
             metrics=self.launch.state.metrics,
             cost=cost.prior_cost(info.file_bytes, info.n_params, config.threads),
+            weights={key.name: key.weight for key in self.launch.config.auth},
         )
         await self.supervisor.attach(lane, config, loop.kv)
         return loop

@@ -19,7 +19,17 @@ Rules, in the order in which they are applied
  6. Aging. The *late* session of the earliest deadline, whatever its class, is served before rule 3:
     it may take a seat of its own or a less urgent class after `quantum_ms`, and of any class while
     its class and those below hold fewer than `aged_seats`. A late running prefill likewise gets
-    the first tokens of every step.
+    the first tokens of every step. Tenants take turns at it, whatever their deadlines; a seat
+    that was given away while the session was late is taken at once; while a tenant with fewer
+    seats in the class waits, a session takes seats of its own tenant only; and while the prompt
+    of another tenant of the class is next by rule 7, none.
+ 7. Shares. Inside a class, tokens of rule 3 go to the tenant that has used least time per weight,
+    and seats to the tenant that holds least; deadlines order the sessions of one tenant. A
+    session may take a seat of a tenant that still holds more per weight after that; and, where
+    seats do not divide evenly, of one that holds more and has used more, after
+    `quantum_urgent_ms`. Targets bind no other tenant of the class: a TPOT target does not take its
+    prefill below `prefill_share`, a deadline does not take its decodes below theirs. With one
+    tenant this rule is empty.
 
 Theorem (aging). Let a session join with deadline D = join + horizon, and let A sessions wait
 with an earlier deadline at time D. It computes its first token before
@@ -37,50 +47,43 @@ which strictly lowers the class of its holder: at most three times, so after fou
 seat. Steps end before plans are made, and rule 1 doubles their number. w then leaves the queue
 with at least one token computed, and the argument repeats for the A - 1 that are left.
 
+With K tenants the bound is D + K * (A + 1) * (5 * quantum_ms + 2 * longest step), where A counts
+sessions of the same tenant, and the time that others are owed (at most `CREDIT_MS` per weight
+each): a queue of another tenant adds nothing. Proof. Tenants take turns
+at rule 6, so at most K - 1 others precede each session of w's tenant. While that has seats in w's
+class, w is the first of its sessions to be seated there, so after one quantum w may take one, or
+none is left. With none left no tenant of the class holds less. Every row that rule 6 names then was
+seated before D, and is past its quantum, or after D, and may be displaced at once, or belongs to a
+tenant of the class that has used less. Rule 7 passes seats inside one class, so the number of
+seats per class in (a) and (b) does not change by it.
+
+Theorem (shares). Two tenants of one class and weight that both have sessions waiting all the time
+hold equal seats, but for one, and use equal time, so of equal work compute equal tokens, but for
+two steps and `quantum_urgent_ms` of one seat. Proof. Rule 7 takes seats until no tenant would hold
+more after the exchange. The seat that is left over, and every chunk, goes to the tenant that has
+used less; a chunk is at most one step, a seat is held for the quantum.
+
 Preemptions. No turn loses a seat without having computed in it and held it for
-`quantum_urgent_ms` (`quantum_ms` when rule 6 takes it); slow readers and shortage of pages
-excepted. So a session of T ms in seats is preempted at most T / quantum_urgent_ms times.
+`quantum_urgent_ms` (`quantum_ms` when rule 6 takes it); slow readers, shortage of pages and
+seats beyond a tenant's share excepted. So a session of the only tenant that is T ms in seats is
+preempted at most T / quantum_urgent_ms times.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from batchengine.core import PAGE_TOKENS, Sla, SlaClass
+from batchengine.core import PAGE_TOKENS, Sla
 from batchengine.policy.cost import StepCost, prefill_ms
+from batchengine.policy.rows import RANK, TenantRow, TurnRow
+from batchengine.policy.shares import Lines, Shares
 
 HORIZON_MS_MAX = 3_600_000.0  # aging needs a finite horizon, whatever target a request names
 PRIORITY_MAX = 8  # beyond it a priority counts as this
-
-
-class TurnRow(NamedTuple):
-    """Scheduler's inputs for one session with tokens to compute.
-
-    A tuple because a view is built before every step and a step may last 0.3 ms. The row of a
-    waiting session does not change from step to step, so the engine can keep it. The first
-    three fields define the order of service, so rows are compared as tuples.
-    """
-
-    rank: int  # RANK[sla_class]: 0 = most urgent
-    deadline_ms: float  # join time + horizon_ms: fixed when the session joined the queue
-    key: int  # unique in the view; grows with arrival
-    horizon_ms: float  # `horizon_ms(...)`
-    tpot_ms: float  # target between tokens
-    served_ms: float  # end of the last step that computed for it; join time before that
-    admitted_ms: float  # when it last got its seat; ignored while waiting
-    frontier: int  # first token whose KV is not committed
-    to_compute: int  # tokens from frontier to the end of the timeline; 1 = decoding
-    open_until: int  # tokens below this have an open arena slot (multiple of PAGE_TOKENS)
-    pages_held: int  # pages its timeline has: resident, shared or reserved
-    pages_max: int  # pages it will have at its longest (prompt + tokens_max)
-    slots_held: int = 0  # freed by a preemption; of a waiting session, counted in slots_free too
-    running: bool = False  # holds a seat (batch slot + open arena slot)
-    paused: bool = False  # slow reader, or rows not imported yet: not computed, may lose its seat
-    suspect: bool = False  # was in a step that killed the worker: runs alone
-    pages_evictable: int = 0  # of pages_held: evictable, so counted in LaneView.pages_free too
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ class LaneView:
     running: tuple[TurnRow, ...]
     waiting: tuple[TurnRow, ...]
     policy: Policy = Policy()
+    tenants: Mapping[str, TenantRow] = field(default_factory=dict[str, TenantRow])  # if several
 
 
 class PlannedEntry(NamedTuple):
@@ -130,12 +134,10 @@ class StepPlan:
     batch: tuple[PlannedEntry, ...]
     admit: tuple[int, ...] = ()  # waiting -> running; each has an entry in `batch`
     preempt: tuple[int, ...] = ()  # running -> waiting: KV stays, open slots are reclaimable
+    aged: tuple[int, ...] = ()  # those of `admit` that rule 6 admitted: one at most
     shed: tuple[int, ...] = ()  # can never run: needs more pages than the budget
     stalled: tuple[int, ...] = ()  # running, could have computed, but no slot or page is left
     predicted_ms: float = 0.0
-
-
-RANK: dict[SlaClass, int] = {c: i for i, c in enumerate(SlaClass)}
 
 
 def horizon_ms(sla: Sla, ttft_ms: float, expected_ms: float = 0.0) -> float:
@@ -183,8 +185,11 @@ class _Draft:
         self.prefills: list[TurnRow] = []
         self.suspects: list[TurnRow] = []
         self.waiting: list[TurnRow] = []
+        self.shares = Shares(view.tenants, view.running)
+        self.lines = Lines(self.shares, (), ())
         self.granted: dict[int, int] = {}  # key -> tokens, in grant order
         self.admitted: list[TurnRow] = []
+        self.aged: list[TurnRow] = []
         self.preempted: list[TurnRow] = []
         self.shed: list[int] = []
         self.stalled: list[TurnRow] = []
@@ -266,8 +271,7 @@ class _Draft:
         room = min(self.view.entries_max, self.view.tokens_max)
         if self.prefills:
             room = max(1, min(room - 1, self.view.tokens_max - self.view.policy.chunk_tokens_min))
-        order = sorted(self.decodes, key=lambda r: (r.served_ms, r.key))
-        kept = {r.key for r in order[:room]}
+        kept = {r.key for r in self.shares.rotation(self.decodes)[:room]}
         self.decodes = [r for r in self.decodes if r.key in kept]
 
     def _open_pages(self, needy: list[TurnRow]) -> int:
@@ -275,7 +279,8 @@ class _Draft:
 
         Returns the KV tokens that the stalled ones would have attended.
         """
-        dropped = {row.key: row.frontier + 1 for row in sorted(needy) if not self._reserve(row, 1)}
+        needy.sort(key=self.shares.page_order)
+        dropped = {row.key: row.frontier + 1 for row in needy if not self._reserve(row, 1)}
         if dropped:
             self.decodes = [r for r in self.decodes if r.key not in dropped]
         return sum(dropped.values())
@@ -291,29 +296,40 @@ class _Draft:
             return
         self.waiting = sorted(view.waiting)
         self.prefills.sort()
-        heads = self.prefills[:1] + self.waiting[:1]
-        self._set_budget(min(heads))
-        self._age(min(heads))
-        self._serve()
+        if self.shares.several:
+            for row in self.decodes:
+                self.shares.computed(row, entry_ms(view.cost, row.frontier, 1))
+        self.lines = Lines(self.shares, self.prefills, self.waiting)
+        head = self.lines.head()
+        if head is not None:
+            self._set_budget(head)
+            self._age(head)
+            self._serve()
 
     def _set_budget(self, head: TurnRow) -> None:
         """Set the milliseconds for longer work, by rule 3.
 
         share: decodes keep their part of the lane. slack: no decode misses its TPOT target. A
-        target that the decodes alone already miss does not limit prefill.
+        target that the decodes alone already miss does not limit prefill. Beside decodes of
+        another tenant, in `head`'s class or a more urgent one, a deadline takes no more than the
+        share; and a target of another, not more urgent one leaves the share and what is owed.
         """
-        view = self.view
-        longest_ms = view.step_ms_max - self.decode_ms
+        longest_ms = self.view.step_ms_max - self.decode_ms
         if not self.decodes:
             self.prefill_ms = longest_ms
             return
-        share_ms = self.decode_ms * view.policy.prefill_share
+        share_ms = self.decode_ms * self.view.policy.prefill_share
+        own_ms = _due_ms(head, self.decodes) - self.now_ms - self.decode_ms
         if self.decode_ms > min(r.tpot_ms for r in self.decodes):
             budget_ms = share_ms
-        elif share_ms > self.slack_ms or self._is_late(head, share_ms):
+        elif share_ms > self.slack_ms:
+            budget_ms = max(self.slack_ms, min(share_ms, own_ms))
+        elif not _meets_others(head, self.decodes) and self._is_late(head, share_ms):
             budget_ms = self.slack_ms
         else:
             budget_ms = share_ms
+        if owed_ms := self.shares.owed_ms(head, self.decodes):
+            budget_ms = max(budget_ms, min(share_ms + owed_ms, own_ms))
         self.prefill_ms = min(budget_ms, longest_ms)
 
     def _is_late(self, head: TurnRow, share_ms: float) -> bool:
@@ -321,38 +337,42 @@ class _Draft:
         if share_ms <= 0.0:
             return True
         n = head.to_compute
-        work_ms = _chunk_ms(self.view.cost, head.frontier, n)
+        work_ms = entry_ms(self.view.cost, head.frontier, n)
         return self.now_ms + work_ms * (1.0 + self.decode_ms / share_ms) > head.deadline_ms
 
     def _age(self, head: TurnRow) -> None:
-        """Serve the late session of the earliest deadline first, by rule 6."""
+        """Serve the late session of the earliest deadline first, by rule 6; tenants take turns."""
         now_ms = self.now_ms
-        row = self._late_waiting()
-        if row is not None:
+        for row in self._late_waiting():
+            if _gives_way(row, head):
+                continue
             limit = 1.0 if row is head else self.view.policy.aged_share
             if self._admit(row, aged=True, share=limit):
+                self.aged.append(row)
                 return
         late = [r for r in self.prefills if r.deadline_ms <= now_ms and r not in self.preempted]
+        late = [r for r in late if not _gives_way(r, head)]
         if late:
-            row = min(late, key=_age_order)
+            served_ms: dict[str, float] = {}
+            for row in late:
+                served_ms[row.tenant] = max(row.served_ms, served_ms.get(row.tenant, -math.inf))
+            tenant = min(served_ms, key=lambda name: (served_ms[name], name))
+            row = min((r for r in late if r.tenant == tenant), key=_age_order)
             if row is not head:
                 self._grant(row, self.view.policy.aged_share)
 
-    def _late_waiting(self) -> TurnRow | None:
-        """Return the late waiting session of the earliest deadline, over all classes, or None."""
-        heads: list[TurnRow] = []
-        waiting = self.waiting
-        index = 0
-        while index < len(waiting):
-            end = bisect_left(waiting, (waiting[index].rank + 1,))
-            for row in waiting[index:end]:  # one class, by deadline: take the first able one
+    def _late_waiting(self) -> list[TurnRow]:
+        """Return the late waiting session of the earliest deadline of each tenant, in turn."""
+        heads: dict[str, TurnRow] = {}
+        for line in self.lines.waiting():
+            for row in line:  # one class of one tenant, by deadline: take the first able one
                 if row.deadline_ms > self.now_ms:
                     break
                 if self._is_able(row):
-                    heads.append(row)
+                    heads[row.tenant] = min(heads.get(row.tenant, row), row, key=_age_order)
                     break
-            index = end
-        return min(heads, key=_age_order, default=None)
+        since_ms = self.shares.since_ms
+        return sorted(heads.values(), key=lambda r: (since_ms(r), *_age_order(r)))
 
     def _is_able(self, row: TurnRow) -> bool:
         """Whether a waiting session may be admitted to a common step. Sheds one that never fits."""
@@ -363,27 +383,19 @@ class _Draft:
         return not (row.paused or row.suspect or row.key in self.granted)
 
     def _serve(self) -> None:
-        """Serve running and waiting sessions by rule 3, merged in order of service."""
-        prefills, waiting = self.prefills, self.waiting
-        i = j = 0
+        """Serve running and waiting sessions by rules 3 and 7, merged in order of service."""
+        lines = self.lines
         served = False
-        while self.tokens_left > 0:
-            running = prefills[i] if i < len(prefills) else None
-            if j < len(waiting) and (running is None or waiting[j] < running):
-                row = waiting[j]
-                j += 1
-                if not self._is_able(row):
-                    continue
+        while self.tokens_left > 0 and (row := lines.head()) is not None:
+            lines.take(row)
+            if row.running:
+                if row.key not in self.granted and row not in self.preempted:
+                    served = self._grant(row, floor=not served) or served
+            elif self._is_able(row):
                 if self._admit(row, aged=False, floor=not served):
                     served = True
                 else:
-                    j = len(waiting)  # no later session may overtake this one
-            elif running is not None:
-                i += 1
-                if running.key not in self.granted and running not in self.preempted:
-                    served = self._grant(running, floor=not served) or served
-            else:
-                break
+                    lines.close()  # no later session may overtake this one
 
     # ---- granting ----
 
@@ -395,7 +407,9 @@ class _Draft:
             self.granted[row.key] = n
             self.tokens_left -= n
             self.entries_left -= 1
-            self.spent_ms += _chunk_ms(self.view.cost, row.frontier, n)
+            ms = entry_ms(self.view.cost, row.frontier, n)
+            self.spent_ms += ms
+            self.shares.computed(row, ms)
         return n > 0
 
     def _fit(self, row: TurnRow, share: float, floor: bool) -> int:
@@ -447,7 +461,7 @@ class _Draft:
             if _pages_due(row) > self._pages_unpromised():
                 return False  # the victim's pages can be evicted before the next plan
         seats = max(0, 1 - self.seats_left)
-        if aged and not seats and self._is_crowded(row):
+        if aged and not seats and (self._is_crowded(row) or self._is_over_share(row)):
             seats = 1
         slots = row.slots_held + (row.frontier >= row.open_until) - self.slots_left
         if seats or slots > 0:
@@ -457,6 +471,7 @@ class _Draft:
             self._preempt(victims)
         self.admitted.append(row)
         self.seats_left -= 1
+        self.shares.seated(row, 1)
         self.slots_left -= row.slots_held  # not reclaimable any more
         self.pages_left -= row.pages_evictable  # not evictable any more
         return self._grant(row, share, floor)
@@ -466,6 +481,10 @@ class _Draft:
         if not self.waiting or self.waiting[0].rank >= row.rank:
             return False
         return self._seats_from()[row.rank] >= self._aged_seats()
+
+    def _is_over_share(self, row: TurnRow) -> bool:
+        """Whether a session of its class waits whose tenant has fewer seats per weight."""
+        return any(any(map(self._is_able, line)) for line in self.lines.rivals(row))
 
     def _aged_seats(self) -> int:
         return self.view.policy.aged_seats or max(1, self.view.entries_max // 8)
@@ -487,12 +506,15 @@ class _Draft:
 
     def _victims(self, row: TurnRow, aged: bool, seats: int, slots: int) -> list[TurnRow]:
         """Return running sessions that `row` may displace for seats and slots; [] if too few."""
-        allowed = self._displaceable(row, aged)
+        claim = self._claim(row, aged)
+        own_only = aged and self._is_over_share(row)
         taken: list[TurnRow] = []
         for victim in self._by_urgency():
             gives_seat = not victim.paused and victim.to_compute > 0
             useful = (seats > 0 and gives_seat) or (slots > 0 and victim.slots_held > 0)
-            if useful and (victim.paused or self._is_due(victim, allowed)):
+            if own_only and (victim.rank, victim.tenant) != (row.rank, row.tenant):
+                continue
+            if useful and (victim.paused or claim.takes_from(victim)):
                 taken.append(victim)
                 seats -= gives_seat
                 slots -= victim.slots_held
@@ -501,52 +523,32 @@ class _Draft:
         return []
 
     def _by_urgency(self) -> list[TurnRow]:
-        """Return running sessions not served in this plan: paused ones, then least urgent first."""
+        """Return running sessions not served in this plan: paused ones, then least urgent first;
+        inside a class those of the tenant with most seats."""
         rows = [
             r for r in self.view.running if r.key not in self.granted and r not in self.preempted
         ]
-        rows.sort(key=lambda r: (not r.paused, -r.rank, r.admitted_ms, r.key))
+        load = self.shares.load
+        rows.sort(key=lambda r: (not r.paused, -r.rank, -load(r), r.admitted_ms, r.key))
         return rows
 
-    def _displaceable(self, row: TurnRow, aged: bool) -> list[tuple[float, float]]:
-        """[rank] -> (ms that a victim must have held its seat, its least horizon in ms).
-
-        By rules 5 and 6; infinity = never.
-        """
-        policy = self.view.policy
-        seats_from = self._seats_from()
-        few = [n <= self._aged_seats() for n in seats_from]
-        poor = seats_from[row.rank] < self._aged_seats()
-        later_ms = row.deadline_ms + policy.margin_ms - self.now_ms
-        rules: list[tuple[float, float]] = []
-        for rank in RANK.values():
-            if aged and (rank >= row.rank or poor):
-                rules.append((policy.quantum_ms, -math.inf))
-            elif rank > row.rank:
-                quantum = policy.quantum_ms if few[rank] else policy.quantum_urgent_ms
-                rules.append((quantum, later_ms))
-            else:
-                rules.append((math.inf, math.inf))
-        return rules
-
-    def _is_due(self, victim: TurnRow, allowed: list[tuple[float, float]]) -> bool:
-        """Whether the victim has computed in its seat, and meets the limits of its rank."""
-        quantum_ms, horizon_ms = allowed[victim.rank]
-        return (
-            self.now_ms - victim.admitted_ms >= quantum_ms
-            and victim.served_ms > victim.admitted_ms
-            and victim.horizon_ms > horizon_ms
-        )
+    def _claim(self, row: TurnRow, aged: bool) -> _Claim:
+        seats_from, aged_seats = self._seats_from(), self._aged_seats()
+        few = tuple(n <= aged_seats for n in seats_from)
+        poor = seats_from[row.rank] < aged_seats
+        return _Claim(row, aged, few, poor, self.now_ms, self.view.policy, self.shares)
 
     def preempt_for_pages(self) -> None:
         """Preempt one session that follows the first stalled one, when no page is left."""
-        first = min(self.stalled)
-        self._preempt([r for r in self._by_urgency() if r.paused or r > first][:1])
+        first, yields = min(self.stalled, key=self.shares.page_order), self.shares.yields_page
+        rows = [r for r in self._by_urgency() if r.paused or yields(r, first)]
+        self._preempt(rows[:1])
 
     def _preempt(self, victims: list[TurnRow]) -> None:
         """Take seats back, with the decodes that this plan has given their holders."""
         for row in victims:
             self.preempted.append(row)
+            self.shares.seated(row, -(not row.paused and row.to_compute > 0))
             self.slots_left += row.slots_held
             self.seats_left += not row.paused and row.to_compute > 0
             if row in self.decodes:
@@ -560,7 +562,7 @@ class _Draft:
         ms = self.decode_ms + self.spent_ms
         if self.preempted:
             out = self.preempted
-            ms -= sum(_chunk_ms(self.view.cost, r.frontier, 1) for r in decodes if r in out)
+            ms -= sum(entry_ms(self.view.cost, r.frontier, 1) for r in decodes if r in out)
             decodes = [r for r in decodes if r not in out]
         batch = [PlannedEntry(r.key, 1) for r in decodes]
         batch.extend(map(PlannedEntry, self.granted.keys(), self.granted.values()))
@@ -568,15 +570,75 @@ class _Draft:
             batch=tuple(batch),
             admit=tuple(r.key for r in self.admitted),
             preempt=tuple(r.key for r in self.preempted),
+            aged=tuple(r.key for r in self.aged),
             shed=tuple(self.shed),
             stalled=tuple(r.key for r in self.stalled if r not in self.preempted),
             predicted_ms=ms if batch else 0.0,
         )
 
 
+class _Claim(NamedTuple):
+    """Seats that a waiting session may take, by rules 5 to 7.
+
+    `few`: [rank] whether that class and those below hold no more than the aged seats; `poor`: the
+    row's class and those below hold fewer.
+    """
+
+    row: TurnRow
+    aged: bool
+    few: tuple[bool, ...]
+    poor: bool
+    now_ms: float
+    policy: Policy
+    shares: Shares
+
+    def takes_from(self, victim: TurnRow) -> bool:
+        """Whether the victim has computed in its seat, and a rule gives the seat to the row."""
+        row, shares, held_ms = self.row, self.shares, self.now_ms - victim.admitted_ms
+        if victim.served_ms <= victim.admitted_ms:
+            return False
+        if shares.exceeds(victim, row):
+            return True
+        if shares.is_turn_over(victim, row) and held_ms >= self.policy.quantum_urgent_ms:
+            return True
+        if victim.rank == row.rank and shares.load(victim) < shares.load(row):
+            return False
+        if self.aged and (victim.rank >= row.rank or self.poor):
+            return held_ms >= self.policy.quantum_ms or self._was_overtaken(victim)
+        if victim.rank <= row.rank:
+            return False
+        urgent_ms, aged_ms = self.policy.quantum_urgent_ms, self.policy.quantum_ms
+        later_ms = row.deadline_ms + self.policy.margin_ms - self.now_ms
+        is_later = victim.horizon_ms > later_ms or victim.tenant != row.tenant
+        return is_later and held_ms >= (aged_ms if self.few[victim.rank] else urgent_ms)
+
+    def _was_overtaken(self, victim: TurnRow) -> bool:
+        """Whether the victim was seated while the row was late, and it was not its turn."""
+        row, shares = self.row, self.shares
+        if not shares.several or victim.admitted_ms < row.deadline_ms:
+            return False
+        return victim.rank != row.rank or shares.used(row) < shares.used(victim)
+
+
+def _due_ms(head: TurnRow, decodes: list[TurnRow]) -> float:
+    """Return when a decode of `head`'s tenant, or a more urgent one, misses its target."""
+    rows = [r for r in decodes if r.rank < head.rank or r.tenant == head.tenant]
+    return min((r.served_ms + r.tpot_ms for r in rows), default=math.inf)
+
+
+def _meets_others(head: TurnRow, decodes: list[TurnRow]) -> bool:
+    """Whether a decode of another tenant is as urgent as `head`."""
+    return any(r.tenant != head.tenant and r.rank <= head.rank for r in decodes)
+
+
 def _last_ms(row: TurnRow) -> float:
     """Return when the session was last served, or joined the queue if it waits."""
     return row.served_ms if row.running else row.deadline_ms - row.horizon_ms
+
+
+def _gives_way(late: TurnRow, head: TurnRow) -> bool:
+    """Whether the prompt of another tenant of the class is next in the order of shares."""
+    return head.running and head.rank == late.rank and head.tenant != late.tenant
 
 
 def _age_order(row: TurnRow) -> tuple[float, int]:
@@ -594,7 +656,7 @@ def _pages_due(row: TurnRow) -> int:
     return max(0, wanted - row.pages_held) + row.pages_evictable
 
 
-def _chunk_ms(cost: StepCost, frontier: int, n: int) -> float:
+def entry_ms(cost: StepCost, frontier: int, n: int) -> float:
     """Time in ms that the next `n` tokens of one session add to a step."""
     if n == 1:
         return cost.decode_entry_ms + cost.decode_kv_ms * (frontier + 1)
@@ -602,7 +664,7 @@ def _chunk_ms(cost: StepCost, frontier: int, n: int) -> float:
 
 
 def _tokens_in(cost: StepCost, frontier: int, ms: float) -> int:
-    """Most tokens whose `_chunk_ms` is at most `ms`: a root of a quadratic equation."""
+    """Most tokens whose `entry_ms` is at most `ms`: a root of a quadratic equation."""
     if ms <= 0.0:
         return 0
     half = cost.prefill_pair_ms / 2

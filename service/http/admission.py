@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from batchengine import errors
-from batchengine.config import Config
+from batchengine.config import Config, keys
 from service.engine_api import EngineApi, GenerationApi
 from service.http.access import Attempts, Keyring, OriginPolicy
 from service.protocols import requests
@@ -52,6 +53,8 @@ class Service:
     accepting: bool = True
     preparing: int = 0  # requests on their way to `live`
     bodies_bytes: int = 0  # of their bodies
+    preparing_of: Counter[str] = field(default_factory=Counter[str])  # by tenant
+    bytes_of: Counter[str] = field(default_factory=Counter[str])
 
     @classmethod
     def create(cls, engine: EngineApi, config: Config) -> Service:
@@ -75,21 +78,31 @@ class Service:
         return bool(found)
 
     @contextmanager
-    def admit(self) -> Generator[Admission, None, None]:
+    def admit(self, tenant: str) -> Generator[Admission, None, None]:
         """Counts a request from before its body until it is live or refused; raises 429.
 
-        `streams_max` bounds requests that are prepared and streams together.
+        `streams_max` bounds requests that are prepared and streams together; one key may take a
+        share of it.
         """
         busy, limit = len(self.live) + self.preparing, self.config.limits.streams_max
         if busy >= limit:
             raise errors.TOO_MANY_REQUESTS(running=busy, limit=limit)
-        admission = Admission(self)
+        if not keys.is_alone(self.config, tenant):
+            own = self.preparing_of[tenant]
+            own += sum(live.job.asked.tenant == tenant for live in self.live.values())
+            own_max = keys.key_of(self.config, tenant).streams_max
+            if not keys.may_take(self.config, tenant, own, limit, busy, own_max):
+                raise errors.TOO_MANY_OF_KEY(running=own, limit=limit)
+        admission = Admission(self, tenant)
         self.preparing += 1
+        self.preparing_of[tenant] += 1
         try:
             yield admission
         finally:
             self.preparing -= 1
+            self.preparing_of[tenant] -= 1
             self.bodies_bytes -= admission.body_bytes
+            self.bytes_of[tenant] -= admission.body_bytes
 
     def enter(self, live: Live) -> Live:
         """Registers a request that runs; streams of one turn count one by one."""
@@ -126,14 +139,23 @@ class Admission:
     """The memory that a request holds while it is prepared: the bytes of its body."""
 
     service: Service
+    tenant: str
     body_bytes: int = 0
 
     def hold(self, byte_count: int) -> None:
-        """Adds bytes of its body; raises 503 when those of all requests are too many."""
+        """Adds bytes of its body; raises 503 when those of all requests are too many, or those of
+        its key's other requests are more than that key's share."""
+        service, config = self.service, self.service.config
         self.body_bytes += byte_count
-        self.service.bodies_bytes += byte_count
-        bytes_max = max(BODIES_BYTES_MAX, self.service.config.server.body_bytes_max)
-        if self.service.bodies_bytes > bytes_max:
+        service.bodies_bytes += byte_count
+        service.bytes_of[self.tenant] += byte_count
+        bytes_max = max(BODIES_BYTES_MAX, config.server.body_bytes_max)
+        others = service.bytes_of[self.tenant] - self.body_bytes
+        fits = others == 0 or keys.is_alone(config, self.tenant)
+        taken = service.bodies_bytes
+        if taken > bytes_max or not (
+            fits or keys.may_take(config, self.tenant, others, bytes_max, taken, 0)
+        ):
             raise errors.TOO_MANY_BODIES(bytes_max=bytes_max)
 
 

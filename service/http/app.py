@@ -199,7 +199,7 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
     """Reads, checks and submits a request; its body is released on return."""
     service = request.app[SERVICE]
     engine, config = service.engine, service.config
-    with service.admit() as admission:
+    with service.admit(request[CALLER].tenant) as admission:
         data = await _read_body(request, admission)
         if not service.accepting:
             raise errors.DRAINING()
@@ -231,6 +231,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     job, generations = live.job, live.generations
     headers = request[HEADERS]
     headers["x-batchengine-route"] = job.route
+    headers["x-batchengine-class"] = job.asked.sla.sla_class.value
     session_id = generations[0].session_id or job.asked.session_id
     if session_id:
         headers["x-batchengine-session-id"] = session_id

@@ -138,7 +138,7 @@ async def _stream(request: web.Request) -> web.StreamResponse:
         what, fix = "session_id is required", "GET /v1/stream?session_id=…&from=0"
         raise errors.INVALID_FIELD(param="session_id", what=what, fix=fix)
     turn_id, from_token = _position(request)
-    with service.admit():
+    with service.admit(caller.tenant):
         session_id = operations.own_session(service.engine, caller.tenant, given)
         try:
             generation = await service.engine.resume(caller.tenant, session_id, from_token, turn_id)

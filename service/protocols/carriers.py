@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multidict import CIMultiDictProxy
 
 from batchengine import errors
-from batchengine.config import Config
+from batchengine.config import Config, keys
 from batchengine.core import Sla, SlaClass
 from service.protocols.schema import Common, Extension, binary32
 from service.session_ids import session_key
@@ -130,10 +130,18 @@ def alias_class(model: str | None) -> SlaClass | None:
 
 
 def sla_of(body: Common, headers: CIMultiDictProxy[str], caller: Caller, config: Config) -> Sla:
-    """The SLA of one request; raises 400 naming the carrier with a wrong value."""
+    """The SLA of one request; raises 400 naming the carrier with a wrong value.
+
+    A class above the one that the caller's key may have is served as that one.
+    """
     asked = body.batchengine or Extension()
+    sla_class = next(_classes(body, headers, caller), config.sla.default_class)
+    most = keys.class_max(config, caller.tenant)
+    classes = list(SlaClass)
+    if most is not None and classes.index(sla_class) < classes.index(most):
+        sla_class = most
     return Sla(
-        sla_class=next(_classes(body, headers, caller), config.sla.default_class),
+        sla_class=sla_class,
         ttft_ms=_target(asked.ttft_ms, headers, HEADERS_TTFT),
         tpot_ms=_target(asked.tpot_ms, headers, HEADERS_TPOT),
         ttlt_ms=_target(asked.ttlt_ms, headers, HEADERS_TTLT),

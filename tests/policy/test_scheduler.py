@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 
 from batchengine.core import PAGE_TOKENS, Sla, SlaClass
 from batchengine.policy.cost import StepCost
+from batchengine.policy.rows import RANK, TenantRow, TurnRow
 from batchengine.policy.scheduler import (
     HORIZON_MS_MAX,
-    RANK,
     LaneView,
     PlannedEntry,
     Policy,
     StepPlan,
-    TurnRow,
     horizon_ms,
     plan,
 )
@@ -474,11 +473,19 @@ def rows(draw: st.DrawFn, key: int, running: bool) -> TurnRow:
         "suspect": draw(st.integers(0, 19)) == 0,
         "slots_held": draw(st.integers(0, 2)) if running else 0,
         "pages_evictable": 0 if running else draw(st.integers(0, held)),
+        "tenant": draw(st.sampled_from(["", "a", "b"])),
     }
     if running:
         given["admitted_ms"] = NOW - draw(st.sampled_from([1.0, 150.0, 2500.0]))
         given["served_ms"] = NOW - draw(st.sampled_from([0.5, 5.0, 5000.0]))
     return row(key, sla_class, **given)
+
+
+TENANTS = {
+    "": TenantRow(),
+    "a": TenantRow(3.0, NOW - 9000.0, (500.0, 20.0, 0.0, 900.0)),
+    "b": TenantRow(0.5, NOW, (0.0, 2000.0, 10.0, 900.0)),
+}
 
 
 @st.composite
@@ -494,6 +501,7 @@ def views(draw: st.DrawFn) -> LaneView:
         pages_free=draw(st.sampled_from([0, 1, 5, 500])),
         cost=draw(st.sampled_from([COST, StepCost(0, 0, 0, 0, 0), StepCost(50, 9, 60, 1, 1)])),
         policy=Policy(aged_seats=draw(st.sampled_from([0, 1, 3]))),
+        tenants=draw(st.sampled_from([{}, TENANTS])),
     )
 
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import random
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 
 from batchengine.config import ClassConfig
 from batchengine.core import PAGE_TOKENS, SlaClass
+from batchengine.engine.lane.tenants import Tenants
 from batchengine.policy.cost import StepCost
 from batchengine.policy.scheduler import (
     RANK,
     LaneView,
     Policy,
     TurnRow,
+    entry_ms,
     plan,
 )
 from tests.policy.plan_check import CLASS_TARGETS, check
@@ -69,15 +71,18 @@ class Job:
     started_ms: float = 0.0
     gaps_ms: list[float] = field(default_factory=list[float])
     token_ms: float | None = None  # last token since it got its seat
+    tenant: str = ""
+    ttft_ms: float | None = None  # None: that of its class
 
     def row(self) -> TurnRow:
         targets = TARGETS[self.sla_class]
+        ttft_ms = targets.ttft_ms if self.ttft_ms is None else self.ttft_ms
         pages = -(-self.frontier // PAGE_TOKENS)
         return TurnRow(
             rank=RANK[self.sla_class],
-            deadline_ms=self.joined_ms + targets.ttft_ms,
+            deadline_ms=self.joined_ms + ttft_ms,
             key=self.key,
-            horizon_ms=targets.ttft_ms,
+            horizon_ms=ttft_ms,
             tpot_ms=targets.tpot_ms,
             served_ms=self.served_ms,
             admitted_ms=self.admitted_ms,
@@ -90,6 +95,7 @@ class Job:
             running=self.seat,
             suspect=self.suspect,
             pages_evictable=0 if self.seat else pages,
+            tenant=self.tenant,
         )
 
 
@@ -97,8 +103,14 @@ class Lane:
     """Executes plans, and audits them."""
 
     def __init__(
-        self, entries: int = 8, pages: int = 10_000, seed: int = 0, cost: StepCost = COST
+        self,
+        entries: int = 8,
+        pages: int = 10_000,
+        seed: int = 0,
+        cost: StepCost = COST,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
+        self.tenants = Tenants(weights or {})
         self.entries = entries
         self.pages = pages
         self.cost = cost
@@ -124,6 +136,10 @@ class Lane:
                 insort(waiting, job.row())
         running = tuple(j.row() for j in live if j.seat)
         held = sum(r.pages_held for r in running)
+        rows = (*running, *waiting)
+        several = len({row.tenant for row in rows}) > 1
+        if not several:
+            self.tenants.clear()
         return LaneView(
             tokens_max=self.entries + 256,
             entries_max=self.entries,
@@ -135,6 +151,7 @@ class Lane:
             cost=self.cost,
             running=running,
             waiting=tuple(waiting),
+            tenants=self.tenants.rows(rows, self.now_ms) if several else {},
         )
 
     def step(self) -> None:
@@ -143,6 +160,10 @@ class Lane:
         assert check(view, found) == []
         by_key = {j.key: j for j in self.live}
         self._note_bounds(view, by_key)
+        for key, n in found.batch:
+            job = by_key[key]
+            ms = entry_ms(self.cost, job.frontier, n) + self.cost.fixed_ms / len(found.batch)
+            self.tenants.computed(RANK[job.sla_class], job.tenant, ms)
         for key in found.preempt:
             job = by_key[key]
             job.seat, job.joined_ms, job.token_ms = False, self.now_ms, None
@@ -150,6 +171,8 @@ class Lane:
             job.seat_ms += self.now_ms - job.admitted_ms
         for key in found.admit:
             by_key[key].seat, by_key[key].admitted_ms = True, self.now_ms
+        for key in found.aged:
+            self.tenants.aged(by_key[key].tenant, self.now_ms)
         spent_ms = found.predicted_ms * self.rng.uniform(0.9, 1.3) if found.batch else 1.0
         decodes = sum(n == 1 for _, n in found.batch)
         if decodes:
@@ -179,12 +202,14 @@ class Lane:
 
     def _note_bounds(self, view: LaneView, by_key: dict[int, Job]) -> None:
         """At the first plan past a deadline, note the theorem's bound for turns that still wait."""
-        late = sorted((r.deadline_ms, r.key) for r in view.waiting)
-        for ahead, (deadline_ms, key) in enumerate(late):
-            if deadline_ms <= self.now_ms:
+        tenants = {r.tenant for r in view.waiting}
+        for tenant in tenants:
+            late = sorted((r.deadline_ms, r.key) for r in view.waiting if r.tenant == tenant)
+            for ahead, (deadline_ms, key) in enumerate(late):
                 job = by_key[key]
-                if job.bound_ms is None and not job.computed:
-                    job.bound_ms = wait_ms_max(view.policy, deadline_ms, ahead, self.step_ms_max)
+                if deadline_ms <= self.now_ms and job.bound_ms is None and not job.computed:
+                    turns = (ahead + 1) * max(1, len(view.tenants)) - 1
+                    job.bound_ms = wait_ms_max(view.policy, deadline_ms, turns, self.step_ms_max)
 
     def run(self, until_ms: float, arrive: Callable[[Lane], None] = lambda lane: None) -> None:
         while self.now_ms < until_ms:
@@ -193,18 +218,27 @@ class Lane:
 
 
 def flood(
-    every_ms: float, sla_class: SlaClass, prompt: int, tokens: int, queue: int = 60
+    every_ms: float,
+    sla_class: SlaClass,
+    prompt: int,
+    tokens: int,
+    queue: int = 60,
+    *,
+    tenant: str = "",
+    ttft_ms: float | None = None,
+    first_key: int = 10_000,
 ) -> Callable[[Lane], None]:
     """Arrivals of one class at a rate above the lane's capacity."""
-    state = {"next_ms": 0.0, "key": 10_000}
+    state = {"next_ms": 0.0, "key": first_key}
 
     def arrive(lane: Lane) -> None:
         while state["next_ms"] <= lane.now_ms:
             key = int(state["key"])
-            lane.add(Job(key, sla_class, lane.now_ms, prompt, tokens))
+            job = Job(key, sla_class, lane.now_ms, prompt, tokens, tenant=tenant, ttft_ms=ttft_ms)
+            lane.add(job)
             state["next_ms"] += every_ms
             state["key"] += 1
-            if len(lane.live) > queue:  # admission sheds, as a daemon does
+            if sum(job.tenant == tenant for job in lane.live) > queue:  # shed by admission
                 lane.jobs.pop()
 
     return arrive

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 
 from batchengine import errors
 from batchengine.config import LaneConfig
@@ -61,15 +62,17 @@ class LaneLoop:
         supervisor: WorkerSupervisor,
         metrics: Metrics,
         cost: StepCost,
+        weights: Mapping[str, float],
     ) -> None:
-        """`cost` is what a step is assumed to cost until steps were measured."""
+        """`cost` is what a step is assumed to cost until steps were measured; `weights` are
+        those of the tenants' shares."""
         self._event_loop = asyncio.get_running_loop()
         self.lane = lane
         self.kv = LaneKv(store, disputes, self._wake_threadsafe, journal.note)
         self.config = config
         self.cost = CostModel(cost)
         self.meter = StepMeter(self.cost, metrics.step_seconds.labels(lane.name))
-        self.seats = Seats(self.kv, config, store.pages.allocator.slots_max, metrics)
+        self.seats = Seats(self.kv, config, store.pages.allocator.slots_max, metrics, weights)
         self.running, self.waiting = self.seats.running, self.seats.waiting
         self.sessions = self.kv.slots.members  # every session with pages on this lane
         self.stopping = False

@@ -28,7 +28,7 @@ class StepMeter:
         self.predicted_ms = 0.0
         self.step_ms = 0.0  # of the last step that computed
         self.overhead_ms = 0.0  # time of a step outside the worker, on average
-        self._cost = cost
+        self.cost = cost
         self._seconds = seconds
         self._last: tuple[InFlightStep, wire.StepDone, list[tuple[int, int]]] | None = None
 
@@ -50,7 +50,7 @@ class StepMeter:
         self.tokens += sum([n for _, n in computed])
         work = work_of(computed)
         if work.prefill_tokens or self.steps < OBSERVE_ALL or not self.steps % OBSERVE_EVERY:
-            self._cost.observe(work, self.step_ms)
+            self.cost.observe(work, self.step_ms)
         self._seconds.observe(done.elapsed_us / 1e6)
         self.predicted_ms += in_flight.predicted_ms
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Mapping
 
 from batchengine import errors
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.engine.lane.page_count import PinnedPages
+from batchengine.engine.lane.tenants import Tenants
 from batchengine.engine.turns.turn import Turn, TurnEnd
 from batchengine.kv import LaneKv
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
 from batchengine.policy.cost import StepCost
+from batchengine.policy.rows import TenantRow, TurnRow
 from batchengine.session import Event, Session
 
 STALL_S = 0.25  # after which one of several turns that find no slot is preempted
@@ -33,8 +37,10 @@ class Seats:
         config: LaneConfig,
         pages_budget: int,
         metrics: Metrics,
+        weights: Mapping[str, float],
     ) -> None:
-        """`pages_budget`: pages that the sessions with a seat may hold together."""
+        """`pages_budget`: pages that the sessions with a seat may hold together; `weights`: of
+        the tenants' shares."""
         self.running: dict[int, Turn] = {}
         self.waiting: dict[int, Turn] = {}
         self.expected = 0  # seats kept for sessions that migrate to this lane, or may return to it
@@ -45,7 +51,9 @@ class Seats:
         self._metrics = metrics
         self._stalled_ms: float | None = None  # since when no running turn could compute
         self._pinned = PinnedPages()
-        self._waiting_rows: tuple[scheduler.TurnRow, ...] | None = None  # None: not up to date
+        self._waiting_rows: tuple[TurnRow, ...] | None = None  # None: not up to date
+        self._waiting_tenants: set[str] = set()  # of these rows
+        self.tenants = Tenants(weights)
 
     def __repr__(self) -> str:
         return f"<Seats running={len(self.running)} waiting={len(self.waiting)}>"
@@ -152,7 +160,11 @@ class Seats:
         stalled_s = (now_ms - since_ms) / 1000
         if len(self.running) > 1 and stalled_s > STALL_S:
             paused = [turn for turn in self.running.values() if turn.paused]
-            last = max(paused or able, key=lambda turn: (turn.rank, turn.deadline_ms))
+            seats = Counter(turn.session.tenant for turn in self.running.values())
+            last = max(
+                paused or able,
+                key=lambda turn: (turn.rank, seats[turn.session.tenant], turn.deadline_ms),
+            )
             self._stalled_ms = None
             self.preempt(last.session.key)
         elif len(self.running) == 1 and stalled_s > STALL_ALONE_S:
@@ -197,6 +209,12 @@ class Seats:
             self._waiting_rows = tuple(
                 t.row(running=False, evictable=evictable(t.session)) for t in self.waiting.values()
             )
+            self._waiting_tenants = {row.tenant for row in self._waiting_rows}
+        tenants: dict[str, TenantRow] = {}
+        if len(self._waiting_tenants.union([row.tenant for row in running])) > 1:
+            tenants = self.tenants.rows((*running, *self._waiting_rows), self.now_ms())
+        else:
+            self.tenants.clear()
         config = self._config
         return scheduler.LaneView(
             tokens_max=config.tokens_per_step,
@@ -209,4 +227,5 @@ class Seats:
             cost=cost,
             running=running,
             waiting=self._waiting_rows,
+            tenants=tenants,
         )

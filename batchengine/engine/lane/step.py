@@ -65,6 +65,8 @@ class StepWriter:
             seats.fail(turn, errors.REQUEST_TOO_LARGE(pages_max=turn.pages_max, budget=budget))
         for key in plan.admit:
             self._admit(key)
+        for key in plan.aged:
+            seats.tenants.aged(seats.running[key].session.tenant, seats.now_ms())
         codes, tokens, history = array("Q"), array("i"), array("i")
         entries: list[wire.Entry] = []
         parts: list[StepEntry] = []
@@ -172,9 +174,14 @@ class StepWriter:
         nonfinite = {in_flight.parts[i].turn for i in done.nonfinite}
         rows = iter(done.rows)
         computed: list[tuple[int, int]] = []
+        cost = self._meter.cost.cost
+        fixed_ms = (cost.fixed_ms + self._meter.overhead_ms) / max(1, len(in_flight.parts))
         for turn, n, wants in in_flight.parts:
             session = turn.session
             computed.append((session.frontier, n))
+            if seats.tenants.several:
+                ms = fixed_ms + scheduler.entry_ms(cost, session.frontier, n)
+                seats.tenants.computed(turn.rank, session.tenant, ms)
             if turn in nonfinite:
                 continue
             session.advance(n, self._lane_name)

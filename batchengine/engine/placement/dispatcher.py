@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from batchengine import errors
-from batchengine.config import Config
+from batchengine.config import Config, keys
 from batchengine.core import GenerationRequest, SlaClass
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.placement.decision_log import (
@@ -65,9 +65,10 @@ class Dispatcher:
 
     # -------------------------------------------------------------------- inputs of the router
 
-    def state(self) -> router.RouteState:
-        """Return all lanes with estimated loads, and the policy."""
-        return router.RouteState(self._lanes.all(), self._policy)
+    def state(self, tenant: str | None = None) -> router.RouteState:
+        """Return all lanes with estimated loads, as full as they are for a tenant, and the
+        policy."""
+        return router.RouteState(self._lanes.all(tenant), self._policy)
 
     def _asked(self, request: GenerationRequest) -> router.RouteRequest:
         sla = request.sla
@@ -101,18 +102,22 @@ class Dispatcher:
     # ------------------------------------------------------------------------------ admission
 
     def admit(self, request: GenerationRequest) -> None:
-        """Raise BatchEngineError (429, with the time to retry) if no lane could begin in time."""
-        state = self.state()
-        up = [lane for lane in state.lanes if lane.alive]
+        """Raise BatchEngineError (429, with the time to retry) if no lane could begin in time, or
+        the requests that wait are too many of one tenant."""
+        self._check_share(request)
+        lanes = self._lanes.all(request.tenant)
+        pairs = list(zip(self._state.lanes, lanes, strict=True))
+        up = [(loop, lane) for loop, lane in pairs if lane.alive]
         if not up:
             return  # every lane is down: the request waits until one is up again
-        sla_class = request.sla.sla_class
+        sla_class, tenant = request.sla.sla_class, request.tenant
         rank = scheduler.RANK[sla_class]
-        waits = [cost.wait_ms(lane.load, rank) for lane in up if not lane.full]
+        waits = [self._lanes.wait_ms(loop, rank, tenant) for loop, lane in up if not lane.full]
         if not waits:
-            wait_ms = min(cost.wait_ms(lane.load, rank) for lane in up)
+            wait_ms = min(self._lanes.wait_ms(loop, rank, tenant) for loop, _ in up)
             self._state.metrics.shed_total.labels(sla_class.value, "queue_full").inc()
-            waiting, retry_ms = sum(lane.load.waiting for lane in up), cost.retry_after_ms(wait_ms)
+            waiting = sum(lane.load.waiting for _, lane in up)
+            retry_ms = cost.retry_after_ms(wait_ms)
             raise errors.OVERLOADED(waiting=waiting, retry_ms=retry_ms)
         patience_ms = self._state.config.sla.of(sla_class).patience_s * 1000
         if patience_ms and min(waits) > patience_ms:
@@ -124,11 +129,25 @@ class Dispatcher:
                 retry_ms=cost.retry_after_ms(min(waits) - patience_ms),
             )
 
+    def _check_share(self, request: GenerationRequest) -> None:
+        """Raise KEY_QUEUE_FULL if the tenant has its share of `limits.queue_max` waiting."""
+        state, tenant = self._state, request.tenant
+        if keys.is_alone(state.config, tenant):
+            return
+        held = sum(session.tenant == tenant for session in state.requests.values())
+        for loop in state.lanes:
+            held -= sum(turn.session.tenant == tenant for turn in loop.running.values())
+        limit, own_max = state.config.limits.queue_max, keys.key_of(state.config, tenant).queue_max
+        if not keys.may_take(state.config, tenant, held, limit, state.waiting, own_max):
+            self._state.metrics.shed_total.labels(request.sla.sla_class.value, "key_limit").inc()
+            retry_ms = cost.retry_after_ms(self.wait_ms(request))
+            raise errors.KEY_QUEUE_FULL(waiting=held, retry_ms=retry_ms)
+
     def wait_ms(self, request: GenerationRequest, loop: LaneLoop | None = None) -> float:
         """Predict the ms that a request waits until its work begins, on `loop` or the best lane."""
         rank = scheduler.RANK[request.sla.sla_class]
         loops = self._state.lanes if loop is None else [loop]
-        return min(cost.wait_ms(self._lanes.of(one).load, rank) for one in loops)
+        return min(self._lanes.wait_ms(one, rank, request.tenant) for one in loops)
 
     def pace(self, loop: LaneLoop, request: GenerationRequest) -> tuple[float, float]:
         """Return the time to the request's deadline and its target per token, both in ms."""
@@ -149,7 +168,7 @@ class Dispatcher:
         request, home = generation.request, self._state.home.get(session.key)
         asked = self._asked(request)
         known = None if home is None else self._known(session, home, request.prompt)
-        state = self.state()
+        state = self.state(session.tenant)
         decision = router.route(asked, known, state)
         loop = self._state.lane(decision.lane) or home
         if loop is None:
@@ -176,7 +195,7 @@ class Dispatcher:
         self._count(record)
         generation.lane_wait_ms = self.wait_ms(request, loop)
         n = max(1, asked.prompt_tokens - (0 if known is None else known.reused_tokens))
-        self._lanes.joined(loop, asked.rank, asked.prompt_tokens - n, n)
+        self._lanes.joined(loop, session.tenant, asked.rank, asked.prompt_tokens - n, n)
         return loop
 
     def _held_back(self, session: Session, home: LaneLoop) -> str:

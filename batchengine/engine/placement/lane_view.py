@@ -6,11 +6,12 @@ lane with many sessions is counted again every REFRESH_MS, and its load is estim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import msgspec
 
+from batchengine.config import keys
 from batchengine.core import GenerationRequest
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.state import EngineState
@@ -25,11 +26,14 @@ ANSWER_GAIN = 0.05  # weight of the newest answer in the average share of tokens
 
 @dataclass(slots=True)
 class _Counted:
-    """A cached lane state, its input counters, and its time (ms)."""
+    """A cached lane state, its input counters, its time (ms), and how many turns of each tenant
+    it has and how many of those wait."""
 
     state: router.LaneState
     mark: tuple[object, ...]
     at_ms: float
+    turns: Counter[str] = field(default_factory=Counter[str])
+    waiting: Counter[str] = field(default_factory=Counter[str])
 
 
 class LaneViews:
@@ -40,9 +44,47 @@ class LaneViews:
         self._counted: dict[LaneLoop, _Counted] = {}
         self._answer_share = 1.0
 
-    def all(self) -> tuple[router.LaneState, ...]:
-        """Return the state of every lane, in the order of the configuration."""
-        return tuple([self.of(loop) for loop in self._state.lanes])
+    def all(self, tenant: str | None = None) -> tuple[router.LaneState, ...]:
+        """Return the state of every lane, in the order of the configuration.
+
+        For a tenant, a lane is also full whose queue holds that tenant's share of requests.
+        """
+        states = [self.of(loop) for loop in self._state.lanes]
+        if tenant is not None and not keys.is_alone(self._state.config, tenant):
+            for index, loop in enumerate(self._state.lanes):
+                if not states[index].full and self._is_full_for(loop, tenant):
+                    states[index] = msgspec.structs.replace(states[index], full=True)
+        return tuple(states)
+
+    def _is_full_for(self, loop: LaneLoop, tenant: str) -> bool:
+        waiting, config = self._counted[loop].waiting, self._state.config
+        held, taken, own_max = (
+            waiting[tenant],
+            waiting.total(),
+            keys.key_of(config, tenant).queue_max,
+        )
+        return not keys.may_take(config, tenant, held, self._queue_max(loop), taken, own_max)
+
+    def _queue_max(self, loop: LaneLoop) -> int:
+        return loop.config.queue_max or self._state.config.limits.queue_max
+
+    def wait_ms(self, loop: LaneLoop, rank: int, tenant: str) -> float:
+        """Predict the ms until work of a request that joins now begins.
+
+        Beside other tenants, no longer than with the tenant's share of the lane alone.
+        """
+        load = self.of(loop).load
+        wait_ms = cost.wait_ms(load, rank)
+        others = set(self._counted[loop].turns) - {tenant}
+        if not others or not wait_ms:
+            return wait_ms
+        config = self._state.config
+        weight = keys.key_of(config, tenant).weight
+        share = weight / (weight + sum(keys.key_of(config, name).weight for name in others))
+        own = [row for turn, row in self._rows(loop) if turn.session.tenant == tenant]
+        seats = max(1, int(load.seats * share))
+        alone = cost.load_of(load.cost, seats, load.chunk_tokens, own)
+        return min(wait_ms, cost.wait_ms(alone, rank) / share)
 
     def of(self, loop: LaneLoop) -> router.LaneState:
         """Return the state of one lane; a busy lane's may be up to REFRESH_MS old."""
@@ -54,16 +96,17 @@ class LaneViews:
             few = rows <= FEW_ROWS or not counted.state.alive
             if counted.mark == mark or not (few or now_ms - counted.at_ms > REFRESH_MS):
                 return counted.state
-        state = self._count(loop)
-        self._counted[loop] = _Counted(state, mark, now_ms)
-        return state
+        self._counted[loop] = self._count(loop, mark, now_ms)
+        return self._counted[loop].state
 
-    def joined(self, loop: LaneLoop, rank: int, frontier: int, n_tokens: int) -> None:
+    def joined(self, loop: LaneLoop, tenant: str, rank: int, frontier: int, n_tokens: int) -> None:
         """Add a request that was routed to the lane to its cached load."""
         counted = self._counted.get(loop)
         if counted is not None:
             load = cost.joined(counted.state.load, rank, frontier, n_tokens)
             counted.state = msgspec.structs.replace(counted.state, load=load)
+            counted.turns[tenant] += 1
+            counted.waiting[tenant] += 1
 
     def tokens_out(self, request: GenerationRequest) -> int:
         """Estimate how many tokens the answer will have."""
@@ -77,26 +120,30 @@ class LaneViews:
         if tokens_max > 0:
             self._answer_share += ANSWER_GAIN * (tokens / tokens_max - self._answer_share)
 
-    def _count(self, loop: LaneLoop) -> router.LaneState:
+    def _count(self, loop: LaneLoop, mark: tuple[object, ...], now_ms: float) -> _Counted:
         config = loop.config
         step = loop.cost.cost
         step = step._replace(fixed_ms=step.fixed_ms + loop.meter.overhead_ms)
-        joining = self._joining(loop)
-        rows = self._rows(loop, joining)
-        load = cost.load_of(step, config.entries_max, config.chunk_tokens_max, rows)
-        queue_max = config.queue_max or self._state.config.limits.queue_max
-        n_waiting = len(loop.waiting) + len(joining)
-        return router.LaneState(
+        rows = self._rows(loop)
+        load = cost.load_of(
+            step, config.entries_max, config.chunk_tokens_max, [row for _, row in rows]
+        )
+        waiting = Counter(turn.session.tenant for turn in loop.waiting.values())
+        waiting.update(turn.session.tenant for turn in self._joining(loop))
+        turns = waiting + Counter(turn.session.tenant for turn in loop.running.values())
+        state = router.LaneState(
             loop.lane.name,
             load,
             loop.up,
             config.tier or router.ANY,
             config.pool,
             loop.context_max,
-            n_waiting >= queue_max,
+            waiting.total() >= self._queue_max(loop),
         )
+        return _Counted(state, mark, now_ms, turns, waiting)
 
-    def _rows(self, loop: LaneLoop, joining: Sequence[Turn]) -> Iterable[LoadRow]:
+    def _rows(self, loop: LaneLoop) -> list[tuple[Turn, LoadRow]]:
+        found: list[tuple[Turn, LoadRow]] = []
         for turns, seated in ((loop.running, True), (loop.waiting, False)):
             for turn in turns.values():
                 if turn.paused:
@@ -105,11 +152,13 @@ class LaneViews:
                 left = self.tokens_out(generation.request) - generation.completion_tokens
                 frontier = session.frontier
                 to_compute = max(1, len(session.tokens) - frontier)
-                yield LoadRow(turn.rank, frontier, to_compute, max(1, left), seated)
-        for turn in joining:
+                row = LoadRow(turn.rank, frontier, to_compute, max(1, left), seated)
+                found.append((turn, row))
+        for turn in self._joining(loop):
             request = turn.generation.request
             n_prompt, left = len(request.prompt), self.tokens_out(request)
-            yield LoadRow(turn.rank, 0, n_prompt, left, False)
+            found.append((turn, LoadRow(turn.rank, 0, n_prompt, left, False)))
+        return found
 
     def _joining(self, loop: LaneLoop) -> list[Turn]:
         """Return turns that were routed to the lane and are not in its tables yet."""

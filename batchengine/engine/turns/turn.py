@@ -12,7 +12,7 @@ from typing import NamedTuple
 from batchengine import errors
 from batchengine.core import BatchEngineError, GenerationRequest
 from batchengine.engine.turns.stream import Generation
-from batchengine.policy.scheduler import RANK, TurnRow
+from batchengine.policy.rows import RANK, TurnRow
 from batchengine.session import Loss, Session
 from batchengine.session_kv import pages_for
 
@@ -141,6 +141,7 @@ class Turn:
             self.paused or session.is_expecting,
             session.suspect,
             evictable,
+            session.tenant,
         )
         if not running:
             self.cached_row = row

@@ -260,10 +260,10 @@ def test_a_long_queue_is_estimated_between_two_reads(monkeypatch: pytest.MonkeyP
     looks = 0
     look = h.dispatch._lanes._count
 
-    def counted(loop: LaneLoop) -> Any:
+    def counted(loop: LaneLoop, *given: Any) -> Any:
         nonlocal looks
         looks += loop.lane.name == "cpu"
-        return look(loop)
+        return look(loop, *given)
 
     monkeypatch.setattr(h.dispatch._lanes, "_count", counted)
     waits: list[float] = []

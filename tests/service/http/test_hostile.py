@@ -529,6 +529,34 @@ async def test_keys_have_a_tenant_and_a_class() -> None:
         assert served.engine.generations[-1].request.session_id != foreign
 
 
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        (ApiKey("a", "key-of-a-1234"), "standard"),
+        (ApiKey("a", "key-of-a-1234", sla_class=SlaClass.BACKGROUND), "background"),
+        (
+            ApiKey(
+                "a",
+                "key-of-a-1234",
+                sla_class=SlaClass.BACKGROUND,
+                class_max=SlaClass.INTERACTIVE,
+            ),
+            "interactive",
+        ),
+    ],
+)
+async def test_a_class_above_that_of_the_key_is_served_as_that(key: ApiKey, expected: str) -> None:
+    other = ApiKey("b", "key-of-b-1234")
+    async with serving(config=replace(fake_config(), auth=(key, other))) as served:
+        asked = chat(batchengine={"class": "interactive", "ttft_ms": 0.001})
+        status, _, headers = await post(served, CHAT, asked, headers={"x-api-key": key.key})
+        assert (status, headers["x-batchengine-class"]) == (200, expected)
+        assert served.engine.generations[-1].request.sla.sla_class == expected
+        lower = chat(batchengine={"class": "batch"})
+        _, _, headers = await post(served, CHAT, lower, headers={"x-api-key": key.key})
+        assert headers["x-batchengine-class"] == "batch"
+
+
 async def test_no_answer_repeats_a_key_or_a_path(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", logger="batchengine")
     async with serving(config=with_keys()) as served:

@@ -40,6 +40,32 @@ def is_idle(served: Served) -> bool:
     return (service.live, service.preparing, service.bodies_bytes) == ({}, 0, 0)
 
 
+async def test_one_key_does_not_take_every_stream() -> None:
+    """Of eight streams key a takes four, and then two of the four that b left when b has two."""
+    keys = (ApiKey("a", "key-of-a-1234"), ApiKey("b", "key-of-b-1234", streams_max=2))
+    config = replace(with_streams(8), auth=keys)
+    engine = FakeEngine(["tok"] * 4, delay_s=60)
+    async with serving(engine, config=config) as served:
+        a, b = {"x-api-key": "key-of-a-1234"}, {"x-api-key": "key-of-b-1234"}
+        held: list[asyncio.Task[Any]] = []
+
+        async def hold(headers: dict[str, str], count: int) -> None:
+            for _ in range(count):
+                streams = len(served.service.live)
+                held.append(asyncio.ensure_future(post(served, CHAT, chat(), headers=headers)))
+                await until(lambda: len(served.service.live) > streams)  # noqa: B023
+
+        await hold(a, 4)
+        status, reply, _ = await post(served, CHAT, chat(), headers=a)
+        assert (status, reply["error"]["code"]) == (429, "too_many_requests")
+        assert "of this key" in reply["error"]["message"]
+        await hold(b, 2)
+        assert (await post(served, CHAT, chat(), headers=b))[0] == 429  # its own limit
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+
+
 async def test_head_of_a_stream_is_refused_and_resumes_nothing() -> None:
     engine = FakeEngine(["tok"] * 3)
     async with serving(engine) as served:

@@ -1,0 +1,114 @@
+"""One tenant floods a real engine: another one is served at once, and gets its share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import statistics
+
+import pytest
+
+from batchengine import errors
+from batchengine.core import BatchEngineError, Sla, SlaClass
+from batchengine.engine import Engine
+from tests.support.engines import (
+    Answer,
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    until,
+    words,
+)
+
+EAGER = Sla(SlaClass.INTERACTIVE, ttft_ms=0.001, tpot_ms=0.1)
+QUEUE_MAX = 128
+KEYS = {"auth__keys__a__key": "key-of-tenant-a", "auth__keys__b__key": "key-of-tenant-b"}
+PROMPT_TOKENS, ANSWER_TOKENS = 1000, 4
+
+
+class Flood:
+    """Tenant A: as many requests as the engine takes, each with targets that are always missed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._seed = 0
+        self.answers: set[asyncio.Task[Answer]] = set()
+        self.refused: list[BatchEngineError] = []
+
+    def fill(self) -> None:
+        """Submits requests until one is refused."""
+        for _ in range(2 * QUEUE_MAX):
+            self._seed += 1
+            asked = request(words(self._seed, 30), 150, tenant="a", sla="interactive")
+            try:
+                made = self._engine.submit(dataclasses.replace(asked, sla=EAGER))
+            except BatchEngineError as error:
+                self.refused.append(error)
+                return
+            self.answers.add(asyncio.ensure_future(read(made)))
+
+    async def stop(self) -> None:
+        for task in self.answers:
+            task.cancel()
+        await asyncio.gather(*self.answers, return_exceptions=True)
+
+
+async def times_of_b(engine: Engine, reference: Reference, seeds: range) -> list[float]:
+    """Milliseconds to the first token of one request of B after the other, with pauses: B wants
+    less than its share."""
+    found: list[float] = []
+    for seed in seeds:
+        prompt = words(seed, PROMPT_TOKENS)
+        asked = request(prompt, ANSWER_TOKENS, tenant="b", sla="interactive")
+        made = engine.submit(asked)
+        answer = await read(made)
+        assert answer.tokens == reference.tokens(prompt, ANSWER_TOKENS)
+        assert made.first_token_ms is not None
+        found.append(made.first_token_ms - made.arrived_ms)
+        await asyncio.sleep(0.1)
+    return found
+
+
+async def test_a_flood_of_one_tenant_leaves_another_its_share(
+    site: Site, reference: Reference
+) -> None:
+    """B's time to the first token is at most three times that of B alone, and A's requests fill
+    only their part of the queue."""
+    async with running_engine(
+        site, lane__entries_max=8, limits__queue_max=QUEUE_MAX, **KEYS
+    ) as engine:
+        await times_of_b(engine, reference, range(900, 903))  # so that costs are measured
+        alone = statistics.median(await times_of_b(engine, reference, range(1000, 1007)))
+        flood = Flood(engine)
+        flood.fill()
+        await until(lambda: engine.stats()["requests_waiting"] > QUEUE_MAX // 3)
+        beside: list[float] = []
+        for seed in range(2000, 2007):
+            flood.fill()
+            beside += await times_of_b(engine, reference, range(seed, seed + 1))
+        assert {error.code for error in flood.refused} == {errors.KEY_QUEUE_FULL.code}
+        with contextlib.suppress(asyncio.CancelledError):
+            await flood.stop()
+    assert statistics.median(beside) <= 3.0 * alone, (alone, beside)
+
+
+async def test_a_key_may_have_a_queue_of_its_own(site: Site) -> None:
+    async with running_engine(
+        site,
+        lane__entries_max=1,
+        limits__queue_max=64,
+        auth__keys__a__queue_max=3,
+        **KEYS,
+    ) as engine:
+        made = [engine.submit(request(words(n, 20), 400, tenant="a")) for n in range(3)]
+        with pytest.raises(BatchEngineError) as caught:
+            engine.submit(request(words(9, 20), 400, tenant="a"))
+        assert caught.value.code == errors.KEY_QUEUE_FULL.code
+        assert caught.value.retry_ms is not None
+        mine = await read(engine.submit(request(words(10, 20), 4, tenant="b")))
+        assert mine.reason == "length"
+        for generation in made:
+            generation.cancel()
