@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from batchengine.engine.turns.journal import INCARNATIONS
 from kv_store.arenas.arena import FILE_HEADER, FILE_HEADER_BYTES, SIDECAR_BYTES, SLOT_HEADER
 from kv_store.layout import ROW_RECORDS_BYTES
+from kv_store.ledger.continuity import INCARNATIONS
 
 _HEADER_SPAN = 48  # bytes of a slot header that its checksum covers
 
