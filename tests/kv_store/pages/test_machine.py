@@ -118,7 +118,7 @@ class StoreMachine(RuleBasedStateMachine):
         parent = self.keys[name][page - 1] if page else ROOT_KEY
         ids = timeline(name)[page * PAGE_TOKENS : page * PAGE_TOKENS + n]
         probe = self.store.pages.reserve(parent, ids, SALT)
-        if probe is None:
+        if isinstance(probe, NoRoom):
             return
         self.store.pages.abort(probe)
         ref, key = self.lane.add(parent, ids)
