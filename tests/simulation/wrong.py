@@ -75,7 +75,7 @@ async def _move(stage: Stage, name: str) -> None:
 
 async def _promote(stage: Stage, name: str) -> None:
     with contextlib.suppress(BatchEngineError):
-        report = await stage.up.promote(name, to=stage.other(name))
+        report = await stage.up.promote("", name, to=stage.other(name))
         stage.count(f"moves {report['result']}")
 
 

@@ -113,6 +113,8 @@ class ModelFiles:
         if fingerprint.hex() == self._model_hash:
             log.info("%s was touched; it is still the model that was loaded: serving on", name)
             self._identity = identity
+            if identity_of(self._model) == identity:
+                self._touched.clear()  # set by a look at the file while it was read
             self._state.troubles.pop("model", None)
         else:
             self._change(f"{name} was overwritten since it was loaded")
