@@ -196,6 +196,7 @@ def note(rng: random.Random) -> str:
     animal, adjective = rng.choice(words.ANIMALS), rng.choice(words.ADJECTIVES)
     color, thing = rng.choice(words.COLORS), rng.choice(words.OBJECTS)
     time, weather = rng.choice(words.TIMES), rng.choice(words.WEATHER)
+    # The shipped model was trained on these sentences, word for word.
     return rng.choice(
         (
             f"The {place} was {adjective} and {rng.choice(words.ADJECTIVES)}.",

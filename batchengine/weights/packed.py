@@ -85,7 +85,7 @@ def open_weights(
     *,
     cache_dir: Path,
     layers: range | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda _: None,
 ) -> Weights:
     """Maps the packed weights of a model, packing them first if there is no valid cache file.
 
@@ -93,18 +93,17 @@ def open_weights(
     the engine ends a worker that reports none for a minute. `layers` limits which layers get a
     role here (the file always holds all). The GGUF file may be closed afterwards.
     """
-    report = progress or _ignore_progress
     spec = read_spec(gguf)
     plan = plan_tensors(gguf, spec)
     cache.make_cache_dir(cache_dir)
     path = cache.cache_path(cache_dir, gguf.path)
     packing = _Packing(gguf, plan, path, hashlib.sha256(gguf.header()).digest())
     try:
-        file = cache.open_cache(path, packing.check, report)
+        file = cache.open_cache(path, packing.check, progress)
     except cache.CacheMismatch as first:
-        with cache.starter_lock(path, lambda: report(0.0)):
-            file = packing.open_or_pack(pool, report, first)
-    report(1.0)
+        with cache.starter_lock(path, lambda: progress(0.0)):
+            file = packing.open_or_pack(pool, progress, first)
+    progress(1.0)
     return _assemble(spec, plan, file, layers or range(spec.n_layer))
 
 
@@ -144,10 +143,6 @@ def read_fingerprint(path: Path, is_cancelled: Callable[[], bool]) -> tuple[Iden
         if is_cancelled() or file_identity(os.fstat(file.fileno())) != identity:
             return None
     return identity, model_fingerprint(header_digest, digests)
-
-
-def _ignore_progress(_: float) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

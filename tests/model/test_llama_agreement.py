@@ -153,7 +153,7 @@ def test_without_rope_scaling_the_logits_disagree(
 
 WORDS = ("amber", "cello", "bronze", "walnut", "mint", "prairie", "opal", "robin", "garden")
 FILLER = (
-    "Here are some notes. It was a cold evening at the lake. Nobody knew why the owl was so lost.",
+    "Here are some notes. It was a cold evening at the lake. The owl was lost and the boat old.",
     "Here are some notes. The wind was cold, but the sky was blue. The farm was soft and broken.",
     "Here are some notes. The dog walked slowly to the museum. A carpenter came to visit.",
 )

@@ -96,7 +96,7 @@ class Record:
                     " else"
                 )
         if tokens:
-            raise AssertionError(f"{where}: {len(tokens)} tokens on disk that nobody asked for")
+            raise AssertionError(f"{where}: {len(tokens)} tokens on disk that belong to no request")
 
 
 class Person:
