@@ -64,6 +64,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._made[task] = len(self._made)
         return task
 
+    def unretrieved(self) -> list[BaseException]:
+        """Exceptions of ended tasks that nothing has awaited: no other log has them."""
+        failed = [task for task in list(self._made) if task._log_traceback]  # type: ignore[attr-defined]
+        return [error for task in failed if (error := task.exception()) is not None]
+
     def tasks(self) -> list[asyncio.Task[Any]]:
         """Every task that has not ended, oldest first: `asyncio.all_tasks` has no order."""
         return [task for task in list(self._made) if not task.done()]

@@ -238,6 +238,10 @@ class SimLane(Lane):
         self.world.trace("reap", self.name, process.wait())
         self._reap(process, self._pidfd)
 
+    def _give_up(self, process: Any) -> None:
+        if not self.abandoned:  # no timer of a killed engine fires
+            super()._give_up(process)
+
     def post(self, step: wire.Step, payload: bytes, **how: Any) -> Any:
         self.world.on_step(self, step)
         return super().post(step, payload, **how)

@@ -13,6 +13,7 @@ import random
 import pytest
 
 from batchengine.core import BatchEngineError, ErrorEvent, Kind, TokenEvent
+from batchengine.lanes.worker_process import KILL_S
 from batchengine.session import NOT_LOGGED
 from tests.simulation.__main__ import again
 from tests.simulation.clock import Stuck, VirtualLoop
@@ -49,7 +50,34 @@ def test_a_deadlock_is_detected() -> None:
         loop.close()
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_an_exception_that_nothing_awaits_fails_the_scene(is_kept: bool) -> None:
+    async def fail() -> None:
+        raise TypeError("unseen")
+
+    async def scene(stage: Stage) -> None:
+        task = stage.loop.create_task(fail())
+        if is_kept:
+            stage.tasks.add(task)
+        await asyncio.sleep(1.0)
+
+    with pytest.raises(AssertionError, match="unseen"):
+        play(scene)
+
+
 # Failures that seeds have found, as scenes.
+
+
+def test_no_timer_of_a_killed_engine_fires() -> None:
+    """A worker that was killed just before the engine is not given up ten seconds later."""
+
+    async def scene(stage: Stage) -> None:
+        stage.process("left").send_signal = lambda number: None
+        stage.lane("left").lane.kill("is stuck")
+        await stage.crash()
+        await asyncio.sleep(KILL_S + 1.0)
+
+    play(scene)
 
 
 def test_a_request_repeated_during_a_migration_is_answered_once() -> None:

@@ -132,6 +132,7 @@ class World:
         self.folder = folder
         self.tape = Tape(seed)
         self.loop = VirtualLoop(lambda: self.tape("blocking").uniform(0.0, 0.02))
+        self.loop.set_exception_handler(self._unhandled)
         self.faulty = False  # not while an engine starts
         self.calm = False  # faults have ended
         self.stopping = False
@@ -250,6 +251,10 @@ class World:
         """Record a violation; the seed fails at its end, or at the next check."""
         self.trace("WRONG", what)
         self._wrong.append(what)
+
+    def _unhandled(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised, or a task whose exception nothing has awaited was collected."""
+        self.wrong(f"{context['message']}: {context.get('exception')!r}")
 
     def refused(self, error: BatchEngineError) -> None:
         """A client was sent an error: a fault of this seed must explain it."""
@@ -545,6 +550,8 @@ class World:
         self._check_empty(engine_run)
         self.stopping = True
         await engine_run.engine.stop(0.0)
+        for error in self.loop.unretrieved():
+            self.wrong(f"nothing awaited a task that raised {error!r}")
         if self._wrong:
             raise AssertionError("; ".join(self._wrong))
 
