@@ -18,7 +18,6 @@ import termios
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PR_SET_NO_NEW_PRIVS = 38
 SET_MODE_FILTER, ALL_THREADS = 1, 1
 KEEP_SPECULATION = 4  # kernels before 5.16 slow every store of a filtered process otherwise
 RET_ALLOW, RET_ERRNO = 0x7FFF0000, 0x00050000
@@ -119,7 +118,10 @@ class _Program(ctypes.Structure):
 
 
 def confine() -> str:
-    """Give the calls up, in every thread; returns why the kernel refuses the filter, or ""."""
+    """Give the calls up, in every thread; returns why the kernel refuses the filter, or "".
+
+    The kernel takes it from a process that has called `guard.drop_privileges`.
+    """
     kind = ARCHITECTURES.get(platform.machine())
     if kind is None:
         return f"there is no table of system calls for {platform.machine()}"
@@ -127,7 +129,6 @@ def confine() -> str:
     length = len(words) // 8  # one word has 8 bytes; the buffer ends with a zero byte
     filter_program = _Program(length, ctypes.cast(words, ctypes.c_void_p))
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     done = libc.syscall(
         ctypes.c_long(kind.seccomp),
         ctypes.c_ulong(SET_MODE_FILTER),
