@@ -19,11 +19,12 @@ import pytest
 
 import batchengine.lanes.host_memory as memory_module
 import kv_store.layout as layout_module
-from batchengine.core import PAGE_TOKENS, BatchEngineError
+from batchengine.core import PAGE_TOKENS, BatchEngineError, ErrorEvent
 from batchengine.engine.lane import loop as loop_module
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.step import StepWriter
 from batchengine.engine.tasks import Tasks
+from batchengine.kv.invalidation import Invalidation
 from batchengine.kv.prefix import PrefixMatcher
 from batchengine.kv.slots import Slots
 from batchengine.lanes.host_device import HostOutput
@@ -169,7 +170,7 @@ def one_lifetime(patch: pytest.MonkeyPatch) -> None:
 
 def test_incident_f_a_slot_being_written_is_kept() -> None:
     """SGLang #24527: an abort frees pages while a writer is in flight."""
-    shown(dropped_while_it_is_sealed, one_lifetime, "under its writer|is not open", slots=6)
+    shown(dropped_while_it_is_sealed, one_lifetime, "under its writer", slots=6)
 
 
 # -- H: a rejected restore leaves its bytes -------------------------------------------------------
@@ -246,9 +247,44 @@ def sanitise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimDevice, "compute", run)
 
 
-def test_incident_j_a_nan_ends_its_turn_and_enters_no_cache() -> None:
-    """SGLang #33187: sanitised to a constant, random tokens, NaN KV in the prefix cache."""
-    shown(a_row_of_nan, sanitise, "wrong token|not reported")
+def test_incident_j_a_nan_ends_its_turn() -> None:
+    """SGLang #33187: sanitised to a constant, random tokens."""
+    shown(a_row_of_nan, sanitise, "not reported")
+
+
+async def a_nan_after_a_page_was_published(stage: Stage) -> None:
+    """A fault damages the rows of a full page, and shows as NaN only some tokens later."""
+    prompt = words(6, 280)
+    steps: list[str] = []
+
+    def plan(lane: Any, step: Any) -> Plan | None:
+        for entry in step.entries:
+            if not steps and entry.start == 0:
+                steps.append("damaged")
+                return Plan(0.004, flip=True, spread=True)
+            if steps == ["damaged"] and entry.start + entry.n_tokens == 300:
+                steps.append("nan")
+                return Plan(0.004, nan=True)
+        return None
+
+    stage.plans.append(plan)
+    ends = [
+        event.error.name
+        async for event in stage.ask(prompt, 40)  # its first tokens are of damaged rows
+        if isinstance(event, ErrorEvent)
+    ]
+    assert (ends, steps) == (["numeric_fault"], ["damaged", "nan"])
+    assert sum(loop.kv.sealing.sealed for loop in stage.now.loops) == 1, "no page was published"
+    await stage.answer(prompt, 20)
+
+
+def keep_the_pages_of_a_failed_turn(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Invalidation, "invalidate_turn", lambda *_: None)
+
+
+def test_incident_j_a_turn_with_a_nan_leaves_no_page_in_the_cache() -> None:
+    """SGLang #33187: NaN KV in the prefix cache."""
+    shown(a_nan_after_a_page_was_published, keep_the_pages_of_a_failed_turn, "wrong token")
 
 
 # -- K: a slot of a batch used as an identity ------------------------------------------------------

@@ -165,14 +165,17 @@ async def test_sampling_penalties_logprobs_and_stops_survive_a_migration(
         )
         reader = asyncio.ensure_future(read(generation))
         await until(lambda: generation.completion_tokens > 3)
+        moved = 0
         while not generation.finished:
             try:
-                await engine.promote("", "s", to=other(engine, "s"))
+                report = await engine.promote("", "s", to=other(engine, "s"))
+                moved += report["result"] == "moved"
             except BatchEngineError as error:
                 if error.code != "BE3005":
                     raise
             await asyncio.sleep(0.002)
         answer = await reader
+        assert moved > 1
         assert answer.text == quiet.text
         assert answer.tokens == quiet.tokens == still.tokens[: len(answer.tokens)]
         assert [e.logprob for e in answer.events if hasattr(e, "logprob")] == [

@@ -23,6 +23,7 @@ from tests.support.engines import Site, read, request, running_engine, until
 
 VOCAB = 2048
 MOVES_PER_KILL = 6
+ENTRIES_MAX, CHUNK_TOKENS_MAX = 4, 64
 
 
 class ExpectedTokens:
@@ -101,7 +102,13 @@ async def storm(site: Site, seed: int, kills: int) -> dict[str, int]:
     """Run until so many workers were killed, each after some turns; check the invariants then."""
     rng = random.Random(seed)
     lanes = tuple(
-        LaneConfig(name=name, threads=1, entries_max=4, places=14, chunk_tokens_max=64)
+        LaneConfig(
+            name=name,
+            threads=1,
+            entries_max=ENTRIES_MAX,
+            places=14,
+            chunk_tokens_max=CHUNK_TOKENS_MAX,
+        )
         for name in ("left", "right")
     )
     tally = dict.fromkeys(("over", "tokens", "turns", "moves", "parks", "kills"), 0)
@@ -135,7 +142,8 @@ async def storm(site: Site, seed: int, kills: int) -> dict[str, int]:
 async def test_random_operations_and_kills_change_no_token(site: Site, seed: int) -> None:
     tally = await storm(site, seed, 6)
     assert tally["moves"] >= 6 * MOVES_PER_KILL
-    assert tally["recomputed"] < tally["computed"] / 4, tally
+    # a step has at most 68 tokens; over eight seeds, a kill cost 2 to 70
+    assert tally["recomputed"] <= 6 * 2 * (CHUNK_TOKENS_MAX + ENTRIES_MAX), tally
 
 
 @pytest.mark.slow

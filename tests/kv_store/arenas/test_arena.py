@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,35 @@ def test_rows_of_another_owner_epoch_or_slot_are_not_imported(
     copy = os.pread(arena.fd, size, shape.rows_offset(at.slot))
     os.pwrite(arena.fd, copy, shape.rows_offset(other.slot))
     assert rows_left(arena, other, owner, ids) == 0
+
+
+@pytest.mark.parametrize("dropped", ["", "header", "seeds", "both"])
+def test_the_generation_alone_separates_two_uses_of_a_slot(
+    arena: Arena, mapping: ArenaMapping, monkeypatch: pytest.MonkeyPatch, dropped: str
+) -> None:
+    """One session takes a slot twice for the same page of the same epoch: header and row digests
+    name the use, each by itself, so that bytes of the first never count for the second."""
+    if dropped in ("header", "both"):
+        pack = SlotOwner.pack
+        monkeypatch.setattr(SlotOwner, "pack", lambda self: pack(replace(self, gen=0)))
+    if dropped in ("seeds", "both"):
+        seeds = SlotOwner.seeds
+        monkeypatch.setattr(
+            SlotOwner, "seeds", lambda self, *given: seeds(replace(self, gen=0), *given)
+        )
+    at = arena.reserve()
+    assert at is not None
+    first, second = SlotOwner(b"s", 4, 0, 2), SlotOwner(b"s", 4, 1, 2)
+    shape, ids = arena.shape, IDS.tolist()
+    write_rows(mapping, at, first, 30)
+    assert rows_left(arena, at, second, ids) == (30 if dropped == "both" else 0)
+    # the worker died after it wrote the second header, before the records were cleared
+    os.pwrite(arena.fd, second.pack(), shape.slot_header_offset(at.slot))
+    assert rows_left(arena, at, second, ids) == (30 if dropped in ("seeds", "both") else 0)
+    # a torn page write: the records of the second use under the first header
+    write_rows(mapping, at, second, 30)
+    os.pwrite(arena.fd, first.pack(), shape.slot_header_offset(at.slot))
+    assert rows_left(arena, at, second, ids) == (30 if dropped in ("header", "both") else 0)
 
 
 @pytest.mark.parametrize("layout", [PageLayout(1, 1, 32), PageLayout(2, 3, 96)])
