@@ -488,13 +488,16 @@ def _free_page(check: _Check, db: sqlite3.Connection, page_id: Any, why: str) ->
     found = db.execute("SELECT gen, repr_id FROM page WHERE page_id = ?", (page_id,)).fetchone()
     gen, repr_id = found if found is not None else (0, b"")
     sound = type(gen) is int and 0 <= gen < U32_MAX
-    fixed = writes.FreePages(
-        (writes.PageRef(page_id, gen + 1 if sound else U32_MAX),),
-        repr_id if type(repr_id) is bytes else b"",
-        False,
-    )
+    row = page_id, gen + 1 if sound else U32_MAX, repr_id if type(repr_id) is bytes else b""
+
+    def fix(db: sqlite3.Connection) -> None:
+        db.execute(
+            "INSERT OR REPLACE INTO page VALUES (?,?,'free',?,NULL,NULL,0,NULL,NULL,NULL,0,0,0)",
+            row,
+        )
+
     repair = "its manifest row is deleted; it is recomputed when it is needed"
-    check.find("error", f"page {page_id} is bad", why, repair, fixed.write)
+    check.find("error", f"page {page_id} is bad", why, repair, fix)
 
 
 def _drop_extent(

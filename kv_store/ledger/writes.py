@@ -333,11 +333,20 @@ class FreePages(Op, frozen=True):
     bad: bool
 
     def write(self, db: sqlite3.Connection) -> None:
-        """Write the new states; rows stay, as generations must keep rising across restarts."""
-        state = "bad" if self.bad else "free"
+        """Write the new states; rows stay, as generations must keep rising across restarts. A page
+        published in the slot since then keeps its row, also when this is written late."""
+        if self.bad:
+            db.executemany(
+                "INSERT OR REPLACE INTO page VALUES (?,?,'bad',?,NULL,NULL,0,NULL,NULL,NULL,0,0,0)",
+                [(*ref, self.repr_id) for ref in self.refs],
+            )
+            return
         db.executemany(
-            "INSERT OR REPLACE INTO page VALUES (?,?,?,?,NULL,NULL,0,NULL,NULL,NULL,0,0,0)",
-            [(*ref, state, self.repr_id) for ref in self.refs],
+            "UPDATE page SET gen = ?2, state = 'free', content_key = NULL, parent_key = NULL,"
+            " n_tokens = 0, tokens = NULL, payload_digest = NULL, sealed_checksum = NULL,"
+            " epoch = 0, priority = 0, lru_seq = 0"
+            " WHERE page_id = ?1 AND gen < ?2 AND state = 'published'",
+            self.refs,
         )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from kv_store import keys
 from kv_store.arenas.arena import POISON
-from kv_store.errors import StaleRef, StoreCorrupt, StoreError
+from kv_store.errors import StaleRef, StoreCorrupt, StoreError, StoreFull
 from kv_store.layout import Descriptor
 from kv_store.ledger import writes
 from kv_store.pages.core import BudgetSpent, StoreCore
@@ -334,21 +334,18 @@ class SlotAllocator:
     def free_rows(self, pages: Sequence[Retracted]) -> None:
         """Free the manifest rows of retracted pages, all or none, before their slots: a slot may
         stay pinned until exit, and no later run may find its bytes. Needs no lock."""
-        listed = [one for one in pages if one.listed]
-        if not listed:
-            return
+        refs = tuple(PageRef(one.ref.page_id, one.ref.gen + 1) for one in pages if one.listed)
+        if refs:
+            self._free(writes.FreePages(refs, self.repr_id, False))
+
+    def _free(self, rows: writes.FreePages) -> None:
+        """Free rows by the next commit; when the disk is full, by the first one with room."""
 
         def written(done: Future[int]) -> None:
-            if done.exception() is not None:
-                with self.core.lock:  # no room in the ledger: `settle` tries again
-                    for page, ref, *_ in listed:
-                        if page.ref == ref and page.state is PageState.QUARANTINE:
-                            page.listed = True
+            if isinstance(done.exception(), StoreFull):
+                self._free(rows)
 
-        refs = tuple(PageRef(one.ref.page_id, one.ref.gen + 1) for one in listed)
-        self.core.ledger.append(writes.FreePages(refs, self.repr_id, False)).add_done_callback(
-            written
-        )
+        self.core.ledger.append(rows).add_done_callback(written)
 
     def poison_later(self, ref: PageRef) -> None:
         """Queue a freed slot for overwriting when the page thread is idle."""

@@ -158,6 +158,43 @@ def test_a_page_invalidated_on_a_full_disk_is_freed_when_its_pin_goes(
     check_gone(left_behind(store, tmp_path / "crashed"), ref)
 
 
+def test_pages_invalidated_on_a_full_disk_are_freed_once_there_is_room(
+    store: Store, lane: Lane, room: list[bool], tmp_path: Path
+) -> None:
+    refs, gate = lane.add_chain(tokens_of(1, 3)), threading.Event()
+    room[0] = False
+    blocked = store.ledger.read(lambda _: gate.wait(20))
+    store.pages.invalidate(*refs)
+    assert store.pages.index.count(PageState.FREE) == len(store.pages.index)
+    gate.set()
+    assert blocked.result(20)
+    with pytest.raises(StoreFull):
+        store.ledger.commit().result(20)
+    room[0] = True
+    store.ledger.commit().result(20)
+    assert rows(store, "SELECT count(*) FROM page WHERE state = 'published'") == [(0,)]
+    check_gone(left_behind(store, tmp_path / "crashed"), refs[0])
+
+
+def test_a_row_freed_late_leaves_the_next_page_of_its_slot(
+    store: Store, lane: Lane, room: list[bool]
+) -> None:
+    (ref,), gate = lane.add_chain(IDS), threading.Event()
+    room[0] = False
+    blocked = store.ledger.read(lambda _: gate.wait(20))
+    store.pages.invalidate(ref)
+    published = store.pages.publish(lane.seal(ROOT_KEY, IDS))  # pending before the second try
+    gate.set()
+    assert blocked.result(20)
+    store.ledger.read(lambda _: None).result(20)
+    room[0] = True
+    store.ledger.commit().result(20)
+    again = PageRef(ref.page_id, ref.gen + 1)
+    assert published.result(20) == again
+    assert rows(store, "SELECT page_id, gen FROM page WHERE state = 'published'") == [again]
+    check_integrity(store)
+
+
 def test_a_page_invalidated_while_it_is_read_is_not_served(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with next_run(path) as store:
