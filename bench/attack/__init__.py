@@ -14,12 +14,15 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import secrets
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +52,16 @@ class Answer:
 class Victim:
     """An agent that streams the same requests again and again, each in a session of its own."""
 
-    def __init__(self, url: str, key: str, target: clients.Target) -> None:
+    def __init__(self, url: str, key: str) -> None:
         self._url = url
         self._headers = {"Authorization": f"Bearer {key}"}
-        self._target = target
+        self.hostile: Connection | None = None  # the process of the hostile clients
 
     async def ask(self, session: aiohttp.ClientSession, number: int) -> Answer:
         """Streams the answer to one of the requests."""
         name = f"agent-{secrets.token_hex(4)}"
-        self._target.victim_ids.append(name)
-        del self._target.victim_ids[:-8]
+        if self.hostile is not None:
+            self.hostile.send(name)
         body = {
             "messages": [{"role": "user", "content": f"Tell me story number {number}."}],
             "stream": True, "max_tokens": 24, "ignore_eos": True, "seed": number,
@@ -139,18 +142,20 @@ async def measure(daemon: ChildDaemon, keys: dict[str, str], seconds: float) -> 
     """The figures of one run."""
     port = int(daemon.url.rpartition(":")[2].partition("/")[0])
     url = f"http://127.0.0.1:{port}"
-    target = clients.Target(port, keys["hostile"])
-    victim, watch = Victim(url, keys["victim"], target), Watch(daemon, url, keys["victim"])
+    victim, watch = Victim(url, keys["victim"]), Watch(daemon, url, keys["victim"])
     await victim.run(0.0)  # processes and pools come up
     alone = await victim.run(min(30.0, seconds / 4))
     wanted = {number: answer.text for number, answer in alone if not answer.failure}
     before, rss = await watch.incarnations(), watch.rss_mb()
-    attack = asyncio.create_task(clients.run(target, seed=7))
+    spawn = multiprocessing.get_context("spawn")
+    victim.hostile, theirs = spawn.Pipe()
+    spawn.Process(target=clients.attack, args=(port, keys["hostile"], theirs), daemon=True).start()
+    theirs.close()
+    await asyncio.to_thread(victim.hostile.recv)  # it has started
     await asyncio.sleep(2.0)
     attacked = await victim.run(seconds)
-    attack.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await attack
+    victim.hostile.send("")
+    statuses: Counter[str] = await asyncio.to_thread(victim.hostile.recv)
     crashes = 0 if watch.is_alive() else 1
     growth_mb = 0.0
     if watch.is_alive():
@@ -167,7 +172,7 @@ async def measure(daemon: ChildDaemon, keys: dict[str, str], seconds: float) -> 
     print(f"  answers of the victim: {len(alone)} alone, {len(attacked)} under attack")
     print(f"  TTFT alone ms    {report.Samples(ttft_alone)}")
     print(f"  TTFT attacked ms {report.Samples(ttft or [0.0])}")
-    print(f"  answers to the attack: {dict(target.statuses.most_common())}")
+    print(f"  answers to the attack: {dict(statuses.most_common())}")
     return {
         "crashes": crashes,
         "stalls_over_100ms": sum(gap > STALL_MS for answer in good for gap in answer.gaps_ms),

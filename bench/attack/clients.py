@@ -1,19 +1,22 @@
 """Hostile clients: each is one loop over raw sockets that a daemon must survive.
 
 A client takes a `Target` and runs until it is cancelled. None of them waits for the good of the
-daemon: answers are read only where the attack needs them.
+daemon: answers are read only where the attack needs them. They have a process of their own, so
+that what they compute delays no measurement of the bench.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 READ_BYTES = 1 << 16
@@ -27,7 +30,9 @@ class Target:
 
     port: int
     key: str  # of the hostile tenant
-    victim_ids: list[str] = field(default_factory=list[str])  # sessions of the other tenant
+    victim_ids: deque[str] = field(  # last sessions of the other tenant
+        default_factory=lambda: deque[str](maxlen=8)
+    )
     text_bytes: int = 1 << 20
     statuses: Counter[str] = field(default_factory=Counter[str])
 
@@ -157,6 +162,7 @@ async def thief(target: Target, rng: random.Random) -> None:
         await target.exchange(data)
 
 
+@functools.cache
 def worst_texts(size: int) -> list[tuple[str, bytes]]:
     """(path, body) of about `size` bytes each that cost most to read."""
     return [
@@ -204,3 +210,28 @@ async def run(target: Target, seed: int) -> None:
         for client, count in CLIENTS:
             for _ in range(count):
                 group.create_task(repeat(client, random.Random(next(numbers))))
+
+
+def attack(port: int, key: str, link: Connection) -> None:
+    """Entry of the process of the clients.
+
+    It receives the victim's sessions, then "", upon which it sends its `statuses` and ends.
+    """
+    asyncio.run(_attack(Target(port, key), link))
+
+
+async def _attack(target: Target, link: Connection) -> None:
+    clients = asyncio.create_task(run(target, seed=7))
+
+    def receive() -> None:
+        with contextlib.suppress(EOFError):  # the bench was killed
+            if name := link.recv():
+                target.victim_ids.append(name)
+                return
+        clients.cancel()
+
+    asyncio.get_running_loop().add_reader(link.fileno(), receive)
+    link.send("started")
+    with contextlib.suppress(asyncio.CancelledError):
+        await clients
+    link.send(target.statuses)
