@@ -39,9 +39,6 @@ from kv_store.pages.index import PageState
 from kv_store.pages.maintenance import LEDGER_BYTES_MAX, SESSIONS_MAX, GcReport
 from kv_store.pages.pool import PagePool
 
-COMPACT_BYTES_MAX = (
-    256 << 20
-)  # of a ledger that `gc` rewrites; it takes so much memory for a second
 AGES_MAX = 4096  # pages whose age one call of `maintain` writes: bounds its commit
 
 
@@ -291,8 +288,6 @@ class Store:
             limits.sessions_max, keep, bytes_max=limits.ledger_bytes_max
         )
         self.ledger.commit()  # also where there was nothing to prune
-        if self.ledger.stats.is_uneven:
-            self.ledger.clean(COMPACT_BYTES_MAX)
         return GcReport(evicted, tails, extents, slots, sessions, turns)
 
     @property

@@ -27,6 +27,7 @@ from batchengine.lanes.worker_process import WORKER
 from batchengine.policy.router import BULK, FAST
 from batchengine.text.frontend import TextFrontend
 from kv_store.errors import StoreError
+from kv_store.ledger.ledger import COMPACT_BYTES_MAX
 
 log = logging.getLogger("batchengine.engine")
 
@@ -296,7 +297,8 @@ class Engine:
         return {**report.numbers(self.state), "sessions_interrupted": interrupted}
 
     async def store_op(self, op: str) -> dict[str, Any]:
-        """Run `op`: stat, verify (read every page, invalidate bad ones) or gc (collect garbage)."""
+        """Run `op`: stat, verify (read every page, invalidate bad ones) or gc (collect garbage
+        and rewrite the ledger)."""
         store = self.running.store
         try:
             if op == "stat":
@@ -305,7 +307,9 @@ class Engine:
             if op == "verify":
                 return dataclasses.asdict(await asyncio.wrap_future(store.pages.verify_all()))
             if op == "gc":
-                return dataclasses.asdict(await self.running.maintenance.collect())
+                collected = await self.running.maintenance.collect()
+                await asyncio.wrap_future(store.ledger.clean(COMPACT_BYTES_MAX))
+                return dataclasses.asdict(collected)
         except StoreError as error:
             raise store_error(errors.STORE_FAILED, error) from error
         raise ValueError(f"{op} is none of stat, verify and gc")

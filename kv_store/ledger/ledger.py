@@ -44,6 +44,7 @@ COMMIT_BYTES = 8 << 10  # what a small transaction adds to the log, beside its r
 RECORD_BYTES = 4 << 10
 ZERO_BYTES = 1 << 20  # of the log overwritten at once
 COMPACT_BYTES = 4 << 20  # of a ledger that is rewritten in less than 0.1 s
+COMPACT_BYTES_MAX = 256 << 20  # rewritten on request: takes seconds, and so much memory
 # SQLite's error names for a writable file whose bytes are not a database, or not a whole one
 _DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_READONLY")
 PAGE_QUERY = (
@@ -111,7 +112,6 @@ class LedgerStats:
     sessions: int = 0
     session_bytes: int = 0  # of their rows: exact after `prune`, later at most too many
     is_full: bool = False  # the last commit found no room; the next may
-    is_uneven: bool = False  # sessions were dropped since the file was last rewritten
     commit_us: deque[float] = field(default_factory=lambda: deque(maxlen=COMMIT_TIMES_KEPT))
 
 
@@ -388,7 +388,6 @@ class Ledger:
         sequence: int = db.execute("SELECT commit_seq FROM store").fetchone()[0]
         db.execute("COMMIT")
         self.stats.sessions += sessions
-        self.stats.is_uneven = self.stats.is_uneven or sessions < 0
         return sequence
 
     def _roll_back(self) -> None:
@@ -433,7 +432,6 @@ class Ledger:
             page_bytes = db.execute("PRAGMA page_size").fetchone()[0]
             if db.execute("PRAGMA page_count").fetchone()[0] * page_bytes <= compact_bytes:
                 db.execute("VACUUM")
-                self.stats.is_uneven = False
             db.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
             db.execute("UPDATE store SET commit_seq = commit_seq + 1")
             frames = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]

@@ -15,6 +15,7 @@ from batchengine.config import LaneConfig
 from batchengine.engine import Engine
 from batchengine.engine.audit import scrub
 from batchengine.engine.lane import recompute
+from kv_store.ledger import writes
 from kv_store.pages.index import PageRef
 from tests.support.engines import (
     Reference,
@@ -308,6 +309,30 @@ async def test_garbage_collection_keeps_sessions_in_memory(
         rows = await engine.stored_sessions(100)
         assert {row["session_id"] for row in rows} == {f"new{i}" for i in range(4)}
         assert (await engine.store_op("gc"))["sessions"] == 0
+
+
+async def test_only_the_command_rewrites_the_ledger(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits wait for a rewrite. Sessions that garbage collection forgets leave free pages."""
+    monkeypatch.setattr(scrub, "LEDGER_S", 300.0)
+    async with running_engine(site, store__sessions_max=2) as engine:
+        ledger, ids = engine.running.store.ledger, bytes(1 << 18)
+
+        async def free_pages() -> int:
+            found = ledger.read(lambda db: db.execute("PRAGMA freelist_count").fetchone()[0])
+            return int(await asyncio.wrap_future(found))
+
+        for name in "abcd":
+            ledger.append(
+                writes.OpenSession(name, "", bytes(32), 1, "{}"),
+                writes.AppendTokens(name, 1, 0, ids),
+            )
+        await asyncio.wrap_future(ledger.commit())
+        assert (await engine.running.maintenance.collect()).sessions == 2
+        assert await free_pages() > 100
+        await engine.store_op("gc")
+        assert await free_pages() == 0
 
 
 # ------------------------------------------------------------------------------------ health
