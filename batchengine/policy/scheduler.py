@@ -319,12 +319,15 @@ class _Draft:
             self.prefill_ms = longest_ms
             return
         share_ms = self.decode_ms * self.view.policy.prefill_share
-        own_ms = _due_ms(head, self.decodes) - self.now_ms - self.decode_ms
+        own_ms, meets_others = self.slack_ms, False
+        if self.shares.several:
+            own_ms = _due_ms(head, self.decodes) - self.now_ms - self.decode_ms
+            meets_others = _meets_others(head, self.decodes)
         if self.decode_ms > min(r.tpot_ms for r in self.decodes):
             budget_ms = share_ms
         elif share_ms > self.slack_ms:
             budget_ms = max(self.slack_ms, min(share_ms, own_ms))
-        elif not _meets_others(head, self.decodes) and self._is_late(head, share_ms):
+        elif not meets_others and self._is_late(head, share_ms):
             budget_ms = self.slack_ms
         else:
             budget_ms = share_ms
@@ -353,11 +356,8 @@ class _Draft:
         late = [r for r in self.prefills if r.deadline_ms <= now_ms and r not in self.preempted]
         late = [r for r in late if not _gives_way(r, head)]
         if late:
-            served_ms: dict[str, float] = {}
-            for row in late:
-                served_ms[row.tenant] = max(row.served_ms, served_ms.get(row.tenant, -math.inf))
-            tenant = min(served_ms, key=lambda name: (served_ms[name], name))
-            row = min((r for r in late if r.tenant == tenant), key=_age_order)
+            last_ms = {r.tenant: r.served_ms for r in sorted(late, key=lambda r: r.served_ms)}
+            row = min(late, key=lambda r: (last_ms[r.tenant], r.tenant, *_age_order(r)))
             if row is not head:
                 self._grant(row, self.view.policy.aged_share)
 
@@ -597,12 +597,13 @@ class _Claim(NamedTuple):
         row, shares, held_ms = self.row, self.shares, self.now_ms - victim.admitted_ms
         if victim.served_ms <= victim.admitted_ms:
             return False
-        if shares.exceeds(victim, row):
-            return True
-        if shares.is_turn_over(victim, row) and held_ms >= self.policy.quantum_urgent_ms:
-            return True
-        if victim.rank == row.rank and shares.load(victim) < shares.load(row):
-            return False
+        if shares.several and victim.rank == row.rank:
+            if shares.exceeds(victim, row):
+                return True
+            if shares.is_turn_over(victim, row) and held_ms >= self.policy.quantum_urgent_ms:
+                return True
+            if shares.load(victim) < shares.load(row):
+                return False
         if self.aged and (victim.rank >= row.rank or self.poor):
             return held_ms >= self.policy.quantum_ms or self._was_overtaken(victim)
         if victim.rank <= row.rank:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from operator import attrgetter
 
 from batchengine.policy.rows import TenantRow, TurnRow
 
@@ -23,8 +25,8 @@ class Shares:
         self.several = len(tenants) > 1
         self._tenants = tenants
         self._used: defaultdict[Place, float] = defaultdict(float)
-        self._seats: Counter[Place] = Counter()
-        self._pages: Counter[str] = Counter()
+        self._seats: defaultdict[Place, int] = defaultdict(int)
+        self._pages: defaultdict[str, int] = defaultdict(int)
         if not self.several:
             return
         for name, tenant in tenants.items():
@@ -174,11 +176,8 @@ class Lines:
         self._waiting.clear()
 
 
-def _lines(rows: Iterable[TurnRow]) -> dict[Place, Line]:
-    found: dict[Place, Line] = {}
-    for row in rows:
-        line = found.get((row.rank, row.tenant))
-        if line is None:
-            line = found[row.rank, row.tenant] = deque()
-        line.append(row)
+def _lines(rows: Iterable[TurnRow]) -> defaultdict[Place, Line]:
+    found: defaultdict[Place, Line] = defaultdict(deque)
+    for place, run in groupby(rows, attrgetter("rank", "tenant")):
+        found[place].extend(run)
     return found
