@@ -216,7 +216,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class QueuedEvent:
-    """Place in the queue, from 1; `eta_ms` None = no estimate yet."""
+    """Place among waiting requests of the same tenant, from 1; `eta_ms` None = no estimate yet."""
 
     position: int
     eta_ms: float | None

@@ -72,15 +72,18 @@ class Housekeeping:
                 self._state.home[turn.session.key].cancel(turn)
 
     def _send_positions(self) -> None:
-        """Send each waiting turn its place in its queue, and when it may have its first token."""
+        """Send each waiting turn its place among those of its tenant, and when it may have its
+        first token."""
         for loop in self._state.lanes:
             seated = [_work(turn) for turn in loop.running.values() if not turn.paused]
             free = loop.config.entries_max - len(seated)
-            turns = sorted(loop.waiting.values(), key=lambda turn: (turn.rank, turn.deadline_ms))
+            turns = loop.seats.queue()
             etas = cost.etas_ms(loop.cost.cost, seated, free, map(_work, turns))
-            for position, (turn, wait_ms) in enumerate(zip(turns, etas, strict=True), 1):
+            places: collections.Counter[str] = collections.Counter()
+            for turn, wait_ms in zip(turns, etas, strict=True):
+                places[turn.session.tenant] += 1
                 if turn.generation.started_ms is None:
-                    turn.generation.push(QueuedEvent(position, wait_ms))
+                    turn.generation.push(QueuedEvent(places[turn.session.tenant], wait_ms))
 
     def _set_gauges(self) -> None:
         lanes, metrics = self._state.lanes, self._state.metrics

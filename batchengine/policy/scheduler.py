@@ -28,8 +28,9 @@ Rules, in the order in which they are applied
     session may take a seat of a tenant that still holds more per weight after that; and, where
     seats do not divide evenly, of one that holds more and has used more, after
     `quantum_urgent_ms`. Targets bind no other tenant of the class: a TPOT target does not take its
-    prefill below `prefill_share`, a deadline does not take its decodes below theirs. With one
-    tenant this rule is empty.
+    prefill below `prefill_share`, a deadline does not take its decodes below theirs. A tenant that
+    has used less than all that decode beside it may prefill for that time more, as far as targets
+    of its own and of more urgent classes permit. With one tenant this rule is empty.
 
 Theorem (aging). Let a session join with deadline D = join + horizon, and let A sessions wait
 with an earlier deadline at time D. It computes its first token before
@@ -47,15 +48,16 @@ which strictly lowers the class of its holder: at most three times, so after fou
 seat. Steps end before plans are made, and rule 1 doubles their number. w then leaves the queue
 with at least one token computed, and the argument repeats for the A - 1 that are left.
 
-With K tenants the bound is D + K * (A + 1) * (5 * quantum_ms + 2 * longest step), where A counts
-sessions of the same tenant, and the time that others are owed (at most `CREDIT_MS` per weight
-each): a queue of another tenant adds nothing. Proof. Tenants take turns
-at rule 6, so at most K - 1 others precede each session of w's tenant. While that has seats in w's
-class, w is the first of its sessions to be seated there, so after one quantum w may take one, or
-none is left. With none left no tenant of the class holds less. Every row that rule 6 names then was
-seated before D, and is past its quantum, or after D, and may be displaced at once, or belongs to a
-tenant of the class that has used less. Rule 7 passes seats inside one class, so the number of
-seats per class in (a) and (b) does not change by it.
+With K tenants the bound is D + K * (A + 1) * (5 * quantum_ms + 2 * longest step), plus the time
+that the others are owed (each `CREDIT_MS` per weight at most), where A counts sessions of the same
+tenant: a queue of another tenant adds nothing. Proof. Tenants take turns at rule 6, so at most
+K - 1 others precede each session of w's tenant; w gives way to prompts of a tenant that is owed
+time, until they have taken it. While w's tenant has seats in w's class, w is the first of its
+sessions to be seated there, so after one quantum w may take one, or none is left. With none left
+no tenant of the class holds less. Every row that rule 6 names then was seated before D, and is past
+its quantum, or after D, and may be displaced at once, or belongs to a tenant of the class that has
+used less. Rule 7 passes seats inside one class, so the number of seats per class in (a) and (b)
+does not change by it.
 
 Theorem (shares). Two tenants of one class and weight that both have sessions waiting all the time
 hold equal seats, but for one, and use equal time, so of equal work compute equal tokens, but for

@@ -10,8 +10,8 @@ import statistics
 import pytest
 
 from batchengine import errors
-from batchengine.core import BatchEngineError, Sla, SlaClass
-from batchengine.engine import Engine
+from batchengine.core import BatchEngineError, QueuedEvent, Sla, SlaClass
+from batchengine.engine import Engine, housekeeping
 from tests.support.engines import (
     Answer,
     Reference,
@@ -120,3 +120,29 @@ async def test_a_key_may_have_a_queue_of_its_own(site: Site) -> None:
         assert mine.reason == "length"
         for generation in made:
             generation.cancel()
+
+
+async def test_a_position_counts_requests_of_the_own_tenant_only(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside A's queue of late requests, B is first in its own, and is predicted to be served
+    between A's first and second request."""
+    monkeypatch.setattr(housekeeping, "HOUSEKEEPING_S", 0.02)
+    monkeypatch.setattr(housekeeping, "QUEUED_EVENT_S", 0.0)
+    async with running_engine(site, lane__entries_max=1, **KEYS) as engine:
+        (loop,) = engine.state.lanes
+        await loop.pause()
+        eager = [request(words(n, 20), 100, tenant="a", sla="interactive") for n in range(20)]
+        queue = [engine.submit(dataclasses.replace(asked, sla=EAGER)) for asked in eager]
+        queue.append(engine.submit(request(words(90, 20), 100, tenant="b", sla="interactive")))
+        await until(lambda: len(loop.waiting) == 21)
+        for generation in queue:
+            await generation.events()  # those of its arrival, if there were any
+        seen = [(await generation.events())[-1] for generation in queue]
+        places = [event for event in seen if isinstance(event, QueuedEvent)]
+        assert [place.position for place in places] == [*range(1, 21), 1]
+        etas = [place.eta_ms or 0.0 for place in places]
+        assert etas[0] < etas[-1] < etas[1] < etas[19]
+        for generation in queue:
+            generation.cancel()
+        loop.unpause()

@@ -72,6 +72,17 @@ class Seats:
         seated = sum([not turn.paused for turn in self.running.values()])
         return self._config.entries_max - self.expected - seated
 
+    def queue(self) -> list[Turn]:
+        """Return the waiting turns, by class, then by seats per weight of their tenants."""
+        seats = Counter((turn.rank, turn.session.tenant) for turn in self.running.values())
+        order: dict[Turn, tuple[int, float, float]] = {}
+        for turn in sorted(self.waiting.values(), key=lambda turn: turn.deadline_ms):
+            tenant = turn.session.tenant
+            seats[turn.rank, tenant] += 1
+            load = seats[turn.rank, tenant] / self.tenants.weight(tenant)
+            order[turn] = turn.rank, load, turn.deadline_ms
+        return sorted(order, key=order.__getitem__)
+
     def holds(self, turn: Turn) -> bool:
         """Whether the turn is on this lane now."""
         key = turn.session.key

@@ -33,12 +33,16 @@ class Tenants:
         """Whether the last plan was for more than one tenant."""
         return bool(self._present)
 
+    def weight(self, tenant: str) -> float:
+        """Return the weight of the tenant's share."""
+        return self._weights.get(tenant, 1.0)
+
     def computed(self, rank: int, tenant: str, ms: float) -> None:
         """Count the time of one entry of a step that was committed."""
         if self._present:
             place = rank, tenant
             used = self._used.get(place, 0.0)
-            self._used[place] = used + ms / self._weights.get(tenant, 1.0)
+            self._used[place] = used + ms / self.weight(tenant)
 
     def aged(self, tenant: str, now_ms: float) -> None:
         """Record that rule 6 admitted a session of the tenant."""
@@ -60,7 +64,7 @@ class Tenants:
         self._since_ms = {name: self._since_ms.get(name, now_ms) for name in names}
         return {
             name: TenantRow(
-                self._weights.get(name, 1.0),
+                self.weight(name),
                 self._since_ms[name],
                 tuple([self._used.get((rank, name), 0.0) for rank in RANK.values()]),
             )

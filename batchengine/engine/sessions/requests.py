@@ -406,10 +406,11 @@ class Requests:
             turn.finish(TurnEnd("cancelled"))
             return
         self._recovery.import_open_rows(turn, loop)
-        ahead = sum(other.rank <= turn.rank for other in loop.waiting.values())
+        ahead = [t.session.tenant for t in loop.waiting.values() if t.rank <= turn.rank]
         loop.join(turn)
         if ahead or len(loop.running) >= loop.config.entries_max:
-            generation.push(QueuedEvent(ahead + 1, generation.lane_wait_ms))
+            position = ahead.count(turn.session.tenant) + 1
+            generation.push(QueuedEvent(position, generation.lane_wait_ms))
 
     async def _finish(self, turn: Turn, end: TurnEnd) -> None:
         """Close the turn, and an anonymous session, of which only pages in the store stay."""
