@@ -1,14 +1,12 @@
 """The engine's end of a lane: spawns the worker, exchanges frames, reports its exit, restarts it.
 
 Owns the worker process, its socket and its incarnation. An exit gives one `LaneDied` and a reaped
-process; the engine decides what follows for sessions. Spawn from the main thread:
-PR_SET_PDEATHSIG follows the spawning *thread*.
+process; the engine decides what follows for sessions.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -18,13 +16,14 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 
 from batchengine import errors
-from batchengine.child import command as child
+from batchengine.child.command import python_command
+from batchengine.child.process import ChildProcess
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import FrameProtocol, WireError
 
 log = logging.getLogger("batchengine.lane")
 
-WORKER = child.python_command("batchengine.lanes.worker")
+WORKER = python_command("batchengine.lanes.worker")
 BACKOFF_S = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # first restart at once: a stream is waiting
 LATE_S = 0.1  # an event loop that is later than this was stopped or blocked itself
 LINGER_S = 1.0  # between the end of the socket and the end of the process
@@ -32,7 +31,6 @@ OUTSIDE_DEATHS_MAX = 4  # SIGKILL from outside is no crash loop: the backoff sta
 HEALTHY_S = 60.0  # a run this long resets the count of `deaths`,
 HEALTHY_STEPS = 16  # and so does a run of so many steps
 REPORT_BYTES_MAX = 8192  # of a fatal-signal report kept for the log
-KILL_S = 10.0  # after which a killed worker that has not ended is given up
 LOADING_SILENCE_S = 60.0  # without a Loading frame, after which a worker that loads is killed
 
 
@@ -62,7 +60,7 @@ class Lane:
         self.late_frames = 0
         self.signal = asyncio.Event()  # set when the worker has ended; the lane's loop waits for it
         self._command = tuple(command)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._report_fd = -1
         self._protocol: FrameProtocol[wire.LaneMessage] | None = None
         self._reply: asyncio.Future[wire.LaneMessage] | None = None
@@ -73,7 +71,6 @@ class Lane:
         self._step = 0
         self._born = 0.0
         self._born_steps = 0
-        self._kill_reason = ""
 
     def __repr__(self) -> str:
         state = "up" if self.alive else "down"
@@ -86,7 +83,7 @@ class Lane:
     @property
     def pid(self) -> int:
         """Process id of the worker, 0 if there is none."""
-        return self._process.pid if self._process is not None and self.alive else 0
+        return self._child.process.pid if self._child is not None and self.alive else 0
 
     async def start(
         self, load: wire.Load, on_loading: Callable[[wire.Loading], None] | None = None
@@ -141,13 +138,9 @@ class Lane:
         return await self.post(step, payload, deadline_s=deadline_s, attempt=attempt)
 
     def kill(self, reason: str) -> None:
-        """SIGKILL the worker; `died` resolves once it is reaped, or given up after KILL_S."""
-        if self._process is not None and self.alive:
-            self._kill_reason = self._kill_reason or reason
-            loop = asyncio.get_running_loop()
-            loop.call_later(KILL_S, self._give_up, self._process)
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGKILL)
+        """SIGKILL the worker; `died` resolves once it is reaped or given up."""
+        if self._child is not None:
+            self._child.kill(reason)
 
     async def died(self) -> LaneDied:
         """Wait for the end of the current worker."""
@@ -161,9 +154,9 @@ class Lane:
 
     async def close(self, grace_s: float = 2.0) -> None:
         """End the worker: ask, then kill; returns when it is reaped."""
-        if not self.alive:
+        if self._child is None or not self.alive:
             return
-        self._kill_reason = "was closed"
+        self._child.kill_reason = "was closed"
         if self._protocol is not None:
             self._protocol.send(
                 wire.LANE_LINK.encode(wire.Shutdown(), incarnation=self.incarnation)
@@ -265,11 +258,10 @@ class Lane:
     async def _spawn(self) -> None:
         loop = asyncio.get_running_loop()
         self.incarnation += 1
-        self._kill_reason = ""
         ours, theirs = socket.socketpair()
         report_read, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            process = subprocess.Popen(  # noqa: ASYNC220  about 1 ms, at start only
+            self._child = ChildProcess.start(
                 [
                     *self._command,
                     str(theirs.fileno()),
@@ -277,17 +269,10 @@ class Lane:
                     str(report_write),
                     str(self.incarnation),
                 ],
+                self._on_end,
                 pass_fds=(theirs.fileno(), report_write),
                 stdin=subprocess.DEVNULL,
-                env=child.environment(),
-                cwd=child.FOLDER,
             )
-            try:
-                pidfd = os.pidfd_open(process.pid)
-            except OSError:  # no descriptor is left: without one its end would not be noticed
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                raise
         except BaseException:
             ours.close()
             os.close(report_read)
@@ -295,12 +280,10 @@ class Lane:
         finally:
             theirs.close()
             os.close(report_write)
-        self._process = process
         self._report_fd = report_read
         self._born = time.monotonic()
         self._born_steps = self.steps
         self._died = loop.create_future()
-        loop.add_reader(pidfd, self._reap, process, pidfd)
         protocol = FrameProtocol(wire.LANE_LINK, self._on_frame, self._on_lost)
         self._protocol = protocol
         await loop.create_connection(lambda: protocol, sock=ours)
@@ -309,34 +292,13 @@ class Lane:
         """The socket ended: the worker exits, which its pidfd reports, or it sent a bad frame."""
         if isinstance(error, WireError):
             self.kill(f"sent a bad frame ({error})")
-        else:
-            loop = asyncio.get_running_loop()
-            loop.call_later(LINGER_S, self._kill_lingering, self.incarnation)
+        elif self._child is not None:
+            loop, why = asyncio.get_running_loop(), "closed its link but lived on"
+            loop.call_later(LINGER_S, self._child.kill, why)
 
-    def _kill_lingering(self, incarnation: int) -> None:
-        if incarnation == self.incarnation:
-            self.kill("closed its link but lived on")
-
-    def _reap(self, process: subprocess.Popen[bytes], pidfd: int) -> None:
-        """The pidfd became readable: reap the process, then report its exit once."""
-        status = process.wait()
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
-        if process is self._process:
-            self._end(process, self._kill_reason or _describe(status), status)
-
-    def _give_up(self, process: subprocess.Popen[bytes]) -> None:
-        """Go on without a process that waits inside the kernel, such as for a dead disk.
-
-        It was killed: whatever happens there, it runs no instruction of its own any more.
-        """
-        if process is self._process and self.alive:
-            log.critical("%r: process %d cannot be ended", self, process.pid)
-            self._end(process, f"{self._kill_reason}, and could not be ended", -signal.SIGKILL)
-
-    def _end(self, process: subprocess.Popen[bytes], reason: str, status: int) -> None:
-        died = self._died
-        if died is None or died.done():
+    def _on_end(self, reason: str, status: int) -> None:
+        child, died = self._child, self._died
+        if child is None or died is None:
             return
         report = _read_report(self._report_fd)
         os.close(self._report_fd)
@@ -345,23 +307,16 @@ class Lane:
         long = time.monotonic() - self._born > HEALTHY_S
         if long or self.steps - self._born_steps >= HEALTHY_STEPS:
             self.deaths = 0
-        outside = status == -signal.SIGKILL and not self._kill_reason
+        outside = status == -signal.SIGKILL and not child.kill_reason
         if not outside or self.deaths < OUTSIDE_DEATHS_MAX:
             self.deaths += 1
         death = LaneDied(self.name, reason, report, blames_step=not outside)
         if reason != "was closed":
-            log.warning("%s (pid %d)%s", death, process.pid, f"\n{report}" if report else "")
+            log.warning("%s (pid %d)%s", death, child.process.pid, f"\n{report}" if report else "")
         died.set_result(death)
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(death)
         self.signal.set()
-
-
-def _describe(status: int) -> str:
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-status).name}"
-    return f"exited with {status}"
 
 
 def _read_report(fd: int) -> str:

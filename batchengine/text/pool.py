@@ -8,10 +8,8 @@ others do not wait behind a long one.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
-import signal
 import socket
 import subprocess
 from collections import Counter
@@ -19,7 +17,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 
 from batchengine import errors
-from batchengine.child import command as child
+from batchengine.child.command import python_command
+from batchengine.child.process import ChildProcess
 from batchengine.core import BatchEngineError
 from batchengine.fair_queue import FairQueue
 from batchengine.wire.frames import FrameProtocol
@@ -223,24 +222,21 @@ class TextWorker:
         self._opening = opening
         self._reader = reader
         self._limits = limits
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._protocol: FrameProtocol[TextMessage] | None = None
-        self._pidfd = -1
         self._end: asyncio.Future[str] | None = None  # how the process ended
         self._reply: asyncio.Future[TextFrame] | None = None
         self._phase = ""
-        self._step = 0
-        self._killed_because = ""
         self._is_spent = False
 
     @property
     def is_running(self) -> bool:
-        return self._end is not None and not self._end.done() and not self._is_spent
+        return self._child is not None and self._child.is_running and not self._is_spent
 
     @property
     def pid(self) -> int:
         """Process id, 0 if there is none."""
-        return self._process.pid if self._process is not None and self.is_running else 0
+        return self._child.process.pid if self._child is not None and self.is_running else 0
 
     async def start(self) -> None:
         """Starts a process unless one runs. Raises ProcessLost, or what the process refuses."""
@@ -256,9 +252,8 @@ class TextWorker:
 
     def kill(self, why: str) -> None:
         """SIGKILL; the process holds no state."""
-        if self._process is not None and self._end is not None and not self._end.done():
-            self._killed_because = self._killed_because or why
-            self._process.kill()
+        if self._child is not None:
+            self._child.kill(why)
 
     async def ended(self) -> None:
         """Waits until no process is left; one that is not in use is killed."""
@@ -271,10 +266,9 @@ class TextWorker:
     ) -> bytes:
         assert self._protocol is not None
         assert self._end is not None
-        self._step += 1
         self._phase = "its start" if isinstance(message, Open) else "the reading of the request"
         self._reply = asyncio.get_running_loop().create_future()
-        self._protocol.send(TEXT_LINK.encode(message, payload, step=self._step))
+        self._protocol.send(TEXT_LINK.encode(message, payload))
         try:
             await asyncio.wait(
                 (self._reply, self._end), timeout=wall_s, return_when=asyncio.FIRST_COMPLETED
@@ -315,61 +309,37 @@ class TextWorker:
 
     async def _spawn(self) -> None:
         loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        parent = str(os.getpid())
         try:
-            process = subprocess.Popen(  # noqa: ASYNC220  about 1 ms, rarely
-                child.python_command("batchengine.text.process", parent, self._reader),
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=child.environment(),
-                cwd=child.FOLDER,
-            )
-            try:
-                pidfd = os.pidfd_open(process.pid)
-            except OSError:  # no descriptor is left: without one its end would not be noticed
-                process.kill()
-                process.wait()
-                raise
+            child, sock = self._start_child()
         except OSError as error:
-            ours.close()
             raise ProcessLost(f"could not be started: {error.strerror}", "its start") from error
-        finally:
-            theirs.close()
-        self._process, self._killed_because, self._is_spent = process, "", False
-        self._end = loop.create_future()
-        self._pidfd = pidfd
-        loop.add_reader(self._pidfd, self._reap)
-        protocol = FrameProtocol(
-            TEXT_LINK, self._on_frame, functools.partial(self._on_lost, process)
-        )
-        self._protocol = protocol
-        await loop.create_connection(lambda: protocol, sock=ours)
+        self._child, self._end, self._is_spent = child, loop.create_future(), False
 
-    def _on_lost(self, process: subprocess.Popen[bytes], _: Exception | None) -> None:
-        """The link ended: the process exits, which its pidfd reports, or it sent a bad frame."""
-        asyncio.get_running_loop().call_later(LINGER_S, self._kill_lingering, process)
+        def on_lost(_: Exception | None) -> None:  # it exits, or it sent a bad frame
+            loop.call_later(LINGER_S, child.kill, "closed its link")
 
-    def _kill_lingering(self, process: subprocess.Popen[bytes]) -> None:
-        if process is self._process:
-            self.kill("closed its link")
+        protocol = self._protocol = FrameProtocol(TEXT_LINK, self._on_frame, on_lost)
+        await loop.create_connection(lambda: protocol, sock=sock)
 
-    def _reap(self) -> None:
-        assert self._process is not None
+    def _start_child(self) -> tuple[ChildProcess, socket.socket]:
+        ours, theirs = socket.socketpair()
+        words = python_command("batchengine.text.process", str(os.getpid()), self._reader)
+        with theirs:
+            try:
+                child = ChildProcess.start(
+                    words,
+                    self._on_end,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            except OSError:
+                ours.close()
+                raise
+        return child, ours
+
+    def _on_end(self, how: str, _: int) -> None:
         assert self._end is not None
-        status = self._process.wait()
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
         if self._protocol is not None:
             self._protocol.close()
-        self._end.set_result(self._killed_because or _describe(status))
-
-
-def _describe(status: int) -> str:
-    if status < 0:
-        try:
-            return f"was ended by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was ended by signal {-status}"
-    return f"exited with {status}"
+        self._end.set_result(how)

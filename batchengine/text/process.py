@@ -100,7 +100,7 @@ class TextProcess:
         while (frame := self._link.receive()) is not None:
             _set_cpu_limit(opening.cpu_s)
             message, payload = self._answer(encoder, frame)
-            self._link.send(TEXT_LINK.encode(message, payload, step=frame.step))
+            self._link.send(TEXT_LINK.encode(message, payload))
             if message.is_last:
                 return
 

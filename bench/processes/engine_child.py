@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import types
 from collections import Counter
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 
 import uvloop
 
+from batchengine.child import process
 from batchengine.config import Config, LaneConfig, load
 from batchengine.core import (
     BatchEngineError,
@@ -301,9 +301,7 @@ def _use_template(template: Template, settings: dict[str, Any]) -> list[int]:
         await spawn(self)
 
     worker_process.Lane._spawn = sent
-    worker_process.subprocess = types.SimpleNamespace(
-        Popen=template.popen, DEVNULL=subprocess.DEVNULL
-    )
+    process.subprocess = types.SimpleNamespace(Popen=template.popen)
     return starting
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from batchengine.child import process
 from batchengine.core import BatchEngineError
 from batchengine.lanes import worker_process
 from batchengine.lanes.worker_process import Lane, LaneDied
@@ -82,7 +83,7 @@ async def test_a_worker_that_cannot_be_ended_is_given_up(
     pocket_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that waits inside the kernel; it is reaped when it ends after all."""
-    monkeypatch.setattr(worker_process, "KILL_S", 0.3)
+    monkeypatch.setattr(process, "KILL_S", 0.3)
     lane = Lane("cpu")
     await lane.start(load_message(pocket_path, cache_dir))
     stuck = lane.pid

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from batchengine.child.process import ChildProcess
 from batchengine.core import BatchEngineError
 from batchengine.lanes.worker_process import Lane
 from batchengine.wire import lane as wire
@@ -218,13 +219,12 @@ class SimLane(Lane):
 
     async def _spawn(self) -> None:
         self.incarnation += 1
-        self._kill_reason = ""
         process = self.process = SimProcess(self.world, self)
         self.world.trace("spawn", self.name, self.incarnation)
-        self._process = process  # type: ignore[assignment]
         self._protocol = process.protocol
         self._report_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._pidfd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._child = ChildProcess(process, self._pidfd, self._on_end)  # type: ignore[arg-type]
         loop = asyncio.get_running_loop()
         self._born, self._born_steps = loop.time(), self.steps
         self._died = loop.create_future()
@@ -232,15 +232,10 @@ class SimLane(Lane):
 
     def reap(self) -> None:
         """As the pidfd of a real process does when it becomes readable."""
-        process = self._process
-        if self.abandoned or process is None:
+        if self.abandoned or self.process is None or self._child is None:
             return
-        self.world.trace("reap", self.name, process.wait())
-        self._reap(process, self._pidfd)
-
-    def _give_up(self, process: Any) -> None:
-        if not self.abandoned:  # no timer of a killed engine fires
-            super()._give_up(process)
+        self.world.trace("reap", self.name, self.process.wait())
+        self._child.reap()
 
     def post(self, step: wire.Step, payload: bytes, **how: Any) -> Any:
         self.world.on_step(self, step)
@@ -252,6 +247,8 @@ class SimLane(Lane):
         for fd in (self._report_fd, self._pidfd):
             if self.alive:
                 os.close(fd)
+        if self._child is not None:
+            self._child.is_running = False  # no timer of a killed engine fires
         if self._timer is not None:
             self._timer.cancel()
         process = self.process

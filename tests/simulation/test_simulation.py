@@ -12,8 +12,8 @@ import random
 
 import pytest
 
+from batchengine.child.process import KILL_S
 from batchengine.core import BatchEngineError, ErrorEvent, Kind, TokenEvent
-from batchengine.lanes.worker_process import KILL_S
 from batchengine.session import NOT_LOGGED
 from tests.simulation.__main__ import again
 from tests.simulation.clock import Stuck, VirtualLoop

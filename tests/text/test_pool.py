@@ -7,19 +7,23 @@ import errno
 import os
 import random
 import signal
+import socket
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchengine.child import process
 from batchengine.core import BatchEngineError, Kind
 from batchengine.fair_queue import FairQueue
 from batchengine.text.frontend import TextFrontend
 from batchengine.text.pool import TextLimits
+from tests.support.engines import until
 
 LONG = "the small fox " * 40_000
 ENDLESS = (
@@ -161,6 +165,40 @@ async def test_a_start_without_a_free_descriptor_leaves_no_process(
         for pid in started:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
+        assert await text.encode("hi")
+
+
+async def test_a_start_without_a_free_socket_is_refused_as_unavailable(
+    pocket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left() -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with opened(pocket_path) as text, asyncio.timeout(60):
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "socketpair", none_left)
+            with pytest.raises(BatchEngineError, match="Too many open files") as caught:
+                await text.encode("hi")
+            assert caught.value.kind is Kind.UNAVAILABLE
+        assert await text.encode("hi")
+
+
+async def test_a_process_that_cannot_be_ended_is_given_up(
+    pocket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits inside the kernel; it is reaped when it ends after all."""
+    monkeypatch.setattr(process, "KILL_S", 0.3)
+    async with opened(pocket_path, limits=TextLimits(wall_s=0.2)) as text, asyncio.timeout(60):
+        await text.encode("hi")
+        stuck = max(worker.pid for worker in text._pool._all)
+        os.kill(stuck, signal.SIGSTOP)
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess.Popen, "send_signal", lambda *_: None)
+            with pytest.raises(BatchEngineError, match="could not be ended"):
+                await text.encode("hi")
+        assert await text.encode("hi")
+        os.kill(stuck, signal.SIGKILL)
+        await until(lambda: not Path(f"/proc/{stuck}").exists())
         assert await text.encode("hi")
 
 
