@@ -422,6 +422,7 @@ class Ledger:
 
     def _clean(self, compact_bytes: int) -> None:
         """Rewrite a small file, begin the log again with a commit, and zero what is behind that.
+        Then cut the log, which a rewrite makes as long as the file, to WAL_BYTES_MAX.
 
         The log always has a valid head: an empty one would read as lost after a crash.
         """
@@ -445,10 +446,11 @@ class Ledger:
         used = continuity.log_bytes(frames, page_bytes)
         try:
             with open(osio.open_plain(f"{self.path}-wal", os.O_RDWR), "r+b", buffering=0) as log:
-                left = os.fstat(log.fileno()).st_size - used
-                for start in range(0, left, ZERO_BYTES):
-                    os.pwrite(log.fileno(), bytes(min(ZERO_BYTES, left - start)), used + start)
+                size = os.fstat(log.fileno()).st_size
+                for start in range(used, size, ZERO_BYTES):
+                    os.pwrite(log.fileno(), bytes(min(ZERO_BYTES, size - start)), start)
                 os.fsync(log.fileno())
+                os.ftruncate(log.fileno(), min(size, max(used, WAL_BYTES_MAX)))
         except OSError as error:
             raise self._latch(error) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -557,6 +558,29 @@ def test_the_log_is_checkpointed_before_it_grows_without_bound(
     assert max(sizes) < 200_000
     assert tokens(ledger) == list(range(60))
     ledger.close()
+
+
+def test_a_rewrite_of_the_file_leaves_no_long_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one would zero all of it, while commits wait."""
+    monkeypatch.setattr(ledger_module, "WAL_BYTES_MAX", 100_000)
+    source, ids = tmp_path / "source", list(range(100_000))
+    source.mkdir()
+    ledger, log = opened(source), source / "meta.db-wal"
+    open_session(ledger, "s", "t")
+    append_tokens(ledger, "s", 1, 0, ids)
+    ledger.commit().result(20)
+    ledger.clean().result(20)
+    assert log.stat().st_size == 100_000
+    append_tokens(ledger, "s", 1, len(ids), ids)  # longer than what is left of the log
+    ledger.commit().result(20)
+    append_tokens(ledger, "s", 1, 2 * len(ids), [1])
+    ledger.commit().result(20)
+    copy = Path(shutil.copytree(source, tmp_path / "killed"))
+    for one in (ledger, opened(copy)):
+        assert tokens(one) == [*ids, *ids, 1]
+        one.close()
 
 
 def test_a_failed_read_ends_neither_the_thread_nor_the_ledger(ledger: Ledger) -> None:
