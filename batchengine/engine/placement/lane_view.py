@@ -26,14 +26,16 @@ ANSWER_GAIN = 0.05  # weight of the newest answer in the average share of tokens
 
 @dataclass(slots=True)
 class _Counted:
-    """A cached lane state, its input counters, its time (ms), and how many turns of each tenant
-    it has and how many of those wait."""
+    """A cached lane state, its input counters, its time (ms), its rows with their tenants, how many
+    turns of each tenant wait, and the load of a tenant in its share of the lane."""
 
     state: router.LaneState
     mark: tuple[object, ...]
     at_ms: float
-    turns: Counter[str] = field(default_factory=Counter[str])
-    waiting: Counter[str] = field(default_factory=Counter[str])
+    rows: list[tuple[str, LoadRow]]
+    turns: Counter[str]
+    waiting: Counter[str]
+    alone: dict[str, cost.LaneLoad] = field(default_factory=dict[str, cost.LaneLoad])
 
 
 class LaneViews:
@@ -73,18 +75,19 @@ class LaneViews:
 
         Beside other tenants, no longer than with the tenant's share of the lane alone.
         """
-        load = self.of(loop).load
+        load, counted = self.of(loop).load, self._counted[loop]
         wait_ms = cost.wait_ms(load, rank)
-        others = set(self._counted[loop].turns) - {tenant}
+        others = set(counted.turns) - {tenant}
         if not others or not wait_ms:
             return wait_ms
         config = self._state.config
         weight = keys.key_of(config, tenant).weight
         share = weight / (weight + sum(keys.key_of(config, name).weight for name in others))
-        own = [row for turn, row in self._rows(loop) if turn.session.tenant == tenant]
-        seats = max(1, int(load.seats * share))
-        alone = cost.load_of(load.cost, seats, load.chunk_tokens, own)
-        return min(wait_ms, cost.wait_ms(alone, rank) / share)
+        if tenant not in counted.alone:
+            own = [row for name, row in counted.rows if name == tenant]
+            seats = max(1, int(load.seats * share))
+            counted.alone[tenant] = cost.load_of(load.cost, seats, load.chunk_tokens, own)
+        return min(wait_ms, cost.wait_ms(counted.alone[tenant], rank) / share)
 
     def of(self, loop: LaneLoop) -> router.LaneState:
         """Return the state of one lane; a busy lane's may be up to REFRESH_MS old."""
@@ -105,6 +108,8 @@ class LaneViews:
         if counted is not None:
             load = cost.joined(counted.state.load, rank, frontier, n_tokens)
             counted.state = msgspec.structs.replace(counted.state, load=load)
+            if (alone := counted.alone.get(tenant)) is not None:
+                counted.alone[tenant] = cost.joined(alone, rank, frontier, n_tokens)
             counted.turns[tenant] += 1
             counted.waiting[tenant] += 1
 
@@ -140,10 +145,10 @@ class LaneViews:
             loop.context_max,
             waiting.total() >= self._queue_max(loop),
         )
-        return _Counted(state, mark, now_ms, turns, waiting)
+        return _Counted(state, mark, now_ms, rows, turns, waiting)
 
-    def _rows(self, loop: LaneLoop) -> list[tuple[Turn, LoadRow]]:
-        found: list[tuple[Turn, LoadRow]] = []
+    def _rows(self, loop: LaneLoop) -> list[tuple[str, LoadRow]]:
+        found: list[tuple[str, LoadRow]] = []
         for turns, seated in ((loop.running, True), (loop.waiting, False)):
             for turn in turns.values():
                 if turn.paused:
@@ -153,11 +158,11 @@ class LaneViews:
                 frontier = session.frontier
                 to_compute = max(1, len(session.tokens) - frontier)
                 row = LoadRow(turn.rank, frontier, to_compute, max(1, left), seated)
-                found.append((turn, row))
+                found.append((session.tenant, row))
         for turn in self._joining(loop):
             request = turn.generation.request
             n_prompt, left = len(request.prompt), self.tokens_out(request)
-            found.append((turn, LoadRow(turn.rank, 0, n_prompt, left, False)))
+            found.append((turn.session.tenant, LoadRow(turn.rank, 0, n_prompt, left, False)))
         return found
 
     def _joining(self, loop: LaneLoop) -> list[Turn]:

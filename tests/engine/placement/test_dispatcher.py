@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from batchengine import errors
-from batchengine.config import ClassConfig, LaneConfig, RouterConfig, load
+from batchengine.config import ApiKey, ClassConfig, LaneConfig, RouterConfig, load
 from batchengine.core import BatchEngineError, GenerationRequest, Kind, Sla, SlaClass
 from batchengine.engine import report
 from batchengine.engine.lane.loop import LaneLoop
@@ -133,10 +133,18 @@ class DispatcherScene:
             now_ms=self.now_ms,
         )
 
-    def occupy(self, loop: FakeLoop, n: int, *, waiting: bool = False, tokens: int = 100) -> None:
+    def occupy(
+        self,
+        loop: FakeLoop,
+        n: int,
+        *,
+        waiting: bool = False,
+        tokens: int = 100,
+        tenant: str = "",
+    ) -> None:
         for _ in range(n):
             key = 10_000 + len(loop.running) + len(loop.waiting)
-            session = Session(key, f"busy{key}", "")
+            session = Session(key, f"busy{key}", tenant)
             session.tokens, session.frontier = list(range(tokens)), 0 if waiting else tokens - 1
             (loop.waiting if waiting else loop.running)[key] = self.turn(session)
         loop.meter.steps += 1
@@ -279,6 +287,34 @@ def test_a_long_queue_is_estimated_between_two_reads(monkeypatch: pytest.MonkeyP
     h.now_ms += 50.0
     h.dispatch.state()
     assert looks == 2
+
+
+def test_a_long_queue_of_one_tenant_is_not_read_for_every_request_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = dispatcher_scene(monkeypatch)
+    keys = (ApiKey("a"), ApiKey("b"))
+    h.tables.config = dataclasses.replace(h.tables.config, auth=keys)
+    h.occupy(h.bulk, 8, tenant="a")
+    h.occupy(h.bulk, 400, waiting=True, tenant="a")
+    looks = 0
+    rows = h.dispatch._lanes._rows
+
+    def counted(loop: LaneLoop) -> Any:
+        nonlocal looks
+        looks += loop.lane.name == "cpu"
+        return rows(loop)
+
+    monkeypatch.setattr(h.dispatch._lanes, "_rows", counted)
+    cpu, waits = cast("LaneLoop", h.bulk), list[float]()
+    for index in range(100):
+        asked = h.generation(h.session(f"b{index}"), tenant="b").request
+        waits.append(h.dispatch.wait_ms(asked, cpu))
+        h.dispatch._lanes.joined(cpu, "b", 1, 0, 300)
+    assert looks == 1
+    assert waits == sorted(waits)
+    flooded = h.generation(h.session("a1"), tenant="a").request
+    assert 0.0 <= waits[0] < waits[-1] < h.dispatch.wait_ms(flooded, cpu)
 
 
 def test_requests_wait_when_no_lane_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
