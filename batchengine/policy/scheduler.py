@@ -158,7 +158,8 @@ def horizon_ms(sla: Sla, ttft_ms: float, expected_ms: float = 0.0) -> float:
 
 
 def plan(view: LaneView, now_ms: float) -> StepPlan:
-    """Decide one step. Pure: no clock, no hidden state. Costs about 1 µs per running session."""
+    """Decide one step. Pure: no clock, no hidden state. Costs about 1 µs per running session,
+    and some µs while sessions wait."""
     draft = _Draft(view, now_ms)
     if draft.suspects and draft.suspect_is_next():
         if draft.run_suspect():
@@ -599,12 +600,14 @@ class _Claim(NamedTuple):
         row, shares, held_ms = self.row, self.shares, self.now_ms - victim.admitted_ms
         if victim.served_ms <= victim.admitted_ms:
             return False
-        if shares.several and victim.rank == row.rank:
-            if shares.exceeds(victim, row):
+        if shares.are_rivals(victim, row):
+            own, other = shares.load(row), shares.load(victim)
+            if shares.load(row, 1) < other:  # the victim's tenant has more even afterwards
                 return True
-            if shares.is_turn_over(victim, row) and held_ms >= self.policy.quantum_urgent_ms:
+            is_turn_over = own < other and shares.used(row) < shares.used(victim)
+            if is_turn_over and held_ms >= self.policy.quantum_urgent_ms:
                 return True
-            if shares.load(victim) < shares.load(row):
+            if other < own:
                 return False
         if self.aged and (victim.rank >= row.rank or self.poor):
             return held_ms >= self.policy.quantum_ms or self._was_overtaken(victim)

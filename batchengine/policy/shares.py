@@ -84,16 +84,8 @@ class Shares:
 
     # ---- whose seat may be taken ----
 
-    def exceeds(self, victim: TurnRow, row: TurnRow) -> bool:
-        """Whether the victim's tenant has the larger load even after `row` took a seat of it."""
-        return self._are_rivals(victim, row) and self.load(row, 1) < self.load(victim)
-
-    def is_turn_over(self, victim: TurnRow, row: TurnRow) -> bool:
-        """Whether the tenants share one seat more than they can divide, and `row` used less."""
-        is_fuller = self._are_rivals(victim, row) and self.load(row) < self.load(victim)
-        return is_fuller and self.used(row) < self.used(victim)
-
-    def _are_rivals(self, victim: TurnRow, row: TurnRow) -> bool:
+    def are_rivals(self, victim: TurnRow, row: TurnRow) -> bool:
+        """Whether different tenants of one class divide the seats of these rows."""
         return self.several and victim.rank == row.rank and victim.tenant != row.tenant
 
     def yields_page(self, row: TurnRow, first: TurnRow) -> bool:
