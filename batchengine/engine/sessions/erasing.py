@@ -14,10 +14,12 @@ from batchengine.engine.state import EngineState
 from batchengine.session import common_prefix
 from batchengine.session_kv import page_start
 from kv_store import keys
+from kv_store.errors import StoreError
 from kv_store.ledger import writes
 from kv_store.store import Store
 
 POLL_S = 0.005  # between two looks at lanes that finish a frame or a seal
+LANES_WAIT_S = 30.0  # a seal may wait for an earlier page, which waits for room in the store
 
 
 async def erase(
@@ -30,7 +32,11 @@ async def erase(
     name, salt = durable_name(tenant, session_id), tenant.encode()
     await asyncio.to_thread(store.orphaned.erase, name.encode())
     for tokens in timelines:
-        await _lanes_done(state, tokens, salt)
+        try:
+            async with asyncio.timeout(LANES_WAIT_S):
+                await _lanes_done(state, tokens, salt)
+        except TimeoutError as late:
+            raise StoreError("a lane still writes pages that begin as the session does") from late
         shared = await asyncio.wrap_future(store.ledger.shared_tokens(name, tenant, tokens))
         kept = max(shared, _computing(state, store, tokens, salt))
         await asyncio.wrap_future(store.pages.erase(tokens, salt, kept))

@@ -12,8 +12,11 @@ import pytest
 
 from batchengine.core import BatchEngineError
 from batchengine.engine import Engine
+from batchengine.engine.sessions import erasing
+from batchengine.kv.slots import Seal
+from batchengine.session import Session
 from kv_store import keys
-from kv_store.arenas.arena import session_name
+from kv_store.arenas.arena import ArenaSlot, session_name
 from kv_store.fsck import fsck
 from tests.support.engine_process import engine_process
 from tests.support.engines import (
@@ -151,3 +154,25 @@ async def test_a_drop_that_the_disk_refuses_can_be_asked_for_again(
         assert caught.value.name == "not_erased"
         await engine.drop("", "secret-4")
         assert found(folder, "secret-4", prompt) == set()
+
+
+async def test_a_drop_does_not_wait_for_ever_for_a_seal(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seal of a page that another session has, too, and that the store has no room for."""
+    prompt = words(78, 300)
+    monkeypatch.setattr(erasing, "LANES_WAIT_S", 0.2)
+    async with running_engine(site, store__budget_bytes=BUDGET) as engine:
+        await read(engine.submit(request(prompt, 4, session="secret-5")))
+        loop = engine.state.lanes[0]
+        await until(lambda: not loop.kv.disputes.seals)
+        other, arena = Session(9, "other", ""), loop.kv.slots.arena
+        other.tokens = prompt
+        assert arena is not None
+        loop.kv.disputes.seals.add(Seal(other, 0, ArenaSlot(0, 1), arena, b"", b""))
+        with pytest.raises(BatchEngineError, match="a lane still writes pages") as caught:
+            await engine.drop("", "secret-5")
+        assert caught.value.name == "not_erased"
+        loop.kv.disputes.seals.clear()
+        await engine.drop("", "secret-5")
+        assert found(site.folder / "kv", "secret-5", prompt) == set()
