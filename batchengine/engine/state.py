@@ -40,7 +40,7 @@ class EngineState:
         self.turns: dict[Generation, Turn] = {}  # of those requests that have a lane
         self.home: dict[int, LaneLoop] = {}  # session key -> its lane
         self.sessions: dict[tuple[str, str], Session] = {}  # named ones, oldest use first
-        self.dropping: set[tuple[str, str]] = set()  # names whose session is being erased
+        self.dropping: dict[tuple[str, str], asyncio.Event] = {}  # names being erased -> its end
         self.queues: dict[int, deque[Generation]] = {}  # busy session's key -> waiting requests
         self.moves: dict[int, asyncio.Future[None]] = {}  # session key -> end of its migration
         self.facts: dict[int, SessionFacts] = {}  # session key -> facts of a named one

@@ -173,8 +173,12 @@ class SessionOperations:
         Its pages go, too, as far as no other session of the tenant has the same tokens. Returns
         once nothing of it is on disk. Raises BatchEngineError.
         """
+        name = tenant, session_id
         found = await self._recovery.record(tenant, session_id)
-        self._state.dropping.add((tenant, session_id))  # its new requests are refused
+        while (other := self._state.dropping.get(name)) is not None:
+            await other.wait()
+            found = await self._recovery.record(tenant, session_id)
+        ended = self._state.dropping[name] = asyncio.Event()  # its new requests are refused
         try:
             timelines = await self._leave_memory(tenant, session_id, found.tokens)
             await erase(self._state, self._store, tenant, session_id, timelines)
@@ -182,7 +186,8 @@ class SessionOperations:
         except (StoreError, OSError) as failure:
             raise errors.NOT_ERASED(session_id=session_id, why=failure) from failure
         finally:
-            self._state.dropping.discard((tenant, session_id))
+            del self._state.dropping[name]
+            ended.set()
         return {"session_id": session_id, "tokens": len(found.tokens), "state": "dropped"}
 
     async def _leave_memory(

@@ -73,7 +73,6 @@ class Requests:
         self._closing = TurnClosing(state, journal, recovery, dispatcher)
         self._running: set[asyncio.Task[None]] = set()
         self._lines: dict[int, asyncio.Task[None]] = {}  # session key -> task serving its queue
-        self._ending: dict[int, BatchEngineError] = {}  # session key -> error for its requests
         self._keys = itertools.count(1)
         self._fatal: BaseException | None = None
 
@@ -131,17 +130,15 @@ class Requests:
         return generation
 
     async def end(self, session: Session, error: BatchEngineError) -> None:
-        """Fail every request of a named session with `error`, also those that arrive meanwhile.
-        Returns once none is being served."""
-        self._ending[session.key] = error
-        try:
-            for generation, of in list(self._state.requests.items()):
-                if of is session and not generation.finished:
-                    generation.abort(error)
-            while (line := self._lines.get(session.key)) is not None:
-                await asyncio.wait([line])
-        finally:
-            del self._ending[session.key]
+        """Fail every request of a named session with `error`; returns once none is being served.
+
+        The name is in `EngineState.dropping`, so that no request arrives meanwhile.
+        """
+        for generation, of in list(self._state.requests.items()):
+            if of is session and not generation.finished:
+                generation.abort(error)
+        while (line := self._lines.get(session.key)) is not None:
+            await asyncio.wait([line])
 
     # -------------------------------------------------------------------------------- the end
 
@@ -196,8 +193,6 @@ class Requests:
             if name in state.dropping:
                 raise errors.SESSION_DROPPED(session_id=request.session_id)
             session = state.sessions.get(name)
-            if session is not None and session.key in self._ending:
-                raise self._ending[session.key]
             queue = None if session is None else state.queues.get(session.key)
             if queue is not None and len(queue) >= SESSION_QUEUE_MAX:
                 raise errors.SESSION_BUSY(queued=len(queue))

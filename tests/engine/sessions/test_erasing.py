@@ -118,6 +118,22 @@ async def test_a_session_dropped_amid_its_turn_is_nowhere_on_disk(
         assert (await steady).tokens == reference.tokens(words(75, 30), 600)
 
 
+async def test_two_drops_of_a_session_amid_its_turn_erase_it_once(site: Site) -> None:
+    """The second finds none, and a request that comes in between begins the session anew."""
+    prompt = words(78, 100)
+    async with running_engine(site) as engine:
+        _, reader = await started(engine, request(prompt, 500, session="s"), 3)
+        first = asyncio.ensure_future(engine.drop("", "s"))
+        second = asyncio.ensure_future(engine.drop("", "s"))
+        assert (await first)["state"] == "dropped"
+        fresh = engine.submit(request(prompt, 4, session="s"))
+        with pytest.raises(BatchEngineError, match="there is no session"):
+            await second
+        answer = await read(fresh)
+        assert (answer.error, len(answer.tokens)) == (None, 4)
+        assert (await reader).error is not None
+
+
 async def test_rows_of_a_killed_engine_are_erased_with_their_session(site: Site) -> None:
     """They lie in the arena of the dead engine, and the session was not used since."""
     prompt, folder = words(76, 200), site.folder / "kv"
