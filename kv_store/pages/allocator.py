@@ -37,6 +37,7 @@ from kv_store.pages.index import (
 
 FILL_MAX_PERCENT = 90  # the last tenth is for pages that are pinned
 EVICT_TO_PERCENT = 85
+RETRACT_SLICE = 32  # pages retracted, or let go, under one hold of the lock
 EVICT_BATCH = 16  # pages that one reservation evicts: bounds one hold of the lock
 CHAIN_MAX = 512  # descendants evicted per page when an extent is given back
 _first_page_id = attrgetter("first_page_id")
@@ -346,6 +347,16 @@ class SlotAllocator:
                 self._free(rows)
 
         self.core.ledger.append(rows).add_done_callback(written)
+
+    def let_go(self, pages: Sequence[Retracted], leaving: bool = False) -> None:
+        """Give the pins of retracted pages back, in slices (takes the lock)."""
+        for first in range(0, len(pages), RETRACT_SLICE):
+            part = pages[first : first + RETRACT_SLICE]
+            with self.core.lock:
+                for one in part:
+                    self.unpin(one.page)
+                if leaving:
+                    self.leaving -= len(part)
 
     def poison_later(self, ref: PageRef) -> None:
         """Queue a freed slot for overwriting when the page thread is idle."""

@@ -12,12 +12,10 @@ from concurrent.futures import Future
 from kv_store import keys
 from kv_store.errors import StoreError
 from kv_store.layout import PAGE_TOKENS
-from kv_store.pages.allocator import Retracted, SlotAllocator
+from kv_store.pages.allocator import RETRACT_SLICE, Retracted, SlotAllocator
 from kv_store.pages.core import StoreCore
 from kv_store.pages.extents import ExtentInfo
 from kv_store.threads import new_future
-
-ERASE_SLICE = 32  # pages retracted, or freed, under one hold of the lock
 
 
 class PageEraser:
@@ -51,7 +49,7 @@ class PageEraser:
 
         def written(done: Future[int]) -> None:
             error = done.exception()
-            self._let_go(retracted)
+            self._slots.let_go(retracted)
             if error is None:
                 result.set_result(len(retracted))
             else:
@@ -60,7 +58,7 @@ class PageEraser:
         def check(done: Future[None]) -> None:
             if (error := done.exception()) is not None:  # the disk, or the store is closed
                 self._slots.free_rows(retracted)
-                self._let_go(retracted)
+                self._slots.let_go(retracted)
                 result.set_exception(
                     error if isinstance(error, StoreError) else StoreError(str(error))
                 )
@@ -90,7 +88,7 @@ class PageEraser:
         while left:
             with self._core.lock:
                 seen = len(found)
-                while left and len(found) - seen < ERASE_SLICE:
+                while left and len(found) - seen < RETRACT_SLICE:
                     key = left[0]
                     page = self._index.resident(key) or self._index.first_child(key)
                     if page is None:
@@ -112,9 +110,3 @@ class PageEraser:
             info = self._slots.info(page.page_id)
         self._slots.overwrite(page.page_id)
         files[info.index] = info
-
-    def _let_go(self, retracted: list[Retracted]) -> None:
-        for first in range(0, len(retracted), ERASE_SLICE):
-            with self._core.lock:
-                for one in retracted[first : first + ERASE_SLICE]:
-                    self._slots.unpin(one.page)

@@ -14,7 +14,7 @@ from kv_store import keys
 from kv_store.errors import StaleRef
 from kv_store.layout import PAGE_TOKENS, Descriptor
 from kv_store.ledger.ledger import PageRow
-from kv_store.pages.allocator import Retracted, SlotAllocator
+from kv_store.pages.allocator import RETRACT_SLICE, Retracted, SlotAllocator
 from kv_store.pages.core import StoreCore
 from kv_store.pages.erase import PageEraser
 from kv_store.pages.index import RESIDENT, Page, PageEvent, PageIndex, PageRef
@@ -26,7 +26,6 @@ __all__ = ["PagePool", "PageProof", "Ticket"]
 
 
 MATCH_SLICE = 64  # pages looked up under one hold of the lock
-INVALIDATE_SLICE = 32  # pages retracted, or freed, under one hold of the lock
 
 
 class PageProof(NamedTuple):
@@ -227,7 +226,7 @@ class PagePool:
         while left:
             count = len(retracted)
             with self.core.lock:
-                for _ in range(INVALIDATE_SLICE):
+                for _ in range(RETRACT_SLICE):
                     key = left[0]
                     page = index.resident(key)
                     if page is None and (descendants or rootless):
@@ -245,23 +244,13 @@ class PagePool:
         if retracted:
             self.allocator.free_rows(retracted)
             self.core.ledger.commit()
-            self._let_go(retracted[:INVALIDATE_SLICE])
-            rest = retracted[INVALIDATE_SLICE:]
+            self.allocator.let_go(retracted[:RETRACT_SLICE])
+            rest = retracted[RETRACT_SLICE:]
             if rest:
                 with self.core.lock:
                     self.allocator.leaving += len(rest)
-                self.core.thread.submit(lambda: self._let_go(rest, leaving=True))
+                self.core.thread.submit(lambda: self.allocator.let_go(rest, leaving=True))
         return named
-
-    def _let_go(self, retracted: list[Retracted], leaving: bool = False) -> None:
-        """Give the pins of retracted pages back, in slices."""
-        for first in range(0, len(retracted), INVALIDATE_SLICE):
-            part = retracted[first : first + INVALIDATE_SLICE]
-            with self.core.lock:
-                for page, *_ in part:
-                    self.allocator.unpin(page)
-                if leaving:
-                    self.allocator.leaving -= len(part)
 
     def _key_of(self, page: PageRef | bytes) -> bytes:
         """The content key of a page; empty for a reference that is not resident, as another page

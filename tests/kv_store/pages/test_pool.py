@@ -25,9 +25,8 @@ from kv_store.errors import (
 )
 from kv_store.keys import ROOT_KEY, content_key, payload_digest, sealed_checksum
 from kv_store.layout import PAGE_TOKENS, PageLayout, differing_fields
-from kv_store.pages.allocator import NoRoom
+from kv_store.pages.allocator import RETRACT_SLICE, NoRoom
 from kv_store.pages.index import PageRef, PageState
-from kv_store.pages.pool import INVALIDATE_SLICE
 from kv_store.pages.seal import Ticket
 from kv_store.store import Store
 from tests.support import kv_scene
@@ -272,10 +271,10 @@ def test_reserve_waits_for_slots_of_invalid_pages_and_evicts_no_valid_page(tmp_p
     evicted, tickets = store.core.counters["pages_evicted"], list[Ticket]()
     answers = [
         store.pages.reserve(ROOT_KEY, tokens_of(1000 + n, 1), SALT)
-        for n in range(free + INVALIDATE_SLICE + 1)
+        for n in range(free + RETRACT_SLICE + 1)
     ]
     tickets += [answer for answer in answers if isinstance(answer, Ticket)]
-    assert len(tickets) == free + INVALIDATE_SLICE
+    assert len(tickets) == free + RETRACT_SLICE
     assert answers[-1] is NoRoom.GROWING
     assert store.core.counters["pages_evicted"] == evicted
     assert store.pages.is_resident(good)
