@@ -10,14 +10,15 @@ import asyncio
 import datetime
 import logging
 import os
-from array import array
 from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from batchengine import errors
 from batchengine.text.detokeniser import Detokeniser
 from batchengine.text.pool import TextLimits, TextPool
 from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer, utf8
-from batchengine.wire.text import ENCODED, Encode, EncodeChat, Open, Read
+from batchengine.wire.text import Encode, EncodeChat, Open, Read, token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class TextFrontend:
 
         `special` = control tokens written in the text count (trusted text only).
         """
-        return token_list(await self._pool.call(Encode(special), utf8(text), tenant))
+        return token_ids(await self._pool.call(Encode(special), utf8(text), tenant))
 
     async def encode_chat(
         self,
@@ -83,13 +84,13 @@ class TextFrontend:
     ) -> list[int]:
         """The prompt as token ids; text of the request never becomes a control token."""
         try:
-            chat = ENCODED.encode([messages, tools, kwargs])
+            chat = msgspec.msgpack.encode([messages, tools, kwargs])
         except (UnicodeEncodeError, RecursionError, TypeError) as error:
             what = "the messages are not valid JSON text"
             raise errors.INVALID_MESSAGES(what=what, why=error) from error
         if len(chat) > TEXT_BYTES_MAX:
             raise errors.TEXT_TOO_LARGE(mib=TEXT_BYTES_MAX >> 20)
-        return token_list(await self._pool.call(EncodeChat(), chat, tenant))
+        return token_ids(await self._pool.call(EncodeChat(), chat, tenant))
 
     async def read(self, question: bytes, body: bytes | memoryview, *, tenant: str = "") -> bytes:
         """What the reader answers to a request's body; neither is looked at in this process."""
@@ -109,8 +110,3 @@ class TextFrontend:
         """Ends the text processes and frees the vocabulary; idempotent."""
         await self._pool.close()
         self.tokenizer.close()
-
-
-def token_list(data: bytes) -> list[int]:
-    """Token ids of little-endian int32 bytes."""
-    return array("i", data).tolist()

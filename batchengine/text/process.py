@@ -9,7 +9,6 @@ bytes; "" = none.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import datetime
 import importlib
@@ -18,7 +17,7 @@ import resource
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn, cast
 
 import msgspec
@@ -31,6 +30,7 @@ from batchengine.text.renderer import OutputTooLong, Renderer, warm_up
 from batchengine.text.vocab import Tokenizer
 from batchengine.wire.frames import BlockingLink, Frame
 from batchengine.wire.text import (
+    TEMPLATE,
     TEXT_LINK,
     Done,
     Encode,
@@ -40,6 +40,7 @@ from batchengine.wire.text import (
     Read,
     Refused,
     TextMessage,
+    token_bytes,
 )
 
 Reader = Callable[[TextEncoder, bytes, bytes], bytes]
@@ -69,11 +70,6 @@ def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value, value))
 
 
-def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32."""
-    return array.array("i", tokens).tobytes()
-
-
 class TextProcess:
     """Answers the frames of one link until the engine goes away."""
 
@@ -82,6 +78,7 @@ class TextProcess:
         self._reader = reader
         self._memory = _Memory()
         self._resident_bytes_max = 0
+        self._phase = ""  # of the request
 
     def serve(self) -> None:
         """Handles Open, then requests; returns when the link ends."""
@@ -99,6 +96,7 @@ class TextProcess:
         self._link.send(TEXT_LINK.encode(Done(is_last=False)))
         while (frame := self._link.receive()) is not None:
             _set_cpu_limit(opening.cpu_s)
+            self._phase = ""
             message, payload = self._answer(encoder, frame)
             self._link.send(TEXT_LINK.encode(message, payload))
             if message.is_last:
@@ -113,6 +111,7 @@ class TextProcess:
         )
 
     def _report(self, phase: str) -> None:
+        self._phase = phase
         self._link.send(TEXT_LINK.encode(Phase(phase)))
 
     def _answer(
@@ -127,8 +126,8 @@ class TextProcess:
             return Refused.of(error, self._has_grown()), b""
         except (MemoryError, OutputTooLong) as error:
             what = "memory" if isinstance(error, MemoryError) else "output"
-            stopped = errors.TEMPLATE_STOPPED(why=f"its {what} passed the limit")
-            return Refused.of(stopped, is_last=True), b""
+            row = errors.TEMPLATE_STOPPED if self._phase == TEMPLATE else errors.TEXT_UNUSABLE
+            return Refused.of(row(why=f"its {what} passed the limit"), is_last=True), b""
         return Done(self._has_grown()), result
 
     def _handle(self, encoder: TextEncoder, frame: Frame[TextMessage]) -> bytes:

@@ -6,7 +6,8 @@ and reports a Phase before work that a template or a text may make long.
 
 from __future__ import annotations
 
-import msgspec
+from array import array
+from collections.abc import Sequence
 
 from batchengine.core import BatchEngineError
 from batchengine.wire.frames import Frame, LinkSchema, Message
@@ -83,4 +84,13 @@ TextMessage = Open | Encode | EncodeChat | Read | Phase | Done | Refused
 TextRequest = Encode | EncodeChat | Read
 TextFrame = Frame[TextMessage]
 TEXT_LINK = LinkSchema[TextMessage](VERSION, Open, Encode, EncodeChat, Read, Phase, Done, Refused)
-ENCODED = msgspec.msgpack.Encoder()
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    return array("i", tokens).tobytes()
+
+
+def token_ids(data: bytes) -> list[int]:
+    """The inverse of `token_bytes`."""
+    return array("i", data).tolist()

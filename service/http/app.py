@@ -209,7 +209,7 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
             info.context_tokens, info.vocab_size, config.limits.tokens_max_default
         )
         strict = config.server.strict_fields or request.query.get("strict") == "1"
-        question = reading.encode_question(reading.Question(protocol.name, limits, strict))
+        question = reading.encode(reading.Question(protocol.name, limits, strict))
         answer = await engine.text.read(question, memoryview(data), tenant=request[CALLER].tenant)
         found = reading.decode_reading(answer)
         for name in found.ignored[:UNKNOWN_COUNTED_MAX]:

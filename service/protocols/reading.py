@@ -7,12 +7,12 @@ as they came, and gets a `Reading`, which is small but for the token ids.
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import msgspec
 
 from batchengine import errors
+from batchengine.wire.text import token_bytes, token_ids
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import Prompt
 from service.protocols.schema import Common
@@ -34,7 +34,7 @@ class Question(msgspec.Struct, array_like=True, frozen=True):
 class Reading(msgspec.Struct, array_like=True, frozen=True):
     """A body that was read: its fields, the names of ignored ones, and its prompts.
 
-    `tokens` holds little-endian int32 ids, one entry per prompt; the rest as in `Prompt`.
+    `tokens` holds the `token_bytes` of each prompt; the rest is as in `Prompt`.
     """
 
     fields: Common
@@ -47,12 +47,11 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
 
     def prompt(self) -> Prompt:
         """The prompts as lists of token ids."""
-        tokens = [array("i", ids).tolist() for ids in self.tokens]
+        tokens = list(map(token_ids, self.tokens))
         return Prompt(tokens, self.tokens_max, self.logprobs, self.param, self.tool_call_ids)
 
 
-encode_question = msgspec.msgpack.Encoder().encode
-_encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode
 _decode_question = msgspec.msgpack.Decoder(Question).decode
 decode_reading = msgspec.msgpack.Decoder(Reading).decode
 
@@ -67,11 +66,11 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     protocol.check(body)
     prompt = protocol.read_prompt(body, text, asked.limits)
     fields = Common(**{name: getattr(body, name) for name in _common_fields})
-    return _encode(
+    return encode(
         Reading(
             fields,
             ignored,
-            [array("i", tokens).tobytes() for tokens in prompt.tokens],
+            list(map(token_bytes, prompt.tokens)),
             prompt.tokens_max,
             prompt.logprobs,
             prompt.param,

@@ -228,6 +228,22 @@ async def test_closing_ends_requests_and_processes(pocket_path: Path) -> None:
     await text.close()
 
 
+def read_without_end(encoder: object, question: bytes, body: bytes) -> bytes:
+    """A reader of bodies that takes all memory it may have."""
+    return bytes(1 << 40)
+
+
+async def test_a_body_that_takes_too_much_memory_is_not_blamed_on_the_template(
+    pocket_path: Path,
+) -> None:
+    reader = f"{__name__}:{read_without_end.__name__}"
+    async with opened(pocket_path, reader=reader) as text:
+        with pytest.raises(BatchEngineError, match="memory passed the limit") as caught:
+            await text.read(b"", b"{}")
+        assert (caught.value.code, caught.value.kind) == ("BE1506", Kind.INVALID)
+        assert await text.encode("the")
+
+
 async def test_a_process_that_grew_is_replaced(
     pocket_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
