@@ -5,7 +5,8 @@ streams short answers of known requests one after another: first alone, then whi
 attacks (`clients`: a flood in the highest class, cancelled streams, slow readers, pipelining, half
 requests, key guesses, foreign ids, the worst texts known). Counted: ends of the daemon and of its
 workers, answers of the victim that differ from those it got alone, gaps of its streams, its time to
-the first token against that alone, and the growth of the daemon's memory.
+the first token against that alone, and the growth of the daemon's memory. A 500 to any client, too,
+fails the run.
 """
 
 from __future__ import annotations
@@ -138,8 +139,10 @@ class Watch:
         return False
 
 
-async def measure(daemon: ChildDaemon, keys: dict[str, str], seconds: float) -> dict[str, Any]:
-    """The figures of one run."""
+async def measure(
+    daemon: ChildDaemon, keys: dict[str, str], seconds: float
+) -> tuple[dict[str, Any], Counter[str]]:
+    """The figures of one run, and the statuses of the answers to the attack."""
     port = int(daemon.url.rpartition(":")[2].partition("/")[0])
     url = f"http://127.0.0.1:{port}"
     victim, watch = Victim(url, keys["victim"]), Watch(daemon, url, keys["victim"])
@@ -173,7 +176,7 @@ async def measure(daemon: ChildDaemon, keys: dict[str, str], seconds: float) -> 
     print(f"  TTFT alone ms    {report.Samples(ttft_alone)}")
     print(f"  TTFT attacked ms {report.Samples(ttft or [0.0])}")
     print(f"  answers to the attack: {dict(statuses.most_common())}")
-    return {
+    figures = {
         "crashes": crashes,
         "stalls_over_100ms": sum(gap > STALL_MS for answer in good for gap in answer.gaps_ms),
         "victim_ttft_ratio": round(statistics.median(ttft) / statistics.median(ttft_alone), 2)
@@ -189,6 +192,7 @@ async def measure(daemon: ChildDaemon, keys: dict[str, str], seconds: float) -> 
         "rss_growth_mb": round(growth_mb, 1),
         "seconds": seconds,
     }
+    return figures, statuses
 
 
 def main(argv: list[str]) -> int:
@@ -212,10 +216,11 @@ def main(argv: list[str]) -> int:
 
         with ChildDaemon(args.model, show, "--config", str(config), "--lanes", "2") as daemon:
             daemon.wait_ready()
-            figures = asyncio.run(measure(daemon, keys, 30.0 if args.quick else args.seconds))
+            seconds = 30.0 if args.quick else args.seconds
+            figures, statuses = asyncio.run(measure(daemon, keys, seconds))
             if args.verbose:
                 print(*daemon.rest(), sep="\n", file=sys.stderr)
     if args.json:
         Path(args.json).write_text(json.dumps({"machine": machine, **figures}, indent=1))
     print("RESULT " + json.dumps(figures))
-    return 1 if figures["crashes"] or figures["victim_wrong_tokens"] else 0
+    return 1 if figures["crashes"] or figures["victim_wrong_tokens"] or statuses["500"] else 0
