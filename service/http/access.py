@@ -12,6 +12,7 @@ import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import cast
 
@@ -108,7 +109,7 @@ class Attempts:
 def address_of(peer: object) -> str:
     """The client's address as it counts for failed keys: of IPv6 the network of 64 bits."""
     host = str(cast("Sequence[object]", peer)[0]) if isinstance(peer, tuple) and peer else ""
-    return ":".join(host.split(":")[:4]) if ":" in host else host
+    return IPv6Address(host).packed[:8].hex() if ":" in host else host
 
 
 def _digest(text: str) -> bytes:

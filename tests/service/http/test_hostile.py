@@ -17,6 +17,7 @@ from batchengine.config import ApiKey, Config
 from batchengine.core import BatchEngineError, ErrorEvent, SlaClass
 from batchengine.text.frontend import TextFrontend
 from service.http import app
+from service.http.access import address_of
 from service.protocols import reading
 from tests.support.fake_engine import FakeEngine, Served, chat, fake_config, post, serving
 
@@ -645,6 +646,15 @@ async def test_a_page_of_another_site_gets_nothing_at_all() -> None:
             assert answer.startswith(b"HTTP/1.1 403 ")
             answer = await served.raw(f"{head}Sec-Fetch-Site: none\r\n\r\n".encode())
             assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_addresses_of_one_ipv6_network_count_as_one_client() -> None:
+    hosts = ("2001:db8::1", "2001:db8::2:3", "2001:db8::a:b:c:d", "2001:db8:0:0:1::")
+    assert len({address_of((host, 40_000, 0, 0)) for host in hosts}) == 1
+    assert address_of(("fe80::1:2:3:4%eth0", 1, 0, 2)) == address_of(("fe80::9", 2, 0, 2))
+    assert address_of(("2001:db8:0:1::1", 1, 0, 0)) != address_of((hosts[0], 1, 0, 0))
+    assert address_of(("192.0.2.1", 1)) != address_of(("192.0.2.2", 1))
+    assert address_of(None) == ""
 
 
 async def test_wrong_keys_wait_and_lock_no_client_out() -> None:
