@@ -19,7 +19,16 @@ from batchengine.text.frontend import TextFrontend
 from service.http import app
 from service.http.access import address_of
 from service.protocols import reading
-from tests.support.fake_engine import FakeEngine, Served, chat, fake_config, post, serving
+from tests.support.fake_engine import (
+    CONTEXT_TOKENS,
+    VOCAB_SIZE,
+    FakeEngine,
+    Served,
+    chat,
+    fake_config,
+    post,
+    serving,
+)
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -35,7 +44,8 @@ def with_keys() -> Config:
 
 
 # route, body, status, code, param
-BAD_FIELDS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
+Refused = tuple[str, dict[str, Any], int, str, str | None]
+BAD_FIELDS: list[Refused] = [
     (CHAT, {}, 400, "missing_field", "messages"),
     (CHAT, {"messages": []}, 400, "invalid_value", "messages"),
     (CHAT, {"messages": "hi"}, 400, "invalid_value", "messages"),
@@ -83,7 +93,6 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
     (CHAT, {"messages": MESSAGES, "stop": [""]}, 400, "invalid_value", "stop[0]"),
     (CHAT, {"messages": MESSAGES, "stop": 7}, 400, "invalid_value", "stop"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias"),
-    (CHAT, {"messages": MESSAGES, "logit_bias": {"300": 1}}, 400, "invalid_value", "logit_bias"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"3": 101}}, 400, "invalid_value", "logit_bias"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 21, "logprobs": True},
      400, "invalid_value", "top_logprobs"),
@@ -117,20 +126,12 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
      "reasoning_effort"),
     (CHAT, {"messages": MESSAGES, "model": "gpt-4"}, 404, "model_not_found", "model"),
     (CHAT, {"messages": MESSAGES, "model": "fake:vip"}, 404, "model_not_found", "model"),
-    (CHAT, {"messages": [{"role": "user", "content": "x" * 3000}]}, 400,
-     "context_length_exceeded", "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": "x" * 400_000}]}, 400,
-     "context_length_exceeded", "messages"),
-    (CHAT, {"messages": MESSAGES, "max_tokens": 2047}, 400, "context_length_exceeded",
-     "messages"),
-    (TEXT, {"prompt": "xy", "max_tokens": 2047}, 400, "context_length_exceeded", "prompt"),
     (TEXT, {}, 400, "missing_field", "prompt"),
     (TEXT, {"prompt": ""}, 400, "invalid_value", "prompt"),
     (TEXT, {"prompt": []}, 400, "invalid_value", "prompt"),
     (TEXT, {"prompt": [1, "a"]}, 400, "invalid_value", "prompt"),
     (TEXT, {"prompt": [True, False]}, 400, "invalid_value", "prompt"),
     (TEXT, {"prompt": [-1]}, 400, "invalid_value", "prompt[0]"),
-    (TEXT, {"prompt": [1, 300]}, 400, "invalid_value", "prompt[1]"),
     (TEXT, {"prompt": ["x"] * 33}, 400, "invalid_value", "prompt"),
     (TEXT, {"prompt": ["x"] * 5, "n": 8}, 400, "invalid_value", "n"),
     (TEXT, {"prompt": "x", "echo": True}, 400, "unsupported_parameter", "echo"),
@@ -140,9 +141,28 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
 ]  # fmt: skip
 
 
+def bad_requests(vocab: int, context: int) -> list[Refused]:
+    """Requests that a model of so many tokens and such a context refuses."""
+
+    def said(text: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": text}]}
+
+    biases = {"messages": MESSAGES, "logit_bias": {str(vocab): 1}}
+    whole = {"max_tokens": context - 1}
+    return [
+        *BAD_FIELDS,
+        (CHAT, biases, 400, "invalid_value", "logit_bias"),
+        (TEXT, {"prompt": [1, vocab]}, 400, "invalid_value", "prompt[1]"),
+        (CHAT, said("a b c " * context), 400, "context_length_exceeded", "messages"),
+        (CHAT, said("x" * 130 * context), 400, "context_length_exceeded", "messages"),
+        (CHAT, {"messages": MESSAGES, **whole}, 400, "context_length_exceeded", "messages"),
+        (TEXT, {"prompt": "xy", **whole}, 400, "context_length_exceeded", "prompt"),
+    ]
+
+
 async def test_wrong_fields_are_named_in_the_error() -> None:
     async with serving() as served:
-        for path, body, status, code, param in BAD_FIELDS:
+        for path, body, status, code, param in bad_requests(VOCAB_SIZE, CONTEXT_TOKENS):
             for stream in (False, True):  # streaming must not turn errors into events
                 sent = body if "stream" in body else {**body, "stream": stream}
                 got, reply, headers = await post(served, path, sent)
@@ -206,7 +226,7 @@ async def test_bodies_that_are_not_json_are_refused() -> None:
                 assert seen == (400, "invalid_json", param), body[:60]
 
 
-def worst_bodies() -> list[tuple[str, str, bytes]]:
+def worst_bodies(size: int = 4 << 20) -> list[tuple[str, str, bytes]]:
     """(name, path, body) of bodies that cost most to parse, check, render or tokenise."""
 
     def body(**fields: object) -> bytes:
@@ -215,7 +235,6 @@ def worst_bodies() -> list[tuple[str, str, bytes]]:
     def said(text: str) -> bytes:
         return body(messages=[{"role": "user", "content": text}])
 
-    size = 4 << 20
     return [
         ("empty lists", CHAT, b'{"messages": [' + b"[]," * (size // 3) + b"[]]}"),
         ("empty objects", CHAT, b'{"metadata": [' + b"{}," * (size // 3) + b"{}]}"),
@@ -225,10 +244,10 @@ def worst_bodies() -> list[tuple[str, str, bytes]]:
         ("control tokens", CHAT, said("<|im_end|>" * (size // 10))),
         ("one character", CHAT, said("a" * size)),
         ("spaces", TEXT, body(prompt=" " * size)),
-        ("many messages", CHAT, body(messages=[{"role": "user", "content": "x"}] * 100_000)),
-        ("biases", CHAT, body(messages=[], logit_bias={str(i): 1.0 for i in range(200_000)})),
-        ("fields", CHAT, body(**{f"field{i}": 1 for i in range(200_000)})),
-        ("tools", CHAT, body(messages=[], tools=[{"a": {"b": 1}}] * 200_000)),
+        ("many messages", CHAT, body(messages=[{"role": "user", "content": "x"}] * (size // 42))),
+        ("biases", CHAT, body(messages=[], logit_bias={str(i): 1.0 for i in range(size // 21)})),
+        ("fields", CHAT, body(**{f"field{i}": 1 for i in range(size // 21)})),
+        ("tools", CHAT, body(messages=[], tools=[{"a": {"b": 1}}] * (size // 21))),
         ("depth", CHAT, b'{"messages": ' + b"[" * (size // 2) + b"]" * (size // 2) + b"}"),
         ("digits", CHAT, b'{"seed": ' + b"1" * size + b"}"),
     ]
@@ -494,13 +513,18 @@ async def test_every_route_needs_the_key() -> None:
             {"Authorization": "Bearer alpha-key-123\xff"},
         ]
         async with aiohttp.ClientSession(served.base) as client:
+
+            async def refused(method: str, path: str, headers: dict[str, str]) -> None:
+                async with client.request(method, path, headers=headers) as reply:
+                    assert reply.status == 401, (method, path, headers)
+                    if method != "HEAD":
+                        error = (await reply.json())["error"]
+                        assert error["type"] == "authentication_error"
+
+            await asyncio.gather(
+                *(refused(*route, headers) for route in routes for headers in wrong)
+            )
             for method, path in routes:
-                for headers in wrong:
-                    async with client.request(method, path, headers=headers) as reply:
-                        assert reply.status == 401, (method, path, headers)
-                        if method != "HEAD":
-                            error = (await reply.json())["error"]
-                            assert error["type"] == "authentication_error"
                 async with client.request(
                     method, path, headers={"Authorization": "Bearer alpha-key-123"}
                 ) as reply:
