@@ -53,13 +53,14 @@ class DigestQueue:
         return self._slots.owns(session) and session.state in (State.IDLE, State.WAITING)
 
     def tick(self) -> list[Session]:
-        """Return the sessions that have now been idle for REST_TICKS calls. Call once a second."""
+        """Return the sessions that have now been idle for REST_TICKS calls, or for 2, 4, 8, …
+        times as many: a tail cannot be parked while an earlier one is. Call once a second."""
         self._rested = {
             session: self._rested.get(session, 0) + 1
             for session in self._slots.reclaimable
             if session.state is State.IDLE
         }
-        return [session for session, ticks in self._rested.items() if ticks == REST_TICKS]
+        return [session for session, ticks in self._rested.items() if _is_rested(ticks)]
 
     def take(self) -> list[DueDigest]:
         """Take the digests of the next frame.
@@ -80,3 +81,8 @@ class DigestQueue:
     def clear(self) -> None:
         """Drop all queued digests."""
         self._due = {}
+
+
+def _is_rested(ticks: int) -> bool:
+    times, rest = divmod(ticks, REST_TICKS)
+    return not rest and times.bit_count() == 1

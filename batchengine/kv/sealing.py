@@ -112,7 +112,7 @@ class SealPipeline:
         return True
 
     def park_resting(self) -> None:
-        """Park the tails of sessions that were idle for REST_TICKS seconds. Call once a second."""
+        """Park the tails of sessions that rest (`DigestQueue.tick`). Call once a second."""
         for session in self.digests.tick():
             self.park(session)
 

@@ -36,7 +36,8 @@ from batchengine.wire.text import (
 
 log = logging.getLogger("batchengine.text")
 
-PROCESSES_MAX = 2
+SHORT_PROCESSES = 2
+LONG_NICE = 10  # a long text takes processor time that lanes, short texts and the engine leave
 SHORT_BYTES_MAX = 256 << 10  # takes some 0.1 s at most unless it is hostile
 ATTEMPTS_MAX = 2  # the first loss may be the machine's fault (memory, a killed process)
 LINGER_S = 1.0  # between the end of the link and the end of the process
@@ -63,38 +64,61 @@ class ProcessLost(Exception):
         self.is_final = is_final  # another attempt would take as long
 
 
+class _Line:
+    """Texts that wait in a queue, fair between tenants, for a few processes; one text of each
+    tenant is prepared at a time."""
+
+    def __init__(self, workers: list[TextWorker]) -> None:
+        self.queue = FairQueue[_Job]()
+        self.idle = workers
+        self.running: Counter[str] = Counter()  # texts by tenant
+
+    def take(self) -> tuple[TextWorker, _Job] | None:
+        """The next text and the process for it; None while one of them is missing."""
+        while self.idle:
+            job = self.queue.pop(lambda tenant: not self.running[tenant])
+            if job is None:
+                return None
+            if job.answer.done():  # its client has gone
+                continue
+            # one that runs comes first: starting another takes longer than most requests
+            worker = max(self.idle, key=lambda idle: idle.is_running)
+            self.idle.remove(worker)
+            self.running[job.tenant] += 1
+            return worker, job
+        return None
+
+    def end(self, job: _Job) -> None:
+        """Count a text that has ended."""
+        del self.running[job.tenant]
+
+
 @dataclass(slots=True)
 class _Job:
     request: TextRequest
     payload: bytes | memoryview
     tenant: str
-    is_long: bool
     answer: asyncio.Future[bytes] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
 
 class TextPool:
-    """Up to PROCESSES_MAX text processes behind one queue that is fair between tenants.
-
-    One long text runs at a time, and one short text of each tenant.
-    """
+    """Text processes for short texts, and one for long texts, which starts with the first."""
 
     def __init__(self, opening: Open, reader: str, limits: TextLimits) -> None:
-        self._idle = [TextWorker(opening, reader, limits) for _ in range(PROCESSES_MAX)]
-        self._all = tuple(self._idle)
+        short = [TextWorker(opening, reader, limits) for _ in range(SHORT_PROCESSES)]
+        long = TextWorker(opening, reader, limits, nice=LONG_NICE)
+        self._all = (*short, long)
+        self._short, self._long = _Line(short), _Line([long])
         self._limits = limits
-        self._short = FairQueue[_Job]()
-        self._long = FairQueue[_Job]()
-        self._short_running: Counter[str] = Counter()
-        self._long_running = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def warm_up(self) -> None:
-        """Starts every process ahead of the first request; a failure shows again there."""
-        while self._idle:
-            self._run(self._start(self._idle.pop()))
+        """Starts the processes of short texts ahead of the first; a failure shows again there."""
+        while self._short.idle:
+            self._run(self._start(self._short, self._short.idle.pop()))
 
     async def call(self, request: TextRequest, payload: bytes | memoryview, tenant: str) -> bytes:
         """The result of one request.
@@ -104,10 +128,10 @@ class TextPool:
         """
         if self._closed:
             raise errors.TEXT_UNAVAILABLE(why="the engine stops")
-        job = _Job(request, payload, tenant, len(payload) > SHORT_BYTES_MAX)
-        queue = self._long if job.is_long else self._short
-        queue.push(tenant, len(payload) + 1024, job)
-        self._dispatch()
+        job = _Job(request, payload, tenant)
+        line = self._long if len(payload) > SHORT_BYTES_MAX else self._short
+        line.queue.push(tenant, len(payload) + 1024, job)
+        self._dispatch(line)
         try:
             return await job.answer
         finally:
@@ -118,47 +142,28 @@ class TextPool:
         self._closed = True
         for worker in self._all:
             worker.kill("was closed")
-        for queue in (self._short, self._long):
-            while (job := queue.pop()) is not None:
+        for line in (self._short, self._long):
+            while (job := line.queue.pop()) is not None:
                 _fail(job, errors.TEXT_UNAVAILABLE(why="the engine stops"))
         while self._tasks:
             await asyncio.wait(set(self._tasks))
         for worker in self._all:
             await worker.ended()
 
-    def _dispatch(self) -> None:
-        while self._idle:
-            job = self._short.pop(lambda tenant: not self._short_running[tenant])
-            if job is None and not self._long_running:
-                job = self._long.pop()
-            if job is None:
-                return
-            if job.answer.done():  # its client has gone
-                continue
-            # one that runs comes first: starting another takes longer than most requests
-            worker = max(self._idle, key=lambda idle: idle.is_running)
-            self._idle.remove(worker)
-            self._count(job, 1)
-            self._run(self._serve(worker, job))
+    def _dispatch(self, line: _Line) -> None:
+        while (taken := line.take()) is not None:
+            self._run(self._serve(line, *taken))
 
-    def _count(self, job: _Job, by: int) -> None:
-        if job.is_long:
-            self._long_running += by
-            return
-        self._short_running[job.tenant] += by
-        if not self._short_running[job.tenant]:
-            del self._short_running[job.tenant]
-
-    async def _start(self, worker: TextWorker) -> None:
+    async def _start(self, line: _Line, worker: TextWorker) -> None:
         try:
             if not self._closed:
                 await worker.start()
         except (BatchEngineError, ProcessLost) as error:
             log.warning("a text process did not start: %s", error)
         finally:
-            self._release(worker)
+            self._release(line, worker)
 
-    async def _serve(self, worker: TextWorker, job: _Job) -> None:
+    async def _serve(self, line: _Line, worker: TextWorker, job: _Job) -> None:
         try:
             result = await self._attempt(worker, job)
             if not job.answer.done():
@@ -169,11 +174,11 @@ class TextPool:
             log.exception("a text request failed")
             _fail(job, errors.TOKENIZER_FAILED(why=str(error)))
         finally:
-            self._count(job, -1)
+            line.end(job)
             if worker.is_running or self._closed:
-                self._release(worker)
+                self._release(line, worker)
             else:  # replaced now: the next request should not wait for a start
-                self._run(self._start(worker))
+                self._run(self._start(line, worker))
 
     async def _attempt(self, worker: TextWorker, job: _Job) -> bytes:
         payload = job.payload
@@ -182,8 +187,10 @@ class TextPool:
             try:
                 await worker.start()
             except ProcessLost as lost:
+                if self._closed:
+                    raise errors.TEXT_UNAVAILABLE(why="the engine stops") from lost
                 log.warning("a text process did not start: it %s", lost)
-                if attempt == ATTEMPTS_MAX or self._closed:
+                if attempt == ATTEMPTS_MAX:
                     raise errors.TEXT_UNAVAILABLE(why=f"its process {lost}") from lost
                 continue
             try:
@@ -199,10 +206,10 @@ class TextPool:
                     raise row(why=f"its process {lost}") from lost
         raise AssertionError("the last attempt returns or raises")
 
-    def _release(self, worker: TextWorker) -> None:
-        self._idle.append(worker)
+    def _release(self, line: _Line, worker: TextWorker) -> None:
+        line.idle.append(worker)
         if not self._closed:
-            self._dispatch()
+            self._dispatch(line)
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -218,7 +225,8 @@ def _fail(job: _Job, error: BatchEngineError) -> None:
 class TextWorker:
     """One text process at a time, and the frames to and from it; one request in flight."""
 
-    def __init__(self, opening: Open, reader: str, limits: TextLimits) -> None:
+    def __init__(self, opening: Open, reader: str, limits: TextLimits, nice: int = 0) -> None:
+        self._nice = nice
         self._opening = opening
         self._reader = reader
         self._limits = limits
@@ -323,7 +331,9 @@ class TextWorker:
 
     def _start_child(self) -> tuple[ChildProcess, socket.socket]:
         ours, theirs = socket.socketpair()
-        words = python_command("batchengine.text.process", str(os.getpid()), self._reader)
+        words = python_command(
+            "batchengine.text.process", str(os.getpid()), self._reader, str(self._nice)
+        )
         with theirs:
             try:
                 child = ChildProcess.start(

@@ -1,4 +1,4 @@
-"""The text process: `python -m batchengine.text.process PARENT READER`.
+"""The text process: `python -m batchengine.text.process PARENT READER NICE`.
 
 Owns this process's limits and the requests on its one channel, a text link on file descriptor 0.
 Tokenizers and templates run here because either may crash, hang or eat memory on hostile input.
@@ -176,8 +176,9 @@ def find_reader(name: str) -> Reader | None:
     return cast(Reader, getattr(importlib.import_module(module), function))
 
 
-def main(parent: int, reader: str) -> NoReturn:
+def main(parent: int, reader: str, nice: int) -> NoReturn:
     """Serves on a thread with a large stack, then ends the process."""
+    os.nice(nice)
     guard.tie_to_parent(parent)
     guard.drop_privileges()
     guard.keep_private()
@@ -197,4 +198,4 @@ def _serve(process: TextProcess) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

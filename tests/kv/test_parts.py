@@ -151,6 +151,14 @@ def test_a_tail_is_digested_after_its_session_was_idle(slots: Slots) -> None:
     assert not digests
 
 
+def test_a_tail_that_could_not_be_parked_is_tried_again(slots: Slots) -> None:
+    """As while an earlier tail of its slot is being sealed: ever less often."""
+    digests, session = DigestQueue(slots), member(slots, 1, 10)
+    session.on(Event.FINISH)
+    tries = [tick for tick in range(1, 10 * REST_TICKS) if digests.tick()]
+    assert tries == [REST_TICKS, 2 * REST_TICKS, 4 * REST_TICKS, 8 * REST_TICKS]
+
+
 def test_a_tail_whose_session_runs_again_is_not_digested(slots: Slots) -> None:
     digests, session = DigestQueue(slots), member(slots, 1, 10)
     assert digests.add_tail(session)

@@ -22,7 +22,7 @@ from batchengine.child import process
 from batchengine.core import BatchEngineError, Kind
 from batchengine.fair_queue import FairQueue
 from batchengine.text.frontend import TextFrontend
-from batchengine.text.pool import TextLimits
+from batchengine.text.pool import LONG_NICE, TextLimits
 from tests.support.engines import until
 
 LONG = "the small fox " * 40_000
@@ -97,6 +97,9 @@ async def test_a_short_text_does_not_wait_behind_a_long_one(pocket_path: Path) -
         await asyncio.sleep(0.05)
         await text.encode("the")
         assert not any(task.done() for task in long[1:])  # of one tenant, as without keys
+        pids = [worker.pid for worker in text._pool._all if worker.pid]
+        nice = {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids}
+        assert nice == {0, LONG_NICE}
         for task in long:
             assert len(await task) > 100_000
 
@@ -211,7 +214,7 @@ async def test_a_request_that_is_given_up_leaves_the_pool_usable(pocket_path: Pa
         await asyncio.gather(*gone, return_exceptions=True)
         async with asyncio.timeout(10):
             assert len(await text.encode(LONG)) > 100_000
-        assert (text._pool._long_running, text._pool._short_running) == (0, {})
+        assert (text._pool._long.running, text._pool._short.running) == ({}, {})
 
 
 async def test_closing_ends_requests_and_processes(pocket_path: Path) -> None:
