@@ -37,7 +37,7 @@ from batchengine.wire.text import (
 log = logging.getLogger("batchengine.text")
 
 SHORT_PROCESSES = 2
-LONG_NICE = 10  # a long text takes processor time that lanes, short texts and the engine leave
+LONG_NICE = 15  # a long text takes processor time that lanes, short texts and the engine leave
 SHORT_BYTES_MAX = 256 << 10  # takes some 0.1 s at most unless it is hostile
 ATTEMPTS_MAX = 2  # the first loss may be the machine's fault (memory, a killed process)
 LINGER_S = 1.0  # between the end of the link and the end of the process

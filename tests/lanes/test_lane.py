@@ -18,6 +18,7 @@ import uvloop
 
 import kernels
 from batchengine.core import GREEDY, PAGE_TOKENS, BatchEngineError
+from batchengine.lanes.process_guard import LANE_NICE
 from batchengine.lanes.step_input import ARENA_BIT, BadStep, StepLimits, unpack
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.wire import lane as wire
@@ -156,7 +157,7 @@ async def test_a_real_worker_computes_steps_and_refuses_bad_ones(
     arena.close(delete=True)
 
 
-async def test_a_worker_writes_no_core_file_and_is_killed_first_on_low_memory(
+async def test_a_worker_yields_to_the_engine_and_is_killed_first_on_low_memory(
     pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:
     lane, arena = await attached(pocket_path, cache_dir, tmp_path)
@@ -164,6 +165,8 @@ async def test_a_worker_writes_no_core_file_and_is_killed_first_on_low_memory(
     core = next(line for line in limits.splitlines() if line.startswith("Max core"))
     assert core.split()[4] == "0", "a core file holds prompts"
     assert proc(lane.pid, "oom_score_adj").strip() == "300"
+    nice = os.getpriority(os.PRIO_PROCESS, lane.pid)
+    assert nice == min(os.getpriority(os.PRIO_PROCESS, 0) + LANE_NICE, 19)
     await lane.close()
     arena.close(delete=True)
 
