@@ -107,9 +107,13 @@ class Attempts:
 
 
 def address_of(peer: object) -> str:
-    """The client's address as it counts for failed keys: of IPv6 the network of 64 bits."""
+    """The client's address as it counts for failed keys: of IPv6 the network of 64 bits, unless it
+    stands for an IPv4 address."""
     host = str(cast("Sequence[object]", peer)[0]) if isinstance(peer, tuple) and peer else ""
-    return IPv6Address(host).packed[:8].hex() if ":" in host else host
+    if ":" not in host:
+        return host
+    address = IPv6Address(host)
+    return str(address.ipv4_mapped or address.packed[:8].hex())
 
 
 def _digest(text: str) -> bytes:

@@ -678,6 +678,8 @@ def test_addresses_of_one_ipv6_network_count_as_one_client() -> None:
     assert address_of(("fe80::1:2:3:4%eth0", 1, 0, 2)) == address_of(("fe80::9", 2, 0, 2))
     assert address_of(("2001:db8:0:1::1", 1, 0, 0)) != address_of((hosts[0], 1, 0, 0))
     assert address_of(("192.0.2.1", 1)) != address_of(("192.0.2.2", 1))
+    mapped = {address_of((f"::ffff:192.0.2.{number}", 1, 0, 0)) for number in range(3)}
+    assert mapped == {"192.0.2.0", "192.0.2.1", "192.0.2.2"}  # of a socket for both protocols
     assert address_of(None) == ""
 
 
