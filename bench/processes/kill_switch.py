@@ -8,6 +8,7 @@ runs, as threads race; a whole sweep kills before and after every call.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -43,7 +44,8 @@ class KillSwitch:
         if self.target == "engine":
             os.kill(os.getpid(), signal.SIGKILL)
         for pid in self._workers():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the script has just killed it
+                os.kill(pid, signal.SIGKILL)
 
     def install(self) -> None:
         """Count the calls of store and lanes; call before the engine starts."""
