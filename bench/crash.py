@@ -61,7 +61,7 @@ class HashOracle:
         return hashlm_tokens(prompt, n, seed=seed)
 
     def close(self) -> None:
-        pass
+        """It holds no model."""
 
 
 class PocketOracle:

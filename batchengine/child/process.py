@@ -52,9 +52,9 @@ class ChildProcess:
         instruction of its own any more, and is reaped if it ends after all.
         """
         if self.is_running:
-            self.kill_reason = self.kill_reason or reason
-            unended = f"{self.kill_reason}, and could not be ended"
-            asyncio.get_running_loop().call_later(KILL_S, self._end, unended, -signal.SIGKILL)
+            if not self.kill_reason:
+                self.kill_reason, unended = reason, f"{reason}, and could not be ended"
+                asyncio.get_running_loop().call_later(KILL_S, self._end, unended, -signal.SIGKILL)
             self.process.send_signal(signal.SIGKILL)
 
     def reap(self) -> None:

@@ -1,4 +1,4 @@
-"""Guards a worker process at its start: it ends with its parent, and is private to it.
+"""Guards a worker process at its start: it ends with its parent, is private, and yields to it.
 
 Owns the order of the calls; independent of models and frames.
 """
@@ -21,7 +21,8 @@ LANE_NICE = 10
 
 
 def guard_process(parent_pid: int, report_fd: int) -> None:
-    """Tie this process to its parent and send the report of a fatal signal to `report_fd`.
+    """Tie this process to its parent, lower its priority, and send the report of a fatal signal to
+    `report_fd`.
 
     Ends at once when the parent is already gone. Order matters: once the process is not dumpable,
     /proc/self belongs to root, so the oom score is written before that.

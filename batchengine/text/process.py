@@ -4,7 +4,7 @@ Owns this process's limits and the requests on its one channel, a text link on f
 Tokenizers and templates run here because either may crash, hang or eat memory on hostile input.
 The process holds no secrets, opens no files once it is confined, and may be killed at any moment.
 READER names a function `module:name` that answers `wire.text.Read`: (encoder, question, body) ->
-bytes; "" = none.
+bytes; "" = none. NICE lowers the process's priority.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from batchengine.core import (
     DoneEvent,
     ErrorEvent,
     GenerationRequest,
+    QueuedEvent,
     Sampling,
     TokenEvent,
 )
@@ -243,8 +244,8 @@ class Child:
                     self.report(name, done=event.finish_reason, usage=usage)
                 case ErrorEvent():
                     self.report(name, error=event.error.name, why=str(event.error))
-                case _:
-                    pass
+                case QueuedEvent():
+                    continue  # the script waits for tokens
 
 
 def _request(command: dict[str, Any]) -> GenerationRequest:

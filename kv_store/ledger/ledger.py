@@ -560,7 +560,7 @@ def page_row(row: tuple[Any, ...]) -> PageRow | None:
 
 
 def _size(op: Op) -> int:
-    rows = len(op.refs) if isinstance(op, writes.FreePages) else 1
+    rows = len(op.refs) if isinstance(op, (writes.FreePages, writes.RetirePages)) else 1
     return RECORD_BYTES * rows + (len(op.ids) if isinstance(op, writes.AppendTokens) else 0)
 
 

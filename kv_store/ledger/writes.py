@@ -326,27 +326,32 @@ class PublishPage(Op, frozen=True):
 
 
 class FreePages(Op, frozen=True):
-    """Free page slots: `ref.gen` is the next generation of each; `bad` retires them."""
+    """Free page slots: `ref.gen` is the next generation of each."""
 
     refs: tuple[PageRef, ...]
-    repr_id: bytes
-    bad: bool
 
     def write(self, db: sqlite3.Connection) -> None:
         """Write the new states; rows stay, as generations must keep rising across restarts. A page
         published in the slot since then keeps its row, also when this is written late."""
-        if self.bad:
-            db.executemany(
-                "INSERT OR REPLACE INTO page VALUES (?,?,'bad',?,NULL,NULL,0,NULL,NULL,NULL,0,0,0)",
-                [(*ref, self.repr_id) for ref in self.refs],
-            )
-            return
         db.executemany(
             "UPDATE page SET gen = ?2, state = 'free', content_key = NULL, parent_key = NULL,"
             " n_tokens = 0, tokens = NULL, payload_digest = NULL, sealed_checksum = NULL,"
             " epoch = 0, priority = 0, lru_seq = 0"
             " WHERE page_id = ?1 AND gen < ?2 AND state = 'published'",
             self.refs,
+        )
+
+
+class RetirePages(Op, frozen=True):
+    """Retire page slots for good: `ref.gen` is the next generation of each."""
+
+    refs: tuple[PageRef, ...]
+    repr_id: bytes
+
+    def write(self, db: sqlite3.Connection) -> None:
+        db.executemany(
+            "INSERT OR REPLACE INTO page VALUES (?,?,'bad',?,NULL,NULL,0,NULL,NULL,NULL,0,0,0)",
+            [(*ref, self.repr_id) for ref in self.refs],
         )
 
 

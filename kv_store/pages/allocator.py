@@ -300,8 +300,8 @@ class SlotAllocator:
         if free or bad:
             self.core.ledger.append(
                 *rows.values(),
-                writes.FreePages(tuple(free), self.repr_id, False),
-                writes.FreePages(tuple(bad), self.repr_id, True),
+                writes.FreePages(tuple(free)),
+                writes.RetirePages(tuple(bad), self.repr_id),
             )
 
     # -- invalid pages ------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class SlotAllocator:
         stay pinned until exit, and no later run may find its bytes. Needs no lock."""
         refs = tuple(PageRef(one.ref.page_id, one.ref.gen + 1) for one in pages if one.listed)
         if refs:
-            self._free(writes.FreePages(refs, self.repr_id, False))
+            self._free(writes.FreePages(refs))
 
     def _free(self, rows: writes.FreePages) -> None:
         """Free rows by the next commit; when the disk is full, by the first one with room."""

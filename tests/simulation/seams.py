@@ -140,7 +140,7 @@ class SimFuture(Future[Any]):
         while not self.done():
             ran = [thread.run(1) for thread in list(self.threads.all)]
             if True not in ran:
-                raise AssertionError("somebody blocks on what nobody will do")
+                raise AssertionError("a thread waits for a future that no thread completes")
         return super().result(0)
 
 

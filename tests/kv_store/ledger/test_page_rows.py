@@ -115,7 +115,10 @@ def test_an_invalid_page_is_freed_once(
 
     def noted(*ops: writes.Op) -> object:
         freed.extend(
-            (ref, op.bad) for op in ops if isinstance(op, writes.FreePages) for ref in op.refs
+            (ref, isinstance(op, writes.RetirePages))
+            for op in ops
+            if isinstance(op, (writes.FreePages, writes.RetirePages))
+            for ref in op.refs
         )
         return append(*ops)
 
