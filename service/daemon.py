@@ -43,6 +43,7 @@ EXIT_ENGINE_LOST = 75  # the engine stopped by itself: start again (EX_TEMPFAIL)
 CONNECTIONS_SPARE = 64  # health checks and metrics still get in when every stream is taken
 OPEN_FILES = 65_536
 FILES_KEPT = 192  # extents, ledger, worker sockets, logs
+SWITCH_INTERVAL_S = 0.0001  # a thread waits so long for the interpreter, e.g. at each SQL statement
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -53,6 +54,7 @@ def run(config: Config, make_engine: Callable[[Config], EngineApi] | None = None
         guard.keep_private()
     _start_logging(config.debug)
     _raise_file_limit()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     sock = bind(config.server.host, config.server.port)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop, debug=config.debug) as runner:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from batchengine.core import PAGE_TOKENS
-from batchengine.session import Loss, Session
+from batchengine.session import Loss, Session, State
 from batchengine.session_kv import PendingRows, full_pages, page_start, rows_in
 from batchengine.wire import lane as wire
 from kv_store.arenas.arena import Arena, ArenaSlot
@@ -97,7 +97,7 @@ class Slots:
         self.seals: dict[ArenaSlot, Seal] = {}
         self.reclaimable: dict[Session, int] = {}  # sessions that do not run -> slots to gain
         self._changed: dict[Session, None] = {}
-        self._claims: dict[Session, None] = {}  # members that may have pending rows
+        self._claims: dict[Session, None] = {}  # see `members_pending`
         self.epochs: dict[ArenaSlot, int] = {}  # in the header of every held slot
         self._poison: dict[int, None] = {}
         self._fresh: dict[ArenaSlot, wire.ReserveSlot] = {}
@@ -188,6 +188,8 @@ class Slots:
     def protect(self, session: Session) -> None:
         """Make the slots of a session that runs or ends not reclaimable."""
         self.reclaimable.pop(session, None)
+        if session.kv.pending:
+            self._claims[session] = None
 
     def truncate(self, session: Session, n_pages: int) -> None:
         """Drop the pages from index `n_pages` on; the frontier falls back to the remaining ones."""
@@ -372,9 +374,13 @@ class Slots:
             self._claims[session] = None
 
     def members_pending(self) -> list[Session]:
-        """Return the members with pending rows, oldest claim first."""
+        """Return the members whose pending rows may be imported, oldest claim first.
+
+        The parked tail of a member without a seat is not among them: there may be thousands, and
+        the steps look here. `protect` adds it.
+        """
         for session in list(self._claims):
-            if not session.kv.pending or not self.owns(session):
+            if not self.owns(session) or not _has_importable(session):
                 del self._claims[session]
         return list(self._claims)
 
@@ -437,3 +443,10 @@ class Slots:
         # The slots are gone, but pins of sessions that do not run are still reclaimable.
         self.reclaimable = {session: 0 for session in self.reclaimable if session.kv.sealed}
         return lost
+
+
+def _has_importable(session: Session) -> bool:
+    """Whether rows of the session may be imported before it gets a seat, or after it got one."""
+    if session.state in (State.IDLE, State.WAITING):
+        return any(isinstance(rows.source, wire.FromArena) for rows in session.kv.pending)
+    return bool(session.kv.pending)

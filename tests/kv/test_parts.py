@@ -18,6 +18,7 @@ from batchengine.session_kv import PendingRows
 from batchengine.wire.lane import FromArena
 from kv_store.arenas.arena import Arena
 from kv_store.layout import PAGE_TOKENS
+from kv_store.pages.index import PageRef
 from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import descriptor, settings
@@ -217,6 +218,32 @@ def test_imported_rows_enter_the_page_table(store: Store, slots: Slots) -> None:
     assert len(session.kv.open) == 1
     assert slots.take_changed() == [session]
     assert not importer.has_chores
+
+
+def test_a_parked_tail_concerns_the_steps_only_while_its_session_has_a_seat(
+    store: Store, slots: Slots
+) -> None:
+    importer = RowImporter(store, slots, DigestQueue(slots), DeadArenas(), lambda: None)
+    parked = list[Session]()
+    for key in range(100):
+        session = Session(key, f"s{key}", "")
+        session.tokens = list(range(300))
+        slots.enter(session)
+        tail = PendingRows(0, 20, PageRef(key, 1), lambda: None)
+        slots.claim_pending(session, [tail])
+        parked.append(session)
+    assert not importer.has_chores
+    assert not slots.members_pending(), "the next steps look at none of them"
+    seated = parked[50]
+    seated.on(Event.START)
+    slots.protect(seated)
+    assert not importer.has_chores, "it waits for a seat"
+    seated.on(Event.ADMIT)
+    slots.protect(seated)
+    assert importer.has_chores
+    assert slots.members_pending() == [seated]
+    seated.on(Event.PREEMPT)
+    assert not slots.members_pending()
 
 
 # ------------------------------------------------------------------------------ touches
