@@ -78,7 +78,7 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint16_t* weight, float* m
     float dv_tail[16];
     for (int t = end - 16; t < end; t++) dv_tail[t % 16] = t < n ? dv[t] : 0.0f;
     for (int t = n; t < end; t++) s[t] = -0x1p127f;
-    const V16 shift = vset(*m), magic = vset(ca1::ROUND_MAGIC), unit = vset(0x1p22f);
+    const V16 shift = vset(*m), magic = vset(ca::ROUND_MAGIC), unit = vset(0x1p22f);
     const __m256i magic_bits = _mm256_castps_si256(magic.a);
     __m256i sum = _mm256_setzero_si256();
     V16 w_top = vzero();
@@ -98,7 +98,7 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint16_t* weight, float* m
     *l = static_cast<float>(sum_of_lanes(sum)) * 0x1p-22f;
 
     const float w_max = vreduce_max(w_top);
-    const bool empty = w_max < ca1::TINY;
+    const bool empty = w_max < ca::TINY;
     *weight_scale = empty ? 0.0f : w_max / 16383.0f;
     const V16 inverse = vset(empty ? 0.0f : 16383.0f / w_max);
     for (int t = 0; t < end; t += 16) {
@@ -167,7 +167,7 @@ void page_partials_avx2(const PageView& page, int head_dim, const QueryRows& row
         int filled = (n + 15) / 16 * 16;
         if (!good) {
             out.m[r] = 0.0f;
-            out.l[r] = ca1::canonical_nan();
+            out.l[r] = ca::canonical_nan();
             scratch.weight_scale[r] = 0.0f;
             filled = 0;
         }

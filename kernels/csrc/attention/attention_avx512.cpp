@@ -142,7 +142,7 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* lo
 #if defined(BATCHENGINE_FREE_ORDER)
     __m512 sum = zero;
 #else
-    const __m512 magic = _mm512_set1_ps(ca1::ROUND_MAGIC), unit = _mm512_set1_ps(0x1p22f);
+    const __m512 magic = _mm512_set1_ps(ca::ROUND_MAGIC), unit = _mm512_set1_ps(0x1p22f);
     const __m512i magic_bits = _mm512_castps_si512(magic);
     __m512i sum = _mm512_setzero_si512();
 #endif
@@ -172,7 +172,7 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* lo
 #endif
 
     const float w_max = _mm512_reduce_max_ps(w_top);
-    const bool empty = w_max < ca1::TINY;
+    const bool empty = w_max < ca::TINY;
     *weight_scale = empty ? 0.0f : w_max / 16383.0f;
     const __m512 inverse = _mm512_set1_ps(empty ? 0.0f : 16383.0f / w_max);
     for (int i = vectors; i % 4; i++) _mm512_store_ps(s + 16 * i, zero);
@@ -243,7 +243,7 @@ void page_partials_avx512(const PageView& page, int head_dim, const QueryRows& r
         int filled = (n + 63) / 64 * 64;
         if (!good) {
             out.m[r] = 0.0f;
-            out.l[r] = ca1::canonical_nan();
+            out.l[r] = ca::canonical_nan();
             scratch.weight_scale[r] = 0.0f;
             filled = 0;
         }

@@ -2,7 +2,7 @@
 //
 // Every sum over tokens or dims is an exact integer; floats appear only where a rounding is written.
 #include "attention/attention_page.h"
-#include "common/ca1.h"
+#include "common/ca.h"
 
 namespace batchengine {
 namespace {
@@ -18,8 +18,8 @@ float score(const PageView& page, int head_dim, int t, const int8_t* q, const fl
             dot += k * q[d];
         }
         const uint16_t half = page.k_scale[((t / 16) * blocks + b) * 16 + t % 16];
-        const float scale = ca1::half_to_float(half) * q_scale[b];
-        s = ca1::fma_rn(static_cast<float>(dot), scale, s);
+        const float scale = ca::half_to_float(half) * q_scale[b];
+        s = ca::fma_rn(static_cast<float>(dot), scale, s);
     }
     return s;
 }
@@ -32,7 +32,7 @@ struct RowResult {
 bool soften(const PageView& page, int n, const float* s, int32_t* weight, RowResult& row) {
     float top = s[0];
     for (int t = 0; t < n; t++) {
-        if (!ca1::is_finite(s[t])) return false;
+        if (!ca::is_finite(s[t])) return false;
         if (s[t] > top) top = s[t];
     }
     row.m = __builtin_ceilf(top) + 0.0f;
@@ -40,19 +40,19 @@ bool soften(const PageView& page, int n, const float* s, int32_t* weight, RowRes
     float w_max = 0.0f;
     int32_t sum = 0;
     for (int t = 0; t < n; t++) {
-        const float p = ca1::exp2c(s[t] - row.m);
-        sum += ca1::round_to_int(p * 0x1p22f);
-        w[t] = p * ca1::half_to_float(page.v_scale[t]);
-        if (!ca1::is_finite(w[t])) return false;
+        const float p = ca::exp2c(s[t] - row.m);
+        sum += ca::round_to_int(p * 0x1p22f);
+        w[t] = p * ca::half_to_float(page.v_scale[t]);
+        if (!ca::is_finite(w[t])) return false;
         if (w[t] > w_max) w_max = w[t];
     }
     row.l = static_cast<float>(sum) * 0x1p-22f;
     // As in rule 1, a maximum this small counts as zero: 16383/w_max must not overflow. Such a page
     // adds nothing to o, but its tokens keep their share of l.
-    const bool empty = w_max < ca1::TINY;
+    const bool empty = w_max < ca::TINY;
     row.weight_scale = empty ? 0.0f : w_max / 16383.0f;
     const float inverse = empty ? 0.0f : 16383.0f / w_max;
-    for (int t = 0; t < n; t++) weight[t] = ca1::round_to_int(w[t] * inverse);
+    for (int t = 0; t < n; t++) weight[t] = ca::round_to_int(w[t] * inverse);
     return true;
 }
 
@@ -71,7 +71,7 @@ void page_partials_scalar(const PageView& page, int head_dim, const QueryRows& r
         for (int t = 0; t < n; t++) s[t] = score(page, head_dim, t, q, q_scale);
         if (!soften(page, n, s, weight, row)) {
             out.m[r] = 0.0f;
-            out.l[r] = ca1::canonical_nan();
+            out.l[r] = ca::canonical_nan();
             for (int d = 0; d < head_dim; d++) o[d] = 0.0f;
             continue;
         }

@@ -15,16 +15,16 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/ca1.h"
+#include "common/ca.h"
 #include "common/types.h"
 
 namespace batchengine {
 
-constexpr size_t PAGE_TOKENS = ca1::PAGE_TOKENS;
+constexpr size_t PAGE_TOKENS = ca::PAGE_TOKENS;
 #if defined(BATCHENGINE_FREE_ORDER)
 constexpr size_t SUPERPAGE_PAGES = size_t{1} << 20;  // see free_order.h
 #else
-constexpr size_t SUPERPAGE_PAGES = ca1::SUPERPAGE_PAGES;
+constexpr size_t SUPERPAGE_PAGES = ca::SUPERPAGE_PAGES;
 #endif
 constexpr size_t HEAD_DIM_MAX = 256;
 

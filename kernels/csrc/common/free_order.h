@@ -29,5 +29,5 @@ SIMD_FN V16 vexp2c(V16 x) {
     return vscale_by_power(vfma(p, r, vset(1.0f)), n);
 }
 
-SIMD_FN V16 vexpc(V16 x) { return vexp2c(x * vset(ca1::LOG2_E)); }
+SIMD_FN V16 vexpc(V16 x) { return vexp2c(x * vset(ca::LOG2_E)); }
 SIMD_FN V16 vsilu(V16 x) { return x * vreciprocal(vset(1.0f) + vexpc(vneg(x))); }

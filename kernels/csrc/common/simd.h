@@ -7,7 +7,7 @@
 // prescribes. All of it has internal linkage.
 #pragma once
 
-#include "common/ca1.h"
+#include "common/ca.h"
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -70,7 +70,7 @@ SIMD_FN V16 vselect_ge(V16 x, float bound, V16 a, V16 b) {
 // The bits of p plus ((bits of t - magic) << 23): multiplies p by 2^n when t = n + magic.
 SIMD_FN V16 vscale_by_magic(V16 p, V16 t) {
     const __m512i n = _mm512_sub_epi32(_mm512_castps_si512(t.v),
-                                       _mm512_set1_epi32(static_cast<int>(ca1::ROUND_MAGIC_BITS)));
+                                       _mm512_set1_epi32(static_cast<int>(ca::ROUND_MAGIC_BITS)));
     return {_mm512_castsi512_ps(
         _mm512_add_epi32(_mm512_castps_si512(p.v), _mm512_slli_epi32(n, 23)))};
 }
@@ -146,7 +146,7 @@ SIMD_FN V16 vselect_ge(V16 x, float bound, V16 y, V16 z) {
 }
 SIMD_FN __m256 scale_half_by_magic(__m256 p, __m256 t) {
     const __m256i n = _mm256_sub_epi32(_mm256_castps_si256(t),
-                                       _mm256_set1_epi32(static_cast<int>(ca1::ROUND_MAGIC_BITS)));
+                                       _mm256_set1_epi32(static_cast<int>(ca::ROUND_MAGIC_BITS)));
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(n, 23)));
 }
 SIMD_FN V16 vscale_by_magic(V16 p, V16 t) {
@@ -209,7 +209,7 @@ SIMD_FN void vstore(float* p, V16 a) {
     for (int i = 0; i < 16; i++) p[i] = a.lane[i];
 }
 SIMD_FN V16 vload_half(const uint16_t* p) {
-    return each_lane([&](int i) { return ca1::half_to_float(p[i]); });
+    return each_lane([&](int i) { return ca::half_to_float(p[i]); });
 }
 SIMD_FN V16 operator+(V16 a, V16 b) {
     return each_lane([&](int i) { return a.lane[i] + b.lane[i]; });
@@ -224,7 +224,7 @@ SIMD_FN V16 operator/(V16 a, V16 b) {
     return each_lane([&](int i) { return a.lane[i] / b.lane[i]; });
 }
 SIMD_FN V16 vfma(V16 a, V16 b, V16 c) {
-    return each_lane([&](int i) { return ca1::fma_rn(a.lane[i], b.lane[i], c.lane[i]); });
+    return each_lane([&](int i) { return ca::fma_rn(a.lane[i], b.lane[i], c.lane[i]); });
 }
 // As maxps: the second operand when the lanes are equal or unordered.
 SIMD_FN V16 vmax(V16 a, V16 b) {
@@ -234,7 +234,7 @@ SIMD_FN V16 vmin(V16 a, V16 b) {
     return each_lane([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
 }
 SIMD_FN V16 vabs(V16 a) {
-    return each_lane([&](int i) { return ca1::float_of(ca1::bits_of(a.lane[i]) & 0x7FFFFFFFu); });
+    return each_lane([&](int i) { return ca::float_of(ca::bits_of(a.lane[i]) & 0x7FFFFFFFu); });
 }
 SIMD_FN V16 vneg(V16 a) {
     return each_lane([&](int i) { return -a.lane[i]; });
@@ -244,13 +244,13 @@ SIMD_FN V16 vselect_ge(V16 x, float bound, V16 a, V16 b) {
 }
 SIMD_FN V16 vscale_by_magic(V16 p, V16 t) {
     return each_lane([&](int i) {
-        return ca1::float_of(ca1::bits_of(p.lane[i]) +
-                             ((ca1::bits_of(t.lane[i]) - ca1::ROUND_MAGIC_BITS) << 23));
+        return ca::float_of(ca::bits_of(p.lane[i]) +
+                             ((ca::bits_of(t.lane[i]) - ca::ROUND_MAGIC_BITS) << 23));
     });
 }
 SIMD_FN bool vany_nonfinite(V16 a) {
     bool any = false;
-    for (int i = 0; i < 16; i++) any = any || !ca1::is_finite(a.lane[i]);
+    for (int i = 0; i < 16; i++) any = any || !ca::is_finite(a.lane[i]);
     return any;
 }
 SIMD_FN float vreduce_max(V16 a) {
@@ -259,7 +259,7 @@ SIMD_FN float vreduce_max(V16 a) {
     return m;
 }
 SIMD_FN void vstore_i8(int8_t* p, V16 a) {
-    for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(ca1::round_to_int(a.lane[i]));
+    for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(ca::round_to_int(a.lane[i]));
 }
 // Lane i + lane i + 8, then + 4, + 2, + 1, as written: one number.
 SIMD_FN float vtree(V16 x) {
@@ -270,7 +270,7 @@ SIMD_FN float vtree(V16 x) {
 // Sum of 32 values as vstore_i8 would store them.
 SIMD_FN int32_t vsum_rounded(V16 x, V16 y) {
     int32_t sum = 0;
-    for (int i = 0; i < 16; i++) sum += ca1::round_to_int(x.lane[i]) + ca1::round_to_int(y.lane[i]);
+    for (int i = 0; i < 16; i++) sum += ca::round_to_int(x.lane[i]) + ca::round_to_int(y.lane[i]);
     return sum;
 }
 
@@ -280,10 +280,10 @@ SIMD_FN int32_t vsum_rounded(V16 x, V16 y) {
 #include "common/free_order.h"
 #else
 
-// Lane by lane the trees of ca1.h, which documents the ranges. max(0, x) is the value below the
+// Lane by lane the trees of ca.h, which documents the ranges. max(0, x) is the value below the
 // range: 0 for a number, and the NaN itself for a NaN, because maxps returns its second operand.
 SIMD_FN V16 vexp2c(V16 x) {
-    const V16 magic = vset(ca1::ROUND_MAGIC);
+    const V16 magic = vset(ca::ROUND_MAGIC);
     const V16 t = x + magic;
     const V16 r = x - (t - magic);
     V16 p = vset(1.535336188e-4f);
@@ -297,8 +297,8 @@ SIMD_FN V16 vexp2c(V16 x) {
 }
 
 SIMD_FN V16 vexpc(V16 x) {
-    const V16 magic = vset(ca1::ROUND_MAGIC);
-    const V16 t = vfma(x, vset(ca1::LOG2_E), magic);
+    const V16 magic = vset(ca::ROUND_MAGIC);
+    const V16 t = vfma(x, vset(ca::LOG2_E), magic);
     const V16 n = t - magic;
     V16 r = vfma(n, vset(-0.693145752f), x);
     r = vfma(n, vset(-1.42860677e-6f), r);
@@ -311,7 +311,7 @@ SIMD_FN V16 vexpc(V16 x) {
     p = vfma(p, r * r, r);
     p = p + vset(1.0f);
     const float above_88 = 0x1.600002p6f;
-    const V16 y = vselect_ge(x, above_88, vset(ca1::float_of(0x7F800000u)), vscale_by_magic(p, t));
+    const V16 y = vselect_ge(x, above_88, vset(ca::float_of(0x7F800000u)), vscale_by_magic(p, t));
     return vselect_ge(x, -87.0f, y, vmax(vzero(), x));
 }
 

@@ -1,7 +1,7 @@
 // Golden vectors of norm, attention and sampling: two super-pages, a partial last page, an outlier
 // in K, a zero V row, both rope pairings, a chunk that crosses a page border.
 #include "attention/attention.h"
-#include "common/ca1.h"
+#include "common/ca.h"
 #include "golden/golden.h"
 #include "quant/norm.h"
 #include "rows/rowops.h"

@@ -1,6 +1,6 @@
 // Golden vectors of the linear kernels: small shapes that reach every branch, with a ragged last row
 // tile, a second segment of K, more tokens than one group, a zero block, a denormal scale.
-#include "common/ca1.h"
+#include "common/ca.h"
 #include "golden/golden.h"
 #include "linear/linear.h"
 #include "linear/pack.h"
@@ -18,7 +18,7 @@ std::vector<uint8_t> random_tensor(Kind kind, GoldenSource& source) {
     std::vector<uint8_t> bytes(source_bytes(kind, ROWS, COLS));
     for (auto& byte : bytes) byte = static_cast<uint8_t>(source.next());
     const auto put_half = [&](size_t at, float value) {
-        const uint16_t half = ca1::float_to_half(value);
+        const uint16_t half = ca::float_to_half(value);
         std::memcpy(bytes.data() + at, &half, 2);
     };
     const size_t stride = kind == Kind::q4_0 ? 18 : kind == Kind::q4_1 ? 20 : kind == Kind::q8_0 ? 34 : 210;
@@ -32,7 +32,7 @@ std::vector<uint8_t> random_tensor(Kind kind, GoldenSource& source) {
     }
     for (size_t i = 0; i < ROWS * COLS; ++i) {
         const float value = source.unit();
-        const auto bf16 = static_cast<uint16_t>(ca1::bits_of(value) >> 16);
+        const auto bf16 = static_cast<uint16_t>(ca::bits_of(value) >> 16);
         if (kind == Kind::f16) put_half(2 * i, value);
         if (kind == Kind::bf16) std::memcpy(bytes.data() + 2 * i, &bf16, 2);
         if (kind == Kind::f32) std::memcpy(bytes.data() + 4 * i, &value, 4);

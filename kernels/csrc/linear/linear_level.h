@@ -121,7 +121,7 @@ float multiply_then_add(float a, float b, float c) {
     float lanes[TILE_ROWS];
     vstore(lanes, vset(a) * vset(b) + vset(c));
     const float plain = a * b + c;
-    return lanes[0] == plain ? plain : ca1::canonical_nan();
+    return lanes[0] == plain ? plain : ca::canonical_nan();
 }
 
 }  // namespace

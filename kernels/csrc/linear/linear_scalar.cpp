@@ -4,7 +4,7 @@
 // rounds once, in the order it is written.
 #include <algorithm>
 
-#include "common/ca1.h"
+#include "common/ca.h"
 #include "linear/linear.h"
 #include "linear/pack.h"
 
@@ -40,17 +40,17 @@ int32_t dot_nibbles(const uint8_t (&nibbles)[GROUPS / 2][TILE_ROWS][4], size_t r
 float step_q4_0(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
     const auto& pair = reinterpret_cast<const PackedQ4_0*>(tile)[block / 2];
     const int32_t sum = dot_nibbles(pair.q[block % 2], row, x.q) + x.offset;
-    const float d = ca1::half_to_float(pair.d[block % 2][row]);
-    return ca1::fma_rn(static_cast<float>(sum), d * x.scale, acc);
+    const float d = ca::half_to_float(pair.d[block % 2][row]);
+    return ca::fma_rn(static_cast<float>(sum), d * x.scale, acc);
 }
 
 // As q4_0, then at once acc = fma(float(sum of q), RN(m * dx), acc).
 float step_q4_1(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
     const auto& from = reinterpret_cast<const PackedQ4_1*>(tile)[block];
     const int32_t sum = dot_nibbles(from.q, row, x.q);
-    const float d = ca1::half_to_float(from.d[row]), m = ca1::half_to_float(from.m[row]);
-    acc = ca1::fma_rn(static_cast<float>(sum), d * x.scale, acc);
-    return ca1::fma_rn(static_cast<float>(x.offset / -8), m * x.scale, acc);
+    const float d = ca::half_to_float(from.d[row]), m = ca::half_to_float(from.m[row]);
+    acc = ca::fma_rn(static_cast<float>(sum), d * x.scale, acc);
+    return ca::fma_rn(static_cast<float>(x.offset / -8), m * x.scale, acc);
 }
 
 float step_q8_0(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
@@ -58,8 +58,8 @@ float step_q8_0(float acc, const uint8_t* tile, size_t block, size_t row, const 
     int32_t sum = 0;
     for (size_t k = 0; k < BLOCK_WIDTH; ++k)
         sum += (pair.q[block % 2][k / 4][row][k % 4] - 128) * x.q[k];
-    const float d = ca1::half_to_float(pair.d[block % 2][row]);
-    return ca1::fma_rn(static_cast<float>(sum), d * x.scale, acc);
+    const float d = ca::half_to_float(pair.d[block % 2][row]);
+    return ca::fma_rn(static_cast<float>(sum), d * x.scale, acc);
 }
 
 // I = scale0 * (dot of the first 16 k) + scale1 * (dot of the last 16 k), |I| < 2^24.
@@ -77,7 +77,7 @@ float step_q6_k(float acc, const uint8_t* tile, size_t block, size_t row, const 
     }
     const size_t sub = block % 8 * 2;
     const int32_t sum = super.scale[sub][row] * half[0] + super.scale[sub + 1][row] * half[1];
-    return ca1::fma_rn(static_cast<float>(sum), super.d[row] * x.scale, acc);
+    return ca::fma_rn(static_cast<float>(sum), super.d[row] * x.scale, acc);
 }
 
 // Segments of 32 blocks, each from +0; their values are added in order.
@@ -96,8 +96,8 @@ float dot_blocks(const uint8_t* tile, size_t row, const Activations& x, size_t g
 float weight(Kind kind, const uint8_t* tile, size_t index) {
     if (kind == Kind::f32) return reinterpret_cast<const float*>(tile)[index];
     const uint16_t half = reinterpret_cast<const uint16_t*>(tile)[index];
-    return kind == Kind::f16 ? ca1::half_to_float(half)
-                             : ca1::float_of(static_cast<uint32_t>(half) << 16);
+    return kind == Kind::f16 ? ca::half_to_float(half)
+                             : ca::float_of(static_cast<uint32_t>(half) << 16);
 }
 
 // Float weights: 32 lanes (k mod 32), fma in order, then the tree 16, 8, 4, 2, 1.
@@ -107,7 +107,7 @@ float dot_floats(const Matrix& matrix, const uint8_t* tile, size_t row, const Ac
     const float* values = x.values.data() + token * x.padded_width;
     for (size_t b = 0; b < x.blocks; ++b)
         for (size_t i = 0; i < 32; ++i)
-            lane[i] = ca1::fma_rn(weight(matrix.kind, tile, (b * TILE_ROWS + row) * 32 + i),
+            lane[i] = ca::fma_rn(weight(matrix.kind, tile, (b * TILE_ROWS + row) * 32 + i),
                                   values[b * 32 + i], lane[i]);
     for (size_t width = 16; width >= 1; width /= 2)
         for (size_t i = 0; i < width; ++i) lane[i] = lane[i] + lane[i + width];
@@ -157,7 +157,7 @@ void gate(const TileResult& gate, const float* gate_bias, const TileResult& up,
           const TileTarget& to) {
     for (size_t token = 0; token < to.tokens; ++token)
         for (size_t row = 0; row < to.rows; ++row)
-            to.out[token * to.stride + row] = ca1::silu(biased(gate, gate_bias, token, row)) *
+            to.out[token * to.stride + row] = ca::silu(biased(gate, gate_bias, token, row)) *
                                               biased(up, to.bias, token, row);
 }
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "common/ca1.h"
+#include "common/ca.h"
 
 namespace batchengine {
 namespace {
@@ -99,7 +99,7 @@ unsigned file_q6(const FileQ6_K& from, size_t k) {
 }
 
 void place(const FileQ6_K& from, PackedQ6_K& to, size_t row) {
-    to.d[row] = ca1::half_to_float(from.d);
+    to.d[row] = ca::half_to_float(from.d);
     for (size_t i = 0; i < 16; ++i) to.scale[i][row] = from.scale[i];
     for (size_t k = 0; k < 256; ++k) {
         PackedQ6_K::Block& block = to.block[k / 32];
@@ -132,7 +132,7 @@ void pack_row(Kind kind, size_t cols, const uint8_t* source, size_t row, uint8_t
             place(from, reinterpret_cast<PackedQ6_K*>(tile)[b], lane);
         } else if (kind == Kind::f32) {
             const auto from = load<float>(source, b);
-            good = ca1::is_finite(from);
+            good = ca::is_finite(from);
             reinterpret_cast<float*>(tile)[(b / 32 * TILE_ROWS + lane) * 32 + b % 32] = from;
         } else {
             const auto from = load<uint16_t>(source, b);
@@ -156,7 +156,7 @@ int q6_at(const PackedQ6_K::Block& block, size_t lane, size_t i) {
 
 float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
     const size_t b = k / BLOCK_WIDTH, i = k % BLOCK_WIDTH;
-    const auto scale = [](uint16_t half) { return ca1::half_to_float(half); };
+    const auto scale = [](uint16_t half) { return ca::half_to_float(half); };
     switch (kind) {
         case Kind::q4_0: {
             const auto& pair = reinterpret_cast<const PackedQ4_0*>(tile)[b / 2];
@@ -166,7 +166,7 @@ float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
         case Kind::q4_1: {
             const auto& block = reinterpret_cast<const PackedQ4_1*>(tile)[b];
             const auto q = static_cast<float>(nibble_at(block.q, lane, i));
-            return ca1::fma_rn(q, scale(block.d[lane]), scale(block.m[lane]));
+            return ca::fma_rn(q, scale(block.d[lane]), scale(block.m[lane]));
         }
         case Kind::q8_0: {
             const auto& pair = reinterpret_cast<const PackedQ8_0*>(tile)[b / 2];
@@ -183,11 +183,11 @@ float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
         case Kind::bf16: {
             const uint16_t half =
                 reinterpret_cast<const uint16_t*>(tile)[(b * TILE_ROWS + lane) * 32 + i];
-            return ca1::float_of(static_cast<uint32_t>(half) << 16);
+            return ca::float_of(static_cast<uint32_t>(half) << 16);
         }
         case Kind::f32: return reinterpret_cast<const float*>(tile)[(b * TILE_ROWS + lane) * 32 + i];
     }
-    return ca1::canonical_nan();
+    return ca::canonical_nan();
 }
 
 }  // namespace

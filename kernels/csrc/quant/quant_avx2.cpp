@@ -8,7 +8,7 @@ namespace {
 void quantise_block(const float* row, Activations& out, size_t cell, size_t token) {
     bool finite;
     const float a = largest_magnitude(row, BLOCK_WIDTH, &finite);
-    const bool zero = !finite || a < ca1::TINY;
+    const bool zero = !finite || a < ca::TINY;
     __m256i q[4] = {};
     if (!zero) {
         const __m256 by = _mm256_set1_ps(127.0f / a);
@@ -21,7 +21,7 @@ void quantise_block(const float* row, Activations& out, size_t cell, size_t toke
     _mm256_store_si256(
         reinterpret_cast<__m256i*>(out.q.data() + cell * BLOCK_WIDTH),
         _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
-    put_sums(out, cell, token, !finite ? ca1::canonical_nan() : zero ? 0.0f : a / 127.0f,
+    put_sums(out, cell, token, !finite ? ca::canonical_nan() : zero ? 0.0f : a / 127.0f,
              sum_of_lanes(_mm256_add_epi32(q[0], q[1])), sum_of_lanes(_mm256_add_epi32(q[2], q[3])));
 }
 

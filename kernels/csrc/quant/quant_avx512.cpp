@@ -66,7 +66,7 @@ SIMD_FN Quantised quantise_eight(Inputs in) {
     const __m256i bits = largest_of_each(largest);
     const __m256 a = _mm256_castsi256_ps(bits);
     const __mmask8 bad = _mm256_cmp_epi32_mask(bits, _mm256_set1_epi32(0x7F7FFFFF), _MM_CMPINT_NLE);
-    const __mmask8 used = _mm256_cmp_ps_mask(a, _mm256_set1_ps(ca1::TINY), _CMP_GE_OQ) & ~bad;
+    const __mmask8 used = _mm256_cmp_ps_mask(a, _mm256_set1_ps(ca::TINY), _CMP_GE_OQ) & ~bad;
     const __m256 c127 = _mm256_set1_ps(127.0f);
     Quantised out;
 #if defined(BATCHENGINE_FREE_ORDER)
@@ -77,7 +77,7 @@ SIMD_FN Quantised quantise_eight(Inputs in) {
     alignas(32) float id[AT_ONCE];
     _mm256_store_ps(id, _mm256_maskz_div_ps(used, c127, a));
     if (bad) {
-        out.scale = _mm256_mask_mov_ps(out.scale, bad, _mm256_set1_ps(ca1::canonical_nan()));
+        out.scale = _mm256_mask_mov_ps(out.scale, bad, _mm256_set1_ps(ca::canonical_nan()));
         UNROLL for (int c = 0; c < AT_ONCE; ++c)
             if (bad >> c & 1) in.x[c][0] = in.x[c][1] = _mm512_setzero_ps();
     }

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "common/ca1.h"
+#include "common/ca.h"
 #include "common/dispatch.h"
 #include "quant/quant.h"
 
@@ -15,19 +15,19 @@ static void quantise_block(const float* x, Activations& out, size_t cell, size_t
     float a = 0.0f;
     bool finite = true;
     for (size_t i = 0; i < BLOCK_WIDTH; ++i) {
-        finite = finite && ca1::is_finite(x[i]);
+        finite = finite && ca::is_finite(x[i]);
         a = std::max(a, std::fabs(x[i]));
     }
-    const bool zero = !finite || a < ca1::TINY;
+    const bool zero = !finite || a < ca::TINY;
     const float id = zero ? 0.0f : 127.0f / a;
     int8_t* q = out.q.data() + cell * BLOCK_WIDTH;
     int32_t half[2] = {0, 0};
     for (size_t i = 0; i < BLOCK_WIDTH; ++i) {
-        const int32_t value = zero ? 0 : ca1::round_to_int(x[i] * id);
+        const int32_t value = zero ? 0 : ca::round_to_int(x[i] * id);
         q[i] = static_cast<int8_t>(value);
         half[i / 16] += value;
     }
-    put_sums(out, cell, token, !finite ? ca1::canonical_nan() : zero ? 0.0f : a / 127.0f, half[0],
+    put_sums(out, cell, token, !finite ? ca::canonical_nan() : zero ? 0.0f : a / 127.0f, half[0],
              half[1]);
 }
 

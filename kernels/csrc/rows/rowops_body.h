@@ -53,8 +53,8 @@ SIMD_FN void rotate(V16& x0, V16& x1, V16 c, V16 s) {
 }
 
 SIMD_FN void rotate_one(float& x0, float& x1, float c, float s) {
-    const float y0 = ca1::fma_rn(x0, c, -(x1 * s));
-    x1 = ca1::fma_rn(x0, s, x1 * c);
+    const float y0 = ca::fma_rn(x0, c, -(x1 * s));
+    x1 = ca::fma_rn(x0, s, x1 * c);
     x0 = y0;
 }
 
@@ -88,9 +88,9 @@ void quantise_query(const float* x, size_t blocks, float factor, int8_t* q, floa
         bool finite;
         const float a = largest_magnitude(x, 32, &finite);
         int32_t sum = 0;
-        if (!finite || a < ca1::TINY) {
+        if (!finite || a < ca::TINY) {
             fill_zero(q, 32);
-            d[b] = finite ? 0.0f : ca1::canonical_nan();
+            d[b] = finite ? 0.0f : ca::canonical_nan();
         } else {
             const V16 id = vset(127.0f / a);
             const V16 x0 = vload(x) * id, x1 = vload(x + 16) * id;
@@ -108,13 +108,13 @@ void quantise_kv8(const float* x, size_t groups, size_t width, int8_t* q, uint16
         bool finite;
         const float a = largest_magnitude(x, width, &finite);
         // A value too large for fp16 counts as a NaN: its token cannot be represented.
-        d[g] = finite ? ca1::float_to_half(a / 127.0f) : ca1::POISON_HALF;
-        if (d[g] == 0x7C00u) d[g] = ca1::POISON_HALF;
-        if (d[g] == 0 || d[g] == ca1::POISON_HALF) {
+        d[g] = finite ? ca::float_to_half(a / 127.0f) : ca::POISON_HALF;
+        if (d[g] == 0x7C00u) d[g] = ca::POISON_HALF;
+        if (d[g] == 0 || d[g] == ca::POISON_HALF) {
             fill_zero(q, width);
             continue;
         }
-        const V16 id = vset(1.0f / ca1::half_to_float(d[g]));
+        const V16 id = vset(1.0f / ca::half_to_float(d[g]));
         for (size_t i = 0; i < width; i += 16) {
             const V16 scaled = vload(x + i) * id;
             vstore_i8(q + i, vmin(vmax(scaled, vset(-127.0f)), vset(127.0f)));
@@ -126,22 +126,22 @@ void fold(float* m, float* l, float* o, float m_next, float l_next, const float*
           size_t head_dim) {
     // The side with the smaller m shrinks by an exact power of two; the other one is added as it is.
     if (m_next > *m) {
-        const float shrink = ca1::exp2c(*m - m_next);
-        *l = ca1::fma_rn(*l, shrink, l_next);
+        const float shrink = ca::exp2c(*m - m_next);
+        *l = ca::fma_rn(*l, shrink, l_next);
         for (size_t i = 0; i < head_dim; i += 16)
             vstore(o + i, vfma(vload(o + i), vset(shrink), vload(o_next + i)));
         *m = m_next;
     } else {
-        const float shrink = ca1::exp2c(m_next - *m);
-        *l = ca1::fma_rn(l_next, shrink, *l);
+        const float shrink = ca::exp2c(m_next - *m);
+        *l = ca::fma_rn(l_next, shrink, *l);
         for (size_t i = 0; i < head_dim; i += 16)
             vstore(o + i, vfma(vload(o_next + i), vset(shrink), vload(o + i)));
     }
 }
 
 void finish(float l, const float* o, size_t head_dim, float* out) {
-    if (!ca1::is_finite(l)) {
-        for (size_t i = 0; i < head_dim; i++) out[i] = ca1::canonical_nan();
+    if (!ca::is_finite(l)) {
+        for (size_t i = 0; i < head_dim; i++) out[i] = ca::canonical_nan();
         return;
     }
     const V16 r = vset(1.0f / l);
@@ -160,7 +160,7 @@ bool largest(const float* x, size_t n, float* value, size_t* index) {
     }
     float m = vreduce_max(top);
     for (; i < n; i++) {
-        finite = finite && ca1::is_finite(x[i]);
+        finite = finite && ca::is_finite(x[i]);
         if (x[i] > m) m = x[i];
     }
     if (!finite) return false;
@@ -189,7 +189,7 @@ void weights(const float* x, size_t n, float shift, float temperature, float* y)
     size_t i = 0;
     for (; i + 16 <= n; i += 16)
         vstore(y + i, vexpc((vload(x + i) - vset(shift)) / vset(temperature)));
-    for (; i < n; i++) y[i] = ca1::expc((x[i] - shift) / temperature);
+    for (; i < n; i++) y[i] = ca::expc((x[i] - shift) / temperature);
 }
 
 #define ROWOPS_TABLE                                                                               \

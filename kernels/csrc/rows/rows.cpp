@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "common/ca1.h"
+#include "common/ca.h"
 
 namespace batchengine {
 
@@ -19,7 +19,7 @@ std::vector<int> nonfinite_rows(Pool& pool, const Rows& x, size_t tokens) {
         // A count without early exit: the compiler turns it into vector compares.
         uint32_t found = 0;
         for (size_t i = 0; i < x.width; ++i)
-            found |= (ca1::bits_of(row[i]) & 0x7F800000u) == 0x7F800000u;
+            found |= (ca::bits_of(row[i]) & 0x7F800000u) == 0x7F800000u;
         bad[token] = found != 0;
     });
     std::vector<int> rows;

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "common/ca1.h"
+#include "common/ca.h"
 #include "rows/rowops.h"
 
 namespace batchengine {
@@ -37,7 +37,7 @@ struct Scratch {
 
 // An unsigned integer that rises as the float falls; equal for both zeros.
 uint32_t falling_key(float x) {
-    const uint32_t bits = ca1::bits_of(x + 0.0f);
+    const uint32_t bits = ca::bits_of(x + 0.0f);
     const uint32_t rising = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     return ~rising;
 }
@@ -84,7 +84,7 @@ bool apply_penalties(const SampleSpec& spec, size_t vocab, const float* logits, 
     }
     const auto settle = [&](int32_t token) {
         if (x[token] < LOGIT_LOWEST) x[token] = LOGIT_LOWEST;
-        return ca1::is_finite(x[token]);
+        return ca::is_finite(x[token]);
     };
     for (const auto& [token, bias] : spec.bias)
         if (!settle(token)) return false;
@@ -205,7 +205,7 @@ int32_t draw(const SampleSpec& spec, const float* x, size_t vocab, float top, Sc
 }
 
 void add_logprobs(const SampleSpec& spec, const float* x, size_t vocab, float top, Sampled& out) {
-    const float log_sum = ca1::logc(rowops().exp_sum(x, vocab, top));
+    const float log_sum = ca::logc(rowops().exp_sum(x, vocab, top));
     const auto logprob = [&](float logit) { return (logit - top) - log_sum; };
     out.logprob = logprob(x[out.token]);
     out.top = best(x, vocab, static_cast<size_t>(spec.logprobs));

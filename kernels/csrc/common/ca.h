@@ -1,0 +1,426 @@
+// The canonical arithmetic CA-2: the scalar definition of every float formula of the engine.
+//
+// docs/numerics.md states the rules; this header spells them. Every function is a fixed expression
+// tree of correctly rounded binary32 operations, written with the wrappers *_rn, which neither a C++
+// compiler (-ffp-contract=off, never -ffast-math) nor nvcc may merge. The vector code of the levels
+// repeats these trees lane by lane. Nothing here allocates or throws. Compiles as C++ and CUDA C++.
+#pragma once
+
+#if defined(__CUDACC_RTC__)
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+#else
+#include <cstdint>
+#endif
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define CA_FN __host__ __device__ __forceinline__
+#else
+#include <cmath>
+#include <cstring>
+// Internal linkage: each ISA unit must keep its own copy, or the linker could hand AVX-512 code to
+// the scalar level.
+#define CA_FN [[maybe_unused]] static inline
+#endif
+
+namespace ca {
+
+// ---------------------------------------------------------------------------------- constants
+
+// A page holds 256 tokens: 255·127·256 and 256·2²² stay inside int32, and a page is one store unit.
+constexpr int PAGE_TOKENS = 256;
+// Pages fold inside groups of four (1024 tokens, absolute alignment) before the groups fold.
+constexpr int SUPERPAGE_PAGES = 4;
+// Width of every quantisation group: activations, queries, K.
+constexpr int BLOCK = 32;
+// Products of so many k are summed before they join the running total of an output.
+constexpr int SEGMENT = 1024;
+// A group below this maximum counts as zero; a group that reaches LARGE is nonfinite. In between, the
+// product of a power-of-two scale and any fp16 scale is a normal number, so it is exact.
+constexpr float TINY = 0x1p-90f;
+constexpr float LARGE = 0x1p96f;
+// Adding and subtracting 1.5·2²³ rounds to the nearest integer, ties to even.
+constexpr float ROUND_MAGIC = 12582912.0f;
+constexpr uint32_t ROUND_MAGIC_BITS = 0x4B400000u;
+constexpr float LOG2_E = 1.44269504f;
+// The only NaN that a nonfinite result carries, so that failures have one bit pattern too.
+constexpr uint32_t NAN_BITS = 0x7FC00000u;
+constexpr uint32_t INFINITY_BITS = 0x7F800000u;
+constexpr uint16_t POISON_HALF = 0x7E00u;
+constexpr uint16_t INFINITY_HALF = 0x7C00u;
+
+// --------------------------------------------------------------------------------- primitives
+
+CA_FN uint32_t bits_of(float x) {
+#if defined(__CUDA_ARCH__)
+    return __float_as_uint(x);
+#else
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+#endif
+}
+
+CA_FN float float_of(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+    return __uint_as_float(bits);
+#else
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+#endif
+}
+
+#if defined(__CUDA_ARCH__)
+CA_FN float add_rn(float a, float b) { return __fadd_rn(a, b); }
+CA_FN float sub_rn(float a, float b) { return __fsub_rn(a, b); }
+CA_FN float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+CA_FN float div_rn(float a, float b) { return __fdiv_rn(a, b); }
+CA_FN float sqrt_rn(float a) { return __fsqrt_rn(a); }
+CA_FN float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+CA_FN float float_rn(int64_t n) { return __ll2float_rn(n); }
+CA_FN float ceil_exact(float a) { return ceilf(a); }
+#else
+CA_FN float add_rn(float a, float b) { return a + b; }
+CA_FN float sub_rn(float a, float b) { return a - b; }
+CA_FN float mul_rn(float a, float b) { return a * b; }
+CA_FN float div_rn(float a, float b) { return a / b; }
+CA_FN float sqrt_rn(float a) { return __builtin_sqrtf(a); }
+CA_FN float fma_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
+CA_FN float float_rn(int64_t n) { return static_cast<float>(n); }
+CA_FN float ceil_exact(float a) { return __builtin_ceilf(a); }
+#endif
+
+CA_FN float canonical_nan() { return float_of(NAN_BITS); }
+CA_FN bool is_finite(float x) { return (bits_of(x) & INFINITY_BITS) != INFINITY_BITS; }
+CA_FN uint32_t magnitude_bits(float x) { return bits_of(x) & 0x7FFFFFFFu; }
+
+// 2^e for -126 <= e <= 127.
+CA_FN float power_of_two(int32_t e) { return float_of(static_cast<uint32_t>(e + 127) << 23); }
+
+// rint under round-to-nearest-even for |x| < 2²²: by the magic number, as every unit can.
+CA_FN int32_t round_to_int(float x) {
+    return static_cast<int32_t>(bits_of(add_rn(x, ROUND_MAGIC)) - ROUND_MAGIC_BITS);
+}
+
+// rint of 0 <= x < 2³¹, ties to even: from 2²² on, halves at most are left, then nothing.
+CA_FN int32_t round_large(float x) {
+    if (x < 0x1p22f) return round_to_int(x);
+    if (x >= 0x1p23f) return static_cast<int32_t>(x);
+    return static_cast<int32_t>(bits_of(add_rn(x, 0x1p23f)) - bits_of(0x1p23f));
+}
+
+// binary16 -> binary32, exact; subnormals, infinities and NaN included.
+CA_FN float half_to_float(uint16_t half) {
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+    const uint32_t exponent = (half >> 10) & 31u;
+    const uint32_t mantissa = half & 1023u;
+    if (exponent == 31u) {
+        // A signalling NaN turns quiet, as the hardware conversion does.
+        const uint32_t quiet = mantissa ? 0x400000u : 0u;
+        return float_of(sign | INFINITY_BITS | quiet | (mantissa << 13));
+    }
+    if (exponent == 0u) {
+        const float magnitude = mul_rn(static_cast<float>(mantissa), 0x1p-24f);
+        return float_of(sign | bits_of(magnitude));
+    }
+    return float_of(sign | ((exponent + 112u) << 23) | (mantissa << 13));
+}
+
+// binary32 -> binary16, round to nearest even; overflow gives infinity, subnormals are kept.
+CA_FN uint16_t float_to_half(float x) {
+    const uint32_t bits = bits_of(x);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7FFFFFFFu;
+    if (magnitude > INFINITY_BITS)  // NaN: keep the top payload bits, quiet
+        return static_cast<uint16_t>(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu));
+    if (magnitude >= 0x477FF000u)  // 65520 and above round to infinity
+        return static_cast<uint16_t>(sign | INFINITY_HALF);
+    if (magnitude < 0x38800000u) {  // below 2^-14: the result is subnormal, one unit = 2^-24
+        const float units = mul_rn(float_of(magnitude), 0x1p24f);
+        return static_cast<uint16_t>(sign | static_cast<uint32_t>(round_to_int(units)));
+    }
+    const uint32_t odd = (magnitude >> 13) & 1u;
+    return static_cast<uint16_t>(sign | ((magnitude + 0xFFFu + odd - 0x38000000u) >> 13));
+}
+
+CA_FN float bf16_to_float(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
+
+// ------------------------------------------------------------------------- rule 5: exp, ln, silu
+
+// p times 2^n, t = n + ROUND_MAGIC: n is added to the exponent field of p.
+CA_FN float scale_by_magic(float p, float t) {
+    return float_of(bits_of(p) + ((bits_of(t) - ROUND_MAGIC_BITS) << 23));
+}
+
+// 2^x, exact for integers; 0 below -126 so that no subnormal appears. Callers keep x <= 127.
+// |error| < 2 ulp. NaN gives NaN.
+CA_FN float exp2c(float x) {
+    const float t = add_rn(x, ROUND_MAGIC);
+    const float r = sub_rn(x, sub_rn(t, ROUND_MAGIC));
+    float p = 1.535336188e-4f;
+    p = fma_rn(p, r, 1.339887440e-3f);
+    p = fma_rn(p, r, 9.618437357e-3f);
+    p = fma_rn(p, r, 5.550332471e-2f);
+    p = fma_rn(p, r, 2.402264791e-1f);
+    p = fma_rn(p, r, 6.931472028e-1f);
+    p = fma_rn(p, r, 1.0f);
+    const float y = scale_by_magic(p, t);
+    return x >= -126.0f ? y : (x < -126.0f ? 0.0f : x);
+}
+
+// e^x: 0 below -87, +infinity above 88, NaN gives NaN.
+CA_FN float expc(float x) {
+    const float t = fma_rn(x, LOG2_E, ROUND_MAGIC);
+    const float n = sub_rn(t, ROUND_MAGIC);
+    float r = fma_rn(n, -0.693145752f, x);
+    r = fma_rn(n, -1.42860677e-6f, r);
+    float p = 1.9875691500e-4f;
+    p = fma_rn(p, r, 1.3981999507e-3f);
+    p = fma_rn(p, r, 8.3334519073e-3f);
+    p = fma_rn(p, r, 4.1665795894e-2f);
+    p = fma_rn(p, r, 1.6666665459e-1f);
+    p = fma_rn(p, r, 5.0000001201e-1f);
+    p = fma_rn(p, mul_rn(r, r), r);
+    p = add_rn(p, 1.0f);
+    const float y = scale_by_magic(p, t);
+    if (x >= -87.0f) return x > 88.0f ? float_of(INFINITY_BITS) : y;
+    return x < -87.0f ? 0.0f : x;
+}
+
+// ln x for finite normal x > 0: exponent split around sqrt(1/2), then one fixed polynomial.
+CA_FN float logc(float x) {
+    const uint32_t shifted = bits_of(x) - 0x3F3504F3u;
+    const float e = static_cast<float>(static_cast<int32_t>(shifted) >> 23);
+    const float z = sub_rn(float_of((shifted & 0x007FFFFFu) + 0x3F3504F3u), 1.0f);
+    float p = 7.0376836292e-2f;
+    p = fma_rn(p, z, -1.1514610310e-1f);
+    p = fma_rn(p, z, 1.1676998740e-1f);
+    p = fma_rn(p, z, -1.2420140846e-1f);
+    p = fma_rn(p, z, 1.4249322787e-1f);
+    p = fma_rn(p, z, -1.6668057665e-1f);
+    p = fma_rn(p, z, 2.0000714765e-1f);
+    p = fma_rn(p, z, -2.4999993993e-1f);
+    p = fma_rn(p, z, 3.3333331174e-1f);
+    const float z2 = mul_rn(z, z);
+    float y = mul_rn(mul_rn(p, z), z2);
+    y = fma_rn(e, -2.12194440e-4f, y);
+    y = fma_rn(z2, -0.5f, y);
+    return fma_rn(e, 0.693359375f, add_rn(z, y));
+}
+
+CA_FN float silu(float x) { return div_rn(x, add_rn(1.0f, expc(-x))); }
+
+// ------------------------------------------------- rule 1: activations as int8 and a power of two
+
+enum class Group { used, zero, nonfinite };
+
+// Kind of a group whose largest magnitude has these bits; NaN and infinities are the largest of all.
+CA_FN Group group_kind(uint32_t largest) {
+    if (largest >= bits_of(LARGE)) return Group::nonfinite;
+    return largest < bits_of(TINY) ? Group::zero : Group::used;
+}
+
+// The exponent e of a used group's scale 2^e: the largest magnitude / 2^e rounds to 64..127. The
+// addend carries into the exponent field exactly when the mantissa would round up to 128.
+CA_FN int32_t group_exponent(uint32_t largest) {
+    return static_cast<int32_t>((largest + 0x10000u) >> 23) - 133;
+}
+
+CA_FN uint32_t largest_of(const float* x, int n) {
+    uint32_t largest = 0;
+    for (int i = 0; i < n; i++)
+        if (magnitude_bits(x[i]) > largest) largest = magnitude_bits(x[i]);
+    return largest;
+}
+
+// 32 values -> q in -127..127 and e; a zero group has q = 0, e = 0. False, with the values of a zero
+// group, when a value is NaN, infinite or too large: then the whole row is nonfinite.
+CA_FN bool quantise_group(const float* x, int8_t* q, int32_t* e) {
+    const uint32_t largest = largest_of(x, BLOCK);
+    const Group kind = group_kind(largest);
+    *e = kind == Group::used ? group_exponent(largest) : 0;
+    const float inverse = kind == Group::used ? power_of_two(-*e) : 0.0f;
+    for (int i = 0; i < BLOCK; i++)
+        q[i] = kind == Group::nonfinite
+                   ? int8_t{0}
+                   : static_cast<int8_t>(round_to_int(mul_rn(x[i], inverse)));
+    return kind != Group::nonfinite;
+}
+
+// ------------------------------------------------------------------------ rule 2: matrix products
+
+// One step of an output's chain: acc + integer * (scale * 2^e); the product of the scales is exact.
+CA_FN float step(float acc, int32_t integer, float scale, int32_t e) {
+    return fma_rn(static_cast<float>(integer), mul_rn(scale, power_of_two(e)), acc);
+}
+
+// ------------------------------------------------------------------------------- rule 3: RMS norm
+
+// Sum of x[i]²: lane i mod 64 is a chain of fma, then the tree 32, 16, 8, 4, 2, 1.
+CA_FN float sum_of_squares(const float* x, int n) {
+    float lane[64];
+    for (int i = 0; i < 64; i++) lane[i] = 0.0f;
+    for (int i = 0; i < n; i++) lane[i % 64] = fma_rn(x[i], x[i], lane[i % 64]);
+    for (int width = 32; width >= 1; width /= 2)
+        for (int i = 0; i < width; i++) lane[i] = add_rn(lane[i], lane[i + width]);
+    return lane[0];
+}
+
+// The factor of a row of n values: RN(1 / RN(sqrt(RN(RN(sum / n) + eps)))).
+CA_FN float norm_factor(float sum, int n, float eps) {
+    return div_rn(1.0f, sqrt_rn(add_rn(div_rn(sum, static_cast<float>(n)), eps)));
+}
+
+CA_FN float norm_value(float x, float factor, float w) { return mul_rn(mul_rn(x, factor), w); }
+
+// ----------------------------------------------------------------------------------- rule 4: RoPE
+
+CA_FN void rotate(float& x0, float& x1, float cosine, float sine) {
+    const float y0 = fma_rn(x0, cosine, -mul_rn(x1, sine));
+    x1 = fma_rn(x0, sine, mul_rn(x1, cosine));
+    x0 = y0;
+}
+
+// ------------------------------------------------------------------------ rule 6: K and V as int8
+
+// The fp16 scale of a group of K or V: RN16(RN(a/127)). 0: all q are 0. POISON_HALF: a value is NaN,
+// infinite, or too large for fp16; all q are 0.
+CA_FN uint16_t kv8_scale(uint32_t largest) {
+    if (largest >= INFINITY_BITS) return POISON_HALF;
+    const uint16_t d = float_to_half(div_rn(float_of(largest), 127.0f));
+    return d == INFINITY_HALF ? POISON_HALF : d;
+}
+
+CA_FN float kv8_inverse(uint16_t d) { return div_rn(1.0f, half_to_float(d)); }
+
+CA_FN int8_t kv8_value(float x, float inverse) {
+    const float scaled = mul_rn(x, inverse);
+    const float low = scaled > -127.0f ? scaled : -127.0f;
+    return static_cast<int8_t>(round_to_int(low < 127.0f ? low : 127.0f));
+}
+
+CA_FN void kv8_group(const float* x, int n, int8_t* q, uint16_t* d) {
+    *d = kv8_scale(largest_of(x, n));
+    const bool empty = *d == 0 || *d == POISON_HALF;
+    const float inverse = empty ? 0.0f : kv8_inverse(*d);
+    for (int i = 0; i < n; i++) q[i] = empty ? int8_t{0} : kv8_value(x[i], inverse);
+}
+
+// ------------------------------------------------------------------------------ rule 7: attention
+
+// A query's head: 32-wide groups of RN(x * factor), quantised by rule 1; `factor` is the attention
+// scale in base 2. False, with zeros, when any group is nonfinite.
+CA_FN bool quantise_query(const float* x, int head_dim, float factor, int8_t* q, int32_t* e) {
+    bool finite = true;
+    for (int b = 0; b < head_dim / BLOCK; b++) {
+        float scaled[BLOCK];
+        for (int i = 0; i < BLOCK; i++) scaled[i] = mul_rn(x[b * BLOCK + i], factor);
+        finite = quantise_group(scaled, q + b * BLOCK, e + b) && finite;
+    }
+    return finite;
+}
+
+// A score is the chain of `step` over the groups of a head, from +0: integer = K·q of the group,
+// scale = the group's fp16 scale of K.
+
+// Exponent of the scale of a page row's weights: the largest / 2^e rounds to 8192..16383.
+CA_FN int32_t weight_exponent(uint32_t largest) {
+    return static_cast<int32_t>((largest + 0x200u) >> 23) - 140;
+}
+
+struct Softened {
+    float m;    // base-2 maximum, an integer
+    float l;    // denominator
+    float unit; // of the weights: a power of two, or 0 when all are 0
+};
+
+// Scores and V scales of the n visible tokens of a page -> weights in 0..16383. `p` has room for n
+// values. False when a score or a weight is not finite.
+CA_FN bool soften(const float* score, const uint16_t* v_scale, int n, float* p, int32_t* weight,
+                  Softened& row) {
+    float top = score[0];
+    for (int t = 0; t < n; t++) {
+        if (!is_finite(score[t])) return false;
+        if (score[t] > top) top = score[t];
+    }
+    row.m = add_rn(ceil_exact(top), 0.0f);
+    int32_t sum = 0;
+    uint32_t largest = 0;
+    for (int t = 0; t < n; t++) {
+        const float e = exp2c(sub_rn(score[t], row.m));
+        sum += round_to_int(mul_rn(e, 0x1p22f));
+        p[t] = mul_rn(e, half_to_float(v_scale[t]));
+        if (!is_finite(p[t])) return false;
+        if (magnitude_bits(p[t]) > largest) largest = magnitude_bits(p[t]);
+    }
+    row.l = mul_rn(float_rn(sum), 0x1p-22f);
+    // Such a page adds nothing to the numerator, but its tokens keep their share of l.
+    const bool empty = largest < bits_of(TINY);
+    const int32_t e = empty ? 0 : weight_exponent(largest);
+    row.unit = empty ? 0.0f : power_of_two(e);
+    const float inverse = empty ? 0.0f : power_of_two(-e);
+    for (int t = 0; t < n; t++) weight[t] = round_to_int(mul_rn(p[t], inverse));
+    return true;
+}
+
+// One value of a page's numerator: `sum` of weight * v over its tokens, exact in int32.
+CA_FN float numerator(int32_t sum, float unit) { return mul_rn(float_rn(sum), unit); }
+
+// Adds the partial that follows an accumulator (m, l, o) to it. The side with the smaller m shrinks
+// by an exact power of two; the other one is added as it is.
+CA_FN void fold(float& m, float& l, float* o, float m_next, float l_next, const float* o_next,
+                int head_dim) {
+    const bool is_larger = m_next > m;
+    const float shrink = exp2c(is_larger ? sub_rn(m, m_next) : sub_rn(m_next, m));
+    l = is_larger ? fma_rn(l, shrink, l_next) : fma_rn(l_next, shrink, l);
+    for (int i = 0; i < head_dim; i++)
+        o[i] = is_larger ? fma_rn(o[i], shrink, o_next[i]) : fma_rn(o_next[i], shrink, o[i]);
+    if (is_larger) m = m_next;
+}
+
+// The output row of an accumulator: RN(o * RN(1/l)); an l that is not finite gives NaN.
+CA_FN void finish(float l, const float* o, int head_dim, float* out) {
+    const float r = is_finite(l) ? div_rn(1.0f, l) : canonical_nan();
+    for (int i = 0; i < head_dim; i++) out[i] = is_finite(l) ? mul_rn(o[i], r) : canonical_nan();
+}
+
+// ------------------------------------------------------------------------------ rule 10: sampling
+
+// A logit after the penalties of a token that occurs `count` times in the history.
+CA_FN float penalised(float x, int32_t count, float repetition, float frequency, float presence) {
+    const float y = x > 0.0f ? div_rn(x, repetition) : mul_rn(x, repetition);
+    return sub_rn(sub_rn(y, mul_rn(static_cast<float>(count), frequency)), presence);
+}
+
+// The weight of a candidate, 1 for the largest logit.
+CA_FN float weight_of(float x, float largest, float temperature) {
+    return expc(div_rn(sub_rn(x, largest), temperature));
+}
+
+// A weight in 0..1 as an integer, so that sums have no order: rint(w * 2^30).
+CA_FN int32_t integer_weight(float w) { return round_large(mul_rn(w, 0x1p30f)); }
+
+// floor(total * fraction / 2^32) for total < 2^62.
+CA_FN int64_t share_of(int64_t total, uint32_t fraction) {
+    const uint64_t high = static_cast<uint64_t>(total) >> 32, low = static_cast<uint32_t>(total);
+    return static_cast<int64_t>(high * fraction + ((low * fraction) >> 32));
+}
+
+// top_p in [0, 1) as a fraction of 2^32, rounded down.
+CA_FN uint32_t fraction_of(float p) { return static_cast<uint32_t>(mul_rn(p, 0x1p32f)); }
+
+// ln of the sum of expc(x - largest) over a row, from the sum of their integer weights.
+CA_FN float log_of_sum(int64_t sum) { return logc(mul_rn(float_rn(sum), 0x1p-30f)); }
+
+CA_FN float log_probability(float x, float largest, float log_sum) {
+    return sub_rn(sub_rn(x, largest), log_sum);
+}
+
+}  // namespace ca
