@@ -32,6 +32,7 @@ void bind_isa(nb::module_& module) {
             Golden golden;
             golden_attention(pool, golden);
             golden_linear(pool, golden);
+            golden_sample(pool, golden);
             nb::list out;
             for (const auto& [name, bytes] : golden.records)
                 out.append(nb::make_tuple(name, nb::bytes(bytes.data(), bytes.size())));

@@ -36,7 +36,8 @@ class GoldenSource {
     uint64_t state_;
 };
 
-void golden_attention(Pool& pool, Golden& golden);  // norm, rope, kv8, attention, sampling
+void golden_attention(Pool& pool, Golden& golden);  // norm, rope, kv8, attention
 void golden_linear(Pool& pool, Golden& golden);     // quantisation and the linear kernels
+void golden_sample(Pool& pool, Golden& golden);     // sampling
 
 }  // namespace batchengine

@@ -1,11 +1,10 @@
-// Golden vectors of norm, attention and sampling: two super-pages, a partial last page, an outlier
+// Golden vectors of norm and attention: two super-pages, a partial last page, an outlier
 // in K, a zero V row, both rope pairings, a chunk that crosses a page border.
 #include "attention/attention.h"
 #include "common/ca.h"
 #include "golden/golden.h"
 #include "quant/norm.h"
 #include "rows/rowops.h"
-#include "sample/sampling.h"
 
 namespace batchengine {
 namespace {
@@ -51,27 +50,6 @@ void golden_attend(Pool& pool, Golden& golden, GoldenSource& source, bool neox) 
     golden.add("row digests", digests.data(), digests.size() * sizeof(uint64_t));
 }
 
-void golden_sample(Pool& pool, Golden& golden, GoldenSource& source) {
-    Rows logits(3, 1000);
-    fill(source, logits.data.data(), logits.data.size(), 8.0f);
-    std::vector<SampleSpec> specs(3);
-    for (size_t i = 0; i < specs.size(); i++) {
-        specs[i].temperature = 0.7f * static_cast<float>(i);
-        specs[i].top_p = 0.95f;
-        specs[i].top_k = i == 2 ? 40 : 0;
-        specs[i].repetition_penalty = 1.1f;
-        specs[i].history = {5, 9, 5};
-        specs[i].seed = source.next();
-        specs[i].logprobs = 4;
-    }
-    for (const Sampled& one : sample(pool, logits, specs)) {
-        golden.add("token", &one.token, sizeof one.token);
-        golden.add("logprob", &one.logprob, sizeof one.logprob);
-        for (const auto& [token, logprob] : one.top)
-            golden.add("top " + std::to_string(token), &logprob, sizeof logprob);
-    }
-}
-
 }  // namespace
 
 void golden_attention(Pool& pool, Golden& golden) {
@@ -84,7 +62,6 @@ void golden_attention(Pool& pool, Golden& golden) {
     golden.add("rmsnorm", normed.data.data(), 2000 * sizeof(float));
     golden_attend(pool, golden, source, false);
     golden_attend(pool, golden, source, true);
-    golden_sample(pool, golden, source);
 }
 
 }  // namespace batchengine
