@@ -7,6 +7,7 @@ row is imported only if its record proves it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -76,6 +77,8 @@ class Extent:
         finally:
             os.close(fd)
         self._map.madvise(mmap.MADV_DONTDUMP)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
         self.base = kernels.address_of(self.view)
 

@@ -128,6 +128,8 @@ def open_cache(path: Path, check: Callable[[CacheTable], None], progress: Progre
             mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise CacheMismatch(f"it cannot be mapped: {error}") from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages; before the first read
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(mapping)
     table = _read_table(lambda start, stop: view[start:stop], size)
     check(table)

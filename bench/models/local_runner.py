@@ -73,7 +73,9 @@ class LocalRunner:
         self.tokens_max = tokens_max
         self.entries_max = entries_max
         self.page_bytes = -(-self.model.shape.payload_bytes // 64) * 64
-        self._memory = mmap.mmap(-1, n_pages * self.page_bytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory would have no huge pages
+        self._memory = mmap.mmap(-1, n_pages * self.page_bytes, flags)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._base = kernels.address_of(self._memory)
         self._free = list(range(n_pages - 1, -1, -1))
 

@@ -302,6 +302,8 @@ class ArenaMapping:
             os.close(self.fd)
             raise
         self._map.madvise(mmap.MADV_DONTDUMP)  # KV equals the prompt: keep it out of core files
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._map)
 
     def page(self, slot: int) -> memoryview:
