@@ -11,7 +11,7 @@ LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "
 CMAKE := .venv/bin/cmake -S kernels -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DCMAKE_BUILD_TYPE=Release
 NATIVE := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 
-.PHONY: env native free-order sanitize demo test check bench soak clean
+.PHONY: env native free-order sanitize check-arm demo test check bench soak clean
 
 env: .venv/.env-stamp
 .venv/.env-stamp: pyproject.toml
@@ -54,6 +54,11 @@ SANITIZED := tests/kernels/test_attention.py tests/kernels/test_partials.py test
 sanitize: .venv/.env-stamp build/sanitize/.stamp
 	$(SANITIZE_ENV) $(PY) -P tools/check_sanitizer.py
 	$(SANITIZE_ENV) $(PY) -P -m pytest -q --import-mode=append -p no:faulthandler $(SANITIZED)
+
+# Optional: the kernels for aarch64 give the bits of this machine, under emulation. Needs the Debian
+# packages g++-aarch64-linux-gnu and qemu-user.
+check-arm: native
+	$(PY) -m tools.check_arm
 
 demo: native
 	$(PY) -m service.cli.demo

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/pool.h"
+#include "common/types.h"
 
 namespace batchengine {
 
@@ -35,6 +36,9 @@ class GoldenSource {
   private:
     uint64_t state_;
 };
+
+// The bytes of a legal tensor of a GGUF file: every fp16 scale finite and small.
+std::vector<uint8_t> random_tensor(Kind kind, size_t rows, size_t cols, GoldenSource& source);
 
 void golden_attention(Pool& pool, Golden& golden);  // norm, rope, kv8, attention
 void golden_linear(Pool& pool, Golden& golden);     // quantisation and the linear kernels

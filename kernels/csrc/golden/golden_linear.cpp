@@ -13,9 +13,10 @@ constexpr size_t COLS = 1280;  // five superblocks: one whole segment of 1024 an
 constexpr size_t ROWS = 37;
 constexpr size_t TOKENS = 19;
 
-// Random bytes that make a legal tensor: every fp16 scale finite and small.
-std::vector<uint8_t> random_tensor(Kind kind, GoldenSource& source) {
-    std::vector<uint8_t> bytes(source_bytes(kind, ROWS, COLS));
+}  // namespace
+
+std::vector<uint8_t> random_tensor(Kind kind, size_t rows, size_t cols, GoldenSource& source) {
+    std::vector<uint8_t> bytes(source_bytes(kind, rows, cols));
     for (auto& byte : bytes) byte = static_cast<uint8_t>(source.next());
     const auto put_half = [&](size_t at, float value) {
         const uint16_t half = ca::float_to_half(value);
@@ -30,7 +31,7 @@ std::vector<uint8_t> random_tensor(Kind kind, GoldenSource& source) {
         }
         return bytes;
     }
-    for (size_t i = 0; i < ROWS * COLS; ++i) {
+    for (size_t i = 0; i < rows * cols; ++i) {
         const float value = source.unit();
         const auto bf16 = static_cast<uint16_t>(ca::bits_of(value) >> 16);
         if (kind == Kind::f16) put_half(2 * i, value);
@@ -39,8 +40,6 @@ std::vector<uint8_t> random_tensor(Kind kind, GoldenSource& source) {
     }
     return bytes;
 }
-
-}  // namespace
 
 void golden_linear(Pool& pool, Golden& golden) {
     GoldenSource source(0xBA7C4);
@@ -57,7 +56,7 @@ void golden_linear(Pool& pool, Golden& golden) {
     const Vector bias(bias_values.data(), ROWS);
     for (int i = 0; i < KIND_COUNT; ++i) {
         const Kind kind = static_cast<Kind>(i);
-        const std::vector<uint8_t> tensor = random_tensor(kind, source);
+        const std::vector<uint8_t> tensor = random_tensor(kind, ROWS, COLS, source);
         Buffer<uint8_t> packed(packed_bytes(kind, ROWS, COLS));
         pack(pool, kind, ROWS, COLS, tensor.data(), packed.data());
         const Matrix matrix{kind, ROWS, COLS, packed.data()};

@@ -1,0 +1,33 @@
+"""The program `print_golden` prints what the module computes, so machines compare by its lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kernels
+from tools import check_arm
+
+NATIVE = Path(check_arm.ROOT, "build/native/build.ninja")
+
+
+@pytest.mark.skipif(not NATIVE.exists(), reason="the program is built where `make native` ran")
+def test_the_program_prints_the_golden_records_of_the_module(pool: kernels.Pool) -> None:
+    program = str(check_arm.build_here())
+    levels = check_arm.output_of([program]).split()
+    assert levels == kernels.isa_levels()
+    printed = check_arm.sections(check_arm.output_of([program, *levels]))
+    assert list(printed) == levels
+    records = kernels.golden_records(pool)
+    expected = [f"{kernels.xxh3_64(output, 0):016x} {name}" for name, output in records]
+    for lines in printed.values():
+        assert lines[: len(expected)] == expected
+        assert lines == printed["scalar"]
+
+
+def test_differences_and_missing_packages_are_named() -> None:
+    assert check_arm.differences(["1 a", "2 b c"], ["1 a", "3 b c"]) == ["b c"]
+    assert check_arm.differences(["1 a", "2 b"], ["1 a"]) == ["(1 records instead of 2)"]
+    assert check_arm.missing_packages(lambda name: None) == ["g++-aarch64-linux-gnu", "qemu-user"]
+    assert not check_arm.missing_packages(lambda name: name)
