@@ -298,7 +298,7 @@ class SlotAllocator:
                 (bad if is_bad else free).append(ref)
                 rows |= {row.index: row for row in self.extent_row(ref.page_id)}
         if free or bad:
-            self.core.ledger.append(
+            self._append(
                 *rows.values(),
                 writes.FreePages(tuple(free)),
                 writes.RetirePages(tuple(bad), self.repr_id),
@@ -337,16 +337,16 @@ class SlotAllocator:
         stay pinned until exit, and no later run may find its bytes. Needs no lock."""
         refs = tuple(PageRef(one.ref.page_id, one.ref.gen + 1) for one in pages if one.listed)
         if refs:
-            self._free(writes.FreePages(refs))
+            self._append(writes.FreePages(refs))
 
-    def _free(self, rows: writes.FreePages) -> None:
-        """Free rows by the next commit; when the disk is full, by the first one with room."""
+    def _append(self, *rows: writes.Op) -> None:
+        """Write rows by the next commit; when the disk is full, by the first one with room."""
 
         def written(done: Future[int]) -> None:
             if isinstance(done.exception(), StoreFull):
-                self._free(rows)
+                self._append(*rows)
 
-        self.core.ledger.append(rows).add_done_callback(written)
+        self.core.ledger.append(*rows).add_done_callback(written)
 
     def let_go(self, pages: Sequence[Retracted], leaving: bool = False) -> None:
         """Give the pins of retracted pages back, in slices (takes the lock)."""

@@ -28,6 +28,7 @@ from tests.support.kv_workload import (
     add_chain,
     counted_connect,
     descriptor,
+    evict,
     page_state,
     pin,
     settings,
@@ -177,6 +178,20 @@ def test_pages_invalidated_on_a_full_disk_are_freed_once_there_is_room(
     store.ledger.commit().result(20)
     assert rows(store, "SELECT count(*) FROM page WHERE state = 'published'") == [(0,)]
     check_gone(left_behind(store, tmp_path / "crashed"), refs[0])
+
+
+def test_pages_evicted_on_a_full_disk_are_freed_once_there_is_room(
+    store: Store, lane: Lane, room: list[bool]
+) -> None:
+    lane.add_chain(tokens_of(1, 3))
+    room[0] = False
+    assert evict(store, 3) == 3
+    with pytest.raises(StoreFull):
+        store.ledger.commit().result(20)
+    assert rows(store, "SELECT count(*) FROM page WHERE state = 'published'") == [(3,)]
+    room[0] = True
+    store.ledger.commit().result(20)
+    assert rows(store, "SELECT count(*) FROM page WHERE state = 'published'") == [(0,)]
 
 
 def test_a_row_freed_late_leaves_the_next_page_of_its_slot(
