@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kernels as K
+from tests.kernels import binary32
 
 F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
 LEVELS = K.isa_levels()
 POOL = K.Pool(2)
 
-# A binary64 oracle against sequential fp32 sums and a 1-ulp exp: the error bound of a cumsum.
-CUMSUM_TOLERANCE = 2e-5
+LOWEST = np.finfo(np.float32).min
 LOGPROB_TOLERANCE = 1e-5
 
 
@@ -93,7 +94,7 @@ def penalised(logits: F32, spec: dict[str, Any]) -> F32:
         x[token] = (y - count * np.float32(spec.get("frequency_penalty", 0))) - np.float32(
             spec.get("presence_penalty", 0)
         )
-    return x
+    return np.maximum(x, LOWEST)
 
 
 @given(st.integers(0, 2**32), st.data())
@@ -123,45 +124,110 @@ def test_a_bias_of_minus_infinity_excludes_a_token() -> None:
     assert len(tokens) > 10
 
 
-def check_against_oracle(logits: F32, spec: dict[str, Any], token: int) -> None:
-    """Repeat the steps in binary64; u must be in the chosen token's interval of the cumsum."""
+def integer_weights(x: F32, temperature: float) -> I64:
+    with np.errstate(over="ignore"):  # a banned token is infinitely far below the largest
+        w = binary32.exp((x - x.max()) / np.float32(temperature))
+    return np.rint(w.astype(np.float64) * 2**30).astype(np.int64)
+
+
+def kept_ids(x: F32, w: I64, spec: dict[str, Any]) -> I64:
+    """Rule 10, step 5: ids of the candidates that are left, rising."""
+    ranked = np.argsort(-x, kind="stable")
+    ranked = ranked[w[ranked] > 0]
+    if spec.get("top_k", 0):
+        ranked = ranked[: spec["top_k"]]
+    top_p = int(np.float32(spec.get("top_p", 1.0)).astype(np.float64) * 2**32)
+    if top_p < 2**32:
+        target = int(w[ranked].sum()) * top_p >> 32
+        ranked = ranked[: int(np.searchsorted(np.cumsum(w[ranked]), target)) + 1]
+    least = int(np.rint(np.float32(spec.get("min_p", 0.0)).astype(np.float64) * 2**30))
+    return np.sort(ranked[w[ranked] >= least])
+
+
+def oracle_token(logits: F32, spec: dict[str, Any]) -> int:
+    """The token of rule 10, with integers of Python and binary32 of numpy."""
     x = penalised(logits, spec)
-    order = np.argsort(-x, kind="stable")
-    w = np.exp((x[order].astype(float) - float(x.max())) / spec["temperature"])
-    kept = spec.get("top_k", 0) or w.size
-    cumsum = np.cumsum(w[:kept])
-    slack = CUMSUM_TOLERANCE * cumsum[-1]
-    target = spec.get("top_p", 1.0) * cumsum[-1]
-    shortest = int(np.searchsorted(cumsum, target - slack)) + 1
-    longest = min(int(np.searchsorted(cumsum, target + slack)) + 1, kept)
-    if spec.get("top_p", 1.0) == 1.0:
-        shortest = longest = kept
-    minimum = spec.get("min_p", 0.0)
-    shortest = max(1, min(shortest, int((w >= minimum * (1 + 1e-6)).sum())))
-    longest = max(1, min(longest, int((w >= minimum * (1 - 1e-6)).sum())))
-    u = (plain_philox(spec["seed"], spec["position"], spec.get("draw", 0))[0] >> 8) * 2.0**-24
-    rank = int(np.flatnonzero(order == token)[0])
-    before = cumsum[rank - 1] if rank else 0.0
-    assert rank < longest
-    assert before <= u * cumsum[longest - 1] + slack
-    assert cumsum[rank] >= u * cumsum[shortest - 1] - slack
+    w = integer_weights(x, spec["temperature"])
+    kept = kept_ids(x, w, spec)
+    word = plain_philox(spec["seed"], spec.get("position", 0), spec.get("draw", 0))[0]
+    target = int(w[kept].sum()) * word >> 32
+    return int(kept[np.searchsorted(np.cumsum(w[kept]), target, side="right")])
 
 
-@given(st.integers(0, 2**63), st.data())
-@settings(max_examples=150, deadline=None)
-def test_draws_follow_the_documented_steps(seed: int, data: st.DataObject) -> None:
-    vocab = data.draw(st.sampled_from([3, 40, 700, 5000]))
-    logits = random_logits(seed % 1000, vocab, data.draw(st.sampled_from([0.0, 0.1, 2.0, 8.0])))
-    spec: dict[str, Any] = {
-        "temperature": data.draw(st.sampled_from([0.01, 0.7, 1.0, 2.0, 30.0])),
-        "top_k": data.draw(st.sampled_from([0, 1, 2, 20, 256, 257, 600, vocab, vocab + 5])),
-        "top_p": data.draw(st.sampled_from([0.0, 0.3, 0.95, 1.0])),
-        "min_p": data.draw(st.sampled_from([0.0, 0.05, 1.0])),
-        "seed": seed,
-        "position": data.draw(st.integers(0, 2**40)),
-        "draw": data.draw(st.integers(0, 3)),
-    }
-    check_against_oracle(logits, spec, one(logits, **spec).token)
+def oracle_logprobs(logits: F32) -> F32:
+    total = int(integer_weights(logits, 1.0).sum())
+    log_sum = binary32.ln(np.float32(total) * np.float32(2**-30))
+    return (logits - logits.max()) - log_sum
+
+
+VOCABULARIES = [3, 15, 16, 17, 40, 700, 1023, 1024, 1025, 5000]
+SELECTIONS = {
+    "temperature": st.sampled_from([1e-3, 0.01, 0.7, 1.0, 1.4, 30.0]),
+    "top_k": st.sampled_from([0, 1, 2, 20, 256, 257, 600, 4999, 5000, 5001]),
+    "top_p": st.sampled_from([0.0, 1e-9, 0.3, 0.95, 0.9999999, 1.0]),
+    "min_p": st.sampled_from([0.0, 1e-9, 0.05, 1.0]),
+    "seed": st.integers(0, 2**64 - 1),
+    "position": st.integers(0, 2**40),
+    "draw": st.integers(0, 3),
+}
+
+
+@given(st.integers(0, 1000), st.fixed_dictionaries(SELECTIONS), st.data())
+@settings(max_examples=300, deadline=None)
+def test_draws_follow_the_documented_steps(
+    seed: int, spec: dict[str, Any], data: st.DataObject
+) -> None:
+    vocab = data.draw(st.sampled_from(VOCABULARIES))
+    logits = random_logits(seed, vocab, data.draw(st.sampled_from([0.0, 0.1, 2.0, 8.0, 1e30])))
+    if data.draw(st.booleans()):  # many equal values, zeros of both signs among them
+        logits = np.round(logits, 0)
+    token = st.integers(0, vocab - 1)
+    bias = st.sampled_from([float("-inf"), -3.0, 0.0, 2.5])
+    spec["bias"] = data.draw(st.lists(st.tuples(token, bias), max_size=2))
+    assert one(logits, **spec).token == oracle_token(logits, spec)
+
+
+@pytest.mark.parametrize("vocab", [32_001, 151_936])
+@pytest.mark.parametrize("shape", ["flat", "peaked", "equal", "ties"])
+def test_draws_of_a_whole_vocabulary_follow_the_documented_steps(vocab: int, shape: str) -> None:
+    logits = random_logits(11, vocab, 1.0)
+    if shape == "peaked":
+        logits[vocab - 7 :] += 20
+    elif shape == "equal":
+        logits[:] = -2.5
+    elif shape == "ties":
+        logits = np.round(logits, 1)
+    for number, narrow in enumerate(
+        [{}, {"top_p": 0.95}, {"top_k": 40}, {"top_k": 3000, "top_p": 0.5}, {"min_p": 0.02}]
+    ):
+        spec: dict[str, Any] = {"temperature": 0.8, "seed": number, **narrow}
+        assert one(logits, **spec).token == oracle_token(logits, spec)
+
+
+def test_weights_never_rise_as_logits_fall_to_where_they_vanish() -> None:
+    """So a candidate without weight ranks behind all others, and top_k may count it or not."""
+    x = np.arange(-22, -21, 2.0**-19, dtype=np.float32)
+    w = np.rint(binary32.exp(x).astype(np.float64) * 2**30)
+    assert (np.diff(w) >= 0).all()
+    assert (w[0], w[-1]) == (0, 1)
+
+
+def test_the_order_of_the_vocabulary_changes_no_sum() -> None:
+    """Another order of the same logits: the same log-probabilities, and the same set is kept."""
+    logits = random_logits(12, 3000, 2.0)
+    order = np.random.default_rng(13).permutation(logits.size)
+    spec: dict[str, Any] = {"temperature": 1.3, "top_p": 0.6, "min_p": 0.001, "logprobs": 20}
+    kept = kept_ids(logits, integer_weights(logits, 1.3), spec)
+    first, second = one(logits, seed=1, **spec), one(logits[order], seed=1, **spec)
+    assert second.top == [(int(np.flatnonzero(order == t)[0]), p) for t, p in first.top]
+    drawn: set[int] = set()
+    for x, ids in ((logits, np.arange(logits.size)), (logits[order], order)):
+        specs = [K.SampleSpec(seed=s, **spec) for s in range(5 * kept.size)]
+        drawn |= {int(ids[r.token]) for r in draw(x, *specs)}
+        assert drawn <= set(kept.tolist())
+        for seed in range(20):
+            token = one(x, seed=seed, **spec).token
+            assert token == oracle_token(x, {"seed": seed, **spec})
 
 
 def test_selections_that_leave_one_token_are_greedy() -> None:
@@ -224,6 +290,9 @@ def test_logprobs_come_from_the_raw_logits(vocab: int) -> None:
     exact = logits - np.log(np.exp(logits.astype(float) - logits.max()).sum()) - logits.max()
     r = one(logits, temperature=0.8, seed=1, logprobs=min(20, vocab), bias=[(0, 3.0)])
     assert abs(r.logprob - exact[r.token]) < LOGPROB_TOLERANCE
+    canonical = oracle_logprobs(logits)
+    assert r.logprob == canonical[r.token]
+    assert [p for _, p in r.top] == [canonical[t] for t, _ in r.top]
     order = np.argsort(-logits, kind="stable")[:20]
     assert [t for t, _ in r.top] == order.tolist()
     np.testing.assert_allclose([p for _, p in r.top], exact[order], atol=LOGPROB_TOLERANCE)

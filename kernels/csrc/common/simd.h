@@ -82,6 +82,8 @@ SIMD_FN float vreduce_max(V16 a) { return _mm512_reduce_max_ps(a.v); }
 SIMD_FN void vstore_i8(int8_t* p, V16 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
+// Rounds to nearest even; the caller guarantees 0 <= x < 2^31.
+SIMD_FN void vstore_i32(int32_t* p, V16 a) { _mm512_storeu_si512(p, _mm512_cvtps_epi32(a.v)); }
 // Lane i + lane i + 8, then + 4, + 2, + 1, as written: one number.
 SIMD_FN float vtree(V16 x) {
     const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
@@ -170,6 +172,11 @@ SIMD_FN void vstore_i8(int8_t* p, V16 x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm_packs_epi16(_mm256_castsi256_si128(words),
                                      _mm256_extracti128_si256(words, 1)));
+}
+// Rounds to nearest even; the caller guarantees 0 <= x < 2^31.
+SIMD_FN void vstore_i32(int32_t* p, V16 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvtps_epi32(x.a));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), _mm256_cvtps_epi32(x.b));
 }
 // Lane i + lane i + 8, then + 4, + 2, + 1, as written: one number.
 SIMD_FN float vtree(V16 x) {
@@ -260,6 +267,10 @@ SIMD_FN float vreduce_max(V16 a) {
 }
 SIMD_FN void vstore_i8(int8_t* p, V16 a) {
     for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(ca::round_to_int(a.lane[i]));
+}
+// Rounds to nearest even; the caller guarantees 0 <= x < 2^31.
+SIMD_FN void vstore_i32(int32_t* p, V16 a) {
+    for (int i = 0; i < 16; i++) p[i] = ca::round_large(a.lane[i]);
 }
 // Lane i + lane i + 8, then + 4, + 2, + 1, as written: one number.
 SIMD_FN float vtree(V16 x) {

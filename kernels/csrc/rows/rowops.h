@@ -28,10 +28,11 @@ struct RowOps {
     void (*finish)(float l, const float* o, size_t head_dim, float* out);
     // Largest value of a row and the lowest index that has it; false when any value is NaN or inf.
     bool (*largest)(const float* x, size_t n, float* value, size_t* index);
-    // Sum of expc(RN(x - shift)) in 64 lanes (i mod 64), then the tree 32, 16, 8, 4, 2, 1.
-    float (*exp_sum)(const float* x, size_t n, float shift);
-    // y = expc(RN(RN(x - shift) / temperature)).
-    void (*weights)(const float* x, size_t n, float shift, float temperature, float* y);
+    // Rule 10: w = integer_weight(expc(RN(RN(x - shift) / temperature))); returns the sum of w.
+    int64_t (*weigh)(const float* x, size_t n, float shift, float temperature, int32_t* w);
+    // Rule 10: zeroes the weights that are below `least` or outside the cut, which keeps the values
+    // above `value` and, of those equal to it, the first `ties` indices; returns the sum of the rest.
+    int64_t (*keep)(const float* x, size_t n, float value, size_t ties, int32_t least, int32_t* w);
 };
 
 extern const RowOps rowops_scalar;

@@ -165,34 +165,52 @@ bool largest(const float* x, size_t n, float* value, size_t* index) {
     }
     if (!finite) return false;
     size_t first = 0;
+    for (; first + 64 <= n; first += 64) {
+        int found = 0;
+        for (size_t j = 0; j < 64; j++) found |= x[first + j] == m;
+        if (found) break;
+    }
     while (first < n && !(x[first] == m)) first++;
     *value = m;
     *index = first;
     return first < n;
 }
 
-float exp_sum(const float* x, size_t n, float shift) {
-    V16 lanes[4] = {vzero(), vzero(), vzero(), vzero()};
-    size_t i = 0;
-    for (; i + 64 <= n; i += 64)
-        for (size_t j = 0; j < 4; j++)
-            lanes[j] = lanes[j] + vexpc(vload(x + i + 16 * j) - vset(shift));
-    for (size_t j = 0; i < n; i += 16, j++) {
-        // A padded lane is so low that its exp is exactly 0.
-        const V16 v = n - i >= 16 ? vload(x + i) : vload(Tail(x + i, n - i, -0x1p127f).lane);
-        lanes[j] = lanes[j] + vexpc(v - vset(shift));
+// The weights of n values, n a multiple of 16. A temperature of 1 divides nothing: x / 1 = x.
+template <bool divide>
+SIMD_FN void weigh_whole(const float* x, size_t n, float shift, float temperature, int32_t* w) {
+    for (size_t i = 0; i < n; i += 16) {
+        V16 v = vload(x + i) - vset(shift);
+        if (divide) v = v / vset(temperature);
+        vstore_i32(w + i, vexpc(v) * vset(0x1p30f));
     }
-    return tree_64(lanes);
 }
 
-void weights(const float* x, size_t n, float shift, float temperature, float* y) {
-    size_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        vstore(y + i, vexpc((vload(x + i) - vset(shift)) / vset(temperature)));
-    for (; i < n; i++) y[i] = ca::expc((x[i] - shift) / temperature);
+int64_t weigh(const float* x, size_t n, float shift, float temperature, int32_t* w) {
+    const size_t whole = n / 16 * 16;
+    if (temperature == 1.0f)
+        weigh_whole<false>(x, whole, shift, temperature, w);
+    else
+        weigh_whole<true>(x, whole, shift, temperature, w);
+    for (size_t i = whole; i < n; i++)
+        w[i] = ca::integer_weight(ca::weight_of(x[i], shift, temperature));
+    int64_t sum = 0;
+    for (size_t i = 0; i < n; i++) sum += w[i];
+    return sum;
+}
+
+int64_t keep(const float* x, size_t n, float value, size_t ties, int32_t least, int32_t* w) {
+    const int32_t end = static_cast<int32_t>(ties);
+    int64_t sum = 0;
+    for (int32_t i = 0; i < static_cast<int32_t>(n); i++) {
+        const bool kept = (x[i] > value) | ((x[i] == value) & (i < end));
+        w[i] = kept & (w[i] >= least) ? w[i] : 0;
+        sum += w[i];
+    }
+    return sum;
 }
 
 #define ROWOPS_TABLE                                                                               \
-    { rmsnorm, rope, quantise_query, quantise_kv8, fold, finish, largest, exp_sum, weights }
+    { rmsnorm, rope, quantise_query, quantise_kv8, fold, finish, largest, weigh, keep }
 
 }  // namespace

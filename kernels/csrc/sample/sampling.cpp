@@ -2,7 +2,6 @@
 #include "sample/sampling.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "common/ca.h"
 #include "rows/rowops.h"
@@ -10,59 +9,33 @@
 namespace batchengine {
 namespace {
 
-// Smaller weights cannot change a cumsum that starts at 1: they are below half an ulp of 1.
-constexpr float WEIGHT_MIN = 0x1p-24f;
 constexpr float LOGIT_LOWEST = -0x1.fffffep127f;
-constexpr size_t RADIX_BITS = 11;
-constexpr size_t RADIX_MIN = 512;  // fewer candidates sort faster by comparison
-
-// A top_k up to this is selected in one scan; anything larger sorts.
-constexpr size_t SCAN_MAX = 256;
-
-struct Candidate {
-    uint32_t key;  // rises as the logit falls
-    int32_t id;
-};
+// A top_k up to this is selected in one scan, before any weight is computed.
+constexpr int32_t SCAN_MAX = 256;
+constexpr size_t CHUNK = 1024;
 
 using Ranked = std::vector<std::pair<int32_t, float>>;  // token, value; best first
 
 struct Scratch {
     std::vector<float> logits;      // after penalties
-    std::vector<float> weights;     // by token
-    std::vector<Candidate> candidates, spare;
-    std::vector<int32_t> ids;       // candidates in order
-    std::vector<float> in_order;    // their weights
     std::vector<int32_t> history;
+    std::vector<int32_t> ids;       // of the first top_k candidates, rising
+    std::vector<float> values;      // their logits
+    std::vector<int32_t> weights;   // by candidate; 0: it is not kept
+    std::vector<int64_t> sums;      // of the weights of each CHUNK candidates
+    std::vector<uint32_t> rest;
+};
+
+// What keeps the candidates above `value` and, of those equal to it, the first `ties` indices.
+struct Cut {
+    float value;
+    size_t ties;
 };
 
 // An unsigned integer that rises as the float falls; equal for both zeros.
 uint32_t falling_key(float x) {
     const uint32_t bits = ca::bits_of(x + 0.0f);
-    const uint32_t rising = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return ~rising;
-}
-
-bool comes_first(const Candidate& a, const Candidate& b) {
-    return a.key != b.key ? a.key < b.key : a.id < b.id;
-}
-
-// Sorts by key; the input is in id order and every pass is stable, so ids rise among equals.
-void radix_sort(std::vector<Candidate>& candidates, std::vector<Candidate>& spare) {
-    constexpr uint32_t MASK = (1u << RADIX_BITS) - 1;
-    constexpr size_t PASSES = 3;
-    static_assert(PASSES * RADIX_BITS >= 32);
-    uint32_t start[PASSES][MASK + 2];
-    std::memset(start, 0, sizeof start);
-    spare.resize(candidates.size());
-    for (const Candidate& c : candidates)
-        for (size_t pass = 0; pass < PASSES; pass++)
-            start[pass][((c.key >> (pass * RADIX_BITS)) & MASK) + 1]++;
-    for (size_t pass = 0; pass < PASSES; pass++) {
-        for (size_t i = 1; i <= MASK; i++) start[pass][i] += start[pass][i - 1];
-        for (const Candidate& c : candidates)
-            spare[start[pass][(c.key >> (pass * RADIX_BITS)) & MASK]++] = c;
-        candidates.swap(spare);
-    }
+    return bits & 0x80000000u ? bits : ~bits & 0x7FFFFFFFu;
 }
 
 // Step 2. Returns false when a logit became NaN or +infinity.
@@ -76,10 +49,8 @@ bool apply_penalties(const SampleSpec& spec, size_t vocab, const float* logits, 
         const int32_t token = scratch.history[i];
         size_t end = i;
         while (end < scratch.history.size() && scratch.history[end] == token) end++;
-        const float count = static_cast<float>(end - i);
-        float& y = x[token];
-        y = y > 0.0f ? y / spec.repetition_penalty : y * spec.repetition_penalty;
-        y = (y - count * spec.frequency_penalty) - spec.presence_penalty;
+        x[token] = ca::penalised(x[token], static_cast<int32_t>(end - i), spec.repetition_penalty,
+                                 spec.frequency_penalty, spec.presence_penalty);
         i = end;
     }
     const auto settle = [&](int32_t token) {
@@ -117,99 +88,127 @@ Ranked best(const float* x, size_t vocab, size_t n) {
     return top;
 }
 
-void drop_light(Scratch& scratch) {
-    size_t kept = 0;
-    for (size_t i = 0; i < scratch.ids.size(); i++) {
-        scratch.ids[kept] = scratch.ids[i];
-        scratch.in_order[kept] = scratch.in_order[i];
-        kept += scratch.in_order[i] >= WEIGHT_MIN;
-    }
-    scratch.ids.resize(kept);
-    scratch.in_order.resize(kept);
-}
-
-// Candidates when top_k is small: only their weights are computed.
-void select_few(const SampleSpec& spec, const float* x, size_t vocab, float top, Scratch& scratch) {
-    const Ranked ranked = best(x, vocab, static_cast<size_t>(spec.top_k));
-    scratch.ids.clear();
-    scratch.weights.clear();
-    for (const auto& [token, value] : ranked) {
-        scratch.ids.push_back(token);
-        scratch.weights.push_back(value);
-    }
-    scratch.in_order.resize(ranked.size());
-    rowops().weights(scratch.weights.data(), ranked.size(), top, spec.temperature,
-                     scratch.in_order.data());
-    drop_light(scratch);
-}
-
-// Candidates otherwise: all tokens with a weight of WEIGHT_MIN or more.
-void sort_all(const SampleSpec& spec, const float* x, size_t vocab, float top, Scratch& scratch) {
-    scratch.weights.resize(vocab);
-    rowops().weights(x, vocab, top, spec.temperature, scratch.weights.data());
-    auto& found = scratch.candidates;
-    found.resize(vocab);
-    size_t count = 0;
-    for (size_t i = 0; i < vocab; i++) {  // no branch: half of a flat vocabulary may pass
-        found[count] = {falling_key(x[i]), static_cast<int32_t>(i)};
-        count += scratch.weights[i] >= WEIGHT_MIN;
-    }
-    found.resize(count);
-    if (count >= RADIX_MIN)
-        radix_sort(found, scratch.spare);
-    else
-        std::sort(found.begin(), found.end(), comes_first);
-    if (spec.top_k > 0) found.resize(std::min(count, static_cast<size_t>(spec.top_k)));
-    scratch.ids.resize(found.size());
-    scratch.in_order.resize(found.size());
-    for (size_t i = 0; i < found.size(); i++) {
-        scratch.ids[i] = found[i].id;
-        scratch.in_order[i] = scratch.weights[static_cast<size_t>(found[i].id)];
-    }
-}
-
-float sum_in_order(const Scratch& scratch, size_t count) {
-    float sum = 0.0f;
-    for (size_t i = 0; i < count; i++) sum = sum + scratch.in_order[i];
+int64_t total(const Scratch& scratch) {
+    int64_t sum = 0;
+    for (const int64_t of_chunk : scratch.sums) sum += of_chunk;
     return sum;
 }
 
-// First index whose cumsum satisfies `reached`, or the last one.
-template <class Reached>
-size_t first_reached(const Scratch& scratch, size_t count, Reached&& reached) {
-    float sum = 0.0f;
-    for (size_t i = 0; i < count; i++) {
-        sum = sum + scratch.in_order[i];
-        if (reached(sum)) return i;
+// Calls action(first index, count) for each chunk of n candidates; its result is the chunk's sum.
+template <class Action>
+void sum_chunks(size_t n, Scratch& scratch, Action&& action) {
+    scratch.sums.clear();
+    for (size_t first = 0; first < n; first += CHUNK)
+        scratch.sums.push_back(action(first, std::min(CHUNK, n - first)));
+}
+
+void weigh(const float* x, size_t n, float top, float temperature, Scratch& scratch) {
+    scratch.weights.resize(n);
+    sum_chunks(n, scratch, [&](size_t first, size_t count) {
+        return rowops().weigh(x + first, count, top, temperature, scratch.weights.data() + first);
+    });
+}
+
+// The cut behind the shortest run of candidates, by value falling and index rising, whose mass reaches
+// `target`, which is at most the mass of all. The last value of the run is found digit by digit: a
+// histogram of masses by digit says where the run ends.
+template <class Mass>
+Cut cut_behind(const float* x, size_t n, int64_t target, Scratch& scratch, Mass&& mass) {
+    constexpr int DIGIT = 11;
+    auto& rest = scratch.rest;  // the candidates that share the digits found
+    rest.resize(n);
+    size_t count = 0;
+    const auto find_digit = [&](int shift, auto&& visit) {
+        const auto digit = [&](size_t i) { return (falling_key(x[i]) >> shift) % (1u << DIGIT); };
+        int64_t histogram[1u << DIGIT] = {};
+        visit([&](size_t i) { histogram[digit(i)] += mass(i); });
+        uint32_t last = 0;
+        while (histogram[last] < target) target -= histogram[last++];
+        size_t kept = 0;  // at most the number visited, so that `rest` may be what is visited
+        visit([&](size_t i) {
+            rest[kept] = static_cast<uint32_t>(i);
+            kept += digit(i) == last;
+        });
+        count = kept;
+    };
+    const auto visit_all = [&](auto&& action) {
+        for (size_t c = 0; c < scratch.sums.size(); c++)
+            if (scratch.sums[c] > 0)
+                for (size_t i = c * CHUNK; i < std::min(n, (c + 1) * CHUNK); i++) action(i);
+    };
+    const auto visit_rest = [&](auto&& action) {
+        for (size_t k = 0; k < count; k++) action(rest[k]);
+    };
+    find_digit(2 * DIGIT, visit_all);
+    find_digit(DIGIT, visit_rest);
+    find_digit(0, visit_rest);
+    size_t ends = 0;
+    while (mass(rest[ends]) < target) target -= mass(rest[ends++]);
+    return {x[rest[ends]], rest[ends] + size_t{1}};
+}
+
+// Step 5, on n candidates that have their weights.
+void restrict_weights(const SampleSpec& spec, const float* x, size_t n, Scratch& scratch) {
+    const auto keep = [&](const Cut& cut, int32_t least) {
+        sum_chunks(n, scratch, [&](size_t first, size_t count) {
+            const size_t ties = cut.ties > first ? std::min(cut.ties - first, count) : 0;
+            return rowops().keep(x + first, count, cut.value, ties, least,
+                                 scratch.weights.data() + first);
+        });
+    };
+    const int32_t* w = scratch.weights.data();
+    if (spec.top_k > 0 && static_cast<size_t>(spec.top_k) < n) {
+        int64_t candidates = 0;
+        for (size_t i = 0; i < n; i++) candidates += w[i] > 0;
+        if (spec.top_k < candidates)
+            keep(cut_behind(x, n, spec.top_k, scratch, [&](size_t i) { return w[i] > 0; }), 0);
     }
-    return count - 1;
+    Cut cut{LOGIT_LOWEST, n};
+    if (spec.top_p < 1.0f) {
+        const int64_t share = ca::share_of(total(scratch), ca::fraction_of(spec.top_p));
+        cut = cut_behind(x, n, std::max<int64_t>(share, 1), scratch, [&](size_t i) { return w[i]; });
+    }
+    const int32_t least = ca::integer_weight(spec.min_p);
+    if (spec.top_p < 1.0f || least > 0) keep(cut, least);
+}
+
+// The first index whose running sum of weights exceeds `target`, which is below their sum.
+size_t index_at(int64_t target, const Scratch& scratch) {
+    size_t chunk = 0;
+    while (scratch.sums[chunk] <= target) target -= scratch.sums[chunk++];
+    size_t i = chunk * CHUNK;
+    while (scratch.weights[i] <= target) target -= scratch.weights[i++];
+    return i;
 }
 
 int32_t draw(const SampleSpec& spec, const float* x, size_t vocab, float top, Scratch& scratch) {
-    if (spec.top_k > 0 && static_cast<size_t>(spec.top_k) <= SCAN_MAX)
-        select_few(spec, x, vocab, top, scratch);
-    else
-        sort_all(spec, x, vocab, top, scratch);
-    size_t count = scratch.ids.size();
-    if (spec.top_p < 1.0f) {
-        const float target = spec.top_p * sum_in_order(scratch, count);
-        count = first_reached(scratch, count, [&](float sum) { return sum >= target; }) + 1;
+    const bool few = spec.top_k > 0 && spec.top_k <= SCAN_MAX;
+    size_t n = vocab;
+    if (few) {
+        scratch.ids.clear();
+        scratch.values.clear();
+        for (const auto& [token, value] : best(x, vocab, static_cast<size_t>(spec.top_k)))
+            scratch.ids.push_back(token);
+        std::sort(scratch.ids.begin(), scratch.ids.end());
+        for (const int32_t token : scratch.ids) scratch.values.push_back(x[token]);
+        x = scratch.values.data();
+        n = scratch.values.size();
     }
-    for (size_t i = 1; i < count; i++)
-        if (scratch.in_order[i] < spec.min_p) count = i;
+    weigh(x, n, top, spec.temperature, scratch);
+    restrict_weights(spec, x, n, scratch);
     uint32_t random[4];
     philox(spec.seed, spec.position, spec.draw, random);
-    const float u = static_cast<float>(random[0] >> 8) * 0x1p-24f;
-    const float target = u * sum_in_order(scratch, count);
-    return scratch.ids[first_reached(scratch, count, [&](float sum) { return sum > target; })];
+    const size_t i = index_at(ca::share_of(total(scratch), random[0]), scratch);
+    return few ? scratch.ids[i] : static_cast<int32_t>(i);
 }
 
-void add_logprobs(const SampleSpec& spec, const float* x, size_t vocab, float top, Sampled& out) {
-    const float log_sum = ca::logc(rowops().exp_sum(x, vocab, top));
-    const auto logprob = [&](float logit) { return (logit - top) - log_sum; };
-    out.logprob = logprob(x[out.token]);
+void add_logprobs(const SampleSpec& spec, const float* x, size_t vocab, float top, Scratch& scratch,
+                  Sampled& out) {
+    weigh(x, vocab, top, 1.0f, scratch);
+    const float log_sum = ca::log_of_sum(total(scratch));
+    out.logprob = ca::log_probability(x[out.token], top, log_sum);
     out.top = best(x, vocab, static_cast<size_t>(spec.logprobs));
-    for (auto& [token, value] : out.top) value = logprob(value);
+    for (auto& [token, value] : out.top) value = ca::log_probability(value, top, log_sum);
 }
 
 Sampled sample_row(const SampleSpec& spec, const float* logits, size_t vocab, Scratch& scratch) {
@@ -234,7 +233,7 @@ Sampled sample_row(const SampleSpec& spec, const float* logits, size_t vocab, Sc
     }
     out.token = spec.temperature == 0.0f ? static_cast<int32_t>(first)
                                          : draw(spec, x, vocab, top, scratch);
-    if (spec.logprobs >= 0) add_logprobs(spec, logits, vocab, raw_top, out);
+    if (spec.logprobs >= 0) add_logprobs(spec, logits, vocab, raw_top, scratch, out);
     return out;
 }
 

@@ -1,17 +1,14 @@
-// Sampling (CA-1 rule 10): one row of logits, its history and its parameters -> one token.
+// Sampling (rule 10): one row of logits, its history and its parameters -> one token.
 //
-// Steps, in this order, each a fixed fp32 expression:
 //   1. a row with a NaN or an infinity is nonfinite: no token
-//   2. x = logit + bias; then for tokens of the history that occur c times
-//      x = x > 0 ? x / repetition : x * repetition;  x = (x - c * frequency) - presence
+//   2. bias, then the penalties of the tokens in the history
 //   3. temperature 0: the largest x, lowest id first
-//   4. otherwise weights w = expc(RN((x - max x) / temperature)), candidates by x falling, id rising
-//   5. top_k: the first k;  top_p: of those the shortest run with cumsum >= top_p * total (at least
-//      one);  min_p: of those the run before the first w < min_p
-//   6. the first candidate whose cumsum exceeds u * total, u = (philox >> 8) * 2^-24
-// All cumsums are sequential in candidate order. Candidates with w < 2^-24 are dropped: the first
-// weight is 1, so adding them could not change a sum.
-// Log-probabilities come from the raw logits: (x_i - max) - logc(sum of expc(x - max) in 64 lanes).
+//   4. otherwise integer weights W = rint(2^30 expc((x - max x) / temperature))
+//   5. top_k: the first k by x falling, id rising;  top_p: of those the shortest run whose sum reaches
+//      its share of the total (at least one);  min_p: of those the ones with W >= rint(2^30 min_p)
+//   6. the lowest id up to which the sum of the kept W exceeds a random share of their total
+// Sums are integers: neither the order of the candidates nor the cuts' way of finding them matters.
+// Log-probabilities come from the raw logits, with the same weights at temperature 1.
 #pragma once
 
 #include <cstdint>
