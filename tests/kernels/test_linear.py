@@ -1,4 +1,4 @@
-"""Packing, quantisation and the linear kernels: every level gives the bits of CA-1 rules 1 and 2.
+"""Packing, quantisation and the linear kernels: every level gives the bits of CA-2 rules 1 and 2.
 
 Three independent references: exact rational arithmetic for the rule itself (few outputs), numpy in
 float64 with a tolerance for the values (many), and the scalar level for the bits of the others.
@@ -138,27 +138,69 @@ CASES = [(kind, *shape) for kind in k.KINDS for shape in shapes_of(kind)]
 
 
 def quantised_by_numpy(values: F32) -> tuple[NDArray[np.int8], F32]:
-    """Rule 1 in numpy's float32, whose +, *, / and rint round correctly."""
+    """Rule 1 with frexp: the scale is a multiple of a quarter of a power of two."""
     blocks = values.reshape(len(values), -1, 32)
-    a = np.abs(blocks).max(axis=2, keepdims=True)
-    live = a >= np.float32(2.0**-96)
-    safe = np.where(live, a, np.float32(1))
-    inverse = np.float32(127) / safe
-    q = np.where(live, np.rint(blocks * inverse), 0).astype(np.int8)
-    scale = np.where(live, safe / np.float32(127), np.float32(0))
-    return q.reshape(values.shape), scale[:, :, 0]
+    a = np.abs(blocks).max(axis=2).astype(np.float64)
+    used = (a >= 2.0**-90) & (a < 2.0**96)
+    fraction, exponent = np.frexp(np.where(used, a, 1.0))  # 0.5 <= fraction < 1
+    quarters = np.floor(4 * (2 * fraction + 2.0**-7)) + 1  # 5..8, 9 past the next power of two
+    quarters = np.where(quarters == 9, 10, quarters)
+    scale = np.where(used, np.ldexp(quarters / 4, exponent - 8), 1).astype(np.float32)
+    inverse = np.where(used, np.float32(1) / scale, np.float32(0))
+    q = np.rint(np.where(used[:, :, None], blocks, 0) * inverse[:, :, None])
+    return q.astype(np.int8).reshape(values.shape), scale
 
 
 @pytest.mark.parametrize("level", k.isa_levels())
 @pytest.mark.parametrize("shape", [(1, 32), (17, 96), (40, 1056)])
 def test_quantise_is_rule_1(pool: k.Pool, level: str, shape: tuple[int, int]) -> None:
-    values = random_values(*shape, np.random.default_rng(5))
-    values[0, -32:] = np.linspace(-1e38, 1e38, 32, dtype=np.float32)
+    rng = np.random.default_rng(5)
+    values = random_values(*shape, rng) * np.float32(2) ** rng.integers(-40, 40, (shape[0], 1))
+    values = values.astype(np.float32)
+    values[0, -32:] = np.linspace(-7e28, 7e28, 32, dtype=np.float32)
     k.set_isa(level)
     q, scale = unpacked(quantised(pool, values), len(values))
     want_q, want_scale = quantised_by_numpy(values)
     assert np.array_equal(q, want_q)
     assert_same_bits(scale, want_scale)
+
+
+@pytest.mark.parametrize("level", k.isa_levels())
+def test_quantise_at_the_bounds_of_rule_1(pool: k.Pool, level: str) -> None:
+    """The largest magnitude decides: below 2^-90 zero, from 2^96 nonfinite, no q above 127."""
+    down, up = np.float32(-np.inf), np.float32(np.inf)
+    tiny, large = np.float32(2.0**-90), np.float32(2.0**96)
+    cases = [  # the largest of a group, its scale, its q; None: nonfinite
+        (0.0, 1.0, 0),
+        (np.nextafter(tiny, down), 1.0, 0),
+        (tiny, 1.25 * 2.0**-97, 102),
+        (np.nextafter(large, down), 1.25 * 2.0**89, 102),
+        (np.nextafter(np.float32(127), down), 1.0, 127),
+        (127.0, 1.0, 127),
+        (np.nextafter(np.float32(127.5), down), 1.0, 127),
+        (127.5, 1.25, 102),
+        (128.0, 1.25, 102),
+        (np.nextafter(np.float32(159), down), 1.25, 127),
+        (159.0, 1.5, 106),
+        (191.0, 1.75, 109),
+        (223.0, 2.0, 112),
+        (254.5, 2.0, 127),
+        (large, 1.0, None),
+        (up, 1.0, None),
+        (np.nan, 1.0, None),
+    ]
+    matrix = packed(pool, "f32", np.zeros(64, np.float32).view(np.uint8), 1, 64)
+    k.set_isa(level)
+    for largest, scale, q in cases:
+        for sign in (1, -1):
+            row = np.zeros((1, 64), np.float32)
+            row[0, 37] = np.float32(largest) * sign
+            x = quantised(pool, row)
+            got_q, got_scale = unpacked(x, 1)
+            assert got_q[0, 37] == sign * (q or 0), largest
+            assert got_scale[0].tolist() == [1, scale], largest
+            nonfinite = bool(np.isnan(product(pool, x, matrix, 1)[0, 0]))
+            assert nonfinite == (q is None), largest
 
 
 @given(st.lists(st.floats(width=32, allow_nan=True), min_size=32, max_size=64))
@@ -177,22 +219,30 @@ def test_quantise_agrees_on_any_floats(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("level", k.isa_levels())
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", k.KINDS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2.0**96])
 def test_a_nonfinite_token_does_not_affect_other_tokens(
-    pool: k.Pool, level: str, bad: float
+    pool: k.Pool, level: str, kind: str, bad: float
 ) -> None:
+    """All its outputs are the one NaN; the next use of the same activations is clean."""
     rng = np.random.default_rng(3)
-    values = random_values(5, 256, rng)
-    matrix = packed(pool, "q4_0", random_tensor("q4_0", 32, 256, rng), 32, 256)
-    k.set_isa(level)
-    clean = product(pool, quantised(pool, values), matrix, 5)
-    values[2, 77] = bad
-    out = k.Rows(5, 32)
-    k.linear(pool, quantised(pool, values), [matrix], [None], 5, out)
-    assert k.nonfinite_rows(pool, out, 5) == [2]
-    assert np.isnan(out.view(5)[2]).all()
-    others = [0, 1, 3, 4]
-    assert_same_bits(out.view(5)[others], clean[others])
+    for tokens, where in ((5, 2), (19, 9)):
+        values = random_values(tokens, 256, rng)
+        matrix = packed(pool, kind, random_tensor(kind, 33, 256, rng), 33, 256)
+        k.set_isa(level)
+        x = k.Activations(tokens, 256, keep_float=True)
+        clean = product(pool, quantised(pool, values), matrix, tokens)
+        poisoned = values.copy()
+        poisoned[where, 77] = bad
+        k.quantise(pool, rows_of(poisoned), tokens, x)
+        out = k.Rows(tokens, 33)
+        k.linear(pool, x, [matrix], [None], tokens, out)
+        assert k.nonfinite_rows(pool, out, tokens) == [where]
+        assert (out.view(tokens)[where].view(np.uint32) == 0x7FC00000).all()
+        others = [t for t in range(tokens) if t != where]
+        assert_same_bits(out.view(tokens)[others], clean[others])
+        k.quantise(pool, rows_of(values), tokens, x)
+        assert_same_bits(product(pool, x, matrix, tokens), clean)
 
 
 # --- rule 2: the product ----------------------------------------------------------------------
@@ -212,41 +262,83 @@ def round_f32(value: Fraction) -> Fraction:
     return round(value / unit) * unit
 
 
-def product_by_fractions(weights: F32, dw: F32, q: NDArray[np.int8], dx: F32) -> Fraction:
-    """Rule 2 for one output of q4_0: `weights` are the integers, one scale per 32."""
+def chain(steps: list[list[tuple[Fraction, Fraction]]]) -> Fraction:
+    """The value of one output: per segment a chain of fma over (factor, factor), then the sums."""
     total: Fraction | None = None
-    for first in range(0, len(dw), 32):
+    for segment in steps:
         acc = Fraction(0)
-        for b in range(first, min(first + 32, len(dw))):
-            cut = slice(32 * b, 32 * b + 32)
-            dot = int(np.dot(weights[cut].astype(np.int64), q[cut].astype(np.int64)))
-            scale = round_f32(Fraction(float(dw[b])) * Fraction(float(dx[b])))
-            acc = round_f32(dot * scale + acc)
+        for a, b in segment:
+            acc = round_f32(a * b + acc)
         total = acc if total is None else round_f32(total + acc)
     assert total is not None
     return total
 
 
+def in_segments(
+    steps: list[tuple[Fraction, Fraction]], length: int
+) -> list[list[tuple[Fraction, Fraction]]]:
+    return [steps[at : at + length] for at in range(0, len(steps), length)]
+
+
 @pytest.mark.parametrize("level", k.isa_levels())
-def test_linear_is_rule_2(pool: k.Pool, level: str) -> None:
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "q6_k"])
+def test_linear_is_rule_2(pool: k.Pool, level: str, kind: str) -> None:
     """Segments of 32 blocks, fma inside, rounded sums between: exact arithmetic agrees."""
-    rows, cols, tokens = 18, 2080, 5  # 65 blocks: two segments and one block
+    rows, cols, tokens = 18, 2304 if kind == "q6_k" else 2080, 5  # two segments and a part
     rng = np.random.default_rng(11)
-    tensor = random_tensor("q4_0", rows, cols, rng)
-    blocks = tensor.reshape(rows, cols // 32, 18)
-    blocks[:, :, 0:2] = (
-        rng.uniform(0.001, 0.02, (rows, cols // 32)).astype(np.float16).view(np.uint8)
-    ).reshape(rows, -1, 2)
-    dw = blocks[:, :, 0:2].copy().view(np.float16)[:, :, 0].astype(np.float32)
-    nibbles = np.concatenate([blocks[:, :, 2:] & 15, blocks[:, :, 2:] >> 4], axis=2)
-    weights = nibbles.reshape(rows, cols).astype(np.int64) - 8
+    tensor = random_tensor(kind, rows, cols, rng)
+    size = BLOCK_BYTES[kind]
+    blocks = tensor.reshape(rows, -1, size)
     x = quantised(pool, rng.standard_normal((tokens, cols)).astype(np.float32))
     q, dx = unpacked(x, tokens)
     k.set_isa(level)
-    got = product(pool, x, packed(pool, "q4_0", tensor, rows, cols), tokens)
+    got = product(pool, x, packed(pool, kind, tensor, rows, cols), tokens)
+
+    def half(row: int, block: int, at: int) -> Fraction:
+        return Fraction(float(blocks[row, block, at : at + 2].view(np.float16)[0]))
+
+    def integers(row: int, block: int) -> list[int]:
+        """What multiplies q and the scale of a group."""
+        raw = blocks[row, block].astype(np.int64)
+        if kind == "q8_0":
+            return blocks[row, block, 2:].view(np.int8).astype(np.int64).tolist()
+        if kind == "q6_k":  # d = 1 and the format's own library give sub-scale times weight
+            one = blocks[row, block].copy()
+            one[208:] = np.array([1], np.float16).view(np.uint8)
+            return dequantize(one, GGUF_TYPES[kind]).astype(np.int64).tolist()
+        nibbles = raw[size - 16 :]
+        return np.concatenate([nibbles & 15, nibbles >> 4]).tolist()
+
     for row, token in [(0, 0), (3, 4), (15, 1), (16, 2), (17, 3)]:
-        want = product_by_fractions(weights[row], dw[row], q[token], dx[token])
+        steps: list[tuple[Fraction, Fraction]] = []
+        for b in range(cols // 32):
+            scale = Fraction(float(dx[token, b]))
+            values = [int(v) for v in q[token, 32 * b : 32 * b + 32]]
+            per, at = (8, 208) if kind == "q6_k" else (1, 0)
+            weights = integers(row, b // per)[b % per * 32 :][:32]
+            zero = 8 if kind == "q4_0" else 0
+            dot = sum((w - zero) * v for w, v in zip(weights, values, strict=True))
+            steps.append((Fraction(dot), half(row, b // per, at) * scale))
+            if kind == "q4_1":
+                steps.append((Fraction(sum(values)), half(row, b, 2) * scale))
+        want = chain(in_segments(steps, 64 if kind == "q4_1" else 32))
         assert Fraction(float(got[token, row])) == want, (row, token)
+
+
+@pytest.mark.parametrize("level", k.isa_levels())
+@pytest.mark.parametrize("kind", ["f16", "bf16", "f32"])
+def test_linear_of_float_weights_is_rule_2(pool: k.Pool, level: str, kind: str) -> None:
+    rows, cols, tokens = 18, 2085, 5
+    rng = np.random.default_rng(12)
+    tensor = random_tensor(kind, rows, cols, rng)
+    weights = dequantised_by_library(kind, tensor, rows, cols)
+    values = rng.standard_normal((tokens, cols)).astype(np.float32)
+    k.set_isa(level)
+    got = product(pool, quantised(pool, values), packed(pool, kind, tensor, rows, cols), tokens)
+    for row, token in [(0, 0), (15, 4), (17, 3)]:
+        pairs = zip(weights[row].tolist(), values[token].tolist(), strict=True)
+        steps = [(Fraction(w), Fraction(v)) for w, v in pairs]
+        assert Fraction(float(got[token, row])) == chain(in_segments(steps, 1024)), (row, token)
 
 
 @pytest.mark.parametrize(("kind", "rows", "cols", "tokens"), CASES)
@@ -406,6 +498,28 @@ def test_linear_gated_is_silu_times_up(pool: k.Pool, tokens: int) -> None:
     u = (product(pool, x, up, tokens) + biases[1]).astype(np.float64)
     want = g / (1 + np.exp(-g)) * u
     assert np.allclose(outputs[0], want, rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("level", k.isa_levels())
+@pytest.mark.parametrize("kind", list(BLOCK_BYTES))
+def test_a_block_without_scale_adds_nothing(pool: k.Pool, level: str, kind: str) -> None:
+    """d = +0 and -0, with activations whose scales reach both ends."""
+    rows, cols = 5, 512
+    tensor = random_tensor(kind, rows, cols, np.random.default_rng(0))
+    blocks = tensor.reshape(rows, -1, BLOCK_BYTES[kind])
+    at = 208 if kind == "q6_k" else 0
+    blocks[:, :, at : at + 2] = 0
+    blocks[:, 1::2, at + 1] = 0x80
+    if kind == "q4_1":
+        blocks[:, :, 2:4] = 0
+    matrix = packed(pool, kind, tensor, rows, cols)
+    k.set_isa(level)
+    for size in (2.0**95, 2.0**-89, 1.0):
+        values = np.full((2, cols), size, np.float32)
+        values[1] *= -1
+        assert_same_bits(
+            product(pool, quantised(pool, values), matrix, 2), np.zeros((2, rows), np.float32)
+        )
 
 
 # --- packing, embedding, rows -----------------------------------------------------------------

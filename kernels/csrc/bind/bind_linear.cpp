@@ -19,7 +19,7 @@ struct HeldMatrix {
 
 void bind_activations(nb::module_& module) {
     nb::class_<Activations>(module, "Activations",
-                            "Quantised activations of one step: int8 panels, fp32 scale per 32.")
+                            "Quantised activations of one step: int8 panels, one scale per 32.")
         .def(nb::init<size_t, size_t, bool>(), nb::arg("tokens_max"), nb::arg("width"),
              nb::arg("keep_float") = false)
         .def_prop_ro("tokens_max", [](const Activations& self) { return self.tokens_max; })
@@ -32,16 +32,16 @@ void bind_activations(nb::module_& module) {
                 nb::list q, scales;
                 for (size_t token = 0; token < tokens; ++token) {
                     std::string bytes;
-                    std::vector<float> row_scales;
+                    std::vector<float> row;
                     for (size_t block = 0; block < self.blocks; ++block) {
                         const size_t cell = self.cell(token, block);
                         bytes.append(
                             reinterpret_cast<const char*>(self.q.data() + cell * BLOCK_WIDTH),
                             BLOCK_WIDTH);
-                        row_scales.push_back(self.scale[cell]);
+                        row.push_back(self.scale[cell]);
                     }
                     q.append(nb::bytes(bytes.data(), bytes.size()));
-                    scales.append(nb::bytes(row_scales.data(), row_scales.size() * sizeof(float)));
+                    scales.append(nb::bytes(row.data(), row.size() * sizeof(float)));
                 }
                 return nb::make_tuple(q, scales);
             },

@@ -49,7 +49,7 @@ void bind_row_operations(nb::module_& module) {
             quantise(pool, x, tokens, out);
         },
         nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("out"),
-        "Quantises the first rows to int8 with one fp32 scale per 32 values.");
+        "Quantises the first rows to int8 with one scale per 32 values.");
     module.def(
         "take_rows",
         [](const Rows& x, IndexArray indices, Rows& out) {

@@ -42,7 +42,7 @@ constexpr int BLOCK = 32;
 // Products of so many k are summed before they join the running total of an output.
 constexpr int SEGMENT = 1024;
 // A group below this maximum counts as zero; a group that reaches LARGE is nonfinite. In between, the
-// product of a power-of-two scale and any fp16 scale is a normal number, so it is exact.
+// product of its scale and any fp16 scale is a normal number, so it is exact.
 constexpr float TINY = 0x1p-90f;
 constexpr float LARGE = 0x1p96f;
 // Adding and subtracting 1.5·2²³ rounds to the nearest integer, ties to even.
@@ -217,7 +217,7 @@ CA_FN float logc(float x) {
 
 CA_FN float silu(float x) { return div_rn(x, add_rn(1.0f, expc(-x))); }
 
-// ------------------------------------------------- rule 1: activations as int8 and a power of two
+// ------------------------------------------------- rule 1: activations as int8 and a short scale
 
 enum class Group { used, zero, nonfinite };
 
@@ -227,10 +227,11 @@ CA_FN Group group_kind(uint32_t largest) {
     return largest < bits_of(TINY) ? Group::zero : Group::used;
 }
 
-// The exponent e of a used group's scale 2^e: the largest magnitude / 2^e rounds to 64..127. The
-// addend carries into the exponent field exactly when the mantissa would round up to 128.
-CA_FN int32_t group_exponent(uint32_t largest) {
-    return static_cast<int32_t>((largest + 0x10000u) >> 23) - 133;
+// The scale of a used group has three significant bits, 1, 1.25, 1.5 or 1.75 times a power of two:
+// its product with an fp16 scale, a sum of 32 q or a six-bit integer is exact. It is the next one above
+// the largest magnitude / 128 (more by 2^-7, so that no q rounds to 128).
+CA_FN float group_scale(uint32_t largest) {
+    return float_of(((largest + 0x10000u) & 0xFFE00000u) + 0x00200000u - (7u << 23));
 }
 
 CA_FN uint32_t largest_of(const float* x, int n) {
@@ -240,13 +241,13 @@ CA_FN uint32_t largest_of(const float* x, int n) {
     return largest;
 }
 
-// 32 values -> q in -127..127 and e; a zero group has q = 0, e = 0. False, with the values of a zero
-// group, when a value is NaN, infinite or too large: then the whole row is nonfinite.
-CA_FN bool quantise_group(const float* x, int8_t* q, int32_t* e) {
+// 32 values -> q in -127..127 and their scale; a zero group has q = 0 and scale 1. False, with the
+// values of a zero group, when a value is NaN, infinite or too large: then the whole row is nonfinite.
+CA_FN bool quantise_group(const float* x, int8_t* q, float* scale) {
     const uint32_t largest = largest_of(x, BLOCK);
     const Group kind = group_kind(largest);
-    *e = kind == Group::used ? group_exponent(largest) : 0;
-    const float inverse = kind == Group::used ? power_of_two(-*e) : 0.0f;
+    *scale = kind == Group::used ? group_scale(largest) : 1.0f;
+    const float inverse = kind == Group::used ? div_rn(1.0f, *scale) : 0.0f;
     for (int i = 0; i < BLOCK; i++)
         q[i] = kind == Group::nonfinite
                    ? int8_t{0}
@@ -256,9 +257,9 @@ CA_FN bool quantise_group(const float* x, int8_t* q, int32_t* e) {
 
 // ------------------------------------------------------------------------ rule 2: matrix products
 
-// One step of an output's chain: acc + integer * (scale * 2^e); the product of the scales is exact.
-CA_FN float step(float acc, int32_t integer, float scale, int32_t e) {
-    return fma_rn(static_cast<float>(integer), mul_rn(scale, power_of_two(e)), acc);
+// One step of an output's chain; the product of the scales is exact.
+CA_FN float step(float acc, int32_t integer, float weight_scale, float scale) {
+    return fma_rn(static_cast<float>(integer), mul_rn(weight_scale, scale), acc);
 }
 
 // ------------------------------------------------------------------------------- rule 3: RMS norm
@@ -317,12 +318,12 @@ CA_FN void kv8_group(const float* x, int n, int8_t* q, uint16_t* d) {
 
 // A query's head: 32-wide groups of RN(x * factor), quantised by rule 1; `factor` is the attention
 // scale in base 2. False, with zeros, when any group is nonfinite.
-CA_FN bool quantise_query(const float* x, int head_dim, float factor, int8_t* q, int32_t* e) {
+CA_FN bool quantise_query(const float* x, int head_dim, float factor, int8_t* q, float* scale) {
     bool finite = true;
     for (int b = 0; b < head_dim / BLOCK; b++) {
         float scaled[BLOCK];
         for (int i = 0; i < BLOCK; i++) scaled[i] = mul_rn(x[b * BLOCK + i], factor);
-        finite = quantise_group(scaled, q + b * BLOCK, e + b) && finite;
+        finite = quantise_group(scaled, q + b * BLOCK, scale + b) && finite;
     }
     return finite;
 }

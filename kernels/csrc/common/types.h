@@ -83,12 +83,14 @@ struct Vector {
     Buffer<float> data;
 };
 
-// Quantised activations of one step (CA-1 rule 1), as panels of 16 tokens:
+// Quantised activations of one step (CA-2 rule 1), as panels of 16 tokens:
 //
-//   q       int8  [group][block][token 16][32]   one block of one token = 32 contiguous bytes
-//   scale   fp32  [group][block][token 16]
-//   offset  int32 [group][block][token 16]       -8 * sum of the 32 q
-//   halves  int32 [group][block][2][token 16]    -32 * sum of q[0..15], of q[16..31]
+//   q         int8  [group][block][token 16][32]   one block of one token = 32 contiguous bytes
+//   scale     fp32  [group][block][token 16]
+//   offset    int32 [group][block][token 16]       -8 * S, S = sum of the 32 q
+//   sum       fp32  [group][block][token 16]       S * scale
+//   halves    int32 [group][block][2][token 16]    -32 * sum of q[0..15], of q[16..31]
+//   nonfinite uint8 [group][token 16]              1: every product of this token is NaN
 //
 // Packed weights are unsigned (weight + 8, + 128, + 32); the offsets negate what that adds to a dot,
 // so a kernel starts its integer sum from them. A row tile reads a panel from front to
@@ -98,11 +100,13 @@ struct Activations {
     Activations(size_t tokens_max_, size_t width_, bool keep_float_)
         : tokens_max(tokens_max_), width(width_), blocks(div_up(width_, BLOCK_WIDTH)),
           padded_width(blocks * BLOCK_WIDTH), keep_float(keep_float_) {
-        const size_t cells = div_up(tokens_max, GROUP_TOKENS) * GROUP_TOKENS * blocks;
+        const size_t tokens = round_up(tokens_max, GROUP_TOKENS), cells = tokens * blocks;
         q = Buffer<int8_t>(cells * BLOCK_WIDTH);
         scale = Buffer<float>(cells);
         offset = Buffer<int32_t>(cells);
+        sum = Buffer<float>(cells);
         halves = Buffer<int32_t>(cells * 2);
+        nonfinite = Buffer<uint8_t>(tokens);
         if (keep_float) values = Buffer<float>(tokens_max * padded_width);
     }
     // Index of (group of token, block, token in group), in units of one block of one token.
@@ -118,7 +122,9 @@ struct Activations {
     Buffer<int8_t> q;
     Buffer<float> scale;
     Buffer<int32_t> offset;
+    Buffer<float> sum;
     Buffer<int32_t> halves;
+    Buffer<uint8_t> nonfinite;
     Buffer<float> values;  // [token][padded_width], only with keep_float
 };
 

@@ -1,5 +1,6 @@
 // Golden vectors of the linear kernels: small shapes that reach every branch, with a ragged last row
-// tile, a second segment of K, more tokens than one group, a zero block, a denormal scale.
+// tile, a second segment of K, every tail of a token group, zero blocks, a denormal scale and a token
+// with a NaN.
 #include "common/ca.h"
 #include "golden/golden.h"
 #include "linear/linear.h"
@@ -25,7 +26,9 @@ std::vector<uint8_t> random_tensor(Kind kind, size_t rows, size_t cols, GoldenSo
     const size_t stride = kind == Kind::q4_0 ? 18 : kind == Kind::q4_1 ? 20 : kind == Kind::q8_0 ? 34 : 210;
     if (kind == Kind::q4_0 || kind == Kind::q4_1 || kind == Kind::q8_0 || kind == Kind::q6_k) {
         for (size_t at = 0, i = 0; at < bytes.size(); at += stride, ++i) {
-            const float d = i % 61 == 7 ? 0x1p-23f : source.unit() * 0x1p-5f;
+            const float d = i % 61 == 7    ? 0x1p-23f
+                            : i % 61 == 19 ? 0.0f
+                                           : source.unit() * 0x1p-5f;
             put_half(at + (kind == Kind::q6_k ? 208 : 0), d);
             if (kind == Kind::q4_1) put_half(at + 2, source.unit() * 0x1p-4f);
         }
@@ -46,6 +49,7 @@ void golden_linear(Pool& pool, Golden& golden) {
     Rows in(TOKENS, COLS), out(TOKENS, ROWS), rows(TOKENS, COLS);
     for (size_t i = 0; i < in.data.size(); ++i) in.data[i] = source.unit() * (i % 97 ? 1.0f : 40.0f);
     std::memset(in.row(3) + 64, 0, 32 * sizeof(float));
+    in.row(17)[500] = ca::canonical_nan();
     Activations x(TOKENS, COLS, true);
     quantise(pool, in, TOKENS, x);
     golden.add("quantise q", x.q.data(), x.q.size());
@@ -61,12 +65,16 @@ void golden_linear(Pool& pool, Golden& golden) {
         pack(pool, kind, ROWS, COLS, tensor.data(), packed.data());
         const Matrix matrix{kind, ROWS, COLS, packed.data()};
         const LinearPart part{&matrix, &bias};
-        const auto record = [&](const char* op, const Rows& result) {
-            golden.add(std::string(op) + " " + kind_name(kind), result.data.data(),
-                       result.data.size() * sizeof(float));
+        const auto record = [&](const std::string& op, const Rows& result, size_t tokens = TOKENS) {
+            golden.add(op + " " + kind_name(kind), result.data.data(),
+                       tokens * result.width * sizeof(float));
         };
         linear(pool, x, {part}, TOKENS, out);
         record("linear", out);
+        for (const size_t tokens : {1, 2, 3, 4, 5, 16}) {
+            linear(pool, x, {part}, tokens, out);
+            record("linear of " + std::to_string(tokens), out, tokens);
+        }
         linear_add(pool, x, part, TOKENS, out);
         record("linear_add", out);
         linear_gated(pool, x, part, {&matrix, nullptr}, TOKENS, out);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/ca.h"
 #include "common/dispatch.h"
 #include "linear/pack.h"
 
@@ -78,6 +79,17 @@ TileTarget target(Rows& out, size_t column, const LinearPart& part, size_t tile,
             std::min(TILE_ROWS, part.matrix->rows - row)};
 }
 
+// multiply() of a level, then the canonical NaN in every output of a nonfinite token.
+void multiply(const LinearKernels& kernels, const Matrix& matrix, const Activations& x, size_t tile,
+              size_t tiles, size_t group, size_t tokens, TileResult* results) {
+    kernels.multiply(matrix, x, tile, tiles, group, tokens, results);
+    const uint8_t* nonfinite = x.nonfinite.data() + group * GROUP_TOKENS;
+    for (size_t token = 0; token < tokens; ++token)
+        if (nonfinite[token])
+            for (size_t t = 0; t < tiles; ++t)
+                std::fill_n(results[t].y[token], TILE_ROWS, ca::canonical_nan());
+}
+
 // Prefetches the output lines of `tiles` tiles while their product is computed: rows lie pages apart,
 // which the hardware prefetcher does not detect, and a store that misses delays those after it. Into
 // the second level, because such rows share the same few sets of the first.
@@ -126,7 +138,7 @@ void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& 
             walk(mine.plan, piece, tile_count(matrix), tokens, run_tiles(matrix.kind),
                  [&](size_t tile, size_t tiles, size_t group, size_t count) {
                      expect(target(out, mine.column, *mine.part, tile, group, count), tiles);
-                     kernels.multiply(matrix, x, tile, tiles, group, count, results);
+                     multiply(kernels, matrix, x, tile, tiles, group, count, results);
                      for (size_t t = 0; t < tiles; ++t)
                          finish_tile(results[t],
                                      target(out, mine.column, *mine.part, tile + t, group, count));
@@ -174,8 +186,8 @@ void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, cons
             walk(made, piece, tiles, tokens, run,
                  [&](size_t tile, size_t count, size_t group, size_t group_tokens) {
                      expect(target(out, 0, up, tile, group, group_tokens), count);
-                     kernels.multiply(*gate.matrix, x, tile, count, group, group_tokens, gates);
-                     kernels.multiply(*up.matrix, x, tile, count, group, group_tokens, ups);
+                     multiply(kernels, *gate.matrix, x, tile, count, group, group_tokens, gates);
+                     multiply(kernels, *up.matrix, x, tile, count, group, group_tokens, ups);
                      for (size_t t = 0; t < count; ++t) {
                          const float* gate_bias =
                              gate.bias ? gate.bias->data.data() + (tile + t) * TILE_ROWS : nullptr;

@@ -1,4 +1,4 @@
-// Matrix times activations (CA-1 rule 2) and what follows it in the same pass: bias, residual, gate.
+// Matrix times activations (CA-2 rule 2) and what follows it in the same pass: bias, residual, gate.
 //
 // A level supplies LinearKernels; the driver in linear.cpp cuts the output into pieces and hands
 // them to the pool. A piece is whole row tiles for whole token groups, so neither the number of
@@ -27,7 +27,8 @@ struct TileTarget {
 };
 
 struct LinearKernels {
-    // results[i] = tile (tile0 + i) times tokens [0, tokens) of group `group`, without bias.
+    // results[i] = tile (tile0 + i) times tokens [0, tokens) of group `group`, without bias. Of a
+    // nonfinite token the results are unspecified.
     void (*multiply)(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles,
                      size_t group, size_t tokens, TileResult* results);
     void (*store)(const TileResult& result, const TileTarget& target);   // out = RN(y + bias)

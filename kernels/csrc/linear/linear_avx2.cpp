@@ -1,4 +1,4 @@
-// CA-1 rule 2 with AVX2: the outer product of linear_avx512.cpp on 8 rows times up to 4 tokens.
+// CA-2 rule 2 with AVX2: the outer product of linear_avx512.cpp on 8 rows times up to 4 tokens.
 //
 // Without a dot instruction, maddubs adds two products in int16. 8 x (15*127*2) = 30480 and
 // 2 x (63*127*2) = 32004 still fit, so nibbles sum a whole block in int16 and six-bit weights two
@@ -19,11 +19,19 @@ SIMD_FN __m256 halves_at(const uint16_t* p) {
 // int16 pairs to int32
 SIMD_FN __m256i widen(__m256i pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
 
+// acc = fma(float(I), dw * dx, acc); the product of the scales is exact.
 template <int N>
 SIMD_FN void scale_in(__m256 (&acc)[N], const __m256i (&sums)[N], __m256 dw, const float* scale) {
     UNROLL for (int n = 0; n < N; ++n)
         acc[n] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[n]),
                                  _mm256_mul_ps(dw, _mm256_set1_ps(scale[n])), acc[n]);
+}
+
+// acc = fma(S * dx, m, acc), the same number as fma(S, m * dx, acc).
+template <int N>
+SIMD_FN void minimum_in(__m256 (&acc)[N], __m256 mw, const float* sum) {
+    UNROLL for (int n = 0; n < N; ++n)
+        acc[n] = _mm256_fmadd_ps(_mm256_set1_ps(sum[n]), mw, acc[n]);
 }
 
 // nibbles: this half's 32 bytes of vector 0; the next vectors follow 64 bytes apart.
@@ -68,8 +76,7 @@ struct WeightsQ4_1 {
         __m256i sums[N];
         dot_nibbles<N>(sums, from->q[0][row], x.q + cell * BLOCK_WIDTH);
         scale_in<N>(acc, sums, halves_at(from->d + row), x.scale + cell);
-        UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_set1_epi32(x.offset[cell + n] / -8);
-        scale_in<N>(acc, sums, halves_at(from->m + row), x.scale + cell);
+        minimum_in<N>(acc, halves_at(from->m + row), x.sum + cell);
     }
 };
 
@@ -179,39 +186,6 @@ void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Pane
             if (tokens - token == 2) product<Weights, 2>(tile, row, x, token, results[t]);
             if (tokens - token == 1) product<Weights, 1>(tile, row, x, token, results[t]);
         }
-}
-
-template <Kind KIND>
-SIMD_FN __m256 weights_at(const uint8_t* tile, size_t index) {
-    if constexpr (KIND == Kind::f32)
-        return _mm256_load_ps(reinterpret_cast<const float*>(tile) + index);
-    const __m128i halves = _mm_load_si128(
-        reinterpret_cast<const __m128i*>(reinterpret_cast<const uint16_t*>(tile) + index));
-    if constexpr (KIND == Kind::f16) return _mm256_cvtph_ps(halves);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-}
-
-template <Kind KIND, int N>
-void product_floats(const uint8_t* tile, size_t row, const Activations& x, size_t group,
-                    size_t token, TileResult& result) {
-    const float* values = x.values.data() + (group * GROUP_TOKENS + token) * x.padded_width;
-    for (const size_t end = row + 4; row < end; ++row) {
-        __m256 acc[N][4];
-        UNROLL for (int n = 0; n < N; ++n)
-            UNROLL for (int i = 0; i < 4; ++i) acc[n][i] = _mm256_setzero_ps();
-        for (size_t b = 0; b < x.blocks; ++b)
-            UNROLL for (int i = 0; i < 4; ++i) {
-                const size_t k = 8 * static_cast<size_t>(i);
-                const __m256 w = weights_at<KIND>(tile, (b * TILE_ROWS + row) * 32 + k);
-                UNROLL for (int n = 0; n < N; ++n) {
-                    const float* in = values + static_cast<size_t>(n) * x.padded_width + 32 * b + k;
-                    acc[n][i] = _mm256_fmadd_ps(w, _mm256_load_ps(in), acc[n][i]);
-                }
-            }
-        UNROLL for (int n = 0; n < N; ++n)
-            result.y[token + static_cast<size_t>(n)][row] =
-                vtree({_mm256_add_ps(acc[n][0], acc[n][2]), _mm256_add_ps(acc[n][1], acc[n][3])});
-    }
 }
 
 }  // namespace

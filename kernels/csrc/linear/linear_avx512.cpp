@@ -1,4 +1,4 @@
-// CA-1 rule 2 with AVX512-VNNI.
+// CA-2 rule 2 with AVX512-VNNI.
 //
 // One lane of a zmm is one row, so an output is one chain of fma in block order and needs no
 // horizontal sum. Inside a block the kernel forms an outer product: each packed vector of R row
@@ -42,7 +42,7 @@ SIMD_FN void dot(Sums<R, N>& sums, const __m512i (&weights)[R], const int8_t* q,
     }
 }
 
-// acc = fma(float(I), RN(dw * dx), acc)
+// acc = fma(float(I), dw * dx, acc); the product of the scales is exact.
 template <int R, int N>
 SIMD_FN void scale_in(Accumulators<R, N>& acc, const Sums<R, N>& sums, const __m512 (&dw)[R],
                      const float* scale) {
@@ -51,6 +51,16 @@ SIMD_FN void scale_in(Accumulators<R, N>& acc, const Sums<R, N>& sums, const __m
         UNROLL for (int r = 0; r < R; ++r)
             acc.a[r][n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums.s[r][n]),
                                           _mm512_mul_ps(dw[r], dx), acc.a[r][n]);
+    }
+}
+
+// acc = fma(S * dx, m, acc), the same number as fma(S, m * dx, acc).
+template <int R, int N>
+SIMD_FN void minimum_in(Accumulators<R, N>& acc, const __m512 (&mw)[R], const float* sum) {
+    UNROLL for (int n = 0; n < N; ++n) {
+        const __m512 s = _mm512_set1_ps(sum[n]);
+        UNROLL for (int r = 0; r < R; ++r)
+            acc.a[r][n] = _mm512_fmadd_ps(s, mw[r], acc.a[r][n]);
     }
 }
 
@@ -112,12 +122,7 @@ struct WeightsQ4_1 {
         }
         dot_nibbles<R, N>(sums, nibbles, x.q + cell * BLOCK_WIDTH);
         scale_in(acc, sums, dw, x.scale + cell);
-        // The offset is -8 * sum of q: an exact shift and a sign away from the sum.
-        UNROLL for (int n = 0; n < N; ++n) {
-            const __m512i sum = _mm512_set1_epi32(x.offset[cell + n] / -8);
-            UNROLL for (int r = 0; r < R; ++r) sums.s[r][n] = sum;
-        }
-        scale_in(acc, sums, mw, x.scale + cell);
+        minimum_in(acc, mw, x.sum + cell);
     }
 };
 
@@ -399,44 +404,6 @@ void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Pane
         results += now;
         tiles -= now;
     }
-}
-
-// Sixteen weights of a float kind.
-template <Kind KIND>
-SIMD_FN __m512 weights_at(const uint8_t* tile, size_t index) {
-    if constexpr (KIND == Kind::f32) return _mm512_load_ps(reinterpret_cast<const float*>(tile) + index);
-    const __m256i halves = _mm256_load_si256(
-        reinterpret_cast<const __m256i*>(reinterpret_cast<const uint16_t*>(tile) + index));
-    if constexpr (KIND == Kind::f16) return _mm512_cvtph_ps(halves);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-}
-
-
-// Four rows times N tokens of float weights.
-template <Kind KIND, int N>
-void product_floats(const uint8_t* tile, size_t row, const Activations& x, size_t group,
-                    size_t token, TileResult& result) {
-    __m512 acc[4][N][2];
-    UNROLL for (int r = 0; r < 4; ++r)
-        UNROLL for (int n = 0; n < N; ++n) acc[r][n][0] = acc[r][n][1] = _mm512_setzero_ps();
-    const float* values = x.values.data() + (group * GROUP_TOKENS + token) * x.padded_width;
-    for (size_t b = 0; b < x.blocks; ++b)
-        UNROLL for (int half = 0; half < 2; ++half) {
-            const size_t k = 16 * static_cast<size_t>(half);
-            __m512 in[N];
-            UNROLL for (int n = 0; n < N; ++n)
-                in[n] = _mm512_load_ps(values + static_cast<size_t>(n) * x.padded_width + 32 * b + k);
-            UNROLL for (int r = 0; r < 4; ++r) {
-                const __m512 w = weights_at<KIND>(
-                    tile, (b * TILE_ROWS + row + static_cast<size_t>(r)) * 32 + k);
-                UNROLL for (int n = 0; n < N; ++n)
-                    acc[r][n][half] = _mm512_fmadd_ps(w, in[n], acc[r][n][half]);
-            }
-        }
-    UNROLL for (int r = 0; r < 4; ++r)
-        UNROLL for (int n = 0; n < N; ++n)
-            result.y[token + static_cast<size_t>(n)][row + static_cast<size_t>(r)] =
-                vtree({_mm512_add_ps(acc[r][n][0], acc[r][n][1])});
 }
 
 }  // namespace

@@ -10,11 +10,27 @@
 namespace batchengine {
 namespace {
 
+#if defined(SIMD_AVX512)
+constexpr int FLOAT_TILES = 3;
+SIMD_FN V16 vload_bf16(const uint16_t* p) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
+}
+#else
+constexpr int FLOAT_TILES = 1;
+SIMD_FN __m256 load_bf16(const uint16_t* p) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+SIMD_FN V16 vload_bf16(const uint16_t* p) { return {load_bf16(p), load_bf16(p + 8)}; }
+#endif
+
 // The panel of one token group, from its first block.
 struct Panel {
     const int8_t* q;
     const float* scale;
     const int32_t* offset;
+    const float* sum;
     const int32_t* halves;
     size_t blocks;
 
@@ -22,10 +38,11 @@ struct Panel {
         : q(x.q.data() + group * x.blocks * GROUP_TOKENS * BLOCK_WIDTH),
           scale(x.scale.data() + group * x.blocks * GROUP_TOKENS),
           offset(x.offset.data() + group * x.blocks * GROUP_TOKENS),
+          sum(x.sum.data() + group * x.blocks * GROUP_TOKENS),
           halves(x.halves.data() + group * x.blocks * GROUP_TOKENS * 2), blocks(x.blocks) {}
 };
 
-// Each unit defines these: the quantised kinds, and two products. `cold`: no cache holds the weights.
+// Each unit defines these: the quantised kinds and their product. `cold`: no cache holds the weights.
 struct WeightsQ4_0;
 struct WeightsQ4_1;
 struct WeightsQ8_0;
@@ -33,22 +50,66 @@ struct WeightsQ6_K;
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
                      bool cold, TileResult* results);
-// Four rows times N tokens of float weights.
-template <Kind KIND, int N>
-void product_floats(const uint8_t* tile, size_t row, const Activations& x, size_t group,
-                    size_t token, TileResult& result);
 
+// Sixteen float weights of one k.
+template <Kind KIND>
+SIMD_FN V16 weights_at(const uint8_t* tile, size_t k) {
+    if constexpr (KIND == Kind::f32)
+        return vload(reinterpret_cast<const float*>(tile) + k * TILE_ROWS);
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile) + k * TILE_ROWS;
+    return KIND == Kind::f16 ? vload_half(halves) : vload_bf16(halves);
+}
+
+// R tiles of float weights times N tokens from `token` on: one chain of fma per output and segment.
+template <Kind KIND, int R, int N>
+void product_floats(const uint8_t* tile, size_t bytes, const Activations& x, size_t token,
+                    TileResult* results, size_t lane) {
+    const float* values = x.values.data() + token * x.padded_width;
+    constexpr size_t SEGMENT = SEGMENT_BLOCKS * BLOCK_WIDTH;
+    for (size_t first = 0; first < x.width; first += SEGMENT) {
+        const size_t end = first + SEGMENT < x.width ? first + SEGMENT : x.width;
+        V16 acc[R][N];
+        UNROLL for (int r = 0; r < R; ++r) UNROLL for (int n = 0; n < N; ++n) acc[r][n] = vzero();
+        for (size_t k = first; k < end; ++k) {
+            V16 w[R];
+            UNROLL for (int r = 0; r < R; ++r)
+                w[r] = weights_at<KIND>(tile + static_cast<size_t>(r) * bytes, k);
+            UNROLL for (int n = 0; n < N; ++n) {
+                const V16 value = vset(values[static_cast<size_t>(n) * x.padded_width + k]);
+                UNROLL for (int r = 0; r < R; ++r) acc[r][n] = vfma(w[r], value, acc[r][n]);
+            }
+        }
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int n = 0; n < N; ++n) {
+                float* y = results[r].y[lane + static_cast<size_t>(n)];
+                vstore(y, first == 0 ? acc[r][n] : vload(y) + acc[r][n]);
+            }
+    }
+}
+
+template <Kind KIND, int R>
+void floats_of(const uint8_t* tile, size_t bytes, const Activations& x, size_t token, size_t tokens,
+               TileResult* results) {
+    size_t lane = 0;
+    for (; lane + 4 <= tokens; lane += 4)
+        product_floats<KIND, R, 4>(tile, bytes, x, token + lane, results, lane);
+    switch (tokens - lane) {
+        case 3: return product_floats<KIND, R, 3>(tile, bytes, x, token + lane, results, lane);
+        case 2: return product_floats<KIND, R, 2>(tile, bytes, x, token + lane, results, lane);
+        case 1: return product_floats<KIND, R, 1>(tile, bytes, x, token + lane, results, lane);
+    }
+}
+
+// FLOAT_TILES tiles times four tokens fill the registers.
 template <Kind KIND>
 void multiply_floats(const uint8_t* tile, size_t bytes, size_t tiles, const Activations& x,
                      size_t group, size_t tokens, TileResult* results) {
-    for (size_t t = 0; t < tiles; ++t)
-        for (size_t row = 0; row < TILE_ROWS; row += 4) {
-            size_t token = 0;
-            for (; token + 2 <= tokens; token += 2)
-                product_floats<KIND, 2>(tile + t * bytes, row, x, group, token, results[t]);
-            if (token < tokens)
-                product_floats<KIND, 1>(tile + t * bytes, row, x, group, token, results[t]);
-        }
+    const size_t token = group * GROUP_TOKENS;
+    size_t t = 0;
+    for (; t + FLOAT_TILES <= tiles; t += FLOAT_TILES)
+        floats_of<KIND, FLOAT_TILES>(tile + t * bytes, bytes, x, token, tokens, results + t);
+    for (; t < tiles; ++t)
+        floats_of<KIND, 1>(tile + t * bytes, bytes, x, token, tokens, results + t);
 }
 
 void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles, size_t group,

@@ -1,4 +1,4 @@
-// The definition of CA-1 rule 2: every other level must give these bits.
+// The definition of CA-2 rule 2: every other level must give these bits.
 //
 // Written from the rule, one output at a time. Integer dots are exact; each fp32 operation below
 // rounds once, in the order it is written.
@@ -15,14 +15,14 @@ namespace {
 struct Cell {
     const int8_t* q;
     float scale;
-    int32_t offset;          // -8 * sum of q
+    int32_t sum;             // of q
     int32_t half0, half1;    // -32 * sum of each half
 };
 
 Cell cell_of(const Activations& x, size_t group, size_t block, size_t token) {
     const size_t cell = (group * x.blocks + block) * GROUP_TOKENS + token;
     const int32_t* halves = x.halves.data() + (group * x.blocks + block) * 2 * GROUP_TOKENS + token;
-    return {x.q.data() + cell * BLOCK_WIDTH, x.scale[cell], x.offset[cell], halves[0],
+    return {x.q.data() + cell * BLOCK_WIDTH, x.scale[cell], x.offset[cell] / -8, halves[0],
             halves[GROUP_TOKENS]};
 }
 
@@ -36,30 +36,26 @@ int32_t dot_nibbles(const uint8_t (&nibbles)[GROUPS / 2][TILE_ROWS][4], size_t r
     return sum;
 }
 
-// acc after one block: acc = fma(float(I), RN(dw * dx), acc), I the exact integer dot.
+// Each returns acc after one block: ca::step with the exact integer dot.
 float step_q4_0(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
     const auto& pair = reinterpret_cast<const PackedQ4_0*>(tile)[block / 2];
-    const int32_t sum = dot_nibbles(pair.q[block % 2], row, x.q) + x.offset;
-    const float d = ca::half_to_float(pair.d[block % 2][row]);
-    return ca::fma_rn(static_cast<float>(sum), d * x.scale, acc);
+    const int32_t dot = dot_nibbles(pair.q[block % 2], row, x.q) - 8 * x.sum;
+    return ca::step(acc, dot, ca::half_to_float(pair.d[block % 2][row]), x.scale);
 }
 
-// As q4_0, then at once acc = fma(float(sum of q), RN(m * dx), acc).
+// As q4_0, then at once the minimum times the sum of q.
 float step_q4_1(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
     const auto& from = reinterpret_cast<const PackedQ4_1*>(tile)[block];
-    const int32_t sum = dot_nibbles(from.q, row, x.q);
-    const float d = ca::half_to_float(from.d[row]), m = ca::half_to_float(from.m[row]);
-    acc = ca::fma_rn(static_cast<float>(sum), d * x.scale, acc);
-    return ca::fma_rn(static_cast<float>(x.offset / -8), m * x.scale, acc);
+    acc = ca::step(acc, dot_nibbles(from.q, row, x.q), ca::half_to_float(from.d[row]), x.scale);
+    return ca::step(acc, x.sum, ca::half_to_float(from.m[row]), x.scale);
 }
 
 float step_q8_0(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
     const auto& pair = reinterpret_cast<const PackedQ8_0*>(tile)[block / 2];
-    int32_t sum = 0;
+    int32_t dot = 0;
     for (size_t k = 0; k < BLOCK_WIDTH; ++k)
-        sum += (pair.q[block % 2][k / 4][row][k % 4] - 128) * x.q[k];
-    const float d = ca::half_to_float(pair.d[block % 2][row]);
-    return ca::fma_rn(static_cast<float>(sum), d * x.scale, acc);
+        dot += (pair.q[block % 2][k / 4][row][k % 4] - 128) * x.q[k];
+    return ca::step(acc, dot, ca::half_to_float(pair.d[block % 2][row]), x.scale);
 }
 
 // I = scale0 * (dot of the first 16 k) + scale1 * (dot of the last 16 k), |I| < 2^24.
@@ -76,8 +72,8 @@ float step_q6_k(float acc, const uint8_t* tile, size_t block, size_t row, const 
         half[1] += last * x.q[k + 16];
     }
     const size_t sub = block % 8 * 2;
-    const int32_t sum = super.scale[sub][row] * half[0] + super.scale[sub + 1][row] * half[1];
-    return ca::fma_rn(static_cast<float>(sum), super.d[row] * x.scale, acc);
+    const int32_t dot = super.scale[sub][row] * half[0] + super.scale[sub + 1][row] * half[1];
+    return ca::step(acc, dot, super.d[row], x.scale);
 }
 
 // Segments of 32 blocks, each from +0; their values are added in order.
@@ -96,22 +92,21 @@ float dot_blocks(const uint8_t* tile, size_t row, const Activations& x, size_t g
 float weight(Kind kind, const uint8_t* tile, size_t index) {
     if (kind == Kind::f32) return reinterpret_cast<const float*>(tile)[index];
     const uint16_t half = reinterpret_cast<const uint16_t*>(tile)[index];
-    return kind == Kind::f16 ? ca::half_to_float(half)
-                             : ca::float_of(static_cast<uint32_t>(half) << 16);
+    return kind == Kind::f16 ? ca::half_to_float(half) : ca::bf16_to_float(half);
 }
 
-// Float weights: 32 lanes (k mod 32), fma in order, then the tree 16, 8, 4, 2, 1.
+// Float weights: one chain of fma in each segment of 1024 k; the segments are added in order.
 float dot_floats(const Matrix& matrix, const uint8_t* tile, size_t row, const Activations& x,
                  size_t token) {
-    float lane[32] = {};
     const float* values = x.values.data() + token * x.padded_width;
-    for (size_t b = 0; b < x.blocks; ++b)
-        for (size_t i = 0; i < 32; ++i)
-            lane[i] = ca::fma_rn(weight(matrix.kind, tile, (b * TILE_ROWS + row) * 32 + i),
-                                  values[b * 32 + i], lane[i]);
-    for (size_t width = 16; width >= 1; width /= 2)
-        for (size_t i = 0; i < width; ++i) lane[i] = lane[i] + lane[i + width];
-    return lane[0];
+    float y = 0.0f;
+    for (size_t first = 0; first < x.width; first += SEGMENT_BLOCKS * BLOCK_WIDTH) {
+        float acc = 0.0f;
+        for (size_t k = first; k < std::min(first + SEGMENT_BLOCKS * BLOCK_WIDTH, x.width); ++k)
+            acc = ca::fma_rn(weight(matrix.kind, tile, k * TILE_ROWS + row), values[k], acc);
+        y = first == 0 ? acc : y + acc;
+    }
+    return y;
 }
 
 float dot(const Matrix& matrix, const uint8_t* tile, size_t row, const Activations& x, size_t group,

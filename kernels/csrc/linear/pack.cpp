@@ -64,6 +64,9 @@ class FirstBad {
 
 bool finite_half(uint16_t half) { return (half & 0x7C00u) != 0x7C00u; }
 
+constexpr uint16_t ONE_HALF = 0x3C00;
+bool is_zero(uint16_t half) { return (half & 0x7FFFu) == 0; }
+
 // A file block at an address of any alignment.
 template <class Block>
 Block load(const uint8_t* source, size_t index) {
@@ -72,21 +75,27 @@ Block load(const uint8_t* source, size_t index) {
     return block;
 }
 
+// The blocks below replace a d of 0 as pack.h says: zero weights are nibbles 8, nibbles 0 (q4_1, whose
+// minimum stays), bytes 128, sub-scales 0 (q6_k).
 void place(const FileQ4_0& from, PackedQ4_0& to, size_t odd, size_t row) {
-    to.d[odd][row] = from.d;
-    for (size_t i = 0; i < 16; ++i) to.q[odd][i / 4][row][i % 4] = from.q[i];
+    const bool zero = is_zero(from.d);
+    to.d[odd][row] = zero ? ONE_HALF : from.d;
+    for (size_t i = 0; i < 16; ++i)
+        to.q[odd][i / 4][row][i % 4] = zero ? uint8_t{0x88} : from.q[i];
 }
 
 void place(const FileQ4_1& from, PackedQ4_1& to, size_t row) {
-    to.d[row] = from.d;
+    const bool zero = is_zero(from.d);
+    to.d[row] = zero ? ONE_HALF : from.d;
     to.m[row] = from.m;
-    for (size_t i = 0; i < 16; ++i) to.q[i / 4][row][i % 4] = from.q[i];
+    for (size_t i = 0; i < 16; ++i) to.q[i / 4][row][i % 4] = zero ? uint8_t{0} : from.q[i];
 }
 
 void place(const FileQ8_0& from, PackedQ8_0& to, size_t odd, size_t row) {
-    to.d[odd][row] = from.d;
+    const bool zero = is_zero(from.d);
+    to.d[odd][row] = zero ? ONE_HALF : from.d;
     for (size_t i = 0; i < 32; ++i)
-        to.q[odd][i / 4][row][i % 4] = static_cast<uint8_t>(from.q[i] + 128);
+        to.q[odd][i / 4][row][i % 4] = static_cast<uint8_t>((zero ? 0 : from.q[i]) + 128);
 }
 
 // Shift of the two upper bits of vector g inside high[(g % 4) / 2]; see PackedQ6_K.
@@ -99,8 +108,9 @@ unsigned file_q6(const FileQ6_K& from, size_t k) {
 }
 
 void place(const FileQ6_K& from, PackedQ6_K& to, size_t row) {
-    to.d[row] = ca::half_to_float(from.d);
-    for (size_t i = 0; i < 16; ++i) to.scale[i][row] = from.scale[i];
+    const bool zero = is_zero(from.d);
+    to.d[row] = zero ? 1.0f : ca::half_to_float(from.d);
+    for (size_t i = 0; i < 16; ++i) to.scale[i][row] = zero ? int8_t{0} : from.scale[i];
     for (size_t k = 0; k < 256; ++k) {
         PackedQ6_K::Block& block = to.block[k / 32];
         const size_t g = k % 32 / 4, byte = k % 4;
@@ -133,12 +143,12 @@ void pack_row(Kind kind, size_t cols, const uint8_t* source, size_t row, uint8_t
         } else if (kind == Kind::f32) {
             const auto from = load<float>(source, b);
             good = ca::is_finite(from);
-            reinterpret_cast<float*>(tile)[(b / 32 * TILE_ROWS + lane) * 32 + b % 32] = from;
+            reinterpret_cast<float*>(tile)[b * TILE_ROWS + lane] = from;
         } else {
             const auto from = load<uint16_t>(source, b);
             const unsigned exponent = kind == Kind::f16 ? 0x7C00u : 0x7F80u;
             good = (from & exponent) != exponent;
-            reinterpret_cast<uint16_t*>(tile)[(b / 32 * TILE_ROWS + lane) * 32 + b % 32] = from;
+            reinterpret_cast<uint16_t*>(tile)[b * TILE_ROWS + lane] = from;
         }
         if (!good) bad.report(row, b);
     }
@@ -179,13 +189,11 @@ float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
             return static_cast<float>(q) * super.d[lane];
         }
         case Kind::f16:
-            return scale(reinterpret_cast<const uint16_t*>(tile)[(b * TILE_ROWS + lane) * 32 + i]);
-        case Kind::bf16: {
-            const uint16_t half =
-                reinterpret_cast<const uint16_t*>(tile)[(b * TILE_ROWS + lane) * 32 + i];
-            return ca::float_of(static_cast<uint32_t>(half) << 16);
-        }
-        case Kind::f32: return reinterpret_cast<const float*>(tile)[(b * TILE_ROWS + lane) * 32 + i];
+            return scale(reinterpret_cast<const uint16_t*>(tile)[k * TILE_ROWS + lane]);
+        case Kind::bf16:
+            return ca::bf16_to_float(
+                reinterpret_cast<const uint16_t*>(tile)[k * TILE_ROWS + lane]);
+        case Kind::f32: return reinterpret_cast<const float*>(tile)[k * TILE_ROWS + lane];
     }
     return ca::canonical_nan();
 }
@@ -238,12 +246,15 @@ size_t packed_bytes(Kind kind, size_t rows, size_t cols) {
 void pack(Pool& pool, Kind kind, size_t rows, size_t cols, const uint8_t* source, uint8_t* packed) {
     FirstBad bad;
     const size_t bytes = tile_bytes(kind, cols), row_bytes = source_bytes(kind, 1, cols);
+    const Buffer<uint8_t> zeros(row_bytes);  // source of the rows past the last
     for_each(pool, div_up(rows, TILE_ROWS), false, [&](size_t tile) {
         uint8_t* to = packed + tile * bytes;
         std::memset(to, 0, bytes);
         const size_t end = std::min(rows, (tile + 1) * TILE_ROWS);
         for (size_t row = tile * TILE_ROWS; row < end; ++row)
             pack_row(kind, cols, source + row * row_bytes, row, to, bad);
+        for (size_t row = end; row < (tile + 1) * TILE_ROWS; ++row)
+            pack_row(kind, cols, zeros.data(), row, to, bad);
     });
     if (!bad.any()) return;
     const auto [row, place] = bad.where();

@@ -2,9 +2,10 @@
 // instruction set, so that processes share one read-only cache file.
 //
 // Inside a tile, byte 4r+i of a 64-byte vector belongs to row r: 16 rows are the 16 lanes of a
-// vector, and four consecutive k are the four bytes of a dword. Rows past the last are zero weights
-// with zero scale. Quantised kinds need cols to be a multiple of their block; f16, bf16 and f32 take
-// any cols and are padded with zeros to 32.
+// vector, and four consecutive k are the four bytes of a dword. No scale d is 0, so that kernels may
+// add to its exponent: a block whose d is 0 becomes zero weights with d = 1, which mean the same. So do
+// the rows past the last. Quantised kinds need cols to be a multiple of their block; f16, bf16 and
+// f32 take any cols and are padded with zeros to 32.
 #pragma once
 
 #include "common/pool.h"
@@ -12,7 +13,7 @@
 
 namespace batchengine {
 
-constexpr int PACK_VERSION = 1;  // recorded in the cache file: change it with any layout below
+constexpr int PACK_VERSION = 2;  // recorded in the cache file: change it with any layout below
 
 constexpr size_t GROUPS = BLOCK_WIDTH / 4;  // dwords (4 k each) of a block
 
@@ -51,7 +52,7 @@ struct PackedQ6_K {
 };
 static_assert(sizeof(PackedQ6_K) == 3392);
 
-// f16, bf16, f32: [block of 32 k][row][32] in the type of the file.
+// f16, bf16, f32: [k][row 16] in the type of the file.
 
 const char* kind_name(Kind kind);
 Kind kind_of(const std::string& name);                            // throws std::invalid_argument
@@ -67,6 +68,7 @@ void pack(Pool& pool, Kind kind, size_t rows, size_t cols, const uint8_t* source
 // Row `row` as fp32, the weights' exact meaning:
 //   q4_0, q8_0  RN(float(q) * d)         q6_k  RN(float(scale * q) * d)
 //   q4_1        fma(float(q), d, m)      f16, bf16, f32  the value itself
+// +0 (q4_1: m) where the file's d is 0.
 void unpack_row(const Matrix& matrix, size_t row, float* out);
 
 }  // namespace batchengine

@@ -1,4 +1,4 @@
-// RMSNorm (CA-1 rule 3) and quantisation (rule 1) over the rows of a step, alone or in one pass.
+// RMSNorm (CA-2 rule 3) and quantisation (rule 1) over the rows of a step, alone or in one pass.
 #pragma once
 
 #include "common/pool.h"
@@ -8,7 +8,7 @@ namespace batchengine {
 
 // out.row(t) = rmsnorm(x.row(t)); out may be x.
 void rmsnorm_rows(Pool& pool, const Rows& x, const Vector& w, float eps, size_t tokens, Rows& out);
-// The first rows as int8 with one fp32 scale per 32 values.
+// The first rows as int8 with one scale per 32 values.
 void quantise(Pool& pool, const Rows& x, size_t tokens, Activations& out);
 // The normalised row is quantised at once and kept only if `out` keeps floats.
 void norm_quantise(Pool& pool, const Rows& x, const Vector& w, float eps, size_t tokens,

@@ -1,6 +1,7 @@
-// Quantisation of activations (CA-1 rule 1): fp32 rows into int8 panels.
+// Quantisation of activations (CA-2 rule 1): fp32 rows into int8 panels.
 #pragma once
 
+#include "common/ca.h"
 #include "common/types.h"
 
 namespace batchengine {
@@ -27,17 +28,21 @@ void quantise_rows_avx512(const float* rows, size_t stride, size_t token, size_t
 namespace {
 
 // One row by BLOCK(x, out, cell, token), 32 values at a time; the last block is padded with zeros.
-template <void (*BLOCK)(const float*, Activations&, size_t, size_t)>
+// BLOCK returns whether the values are finite.
+template <bool (*BLOCK)(const float*, Activations&, size_t, size_t)>
 void quantise_row(const float* row, size_t token, Activations& out) {
     if (out.keep_float)
         std::memcpy(out.values.data() + token * out.padded_width, row, out.width * sizeof(float));
     const size_t whole = out.width / BLOCK_WIDTH;
+    bool finite = true;
     for (size_t block = 0; block < whole; ++block)
-        BLOCK(row + block * BLOCK_WIDTH, out, out.cell(token, block), token);
-    if (whole == out.blocks) return;
-    float tail[BLOCK_WIDTH] = {};
-    std::memcpy(tail, row + whole * BLOCK_WIDTH, out.width % BLOCK_WIDTH * sizeof(float));
-    BLOCK(tail, out, out.cell(token, whole), token);
+        finite &= BLOCK(row + block * BLOCK_WIDTH, out, out.cell(token, block), token);
+    if (whole < out.blocks) {
+        float tail[BLOCK_WIDTH] = {};
+        std::memcpy(tail, row + whole * BLOCK_WIDTH, out.width % BLOCK_WIDTH * sizeof(float));
+        finite &= BLOCK(tail, out, out.cell(token, whole), token);
+    }
+    out.nonfinite[token] = !finite;
 }
 
 // The scale of a block, and its sums: [group][block][2][token] has the two halves 16 tokens apart.
@@ -45,6 +50,7 @@ void quantise_row(const float* row, size_t token, Activations& out) {
                                int32_t half0, int32_t half1) {
     out.scale[cell] = scale;
     out.offset[cell] = -8 * (half0 + half1);
+    out.sum[cell] = ca::mul_rn(static_cast<float>(half0 + half1), scale);
     int32_t* halves = out.halves.data() + (2 * cell - token % GROUP_TOKENS);
     halves[0] = -32 * half0;
     halves[GROUP_TOKENS] = -32 * half1;

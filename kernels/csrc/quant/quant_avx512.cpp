@@ -1,7 +1,7 @@
-// CA-1 rule 1 with AVX-512: eight blocks at once, of eight tokens or of one token.
+// CA-2 rule 1 with AVX-512: eight blocks at once, of eight tokens or of one token.
 //
-// The sixteen vectors stay in registers from the first load to the store; one division pair, one
-// tree of maxima and one tree of sums serve all eight blocks.
+// The sixteen vectors stay in registers from the first load to the store; one tree of maxima and one
+// tree of sums serve all eight blocks.
 #include "common/simd.h"
 #include "quant/quant.h"
 
@@ -17,6 +17,7 @@ struct Inputs {
 };
 struct Quantised {
     __m512i q[AT_ONCE / 2];  // 32 bytes per block
+    __mmask8 bad;            // the nonfinite blocks
     __m256 scale;
     __m256i half0, half1;  // sums of q[0..15], of q[16..31]
 };
@@ -64,30 +65,30 @@ SIMD_FN Quantised quantise_eight(Inputs in) {
             _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(in.x[c][0]), magnitude),
                              _mm512_and_si512(_mm512_castps_si512(in.x[c][1]), magnitude));
     const __m256i bits = largest_of_each(largest);
-    const __m256 a = _mm256_castsi256_ps(bits);
-    const __mmask8 bad = _mm256_cmp_epi32_mask(bits, _mm256_set1_epi32(0x7F7FFFFF), _MM_CMPINT_NLE);
-    const __mmask8 used = _mm256_cmp_ps_mask(a, _mm256_set1_ps(ca::TINY), _CMP_GE_OQ) & ~bad;
-    const __m256 c127 = _mm256_set1_ps(127.0f);
+    const __m256i large = _mm256_set1_epi32(static_cast<int>(ca::bits_of(ca::LARGE)));
+    const __m256i tiny = _mm256_set1_epi32(static_cast<int>(ca::bits_of(ca::TINY)));
     Quantised out;
-#if defined(BATCHENGINE_FREE_ORDER)
-    out.scale = _mm256_maskz_mul_ps(used, a, _mm256_set1_ps(1.0f / 127.0f));
-#else
-    out.scale = _mm256_maskz_div_ps(used, a, c127);
-#endif
-    alignas(32) float id[AT_ONCE];
-    _mm256_store_ps(id, _mm256_maskz_div_ps(used, c127, a));
-    if (bad) {
-        out.scale = _mm256_mask_mov_ps(out.scale, bad, _mm256_set1_ps(ca::canonical_nan()));
+    out.bad = _mm256_cmpge_epi32_mask(bits, large);
+    const __mmask8 used = _mm256_cmpge_epi32_mask(bits, tiny) & ~out.bad;
+    // ca::group_scale
+    const __m256i scale = _mm256_add_epi32(
+        _mm256_and_si256(_mm256_add_epi32(bits, _mm256_set1_epi32(0x10000)),
+                         _mm256_set1_epi32(static_cast<int>(0xFFE00000u))),
+        _mm256_set1_epi32(0x00200000 - (7 << 23)));
+    const __m256 one = _mm256_set1_ps(1.0f);
+    out.scale = _mm256_mask_mov_ps(one, used, _mm256_castsi256_ps(scale));
+    alignas(32) float inverse[AT_ONCE];
+    _mm256_store_ps(inverse, _mm256_maskz_div_ps(used, one, out.scale));
+    if (out.bad)
         UNROLL for (int c = 0; c < AT_ONCE; ++c)
-            if (bad >> c & 1) in.x[c][0] = in.x[c][1] = _mm512_setzero_ps();
-    }
+            if (out.bad >> c & 1) in.x[c][0] = in.x[c][1] = _mm512_setzero_ps();
     // The packs work inside 128-bit lanes; the permutation puts the dwords of two blocks in order.
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     UNROLL for (int i = 0; i < AT_ONCE / 2; ++i) {
         __m512i words[2];
         UNROLL for (int k = 0; k < 2; ++k) {
             const int c = 2 * i + k;
-            const __m512 by = _mm512_set1_ps(id[c]);
+            const __m512 by = _mm512_set1_ps(inverse[c]);
             words[k] = _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(in.x[c][0], by)),
                                           _mm512_cvtps_epi32(_mm512_mul_ps(in.x[c][1], by)));
         }
@@ -102,6 +103,10 @@ SIMD_FN __m256i offset_of(const Quantised& from) {
                             _mm256_slli_epi32(_mm256_add_epi32(from.half0, from.half1), 3));
 }
 
+SIMD_FN __m256 scaled_sum(const Quantised& from) {
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(from.half0, from.half1)), from.scale);
+}
+
 SIMD_FN __m256i negated_times_32(__m256i half) {
     return _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(half, 5));
 }
@@ -111,6 +116,7 @@ SIMD_FN void put_tokens(const Quantised& from, Activations& out, size_t cell, si
     int8_t* q = out.q.data() + cell * BLOCK_WIDTH;
     UNROLL for (int i = 0; i < AT_ONCE / 2; ++i) _mm512_store_si512(q + 64 * i, from.q[i]);
     _mm256_store_ps(out.scale.data() + cell, from.scale);
+    _mm256_store_ps(out.sum.data() + cell, scaled_sum(from));
     _mm256_store_si256(reinterpret_cast<__m256i*>(out.offset.data() + cell), offset_of(from));
     int32_t* halves = out.halves.data() + (2 * cell - lane);
     _mm256_store_si256(reinterpret_cast<__m256i*>(halves), negated_times_32(from.half0));
@@ -122,9 +128,10 @@ SIMD_FN void put_tokens(const Quantised& from, Activations& out, size_t cell, si
 SIMD_FN void put_blocks(const Quantised& from, Activations& out, size_t cell, size_t lane,
                        size_t count) {
     alignas(64) int8_t q[AT_ONCE][BLOCK_WIDTH];
-    alignas(32) float scale[AT_ONCE];
+    alignas(32) float scale[AT_ONCE], sum[AT_ONCE];
     alignas(32) int32_t offset[AT_ONCE], half0[AT_ONCE], half1[AT_ONCE];
     UNROLL for (int i = 0; i < AT_ONCE / 2; ++i) _mm512_store_si512(q[2 * i], from.q[i]);
+    _mm256_store_ps(sum, scaled_sum(from));
     _mm256_store_ps(scale, from.scale);
     _mm256_store_si256(reinterpret_cast<__m256i*>(offset), offset_of(from));
     _mm256_store_si256(reinterpret_cast<__m256i*>(half0), negated_times_32(from.half0));
@@ -133,6 +140,7 @@ SIMD_FN void put_blocks(const Quantised& from, Activations& out, size_t cell, si
         _mm256_store_si256(reinterpret_cast<__m256i*>(out.q.data() + cell * BLOCK_WIDTH),
                            _mm256_load_si256(reinterpret_cast<const __m256i*>(q[b])));
         out.scale[cell] = scale[b];
+        out.sum[cell] = sum[b];
         out.offset[cell] = offset[b];
         int32_t* halves = out.halves.data() + (2 * cell - lane);
         halves[0] = half0[b];
@@ -149,6 +157,7 @@ SIMD_FN __m512 values_at(const float* row, size_t k, size_t width) {
 
 void quantise_octet(const float* rows, size_t stride, size_t token, Activations& out) {
     const size_t lane = token % GROUP_TOKENS, whole = out.width / BLOCK_WIDTH;
+    __mmask8 bad = 0;
     for (size_t block = 0; block < out.blocks; ++block) {
         Inputs in;
         const float* from = rows + block * BLOCK_WIDTH;
@@ -167,21 +176,27 @@ void quantise_octet(const float* rows, size_t stride, size_t token, Activations&
                     in.x[c][half] =
                         values_at(rows + c * stride, block * BLOCK_WIDTH + 16 * half, out.width);
         }
-        put_tokens(quantise_eight(in), out, out.cell(token, block), lane);
+        const Quantised eight = quantise_eight(in);
+        bad |= eight.bad;
+        put_tokens(eight, out, out.cell(token, block), lane);
     }
+    for (size_t t = 0; t < AT_ONCE; ++t) out.nonfinite[token + t] = bad >> t & 1;
 }
 
 void quantise_one(const float* row, size_t token, Activations& out) {
     const size_t lane = token % GROUP_TOKENS;
+    bool finite = true;
     for (size_t block = 0; block < out.blocks; block += AT_ONCE) {
         Inputs in;
         UNROLL for (size_t c = 0; c < AT_ONCE; ++c)
             UNROLL for (size_t half = 0; half < 2; ++half)
                 in.x[c][half] = values_at(row, (block + c) * BLOCK_WIDTH + 16 * half, out.width);
         const size_t left = out.blocks - block;
-        put_blocks(quantise_eight(in), out, out.cell(token, block), lane,
-                   left < AT_ONCE ? left : AT_ONCE);
+        const Quantised eight = quantise_eight(in);
+        finite &= eight.bad == 0;  // blocks past the last are zero
+        put_blocks(eight, out, out.cell(token, block), lane, left < AT_ONCE ? left : AT_ONCE);
     }
+    out.nonfinite[token] = !finite;
 }
 
 }  // namespace
