@@ -86,6 +86,7 @@ soak: native
 bench: native
 	$(PY) -m bench engine
 	$(PY) -m bench kernels
+	$(PY) -m bench quality
 	$(PY) -m bench invariance
 	$(PY) -m bench canonical
 	$(PY) -m bench store

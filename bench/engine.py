@@ -10,6 +10,9 @@ either side. Only the making of that KV is shared, and it is not timed: each sid
 1024 tokens once (llama.cpp once per flash and KV type), and longer or further sequences are byte
 copies of it. Which values KV holds changes no loop of either engine.
 
+Long prompts have fewer repeats, and llama.cpp's setting for them is chosen on their first 2048
+tokens. `prefill_8k` and `prefill_32k` take many minutes: `--long` or `--rows` asks for them.
+
 Figures are tokens per second: median of interleaved repeats, with the range.
 """
 
@@ -41,6 +44,10 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 PROMPT = 16  # tokens already there before a decode row starts
 PREFIX_MAX = 1024  # tokens prefilled for longer KV, which repeats them
+CHOICE_MAX = 2048  # tokens of a prompt on which llama.cpp's settings are compared
+PREFILLS = {"prefill_512": 512, "prefill_4k": 4096, "prefill_8k": 8192, "prefill_32k": 32768}
+PREFILL_REPEATS = {4096: 3, 8192: 2, 32768: 1}  # at most so many
+LONG = ("prefill_8k", "prefill_32k")
 DISK = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "batchengine" / "bench"
 
 
@@ -133,33 +140,33 @@ class Duel:
         )
         return best
 
-    def prefill_contenders(self, count: int) -> dict[str, Callable[[], float]]:
+    def prefill_contenders(self, row: str, count: int) -> dict[str, Callable[[], float]]:
         """Whole prompts of `count` tokens, logits of the last one."""
-        prompt = self.tokens(count)
+        whole = self.tokens(count)
 
-        def ours() -> float:
+        def ours(prompt: list[int]) -> float:
             sequence = LocalSequence()
             start = time.perf_counter()
             self.runner.prefill(sequence, prompt)
             elapsed = time.perf_counter() - start
             self.runner.release(sequence)
-            return count / elapsed
+            return len(prompt) / elapsed
 
-        def timed(context: LlamaContext) -> float:
+        def timed(context: LlamaContext, prompt: list[int]) -> float:
             context.clear()
             start = time.perf_counter()
             context.prefill(prompt)
-            return count / (time.perf_counter() - start)
+            return len(prompt) / (time.perf_counter() - start)
 
         def recompute(setting: dict[str, Any]) -> float:
             with self.context(count + 64, 1, setting) as context:
-                context.prefill(prompt[:64])
-                return timed(context)
+                context.prefill(whole[:64])
+                return timed(context, whole[:CHOICE_MAX])
 
-        context = self.context(count + 64, 1, self.choose(f"prefill_{count}", recompute))
+        context = self.context(count + 64, 1, self.choose(row, recompute))
         self._contexts.append(context)
-        ours()
-        return {"ours": ours, "llama.cpp": lambda: timed(context)}
+        ours(whole[:512])
+        return {"ours": lambda: ours(whole), "llama.cpp": lambda: timed(context, whole)}
 
     def own_sequence(self, length: int) -> LocalSequence:
         """A sequence of `length` tokens with pages of its own."""
@@ -249,6 +256,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=0, help="default 5, quick 2")
     parser.add_argument("--rows", default="", help="only these rows, separated by commas")
+    parser.add_argument("--long", action="store_true", help=f"also {' and '.join(LONG)}")
     parser.add_argument("--model", help="GGUF to measure (default: a synthetic 0.6B shape)")
     parser.add_argument("--json", help="write figures to this file")
     args = parser.parse_args(argv)
@@ -258,19 +266,23 @@ def main(argv: list[str]) -> int:
     steps = 6 if args.quick else 24
     long = 512 if args.quick else 4096
     print(f"{duel.description}, {args.threads} threads, {kernels.isa()}; tokens/s, median [range]")
-    rows: dict[str, Callable[[], dict[str, Callable[[], float]]]] = {
-        "prefill_512": lambda: duel.prefill_contenders(512)
-    }
+    rows: dict[str, Callable[[], dict[str, Callable[[], float]]]] = {}
+    repeats_of: dict[str, int] = {}
+    for name, full in PREFILLS.items():
+        count = min(full, long) if args.quick else full
+        rows[name] = lambda r=name, n=count: duel.prefill_contenders(r, n)
+        repeats_of[name] = min(repeats, PREFILL_REPEATS.get(full, repeats))
     for batch in (1, 4, 8, 16, 32):
         enough = max(6, steps // (1 + batch // 4))  # about as many tokens in every row
         rows[f"decode_b{batch}"] = lambda b=batch, n=enough: duel.decode_contenders(b, PROMPT, n)
     for batch, n in (1, steps), (4, max(6, steps // 2)):
         rows[f"decode_4k_b{batch}"] = lambda b=batch, n=n: duel.decode_contenders(b, long, n)
-    chosen = args.rows.split(",") if args.rows else list(rows)
+    usual = [name for name in rows if args.long or name not in LONG]
+    chosen = args.rows.split(",") if args.rows else usual
     result: dict[str, Any] = {}
     samples: dict[str, Any] = {}
     for name, contenders in ((name, rows[name]) for name in chosen):
-        measured = report.interleave(contenders(), repeats)
+        measured = report.interleave(contenders(), repeats_of.get(name, repeats))
         duel.end_row()
         result[name] = report.ratio_row(measured, "ours", "llama.cpp")
         samples[name] = report.values(measured)

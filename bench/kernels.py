@@ -1,8 +1,10 @@
 """GB/s and GOPS of kernels against the machine's measured peaks; whole models against llama.cpp.
 
-Peaks are measured first, in the same run and on the same threads: register-only int8 dots, and
-sequential reads. One row per kernel: `gops` is compared with the int8 peak when the kernel computes
-(16 tokens and more), `gbps` with the read peak when it streams (one token, decode attention).
+Peaks are measured first, in the same run and on the same threads: register-only int8 dots of the
+instruction set in use, and sequential reads from DRAM. One row per kernel, as a share of its roof:
+`gops` of the int8 peak when the kernel computes (16 tokens and more); `gbps` of the read peak when
+it streams (few tokens, decode attention), or of the rate at which the int8 peak would use up what
+is read, if that is lower.
 Rows `model_*` run the same synthetic GGUF through this engine and through llama.cpp in turn.
 
 Each kernel row also prints a hash of its result, so that another result is noticed.
@@ -151,9 +153,7 @@ class Bench:
         self.budget_s = 0.05 if quick else 0.6
         seconds = 0.1 if quick else 0.5  # the best of three runs is the peak
         self.int8_gops = max(kernels.peak_int8_gops(threads, seconds) for _ in range(3))
-        self.read_gbps = kernels.peak_read_gbps(
-            threads, (64 if quick else 512) * 2**20, 2 if quick else 5
-        )
+        self.read_gbps = kernels.peak_read_gbps(threads, repeats=3 if quick else 10)
         self.result: dict[str, Row] = {}
 
     def record(self, name: str, value: float, unit: str, peak: float, hashed: str) -> None:
@@ -162,9 +162,8 @@ class Bench:
             "peak": round(peak, 1),
             "ratio": round(value / peak, 3) if peak else 0.0,
         }
-        print(
-            f"  {name:<28}{value:9.1f} {unit:<5}{100 * value / max(peak, 1e-9):6.1f} %   {hashed}"
-        )
+        share = 100 * value / max(peak, 1e-9)
+        print(f"  {name:<28}{value:9.1f} {unit:<5}{share:6.1f} % of {peak:6.1f}   {hashed}")
 
     def linear(self, kind: str, tokens: int, rows: int, cols: int) -> None:
         cold = (32 if self.quick else 256) * 2**20
@@ -173,7 +172,7 @@ class Bench:
 
     def attention(self, group: int, context: int, queries: int) -> None:
         """Decode (queries = 1) streams KV; prefill (queries > 1) computes."""
-        sequences = 1 if queries > 1 else (2 if self.quick else 16)
+        sequences = 1 if queries > 1 else (2048 if self.quick else 65536) // context
         case = attention_case(self.pool, self.rng, group, context, queries, sequences)
         kind = "decode" if queries == 1 else "prefill"
         self.measure(f"attend_{kind}_g{group}_{context}", case, computes=queries > 1)
@@ -184,7 +183,10 @@ class Bench:
         if computes:
             self.record(name, case.operations / best / 1e9, "gops", self.int8_gops, hashed)
         else:
-            self.record(name, case.read_bytes / best / 1e9, "gbps", self.read_gbps, hashed)
+            roof = self.read_gbps
+            if case.operations and self.int8_gops:
+                roof = min(roof, self.int8_gops * case.read_bytes / case.operations)
+            self.record(name, case.read_bytes / best / 1e9, "gbps", roof, hashed)
 
     def small_ops(self) -> None:
         """Microseconds of the element-wise ops and of an empty dispatch; no peak applies."""
@@ -205,7 +207,7 @@ def models(bench: Bench, path: str | None) -> dict[str, Any]:
     duel = engine.Duel(path, threads=bench.threads, quick=bench.quick)
     repeats = 2 if bench.quick else 5
     tokens = 64 if bench.quick else 512
-    prefill = report.interleave(duel.prefill_contenders(tokens), repeats)
+    prefill = report.interleave(duel.prefill_contenders(f"prefill_{tokens}", tokens), repeats)
     decode = report.interleave(duel.decode_contenders(1, 16, 8 if bench.quick else 32), repeats)
     per_token = 2.0 * duel.linear_parameters / 1e9
     for name, samples, factor in (
@@ -237,8 +239,10 @@ def main(argv: list[str]) -> int:
         for tokens in (1, 16) if args.quick else (1, 4, 16, 512):
             bench.linear(kind, tokens, rows, cols)
     for group in (2, 8):
-        bench.attention(group, 1024 if args.quick else 4096, 1)
-        bench.attention(group, 512, 256)
+        for context in (1024,) if args.quick else (4096, 32768):
+            bench.attention(group, context, 1)
+        for context in (512,) if args.quick else (512, 4096, 32768):
+            bench.attention(group, context, 256)
     bench.small_ops()
     details = models(bench, args.model)
     report.finish(

@@ -59,6 +59,15 @@ class LlamaModel:
             raise RuntimeError(f"llama.cpp cannot tokenize {text[:40]!r}")
         return list(out[:n])
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; bytes that are no UTF-8 are replaced."""
+        raw = (C.llama_token * len(tokens))(*tokens)
+        out = ctypes.create_string_buffer(32 * len(tokens) + 32)
+        n = C.llama_detokenize(self._vocab, raw, len(tokens), out, len(out), False, True)
+        if n < 0:
+            raise RuntimeError("llama.cpp cannot detokenize these tokens")
+        return out.raw[:n].decode(errors="replace")
+
     def close(self) -> None:
         """Frees the model."""
         if self._model:

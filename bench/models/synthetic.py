@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
+Tensor = tuple[npt.NDArray[Any], str]  # data as the writer takes it, and its kind
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_MIN = 256 + len(SPECIALS) + 1
@@ -89,27 +91,42 @@ _TYPES = {
 
 def write_synthetic(path: Path, shape: Shape) -> None:
     """Writes the model file; the same shape gives the same bytes."""
-    rng = np.random.Generator(np.random.Philox(shape.seed))
+    write_tensors(path, shape, random_tensors(shape))
+
+
+def write_tensors(path: Path, shape: Shape, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a model file of this shape with the given tensors."""
     writer = gguf.GGUFWriter(path, shape.arch)
     _write_metadata(writer, shape)
     _write_vocabulary(writer, shape)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=_TYPES[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def random_tensors(shape: Shape) -> dict[str, Tensor]:
+    """Seeded random tensors of a model by name; the same shape gives the same bytes."""
+    rng = np.random.Generator(np.random.Philox(shape.seed))
+    tensors: dict[str, Tensor] = {}
     kinds = _kinds(shape)
     n, q, kv = shape.n_embd, shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
 
     def matrix(name: str, role: str, rows: int, cols: int, gain: float = 1.0) -> None:
-        data = random_matrix(rng, kinds.get(role, shape.base), rows, cols, gain)
-        kind = _TYPES[kinds.get(role, shape.base)]
-        writer.add_tensor(name + ".weight", data, raw_dtype=kind)
+        kind = kinds.get(role, shape.base)
+        tensors[name + ".weight"] = random_matrix(rng, kind, rows, cols, gain), kind
 
     def vector(name: str, size: int, mean: float, spread: float) -> None:
-        writer.add_tensor(name, rng.normal(mean, spread, size).astype(np.float32))
+        tensors[name] = rng.normal(mean, spread, size).astype(np.float32), "f32"
 
     matrix("token_embd", "token_embd", shape.n_vocab, n, shape.head_gain if shape.tied else 1.0)
     vector("output_norm.weight", n, 1.0, 0.1)
     if not shape.tied:
         matrix("output", "output", shape.n_vocab, n, shape.head_gain)
     if shape.rope_factors:
-        writer.add_tensor("rope_freqs.weight", _llama3_factors(shape))
+        tensors["rope_freqs.weight"] = _llama3_factors(shape), "f32"
     for i in range(shape.n_layer):
         p = f"blk.{i}."
         vector(p + "attn_norm.weight", n, 1.0, 0.1)
@@ -127,7 +144,7 @@ def write_synthetic(path: Path, shape: Shape) -> None:
                 bias = rng.normal(0.0, spread, rows).astype(np.float32)
                 if letter == "k" and shape.k_outlier:
                     bias[shape.head_dim - 1 :: shape.head_dim] = shape.k_outlier
-                writer.add_tensor(f"{p}attn_{letter}.bias", bias)
+                tensors[f"{p}attn_{letter}.bias"] = bias, "f32"
         if shape.arch == "qwen3":
             vector(p + "attn_q_norm.weight", shape.head_dim, 1.0, 0.1)
             vector(p + "attn_k_norm.weight", shape.head_dim, 1.0, 0.1)
@@ -136,10 +153,7 @@ def write_synthetic(path: Path, shape: Shape) -> None:
         matrix(p + "ffn_gate", "ffn_gate", shape.n_ff, n)
         matrix(p + "ffn_up", "ffn_up", shape.n_ff, n)
         matrix(p + "ffn_down", "ffn_down", n, shape.n_ff)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    return tensors
 
 
 def _kinds(shape: Shape) -> dict[str, str]:

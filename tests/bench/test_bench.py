@@ -20,12 +20,13 @@ from bench.models.llama import LlamaContext, LlamaModel
 ROOT = Path(__file__).resolve().parents[2]
 DECODE = ("b1", "b4", "b8", "b16", "b32", "4k_b1", "4k_b4")
 ROWS = {
-    "engine": ("prefill_512", *(f"decode_{row}" for row in DECODE)),
+    "engine": ("prefill_512", "prefill_4k", *(f"decode_{row}" for row in DECODE)),
     "kernels": (
         "peaks",
         "linear_q4_0_16",
         "linear_q6_k_1",
         "attend_decode_g2_1024",
+        "attend_prefill_g2_512",
         "model_prefill_gops",
         "model_decode_gbps",
     ),
@@ -112,6 +113,18 @@ def test_restored_kv_equals_prefilled_kv(
             np.testing.assert_allclose(
                 context.prefill([7], sequence=1, start=40), expected, rtol=0.02, atol=0.02
             )
+
+
+@pytest.mark.timeout(300)
+def test_quality_passes_its_gate_on_the_pocket_model(tmp_path: Path, cache: Path) -> None:
+    """A few answers and one small synthetic model; bench/results has the figures."""
+    result: dict[str, Any] = run_bench("quality", tmp_path / "result.json", cache)
+    assert 0.0 < result["pocket"]["ratio"] < 0.05
+    assert result["pocket"]["top1"] > 95.0
+    assert result["answers"]["kept"] == result["answers"]["items"] > 0
+    assert result["llama"]["engine"] > 95.0
+    assert 0.0 < result["plain"]["kl"] < result["plain"]["kl_q4_0"]
+    assert 0.0 < result["outliers_20"]["kl"] < result["outliers_20"]["kl_q4_0"]
 
 
 @pytest.mark.timeout(180)

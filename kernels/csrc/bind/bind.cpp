@@ -43,8 +43,9 @@ void bind_isa(nb::module_& module) {
     module.def("peak_int8_gops", &peak_int8_gops, nb::arg("threads"), nb::arg("seconds") = 0.3,
                ReleaseGil(), "Measured int8 dot peak, giga-operations per second.");
     module.def("peak_read_gbps", &peak_read_gbps, nb::arg("threads"),
-               nb::arg("bytes") = size_t{256} << 20, nb::arg("repeats") = 3, ReleaseGil(),
-               "Measured sequential read bandwidth, GB/s; each thread reads its own buffer.");
+               nb::arg("bytes") = 0, nb::arg("repeats") = 3, ReleaseGil(),
+               "Measured sequential read bandwidth, GB/s; each thread reads its own buffer. bytes = 0: "
+               "far beyond the last cache.");
 }
 
 void bind_pool(nb::module_& module) {

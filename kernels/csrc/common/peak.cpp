@@ -1,14 +1,19 @@
 // Measured peaks: register-only int8 dots, and streaming reads. Not part of any computation.
 #include "common/peak.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
-#include <atomic>
+#include <barrier>
 #include <chrono>
 #include <cstdint>
-#include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <thread>
 #include <vector>
+
+#include "common/dispatch.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -23,80 +28,86 @@ double since(Clock::time_point start) {
     return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-constexpr int kRounds = 20000;  // per clock reading: long enough that the reading costs nothing
-constexpr int kChains = 12;     // independent accumulators: covers latency times issue width
+constexpr std::int64_t kRounds = 20000;  // per clock reading: long enough that it costs nothing
 
 #if defined(__x86_64__)
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))) double dots_vnni(double seconds) {
-    __m512i sums[kChains];
-    for (auto& sum : sums) sum = _mm512_setzero_si512();
-    const __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(5);
-    double operations = 0;
-    const auto start = Clock::now();
-    while (since(start) < seconds) {
-        for (int i = 0; i < kRounds; ++i) {
-            for (int j = 0; j < kChains; ++j) sums[j] = _mm512_dpbusd_epi32(sums[j], a, b);
-            asm volatile("" ::"v"(sums[0]));
-        }
-        operations += 128.0 * kChains * kRounds;
-    }
-    const double elapsed = since(start);
-    int keep = 0;
-    for (auto& sum : sums) keep += _mm512_reduce_add_epi32(sum);
-    asm volatile("" ::"r"(keep));
-    return operations / elapsed / 1e9;
-}
+// The loops are assembly, because compilers surround such dots with register copies. Twelve
+// independent sums cover latency times issue width, and four turns of them the loop's own cost.
+constexpr double kDots = 12 * 4;
 
-__attribute__((target("avx2"))) double dots_avx2(double seconds) {
-    __m256i sums[kChains];
-    for (auto& sum : sums) sum = _mm256_setzero_si256();
-    __m256i a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(5);
-    const __m256i ones = _mm256_set1_epi16(1);
-    double operations = 0;
-    const auto start = Clock::now();
-    while (since(start) < seconds) {
-        for (int i = 0; i < kRounds; ++i) {
-            for (int j = 0; j < kChains; ++j) {
-                asm volatile("" : "+x"(a));  // the product must be computed every time
-                const __m256i pairs = _mm256_maddubs_epi16(a, b);
-                sums[j] = _mm256_add_epi32(sums[j], _mm256_madd_epi16(pairs, ones));
-            }
-        }
-        operations += 64.0 * kChains * kRounds;
-    }
-    const double elapsed = since(start);
-    __m256i total = sums[0];
-    for (int j = 1; j < kChains; ++j) total = _mm256_add_epi32(total, sums[j]);
-    asm volatile("" ::"x"(total));
-    return operations / elapsed / 1e9;
+#define DOT(sum) "vpdpbusd %%zmm30, %%zmm31, %%zmm" #sum "\n\t"
+__attribute__((target("avx512f"))) void dots_vnni(std::int64_t rounds) {
+    asm volatile(
+        "vpternlogd $255, %%zmm30, %%zmm30, %%zmm30\n\t"
+        "vpabsb %%zmm30, %%zmm31\n\t"
+        "1:\n\t"
+        ".rept 4\n\t" DOT(0) DOT(1) DOT(2) DOT(3) DOT(4) DOT(5) DOT(6) DOT(7) DOT(8) DOT(9) DOT(10)
+            DOT(11) ".endr\n\t"
+        "dec %0\n\t"
+        "jnz 1b\n\t"
+        : "+r"(rounds)
+        :
+        : "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",
+          "xmm10", "xmm11", "xmm30", "xmm31");
 }
+#undef DOT
+
+// A dot of AVX2 is three instructions; six sums, since each needs a register for its products.
+#define DOT(sum, products)                                             \
+    "vpmaddubsw %%ymm12, %%ymm13, %%ymm" #products "\n\t"              \
+    "vpmaddwd %%ymm14, %%ymm" #products ", %%ymm" #products "\n\t"     \
+    "vpaddd %%ymm" #products ", %%ymm" #sum ", %%ymm" #sum "\n\t"
+__attribute__((target("avx2"))) void dots_avx2(std::int64_t rounds) {
+    asm volatile(
+        "vpcmpeqd %%ymm12, %%ymm12, %%ymm12\n\t"
+        "vpabsb %%ymm12, %%ymm13\n\t"
+        "vpabsw %%ymm12, %%ymm14\n\t"
+        "1:\n\t"
+        ".rept 8\n\t" DOT(0, 6) DOT(1, 7) DOT(2, 8) DOT(3, 9) DOT(4, 10) DOT(5, 11) ".endr\n\t"
+        "dec %0\n\t"
+        "jnz 1b\n\t"
+        : "+r"(rounds)
+        :
+        : "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",
+          "xmm10", "xmm11", "xmm12", "xmm13", "xmm14");
+}
+#undef DOT
 #endif
 
-double dots(double seconds) {
+// Runs the dots of the level in use for about `seconds`; giga-operations per second.
+double dot_rate(double seconds) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512vnni")) return dots_vnni(seconds);
-    if (__builtin_cpu_supports("avx2")) return dots_avx2(seconds);
-#endif
+    if (level() == Level::scalar) return 0.0;
+    const bool wide = level() == Level::avx512;
+    double operations = 0;
+    const auto start = Clock::now();
+    do {
+        wide ? dots_vnni(kRounds) : dots_avx2(kRounds);
+        operations += (wide ? 128.0 : 64.0) * kDots * kRounds;
+    } while (since(start) < seconds);
+    return operations / since(start) / 1e9;
+#else
     (void)seconds;
     return 0.0;  // no peak is known for this machine's int8 unit
+#endif
 }
 
-std::uint64_t read_all(const std::uint64_t* words, std::size_t count) {
+std::uint64_t read_plain(const std::uint64_t* words, std::size_t count) {
     std::uint64_t sums[8] = {};
     for (std::size_t i = 0; i < count; i += 8)
-        for (int j = 0; j < 8; ++j) sums[j] += words[i + static_cast<std::size_t>(j)];
+        for (std::size_t j = 0; j < 8; ++j) sums[j] += words[i + j];
     std::uint64_t total = 0;
     for (const auto sum : sums) total += sum;
     return total;
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) std::uint64_t read_all_avx2(const std::uint64_t* words,
-                                                            std::size_t count) {
+__attribute__((target("avx2"))) std::uint64_t read_avx2(const std::uint64_t* words,
+                                                        std::size_t count) {
     __m256i sums[8];
     for (auto& sum : sums) sum = _mm256_setzero_si256();
     for (std::size_t i = 0; i < count; i += 32)
-        for (int j = 0; j < 8; ++j)
+        for (std::size_t j = 0; j < 8; ++j)
             sums[j] = _mm256_add_epi64(
                 sums[j], _mm256_load_si256(reinterpret_cast<const __m256i*>(words + i + 4 * j)));
     __m256i total = sums[0];
@@ -105,12 +116,45 @@ __attribute__((target("avx2"))) std::uint64_t read_all_avx2(const std::uint64_t*
 }
 #endif
 
-std::uint64_t stream(const std::uint64_t* words, std::size_t count) {
+std::uint64_t read_all(const std::uint64_t* words, std::size_t count) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2")) return read_all_avx2(words, count);
+    if (__builtin_cpu_supports("avx2")) return read_avx2(words, count);
 #endif
-    return read_all(words, count);
+    return read_plain(words, count);
 }
+
+std::size_t last_cache_bytes() {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+    return static_cast<std::size_t>(std::max(sysconf(_SC_LEVEL3_CACHE_SIZE), 0L));
+#else
+    return 0;
+#endif
+}
+
+// Memory of its own pages, huge ones where the system gives them: the reads are not to wait for
+// page walks.
+class Buffer {
+public:
+    explicit Buffer(std::size_t bytes) : bytes_(bytes) {
+        void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED) return;
+#if defined(MADV_HUGEPAGE)
+        madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
+        std::memset(memory, 1, bytes);  // real pages, not the zero page
+        words_ = static_cast<std::uint64_t*>(memory);
+    }
+    ~Buffer() {
+        if (words_) munmap(words_, bytes_);
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    const std::uint64_t* words() const { return words_; }
+
+private:
+    std::size_t bytes_;
+    std::uint64_t* words_ = nullptr;
+};
 
 }  // namespace
 
@@ -118,7 +162,7 @@ double peak_int8_gops(int threads, double seconds) {
     std::vector<double> rates(static_cast<std::size_t>(std::max(threads, 1)));
     std::vector<std::thread> pool;
     pool.reserve(rates.size());
-    for (auto& rate : rates) pool.emplace_back([&rate, seconds] { rate = dots(seconds); });
+    for (auto& rate : rates) pool.emplace_back([&rate, seconds] { rate = dot_rate(seconds); });
     for (auto& thread : pool) thread.join();
     double total = 0;
     for (const double rate : rates) total += rate;
@@ -126,29 +170,40 @@ double peak_int8_gops(int threads, double seconds) {
 }
 
 double peak_read_gbps(int threads, std::size_t bytes, int repeats) {
-    bytes &= ~std::size_t{4095};
-    const std::size_t words = bytes / sizeof(std::uint64_t);
-    struct Free {
-        void operator()(std::uint64_t* p) const { std::free(p); }
-    };
-    std::vector<std::unique_ptr<std::uint64_t, Free>> buffers;
-    for (int i = 0; i < std::max(threads, 1); ++i) {
-        buffers.emplace_back(static_cast<std::uint64_t*>(std::aligned_alloc(4096, bytes)));
-        if (!buffers.back()) return 0.0;
-        std::fill_n(buffers.back().get(), words, std::uint64_t{1});  // real pages, not the zero page
+    const std::size_t count = static_cast<std::size_t>(std::max(threads, 1));
+    if (bytes == 0)
+        bytes = std::max(16 * last_cache_bytes(), std::size_t{512} << 20) / count;
+    bytes = std::max(bytes & ~std::size_t{4095}, std::size_t{4096});
+    std::vector<std::unique_ptr<Buffer>> buffers;
+    for (std::size_t i = 0; i < count; ++i) {
+        buffers.push_back(std::make_unique<Buffer>(bytes));
+        if (!buffers.back()->words()) return 0.0;
     }
+    // The threads live for all repeats and start each together; one is read from its start to the
+    // end of the last thread.
+    std::vector<double> ends(count);
     double best = 0;
-    for (int repeat = 0; repeat < repeats; ++repeat) {
-        std::atomic<std::uint64_t> keep{0};
-        const auto start = Clock::now();
-        std::vector<std::thread> pool;
-        for (auto& buffer : buffers)
-            pool.emplace_back([&keep, &buffer, words] { keep += stream(buffer.get(), words); });
-        for (auto& thread : pool) thread.join();
-        const double rate = static_cast<double>(bytes) * static_cast<double>(buffers.size()) /
-                            since(start) / 1e9;
-        best = std::max(best, rate);
-    }
+    Clock::time_point start;
+    const auto begin = [&]() noexcept { start = Clock::now(); };
+    const auto note = [&]() noexcept {
+        const double slowest = *std::max_element(ends.begin(), ends.end());
+        best = std::max(best, static_cast<double>(bytes * count) / slowest / 1e9);
+    };
+    std::barrier started(static_cast<std::ptrdiff_t>(count), begin);
+    std::barrier ended(static_cast<std::ptrdiff_t>(count), note);
+    std::vector<std::thread> pool;
+    pool.reserve(count);
+    for (std::size_t i = 0; i < count; ++i)
+        pool.emplace_back([&, i] {
+            for (int repeat = 0; repeat < repeats; ++repeat) {
+                started.arrive_and_wait();
+                const std::uint64_t sum = read_all(buffers[i]->words(), bytes / sizeof(sum));
+                asm volatile("" ::"r"(sum));
+                ends[i] = since(start);
+                ended.arrive_and_wait();
+            }
+        });
+    for (auto& thread : pool) thread.join();
     return best;
 }
 
