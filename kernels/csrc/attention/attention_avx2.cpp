@@ -1,4 +1,4 @@
-// CA-1 rule 7 on AVX2; attention_scalar.cpp is its definition.
+// CA-2 rule 7 on AVX2; attention_scalar.cpp is its definition.
 //
 // Scores: lane = token, two vectors of eight per tile. vpmaddubsw needs one unsigned operand, so it
 // gets |k| and q with the sign of k; a pair sums to at most 2 * 127 * 127, which fits int16. Outputs:
@@ -62,7 +62,7 @@ void score_page(const PageView& page, int head_dim, const QueryRows& rows, int t
 // Scores of one row -> m, l and 14-bit weights up to the next multiple of 16 tokens. The row is first
 // padded: scores after the visible tokens are stale. False when a score or a weight is not finite.
 SIMD_FN bool soften(int n, float* s, const float* dv, uint16_t* weight, float* m, float* l,
-                    float* weight_scale) {
+                    float* weight_unit) {
     const int end = (n + 15) / 16 * 16;
     for (int t = n; t < end; t++) s[t] = s[0];
     V16 top = vset(s[0]), check = vzero();
@@ -97,10 +97,9 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint16_t* weight, float* m
     if (vany_nonfinite(check)) return false;
     *l = static_cast<float>(sum_of_lanes(sum)) * 0x1p-22f;
 
-    const float w_max = vreduce_max(w_top);
-    const bool empty = w_max < ca::TINY;
-    *weight_scale = empty ? 0.0f : w_max / 16383.0f;
-    const V16 inverse = vset(empty ? 0.0f : 16383.0f / w_max);
+    const ca::WeightUnit weights = ca::weight_unit(ca::bits_of(vreduce_max(w_top)));
+    *weight_unit = weights.unit;
+    const V16 inverse = vset(weights.inverse);
     for (int t = 0; t < end; t += 16) {
         const V16 scaled = vload(s + t) * inverse;
         const __m256i packed =
@@ -134,7 +133,7 @@ SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, 
         });
     }
     repeat<R>(EACH(r) {
-        const __m256 scale = _mm256_set1_ps(scratch.weight_scale[row + r]);
+        const __m256 scale = _mm256_set1_ps(scratch.unit[row + r]);
         repeat<2>(EACH(i) {
             const __m256i whole = _mm256_permute4x64_epi64(
                 _mm256_hadd_epi32(sum[r][2 * i], sum[r][2 * i + 1]), 0xD8);
@@ -163,12 +162,12 @@ void page_partials_avx2(const PageView& page, int head_dim, const QueryRows& row
     for (int r = 0; r < rows.rows; r++) {
         const int n = rows.visible[r];
         const bool good = soften(n, scratch.score[r], scratch.dv, scratch.weight[r], out.m + r,
-                                 out.l + r, scratch.weight_scale + r);
+                                 out.l + r, scratch.unit + r);
         int filled = (n + 15) / 16 * 16;
         if (!good) {
             out.m[r] = 0.0f;
             out.l[r] = ca::canonical_nan();
-            scratch.weight_scale[r] = 0.0f;
+            scratch.unit[r] = 0.0f;
             filled = 0;
         }
         for (; filled < tiles * 16; filled++) scratch.weight[r][filled] = 0;

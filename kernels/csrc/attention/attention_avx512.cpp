@@ -1,4 +1,4 @@
-// CA-1 rule 7 on AVX-512 VNNI; attention_scalar.cpp is its definition.
+// CA-2 rule 7 on AVX-512 VNNI; attention_scalar.cpp is its definition.
 //
 // Scores: lane = token. K^0x80 is an unsigned byte, so vpdpbusd starts at -128 * sum(q). A block of
 // R rows x TT token tiles stays in registers, like a small GEMM. Outputs: lane = dim; each 14-bit
@@ -118,7 +118,7 @@ SIMD_FN void store_digits(const __m512i w[4], uint8_t* high, uint8_t* low) {
 // Scores of one row -> m, l and digits up to the next multiple of 64 tokens; s is overwritten with
 // the weights. False when a score or a weight is not finite.
 SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* low, float* m,
-                    float* l, float* weight_scale) {
+                    float* l, float* weight_unit) {
     const int whole = n / 16;
     const __mmask16 tail = static_cast<__mmask16>((1u << (n % 16)) - 1);
     const int vectors = whole + (tail != 0);
@@ -171,10 +171,9 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* lo
     *l = static_cast<float>(_mm512_reduce_add_epi32(sum)) * 0x1p-22f;
 #endif
 
-    const float w_max = _mm512_reduce_max_ps(w_top);
-    const bool empty = w_max < ca::TINY;
-    *weight_scale = empty ? 0.0f : w_max / 16383.0f;
-    const __m512 inverse = _mm512_set1_ps(empty ? 0.0f : 16383.0f / w_max);
+    const ca::WeightUnit weights = ca::weight_unit(ca::bits_of(_mm512_reduce_max_ps(w_top)));
+    *weight_unit = weights.unit;
+    const __m512 inverse = _mm512_set1_ps(weights.inverse);
     for (int i = vectors; i % 4; i++) _mm512_store_ps(s + 16 * i, zero);
     for (int i = 0; i < vectors; i += 4) {
         __m512i w[4];
@@ -208,7 +207,7 @@ SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, 
         });
     }
     repeat<R>(EACH(r) {
-        const __m512 scale = _mm512_set1_ps(scratch.weight_scale[row + r]);
+        const __m512 scale = _mm512_set1_ps(scratch.unit[row + r]);
         repeat<N>(EACH(j) {
             const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r][j], 7), low[r][j]);
             _mm512_storeu_ps(out.o + (row + r) * head_dim + dim + 16 * j,
@@ -239,12 +238,12 @@ void page_partials_avx512(const PageView& page, int head_dim, const QueryRows& r
         const int n = rows.visible[r];
         uint8_t *high = scratch.high[r], *low = scratch.low[r];
         const bool good = soften(n, scratch.score[r], scratch.dv, high, low, out.m + r, out.l + r,
-                                 scratch.weight_scale + r);
+                                 scratch.unit + r);
         int filled = (n + 63) / 64 * 64;
         if (!good) {
             out.m[r] = 0.0f;
             out.l[r] = ca::canonical_nan();
-            scratch.weight_scale[r] = 0.0f;
+            scratch.unit[r] = 0.0f;
             filled = 0;
         }
         for (; filled < tiles * 16; filled += 64) {

@@ -1,4 +1,4 @@
-// The attention primitive: rows of queries against one page of one KV head (CA-1 rule 7).
+// The attention primitive: rows of queries against one page of one KV head (CA-2 rule 7).
 //
 // attention_scalar.cpp defines it; the other units equal it bit for bit. Plain structs only, so that
 // units of every instruction set may include this file.
@@ -24,7 +24,7 @@ struct PageView {
 // see, 1..256; later tokens are stale and must not affect results. visible never falls with r.
 struct QueryRows {
     const int8_t* q;        // [rows][head_dim]
-    const float* scale;     // [rows][head_dim/32]
+    const float* scale;     // [rows][head_dim/32], powers of two; NaN in a nonfinite row
     const int32_t* offset;  // [rows][head_dim/32]
     const int32_t* visible; // [rows]
     int rows;
@@ -47,7 +47,7 @@ struct AttentionScratch {
         };
     };
     alignas(64) float dv[256];                          // the page's V scales in fp32
-    float weight_scale[ATTENTION_ROWS_MAX];
+    float unit[ATTENTION_ROWS_MAX];                     // of the weights: a power of two, or 0
 };
 
 using PageKernel = void (*)(const PageView& page, int head_dim, const QueryRows& rows,

@@ -22,7 +22,7 @@ struct PlaceJob {
     const PlaceParams& params;
     Queries& queries;
     const RowOps& ops;
-    const float query_factor;  // RN(log2(e) * scale), computed in binary64
+    const float factor;  // of the queries
 
     void rotate(float* x, size_t position) const {
         if (!params.rope) return;
@@ -44,7 +44,7 @@ struct PlaceJob {
         const size_t group = queries.n_head / shape.n_kv_head;
         const size_t row = queries.row(shape.n_kv_head, head / group, token, head % group);
         const size_t blocks = shape.blocks();
-        ops.quantise_query(y, blocks, query_factor, queries.q.data() + row * shape.head_dim,
+        ops.quantise_query(y, blocks, factor, queries.q.data() + row * shape.head_dim,
                            queries.scale.data() + row * blocks,
                            queries.offset.data() + row * blocks);
     }
@@ -185,12 +185,17 @@ void digest_group(const Batch& batch, const PageShape& shape, size_t first, size
                                  shape.row_bytes(), seeds[token]);
 }
 
+// RN32(log2(e) * scale), the product in binary64, in any floating-point environment of the caller.
+float query_factor(double scale) {
+    const FloatEnvironment environment;
+    return static_cast<float>(1.4426950408889634 * scale);
+}
+
 }  // namespace
 
 void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& shape, size_t layer,
               const PlaceParams& params, Queries& queries) {
-    const float factor = static_cast<float>(1.4426950408889634 * params.scale);
-    const PlaceJob job{qkv, batch, shape, layer, params, queries, rowops(), factor};
+    const PlaceJob job{qkv, batch, shape, layer, params, queries, rowops(), query_factor(params.scale)};
     const size_t items = shape.n_kv_head * batch.n_tokens;
     // Head-major, so that a thread writes runs of neighbouring tokens and shares few cache lines.
     const auto run = [&](size_t first, size_t last) {

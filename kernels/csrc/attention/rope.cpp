@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "common/pool.h"
 #include "common/xxh3.h"
 
 namespace batchengine {
@@ -94,6 +95,7 @@ RopeTable::RopeTable(bool neox_, size_t head_dim_, size_t n_rot, double base, co
         throw std::invalid_argument("RopeTable: base, position_scale or attn_factor is unusable");
     if (factors && factors->size != half)
         throw std::invalid_argument("RopeTable: factors must have n_rot/2 values");
+    const FloatEnvironment environment;
     const double log_base = rope_log(base);
     for (size_t i = 0; i < half; i++) {
         const double exponent = static_cast<double>(2 * i) / static_cast<double>(n_rot);
@@ -128,6 +130,7 @@ void RopeTable::cover(size_t first, size_t end) {
         if (chunks_[chunk].load(std::memory_order_acquire)) continue;
         const std::lock_guard<std::mutex> lock(mutex_);
         if (chunks_[chunk].load(std::memory_order_relaxed)) continue;
+        const FloatEnvironment environment;
         Buffer<float> values(CHUNK * 2 * half);
         fill(chunk, values.data());
         owned_.push_back(std::move(values));

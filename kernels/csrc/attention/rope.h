@@ -1,4 +1,4 @@
-// Rotary embedding table (CA-1 rule 4): cosines and sines per position, the same on every machine.
+// Rotary embedding table (CA-2 rule 4): cosines and sines per position, the same on every machine.
 //
 // Angles are computed in binary64 by the routines of rope.cpp, which use only IEEE add, mul, fma and
 // division, never libm; they are rounded once to binary32. The table grows by 256 positions at a
@@ -29,7 +29,7 @@ class RopeTable {
     RopeTable(const RopeTable&) = delete;
     RopeTable& operator=(const RopeTable&) = delete;
 
-    // Makes positions [first, end) readable. Thread-safe.
+    // Makes positions [first, end) readable, the same in any floating-point environment. Thread-safe.
     void cover(size_t first, size_t end);
     // The n_rot/2 cosines of a covered position; its sines follow them.
     const float* cosines(size_t position) const {

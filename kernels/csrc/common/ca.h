@@ -336,6 +336,18 @@ CA_FN int32_t weight_exponent(uint32_t largest) {
     return static_cast<int32_t>((largest + 0x200u) >> 23) - 140;
 }
 
+struct WeightUnit {
+    float unit;     // a power of two, or 0 when all weights count as 0
+    float inverse;  // 1/unit, or 0
+};
+
+// The unit of weights whose largest has these bits.
+CA_FN WeightUnit weight_unit(uint32_t largest) {
+    if (largest < bits_of(TINY)) return {0.0f, 0.0f};
+    const int32_t e = weight_exponent(largest);
+    return {power_of_two(e), power_of_two(-e)};
+}
+
 struct Softened {
     float m;    // base-2 maximum, an integer
     float l;    // denominator
@@ -362,12 +374,10 @@ CA_FN bool soften(const float* score, const uint16_t* v_scale, int n, float* p, 
         if (magnitude_bits(p[t]) > largest) largest = magnitude_bits(p[t]);
     }
     row.l = mul_rn(float_rn(sum), 0x1p-22f);
-    // Such a page adds nothing to the numerator, but its tokens keep their share of l.
-    const bool empty = largest < bits_of(TINY);
-    const int32_t e = empty ? 0 : weight_exponent(largest);
-    row.unit = empty ? 0.0f : power_of_two(e);
-    const float inverse = empty ? 0.0f : power_of_two(-e);
-    for (int t = 0; t < n; t++) weight[t] = round_to_int(mul_rn(p[t], inverse));
+    // A page whose unit is 0 adds nothing to the numerator, but its tokens keep their share of l.
+    const WeightUnit weights = weight_unit(largest);
+    row.unit = weights.unit;
+    for (int t = 0; t < n; t++) weight[t] = round_to_int(mul_rn(p[t], weights.inverse));
     return true;
 }
 

@@ -4,6 +4,7 @@
 #include "common/pool.h"
 
 #include <cerrno>
+#include <cfenv>
 #include <chrono>
 #include <climits>
 #include <cstdio>
@@ -24,16 +25,29 @@
 namespace batchengine {
 namespace {
 
-constexpr unsigned MXCSR_CANONICAL = 0x1F80;
-constexpr unsigned MXCSR_FLAGS = 0x3F;  // sticky exception flags: any inexact operation sets one
-
 #if defined(BATCHENGINE_X86)
+constexpr unsigned CANONICAL = 0x1F80;  // of MXCSR
+constexpr unsigned FLAGS = 0x3F;        // sticky exception flags: any inexact operation sets one
 unsigned environment() { return _mm_getcsr(); }
 void set_environment(unsigned value) { _mm_setcsr(value); }
 void relax() { _mm_pause(); }
-#else
-unsigned environment() { return MXCSR_CANONICAL; }
-void set_environment(unsigned) {}
+#elif defined(__aarch64__)
+constexpr unsigned CANONICAL = 0;  // of FPCR; its sticky flags are in another register
+constexpr unsigned FLAGS = 0;
+unsigned environment() {
+    uint64_t fpcr;
+    asm volatile("mrs %0, fpcr" : "=r"(fpcr) : : "memory");
+    return static_cast<unsigned>(fpcr);
+}
+void set_environment(unsigned value) {
+    asm volatile("msr fpcr, %0" : : "r"(uint64_t{value}) : "memory");
+}
+void relax() { asm volatile("yield"); }
+#else  // the rounding mode at least
+constexpr unsigned CANONICAL = FE_TONEAREST;
+constexpr unsigned FLAGS = 0;
+unsigned environment() { return static_cast<unsigned>(fegetround()); }
+void set_environment(unsigned value) { fesetround(static_cast<int>(value)); }
 void relax() {}
 #endif
 
@@ -80,15 +94,15 @@ void pin(pthread_t thread, int core) {
 }  // namespace
 
 FloatEnvironment::FloatEnvironment() : saved_(environment()) {
-    if (!canonical()) set_environment(MXCSR_CANONICAL);
+    if (!canonical()) set_environment(CANONICAL);
 }
 
 FloatEnvironment::~FloatEnvironment() {
-    if ((saved_ & ~MXCSR_FLAGS) != MXCSR_CANONICAL) set_environment(saved_);
+    if ((saved_ & ~FLAGS) != CANONICAL) set_environment(saved_);
 }
 
 bool FloatEnvironment::canonical() {
-    return (environment() & ~MXCSR_FLAGS) == MXCSR_CANONICAL;
+    return (environment() & ~FLAGS) == CANONICAL;
 }
 
 struct Pool::CallerAffinity {
@@ -153,7 +167,7 @@ void Pool::run_raw(Job job, void* context) {
 }
 
 void Pool::serve(int ith) {
-    set_environment(MXCSR_CANONICAL);
+    set_environment(CANONICAL);
     uint32_t seen = 0;
     for (;;) {
         wait_for_epoch(seen);

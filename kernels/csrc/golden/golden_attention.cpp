@@ -1,5 +1,5 @@
-// Golden vectors of norm and attention: two super-pages, a partial last page, an outlier
-// in K, a zero V row, both rope pairings, a chunk that crosses a page border.
+// Golden vectors of norm and attention: two super-pages, a partial last page, both rope pairings,
+// chunks that cross page borders, outliers, zeros and values that are not finite.
 #include "attention/attention.h"
 #include "common/ca.h"
 #include "golden/golden.h"
@@ -9,45 +9,80 @@
 namespace batchengine {
 namespace {
 
-constexpr size_t HEADS = 6, KV_HEADS = 2, HEAD_DIM = 64, POSITIONS = 1100, CHUNK = 40;
+constexpr size_t TOKENS_MAX = 50;
+// Positions [0, HISTORY) only fill pages; the steps after them also attend: every shape of a tile.
+constexpr size_t HISTORY = 1050;
+constexpr size_t STEPS[] = {1, 2, 3, 4, 5, 16, 19};
+
+struct Shape {
+    size_t n_head, n_kv_head, head_dim;
+    bool neox, normed;
+};
+constexpr Shape SHAPES[] = {
+    {6, 2, 64, false, true}, {3, 3, 96, true, false}, {4, 1, 128, true, true}, {4, 2, 256, false, false}};
 
 void fill(GoldenSource& source, float* x, size_t n, float size) {
     for (size_t i = 0; i < n; i++) x[i] = source.unit() * size;
 }
 
-void golden_attend(Pool& pool, Golden& golden, GoldenSource& source, bool neox) {
-    const PageShape shape(1, KV_HEADS, HEAD_DIM);
-    const size_t page_bytes = round_up(shape.payload_bytes(), CACHE_LINE);
-    const size_t n_pages = div_up(POSITIONS, PAGE_TOKENS);
-    Buffer<uint8_t> memory(n_pages * page_bytes);
-    RopeTable rope(neox, HEAD_DIM, HEAD_DIM, 1e6, nullptr, 1.0, 1.0);
-    rope.cover(0, POSITIONS);
-    float norm_values[HEAD_DIM];
-    fill(source, norm_values, HEAD_DIM, 2.0f);
-    const Vector norm(norm_values, HEAD_DIM);
-    const PlaceParams params{&norm, &norm, 1e-6f, &rope, 0.125};
+// Rows of q, k and v: an outlier in K, a V of zeros, queries too small and too large for a scale, and
+// towards the end a query, a K and a V that are not finite.
+void fill_rows(GoldenSource& source, const Shape& shape, Rows& qkv, size_t tokens) {
+    const size_t d = shape.head_dim;
+    const size_t k = shape.n_head * d, v = k + shape.n_kv_head * d;
+    fill(source, qkv.data.data(), tokens * qkv.width, 4.0f);
+    if (tokens > 3) qkv.row(3)[k + 5] = 300.0f;
+    if (tokens < STEPS[6]) return;
+    std::fill_n(qkv.row(5) + v, d, 0.0f);
+    for (size_t i = 0; i < d; i++) qkv.row(6)[i] *= 0x1p-100f;
+    qkv.row(7)[d] = 0x1p110f;
+    if (tokens != STEPS[6]) return;
+    qkv.row(10)[3] = ca::canonical_nan();
+    qkv.row(14)[k + 1] = ca::float_of(ca::INFINITY_BITS);
+    qkv.row(16)[v + shape.n_kv_head * d - 1] = ca::canonical_nan();
+}
 
-    Rows qkv(CHUNK, (HEADS + 2 * KV_HEADS) * HEAD_DIM), out(CHUNK, HEADS * HEAD_DIM);
-    Queries queries(CHUNK, HEADS, HEAD_DIM);
-    Batch batch(CHUNK, 1, n_pages);
+void golden_attend(Pool& pool, Golden& golden, GoldenSource& source, const Shape& of) {
+    const PageShape shape(1, of.n_kv_head, of.head_dim);
+    const size_t n_pages = div_up(HISTORY + TOKENS_MAX, PAGE_TOKENS);
+    const size_t page_bytes = round_up(shape.payload_bytes(), CACHE_LINE);
+    Buffer<uint8_t> memory(n_pages * page_bytes);
+    RopeTable rope(of.neox, of.head_dim, of.head_dim, 1e6, nullptr, 1.0, 1.0);
+    rope.cover(0, HISTORY + TOKENS_MAX);
+    float norm_values[HEAD_DIM_MAX];
+    fill(source, norm_values, of.head_dim, 2.0f);
+    const Vector norm_weights(norm_values, of.head_dim);
+    const Vector* const norm = of.normed ? &norm_weights : nullptr;
+    const PlaceParams params{norm, norm, 1e-6f, &rope, 0.125};
+
+    Rows qkv(TOKENS_MAX, (of.n_head + 2 * of.n_kv_head) * of.head_dim);
+    Rows out(TOKENS_MAX, of.n_head * of.head_dim);
+    Queries queries(TOKENS_MAX, of.n_head, of.head_dim);
+    Batch batch(TOKENS_MAX, 1, n_pages);
     for (size_t p = 0; p < n_pages; p++)
         batch.pages[p] = reinterpret_cast<uint64_t>(memory.data() + p * page_bytes);
-    for (size_t start = 0; start < POSITIONS; start += CHUNK) {
-        batch.n_tokens = std::min(CHUNK, POSITIONS - start);
-        batch.n_entries = 1;
-        batch.n_pages = n_pages;
-        batch.entries[0] = {0, batch.n_tokens, start, 0};
-        fill(source, qkv.data.data(), qkv.data.size(), 4.0f);
-        qkv.row(3)[HEADS * HEAD_DIM + 5] = 300.0f;
-        std::fill_n(qkv.row(5) + (HEADS + KV_HEADS) * HEAD_DIM, HEAD_DIM, 0.0f);
+    batch.n_entries = 1;
+    batch.n_pages = n_pages;
+    size_t start = 0;
+    const auto place = [&](size_t tokens) {
+        batch.n_tokens = tokens;
+        batch.entries[0] = {0, tokens, start, 0};
+        fill_rows(source, of, qkv, tokens);
         place_kv(pool, qkv, batch, shape, 0, params, queries);
+        start += tokens;
+    };
+    const std::string name = std::to_string(of.head_dim);
+    while (start < HISTORY) place(TOKENS_MAX);
+    for (const size_t tokens : STEPS) {
+        place(tokens);
+        attend(pool, queries, batch, shape, 0, out);
+        golden.add("attend " + name + " x " + std::to_string(tokens), out.data.data(),
+                   tokens * out.width * sizeof(float));
     }
-    golden.add("pages", memory.data(), memory.size());
-    attend(pool, queries, batch, shape, 0, out);
-    golden.add("attend", out.data.data(), batch.n_tokens * out.width * sizeof(float));
+    golden.add("pages " + name, memory.data(), memory.size());
     std::vector<uint64_t> seeds(batch.n_tokens, 7), digests(batch.n_tokens);
     row_digests(nullptr, batch, shape, seeds.data(), digests.data());
-    golden.add("row digests", digests.data(), digests.size() * sizeof(uint64_t));
+    golden.add("row digests " + name, digests.data(), digests.size() * sizeof(uint64_t));
 }
 
 }  // namespace
@@ -60,8 +95,7 @@ void golden_attention(Pool& pool, Golden& golden) {
     fill(source, weights.data(), weights.size(), 1.0f);
     rmsnorm_rows(pool, rows, Vector(weights.data(), weights.size()), 1e-5f, 2, normed);
     golden.add("rmsnorm", normed.data.data(), 2000 * sizeof(float));
-    golden_attend(pool, golden, source, false);
-    golden_attend(pool, golden, source, true);
+    for (const Shape& shape : SHAPES) golden_attend(pool, golden, source, shape);
 }
 
 }  // namespace batchengine

@@ -39,22 +39,15 @@ SIMD_FN float sum_of_squares(const float* x, size_t n) {
 }
 
 void rmsnorm(const float* x, const float* w, size_t n, float eps, float* y) {
-    const float mean = sum_of_squares(x, n) / static_cast<float>(n);
-    const float r = 1.0f / __builtin_sqrtf(mean + eps);
+    const float r = ca::norm_factor(sum_of_squares(x, n), static_cast<int>(n), eps);
     size_t i = 0;
     for (; i + 16 <= n; i += 16) vstore(y + i, (vload(x + i) * vset(r)) * vload(w + i));
-    for (; i < n; i++) y[i] = (x[i] * r) * w[i];
+    for (; i < n; i++) y[i] = ca::norm_value(x[i], r, w[i]);
 }
 
 SIMD_FN void rotate(V16& x0, V16& x1, V16 c, V16 s) {
     const V16 y0 = vfma(x0, c, vneg(x1 * s));
     x1 = vfma(x0, s, x1 * c);
-    x0 = y0;
-}
-
-SIMD_FN void rotate_one(float& x0, float& x1, float c, float s) {
-    const float y0 = ca::fma_rn(x0, c, -(x1 * s));
-    x1 = ca::fma_rn(x0, s, x1 * c);
     x0 = y0;
 }
 
@@ -75,29 +68,33 @@ void rope(float* x, const float* cosines, const float* sines, size_t half, bool 
             for (size_t j = 0; j < 16; j++) x[2 * (i + j)] = even[j], x[2 * (i + j) + 1] = odd[j];
     }
     for (; i < half; i++)
-        rotate_one(neox ? x[i] : x[2 * i], neox ? x[i + half] : x[2 * i + 1], cosines[i], sines[i]);
+        ca::rotate(neox ? x[i] : x[2 * i], neox ? x[i + half] : x[2 * i + 1], cosines[i], sines[i]);
 }
 
 SIMD_FN void fill_zero(int8_t* q, size_t width) {
     for (size_t i = 0; i < width; i++) q[i] = 0;
 }
 
-void quantise_query(const float* x, size_t blocks, float factor, int8_t* q, float* d,
+void quantise_query(const float* x, size_t blocks, float factor, int8_t* q, float* scale,
                     int32_t* offset) {
     for (size_t b = 0; b < blocks; b++, x += 32, q += 32) {
-        bool finite;
-        const float a = largest_magnitude(x, 32, &finite);
+        const V16 x0 = vload(x) * vset(factor), x1 = vload(x + 16) * vset(factor);
+        // NaN when a value is not finite, else 0.
+        const bool finite = !vany_nonfinite(vfma(x0, vzero(), x1 * vzero()));
+        const float a = vreduce_max(vmax(vabs(x0), vabs(x1)));
+        const uint32_t largest = finite ? ca::bits_of(a) : ca::INFINITY_BITS;
+        const ca::Group kind = ca::group_kind(largest);
         int32_t sum = 0;
-        if (!finite || a < ca::TINY) {
-            fill_zero(q, 32);
-            d[b] = finite ? 0.0f : ca::canonical_nan();
+        if (kind == ca::Group::used) {
+            const int32_t e = ca::group_exponent(largest);
+            const V16 inverse = vset(ca::power_of_two(-e));
+            vstore_i8(q, x0 * inverse);
+            vstore_i8(q + 16, x1 * inverse);
+            sum = vsum_rounded(x0 * inverse, x1 * inverse);
+            scale[b] = ca::power_of_two(e);
         } else {
-            const V16 id = vset(127.0f / a);
-            const V16 x0 = vload(x) * id, x1 = vload(x + 16) * id;
-            vstore_i8(q, x0);
-            vstore_i8(q + 16, x1);
-            sum = vsum_rounded(x0, x1);
-            d[b] = (a / 127.0f) * factor;
+            fill_zero(q, 32);
+            scale[b] = kind == ca::Group::zero ? 1.0f : ca::canonical_nan();
         }
         offset[b] = -128 * sum;
     }
@@ -107,14 +104,12 @@ void quantise_kv8(const float* x, size_t groups, size_t width, int8_t* q, uint16
     for (size_t g = 0; g < groups; g++, x += width, q += width) {
         bool finite;
         const float a = largest_magnitude(x, width, &finite);
-        // A value too large for fp16 counts as a NaN: its token cannot be represented.
-        d[g] = finite ? ca::float_to_half(a / 127.0f) : ca::POISON_HALF;
-        if (d[g] == 0x7C00u) d[g] = ca::POISON_HALF;
+        d[g] = ca::kv8_scale(finite ? ca::bits_of(a) : ca::INFINITY_BITS);
         if (d[g] == 0 || d[g] == ca::POISON_HALF) {
             fill_zero(q, width);
             continue;
         }
-        const V16 id = vset(1.0f / ca::half_to_float(d[g]));
+        const V16 id = vset(ca::kv8_inverse(d[g]));
         for (size_t i = 0; i < width; i += 16) {
             const V16 scaled = vload(x + i) * id;
             vstore_i8(q + i, vmin(vmax(scaled, vset(-127.0f)), vset(127.0f)));
