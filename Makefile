@@ -93,6 +93,7 @@ bench: native
 	$(PY) -m bench router
 	$(PY) -m bench promote
 	$(PY) -m bench restart
+	$(PY) -m bench agents
 	$(PY) -m bench crash
 
 clean:

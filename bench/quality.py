@@ -4,7 +4,8 @@ The reference is a forward pass in binary64 over the same Q4_0 weights (`bench.m
 `kl` is the mean over positions of D(reference || engine), in nats: what rounding activations,
 queries, K and V adds. `kl_q4_0` is D(unquantised weights || Q4_0 weights), both in binary64: what
 the format costs anyway. The gate is `ratio` = kl / kl_q4_0 < 5 %. `top1` is the share of positions
-at which the engine's best token is the reference's, in percent.
+at which the engine's best token is the reference's, in percent. `llama_ratio` is that of llama.cpp,
+which rounds activations too, with KV in f32.
 
 Models:
 
@@ -31,7 +32,7 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from bench.models.float_model import (
 )
 from bench.models.llama import LlamaContext, LlamaModel
 from bench.models.local_runner import LocalRunner
-from bench.models.synthetic import Shape, Tensor, random_tensors, write_tensors
+from bench.models.synthetic import F32, Shape, Tensor, random_tensors, write_tensors
 from pocket import generate
 from pocket.evaluate import SHIPPED, build_set
 from pocket.generate import Exchange, Item, Turn, render
@@ -142,14 +143,24 @@ class Subject:
     texts: Sequence[list[int]]
 
 
+def llama_logits(subject: Subject) -> Iterator[F32]:
+    """llama.cpp's logits of every text."""
+    n_ctx = max(len(text) for text in subject.texts) + 64
+    with LlamaModel(subject.path) as model:
+        for text in subject.texts:
+            with LlamaContext(model, n_ctx=n_ctx, kv_type="f32", threads=1) as context:
+                yield context.all_logits(text)
+
+
 def measure(subject: Subject, runner: LocalRunner) -> dict[str, Any]:
     """The figures of one model."""
     model = FloatModel.from_file(subject.path)
-    engine, q4_0 = Divergence(), Divergence()
+    engine, q4_0, llama = Divergence(), Divergence(), Divergence()
     roundings = shares_of(model.head_dim)
     shares = {name: Divergence() for name in roundings}
-    for text in subject.texts:
+    for text, theirs in zip(subject.texts, llama_logits(subject), strict=True):
         exact = model.logits(text)
+        llama.add(exact, theirs)
         engine.add(exact, runner.all_logits(text))
         q4_0.add(subject.unquantised.logits(text), exact)
         for name, rounding in roundings.items():
@@ -158,6 +169,7 @@ def measure(subject: Subject, runner: LocalRunner) -> dict[str, Any]:
         "kl": float(f"{engine.mean:.4g}"),
         "kl_q4_0": float(f"{q4_0.mean:.4g}"),
         "ratio": round(engine.mean / q4_0.mean, 4),
+        "llama_ratio": round(llama.mean / q4_0.mean, 4),
         "top1": round(engine.percent, 3),
         "positions": engine.positions,
         "shares": {name: round(share.mean / q4_0.mean, 4) for name, share in shares.items()},
@@ -328,8 +340,9 @@ class Run:
         shares = ", ".join(f"{k} {100 * v:.2f}" for k, v in figures["shares"].items())
         print(
             f"  {name:<14}kl {figures['kl']:.3e}   of Q4_0 {figures['kl_q4_0']:.3e}   ratio"
-            f" {100 * figures['ratio']:6.2f} %   top-1 {figures['top1']:.2f} %"
-            f"   {figures['positions']} positions\n  {'':<14}shares in %: {shares}",
+            f" {100 * figures['ratio']:6.2f} %   llama.cpp {100 * figures['llama_ratio']:6.2f} %"
+            f"   top-1 {figures['top1']:.2f} %   {figures['positions']} positions"
+            f"\n  {'':<14}shares in %: {shares}",
             flush=True,
         )
 
