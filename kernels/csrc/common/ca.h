@@ -16,14 +16,14 @@ using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
 #else
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #endif
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define CA_FN __host__ __device__ __forceinline__
 #else
-#include <cmath>
-#include <cstring>
 // Internal linkage: each ISA unit must keep its own copy, or the linker could hand AVX-512 code to
 // the scalar level.
 #define CA_FN [[maybe_unused]] static inline

@@ -1,0 +1,228 @@
+// Prints "NAME HASH" for the functions of ca.h: the hash of what each returns for many inputs, every
+// NaN counted as one. Two builds that print the same compute the same.
+#include "common/ca.h"
+
+#include <cinttypes>
+#include <cstdio>
+#include <iterator>
+#include <type_traits>
+
+namespace {
+
+constexpr int MANY = 100000;
+
+class Random {
+  public:
+    uint64_t next() {
+        uint64_t z = (state_ += 0x9E3779B97F4A7C15u);
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+        return z ^ (z >> 31);
+    }
+    int below(int n) { return static_cast<int>(next() % static_cast<uint64_t>(n)); }
+    // In [low, high).
+    float between(float low, float high) {
+        return low + (high - low) * static_cast<float>(next() >> 40) * 0x1p-24f;
+    }
+    // Any bits; one of sixteen is a border.
+    float any() {
+        static const uint32_t borders[] = {
+            0x00000000, 0x80000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x12800000, 0x127FFFFF,
+            0x3F800000, 0xBF800000, 0x477FF000, 0x477FEFFF, 0x33000000, 0x33000001, 0x6F800000,
+            0x6F7FFFFF, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001};
+        const auto bits = static_cast<uint32_t>(next());
+        return ca::float_of(below(16) ? bits : borders[below(std::size(borders))]);
+    }
+    // A row of one magnitude; one of 32 rows holds a value of any bits.
+    void row(float* x, int n, int binades) {
+        const float unit = ca::power_of_two(below(2 * binades + 1) - binades);
+        for (int i = 0; i < n; i++) x[i] = between(-unit, unit);
+        if (below(32) == 0) x[below(n)] = any();
+    }
+
+  private:
+    uint64_t state_ = 0xCA2;
+};
+
+Random source;
+
+class Line {
+  public:
+    explicit Line(const char* name) : name_(name) {}
+    ~Line() { std::printf("%s %016" PRIx64 "\n", name_, hash_); }
+    void add(float x) { add(static_cast<int64_t>(x == x ? ca::bits_of(x) : ca::NAN_BITS)); }
+    void add(int32_t n) { add(static_cast<int64_t>(n)); }
+    void add(bool yes) { add(static_cast<int64_t>(yes)); }
+    void add(int64_t n) {
+        for (int i = 0; i < 8; i++)
+            hash_ = (hash_ ^ ((static_cast<uint64_t>(n) >> (8 * i)) & 255u)) * 0x100000001B3u;
+    }
+    template <class T>
+    void add(const T* x, int n) {
+        using Wide = std::conditional_t<sizeof(T) < 4, int32_t, T>;
+        for (int i = 0; i < n; i++) add(static_cast<Wide>(x[i]));
+    }
+
+  private:
+    const char* const name_;
+    uint64_t hash_ = 0xCBF29CE484222325u;
+};
+
+// One line: MANY results of `value`, which draws its own inputs.
+template <class Value>
+void print(const char* name, Value&& value) {
+    Line line(name);
+    for (int i = 0; i < MANY; i++) line.add(value());
+}
+
+void primitives() {
+    print("add_rn", [] { return ca::add_rn(source.any(), source.between(-8, 8)); });
+    print("sub_rn", [] { return ca::sub_rn(source.any(), source.any()); });
+    print("mul_rn", [] { return ca::mul_rn(source.any(), source.any()); });
+    print("div_rn", [] { return ca::div_rn(source.any(), source.any()); });
+    print("sqrt_rn", [] { return ca::sqrt_rn(source.any()); });
+    print("fma_rn", [] {
+        const float a = source.between(-4, 4), b = source.between(-4, 4);
+        return ca::fma_rn(a, b, source.below(4) ? -ca::mul_rn(a, b) : source.any());
+    });
+    print("float_rn",
+          [] { return ca::float_rn(static_cast<int64_t>(source.next()) >> source.below(63)); });
+    print("ceil_exact",
+          [] { return ca::ceil_exact(source.below(2) ? source.between(-99, 99) : source.any()); });
+    print("is_finite", [] { return ca::is_finite(source.any()); });
+    print("power_of_two", [] { return ca::power_of_two(source.below(254) - 126); });
+    print("round_to_int", [] { return ca::round_to_int(source.between(-0x1p22f, 0x1p22f) * 0.5f); });
+    print("round_large", [] {
+        return ca::round_large(source.between(0, 1) * ca::power_of_two(source.below(32)));
+    });
+    print("half_to_float", [] { return ca::half_to_float(static_cast<uint16_t>(source.next())); });
+    print("bf16_to_float", [] { return ca::bf16_to_float(static_cast<uint16_t>(source.next())); });
+    print("float_to_half", [] { return int32_t{ca::float_to_half(source.any())}; });
+    print("float_to_half, in range", [] {
+        const float unit = ca::power_of_two(source.below(46) - 28);
+        return int32_t{ca::float_to_half(source.between(-1, 1) * unit)};
+    });
+}
+
+void transcendental() {
+    print("exp2c", [] { return ca::exp2c(source.between(-140, 127)); });
+    print("exp2c, near 0", [] { return ca::exp2c(source.between(-2, 2)); });
+    print("expc", [] { return ca::expc(source.below(2) ? source.between(-90, 90) : source.any()); });
+    print("logc", [] {
+        const auto above = static_cast<uint32_t>(source.next() % 0x7F000000u);
+        return ca::logc(ca::float_of(0x00800000u + above));
+    });
+    print("silu", [] { return ca::silu(source.below(2) ? source.between(-20, 20) : source.any()); });
+}
+
+void rows() {
+    Line group("quantise_group"), query("quantise_query"), kv8("kv8_group");
+    Line squares("sum_of_squares");
+    for (int i = 0; i < MANY / 64; i++) {
+        float x[128];
+        int8_t q[128] = {};
+        float scale[4] = {};
+        uint16_t d;
+        source.row(x, 128, 110);
+        group.add(ca::quantise_group(x, q, scale));
+        group.add(q, 32);
+        group.add(scale, 1);
+        query.add(ca::quantise_query(x, 128, source.between(0, 1), q, scale));
+        query.add(q, 128);
+        query.add(scale, 4);
+        source.row(x, 128, 30);
+        ca::kv8_group(x, 128, q, &d);
+        kv8.add(q, 128);
+        kv8.add(&d, 1);
+        squares.add(ca::sum_of_squares(x, 1 + source.below(128)));
+    }
+}
+
+void products_and_norms() {
+    print("step", [] {
+        const int32_t integer = source.below(1 << 24) - (1 << 23);
+        const float scale = ca::half_to_float(static_cast<uint16_t>(source.next() & 0xFBFFu));
+        const float unit = ca::power_of_two(source.below(180) - 90);
+        return ca::step(source.between(-99, 99), integer, scale, unit * 1.25f);
+    });
+    print("norm_factor",
+          [] { return ca::norm_factor(source.between(0, 1e6f), 1 + source.below(9999), 1e-6f); });
+    print("norm_value",
+          [] { return ca::norm_value(source.any(), source.between(0, 9), source.between(-3, 3)); });
+    print("rotate", [] {
+        float x0 = source.between(-9, 9), x1 = source.between(-9, 9);
+        ca::rotate(x0, x1, source.between(-1, 1), source.between(-1, 1));
+        return source.below(2) ? x0 : x1;
+    });
+}
+
+void attention() {
+    Line softened("soften"), folded("fold"), finished("finish");
+    for (int i = 0; i < MANY / 256; i++) {
+        float score[256], p[256], o[256], o_next[256];
+        uint16_t scales[256];
+        int32_t weight[256] = {};
+        ca::Softened row{};
+        const int n = 1 + source.below(256);
+        source.row(score, n, 8);
+        for (int t = 0; t < n; t++) scales[t] = static_cast<uint16_t>(source.next() % 0x7C00u);
+        if (source.below(16) == 0) scales[source.below(n)] = ca::POISON_HALF;
+        const bool finite = ca::soften(score, scales, n, p, weight, row);
+        softened.add(finite);
+        if (finite) {
+            softened.add(weight, n);
+            softened.add(&row.m, 3);
+        }
+        source.row(o, 256, 20);
+        source.row(o_next, 256, 20);
+        float m = static_cast<float>(source.below(60)), l = source.between(0, 300);
+        ca::fold(m, l, o, static_cast<float>(source.below(60)), source.between(0, 300), o_next, 256);
+        folded.add(o, 256);
+        folded.add(m);
+        folded.add(l);
+        ca::finish(source.below(8) ? l : source.any(), o, 256, o_next);
+        finished.add(o_next, 256);
+    }
+    print("numerator", [] {
+        return ca::numerator(static_cast<int32_t>(source.next()),
+                             ca::power_of_two(source.below(200) - 90));
+    });
+}
+
+void sampling() {
+    print("penalised", [] {
+        const float x = source.below(2) ? source.between(-20, 20) : source.any();
+        return ca::penalised(x, 1 + source.below(99), source.between(0.5f, 2), source.between(-2, 2),
+                             source.between(-2, 2));
+    });
+    print("weight_of", [] {
+        return ca::weight_of(source.between(-30, 9), 9.0f, source.between(0.01f, 3));
+    });
+    print("integer_weight", [] {
+        return ca::integer_weight(source.between(0, 1) * ca::power_of_two(-source.below(40)));
+    });
+    print("share_of", [] {
+        const auto total = static_cast<int64_t>(source.next() >> 2);
+        return ca::share_of(total, static_cast<uint32_t>(source.next()));
+    });
+    print("fraction_of", [] { return int64_t{ca::fraction_of(source.between(0, 1))}; });
+    print("log_of_sum", [] {
+        const auto sum = static_cast<int64_t>(source.next() >> (2 + source.below(32)));
+        return ca::log_of_sum(sum | (1 << 30));
+    });
+    print("log_probability", [] {
+        return ca::log_probability(source.between(-30, 9), 9.0f, source.between(0, 12));
+    });
+}
+
+}  // namespace
+
+int main() {
+    primitives();
+    transcendental();
+    rows();
+    products_and_norms();
+    attention();
+    sampling();
+    return 0;
+}
