@@ -24,7 +24,7 @@ struct PageView {
 // see, 1..256; later tokens are stale and must not affect results. visible never falls with r.
 struct QueryRows {
     const int8_t* q;        // [rows][head_dim]
-    const float* scale;     // [rows][head_dim/32], powers of two; NaN in a nonfinite row
+    const float* scale;     // [rows][head_dim/32], NaN in a nonfinite group
     const int32_t* offset;  // [rows][head_dim/32]
     const int32_t* visible; // [rows]
     int rows;

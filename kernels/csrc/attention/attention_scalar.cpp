@@ -7,7 +7,7 @@
 namespace batchengine {
 namespace {
 
-// s_t = chain over the 32-blocks: fma(float(I_b), dk * 2^e, s).
+// s_t = chain over the 32-blocks: fma(float(I_b), dk * dq, s).
 float score(const PageView& page, int head_dim, int t, const int8_t* q, const float* q_scale) {
     const int blocks = head_dim / 32;
     float s = 0.0f;

@@ -133,7 +133,7 @@ struct Queries {
     const size_t n_head;
     const size_t head_dim;
     Buffer<int8_t> q;
-    Buffer<float> scale;     // per 32 dims: a power of two, or NaN
+    Buffer<float> scale;     // per 32 dims
     Buffer<int32_t> offset;  // -128 * sum of the 32 q: where a u8 dot with K^0x80 starts
     Accumulators split;      // super-page results of sequences that are too long for one thread
 };

@@ -16,8 +16,8 @@ struct RowOps {
     void (*rmsnorm)(const float* x, const float* w, size_t n, float eps, float* y);
     // Rule 4, in place, on the first 2*half values. neox: pairs (i, i+half); else pairs (2i, 2i+1).
     void (*rope)(float* x, const float* cosines, const float* sines, size_t half, bool neox);
-    // Rule 7: RN(x * factor) in groups of 32; scale is 2^e, or NaN for a nonfinite group; offset =
-    // -128 * sum of the group's q.
+    // Rule 7: RN(x * factor) by rule 1, with a scale of NaN for a nonfinite group; offset = -128 * sum
+    // of the group's q.
     void (*quantise_query)(const float* x, size_t blocks, float factor, int8_t* q, float* scale,
                            int32_t* offset);
     // Rule 6: `groups` groups of `width` values share one fp16 scale each (K: 32, V: head_dim).

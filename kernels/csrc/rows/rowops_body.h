@@ -86,12 +86,11 @@ void quantise_query(const float* x, size_t blocks, float factor, int8_t* q, floa
         const ca::Group kind = ca::group_kind(largest);
         int32_t sum = 0;
         if (kind == ca::Group::used) {
-            const int32_t e = ca::group_exponent(largest);
-            const V16 inverse = vset(ca::power_of_two(-e));
+            scale[b] = ca::group_scale(largest);
+            const V16 inverse = vset(ca::div_rn(1.0f, scale[b]));
             vstore_i8(q, x0 * inverse);
             vstore_i8(q + 16, x1 * inverse);
             sum = vsum_rounded(x0 * inverse, x1 * inverse);
-            scale[b] = ca::power_of_two(e);
         } else {
             fill_zero(q, 32);
             scale[b] = kind == ca::Group::zero ? 1.0f : ca::canonical_nan();
