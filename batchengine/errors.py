@@ -442,6 +442,10 @@ ATTACHED_TWICE = Problem("BE2204", Kind.INTERNAL, _DEFECT, "this worker is alrea
 STEP_BEFORE_ATTACH = Problem("BE2205", Kind.INTERNAL, _DEFECT, "Step before Attach")
 LAYOUT_DISAGREES = Problem("BE2206", Kind.INTERNAL, _DEFECT,
     "kernels and store disagree about the page layout")
+ARITHMETIC_WRONG = Problem("BE2207", Kind.INTERNAL, _DEFECT,
+    "this build computes other numbers than every other lane",
+    "{why}",
+    "build the kernels again on this machine (`make native`), with no library preloaded")
 WORKER_FAILED = Problem("BE2299", Kind.INTERNAL, _DEFECT, "the worker failed", "{defect}")
 
 # -------------------------------------------------------------------------------- 23: computation

@@ -31,6 +31,8 @@ from kernels._native import (
     embed,
     finish,
     fold,
+    fused_binary32,
+    fused_binary64,
     golden_records,
     isa,
     isa_levels,
@@ -76,11 +78,14 @@ __all__ = [
     "Vector",
     "address_of",
     "arith_id",
+    "arithmetic_faults",
     "attend",
     "attend_partials",
     "embed",
     "finish",
     "fold",
+    "fused_binary32",
+    "fused_binary64",
     "golden_records",
     "isa",
     "isa_levels",
@@ -116,3 +121,23 @@ def arith_id(pool: Pool | None = None) -> str:
         digest.update(f"{name}:{len(output)}:".encode())
         digest.update(output)
     return digest.hexdigest()
+
+
+def arithmetic_faults(pool: Pool) -> list[str]:
+    """Name each operation that this build, on this machine, rounds otherwise than CA-2 requires.
+
+    The level in use is tested, and the functions of the C library that every level calls. Both fma
+    cases lie just below the middle of two numbers, where a sum that is rounded to a longer format
+    first is rounded up.
+    """
+    faults: list[str] = []
+    if 0 in pool.environments():
+        faults.append("threads of kernels do not round to nearest, or flush subnormals")
+    a = 1 + 2.0**-12  # a * a is rounded to 1 + 2^-11
+    if multiply_then_add(a, a, -(1 + 2.0**-11)) != 0:
+        faults.append(f"{isa()}: the compiler fused a * b + c")
+    for name, fused, bits in (("fmaf", fused_binary32, 23), ("fma", fused_binary64, 52)):
+        unit = 2.0**-bits
+        if fused((1 + unit) * unit / 2, 1 - unit, 1 + unit) != 1 + unit:
+            faults.append(f"{name} of the C library rounds twice")
+    return faults

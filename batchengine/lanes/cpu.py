@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import kernels
+from batchengine import errors
 from batchengine.core import PAGE_TOKENS
 from batchengine.gguf import GgufFile
 from batchengine.lanes.device import Report
@@ -43,6 +44,8 @@ class CpuDevice(HostDevice):
         mapped = time.perf_counter()
         size = f"{weights.packed_bytes / 2**20:.1f} MiB"
         report("map weights", size, 0.9, mapped - started)
+        if faults := kernels.arithmetic_faults(pool):
+            raise errors.ARITHMETIC_WRONG(why="; ".join(faults))
         arith_id = kernels.arith_id(pool)
         report("cpu kernels", f"self-test ok, {kernels.isa()}", 0.95, time.perf_counter() - mapped)
         model = Model(weights)

@@ -7,6 +7,7 @@
 #include "common/dispatch.h"
 #include "common/peak.h"
 #include "golden/golden.h"
+#include "golden/self_test.h"
 
 namespace batchengine {
 namespace {
@@ -40,6 +41,10 @@ void bind_isa(nb::module_& module) {
         },
         nb::arg("pool"), nb::sig("def golden_records(pool: Pool) -> list[tuple[str, bytes]]"),
         "(name, output bytes) of every golden vector on the level in use.");
+    module.def("fused_binary32", &fused_binary32, nb::arg("a"), nb::arg("b"), nb::arg("c"),
+               "RN(a*b + c) in binary32, by the fmaf of the C library.");
+    module.def("fused_binary64", &fused_binary64, nb::arg("a"), nb::arg("b"), nb::arg("c"),
+               "RN(a*b + c) in binary64, by the fma of the C library.");
     module.def("peak_int8_gops", &peak_int8_gops, nb::arg("threads"), nb::arg("seconds") = 0.3,
                ReleaseGil(), "Measured int8 dot peak, giga-operations per second.");
     module.def("peak_read_gbps", &peak_read_gbps, nb::arg("threads"),
