@@ -1,10 +1,10 @@
 """GB/s and GOPS of kernels against the machine's measured peaks; whole models against llama.cpp.
 
-Peaks are measured first, in the same run and on the same threads: register-only int8 dots of the
-instruction set in use, and sequential reads from DRAM. One row per kernel, as a share of its roof:
-`gops` of the int8 peak when the kernel computes (16 tokens and more); `gbps` of the read peak when
-it streams (few tokens, decode attention), or of the rate at which the int8 peak would use up what
-is read, if that is lower.
+Peaks are measured first, in the same run and on the same threads: register-only int8 dots and fp32
+fma of the instruction set in use, and sequential reads from DRAM. One row per kernel, as a share of
+its roof: `gops` of the int8 peak (float matrices: of the fma peak) when the kernel computes (16
+tokens and more); `gbps` of the read peak when it streams (few tokens, decode attention), or of the
+rate at which the peak of computing would use up what is read, if that is lower.
 Rows `model_*` run the same synthetic GGUF through this engine and through llama.cpp in turn.
 
 Each kernel row also prints a hash of its result, so that another result is noticed.
@@ -153,6 +153,7 @@ class Bench:
         self.budget_s = 0.05 if quick else 0.6
         seconds = 0.1 if quick else 0.5  # the best of three runs is the peak
         self.int8_gops = max(kernels.peak_int8_gops(threads, seconds) for _ in range(3))
+        self.float_gops = max(kernels.peak_float_gops(threads, seconds) for _ in range(3))
         self.read_gbps = kernels.peak_read_gbps(threads, repeats=3 if quick else 10)
         self.result: dict[str, Row] = {}
 
@@ -168,24 +169,26 @@ class Bench:
     def linear(self, kind: str, tokens: int, rows: int, cols: int) -> None:
         cold = (32 if self.quick else 256) * 2**20
         case = linear_case(self.pool, self.rng, kind, tokens, (rows, cols), cold)
-        self.measure(f"linear_{kind}_{tokens}", case, computes=tokens >= 16)
+        peak = self.float_gops if kind in ("f16", "bf16", "f32") else self.int8_gops
+        self.measure(f"linear_{kind}_{tokens}", case, peak, computes=tokens >= 16)
 
     def attention(self, group: int, context: int, queries: int) -> None:
         """Decode (queries = 1) streams KV; prefill (queries > 1) computes."""
         sequences = 1 if queries > 1 else (2048 if self.quick else 65536) // context
         case = attention_case(self.pool, self.rng, group, context, queries, sequences)
         kind = "decode" if queries == 1 else "prefill"
-        self.measure(f"attend_{kind}_g{group}_{context}", case, computes=queries > 1)
+        name = f"attend_{kind}_g{group}_{context}"
+        self.measure(name, case, self.int8_gops, computes=queries > 1)
 
-    def measure(self, name: str, case: Case, *, computes: bool) -> None:
+    def measure(self, name: str, case: Case, peak_gops: float, *, computes: bool) -> None:
         best, _ = best_seconds(case.run, self.budget_s)
         hashed = fingerprint(case.out)
         if computes:
-            self.record(name, case.operations / best / 1e9, "gops", self.int8_gops, hashed)
+            self.record(name, case.operations / best / 1e9, "gops", peak_gops, hashed)
         else:
             roof = self.read_gbps
-            if case.operations and self.int8_gops:
-                roof = min(roof, self.int8_gops * case.read_bytes / case.operations)
+            if case.operations and peak_gops:
+                roof = min(roof, peak_gops * case.read_bytes / case.operations)
             self.record(name, case.read_bytes / best / 1e9, "gbps", roof, hashed)
 
     def small_ops(self) -> None:
@@ -232,7 +235,7 @@ def main(argv: list[str]) -> int:
     bench = Bench(args.threads, args.quick)
     print(
         f"{kernels.isa()}, {args.threads} threads: int8 peak {bench.int8_gops:.0f} GOPS, "
-        f"read peak {bench.read_gbps:.1f} GB/s"
+        f"fma peak {bench.float_gops:.0f} GOPS, read peak {bench.read_gbps:.1f} GB/s"
     )
     rows, cols = (512, 512) if args.quick else (3072, 1024)
     for kind in ("q4_0", "q4_1", "q6_k", "q8_0", "f16"):
@@ -246,7 +249,13 @@ def main(argv: list[str]) -> int:
     bench.small_ops()
     details = models(bench, args.model)
     report.finish(
-        {"peaks": {"int8_gops": round(bench.int8_gops, 1), "read_gbps": round(bench.read_gbps, 1)}}
+        {
+            "peaks": {
+                "int8_gops": round(bench.int8_gops, 1),
+                "float_gops": round(bench.float_gops, 1),
+                "read_gbps": round(bench.read_gbps, 1),
+            }
+        }
         | bench.result,
         details=details,
         json_path=args.json,

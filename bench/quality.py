@@ -20,7 +20,8 @@ Models:
   `keys_*` have a balanced pair of large channels in K instead.
 
 `shares` predicts the ratio from numpy, one rounding at a time: inputs of matrices with scales
-max / 127 and with powers of two, queries likewise, K and V as pages hold them.
+max / 127, with scales of three significant bits (those of the engine) and with powers of two,
+queries with three bits, K and V as pages hold them.
 
 `answers`: the evaluation items that the engine answers as the reference does (kept) and correctly
 (right). `llama`: positions of texts that llama.cpp chose greedily at which the engine chooses the
@@ -49,8 +50,8 @@ from bench.models.float_model import (
     FloatModel,
     Rounding,
     half_scales,
-    power_of_two_scales,
     ratio_scales,
+    short_scales,
 )
 from bench.models.llama import LlamaContext, LlamaModel
 from bench.models.local_runner import LocalRunner
@@ -125,9 +126,9 @@ def shares_of(head_dim: int) -> dict[str, Rounding]:
     """The roundings that `shares` tries one at a time."""
     return {
         "inputs_ratio": Rounding(inputs=ratio_scales),
-        "inputs_power_of_two": Rounding(inputs=power_of_two_scales),
-        "queries_ratio": Rounding(queries=ratio_scales),
-        "queries_power_of_two": Rounding(queries=power_of_two_scales),
+        "inputs_3_bits": Rounding(inputs=lambda x: short_scales(x, 3)),
+        "inputs_1_bit": Rounding(inputs=lambda x: short_scales(x, 1)),
+        "queries_3_bits": Rounding(queries=lambda x: short_scales(x, 3)),
         "kv": Rounding(
             keys=lambda x: half_scales(x, 32), values=lambda x: half_scales(x, head_dim)
         ),

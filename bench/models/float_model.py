@@ -37,12 +37,13 @@ def ratio_scales(x: F64) -> F64:
     return (np.rint(groups / scale) * scale).reshape(x.shape)
 
 
-def power_of_two_scales(x: F64) -> F64:
-    """Groups of 32 as int8 with the smallest power of two at which no value rounds above 127."""
+def short_scales(x: F64, bits: int) -> F64:
+    """Groups of 32 as int8; the scale has `bits` significant bits and lets no value exceed 127."""
     groups = x.reshape(-1, 32)
     largest = np.abs(groups).max(1, keepdims=True)
     largest[largest == 0.0] = 1.0
-    scale = np.exp2(np.ceil(np.log2(largest / 127.5)))
+    mantissa, exponent = np.frexp(largest / 127.5)  # mantissa from 0.5 to 1
+    scale = np.ldexp(np.ceil(np.ldexp(mantissa, bits)), exponent - bits)
     return (np.rint(groups / scale) * scale).reshape(x.shape)
 
 

@@ -12,8 +12,8 @@ import pytest
 from bench.models.float_model import (
     FloatModel,
     half_scales,
-    power_of_two_scales,
     ratio_scales,
+    short_scales,
 )
 from bench.models.llama import LlamaContext, LlamaModel
 from bench.models.synthetic import Shape, random_tensors, write_synthetic
@@ -68,10 +68,11 @@ def test_planted_outliers_leave_the_function(tmp_path: Path) -> None:
 
 def test_the_roundings() -> None:
     x = np.random.default_rng(1).normal(size=(3, 64)) * [[1.0], [0.0], [1e-3]]
-    for rounded in (ratio_scales(x), power_of_two_scales(x), half_scales(x, 32)):
+    for rounded in (ratio_scales(x), short_scales(x, 1), short_scales(x, 3), half_scales(x, 32)):
         error = np.abs(rounded - x).reshape(-1, 32).max(1)
         largest = np.abs(x).reshape(-1, 32).max(1)
         assert (error <= largest / 127 * 1.01).all()
         assert (error > 0).sum() == 4  # all groups but the zeros
-    scale = np.abs(power_of_two_scales(x)).max() / 127
-    assert 0.5 < scale / (np.abs(x).max() / 127) < 1.02
+    values = np.arange(1, 33) * 4.0  # 128 / 127.5 = 1.004: above it are 1.25 and 2
+    assert set(values - short_scales(values, 3)) == {-0.5, -0.25, 0.0, 0.25, 0.5}
+    assert set(values - short_scales(values, 1)) == {0.0}

@@ -47,6 +47,8 @@ void bind_isa(nb::module_& module) {
                "RN(a*b + c) in binary64, by the fma of the C library.");
     module.def("peak_int8_gops", &peak_int8_gops, nb::arg("threads"), nb::arg("seconds") = 0.3,
                ReleaseGil(), "Measured int8 dot peak, giga-operations per second.");
+    module.def("peak_float_gops", &peak_float_gops, nb::arg("threads"), nb::arg("seconds") = 0.3,
+               ReleaseGil(), "Measured fp32 fma peak, giga-operations per second.");
     module.def("peak_read_gbps", &peak_read_gbps, nb::arg("threads"),
                nb::arg("bytes") = 0, nb::arg("repeats") = 3, ReleaseGil(),
                "Measured sequential read bandwidth, GB/s; each thread reads its own buffer. bytes = 0: "

@@ -31,65 +31,100 @@ double since(Clock::time_point start) {
 constexpr std::int64_t kRounds = 20000;  // per clock reading: long enough that it costs nothing
 
 #if defined(__x86_64__)
-// The loops are assembly, because compilers surround such dots with register copies. Twelve
+// The loops are assembly, because compilers surround such instructions with register copies. Twelve
 // independent sums cover latency times issue width, and four turns of them the loop's own cost.
-constexpr double kDots = 12 * 4;
+#define ALL_TWELVE(OP) OP(0) OP(1) OP(2) OP(3) OP(4) OP(5) OP(6) OP(7) OP(8) OP(9) OP(10) OP(11)
+#define CLOBBERED                                                                        \
+    "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", \
+        "xmm10", "xmm11", "xmm12", "xmm13", "xmm14"
+#define LOOP(setup, body)                                                                     \
+    asm volatile(setup "1:\n\t.rept 4\n\t" body ".endr\n\tdec %0\n\tjnz 1b\n\t" : "+r"(rounds) \
+                 :                                                                            \
+                 : CLOBBERED)
 
-#define DOT(sum) "vpdpbusd %%zmm30, %%zmm31, %%zmm" #sum "\n\t"
-__attribute__((target("avx512f"))) void dots_vnni(std::int64_t rounds) {
-    asm volatile(
-        "vpternlogd $255, %%zmm30, %%zmm30, %%zmm30\n\t"
-        "vpabsb %%zmm30, %%zmm31\n\t"
-        "1:\n\t"
-        ".rept 4\n\t" DOT(0) DOT(1) DOT(2) DOT(3) DOT(4) DOT(5) DOT(6) DOT(7) DOT(8) DOT(9) DOT(10)
-            DOT(11) ".endr\n\t"
-        "dec %0\n\t"
-        "jnz 1b\n\t"
-        : "+r"(rounds)
-        :
-        : "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",
-          "xmm10", "xmm11", "xmm30", "xmm31");
+#define DOT(sum) "vpdpbusd %%zmm12, %%zmm13, %%zmm" #sum "\n\t"
+__attribute__((target("avx512f"))) void dots_avx512(std::int64_t rounds) {
+    LOOP("vpternlogd $255, %%zmm12, %%zmm12, %%zmm12\n\tvpabsd %%zmm12, %%zmm13\n\t",
+         ALL_TWELVE(DOT));
 }
 #undef DOT
+
+#define FMA(sum) "vfmadd231ps %%zmm12, %%zmm12, %%zmm" #sum "\n\t"
+__attribute__((target("avx512f"))) void fmas_avx512(std::int64_t rounds) {
+    LOOP("vpxord %%zmm12, %%zmm12, %%zmm12\n\t", ALL_TWELVE(FMA));
+}
+#undef FMA
 
 // A dot of AVX2 is three instructions; six sums, since each needs a register for its products.
-#define DOT(sum, products)                                             \
-    "vpmaddubsw %%ymm12, %%ymm13, %%ymm" #products "\n\t"              \
-    "vpmaddwd %%ymm14, %%ymm" #products ", %%ymm" #products "\n\t"     \
+#define DOT(sum, products)                                         \
+    "vpmaddubsw %%ymm12, %%ymm13, %%ymm" #products "\n\t"          \
+    "vpmaddwd %%ymm14, %%ymm" #products ", %%ymm" #products "\n\t" \
     "vpaddd %%ymm" #products ", %%ymm" #sum ", %%ymm" #sum "\n\t"
+#define SIX_DOTS DOT(0, 6) DOT(1, 7) DOT(2, 8) DOT(3, 9) DOT(4, 10) DOT(5, 11)
 __attribute__((target("avx2"))) void dots_avx2(std::int64_t rounds) {
-    asm volatile(
-        "vpcmpeqd %%ymm12, %%ymm12, %%ymm12\n\t"
-        "vpabsb %%ymm12, %%ymm13\n\t"
-        "vpabsw %%ymm12, %%ymm14\n\t"
-        "1:\n\t"
-        ".rept 8\n\t" DOT(0, 6) DOT(1, 7) DOT(2, 8) DOT(3, 9) DOT(4, 10) DOT(5, 11) ".endr\n\t"
-        "dec %0\n\t"
-        "jnz 1b\n\t"
-        : "+r"(rounds)
-        :
-        : "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",
-          "xmm10", "xmm11", "xmm12", "xmm13", "xmm14");
+    LOOP("vpcmpeqd %%ymm12, %%ymm12, %%ymm12\n\tvpabsb %%ymm12, %%ymm13\n\t"
+         "vpabsw %%ymm12, %%ymm14\n\t",
+         SIX_DOTS SIX_DOTS);
 }
+#undef SIX_DOTS
 #undef DOT
+
+#define FMA(sum) "vfmadd231ps %%ymm12, %%ymm12, %%ymm" #sum "\n\t"
+__attribute__((target("avx2,fma"))) void fmas_avx2(std::int64_t rounds) {
+    LOOP("vxorps %%ymm12, %%ymm12, %%ymm12\n\t", ALL_TWELVE(FMA));
+}
+#undef FMA
+#undef LOOP
+#undef CLOBBERED
+#undef ALL_TWELVE
+
+constexpr double kPerRound = 12 * 4;  // dots or fmas
 #endif
 
-// Runs the dots of the level in use for about `seconds`; giga-operations per second.
-double dot_rate(double seconds) {
-#if defined(__x86_64__)
-    if (level() == Level::scalar) return 0.0;
-    const bool wide = level() == Level::avx512;
+// A loop of one instruction, and the operations of one round of it.
+struct Rounds {
+    void (*run)(std::int64_t rounds) = nullptr;
     double operations = 0;
-    const auto start = Clock::now();
-    do {
-        wide ? dots_vnni(kRounds) : dots_avx2(kRounds);
-        operations += (wide ? 128.0 : 64.0) * kDots * kRounds;
-    } while (since(start) < seconds);
-    return operations / since(start) / 1e9;
-#else
-    (void)seconds;
-    return 0.0;  // no peak is known for this machine's int8 unit
+};
+
+Rounds dots_of(Level level) {
+#if defined(__x86_64__)
+    if (level == Level::avx512) return {dots_avx512, 128 * kPerRound};
+    if (level == Level::avx2) return {dots_avx2, 64 * kPerRound};
 #endif
+    (void)level;
+    return {};
+}
+
+Rounds fmas_of(Level level) {
+#if defined(__x86_64__)
+    if (level == Level::avx512) return {fmas_avx512, 32 * kPerRound};
+    if (level == Level::avx2) return {fmas_avx2, 16 * kPerRound};
+#endif
+    (void)level;
+    return {};
+}
+
+// Giga-operations per second of `threads` threads that run `rounds` for about `seconds`.
+double rate_of(Rounds rounds, int threads, double seconds) {
+    if (!rounds.run) return 0.0;
+    std::vector<double> rates(static_cast<std::size_t>(std::max(threads, 1)));
+    std::vector<std::thread> pool;
+    pool.reserve(rates.size());
+    for (auto& rate : rates)
+        pool.emplace_back([&rate, rounds, seconds] {
+            double operations = 0;
+            const auto start = Clock::now();
+            do {
+                rounds.run(kRounds);
+                operations += rounds.operations * kRounds;
+            } while (since(start) < seconds);
+            rate = operations / since(start) / 1e9;
+        });
+    for (auto& thread : pool) thread.join();
+    double total = 0;
+    for (const double rate : rates) total += rate;
+    return total;
 }
 
 std::uint64_t read_plain(const std::uint64_t* words, std::size_t count) {
@@ -136,7 +171,8 @@ std::size_t last_cache_bytes() {
 class Buffer {
 public:
     explicit Buffer(std::size_t bytes) : bytes_(bytes) {
-        void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        void* memory =
+            mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (memory == MAP_FAILED) return;
 #if defined(MADV_HUGEPAGE)
         madvise(memory, bytes, MADV_HUGEPAGE);
@@ -159,14 +195,11 @@ private:
 }  // namespace
 
 double peak_int8_gops(int threads, double seconds) {
-    std::vector<double> rates(static_cast<std::size_t>(std::max(threads, 1)));
-    std::vector<std::thread> pool;
-    pool.reserve(rates.size());
-    for (auto& rate : rates) pool.emplace_back([&rate, seconds] { rate = dot_rate(seconds); });
-    for (auto& thread : pool) thread.join();
-    double total = 0;
-    for (const double rate : rates) total += rate;
-    return total;
+    return rate_of(dots_of(level()), threads, seconds);
+}
+
+double peak_float_gops(int threads, double seconds) {
+    return rate_of(fmas_of(level()), threads, seconds);
 }
 
 double peak_read_gbps(int threads, std::size_t bytes, int repeats) {
