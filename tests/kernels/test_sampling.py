@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -202,6 +205,31 @@ def test_draws_of_a_whole_vocabulary_follow_the_documented_steps(vocab: int, sha
     ):
         spec: dict[str, Any] = {"temperature": 0.8, "seed": number, **narrow}
         assert one(logits, **spec).token == oracle_token(logits, spec)
+
+
+def seeds_where(wanted: Callable[[int], bool], count: int) -> list[int]:
+    """The first seeds whose random number for position 0 and draw 0 is wanted."""
+    return list(islice((s for s in itertools.count() if wanted(K.philox(s, 0, 0)[0])), count))
+
+
+def test_a_target_between_two_tokens_takes_the_later_one() -> None:
+    """Of 2^17 equal logits, token k has the sums from k·2^30; a target may be that very number."""
+    logits = np.full(2**17, 3.0, np.float32)
+    for seed in seeds_where(lambda word: word % 2**15 == 0, 3):
+        assert one(logits, temperature=0.9, seed=seed).token == K.philox(seed, 0, 0)[0] >> 15
+
+
+def test_every_bit_of_the_random_number_counts() -> None:
+    """Tokens of a weight of 2^-24 stand before one of 1: 8 bits fewer would not reach them all."""
+    logits = np.full(2**17, -24 * np.log(2), np.float32)
+    logits[-1] = 0
+    tokens: set[int] = set()
+    for seed in seeds_where(lambda word: word < 2**24, 20):
+        spec = {"temperature": 1.0, "seed": seed}
+        token = one(logits, **spec).token
+        assert token == oracle_token(logits, spec)
+        tokens.add(token)
+    assert len(tokens) == 20
 
 
 def test_weights_never_rise_as_logits_fall_to_where_they_vanish() -> None:
