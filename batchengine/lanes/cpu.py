@@ -111,7 +111,7 @@ class CpuDevice(HostDevice):
                 for i, choice in zip(wanting, choices, strict=True)
                 if i not in bad
             )
-        digests = kernels.row_digests(stepper.batch, stepper.model.shape, seeds)
+        digests = kernels.row_digests(stepper.batch, stepper.model.shape, seeds, self._pool)
         return HostOutput(rows, tuple(nonfinite), digests)
 
     def close(self) -> None:

@@ -70,15 +70,17 @@ SIMD_FN void score_block(const PageView& page, int head_dim, const QueryRows& ro
     });
 }
 
+// Tiles [tile, tiles), TT at once. Tiles after them, which no row sees, are in no cache.
 template <int R, int TT>
 void score_rows(const PageView& page, int head_dim, const QueryRows& rows, int row, int tiles,
-                float (*score)[256]) {
-    // The last group may reach past the visible tiles; the page has sixteen, so all loads are valid.
-    for (int tile = 0; tile < tiles; tile += TT)
+                float (*score)[256], int tile = 0) {
+    for (; tile + TT <= tiles; tile += TT)
         if (row == 0)
             score_block<R, TT, true>(page, head_dim, rows, row, tile, score);
         else
             score_block<R, TT, false>(page, head_dim, rows, row, tile, score);
+    if constexpr (TT > 1)
+        if (tile < tiles) score_rows<R, TT / 2>(page, head_dim, rows, row, tiles, score, tile);
 }
 
 void score_page(const PageView& page, int head_dim, const QueryRows& rows, int tiles,

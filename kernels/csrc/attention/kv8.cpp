@@ -11,7 +11,7 @@ namespace {
 
 // How far ahead rows of qkv are prefetched.
 constexpr size_t TOKENS_AHEAD = 2;
-// Tokens gathered together for digests: a K tile, so that its cache lines are read once.
+// Most tokens gathered together for digests: a K tile, so that its cache lines are read once.
 constexpr size_t DIGEST_TOKENS = 16;
 
 struct PlaceJob {
@@ -219,12 +219,15 @@ void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& 
 
 void row_digests(Pool* pool, const Batch& batch, const PageShape& shape, const uint64_t* seeds,
                  uint64_t* digests) {
+    // At least two groups per thread, even of a few tokens.
+    const size_t threads = pool ? static_cast<size_t>(pool->threads()) : 1;
+    const size_t tokens =
+        std::clamp(batch.n_tokens / (2 * threads), size_t{1}, DIGEST_TOKENS);
     const auto digest = [&](size_t group) {
-        const size_t first = group * DIGEST_TOKENS;
-        digest_group(batch, shape, first, std::min(first + DIGEST_TOKENS, batch.n_tokens), seeds,
-                     digests);
+        const size_t first = group * tokens;
+        digest_group(batch, shape, first, std::min(first + tokens, batch.n_tokens), seeds, digests);
     };
-    const size_t groups = div_up(batch.n_tokens, DIGEST_TOKENS);
+    const size_t groups = div_up(batch.n_tokens, tokens);
     if (pool)
         for_each(*pool, groups, batch.n_tokens == 1, digest);
     else
