@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-PAGE_TOKENS = 256  # tokens per KV page; part of the format (NUMERICS CA-1 rule 7)
+PAGE_TOKENS = 256  # tokens per KV page; part of the format (docs/numerics.md, 7)
 ID_PREFIX_CHARS_MIN = 4  # a shorter prefix of an id matches nothing
 FORM_CHAT, FORM_TEXT = "chat", "text"  # of a request, and of the events of its answer
 

@@ -1,4 +1,4 @@
-"""Canonical CPU kernels (CA-1): the only importer of the native module.
+"""Canonical CPU kernels (CA-2): the only importer of the native module.
 
 Owns packed weights, quantised activations, attention over KV pages and sampling: pure functions
 over flat buffers, independent of requests, sessions and files. Every instruction-set level gives
@@ -116,7 +116,7 @@ __all__ = [
 def arith_id(pool: Pool | None = None) -> str:
     """Hex SHA-256 over the golden vectors of every op, computed on the level in use.
 
-    Equal on every level and machine that computes CA-1; KV pages and peers carry it.
+    Equal on every level and machine that computes CA-2; KV pages and peers carry it.
     """
     digest = hashlib.sha256()
     for name, output in golden_records(pool or Pool(1)):

@@ -4,7 +4,7 @@
 // product four q registers, otherwise a plain array.
 // Bodies written on V16 therefore compile once per ISA unit and give the same bits in each: every
 // operation is the IEEE one, lane by lane, and fma appears only where it is written. The only
-// reductions over lanes are exact ones (maximum, flags, integer sums) and the one tree that CA-1
+// reductions over lanes are exact ones (maximum, flags, integer sums) and the one tree that CA-2
 // prescribes. All of it has internal linkage.
 #pragma once
 
