@@ -16,7 +16,7 @@ using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 
 void bind_isa(nb::module_& module) {
     module.def("isa", [] { return std::string(level_name(level())); },
-               "Instruction set in use: scalar, avx2, avx512-vnni, neon-dotprod or neon-i8mm.");
+               "Instruction set in use: scalar, avx2 or avx512-vnni.");
     module.def(
         "isa_levels",
         [] {
@@ -93,8 +93,9 @@ void bind_rows(nb::module_& module) {
             [](nb::handle_t<Rows> handle, size_t tokens) {
                 Rows& self = nb::cast<Rows&>(handle);
                 require_tokens(tokens, self.tokens_max, "Rows.view");
-                return nb::ndarray<nb::numpy, float, nb::ndim<2>>(self.data.data(),
-                                                                  {tokens, self.width}, handle);
+                return nb::ndarray<nb::numpy, float, nb::ndim<2>>(
+                    self.data.data(), {tokens, self.width}, handle,
+                    {static_cast<int64_t>(self.stride), 1});
             },
             nb::arg("tokens"),
             nb::sig("def view(self, tokens: int) -> numpy.typing.NDArray[numpy.float32]"),

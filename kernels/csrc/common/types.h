@@ -61,16 +61,18 @@ class Buffer {
     size_t size_ = 0;
 };
 
-// fp32 scratch, row-major, one row per token of a step. The base is 64-byte aligned; rows follow
-// each other without padding, so a row is aligned only when width is a multiple of 16.
+// fp32 scratch, row-major, one row per token of a step. Rows are 64-byte aligned. Between two of them
+// lies at least a cache line, because rows a power of two apart would share a few sets of the caches.
 struct Rows {
     Rows(size_t tokens_max_, size_t width_)
-        : tokens_max(tokens_max_), width(width_), data(tokens_max_ * width_) {}
-    float* row(size_t token) { return data.data() + token * width; }
-    const float* row(size_t token) const { return data.data() + token * width; }
+        : tokens_max(tokens_max_), width(width_), stride(round_up(width_, 16) + 16),
+          data(tokens_max_ * stride) {}
+    float* row(size_t token) { return data.data() + token * stride; }
+    const float* row(size_t token) const { return data.data() + token * stride; }
 
     const size_t tokens_max;
     const size_t width;
+    const size_t stride;
     Buffer<float> data;
 };
 

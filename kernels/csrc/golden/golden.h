@@ -10,12 +10,20 @@
 
 #include "common/pool.h"
 #include "common/types.h"
+#include "common/types.h"
 
 namespace batchengine {
 
 struct Golden {
     void add(const std::string& name, const void* bytes, size_t count) {
         records.emplace_back(name, std::string(static_cast<const char*>(bytes), count));
+    }
+    // The first rows, one after the other.
+    void add(const std::string& name, const Rows& rows, size_t tokens) {
+        std::string bytes;
+        for (size_t t = 0; t < tokens; t++)
+            bytes.append(reinterpret_cast<const char*>(rows.row(t)), rows.width * sizeof(float));
+        records.emplace_back(name, bytes);
     }
     std::vector<std::pair<std::string, std::string>> records;  // name, output bytes
 };

@@ -30,7 +30,7 @@ void fill(GoldenSource& source, float* x, size_t n, float size) {
 void fill_rows(GoldenSource& source, const Shape& shape, Rows& qkv, size_t tokens) {
     const size_t d = shape.head_dim;
     const size_t k = shape.n_head * d, v = k + shape.n_kv_head * d;
-    fill(source, qkv.data.data(), tokens * qkv.width, 4.0f);
+    for (size_t t = 0; t < tokens; t++) fill(source, qkv.row(t), qkv.width, 4.0f);
     if (tokens > 3) qkv.row(3)[k + 5] = 300.0f;
     if (tokens < STEPS[6]) return;
     std::fill_n(qkv.row(5) + v, d, 0.0f);
@@ -76,8 +76,7 @@ void golden_attend(Pool& pool, Golden& golden, GoldenSource& source, const Shape
     for (const size_t tokens : STEPS) {
         place(tokens);
         attend(pool, queries, batch, shape, 0, out);
-        golden.add("attend " + name + " x " + std::to_string(tokens), out.data.data(),
-                   tokens * out.width * sizeof(float));
+        golden.add("attend " + name + " x " + std::to_string(tokens), out, tokens);
     }
     golden.add("pages " + name, memory.data(), memory.size());
     std::vector<uint64_t> seeds(batch.n_tokens, 7), digests(batch.n_tokens);
@@ -90,11 +89,11 @@ void golden_attend(Pool& pool, Golden& golden, GoldenSource& source, const Shape
 void golden_attention(Pool& pool, Golden& golden) {
     GoldenSource source(0xA77E);
     Rows rows(2, 1000), normed(2, 1000);
-    fill(source, rows.data.data(), rows.data.size(), 3.0f);
+    for (size_t t = 0; t < rows.tokens_max; t++) fill(source, rows.row(t), rows.width, 3.0f);
     std::vector<float> weights(1000);
     fill(source, weights.data(), weights.size(), 1.0f);
     rmsnorm_rows(pool, rows, Vector(weights.data(), weights.size()), 1e-5f, 2, normed);
-    golden.add("rmsnorm", normed.data.data(), 2000 * sizeof(float));
+    golden.add("rmsnorm", normed, 2);
     for (const Shape& shape : SHAPES) golden_attend(pool, golden, source, shape);
 }
 

@@ -47,7 +47,8 @@ std::vector<uint8_t> random_tensor(Kind kind, size_t rows, size_t cols, GoldenSo
 void golden_linear(Pool& pool, Golden& golden) {
     GoldenSource source(0xBA7C4);
     Rows in(TOKENS, COLS), out(TOKENS, ROWS), rows(TOKENS, COLS);
-    for (size_t i = 0; i < in.data.size(); ++i) in.data[i] = source.unit() * (i % 97 ? 1.0f : 40.0f);
+    for (size_t i = 0; i < TOKENS * COLS; ++i)
+        in.row(i / COLS)[i % COLS] = source.unit() * (i % 97 ? 1.0f : 40.0f);
     std::memset(in.row(3) + 64, 0, 32 * sizeof(float));
     in.row(17)[500] = ca::canonical_nan();
     Activations x(TOKENS, COLS, true);
@@ -66,8 +67,7 @@ void golden_linear(Pool& pool, Golden& golden) {
         const Matrix matrix{kind, ROWS, COLS, packed.data()};
         const LinearPart part{&matrix, &bias};
         const auto record = [&](const std::string& op, const Rows& result, size_t tokens = TOKENS) {
-            golden.add(op + " " + kind_name(kind), result.data.data(),
-                       tokens * result.width * sizeof(float));
+            golden.add(op + " " + kind_name(kind), result, tokens);
         };
         linear(pool, x, {part}, TOKENS, out);
         record("linear", out);

@@ -35,11 +35,12 @@ class Shapes {
     void fill(Rows& rows, int spread) {
         const int shift = static_cast<int>(source_.next() % static_cast<uint64_t>(2 * spread + 1));
         const float unit = ca::power_of_two(shift - spread);
-        for (size_t i = 0; i < rows.data.size(); ++i)
-            rows.data[i] = source_.next() % 100 ? source_.unit() * unit : 0.0f;
+        for (size_t t = 0; t < rows.tokens_max; ++t)
+            for (size_t i = 0; i < rows.width; ++i)
+                rows.row(t)[i] = source_.next() % 100 ? source_.unit() * unit : 0.0f;
     }
     void record(const std::string& name, const Rows& rows, size_t tokens) {
-        golden_.add(name, rows.data.data(), tokens * rows.width * sizeof(float));
+        golden_.add(name, rows, tokens);
     }
 
     Pool& pool_;

@@ -74,7 +74,7 @@ void walk(const Plan& made, size_t piece, size_t tiles, size_t tokens, size_t ru
 TileTarget target(Rows& out, size_t column, const LinearPart& part, size_t tile, size_t group,
                   size_t tokens) {
     const size_t row = tile * TILE_ROWS;
-    return {out.row(group * GROUP_TOKENS) + column + row, out.width,
+    return {out.row(group * GROUP_TOKENS) + column + row, out.stride,
             part.bias ? part.bias->data.data() + row : nullptr, tokens,
             std::min(TILE_ROWS, part.matrix->rows - row)};
 }
@@ -154,9 +154,6 @@ const LinearKernels& linear_kernels() {
 #if defined(BATCHENGINE_X86)
         case Level::avx512: return LINEAR_AVX512;
         case Level::avx2: return LINEAR_AVX2;
-#elif defined(BATCHENGINE_ARM)
-        case Level::neon_dotprod: return LINEAR_NEON;
-        case Level::neon_i8mm: return LINEAR_I8MM;
 #endif
         default: return LINEAR_SCALAR;
     }

@@ -68,18 +68,27 @@ SIMD_FN __m512 halves_at(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-// The four nibble vectors of a block at nibbles[r]: low nibbles are dwords 0..3, high 4..7.
+// The four nibble vectors of a block at nibbles[r]: low nibbles are dwords 0..3, high 4..7. All low ones
+// come first and, when sums fill the registers, the bytes are loaded twice: keeping them would spill sums.
 template <int R, int N>
 SIMD_FN void dot_nibbles(Sums<R, N>& sums, const uint8_t* const (&nibbles)[R], const int8_t* q) {
     const __m512i mask = _mm512_set1_epi8(15);
+    const uint8_t* again[R];
+    UNROLL for (int r = 0; r < R; ++r) {
+        again[r] = nibbles[r];
+        if (N > 2) asm("" : "+r"(again[r]));  // or the compiler keeps the first loads
+    }
     UNROLL for (int j = 0; j < 4; ++j) {
-        __m512i low[R], high[R];
-        UNROLL for (int r = 0; r < R; ++r) {
-            const __m512i packed = _mm512_load_si512(nibbles[r] + 64 * j);
-            low[r] = _mm512_and_si512(packed, mask);
-            high[r] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
-        }
+        __m512i low[R];
+        UNROLL for (int r = 0; r < R; ++r)
+            low[r] = _mm512_and_si512(_mm512_load_si512(nibbles[r] + 64 * j), mask);
         dot<R, N>(sums, low, q, j);
+    }
+    UNROLL for (int j = 0; j < 4; ++j) {
+        __m512i high[R];
+        UNROLL for (int r = 0; r < R; ++r)
+            high[r] = _mm512_and_si512(
+                _mm512_srli_epi16(_mm512_load_si512(again[r] + 64 * j), 4), mask);
         dot<R, N>(sums, high, q, j + 4);
     }
 }
@@ -222,12 +231,36 @@ SIMD_FN void fold(const Accumulators<R, N>& acc, bool first, size_t token, TileR
         }
 }
 
-// R tiles times N tokens of the panel, from token `token` on. With `ahead`, the weights that many
-// bytes further on are prefetched.
+// What one pass over R tiles prefetches: of each packed unit `bytes` further on, a share of the lines at
+// every block. All passes of a token group share the work, because a burst fills the miss buffers and
+// stalls the loads behind it.
+struct Ahead {
+    size_t bytes = 0;  // 0: nothing
+    size_t lines = 0;  // of each block
+    size_t first = 0;  // line of the pass's first block
+
+    template <class Weights>
+    SIMD_FN void fetch(const uint8_t* unit, size_t block, const Ahead& from) {
+        constexpr size_t UNIT_LINES = Weights::BYTES / CACHE_LINE;
+        size_t line = from.first + block * from.lines;
+        for (const size_t end = line + from.lines; line < end && line < UNIT_LINES; ++line)
+            _mm_prefetch(reinterpret_cast<const char*>(unit) + from.bytes + line * CACHE_LINE,
+                         _MM_HINT_T1);
+    }
+};
+
+// The share of pass `pass` of `passes`.
+template <class Weights>
+Ahead share_of(size_t bytes, size_t pass, size_t passes) {
+    constexpr size_t UNIT_LINES = Weights::BYTES / CACHE_LINE;
+    const size_t lines = (UNIT_LINES + passes * Weights::BLOCKS - 1) / (passes * Weights::BLOCKS);
+    return {bytes, bytes ? lines : 0, pass * Weights::BLOCKS * lines};
+}
+
+// R tiles times N tokens of the panel, from token `token` on.
 template <class Weights, int R, int N>
-void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token, size_t ahead,
+void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token, const Ahead& ahead,
              TileResult* results) {
-    constexpr size_t LINES = (Weights::BYTES / CACHE_LINE + Weights::BLOCKS - 1) / Weights::BLOCKS;
     const uint8_t* unit[R];
     UNROLL for (int r = 0; r < R; ++r) unit[r] = tiles + static_cast<size_t>(r) * bytes;
     for (size_t first = 0; first < x.blocks; first += SEGMENT_BLOCKS) {
@@ -240,13 +273,9 @@ void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token, s
                 if (Weights::BLOCKS == 2 && b + i >= end) break;
                 const size_t cell = (b + i) * GROUP_TOKENS + token;
                 Weights::template block<R, N>(acc, unit, i, x, cell, 2 * cell - token);
-                // Few at a time: a burst fills the miss buffers and stalls the loads behind it.
-                if (ahead)
+                if (ahead.bytes)
                     UNROLL for (int r = 0; r < R; ++r)
-                        UNROLL for (size_t line = 0; line < LINES; ++line)
-                            _mm_prefetch(reinterpret_cast<const char*>(unit[r]) + ahead +
-                                             (i * LINES + line) * CACHE_LINE,
-                                         _MM_HINT_T1);
+                        Ahead::fetch<Weights>(unit[r], i, ahead);
             }
             UNROLL for (int r = 0; r < R; ++r) unit[r] += Weights::BYTES;
         }
@@ -254,19 +283,22 @@ void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token, s
     }
 }
 
-// All tokens of a group for R tiles: fours, then the rest. The first pass prefetches the tiles that
-// follow these.
+// All tokens of a group for R tiles: fours, then the rest. The passes prefetch the tiles that follow
+// these.
 template <class Weights, int R>
 void tokens_of(const uint8_t* tiles, size_t bytes, const Panel& x, size_t tokens, bool cold,
                TileResult* results) {
-    size_t ahead = !cold ? 0 : tokens == 1 ? STREAM_AHEAD_BYTES : R * bytes;
+    const size_t distance = !cold ? 0 : tokens == 1 ? STREAM_AHEAD_BYTES : R * bytes;
+    const size_t passes = (tokens + 3) / 4;
     size_t token = 0;
-    for (; token + 4 <= tokens; token += 4, ahead = 0)
-        product<Weights, R, 4>(tiles, bytes, x, token, ahead, results);
+    for (; token + 4 <= tokens; token += 4)
+        product<Weights, R, 4>(tiles, bytes, x, token,
+                               share_of<Weights>(distance, token / 4, passes), results);
+    const Ahead rest = share_of<Weights>(distance, passes - 1, passes);
     switch (tokens - token) {
-        case 3: return product<Weights, R, 3>(tiles, bytes, x, token, ahead, results);
-        case 2: return product<Weights, R, 2>(tiles, bytes, x, token, ahead, results);
-        case 1: return product<Weights, R, 1>(tiles, bytes, x, token, ahead, results);
+        case 3: return product<Weights, R, 3>(tiles, bytes, x, token, rest, results);
+        case 2: return product<Weights, R, 2>(tiles, bytes, x, token, rest, results);
+        case 1: return product<Weights, R, 1>(tiles, bytes, x, token, rest, results);
     }
 }
 
@@ -304,10 +336,12 @@ SIMD_FN void half_block(Sums<R, N>& sums, const Unpacked<R>& from, size_t b, con
 }
 
 // Adds one superblock to the running segment of N tokens. The first tokens of a group also unpack the
-// weights, so that the stores overlap with dots, and prefetch the tiles that follow.
+// weights, so that the stores overlap with dots, and prefetch the tiles that follow: shared between the
+// passes, as in product(), it was slower.
 template <int R, int N, bool FIRST>
 void superblock(__m512 (&running)[GROUP_TOKENS][R], const uint8_t* const (&unit)[R],
-                Unpacked<R>& from, const Panel& x, size_t block, size_t token, size_t ahead) {
+                Unpacked<R>& from, const Panel& x, size_t block, size_t token,
+                const Ahead& ahead) {
     const PackedQ6_K* super[R];
     UNROLL for (int r = 0; r < R; ++r) super[r] = reinterpret_cast<const PackedQ6_K*>(unit[r]);
     if (FIRST) UNROLL for (int r = 0; r < R; ++r) from.d[r] = _mm512_load_ps(super[r]->d);
@@ -330,12 +364,8 @@ void superblock(__m512 (&running)[GROUP_TOKENS][R], const uint8_t* const (&unit)
             UNROLL for (int n = 0; n < N; ++n)
                 first.s[r][n] = _mm512_add_epi32(first.s[r][n], last.s[r][n]);
         scale_in(acc, first, from.d, x.scale + cell);
-        if (FIRST && ahead)
-            UNROLL for (int r = 0; r < R; ++r)
-                UNROLL for (size_t line = 0; line < 7; ++line)
-                    _mm_prefetch(reinterpret_cast<const char*>(unit[r]) + ahead +
-                                     (7 * b + line) * CACHE_LINE,
-                                 _MM_HINT_T1);
+        if (FIRST && ahead.bytes)
+            UNROLL for (int r = 0; r < R; ++r) Ahead::fetch<WeightsQ6_K>(unit[r], b, ahead);
     }
     UNROLL for (int n = 0; n < N; ++n)
         UNROLL for (int r = 0; r < R; ++r)
@@ -349,18 +379,18 @@ void tokens_of_unpacked(const uint8_t* tiles, size_t bytes, const Panel& x, size
                         bool cold, TileResult* results) {
     const uint8_t* unit[R];
     UNROLL for (int r = 0; r < R; ++r) unit[r] = tiles + static_cast<size_t>(r) * bytes;
-    const size_t ahead = cold ? R * bytes : 0;
+    const Ahead ahead = share_of<WeightsQ6_K>(cold ? R * bytes : 0, 0, 1);
     Unpacked<R> super;
     __m512 running[GROUP_TOKENS][R];
     for (size_t block = 0; block < x.blocks; block += WeightsQ6_K::BLOCKS) {
         superblock<R, 4, true>(running, unit, super, x, block, 0, ahead);
         size_t token = 4;
         for (; token + 4 <= tokens; token += 4)
-            superblock<R, 4, false>(running, unit, super, x, block, token, 0);
+            superblock<R, 4, false>(running, unit, super, x, block, token, ahead);
         switch (tokens - token) {
-            case 3: superblock<R, 3, false>(running, unit, super, x, block, token, 0); break;
-            case 2: superblock<R, 2, false>(running, unit, super, x, block, token, 0); break;
-            case 1: superblock<R, 1, false>(running, unit, super, x, block, token, 0); break;
+            case 3: superblock<R, 3, false>(running, unit, super, x, block, token, ahead); break;
+            case 2: superblock<R, 2, false>(running, unit, super, x, block, token, ahead); break;
+            case 1: superblock<R, 1, false>(running, unit, super, x, block, token, ahead); break;
         }
         UNROLL for (int r = 0; r < R; ++r) unit[r] += WeightsQ6_K::BYTES;
         const size_t next = block + WeightsQ6_K::BLOCKS;

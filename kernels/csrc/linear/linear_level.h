@@ -1,4 +1,4 @@
-// The parts that the vector units share: the panel of a token group, the choice of a product by
+// The parts that the AVX2 and AVX-512 units share: the panel of a token group, the choice of a product by
 // kind, and the epilogues (bias, residual, gate) on 16 lanes. Included by these units only; all of it
 // has internal linkage, so each keeps its own copy.
 #pragma once
@@ -16,20 +16,13 @@ SIMD_FN V16 vload_bf16(const uint16_t* p) {
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
 }
-#elif defined(__AVX2__)
+#else
 constexpr int FLOAT_TILES = 1;
 SIMD_FN __m256 load_bf16(const uint16_t* p) {
     const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 SIMD_FN V16 vload_bf16(const uint16_t* p) { return {load_bf16(p), load_bf16(p + 8)}; }
-#else
-constexpr int FLOAT_TILES = 1;
-SIMD_FN V16 vload_bf16(const uint16_t* p) {
-    return each_four(EACH(i) {
-        return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16));
-    });
-}
 #endif
 
 // The panel of one token group, from its first block.
@@ -107,12 +100,16 @@ void floats_of(const uint8_t* tile, size_t bytes, const Activations& x, size_t t
     }
 }
 
-// FLOAT_TILES tiles times four tokens fill the registers.
+// FLOAT_TILES tiles times four tokens fill the registers; one token alone takes three tiles, so that
+// its chains of fma do not wait for themselves.
 template <Kind KIND>
 void multiply_floats(const uint8_t* tile, size_t bytes, size_t tiles, const Activations& x,
                      size_t group, size_t tokens, TileResult* results) {
     const size_t token = group * GROUP_TOKENS;
     size_t t = 0;
+    if (tokens == 1)
+        for (; t + 3 <= tiles; t += 3)
+            product_floats<KIND, 3, 1>(tile + t * bytes, bytes, x, token, results + t, 0);
     for (; t + FLOAT_TILES <= tiles; t += FLOAT_TILES)
         floats_of<KIND, FLOAT_TILES>(tile + t * bytes, bytes, x, token, tokens, results + t);
     for (; t < tiles; ++t)

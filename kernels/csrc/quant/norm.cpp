@@ -18,7 +18,7 @@ void rmsnorm_rows(Pool& pool, const Rows& x, const Vector& w, float eps, size_t 
 void quantise(Pool& pool, const Rows& x, size_t tokens, Activations& out) {
     const QuantiseRows rows = quantise_rows();
     for_each_run(pool, tokens, x.width, [&](size_t token, size_t count) {
-        rows(x.row(token), x.width, token, count, out);
+        rows(x.row(token), x.stride, token, count, out);
     });
 }
 
