@@ -242,6 +242,14 @@ struct Ahead {
     template <class Weights>
     SIMD_FN void fetch(const uint8_t* unit, size_t block, const Ahead& from) {
         constexpr size_t UNIT_LINES = Weights::BYTES / CACHE_LINE;
+        constexpr size_t ALL = (UNIT_LINES + Weights::BLOCKS - 1) / Weights::BLOCKS;
+        if (from.lines == ALL) {  // one pass alone: without a loop
+            UNROLL for (size_t line = 0; line < ALL; ++line)
+                _mm_prefetch(reinterpret_cast<const char*>(unit) + from.bytes +
+                                 (block * ALL + line) * CACHE_LINE,
+                             _MM_HINT_T1);
+            return;
+        }
         size_t line = from.first + block * from.lines;
         for (const size_t end = line + from.lines; line < end && line < UNIT_LINES; ++line)
             _mm_prefetch(reinterpret_cast<const char*>(unit) + from.bytes + line * CACHE_LINE,
