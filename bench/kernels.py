@@ -151,10 +151,10 @@ class Bench:
         self.pool = kernels.Pool(threads)
         self.rng = np.random.default_rng(7)
         self.budget_s = 0.05 if quick else 0.6
-        seconds = 0.1 if quick else 0.5  # the best of three runs is the peak
-        self.int8_gops = max(kernels.peak_int8_gops(threads, seconds) for _ in range(3))
-        self.float_gops = max(kernels.peak_float_gops(threads, seconds) for _ in range(3))
-        self.read_gbps = kernels.peak_read_gbps(threads, repeats=3 if quick else 10)
+        seconds = 0.2 if quick else 1.0
+        self.int8_gops = kernels.peak_int8_gops(threads, seconds)
+        self.float_gops = kernels.peak_float_gops(threads, seconds)
+        self.read_gbps = kernels.peak_read_gbps(threads, repeats=5 if quick else 30)
         self.result: dict[str, Row] = {}
 
     def record(self, name: str, value: float, unit: str, peak: float, hashed: str) -> None:
