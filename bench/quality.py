@@ -24,8 +24,8 @@ max / 127, with scales of three significant bits (those of the engine) and with 
 queries with three bits, K and V as pages hold them.
 
 `answers`: the evaluation items that the engine answers as the reference does (kept) and correctly
-(right). `llama`: positions of texts that llama.cpp chose greedily at which the engine chooses the
-same token.
+(right), and those that only the reference answers correctly (lost; the gate is none). `llama`:
+positions of texts that llama.cpp chose greedily at which the engine chooses the same token.
 """
 
 from __future__ import annotations
@@ -265,6 +265,9 @@ class PocketTexts:
     def items(self, per_task: int, per_distance: int, distances: Sequence[int]) -> list[Item]:
         return build_set(1, per_task, per_distance, self._measure, distances)
 
+    def is_right(self, answer: Sequence[int], item: Item) -> bool:
+        return self.llama.text([t for t in answer if t != self.end]) == item.answer
+
     def stories(self, count: int) -> list[list[int]]:
         """Prompts whose answers are long and have close calls."""
         rng = random.Random("pocket stories 1")
@@ -284,6 +287,14 @@ class PocketTexts:
         return text
 
 
+def reference_answer(model: FloatModel, prompt: list[int], end: int) -> list[int]:
+    """The greedy answer of the reference, which computes the whole text for every token."""
+    text = list(prompt)
+    while len(text) < len(prompt) + ANSWER_TOKENS_MAX and text[-1:] != [end]:
+        text.append(int(model.logits(text)[-1].argmax()))
+    return text[len(prompt) :]
+
+
 def answers_of(
     texts: PocketTexts, items: Sequence[Item], model: FloatModel, runner: LocalRunner
 ) -> tuple[dict[str, int], list[list[int]]]:
@@ -295,13 +306,16 @@ def answers_of(
     answers: list[list[int]] = []
     for prompt in prompts:
         answers += runner.generate([prompt], ANSWER_TOKENS_MAX, eos=[texts.end])
-    kept = right = 0
+    kept = right = lost = 0
     for prompt, answer, item in zip(prompts, answers, items, strict=True):
         best = model.logits(prompt + answer[:-1])[len(prompt) - 1 :].argmax(1)
-        kept += best.tolist() == answer
-        right += texts.llama.text([t for t in answer if t != texts.end]) == item.answer
+        is_kept, is_right = best.tolist() == answer, texts.is_right(answer, item)
+        kept += is_kept
+        right += is_right
+        if not is_kept and not is_right:
+            lost += texts.is_right(reference_answer(model, prompt, texts.end), item)
     full = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    return {"items": len(items), "kept": kept, "right": right}, full
+    return {"items": len(items), "kept": kept, "right": right, "lost": lost}, full
 
 
 def agreement_with_llama(
@@ -360,7 +374,10 @@ class Run:
             prompts = texts.stories(args.stories) + [texts.encode(i.turns) for i in items]
             agreement = agreement_with_llama(texts, prompts, model, runner)
         self.result |= {"answers": answers, "llama": agreement}
-        print(f"  answers: {answers['kept']} of {answers['items']} kept, {answers['right']} right")
+        print(
+            f"  answers: {answers['kept']} of {answers['items']} kept, {answers['right']} right,"
+            f" {answers['lost']} lost"
+        )
         print(
             f"  llama.cpp's greedy tokens: engine {agreement['engine']} %, reference"
             f" {agreement['reference']} % of {agreement['positions']}"
@@ -403,9 +420,8 @@ def main(argv: list[str]) -> int:
             run.pocket() if name == "pocket" else run.synthetic(name)
     rows = {name: row["ratio"] for name, row in run.result.items() if "ratio" in row}
     failed = [name for name, ratio in rows.items() if not ratio < GATE]
-    answers = run.result.get("answers", {"items": 0, "kept": 0})
-    failed += ["answers"] if answers["kept"] < answers["items"] else []
-    print(f"  gate (ratios below {100 * GATE:.0f} %, every answer kept): {failed or 'passed'}")
+    failed += ["answers"] if run.result.get("answers", {"lost": 0})["lost"] else []
+    print(f"  gate (ratios below {100 * GATE:.0f} %, no answer lost): {failed or 'passed'}")
     details = {"arith_id": identity, "isa": kernels.isa(), "sizes": {**vars(args)}}
     report.finish(run.result | {"failed": failed}, details=details, json_path=args.json)
     return 0

@@ -121,7 +121,7 @@ def test_quality_passes_its_gate_on_the_pocket_model(tmp_path: Path, cache: Path
     result: dict[str, Any] = run_bench("quality", tmp_path / "result.json", cache)
     assert 0.0 < result["pocket"]["ratio"] < 0.05
     assert result["pocket"]["top1"] > 95.0
-    assert result["answers"]["kept"] == result["answers"]["items"] > 0
+    assert result["answers"]["kept"] == result["answers"]["items"] > 0 == result["answers"]["lost"]
     assert result["llama"]["engine"] > 95.0
     assert 0.0 < result["plain"]["kl"] < result["plain"]["kl_q4_0"]
     assert 0.0 < result["outliers_20"]["kl"] < result["outliers_20"]["kl_q4_0"]
