@@ -16,7 +16,7 @@ using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 
 void bind_isa(nb::module_& module) {
     module.def("isa", [] { return std::string(level_name(level())); },
-               "Instruction set in use: scalar, avx2 or avx512-vnni.");
+               "Instruction set in use: scalar, avx2, avx512-vnni, neon-dotprod or neon-i8mm.");
     module.def(
         "isa_levels",
         [] {

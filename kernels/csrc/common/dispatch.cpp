@@ -5,6 +5,11 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(BATCHENGINE_ARM)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace batchengine {
 namespace {
 
@@ -14,10 +19,16 @@ bool supported(Level candidate) {
 #if defined(BATCHENGINE_X86)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                       __builtin_cpu_supports("f16c");
-    if (candidate != Level::avx512) return candidate == Level::scalar || avx2;
+    if (candidate != Level::avx512)
+        return candidate == Level::scalar || (candidate == Level::avx2 && avx2);
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vnni");
+#elif defined(BATCHENGINE_ARM)
+    const bool dotprod = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+    const bool i8mm = getauxval(AT_HWCAP2) & HWCAP2_I8MM;
+    return candidate == Level::scalar || (candidate == Level::neon_dotprod && dotprod) ||
+           (candidate == Level::neon_i8mm && dotprod && i8mm);
 #else
     return candidate == Level::scalar;
 #endif
@@ -26,7 +37,8 @@ bool supported(Level candidate) {
 }  // namespace
 
 const char* level_name(Level level) {
-    static const char* const names[LEVEL_COUNT] = {"scalar", "avx2", "avx512-vnni"};
+    static const char* const names[LEVEL_COUNT] = {"scalar", "avx2", "avx512-vnni", "neon-dotprod",
+                                                    "neon-i8mm"};
     return names[static_cast<int>(level)];
 }
 

@@ -11,10 +11,10 @@
 
 namespace batchengine {
 
-enum class Level : int { scalar, avx2, avx512 };
-constexpr int LEVEL_COUNT = 3;
+enum class Level : int { scalar, avx2, avx512, neon_dotprod, neon_i8mm };
+constexpr int LEVEL_COUNT = 5;
 
-const char* level_name(Level level);          // "scalar", "avx2", "avx512-vnni"
+const char* level_name(Level level);          // "scalar", "avx2", "avx512-vnni", "neon-dotprod", ...
 std::vector<Level> levels_supported();        // in rising order, scalar first
 Level level();                                // the one in use
 void set_level(const std::string& name);      // throws std::invalid_argument with the choices

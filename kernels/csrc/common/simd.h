@@ -1,6 +1,7 @@
 // V16: sixteen binary32 lanes with one meaning on every instruction set.
 //
-// A unit compiled with AVX-512 flags gets one zmm, with AVX2 flags two ymm, otherwise a plain array.
+// A unit compiled with AVX-512 flags gets one zmm, with AVX2 flags two ymm, with those of ARM's dot
+// product four q registers, otherwise a plain array.
 // Bodies written on V16 therefore compile once per ISA unit and give the same bits in each: every
 // operation is the IEEE one, lane by lane, and fma appears only where it is written. The only
 // reductions over lanes are exact ones (maximum, flags, integer sums) and the one tree that CA-2
@@ -11,6 +12,8 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 #include <type_traits>
@@ -190,6 +193,104 @@ SIMD_FN int32_t vsum_rounded(V16 x, V16 y) {
     return sum_of_lanes(_mm256_add_epi32(
         _mm256_add_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)),
         _mm256_add_epi32(_mm256_cvtps_epi32(y.a), _mm256_cvtps_epi32(y.b))));
+}
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+struct V16 {
+    float32x4_t v[4];
+};
+
+template <class F>
+SIMD_FN V16 each_four(F f) {
+    return {{f(0), f(1), f(2), f(3)}};
+}
+SIMD_FN uint32x4_t bits_of_four(float32x4_t x) { return vreinterpretq_u32_f32(x); }
+SIMD_FN V16 vset(float x) {
+    const float32x4_t four = vdupq_n_f32(x);
+    return {{four, four, four, four}};
+}
+SIMD_FN V16 vzero() { return vset(0.0f); }
+SIMD_FN V16 vload(const float* p) {
+    return each_four(EACH(i) { return vld1q_f32(p + 4 * i); });
+}
+SIMD_FN void vstore(float* p, V16 a) {
+    UNROLL for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, a.v[i]);
+}
+SIMD_FN V16 vload_half(const uint16_t* p) {
+    return each_four(EACH(i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
+}
+SIMD_FN V16 operator+(V16 a, V16 b) {
+    return each_four(EACH(i) { return vaddq_f32(a.v[i], b.v[i]); });
+}
+SIMD_FN V16 operator-(V16 a, V16 b) {
+    return each_four(EACH(i) { return vsubq_f32(a.v[i], b.v[i]); });
+}
+SIMD_FN V16 operator*(V16 a, V16 b) {
+    return each_four(EACH(i) { return vmulq_f32(a.v[i], b.v[i]); });
+}
+SIMD_FN V16 operator/(V16 a, V16 b) {
+    return each_four(EACH(i) { return vdivq_f32(a.v[i], b.v[i]); });
+}
+SIMD_FN V16 vfma(V16 a, V16 b, V16 c) {
+    return each_four(EACH(i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
+}
+// As maxps: the second operand when the lanes are equal or unordered. vmaxq would return the NaN.
+SIMD_FN V16 vmax(V16 a, V16 b) {
+    return each_four(EACH(i) { return vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); });
+}
+SIMD_FN V16 vmin(V16 a, V16 b) {
+    return each_four(EACH(i) { return vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); });
+}
+SIMD_FN V16 vabs(V16 a) {
+    return each_four(EACH(i) { return vabsq_f32(a.v[i]); });
+}
+SIMD_FN V16 vneg(V16 a) {
+    return each_four(EACH(i) { return vnegq_f32(a.v[i]); });
+}
+SIMD_FN V16 vselect_ge(V16 x, float bound, V16 a, V16 b) {
+    const float32x4_t limit = vdupq_n_f32(bound);
+    return each_four(EACH(i) { return vbslq_f32(vcgeq_f32(x.v[i], limit), a.v[i], b.v[i]); });
+}
+SIMD_FN V16 vscale_by_magic(V16 p, V16 t) {
+    const uint32x4_t magic = vdupq_n_u32(ca::ROUND_MAGIC_BITS);
+    return each_four(EACH(i) {
+        const uint32x4_t n = vsubq_u32(bits_of_four(t.v[i]), magic);
+        return vreinterpretq_f32_u32(vaddq_u32(bits_of_four(p.v[i]), vshlq_n_u32(n, 23)));
+    });
+}
+SIMD_FN bool vany_nonfinite(V16 a) {
+    uint32x4_t largest = vdupq_n_u32(0);
+    UNROLL for (int i = 0; i < 4; i++)
+        largest = vmaxq_u32(largest, bits_of_four(vabsq_f32(a.v[i])));
+    return vmaxvq_u32(largest) >= ca::INFINITY_BITS;
+}
+SIMD_FN float vreduce_max(V16 a) {
+    return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])));
+}
+// Rounds to nearest even and keeps the low byte; the caller guarantees |x| <= 127.
+SIMD_FN void vstore_i8(int8_t* p, V16 a) {
+    int16x4_t half[4];
+    UNROLL for (int i = 0; i < 4; i++) half[i] = vmovn_s32(vcvtnq_s32_f32(a.v[i]));
+    vst1q_s8(p, vcombine_s8(vmovn_s16(vcombine_s16(half[0], half[1])),
+                            vmovn_s16(vcombine_s16(half[2], half[3]))));
+}
+// Rounds to nearest even; the caller guarantees 0 <= x < 2^31.
+SIMD_FN void vstore_i32(int32_t* p, V16 a) {
+    UNROLL for (int i = 0; i < 4; i++) vst1q_s32(p + 4 * i, vcvtnq_s32_f32(a.v[i]));
+}
+// Lane i + lane i + 8, then + 4, + 2, + 1, as written: one number.
+SIMD_FN float vtree(V16 x) {
+    const float32x4_t four = vaddq_f32(vaddq_f32(x.v[0], x.v[2]), vaddq_f32(x.v[1], x.v[3]));
+    const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+// Sum of 32 values as vstore_i8 would store them.
+SIMD_FN int32_t vsum_rounded(V16 x, V16 y) {
+    int32x4_t sum = vdupq_n_s32(0);
+    UNROLL for (int i = 0; i < 4; i++)
+        sum = vaddq_s32(sum, vaddq_s32(vcvtnq_s32_f32(x.v[i]), vcvtnq_s32_f32(y.v[i])));
+    return vaddvq_s32(sum);
 }
 
 #else

@@ -154,6 +154,9 @@ const LinearKernels& linear_kernels() {
 #if defined(BATCHENGINE_X86)
         case Level::avx512: return LINEAR_AVX512;
         case Level::avx2: return LINEAR_AVX2;
+#elif defined(BATCHENGINE_ARM)
+        case Level::neon_dotprod: return LINEAR_NEON;
+        case Level::neon_i8mm: return LINEAR_I8MM;
 #endif
         default: return LINEAR_SCALAR;
     }

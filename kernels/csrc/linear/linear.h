@@ -45,6 +45,9 @@ extern const LinearKernels LINEAR_SCALAR;
 #if defined(BATCHENGINE_X86)
 extern const LinearKernels LINEAR_AVX2;
 extern const LinearKernels LINEAR_AVX512;
+#elif defined(BATCHENGINE_ARM)
+extern const LinearKernels LINEAR_NEON;
+extern const LinearKernels LINEAR_I8MM;
 #endif
 
 struct LinearPart {

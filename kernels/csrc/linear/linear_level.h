@@ -1,4 +1,4 @@
-// The parts that the AVX2 and AVX-512 units share: the panel of a token group, the choice of a product by
+// The parts that the vector units share: the panel of a token group, the choice of a product by
 // kind, and the epilogues (bias, residual, gate) on 16 lanes. Included by these units only; all of it
 // has internal linkage, so each keeps its own copy.
 #pragma once
@@ -16,13 +16,20 @@ SIMD_FN V16 vload_bf16(const uint16_t* p) {
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
 }
-#else
+#elif defined(__AVX2__)
 constexpr int FLOAT_TILES = 1;
 SIMD_FN __m256 load_bf16(const uint16_t* p) {
     const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 SIMD_FN V16 vload_bf16(const uint16_t* p) { return {load_bf16(p), load_bf16(p + 8)}; }
+#else
+constexpr int FLOAT_TILES = 1;
+SIMD_FN V16 vload_bf16(const uint16_t* p) {
+    return each_four(EACH(i) {
+        return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16));
+    });
+}
 #endif
 
 // The panel of one token group, from its first block.

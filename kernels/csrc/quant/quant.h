@@ -23,6 +23,9 @@ void quantise_rows_avx2(const float* rows, size_t stride, size_t token, size_t c
                         Activations& out);
 void quantise_rows_avx512(const float* rows, size_t stride, size_t token, size_t count,
                           Activations& out);
+#elif defined(BATCHENGINE_ARM)
+void quantise_rows_neon(const float* rows, size_t stride, size_t token, size_t count,
+                        Activations& out);
 #endif
 
 namespace {

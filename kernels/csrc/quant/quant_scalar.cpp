@@ -24,6 +24,9 @@ QuantiseRows quantise_rows() {
 #if defined(BATCHENGINE_X86)
         case Level::avx512: return quantise_rows_avx512;
         case Level::avx2: return quantise_rows_avx2;
+#elif defined(BATCHENGINE_ARM)
+        case Level::neon_dotprod:
+        case Level::neon_i8mm: return quantise_rows_neon;
 #endif
         default: return quantise_rows_scalar;
     }

@@ -39,11 +39,14 @@ struct RowOps {
 extern const RowOps rowops_scalar;
 extern const RowOps rowops_avx2;
 extern const RowOps rowops_avx512;
+extern const RowOps rowops_neon;
 
 inline const RowOps& rowops() {
 #if defined(BATCHENGINE_X86)
     if (level() == Level::avx512) return rowops_avx512;
     if (level() == Level::avx2) return rowops_avx2;
+#elif defined(BATCHENGINE_ARM)
+    if (level() != Level::scalar) return rowops_neon;
 #endif
     return rowops_scalar;
 }

@@ -1,0 +1,6 @@
+// Matrix products, unit of the level neon-i8mm: see linear_neon.h.
+#include "arm/linear_neon.h"
+
+namespace batchengine {
+const LinearKernels LINEAR_I8MM = {multiply, store_tile, add_tile, gate_tile, multiply_then_add};
+}
