@@ -235,7 +235,7 @@ KEY_VALUE = Problem("BE1322", Kind.INTERNAL, _DEFECT,
 MODEL_UNSUPPORTED = Problem("BE1323", Kind.INTERNAL, _DEFECT,
     "{file} has {key} = {value!s:.60}, which cannot be served",
     "{why}",
-    "use another model, or a file converted without this feature")
+    "{fix}")
 TENSOR_MISSING = Problem("BE1324", Kind.INTERNAL, _DEFECT,
     "{file} has no tensor {tensor}", "one of shape {shape} is needed", _NEW_FILE)
 TENSOR_WRONG_SHAPE = Problem("BE1325", Kind.INTERNAL, _DEFECT,
@@ -245,7 +245,7 @@ TENSOR_WRONG_SHAPE = Problem("BE1325", Kind.INTERNAL, _DEFECT,
 TENSOR_WRONG_TYPE = Problem("BE1326", Kind.INTERNAL, _DEFECT,
     "tensor {tensor} of {file} has the type {found}",
     "kernels exist for {wanted}",
-    "quantise the model with llama-quantize to Q4_0")
+    "quantise the model with llama-quantize to Q4_K_M or Q4_0")
 TENSOR_NUMBERS = Problem("BE1327", Kind.INTERNAL, _DEFECT,
     "tensor {tensor} of {file} holds broken numbers", "{why}", _NEW_FILE)
 TENSOR_UNUSED = Problem("BE1328", Kind.INTERNAL, _DEFECT,

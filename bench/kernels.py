@@ -238,7 +238,7 @@ def main(argv: list[str]) -> int:
         f"fma peak {bench.float_gops:.0f} GOPS, read peak {bench.read_gbps:.1f} GB/s"
     )
     rows, cols = (512, 512) if args.quick else (3072, 1024)
-    for kind in ("q4_0", "q4_1", "q6_k", "q8_0", "f16"):
+    for kind in kernels.KINDS[:-2]:  # all but bf16 and f32
         for tokens in (1, 16) if args.quick else (1, 4, 16, 512):
             bench.linear(kind, tokens, rows, cols)
     for group in (2, 8):

@@ -58,7 +58,9 @@ from kernels._native import (
     xxh3_64,
 )
 
-KINDS = ("q4_0", "q4_1", "q6_k", "q8_0", "f16", "bf16", "f32")
+KINDS = (
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k", "q6_k", "f16", "bf16", "f32"
+)  # fmt: skip
 
 __all__ = [
     "KINDS",

@@ -22,7 +22,10 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 HEAD_DIM_MAX = 256
 COUNT_MAX = 1 << 24  # of anything a model counts; keeps products far below 2**63
 
-_FILE_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 18: "Q6_K", 32: "BF16"}
+_FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 14: "Q4_K_S",
+    15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 25: "IQ4_NL", 32: "BF16",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,11 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
     arch = gguf.text("general.architecture")
     if arch not in ARCHITECTURES:
         raise unsupported(
-            gguf, "general.architecture", arch, f"supported are {', '.join(ARCHITECTURES)}"
+            gguf,
+            "general.architecture",
+            arch,
+            f"supported are {', '.join(ARCHITECTURES)}",
+            "use a model of one of these architectures",
         )
     _refuse_unknown_features(gguf, arch)
     n_embd = _count(gguf, f"{arch}.embedding_length")
@@ -168,20 +175,24 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int) -> RopeSpec:
     )
 
 
-def unsupported(gguf: GgufFile, key: str, value: object, why: str) -> BatchEngineError:
+def unsupported(
+    gguf: GgufFile,
+    key: str,
+    value: object,
+    why: str,
+    fix: str = "use another model, or a file converted without this feature",
+) -> BatchEngineError:
     """The error for a sound file with a feature that this version does not compute."""
-    return errors.MODEL_UNSUPPORTED(file=gguf.path.name, key=key, value=value, why=why)
+    return errors.MODEL_UNSUPPORTED(file=gguf.path.name, key=key, value=value, why=why, fix=fix)
 
 
 def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
     if gguf.integer("split.count", 1) > 1:
-        raise unsupported(
-            gguf, "split.count", gguf.integer("split.count"), "merge the parts (gguf-split --merge)"
-        )
+        parts, fix = gguf.integer("split.count"), "merge the parts (gguf-split --merge)"
+        raise unsupported(gguf, "split.count", parts, "a model is one file", fix)
     if gguf.integer(f"{arch}.expert_count", 0) > 0:
-        raise unsupported(
-            gguf, f"{arch}.expert_count", gguf.integer(f"{arch}.expert_count"), "no mixtures yet"
-        )
+        experts, why = gguf.integer(f"{arch}.expert_count"), "mixtures of experts are not supported"
+        raise unsupported(gguf, f"{arch}.expert_count", experts, why, "use a dense model")
     if gguf.values.get(f"{arch}.attention.causal", True) is not True:
         raise unsupported(gguf, f"{arch}.attention.causal", "false", "not a text generator")
     kind = gguf.text(f"{arch}.rope.scaling.type", "linear")

@@ -37,6 +37,8 @@ TEMPLATE = (
 class Shape:
     """A model to write. `kinds` overrides the tensor type of a role ("attn_k", "output" ...).
 
+    more_bits: types of a role in the layers that llama-quantize gives more bits in Q4_K_M. A role
+    whose rows are no whole superblocks of 256 falls back to a type of 32, as there.
     bias: standard deviation of q and v biases (0 = none), k_bias likewise for K; k_outlier: the
     large K bias of qwen2 in the slowest RoPE pair of each head, which softmax nearly cancels but
     which dominates the scale of its block of int8 KV. rope_factors: llama 3 scaling baked as a
@@ -55,6 +57,7 @@ class Shape:
     tied: bool = True
     base: str = "q4_0"
     kinds: Mapping[str, str] = field(default_factory=dict)
+    more_bits: Mapping[str, str] = field(default_factory=dict)
     bias: float = 0.0
     k_bias: float = 0.0
     k_outlier: float = 0.0
@@ -66,6 +69,7 @@ class Shape:
     head_gain: float = 4.0
 
 
+_Q4_K_M = {"attn_v": "q6_k", "ffn_down": "q6_k"}
 PRESETS = {
     "0.6b": Shape(
         n_layer=28, n_embd=1024, n_ff=3072, n_head=16, n_kv_head=8, head_dim=128,
@@ -76,17 +80,22 @@ PRESETS = {
     ),
     "small": Shape(),
 }  # fmt: skip
+# The mix of Q4_K_M: Q4_K and Q6_K, in the small one also the types for rows of 2,080.
+PRESETS["0.6b-q4_k_m"] = replace(PRESETS["0.6b"], base="q4_k", more_bits=_Q4_K_M)
+PRESETS["0.1b-q4_k_m"] = replace(PRESETS["0.1b"], base="q4_k", more_bits=_Q4_K_M, n_ff=2080)
 
 _TYPES = {
-    "f32": gguf.GGMLQuantizationType.F32,
-    "f16": gguf.GGMLQuantizationType.F16,
-    "bf16": gguf.GGMLQuantizationType.BF16,
-    "q4_0": gguf.GGMLQuantizationType.Q4_0,
-    "q4_1": gguf.GGMLQuantizationType.Q4_1,
-    "q8_0": gguf.GGMLQuantizationType.Q8_0,
-    "q6_k": gguf.GGMLQuantizationType.Q6_K,
-    "q4_k": gguf.GGMLQuantizationType.Q4_K,
-}
+    name: gguf.GGMLQuantizationType[name.upper()]
+    for name in (
+        "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k",
+        "q6_k",
+    )
+}  # fmt: skip
+_FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}  # rows that are not whole superblocks
+_FILE_TYPES = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 15,
+    "q5_k": 17, "q6_k": 18, "iq4_nl": 25, "bf16": 32,
+}  # fmt: skip
 
 
 def write_synthetic(path: Path, shape: Shape) -> None:
@@ -111,11 +120,10 @@ def random_tensors(shape: Shape) -> dict[str, Tensor]:
     """Seeded random tensors of a model by name; the same shape gives the same bytes."""
     rng = np.random.Generator(np.random.Philox(shape.seed))
     tensors: dict[str, Tensor] = {}
-    kinds = _kinds(shape)
     n, q, kv = shape.n_embd, shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
 
     def matrix(name: str, role: str, rows: int, cols: int, gain: float = 1.0) -> None:
-        kind = kinds.get(role, shape.base)
+        kind = _kind_of(shape, name, role, cols)
         tensors[name + ".weight"] = random_matrix(rng, kind, rows, cols, gain), kind
 
     def vector(name: str, size: int, mean: float, spread: float) -> None:
@@ -156,13 +164,25 @@ def random_tensors(shape: Shape) -> dict[str, Tensor]:
     return tensors
 
 
-def _kinds(shape: Shape) -> dict[str, str]:
-    """Types by role: the head in more bits, as llama-quantize does; then the overrides."""
-    head = "q6_k" if shape.n_embd % 256 == 0 else "q8_0"
-    chosen = {"token_embd" if shape.tied else "output": head}
-    if shape.base in ("f32", "f16", "bf16"):
-        chosen = {}
-    return {**chosen, **shape.kinds}
+def _kind_of(shape: Shape, name: str, role: str, cols: int) -> str:
+    """The type of a tensor: the head in more bits, as llama-quantize does; then the overrides."""
+    kind = shape.base
+    if role == ("token_embd" if shape.tied else "output") and shape.base not in (
+        "f32",
+        "f16",
+        "bf16",
+    ):
+        kind = "q6_k"
+    kind = shape.kinds.get(role, kind)
+    if role in shape.more_bits and _has_more_bits(int(name.split(".")[1]), shape.n_layer):
+        kind = shape.more_bits[role]
+    return _FALLBACKS.get(kind, kind) if cols % 256 else kind
+
+
+def _has_more_bits(layer: int, n_layer: int) -> bool:
+    """The first and last eighth of the layers, and every third between them."""
+    eighth = n_layer // 8
+    return layer < eighth or layer >= 7 * n_layer // 8 or (layer - eighth) % 3 == 2
 
 
 def random_matrix(
@@ -195,15 +215,37 @@ def random_matrix(
     elif kind == "q4_1":
         d = scales(4.6)
         parts = [half(d), half((d * np.float16(-7.5)).astype(np.float16)), raw(16)]
+    elif kind == "q5_0":
+        parts = [half(scales(9.2)), raw(20)]
+    elif kind == "q5_1":
+        d = scales(9.2)
+        parts = [half(d), half((d * np.float16(-15.5)).astype(np.float16)), raw(20)]
     elif kind == "q8_0":
         parts = [half(scales(74.0)), raw(32)]
+    elif kind == "iq4_nl":
+        parts = [half(scales(67.0)), raw(16)]
     elif kind == "q6_k":
         parts = [raw(192), raw(16), half(scales(18.5 * 74.0))]
-    elif kind == "q4_k":
-        parts = [half(scales(4.6 * 32)), half(scales(300.0)), raw(140)]
+    elif kind in ("q4_k", "q5_k"):
+        d, middle = (scales(45 * 4.6), 7.5) if kind == "q4_k" else (scales(45 * 9.2), 15.5)
+        dmin = (d * np.float16(middle)).astype(np.float16)
+        parts = [
+            half(d),
+            half(dmin),
+            _sub_scales(rng, n_blocks),
+            raw(128 if kind == "q4_k" else 160),
+        ]
     else:
         raise ValueError(f"unknown kind {kind}")
     return np.concatenate(parts, axis=1).reshape(rows, -1)
+
+
+def _sub_scales(rng: np.random.Generator, n_blocks: int) -> U8:
+    """Six-bit scales and minima of Q4_K and Q5_K: equal, so that the weights have no mean."""
+    scale = rng.integers(24, 64, (n_blocks, 8), np.uint8)
+    first, last = scale[:, :4], scale[:, 4:]
+    upper = last >> 4 << 6
+    return np.concatenate([first | upper, first | upper, last & 15 | last << 4], axis=1)
 
 
 def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
@@ -219,7 +261,7 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_file_type({"q4_0": 2, "q4_1": 3, "q8_0": 7, "f16": 1, "f32": 0}.get(shape.base, 2))
+    writer.add_file_type(_FILE_TYPES[shape.base])
     if shape.linear_factor:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(shape.linear_factor)

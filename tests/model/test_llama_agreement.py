@@ -66,6 +66,17 @@ SHAPES: dict[str, Shape] = {
     "q8_0": replace(QWEN3, base="q8_0"),
     "q4_1": replace(QWEN3, base="q4_1"),
     "q6_k": replace(QWEN3, base="q6_k"),
+    "q5_0": replace(QWEN3, base="q5_0"),
+    "q5_1": replace(QWEN3, base="q5_1"),
+    "iq4_nl": replace(LLAMA, base="iq4_nl"),
+    "q4_k": replace(QWEN3, base="q4_k"),
+    "q5_k": replace(QWEN3, base="q5_k"),
+    "pure_q4_k": replace(QWEN3, base="q4_k", kinds={"token_embd": "q4_k"}),
+    "pure_q5_k": replace(QWEN3, base="q5_k", kinds={"token_embd": "q5_k"}),
+    # The mix of Q4_K_M; rows of 608 fall back to Q5_0 and Q8_0.
+    "q4_k_m": replace(
+        QWEN3, n_ff=608, base="q4_k", more_bits={"attn_v": "q6_k", "ffn_down": "q6_k"}
+    ),
     "imatrix_mix": replace(QWEN3, kinds={"ffn_down": "q4_1", "attn_k": "q8_0", "attn_v": "q8_0"}),
     "float_mix": replace(LLAMA, kinds={"attn_q": "f16", "attn_v": "bf16", "ffn_up": "f32"}),
     "pure_q4_0": replace(QWEN3, kinds={"token_embd": "q4_0"}),

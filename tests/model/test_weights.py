@@ -90,7 +90,7 @@ def shaped(name: str, shape: tuple[int, ...]) -> Callable[..., None]:
 WRONG: dict[str, tuple[str, tuple[str, ...], Callable[..., None]]] = {
     "architecture": (
         "BE1323",
-        ("general.architecture", "mamba"),
+        ("general.architecture", "mamba", "llama, qwen2, qwen3", "one of these architectures"),
         put("general.architecture", "mamba", TEXT),
     ),
     "no_layers": ("BE1322", ("qwen3.block_count",), put("qwen3.block_count", 0, U32)),
@@ -147,10 +147,14 @@ WRONG: dict[str, tuple[str, tuple[str, ...], Callable[..., None]]] = {
         ("head_count", "[2, 4]", "every layer"),
         put("qwen3.attention.head_count", [2, 4], COUNTS),
     ),
-    "experts": ("BE1323", ("qwen3.expert_count = 8",), put("qwen3.expert_count", 8, U32)),
+    "experts": (
+        "BE1323",
+        ("qwen3.expert_count = 8", "use a dense model"),
+        put("qwen3.expert_count", 8, U32),
+    ),
     "yarn": (
         "BE1323",
-        ("qwen3.rope.scaling.type = yarn",),
+        ("qwen3.rope.scaling.type = yarn", "converted without this feature"),
         put("qwen3.rope.scaling.type", "yarn", TEXT),
     ),
     "split": ("BE1323", ("split.count = 3", "merge"), put("split.count", 3, U32)),
@@ -213,12 +217,17 @@ def test_a_wrong_model_is_refused_with_the_key_or_tensor(name: str, tiny: Path) 
 
 def test_the_error_of_an_unknown_storage_type_names_tensor_and_types(tmp_path: Path) -> None:
     path = tmp_path / "k.gguf"
-    write_synthetic(path, replace(TINY, n_embd=256, kinds={"ffn_gate": "q4_k"}))
-    with GgufFile(path) as file, pytest.raises(BatchEngineError) as caught:
+    write_synthetic(path, replace(TINY, n_embd=256))
+
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        kind = reference.GGMLQuantizationType.Q3_K
+        tensors["blk.0.ffn_gate.weight"] = (np.zeros((TINY.n_ff, 110), np.uint8), kind)
+
+    with GgufFile(edited(path, edit)) as file, pytest.raises(BatchEngineError) as caught:
         plan_tensors(file, read_spec(file))
     assert caught.value.code == "BE1326"
-    assert "blk.0.ffn_gate.weight" in str(caught.value)
-    assert "Q4_K" in str(caught.value)
+    for word in ("blk.0.ffn_gate.weight", "the type Q3_K", "Q5_0", "Q4_K, Q5_K", "llama-quantize"):
+        assert word in str(caught.value)
 
 
 def test_absent_keys_have_the_defaults_of_the_format(tiny: Path) -> None:
@@ -551,7 +560,10 @@ def test_the_error_of_a_nonfinite_scale_names_tensor_row_and_block(
 
 
 # kind -> byte offset inside row 3 of a block's scale (or of a number) that becomes infinite
-SCALE_AT = {"q4_1": 2, "q8_0": 34, "q6_k": 208, "f16": 10, "bf16": 10, "f32": 12}
+SCALE_AT = {
+    "q4_1": 2, "q5_0": 22, "q5_1": 2, "q8_0": 34, "iq4_nl": 18, "q4_k": 2, "q5_k": 0, "q6_k": 208,
+    "f16": 10, "bf16": 10, "f32": 12,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SCALE_AT)

@@ -75,6 +75,90 @@ struct WeightsQ8_0 : Unit<PackedQ8_0> {
     }
 };
 
+template <int G>
+SIMD_FN uint8x16_t five_bits(const FiveBits& from, size_t row) {
+    const uint8x16_t packed = vld1q_u8(from.q[G % 4][row]);
+    if constexpr (G < 4) return vandq_u8(packed, vdupq_n_u8(31));
+    uint8x16_t lower = vld1q_u8(from.q[4][row]);
+    if constexpr (G > 4) lower = vshrq_n_u8(lower, G > 4 ? 2 * (G - 4) : 1);
+    const uint8x16_t upper = vshlq_n_u8(vshrq_n_u8(packed, 5), 2);
+    return vorrq_u8(upper, vandq_u8(lower, vdupq_n_u8(3)));
+}
+
+struct WeightsQ5_0 : Unit<PackedQ5_0> {
+    static constexpr size_t BLOCKS = 2;
+    static constexpr int OFFSETS = 2;
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
+        return five_bits<G>(of(unit).block[i], row);
+    }
+    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
+        return halves_at(of(unit).d[i] + row);
+    }
+};
+
+struct WeightsQ5_1 : Unit<PackedQ5_1> {
+    static constexpr size_t BLOCKS = 1;
+    static constexpr bool HAS_MINIMUM = true;
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t, size_t row) {
+        return five_bits<G>(of(unit).block, row);
+    }
+    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t, size_t row) {
+        return halves_at(of(unit).d + row);
+    }
+    SIMD_FN float32x4_t minimum(const uint8_t* unit, size_t, size_t row) {
+        return halves_at(of(unit).m + row);
+    }
+};
+
+struct WeightsIQ4_NL : Unit<PackedQ4_0> {
+    static constexpr size_t BLOCKS = 2;
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
+        const uint8x16_t table = vreinterpretq_u8_s8(vld1q_s8(IQ4_VALUES));
+        return vqtbl1q_u8(table, nibbles<G>(vld1q_u8(of(unit).q[i][G % 4][row])));
+    }
+    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
+        return halves_at(of(unit).d[i] + row);
+    }
+};
+
+// d * scale and m * min of Q4_K and Q5_K are exact in fp32, and so are their products with an
+// activation scale; hence these are the steps of the definition, which scales the integers.
+template <class Packed>
+struct SuperUnit : Unit<Packed> {
+    static constexpr size_t BLOCKS = 8;
+    static constexpr bool HAS_MINIMUM = true;
+    using Unit<Packed>::of;
+    SIMD_FN float32x4_t times_bytes(const uint16_t* half, const uint8_t* bytes) {
+        uint32_t four;
+        std::memcpy(&four, bytes, 4);
+        const uint32x4_t wide = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+        return vmulq_f32(halves_at(half), vcvtq_f32_u32(wide));
+    }
+    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
+        return times_bytes(of(unit).d + row, of(unit).scale[i] + row);
+    }
+    SIMD_FN float32x4_t minimum(const uint8_t* unit, size_t i, size_t row) {
+        return times_bytes(of(unit).m + row, of(unit).min[i] + row);
+    }
+};
+
+struct WeightsQ4_K : SuperUnit<PackedQ4_K> {
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
+        return nibbles<G>(vld1q_u8(of(unit).q[i][G % 4][row]));
+    }
+};
+
+struct WeightsQ5_K : SuperUnit<PackedQ5_K> {
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
+        return five_bits<G>(of(unit).block[i], row);
+    }
+};
+
 struct WeightsQ6_K : Unit<PackedQ6_K> {
     static constexpr size_t BLOCKS = 8;
     template <int G>

@@ -23,15 +23,25 @@ std::vector<uint8_t> random_tensor(Kind kind, size_t rows, size_t cols, GoldenSo
         const uint16_t half = ca::float_to_half(value);
         std::memcpy(bytes.data() + at, &half, 2);
     };
-    const size_t stride = kind == Kind::q4_0 ? 18 : kind == Kind::q4_1 ? 20 : kind == Kind::q8_0 ? 34 : 210;
-    if (kind == Kind::q4_0 || kind == Kind::q4_1 || kind == Kind::q8_0 || kind == Kind::q6_k) {
-        for (size_t at = 0, i = 0; at < bytes.size(); at += stride, ++i) {
-            const float d = i % 61 == 7    ? 0x1p-23f
-                            : i % 61 == 19 ? 0.0f
-                                           : source.unit() * 0x1p-5f;
-            put_half(at + (kind == Kind::q6_k ? 208 : 0), d);
-            if (kind == Kind::q4_1) put_half(at + 2, source.unit() * 0x1p-4f);
-        }
+    // Bytes of a file block, and where its scales stand: d, then m or dmin.
+    struct Scales {
+        Kind kind;
+        size_t stride;
+        std::vector<size_t> at;
+    };
+    static const Scales SCALES[] = {
+        {Kind::q4_0, 18, {0}},     {Kind::q4_1, 20, {0, 2}},  {Kind::q5_0, 22, {0}},
+        {Kind::q5_1, 24, {0, 2}},  {Kind::q8_0, 34, {0}},     {Kind::iq4_nl, 18, {0}},
+        {Kind::q4_k, 144, {0, 2}}, {Kind::q5_k, 176, {0, 2}}, {Kind::q6_k, 210, {208}},
+    };
+    for (const Scales& scales : SCALES) {
+        if (kind != scales.kind) continue;
+        for (size_t block = 0, i = 0; block < bytes.size(); block += scales.stride, ++i)
+            for (const size_t at : scales.at) {
+                const float tiny = i % 61 == 7 ? 0x1p-23f : 0.0f;
+                const bool special = i % 61 == 7 || i % 61 == 19;
+                put_half(block + at, special ? tiny : source.unit() * 0x1p-5f);
+            }
         return bytes;
     }
     for (size_t i = 0; i < rows * cols; ++i) {

@@ -154,6 +154,14 @@ struct WeightsQ6_K {
     }
 };
 
+}  // namespace
+}  // namespace batchengine
+
+#include "linear/blocks_avx2.h"
+
+namespace batchengine {
+namespace {
+
 // Eight rows (from `row` on) of a tile times N tokens from `token` on.
 template <class Weights, int N>
 void product(const uint8_t* tile, size_t row, const Panel& x, size_t token, TileResult& result) {

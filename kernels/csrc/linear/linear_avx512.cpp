@@ -222,6 +222,14 @@ struct WeightsQ6_K {
     }
 };
 
+}  // namespace
+}  // namespace batchengine
+
+#include "linear/blocks_avx512.h"
+
+namespace batchengine {
+namespace {
+
 template <int R, int N>
 SIMD_FN void fold(const Accumulators<R, N>& acc, bool first, size_t token, TileResult* results) {
     UNROLL for (int r = 0; r < R; ++r)
@@ -419,6 +427,9 @@ SIMD_FN void run_tiles(const uint8_t* tile, size_t bytes, const Panel& x, size_t
                       TileResult* results) {
     if constexpr (std::is_same_v<Weights, WeightsQ6_K>)
         if (tokens > 4) return tokens_of_unpacked<R>(tile, bytes, x, tokens, cold, results);
+    if constexpr (std::is_same_v<Weights, WeightsQ4_K> || std::is_same_v<Weights, WeightsQ5_K>)
+        if (tokens > 1)
+            return tokens_of_superblocks<Weights, R>(tile, bytes, x, tokens, cold, results);
     tokens_of<Weights, R>(tile, bytes, x, tokens, cold, results);
 }
 

@@ -52,7 +52,12 @@ struct Panel {
 // Each unit defines these: the quantised kinds and their product. `cold`: no cache holds the weights.
 struct WeightsQ4_0;
 struct WeightsQ4_1;
+struct WeightsQ5_0;
+struct WeightsQ5_1;
 struct WeightsQ8_0;
+struct WeightsIQ4_NL;
+struct WeightsQ4_K;
+struct WeightsQ5_K;
 struct WeightsQ6_K;
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
@@ -134,8 +139,18 @@ void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t t
             return multiply_blocks<WeightsQ4_0>(tile, bytes, tiles, panel, tokens, cold, results);
         case Kind::q4_1:
             return multiply_blocks<WeightsQ4_1>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::q5_0:
+            return multiply_blocks<WeightsQ5_0>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::q5_1:
+            return multiply_blocks<WeightsQ5_1>(tile, bytes, tiles, panel, tokens, cold, results);
         case Kind::q8_0:
             return multiply_blocks<WeightsQ8_0>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::iq4_nl:
+            return multiply_blocks<WeightsIQ4_NL>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::q4_k:
+            return multiply_blocks<WeightsQ4_K>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::q5_k:
+            return multiply_blocks<WeightsQ5_K>(tile, bytes, tiles, panel, tokens, cold, results);
         case Kind::q6_k:
             return multiply_blocks<WeightsQ6_K>(tile, bytes, tiles, panel, tokens, cold, results);
         case Kind::f16:

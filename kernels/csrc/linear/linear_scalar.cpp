@@ -50,6 +50,60 @@ float step_q4_1(float acc, const uint8_t* tile, size_t block, size_t row, const 
     return ca::step(acc, x.sum, ca::half_to_float(from.m[row]), x.scale);
 }
 
+int32_t dot_five_bits(const FiveBits& from, size_t row, const int8_t* q) {
+    int32_t sum = 0;
+    for (size_t k = 0; k < 16; ++k) {
+        const uint8_t byte = from.q[k / 4][row][k % 4];
+        const int lower = from.q[4][row][k % 4] >> (k / 4 * 2) & 3;
+        sum += (byte & 31) * q[k] + (byte >> 5 << 2 | lower) * q[k + 16];
+    }
+    return sum;
+}
+
+float step_q5_0(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
+    const auto& pair = reinterpret_cast<const PackedQ5_0*>(tile)[block / 2];
+    const int32_t dot = dot_five_bits(pair.block[block % 2], row, x.q) - 16 * x.sum;
+    return ca::step(acc, dot, ca::half_to_float(pair.d[block % 2][row]), x.scale);
+}
+
+float step_q5_1(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
+    const auto& from = reinterpret_cast<const PackedQ5_1*>(tile)[block];
+    const int32_t dot = dot_five_bits(from.block, row, x.q);
+    acc = ca::step(acc, dot, ca::half_to_float(from.d[row]), x.scale);
+    return ca::step(acc, x.sum, ca::half_to_float(from.m[row]), x.scale);
+}
+
+float step_iq4_nl(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
+    const auto& pair = reinterpret_cast<const PackedQ4_0*>(tile)[block / 2];
+    int32_t dot = 0;
+    for (size_t k = 0; k < 16; ++k) {
+        const uint8_t byte = pair.q[block % 2][k / 4][row][k % 4];
+        dot += IQ4_VALUES[byte & 15] * x.q[k] + IQ4_VALUES[byte >> 4] * x.q[k + 16];
+    }
+    return ca::step(acc, dot, ca::half_to_float(pair.d[block % 2][row]), x.scale);
+}
+
+// A sub-block of Q4_K or Q5_K whose dot is known: its scale times that with d, then its minimum times
+// the sum of q with m.
+template <class Packed>
+float step_with_minimum(float acc, const Packed& super, size_t sub, size_t row, int32_t dot,
+                        const Cell& x) {
+    acc = ca::step(acc, super.scale[sub][row] * dot, ca::half_to_float(super.d[row]), x.scale);
+    return ca::step(acc, super.min[sub][row] * x.sum, ca::half_to_float(super.m[row]), x.scale);
+}
+
+float step_q4_k(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
+    const auto& super = reinterpret_cast<const PackedQ4_K*>(tile)[block / 8];
+    const size_t sub = block % 8;
+    return step_with_minimum(acc, super, sub, row, dot_nibbles(super.q[sub], row, x.q), x);
+}
+
+float step_q5_k(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
+    const auto& super = reinterpret_cast<const PackedQ5_K*>(tile)[block / 8];
+    const size_t sub = block % 8;
+    return step_with_minimum(acc, super, sub, row, dot_five_bits(super.block[sub], row, x.q), x);
+}
+
 float step_q8_0(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
     const auto& pair = reinterpret_cast<const PackedQ8_0*>(tile)[block / 2];
     int32_t dot = 0;
@@ -114,7 +168,12 @@ float dot(const Matrix& matrix, const uint8_t* tile, size_t row, const Activatio
     switch (matrix.kind) {
         case Kind::q4_0: return dot_blocks<step_q4_0>(tile, row, x, group, token);
         case Kind::q4_1: return dot_blocks<step_q4_1>(tile, row, x, group, token);
+        case Kind::q5_0: return dot_blocks<step_q5_0>(tile, row, x, group, token);
+        case Kind::q5_1: return dot_blocks<step_q5_1>(tile, row, x, group, token);
         case Kind::q8_0: return dot_blocks<step_q8_0>(tile, row, x, group, token);
+        case Kind::iq4_nl: return dot_blocks<step_iq4_nl>(tile, row, x, group, token);
+        case Kind::q4_k: return dot_blocks<step_q4_k>(tile, row, x, group, token);
+        case Kind::q5_k: return dot_blocks<step_q5_k>(tile, row, x, group, token);
         case Kind::q6_k: return dot_blocks<step_q6_k>(tile, row, x, group, token);
         default: return dot_floats(matrix, tile, row, x, group * GROUP_TOKENS + token);
     }

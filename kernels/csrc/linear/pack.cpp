@@ -5,34 +5,10 @@
 #include <limits>
 
 #include "common/ca.h"
+#include "linear/gguf_blocks.h"
 
 namespace batchengine {
 namespace {
-
-// The blocks of a GGUF file, little-endian, as stored.
-struct FileQ4_0 {
-    uint16_t d;
-    uint8_t q[16];  // low nibble = k, high nibble = k + 16
-};
-static_assert(sizeof(FileQ4_0) == 18);
-struct FileQ4_1 {
-    uint16_t d;
-    uint16_t m;
-    uint8_t q[16];
-};
-static_assert(sizeof(FileQ4_1) == 20);
-struct FileQ8_0 {
-    uint16_t d;
-    int8_t q[32];
-};
-static_assert(sizeof(FileQ8_0) == 34);
-struct FileQ6_K {
-    uint8_t low[128];
-    uint8_t high[64];
-    int8_t scale[16];
-    uint16_t d;
-};
-static_assert(sizeof(FileQ6_K) == 210);
 
 struct KindFacts {
     const char* name;
@@ -40,9 +16,10 @@ struct KindFacts {
     size_t file_bytes;  // per file block
 };
 constexpr KindFacts FACTS[KIND_COUNT] = {
-    {"q4_0", 32, sizeof(FileQ4_0)}, {"q4_1", 32, sizeof(FileQ4_1)}, {"q6_k", 256, sizeof(FileQ6_K)},
-    {"q8_0", 32, sizeof(FileQ8_0)}, {"f16", 1, 2},                  {"bf16", 1, 2},
-    {"f32", 1, 4},
+    {"q4_0", 32, sizeof(FileQ4_0)},  {"q4_1", 32, sizeof(FileQ4_1)}, {"q5_0", 32, sizeof(FileQ5_0)},
+    {"q5_1", 32, sizeof(FileQ5_1)},  {"q8_0", 32, sizeof(FileQ8_0)}, {"iq4_nl", 32, sizeof(FileIQ4_NL)},
+    {"q4_k", 256, sizeof(FileQ4_K)}, {"q5_k", 256, sizeof(FileQ5_K)}, {"q6_k", 256, sizeof(FileQ6_K)},
+    {"f16", 1, 2},                   {"bf16", 1, 2},                 {"f32", 1, 4},
 };
 const KindFacts& facts(Kind kind) { return FACTS[static_cast<int>(kind)]; }
 
@@ -62,100 +39,157 @@ class FirstBad {
     std::pair<size_t, size_t> first_ = NONE;
 };
 
-bool finite_half(uint16_t half) { return (half & 0x7C00u) != 0x7C00u; }
-
 constexpr uint16_t ONE_HALF = 0x3C00;
-bool is_zero(uint16_t half) { return (half & 0x7FFFu) == 0; }
 
-// A file block at an address of any alignment.
-template <class Block>
-Block load(const uint8_t* source, size_t index) {
-    Block block;
-    std::memcpy(&block, source + index * sizeof(Block), sizeof(Block));
-    return block;
+using Nibbles = uint8_t[GROUPS / 2][TILE_ROWS][4];
+
+// Weight i of a block of 32; the destination is zero before.
+void put_nibble(Nibbles& to, size_t row, size_t i, unsigned q) {
+    to[i % 16 / 4][row][i % 4] |= static_cast<uint8_t>((q & 15u) << (i < 16 ? 0 : 4));
+}
+unsigned nibble_at(const Nibbles& from, size_t row, size_t i) {
+    return from[i % 16 / 4][row][i % 4] >> (i < 16 ? 0 : 4) & 15u;
+}
+void put_five(FiveBits& to, size_t row, size_t i, unsigned q) {
+    const size_t j = i % 16 / 4;
+    to.q[j][row][i % 4] |= static_cast<uint8_t>(i < 16 ? q : q >> 2 << 5);
+    if (i >= 16) to.q[4][row][i % 4] |= static_cast<uint8_t>((q & 3u) << (2 * j));
+}
+unsigned five_at(const FiveBits& from, size_t row, size_t i) {
+    const size_t j = i % 16 / 4;
+    const unsigned byte = from.q[j][row][i % 4];
+    return i < 16 ? byte & 31u : byte >> 5 << 2 | (from.q[4][row][i % 4] >> (2 * j) & 3u);
 }
 
-// The blocks below replace a d of 0 as pack.h says: zero weights are nibbles 8, nibbles 0 (q4_1, whose
-// minimum stays), bytes 128, sub-scales 0 (q6_k).
-void place(const FileQ4_0& from, PackedQ4_0& to, size_t odd, size_t row) {
-    const bool zero = is_zero(from.d);
-    to.d[odd][row] = zero ? ONE_HALF : from.d;
-    for (size_t i = 0; i < 16; ++i)
-        to.q[odd][i / 4][row][i % 4] = zero ? uint8_t{0x88} : from.q[i];
-}
+// Block b of a row goes into its tile; a d of 0 is replaced as pack.h says.
+uint16_t usable(uint16_t d) { return zero_half(d) ? ONE_HALF : d; }
 
-void place(const FileQ4_1& from, PackedQ4_1& to, size_t row) {
-    const bool zero = is_zero(from.d);
-    to.d[row] = zero ? ONE_HALF : from.d;
-    to.m[row] = from.m;
-    for (size_t i = 0; i < 16; ++i) to.q[i / 4][row][i % 4] = zero ? uint8_t{0} : from.q[i];
-}
-
-void place(const FileQ8_0& from, PackedQ8_0& to, size_t odd, size_t row) {
-    const bool zero = is_zero(from.d);
-    to.d[odd][row] = zero ? ONE_HALF : from.d;
+void place(const FileQ4_0& from, PackedQ4_0* tile, size_t b, size_t row) {
+    PackedQ4_0& to = tile[b / 2];
+    to.d[b % 2][row] = usable(from.d);
     for (size_t i = 0; i < 32; ++i)
-        to.q[odd][i / 4][row][i % 4] = static_cast<uint8_t>((zero ? 0 : from.q[i]) + 128);
+        put_nibble(to.q[b % 2], row, i, zero_half(from.d) ? 8 : quant(from, i));
+}
+
+void place(const FileQ4_1& from, PackedQ4_1* tile, size_t b, size_t row) {
+    tile[b].d[row] = usable(from.d);
+    tile[b].m[row] = from.m;
+    for (size_t i = 0; i < 32; ++i)
+        put_nibble(tile[b].q, row, i, zero_half(from.d) ? 0 : quant(from, i));
+}
+
+void place(const FileQ5_0& from, PackedQ5_0* tile, size_t b, size_t row) {
+    PackedQ5_0& to = tile[b / 2];
+    to.d[b % 2][row] = usable(from.d);
+    for (size_t i = 0; i < 32; ++i)
+        put_five(to.block[b % 2], row, i, zero_half(from.d) ? 16 : quant(from, i));
+}
+
+void place(const FileQ5_1& from, PackedQ5_1* tile, size_t b, size_t row) {
+    tile[b].d[row] = usable(from.d);
+    tile[b].m[row] = from.m;
+    for (size_t i = 0; i < 32; ++i)
+        put_five(tile[b].block, row, i, zero_half(from.d) ? 0 : quant(from, i));
+}
+
+void place(const FileQ8_0& from, PackedQ8_0* tile, size_t b, size_t row) {
+    PackedQ8_0& to = tile[b / 2];
+    to.d[b % 2][row] = usable(from.d);
+    for (size_t i = 0; i < 32; ++i) {
+        const int q = zero_half(from.d) ? 0 : from.q[i];
+        to.q[b % 2][i / 4][row][i % 4] = static_cast<uint8_t>(q + 128);
+    }
+}
+
+// IQ4_NL has no weight of zero, so a scale of zero stays.
+void place(const FileIQ4_NL& from, PackedQ4_0* tile, size_t b, size_t row) {
+    tile[b / 2].d[b % 2][row] = from.d;
+    for (size_t i = 0; i < 32; ++i) put_nibble(tile[b / 2].q[b % 2], row, i, quant(from, i));
+}
+
+// d, dmin and the sub-blocks' scales of Q4_K and Q5_K; true for a sub-block that has weights.
+template <class File, class Packed>
+bool place_scales(const File& from, Packed& to, size_t j, size_t row) {
+    const bool zero = zero_half(from.d) || scale_of(from.scales, j) == 0;
+    to.d[row] = usable(from.d);
+    to.m[row] = from.dmin ^ 0x8000u;
+    to.scale[j][row] = static_cast<uint8_t>(zero ? 1 : scale_of(from.scales, j));
+    to.min[j][row] = static_cast<uint8_t>(min_of(from.scales, j));
+    return !zero;
+}
+
+void place(const FileQ4_K& from, PackedQ4_K* tile, size_t b, size_t row) {
+    for (size_t j = 0; j < 8; ++j)
+        if (place_scales(from, tile[b], j, row))
+            for (size_t i = 0; i < 32; ++i)
+                put_nibble(tile[b].q[j], row, i, quant(from, 32 * j + i));
+}
+
+void place(const FileQ5_K& from, PackedQ5_K* tile, size_t b, size_t row) {
+    for (size_t j = 0; j < 8; ++j)
+        if (place_scales(from, tile[b], j, row))
+            for (size_t i = 0; i < 32; ++i)
+                put_five(tile[b].block[j], row, i, quant(from, 32 * j + i));
 }
 
 // Shift of the two upper bits of vector g inside high[(g % 4) / 2]; see PackedQ6_K.
 constexpr unsigned high_shift(size_t g) { return g % 2 == 0 ? (g < 4 ? 4 : 6) : (g < 4 ? 2 : 0); }
 
-unsigned file_q6(const FileQ6_K& from, size_t k) {
-    const size_t half = k / 128, part = k % 128 / 32, i = k % 32;
-    const unsigned nibble = from.low[64 * half + 32 * (part % 2) + i] >> (part < 2 ? 0 : 4) & 15u;
-    return nibble | (from.high[32 * half + i] >> (2 * part) & 3u) << 4;
-}
-
-void place(const FileQ6_K& from, PackedQ6_K& to, size_t row) {
-    const bool zero = is_zero(from.d);
-    to.d[row] = zero ? 1.0f : ca::half_to_float(from.d);
-    for (size_t i = 0; i < 16; ++i) to.scale[i][row] = zero ? int8_t{0} : from.scale[i];
+void place(const FileQ6_K& from, PackedQ6_K* tile, size_t b, size_t row) {
+    tile[b].d[row] = ca::half_to_float(usable(from.d));
+    for (size_t i = 0; i < 16; ++i)
+        tile[b].scale[i][row] = zero_half(from.d) ? int8_t{0} : from.scale[i];
     for (size_t k = 0; k < 256; ++k) {
-        PackedQ6_K::Block& block = to.block[k / 32];
-        const size_t g = k % 32 / 4, byte = k % 4;
-        const unsigned q = file_q6(from, k);
-        block.low[g % 4][row][byte] |= static_cast<uint8_t>((q & 15u) << (g < 4 ? 0 : 4));
-        block.high[g % 4 / 2][row][byte] |= static_cast<uint8_t>((q >> 4) << high_shift(g));
+        PackedQ6_K::Block& block = tile[b].block[k / 32];
+        const size_t g = k % 32 / 4;
+        const unsigned q = quant(from, k);
+        put_nibble(block.low, row, k % 32, q);
+        block.high[g % 4 / 2][row][k % 4] |= static_cast<uint8_t>((q >> 4) << high_shift(g));
     }
 }
 
-void pack_row(Kind kind, size_t cols, const uint8_t* source, size_t row, uint8_t* tile, FirstBad& bad) {
-    const size_t blocks = cols / facts(kind).block, lane = row % TILE_ROWS;
-    for (size_t b = 0; b < blocks; ++b) {
-        bool good = true;
-        if (kind == Kind::q4_0) {
-            const auto from = load<FileQ4_0>(source, b);
-            good = finite_half(from.d);
-            place(from, reinterpret_cast<PackedQ4_0*>(tile)[b / 2], b % 2, lane);
-        } else if (kind == Kind::q4_1) {
-            const auto from = load<FileQ4_1>(source, b);
-            good = finite_half(from.d) && finite_half(from.m);
-            place(from, reinterpret_cast<PackedQ4_1*>(tile)[b], lane);
-        } else if (kind == Kind::q8_0) {
-            const auto from = load<FileQ8_0>(source, b);
-            good = finite_half(from.d);
-            place(from, reinterpret_cast<PackedQ8_0*>(tile)[b / 2], b % 2, lane);
-        } else if (kind == Kind::q6_k) {
-            const auto from = load<FileQ6_K>(source, b);
-            good = finite_half(from.d);
-            place(from, reinterpret_cast<PackedQ6_K*>(tile)[b], lane);
-        } else if (kind == Kind::f32) {
-            const auto from = load<float>(source, b);
-            good = ca::is_finite(from);
-            reinterpret_cast<float*>(tile)[b * TILE_ROWS + lane] = from;
-        } else {
-            const auto from = load<uint16_t>(source, b);
-            const unsigned exponent = kind == Kind::f16 ? 0x7C00u : 0x7F80u;
-            good = (from & exponent) != exponent;
-            reinterpret_cast<uint16_t*>(tile)[b * TILE_ROWS + lane] = from;
-        }
-        if (!good) bad.report(row, b);
+// One row of a tensor, and the tile it belongs to.
+struct RowSource {
+    const uint8_t* source;
+    size_t row, cols;
+    uint8_t* tile;
+    FirstBad& bad;
+};
+
+template <class File, class Packed>
+void pack_blocks(const RowSource& from, size_t block_width) {
+    for (size_t b = 0; b < from.cols / block_width; ++b) {
+        const auto block = load_block<File>(from.source, b);
+        if (!finite(block)) from.bad.report(from.row, b);
+        place(block, reinterpret_cast<Packed*>(from.tile), b, from.row % TILE_ROWS);
     }
 }
 
-unsigned nibble_at(const uint8_t (&q)[GROUPS / 2][TILE_ROWS][4], size_t lane, size_t i) {
-    return q[i % 16 / 4][lane][i % 4] >> (i < 16 ? 0 : 4) & 15u;
+// `exponent`: the bits that are all set in NaN and infinity.
+template <class Bits>
+void pack_floats(const RowSource& from, Bits exponent) {
+    for (size_t k = 0; k < from.cols; ++k) {
+        const auto bits = load_block<Bits>(from.source, k);
+        if ((bits & exponent) == exponent) from.bad.report(from.row, k);
+        reinterpret_cast<Bits*>(from.tile)[k * TILE_ROWS + from.row % TILE_ROWS] = bits;
+    }
+}
+
+void pack_row(Kind kind, const RowSource& from) {
+    switch (kind) {
+        case Kind::q4_0: return pack_blocks<FileQ4_0, PackedQ4_0>(from, 32);
+        case Kind::q4_1: return pack_blocks<FileQ4_1, PackedQ4_1>(from, 32);
+        case Kind::q5_0: return pack_blocks<FileQ5_0, PackedQ5_0>(from, 32);
+        case Kind::q5_1: return pack_blocks<FileQ5_1, PackedQ5_1>(from, 32);
+        case Kind::q8_0: return pack_blocks<FileQ8_0, PackedQ8_0>(from, 32);
+        case Kind::iq4_nl: return pack_blocks<FileIQ4_NL, PackedQ4_0>(from, 32);
+        case Kind::q4_k: return pack_blocks<FileQ4_K, PackedQ4_K>(from, 256);
+        case Kind::q5_k: return pack_blocks<FileQ5_K, PackedQ5_K>(from, 256);
+        case Kind::q6_k: return pack_blocks<FileQ6_K, PackedQ6_K>(from, 256);
+        case Kind::f16: return pack_floats<uint16_t>(from, 0x7C00u);
+        case Kind::bf16: return pack_floats<uint16_t>(from, 0x7F80u);
+        case Kind::f32: return pack_floats<uint32_t>(from, ca::INFINITY_BITS);
+    }
 }
 
 int q6_at(const PackedQ6_K::Block& block, size_t lane, size_t i) {
@@ -164,38 +198,69 @@ int q6_at(const PackedQ6_K::Block& block, size_t lane, size_t i) {
     return static_cast<int>(nibble_at(block.low, lane, i) | high << 4) - 32;
 }
 
+float scaled(int q, float d) { return ca::mul_rn(static_cast<float>(q), d); }
+float scaled(unsigned q, unsigned zero, uint16_t d) {
+    return scaled(static_cast<int>(q) - static_cast<int>(zero), ca::half_to_float(d));
+}
+float with_minimum(unsigned q, uint16_t d, uint16_t m) {
+    return ca::fma_rn(static_cast<float>(q), ca::half_to_float(d), ca::half_to_float(m));
+}
+// A weight of Q4_K or Q5_K, in sub-block j.
+template <class Packed>
+float with_minimum(unsigned q, const Packed& from, size_t j, size_t lane) {
+    const float least = ca::mul_rn(static_cast<float>(from.min[j][lane]),
+                                   ca::half_to_float(from.m[lane]));
+    return ca::fma_rn(static_cast<float>(q * from.scale[j][lane]), ca::half_to_float(from.d[lane]),
+                      least);
+}
+
 float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
-    const size_t b = k / BLOCK_WIDTH, i = k % BLOCK_WIDTH;
-    const auto scale = [](uint16_t half) { return ca::half_to_float(half); };
+    const size_t b = k / 32, i = k % 32, at = k * TILE_ROWS + lane;
+    const auto half_at = [&] { return reinterpret_cast<const uint16_t*>(tile)[at]; };
     switch (kind) {
         case Kind::q4_0: {
             const auto& pair = reinterpret_cast<const PackedQ4_0*>(tile)[b / 2];
-            const int q = static_cast<int>(nibble_at(pair.q[b % 2], lane, i)) - 8;
-            return static_cast<float>(q) * scale(pair.d[b % 2][lane]);
+            return scaled(nibble_at(pair.q[b % 2], lane, i), 8, pair.d[b % 2][lane]);
         }
         case Kind::q4_1: {
             const auto& block = reinterpret_cast<const PackedQ4_1*>(tile)[b];
-            const auto q = static_cast<float>(nibble_at(block.q, lane, i));
-            return ca::fma_rn(q, scale(block.d[lane]), scale(block.m[lane]));
+            return with_minimum(nibble_at(block.q, lane, i), block.d[lane], block.m[lane]);
+        }
+        case Kind::q5_0: {
+            const auto& pair = reinterpret_cast<const PackedQ5_0*>(tile)[b / 2];
+            return scaled(five_at(pair.block[b % 2], lane, i), 16, pair.d[b % 2][lane]);
+        }
+        case Kind::q5_1: {
+            const auto& from = reinterpret_cast<const PackedQ5_1*>(tile)[b];
+            return with_minimum(five_at(from.block, lane, i), from.d[lane], from.m[lane]);
         }
         case Kind::q8_0: {
             const auto& pair = reinterpret_cast<const PackedQ8_0*>(tile)[b / 2];
-            const int q = pair.q[b % 2][i / 4][lane][i % 4] - 128;
-            return static_cast<float>(q) * scale(pair.d[b % 2][lane]);
+            return scaled(pair.q[b % 2][i / 4][lane][i % 4], 128, pair.d[b % 2][lane]);
+        }
+        case Kind::iq4_nl: {
+            const auto& pair = reinterpret_cast<const PackedQ4_0*>(tile)[b / 2];
+            const int q = IQ4_VALUES[nibble_at(pair.q[b % 2], lane, i)];
+            return scaled(q, ca::half_to_float(pair.d[b % 2][lane]));
+        }
+        case Kind::q4_k: {
+            const auto& super = reinterpret_cast<const PackedQ4_K*>(tile)[b / 8];
+            return with_minimum(nibble_at(super.q[b % 8], lane, i), super, b % 8, lane);
+        }
+        case Kind::q5_k: {
+            const auto& super = reinterpret_cast<const PackedQ5_K*>(tile)[b / 8];
+            return with_minimum(five_at(super.block[b % 8], lane, i), super, b % 8, lane);
         }
         case Kind::q6_k: {
-            const auto& super = reinterpret_cast<const PackedQ6_K*>(tile)[k / 256];
+            const auto& super = reinterpret_cast<const PackedQ6_K*>(tile)[b / 8];
             const int q = q6_at(super.block[b % 8], lane, i) * super.scale[k % 256 / 16][lane];
-            return static_cast<float>(q) * super.d[lane];
+            return scaled(q, super.d[lane]);
         }
-        case Kind::f16:
-            return scale(reinterpret_cast<const uint16_t*>(tile)[k * TILE_ROWS + lane]);
-        case Kind::bf16:
-            return ca::bf16_to_float(
-                reinterpret_cast<const uint16_t*>(tile)[k * TILE_ROWS + lane]);
-        case Kind::f32: return reinterpret_cast<const float*>(tile)[k * TILE_ROWS + lane];
+        case Kind::f16: return ca::half_to_float(half_at());
+        case Kind::bf16: return ca::bf16_to_float(half_at());
+        case Kind::f32: return reinterpret_cast<const float*>(tile)[at];
     }
-    return ca::canonical_nan();
+    return 0.0f;
 }
 
 }  // namespace
@@ -228,9 +293,14 @@ size_t source_bytes(Kind kind, size_t rows, size_t cols) {
 size_t tile_bytes(Kind kind, size_t cols) {
     const size_t blocks = div_up(cols, BLOCK_WIDTH);
     switch (kind) {
-        case Kind::q4_0: return div_up(blocks, 2) * sizeof(PackedQ4_0);
+        case Kind::q4_0:
+        case Kind::iq4_nl: return div_up(blocks, 2) * sizeof(PackedQ4_0);
         case Kind::q4_1: return blocks * sizeof(PackedQ4_1);
+        case Kind::q5_0: return div_up(blocks, 2) * sizeof(PackedQ5_0);
+        case Kind::q5_1: return blocks * sizeof(PackedQ5_1);
         case Kind::q8_0: return div_up(blocks, 2) * sizeof(PackedQ8_0);
+        case Kind::q4_k: return blocks / 8 * sizeof(PackedQ4_K);
+        case Kind::q5_k: return blocks / 8 * sizeof(PackedQ5_K);
         case Kind::q6_k: return blocks / 8 * sizeof(PackedQ6_K);
         case Kind::f16:
         case Kind::bf16: return blocks * BLOCK_WIDTH * TILE_ROWS * 2;
@@ -252,9 +322,9 @@ void pack(Pool& pool, Kind kind, size_t rows, size_t cols, const uint8_t* source
         std::memset(to, 0, bytes);
         const size_t end = std::min(rows, (tile + 1) * TILE_ROWS);
         for (size_t row = tile * TILE_ROWS; row < end; ++row)
-            pack_row(kind, cols, source + row * row_bytes, row, to, bad);
+            pack_row(kind, {source + row * row_bytes, row, cols, to, bad});
         for (size_t row = end; row < (tile + 1) * TILE_ROWS; ++row)
-            pack_row(kind, cols, zeros.data(), row, to, bad);
+            pack_row(kind, {zeros.data(), row, cols, to, bad});
     });
     if (!bad.any()) return;
     const auto [row, place] = bad.where();

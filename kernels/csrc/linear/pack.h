@@ -4,8 +4,8 @@
 // Inside a tile, byte 4r+i of a 64-byte vector belongs to row r: 16 rows are the 16 lanes of a
 // vector, and four consecutive k are the four bytes of a dword. No scale d is 0, so that kernels may
 // add to its exponent: a block whose d is 0 becomes zero weights with d = 1, which mean the same. So do
-// the rows past the last. Quantised kinds need cols to be a multiple of their block; f16, bf16 and
-// f32 take any cols and are padded with zeros to 32.
+// the rows past the last. (IQ4_NL has no weight 0, and keeps a d of 0.) Quantised kinds need cols to be a
+// multiple of their block; f16, bf16 and f32 take any cols and are padded with zeros to 32.
 #pragma once
 
 #include "common/pool.h"
@@ -52,6 +52,50 @@ struct PackedQ6_K {
 };
 static_assert(sizeof(PackedQ6_K) == 3392);
 
+// Five-bit weights of 32 k. Vector j < 4 has the whole weights of k = 4j..4j+3 in its low bits and, above
+// them, the three upper bits of those 16 further on; the two lower bits of these are bits 2j and 2j+1
+// of the last vector.
+struct FiveBits {
+    uint8_t q[GROUPS / 2 + 1][TILE_ROWS][4];
+};
+
+struct PackedQ5_0 {
+    uint16_t d[2][TILE_ROWS];
+    FiveBits block[2];
+};
+static_assert(sizeof(PackedQ5_0) == 704);
+
+struct PackedQ5_1 {
+    uint16_t d[TILE_ROWS];
+    uint16_t m[TILE_ROWS];
+    FiveBits block;
+};
+static_assert(sizeof(PackedQ5_1) == 384);
+
+// 256 k; scale and min are the six-bit integers of the file, per 32 k, and m = -dmin. A sub-block of
+// scale 0 has zero weights and scale 1.
+struct PackedQ4_K {
+    uint16_t d[TILE_ROWS];
+    uint16_t m[TILE_ROWS];
+    uint8_t scale[8][TILE_ROWS];
+    uint8_t min[8][TILE_ROWS];
+    uint8_t q[8][GROUPS / 2][TILE_ROWS][4];
+};
+static_assert(sizeof(PackedQ4_K) == 2368);
+
+struct PackedQ5_K {
+    uint16_t d[TILE_ROWS];
+    uint16_t m[TILE_ROWS];
+    uint8_t scale[8][TILE_ROWS];
+    uint8_t min[8][TILE_ROWS];
+    FiveBits block[8];
+};
+static_assert(sizeof(PackedQ5_K) == 2880);
+
+// IQ4_NL is packed as PackedQ4_0; a nibble is the index of its weight here.
+constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                   1,    13,   25,  38,  53,  69,  89,  113};
+
 // f16, bf16, f32: [k][row 16] in the type of the file.
 
 const char* kind_name(Kind kind);
@@ -66,9 +110,10 @@ size_t packed_bytes(Kind kind, size_t rows, size_t cols);
 void pack(Pool& pool, Kind kind, size_t rows, size_t cols, const uint8_t* source, uint8_t* packed);
 
 // Row `row` as fp32, the weights' exact meaning:
-//   q4_0, q8_0  RN(float(q) * d)         q6_k  RN(float(scale * q) * d)
-//   q4_1        fma(float(q), d, m)      f16, bf16, f32  the value itself
-// +0 (q4_1: m) where the file's d is 0.
+//   q4_0, q5_0, q8_0, iq4_nl  RN(float(q) * d)       q4_1, q5_1  fma(float(q), d, m)
+//   q4_k, q5_k  fma(float(q * scale), d, RN(float(min) * m))
+//   q6_k        RN(float(scale * q) * d)             f16, bf16, f32  the value itself
+// Where the file's d is 0, q * d is +0 (but of iq4_nl).
 void unpack_row(const Matrix& matrix, size_t row, float* out);
 
 }  // namespace batchengine

@@ -1,0 +1,244 @@
+"""The block types Q5_0, Q5_1, IQ4_NL, Q4_K and Q5_K: rule 2 of docs/numerics.md, exactly.
+
+The file blocks are decoded here from the byte layout alone. Expected outputs are chains of exact
+fractions, each step rounded once; every level must give these bits.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import kernels as k
+from tests.kernels.test_linear import (
+    BLOCK_BYTES,
+    SCALES_AT,
+    assert_same_bits,
+    chain,
+    in_segments,
+    packed,
+    product,
+    quantised,
+    random_tensor,
+    random_values,
+    round_f32,
+    unpacked,
+)
+
+U8 = NDArray[np.uint8]
+F32 = NDArray[np.float32]
+KINDS = ("q5_0", "q5_1", "iq4_nl", "q4_k", "q5_k")
+TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+class Group:
+    """32 weights: value k is factor·integers[k]·d + minimum·m."""
+
+    def __init__(
+        self, integers: list[int], d: Fraction, m: Fraction, factor: int = 1, minimum: int = 1
+    ) -> None:
+        self.integers, self.d, self.m = integers, d, m
+        self.factor, self.minimum = factor, minimum
+
+
+def half(raw: U8) -> Fraction:
+    return Fraction(float(raw[:2].copy().view(np.float16)[0]))
+
+
+def groups_of(kind: str, block: U8) -> list[Group]:
+    """The groups of one file block."""
+    raw = [int(byte) for byte in block]
+    d, none = half(block), Fraction(0)
+    if kind in ("q5_0", "q5_1", "iq4_nl"):
+        nibbles = [byte & 15 for byte in raw[-16:]] + [byte >> 4 for byte in raw[-16:]]
+        if kind == "iq4_nl":
+            return [Group([TABLE[n] for n in nibbles], d, none)]
+        bits = int.from_bytes(bytes(raw[-20:-16]), "little")
+        five = [n + 16 * (bits >> i & 1) for i, n in enumerate(nibbles)]
+        if kind == "q5_0":
+            return [Group([n - 16 for n in five], d, none)]
+        return [Group(five, d, half(block[2:]))]
+    groups: list[Group] = []
+    six = raw[4:16]
+    for j in range(8):
+        if j < 4:
+            scale, minimum = six[j] & 63, six[j + 4] & 63
+        else:
+            scale = (six[j + 4] & 15) + 16 * (six[j - 4] >> 6)
+            minimum = (six[j + 4] >> 4) + 16 * (six[j] >> 6)
+        run = raw[-128:][32 * (j // 2) : 32 * (j // 2) + 32]
+        integers = [byte >> 4 if j % 2 else byte & 15 for byte in run]
+        if kind == "q5_k":
+            integers = [n + 16 * (raw[16 + i] >> j & 1) for i, n in enumerate(integers)]
+        groups.append(Group(integers, d, -half(block[2:]), scale, minimum))
+    return groups
+
+
+def row_groups(kind: str, tensor: U8, rows: int, row: int) -> list[Group]:
+    size = BLOCK_BYTES[kind]
+    blocks = tensor.reshape(rows, -1, size)[row]
+    return [group for block in blocks for group in groups_of(kind, block)]
+
+
+def expected(
+    groups: list[Group], q: NDArray[np.int8], scale: F32, *, with_minimum: bool
+) -> Fraction:
+    """One output by rule 2."""
+    steps: list[tuple[Fraction, Fraction]] = []
+    for b, group in enumerate(groups):
+        values = [int(v) for v in q[32 * b : 32 * b + 32]]
+        t = Fraction(float(scale[b]))
+        dot = group.factor * sum(n * v for n, v in zip(group.integers, values, strict=True))
+        assert abs(dot) < 2**24
+        steps.append((Fraction(dot), group.d * t))
+        if with_minimum:
+            steps.append((Fraction(group.minimum * sum(values)), group.m * t))
+    return chain(in_segments(steps, 64 if with_minimum else 32))
+
+
+def check_rows(
+    pool: k.Pool, kind: str, tensor: U8, rows: int, values: F32, cells: list[tuple[int, int]]
+) -> None:
+    """Every level gives the exact result for (row, token) in cells, and equal bits for the rest."""
+    tokens, cols = values.shape
+    matrix = packed(pool, kind, tensor, rows, cols)
+    results: list[F32] = []
+    for level in k.isa_levels():
+        k.set_isa(level)
+        x = quantised(pool, values)
+        results.append(product(pool, x, matrix, tokens))
+        assert_same_bits(results[-1], results[0], level)
+    q, scale = unpacked(quantised(pool, values), tokens)
+    for row, token in cells:
+        want = expected(
+            row_groups(kind, tensor, rows, row),
+            q[token],
+            scale[token],
+            with_minimum=len(SCALES_AT.get(kind, ())) == 2,
+        )
+        assert Fraction(float(results[0][token, row])) == want, (row, token)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 16, 19])
+def test_products_are_rule_2(pool: k.Pool, kind: str, tokens: int) -> None:
+    """Two whole segments and a part, a ragged last tile, every tail of a token group."""
+    rows, cols = 50, 2304 if kind.endswith("_k") else 2080
+    rng = np.random.default_rng(tokens)
+    tensor = random_tensor(kind, rows, cols, rng)
+    values = random_values(tokens, cols, rng)
+    check_rows(
+        pool, kind, tensor, rows, values, [(0, 0), (17, tokens - 1), (47, tokens // 2), (49, 0)]
+    )
+
+
+def filled(kind: str, rows: int, cols: int, rng: np.random.Generator, byte: int) -> U8:
+    """Weights and six-bit scales of one byte, sane fp16 scales."""
+    tensor = random_tensor(kind, rows, cols, rng)
+    size = BLOCK_BYTES[kind]
+    table = tensor.reshape(-1, size)
+    scales_end = SCALES_AT.get(kind, (0,))[-1] + 2
+    table[:, scales_end:] = byte
+    table[:, :2] = np.array([0.0137], np.float16).view(np.uint8)
+    return tensor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("byte", [0x00, 0xFF])
+def test_sums_at_their_bounds_are_exact(pool: k.Pool, kind: str, byte: int) -> None:
+    """Weights, scales, minima and activations are as large as they get, in every sign."""
+    rows, cols = 17, 512
+    tensor = filled(kind, rows, cols, np.random.default_rng(1), byte)
+    values = np.full((6, cols), 127, np.float32)
+    values[1] = -127
+    values[2, ::2] = -127
+    values[3] = 2.0**95
+    values[4] = -(2.0**-90)
+    values[5, 32:] = 0
+    check_rows(pool, kind, tensor, rows, values, [(0, t) for t in range(6)] + [(16, 1)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_and_subnormal_scales(pool: k.Pool, kind: str) -> None:
+    """d, m and dmin of 0, -0, the least subnormal and the largest number; six-bit scales of 0."""
+    rows, cols, tokens = 36, 512, 5
+    rng = np.random.default_rng(2)
+    tensor = random_tensor(kind, rows, cols, rng)
+    table = tensor.reshape(rows, -1, BLOCK_BYTES[kind])
+    special = np.array([0.0, -0.0, 2.0**-24, -(2.0**-24), 65504.0, 1.0], np.float16)
+    for row in range(rows):
+        at = SCALES_AT.get(kind, (0,))
+        table[row, :, 0:2] = special[row % 6 : row % 6 + 1].view(np.uint8)
+        if len(at) == 2:
+            table[row, :, 2:4] = special[row // 6 : row // 6 + 1].view(np.uint8)
+    if kind.endswith("_k"):
+        table[: rows // 2, 1, 4:16] = 0
+    values = random_values(tokens, cols, rng)
+    check_rows(pool, kind, tensor, rows, values, [(row, row % tokens) for row in range(rows)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_embedding_has_one_rounding(pool: k.Pool, kind: str) -> None:
+    rows, cols = 19, 512
+    tensor = random_tensor(kind, rows, cols, np.random.default_rng(3))
+    out = k.Rows(rows, cols)
+    k.embed(pool, packed(pool, kind, tensor, rows, cols), np.arange(rows, dtype=np.int32), out)
+    for row in (0, 15, 18):
+        want = [
+            round_f32(group.factor * n * group.d + group.minimum * group.m)
+            for group in row_groups(kind, tensor, rows, row)
+            for n in group.integers
+        ]
+        assert [Fraction(value) for value in out.view(rows)[row].tolist()] == want
+
+
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 67),
+    st.integers(1, 6),
+    st.integers(1, 37),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1.0, 1e-24, 1e24]),
+)
+@settings(max_examples=60, deadline=None)
+def test_levels_agree_on_any_bytes(
+    kind: str, rows: int, superblocks: int, tokens: int, seed: int, size: float
+) -> None:
+    """Any bytes that a file may hold: only scales that are not finite are replaced."""
+    cols = 256 * superblocks if kind.endswith("_k") else 160 * superblocks
+    rng, pool = np.random.default_rng(seed), k.Pool(1)
+    tensor = rng.integers(0, 256, rows * cols // 32 * BLOCK_BYTES[kind], np.uint8)
+    tensor = tensor[: rows * cols // (256 if kind.endswith("_k") else 32) * BLOCK_BYTES[kind]]
+    table = tensor.reshape(-1, BLOCK_BYTES[kind])
+    for at in SCALES_AT.get(kind, (0,)):
+        exponent = table[:, at + 1] & 0x7C
+        table[exponent == 0x7C, at + 1] = 0x03
+    matrix = packed(pool, kind, tensor, rows, cols)
+    values = random_values(tokens, cols, rng) * np.float32(size)
+    results: list[F32] = []
+    before = k.isa()
+    try:
+        for level in k.isa_levels():
+            k.set_isa(level)
+            results.append(product(pool, quantised(pool, values), matrix, tokens))
+    finally:
+        k.set_isa(before)
+    for level, got in zip(k.isa_levels(), results, strict=True):
+        assert_same_bits(got, results[0], level)
+
+
+BITS_MAX = {
+    "q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q8_0": 8.5, "iq4_nl": 4.5,
+    "q4_k": 4.63, "q5_k": 5.63, "q6_k": 6.63,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "bits_max"), BITS_MAX.items())
+def test_packed_weights_take_no_more_bytes_than_allowed(kind: str, bits_max: float) -> None:
+    """Decode of one token is bound by reading these bytes."""
+    assert k.packed_bytes(kind, 1024, 1024) * 8 / 1024**2 <= bits_max
