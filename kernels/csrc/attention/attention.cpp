@@ -55,6 +55,8 @@ PageKernel page_kernel() {
 #if defined(BATCHENGINE_X86)
     if (level() == Level::avx512) return page_partials_avx512;
     if (level() == Level::avx2) return page_partials_avx2;
+#elif defined(BATCHENGINE_ARM)
+    if (level() != Level::scalar) return page_partials_neon;
 #endif
     return page_partials_scalar;
 }

@@ -59,6 +59,8 @@ void page_partials_scalar(const PageView&, int, const QueryRows&, AttentionScrat
 void page_partials_avx2(const PageView&, int, const QueryRows&, AttentionScratch&, const PagePartials&);
 void page_partials_avx512(const PageView&, int, const QueryRows&, AttentionScratch&,
                           const PagePartials&);
+#elif defined(BATCHENGINE_ARM)
+void page_partials_neon(const PageView&, int, const QueryRows&, AttentionScratch&, const PagePartials&);
 #endif
 
 }  // namespace batchengine
