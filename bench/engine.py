@@ -73,7 +73,8 @@ class Duel:
     def __init__(self, path: str | None, *, threads: int, quick: bool) -> None:
         self.quick = quick
         self.threads = threads
-        self.path = Path(path) if path else synthetic_model("0.1b" if quick else "0.6b")
+        preset = path or ("0.1b" if quick else "0.6b")
+        self.path = synthetic_model(preset) if preset in PRESETS else Path(preset)
         self.llama_settings: dict[str, str] = {}
         with GgufFile(self.path) as gguf:
             tensors = {name: info.shape for name, info in gguf.tensors.items()}
@@ -257,7 +258,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=0, help="default 5, quick 2")
     parser.add_argument("--rows", default="", help="only these rows, separated by commas")
     parser.add_argument("--long", action="store_true", help=f"also {' and '.join(LONG)}")
-    parser.add_argument("--model", help="GGUF to measure (default: a synthetic 0.6B shape)")
+    parser.add_argument(
+        "--model", help="GGUF to measure, or a preset of bench.models.synthetic (default: 0.6b)"
+    )
     parser.add_argument("--json", help="write figures to this file")
     args = parser.parse_args(argv)
     began = time.perf_counter()
