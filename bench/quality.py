@@ -20,8 +20,8 @@ Models:
   `keys_*` have a balanced pair of large channels in K instead.
 
 `shares` predicts the ratio from numpy, one rounding at a time: inputs of matrices with scales
-max / 127, with scales of three significant bits (those of the engine) and with powers of two,
-queries with three bits, K and V as pages hold them.
+max / 127, with scales of seven significant bits (those of the engine), of three and of one (powers
+of two), queries with seven bits, K and V as pages hold them.
 
 `answers`: the evaluation items that the engine answers as the reference does (kept) and correctly
 (right), and those that only the reference answers correctly (lost; the gate is none). `llama`:
@@ -126,9 +126,10 @@ def shares_of(head_dim: int) -> dict[str, Rounding]:
     """The roundings that `shares` tries one at a time."""
     return {
         "inputs_ratio": Rounding(inputs=ratio_scales),
+        "inputs_7_bits": Rounding(inputs=lambda x: short_scales(x, 7)),
         "inputs_3_bits": Rounding(inputs=lambda x: short_scales(x, 3)),
         "inputs_1_bit": Rounding(inputs=lambda x: short_scales(x, 1)),
-        "queries_3_bits": Rounding(queries=lambda x: short_scales(x, 3)),
+        "queries_7_bits": Rounding(queries=lambda x: short_scales(x, 7)),
         "kv": Rounding(
             keys=lambda x: half_scales(x, 32), values=lambda x: half_scales(x, head_dim)
         ),

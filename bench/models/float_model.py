@@ -42,7 +42,7 @@ def short_scales(x: F64, bits: int) -> F64:
     groups = x.reshape(-1, 32)
     largest = np.abs(groups).max(1, keepdims=True)
     largest[largest == 0.0] = 1.0
-    mantissa, exponent = np.frexp(largest / 127.5)  # mantissa from 0.5 to 1
+    mantissa, exponent = np.frexp(largest / 127.0)  # mantissa from 0.5 to 1
     scale = np.ldexp(np.ceil(np.ldexp(mantissa, bits)), exponent - bits)
     return (np.rint(groups / scale) * scale).reshape(x.shape)
 

@@ -143,14 +143,13 @@ CASES = [(kind, *shape) for kind in k.KINDS for shape in shapes_of(kind)]
 
 
 def quantised_by_numpy(values: F32) -> tuple[NDArray[np.int8], F32]:
-    """Rule 1 with frexp: the scale is a multiple of a quarter of a power of two."""
+    """Rule 1 with frexp: the scale is a 127th of the largest, rounded up to seven bits."""
     blocks = values.reshape(len(values), -1, 32)
-    a = np.abs(blocks).max(axis=2).astype(np.float64)
+    a = np.abs(blocks).max(axis=2)
     used = (a >= 2.0**-90) & (a < 2.0**96)
-    fraction, exponent = np.frexp(np.where(used, a, 1.0))  # 0.5 <= fraction < 1
-    quarters = np.floor(4 * (2 * fraction + 2.0**-7)) + 1  # 5..8, 9 past the next power of two
-    quarters = np.where(quarters == 9, 10, quarters)
-    scale = np.where(used, np.ldexp(quarters / 4, exponent - 8), 1).astype(np.float32)
+    quotient = np.where(used, a, np.float32(1)) * np.uint32(0x3C010204).view(np.float32)
+    fraction, exponent = np.frexp(quotient.astype(np.float64))  # 0.5 <= fraction < 1
+    scale = np.where(used, np.ldexp(np.ceil(fraction * 128), exponent - 7), 1).astype(np.float32)
     inverse = np.where(used, np.float32(1) / scale, np.float32(0))
     q = np.rint(np.where(used[:, :, None], blocks, 0) * inverse[:, :, None])
     return q.astype(np.int8).reshape(values.shape), scale
@@ -178,18 +177,16 @@ def test_quantise_at_the_bounds_of_rule_1(pool: k.Pool, level: str) -> None:
     cases = [  # the largest of a group, its scale, its q; None: nonfinite
         (0.0, 1.0, 0),
         (np.nextafter(tiny, down), 1.0, 0),
-        (tiny, 1.25 * 2.0**-97, 102),
-        (np.nextafter(large, down), 1.25 * 2.0**89, 102),
+        (tiny, 1.015625 * 2.0**-97, 126),
+        (np.nextafter(large, down), 1.015625 * 2.0**89, 126),
         (np.nextafter(np.float32(127), down), 1.0, 127),
         (127.0, 1.0, 127),
-        (np.nextafter(np.float32(127.5), down), 1.0, 127),
-        (127.5, 1.25, 102),
-        (128.0, 1.25, 102),
-        (np.nextafter(np.float32(159), down), 1.25, 127),
-        (159.0, 1.5, 106),
-        (191.0, 1.75, 109),
-        (223.0, 2.0, 112),
-        (254.5, 2.0, 127),
+        (127.5, 1.015625, 126),
+        (128.0, 1.015625, 126),
+        (128.98, 1.015625, 127),
+        (128.99, 1.03125, 125),
+        (254.0, 2.0, 127),
+        (254.5, 2.03125, 125),
         (large, 1.0, None),
         (up, 1.0, None),
         (np.nan, 1.0, None),

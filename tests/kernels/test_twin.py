@@ -123,7 +123,7 @@ def quantise(x: Sequence[float]) -> tuple[list[int], float] | None:
         return None
     if a < 0x12800000:
         return [0] * len(x), 1.0
-    t = value(((a + 0x10000) & 0xFFE00000) + 0x00200000 - 0x03800000)
+    t = value((bits(mul(value(a), value("3C010204"))) + 0x1FFFF) & 0xFFFE0000)
     r = div(1.0, t)
     return [round(mul(v, r)) for v in x], t
 

@@ -227,11 +227,12 @@ CA_FN Group group_kind(uint32_t largest) {
     return largest < bits_of(TINY) ? Group::zero : Group::used;
 }
 
-// The scale of a used group has three significant bits, 1, 1.25, 1.5 or 1.75 times a power of two:
-// its product with an fp16 scale, a sum of 32 q or a six-bit integer is exact. It is the next one above
-// the largest magnitude / 128 (more by 2^-7, so that no q rounds to 128).
+// The scale of a used group: the largest magnitude / 127, rounded up to seven significant bits, so that
+// its product with an fp16 scale, with a sum of 32 q, and with an fp16 scale times a six-bit integer is
+// exact. The quotient is a product with 3C010204, the binary32 number next to 1/127.
 CA_FN float group_scale(uint32_t largest) {
-    return float_of(((largest + 0x10000u) & 0xFFE00000u) + 0x00200000u - (7u << 23));
+    const float quotient = mul_rn(float_of(largest), float_of(0x3C010204u));
+    return float_of((bits_of(quotient) + 0x1FFFFu) & 0xFFFE0000u);
 }
 
 CA_FN uint32_t largest_of(const float* x, int n) {

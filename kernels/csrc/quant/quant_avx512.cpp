@@ -71,10 +71,10 @@ SIMD_FN Quantised quantise_eight(Inputs in) {
     out.bad = _mm256_cmpge_epi32_mask(bits, large);
     const __mmask8 used = _mm256_cmpge_epi32_mask(bits, tiny) & ~out.bad;
     // ca::group_scale
-    const __m256i scale = _mm256_add_epi32(
-        _mm256_and_si256(_mm256_add_epi32(bits, _mm256_set1_epi32(0x10000)),
-                         _mm256_set1_epi32(static_cast<int>(0xFFE00000u))),
-        _mm256_set1_epi32(0x00200000 - (7 << 23)));
+    const __m256i quotient = _mm256_castps_si256(
+        _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(ca::float_of(0x3C010204u))));
+    const __m256i scale = _mm256_and_si256(_mm256_add_epi32(quotient, _mm256_set1_epi32(0x1FFFF)),
+                                           _mm256_set1_epi32(static_cast<int>(0xFFFE0000u)));
     const __m256 one = _mm256_set1_ps(1.0f);
     out.scale = _mm256_mask_mov_ps(one, used, _mm256_castsi256_ps(scale));
     alignas(32) float inverse[AT_ONCE];
