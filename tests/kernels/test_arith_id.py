@@ -6,8 +6,8 @@ import pytest
 
 import kernels
 
-# CA-2 as docs/numerics.md states it. A change here is a change of the arithmetic: KV of stores and links
-# with other versions become useless, so it comes with a new name there, never alone.
+# CA-2 as docs/numerics.md states it. A change here is a change of the arithmetic: KV of stores and
+# links with other versions become useless, so it comes with a new name there, never alone.
 ARITH_ID = "b10121b9a6a01855e939a03fd5ede72562cefd55989c07d13ece87734aa758f5"
 
 

@@ -25,8 +25,8 @@ from bench.models.synthetic import Shape, write_synthetic
 from tests.hostile.rewrite import edited
 
 COSINE_MIN = 0.999
-# Against exact weights and floats: half of the positions, and the worst one of 300, which is one draw of
-# the rounding noise (0.9992 with the scales of CA-1, 0.9990 with those of CA-2, medians equal).
+# Against exact weights and floats: half of the positions, and the worst one of 300, which is one
+# draw of the rounding noise (0.9992 with the scales of CA-1, 0.9990 with CA-2, medians equal).
 EXACT_MEDIAN, EXACT_WORST = 0.9995, 0.9985
 F32 = npt.NDArray[np.float32]
 
