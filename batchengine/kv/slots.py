@@ -446,7 +446,7 @@ class Slots:
 
 
 def _has_importable(session: Session) -> bool:
-    """Whether rows of the session may be imported before it gets a seat, or after it got one."""
+    """Whether a step may import pending rows: without a seat only those in an arena."""
     if session.state in (State.IDLE, State.WAITING):
         return any(isinstance(rows.source, wire.FromArena) for rows in session.kv.pending)
     return bool(session.kv.pending)
