@@ -282,6 +282,8 @@ def main(argv: list[str]) -> int:
         rows[f"decode_4k_b{batch}"] = lambda b=batch, n=n: duel.decode_contenders(b, long, n)
     usual = [name for name in rows if args.long or name not in LONG]
     chosen = args.rows.split(",") if args.rows else usual
+    if unknown := set(chosen) - set(rows):
+        parser.error(f"no row {', '.join(sorted(unknown))}: there are {', '.join(rows)}")
     result: dict[str, Any] = {}
     samples: dict[str, Any] = {}
     for name, contenders in ((name, rows[name]) for name in chosen):

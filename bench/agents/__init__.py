@@ -118,7 +118,9 @@ class Server:
     async def run(self, trace: Trace) -> tuple[float, list[TurnTimes]]:
         """Seconds of the whole trace, and its turns."""
         found: list[TurnTimes] = []
-        connector = aiohttp.TCPConnector(limit=0)
+        # A connection for every request: llama-server closes one after a stream, at times while
+        # the next request is on its way.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=NO_TIMEOUT) as session:
 
             async def agent(number: int) -> None:
