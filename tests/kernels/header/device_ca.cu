@@ -1,0 +1,20 @@
+// Device code of every function of ca.h: the table takes their addresses.
+#include "common/ca.h"
+
+#define ADDRESS(name) reinterpret_cast<const void*>(ca::name)
+
+__device__ const void* const FUNCTIONS[] = {
+    ADDRESS(bits_of), ADDRESS(float_of), ADDRESS(add_rn), ADDRESS(sub_rn), ADDRESS(mul_rn),
+    ADDRESS(div_rn), ADDRESS(sqrt_rn), ADDRESS(fma_rn), ADDRESS(float_rn), ADDRESS(ceil_exact),
+    ADDRESS(canonical_nan), ADDRESS(is_finite), ADDRESS(magnitude_bits), ADDRESS(power_of_two),
+    ADDRESS(round_to_int), ADDRESS(round_large), ADDRESS(half_to_float), ADDRESS(float_to_half),
+    ADDRESS(bf16_to_float), ADDRESS(scale_by_magic), ADDRESS(exp2c), ADDRESS(expc), ADDRESS(logc),
+    ADDRESS(silu), ADDRESS(group_kind), ADDRESS(group_scale), ADDRESS(largest_of),
+    ADDRESS(quantise_group), ADDRESS(step), ADDRESS(sum_of_squares), ADDRESS(norm_factor),
+    ADDRESS(norm_value), ADDRESS(rotate), ADDRESS(kv8_scale), ADDRESS(kv8_inverse),
+    ADDRESS(kv8_value), ADDRESS(kv8_group), ADDRESS(quantise_query), ADDRESS(weight_exponent),
+    ADDRESS(weight_unit), ADDRESS(soften), ADDRESS(numerator), ADDRESS(fold), ADDRESS(finish),
+    ADDRESS(penalised), ADDRESS(weight_of), ADDRESS(integer_weight), ADDRESS(share_of),
+    ADDRESS(fraction_of), ADDRESS(log_of_sum), ADDRESS(log_probability)};
+
+__global__ void take(int i, const void** out) { *out = FUNCTIONS[i]; }
