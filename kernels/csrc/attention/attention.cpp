@@ -81,9 +81,10 @@ struct Job {
     }
 };
 
-// One page against the rows of a tile that see any of it: [first, tile.rows). Returns first.
-size_t attend_page(const Job& job, const Tile& tile, size_t page_index, AttentionScratch& scratch,
-                   TileAccumulators& into) {
+// One page against the rows of a tile that see any of it: [first, tile.rows). Returns first. `after` is
+// read when the pages of the tile have been.
+size_t attend_page(const Job& job, const Tile& tile, size_t page_index, const int8_t* after,
+                   AttentionScratch& scratch, TileAccumulators& into) {
     const size_t page_start = page_index * PAGE_TOKENS;
     int32_t visible[ATTENTION_ROWS_MAX];
     size_t first = 0;
@@ -102,7 +103,7 @@ size_t attend_page(const Job& job, const Tile& tile, size_t page_index, Attentio
                          job.queries.offset.data() + row * (head_dim / 32), visible + first,
                          static_cast<int>(tile.rows - first)};
     const size_t next_start = page_start + PAGE_TOKENS;
-    const int8_t* next_k = nullptr;
+    const int8_t* next_k = after;
     if (next_start <= job.position(tile, tile.rows - 1) &&
         next_start < tile.end_superpage * SUPERPAGE_TOKENS)
         next_k = HeadPage(job.batch.page(*tile.entry, next_start), job.shape, job.layer, tile.kv_head).k;
@@ -122,15 +123,15 @@ void fold_rows(const Job& job, TileAccumulators& into, const TileAccumulators& n
 
 // Folds the pages of one super-page, left to right from its first page. Returns the first row that
 // sees any of it.
-size_t attend_superpage(const Job& job, const Tile& tile, size_t superpage, Workspace& space,
-                        TileAccumulators& into) {
+size_t attend_superpage(const Job& job, const Tile& tile, size_t superpage, const int8_t* after,
+                        Workspace& space, TileAccumulators& into) {
     const size_t last_position = job.position(tile, tile.rows - 1);
     const size_t first_page = superpage * SUPERPAGE_PAGES;
     const size_t last_page =
         std::min(first_page + SUPERPAGE_PAGES, last_position / PAGE_TOKENS + 1);
-    const size_t first = attend_page(job, tile, first_page, space.scratch, into);
+    const size_t first = attend_page(job, tile, first_page, after, space.scratch, into);
     for (size_t p = first_page + 1; p < last_page; p++) {
-        const size_t seen = attend_page(job, tile, p, space.scratch, space.page);
+        const size_t seen = attend_page(job, tile, p, after, space.scratch, space.page);
         fold_rows(job, into, space.page, seen, tile.rows);
     }
     return first;
@@ -153,20 +154,20 @@ void emit_rows(const Job& job, const Tile& tile, size_t superpage, const TileAcc
 }
 
 template <class Emit>
-void attend_whole(const Job& job, const Tile& tile, Emit& emit) {
+void attend_whole(const Job& job, const Tile& tile, const int8_t* after, Emit& emit) {
     Workspace& space = workspace();
-    attend_superpage(job, tile, 0, space, space.total);
+    attend_superpage(job, tile, 0, after, space, space.total);
     for (size_t s = 1; s < tile.end_superpage; s++) {
-        const size_t first = attend_superpage(job, tile, s, space, space.superpage);
+        const size_t first = attend_superpage(job, tile, s, after, space, space.superpage);
         fold_rows(job, space.total, space.superpage, first, tile.rows);
     }
     emit_rows(job, tile, 0, space.total, 0, emit);
 }
 
 template <class Emit>
-void attend_term(const Job& job, const Tile& tile, size_t superpage, Emit& emit) {
+void attend_term(const Job& job, const Tile& tile, size_t superpage, const int8_t* after, Emit& emit) {
     Workspace& space = workspace();
-    const size_t first = attend_superpage(job, tile, superpage, space, space.superpage);
+    const size_t first = attend_superpage(job, tile, superpage, after, space, space.superpage);
     emit_rows(job, tile, superpage, space.superpage, first, emit);
 }
 
@@ -175,7 +176,8 @@ size_t split_index(const Tile& tile, size_t superpage, size_t row) {
     return tile.split_start + superpage * tile.rows + row;
 }
 
-void attend_split(const Job& job, const Tile& tile, size_t superpage, Accumulators& split) {
+void attend_split(const Job& job, const Tile& tile, size_t superpage, const int8_t* after,
+                  Accumulators& split) {
     const size_t d = job.shape.head_dim;
     auto store = [&](const Tile&, const Emitted& part) {
         const size_t i = split_index(tile, superpage, part.row);
@@ -183,7 +185,7 @@ void attend_split(const Job& job, const Tile& tile, size_t superpage, Accumulato
         split.l[i] = part.l;
         std::copy_n(part.o, d, split.o.data() + i * d);
     };
-    attend_term(job, tile, superpage, store);
+    attend_term(job, tile, superpage, after, store);
 }
 
 template <class Emit>
@@ -200,6 +202,12 @@ void fold_split(const Job& job, const Tile& tile, size_t row, const Accumulators
         job.ops.fold(&m, &l, o, split.m[i], split.l[i], split.o.data() + i * d, d);
     }
     emit(tile, Emitted{row, 0, m, l, o});
+}
+
+// The K that a piece reads first.
+const int8_t* first_k(const Job& job, const Piece& piece) {
+    uint8_t* const page = job.batch.page(*piece.tile->entry, piece.superpage * SUPERPAGE_TOKENS);
+    return HeadPage(page, job.shape, job.layer, piece.tile->kv_head).k;
 }
 
 // Adds the tiles of an entry's rows that see super-page `first`, for super-pages [first, end).
@@ -255,13 +263,20 @@ void attend_tiles(Pool& pool, const Job& job, std::vector<Tile>& tiles, Accumula
         cut_pieces(tiles, static_cast<size_t>(pool.threads()), &split_rows);
     split.reserve(split_rows, job.shape.head_dim);
 
-    // Later tiles of a chunk see more tokens, so handing them out from the back evens the finish.
-    for_each(pool, pieces.size(), false, [&](size_t ticket) {
-        const Piece& piece = pieces[pieces.size() - 1 - ticket];
+    const auto attend_piece = [&](const Piece& piece, const int8_t* after) {
         switch (piece.kind) {
-            case PieceKind::whole: return attend_whole(job, *piece.tile, emit);
-            case PieceKind::split: return attend_split(job, *piece.tile, piece.superpage, split);
-            case PieceKind::term: return attend_term(job, *piece.tile, piece.superpage, emit);
+            case PieceKind::whole: return attend_whole(job, *piece.tile, after, emit);
+            case PieceKind::split: return attend_split(job, *piece.tile, piece.superpage, after, split);
+            case PieceKind::term: return attend_term(job, *piece.tile, piece.superpage, after, emit);
+        }
+    };
+    // Later tiles of a chunk see more tokens, so handing them out from the back evens the finish. A
+    // thread's next piece is nearly always the one before, which it prefetches.
+    Shares shares(pieces.size(), pool.threads());
+    pool.run([&](int ith, int) {
+        for (size_t i; shares.take(ith, &i);) {
+            const Piece* const piece = &pieces[pieces.size() - 1 - i];
+            attend_piece(*piece, piece == pieces.data() ? nullptr : first_k(job, piece[-1]));
         }
     });
     if (split_rows == 0) return;

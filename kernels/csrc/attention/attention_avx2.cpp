@@ -18,6 +18,7 @@ SIMD_FN void score_tile(const PageView& page, int head_dim, const QueryRows& row
     const int blocks = head_dim / 32;
     const __m256i ones = _mm256_set1_epi16(1);
     const int8_t* k = page.k + tile * 16 * head_dim;
+    const int8_t* v = row == 0 ? page.v + tile * 16 * head_dim : nullptr;
     const int8_t* q = rows.q + row * head_dim;
     V16 sum[R];
     repeat<R>(EACH(r) { sum[r] = vzero(); });
@@ -25,6 +26,7 @@ SIMD_FN void score_tile(const PageView& page, int head_dim, const QueryRows& row
         __m256i low[R], high[R];
         repeat<R>(EACH(r) { low[r] = high[r] = _mm256_setzero_si256(); });
         for (int j = 0; j < 8; j++) {
+            if (v) prefetch(v + (b * 8 + j) * 64);
             const __m256i k0 = load(k + (b * 8 + j) * 64), k1 = load(k + (b * 8 + j) * 64 + 32);
             const __m256i a0 = _mm256_abs_epi8(k0), a1 = _mm256_abs_epi8(k1);
             repeat<R>(EACH(r) {
@@ -117,7 +119,9 @@ SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, 
     __m256i sum[R][4];  // dims 4i..4i+3, two token pairs each
     repeat<R>(EACH(r) { repeat<4>(EACH(i) { sum[r][i] = _mm256_setzero_si256(); }); });
     const int8_t* v = page.v + dim * 4;
+    const int8_t* next = row == 0 && page.next_k ? page.next_k + dim * 4 : nullptr;
     for (int t = 0; t < quads; t++, v += head_dim * 4) {
+        if (next) prefetch(next + t * head_dim * 4);
         __m256i tile[4];
         repeat<4>(EACH(i) {
             tile[i] = _mm256_cvtepi8_epi16(
@@ -173,6 +177,7 @@ void page_partials_avx2(const PageView& page, int head_dim, const QueryRows& row
         for (; filled < tiles * 16; filled++) scratch.weight[r][filled] = 0;
     }
     const int quads = (visible_max + 3) / 4;
+    prefetch_next_scales(page, head_dim, tiles);
     int row = 0;
     for (; row + 2 <= rows.rows; row += 2) output_rows<2>(page, head_dim, row, quads, scratch, out);
     if (row < rows.rows) output_rows<1>(page, head_dim, row, quads, scratch, out);

@@ -15,13 +15,6 @@ SIMD_FN void dot_bytes(__m512i& sum, __m512i u8, __m512i s8) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u8), "v"(s8));
 }
 
-// Prefetches a cache line into L2: a page is larger than L1. While K is read, V is prefetched, and
-// while V is read, the next page's K, one line per line read: a core has few requests in flight, and
-// a burst of them would block loads from L2 until DRAM has answered.
-SIMD_FN void prefetch(const int8_t* p) {
-    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
-}
-
 // Scores of R rows against token tiles [first_tile, first_tile + TT); AHEAD: prefetches their V.
 template <int R, int TT, bool AHEAD>
 SIMD_FN void score_block(const PageView& page, int head_dim, const QueryRows& rows, int row,
@@ -254,8 +247,7 @@ void page_partials_avx512(const PageView& page, int head_dim, const QueryRows& r
         }
     }
     const int quads = (visible_max + 3) / 4;
-    if (page.next_k)  // the next page's K scales
-        for (int i = 0; i < head_dim / 4; i++) prefetch(page.next_k + 256 * head_dim + 64 * i);
+    prefetch_next_scales(page, head_dim, tiles);
     int row = 0;
     for (; row + 3 <= rows.rows; row += 3)
         output_rows<3>(page, head_dim, row, quads, scratch, out);

@@ -20,6 +20,21 @@ struct PageView {
     const int8_t* next_k;  // K and K scale of the page read next, or null: a hint for prefetching
 };
 
+namespace {
+
+// Prefetches a cache line into L2: a page is larger than L1. While K is read, V is prefetched, and
+// while V is read, the next page's K, one line per line read: a core has few requests in flight, and
+// a burst of them would block loads from L2 until DRAM has answered.
+[[maybe_unused]] inline void prefetch(const int8_t* p) { __builtin_prefetch(p, 0, 2); }
+
+// The next page's K scales, of as many tiles as this page shows.
+[[maybe_unused]] inline void prefetch_next_scales(const PageView& page, int head_dim, int tiles) {
+    if (!page.next_k) return;
+    for (int i = 0; i < tiles * head_dim; i += 64) prefetch(page.next_k + 256 * head_dim + i);
+}
+
+}  // namespace
+
 // Contiguous rows that read the same KV head. visible[r] = how many tokens of the page row r may
 // see, 1..256; later tokens are stale and must not affect results. visible never falls with r.
 struct QueryRows {
