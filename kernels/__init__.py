@@ -15,6 +15,7 @@ from kernels._native import (
     SUPERPAGE_TOKENS,
     Activations,
     Batch,
+    KvRows,
     Matrix,
     PageShape,
     Partials,
@@ -54,6 +55,7 @@ from kernels._native import (
     row_digests,
     sample,
     set_isa,
+    step_digests,
     take_rows,
     xxh3_64,
 )
@@ -69,6 +71,7 @@ __all__ = [
     "SUPERPAGE_TOKENS",
     "Activations",
     "Batch",
+    "KvRows",
     "Matrix",
     "PageShape",
     "Partials",
@@ -110,6 +113,7 @@ __all__ = [
     "row_digests",
     "sample",
     "set_isa",
+    "step_digests",
     "take_rows",
     "xxh3_64",
 ]

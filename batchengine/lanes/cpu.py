@@ -111,8 +111,7 @@ class CpuDevice(HostDevice):
                 for i, choice in zip(wanting, choices, strict=True)
                 if i not in bad
             )
-        digests = kernels.row_digests(stepper.batch, stepper.model.shape, seeds, self._pool)
-        return HostOutput(rows, tuple(nonfinite), digests)
+        return HostOutput(rows, tuple(nonfinite), stepper.row_digests(seeds))
 
     def close(self) -> None:
         """End the pool's threads."""

@@ -63,7 +63,9 @@ class Layer:
     ffn: DenseFfn
 
 
-def make_layers(ops: CpuOps, model: Model, tokens_max: int, wanted_max: int) -> dict[int, Layer]:
+def make_layers(
+    ops: CpuOps, model: Model, rows: kernels.KvRows, tokens_max: int, wanted_max: int
+) -> dict[int, Layer]:
     """The layers of a lane by index; layers of equal specs share their buffers."""
     specs = {i: model.spec.layers[i] for i in model.layers}
     weights = model.weights.layer
@@ -91,6 +93,7 @@ def make_layers(ops: CpuOps, model: Model, tokens_max: int, wanted_max: int) -> 
                 model.spec.eps,
                 model.rope,
                 model.shape,
+                rows,
                 kv_layer,
                 attention[layer.mixer],
             ),
@@ -123,7 +126,8 @@ class Stepper:
         self.model = model
         self.logits_max = logits_max or entries_max
         self.batch = kernels.Batch(tokens_max, entries_max, pages_max)
-        self._layers = make_layers(ops, model, tokens_max, self.logits_max)
+        self._rows = kernels.KvRows(tokens_max, model.shape)
+        self._layers = make_layers(ops, model, self._rows, tokens_max, self.logits_max)
         n_embd, weights = model.spec.n_embd, model.weights
         keep_float = any(
             is_float(matrix)
@@ -184,6 +188,10 @@ class Stepper:
             last.ffn.add(self._last, len(wanted), self._normed)
             bad_rows += [int(wanted[i]) for i in ops.nonfinite_rows(self._last, len(wanted))]
         return self.entries_of(bad_rows)
+
+    def row_digests(self, seeds: U64) -> U64:
+        """Seeded digests of the page rows that this step wrote, one per token, after run()."""
+        return self.ops.step_digests(self._rows, seeds)
 
     def take(self, wanted: I32) -> None:
         """Moves rows of the residual stream to where logits() reads them."""

@@ -19,6 +19,7 @@ class CpuOps:
         self.linear_add = partial(kernels.linear_add, pool)
         self.linear_gated = partial(kernels.linear_gated, pool)
         self.place_kv = partial(kernels.place_kv, pool)
+        self.step_digests = partial(kernels.step_digests, pool)
         self.attend = partial(kernels.attend, pool)
         self.nonfinite_rows = partial(kernels.nonfinite_rows, pool)
         self.sample = partial(kernels.sample, pool)

@@ -24,6 +24,7 @@ from tests.kernels.timelines import (
     F32,
     LEVELS,
     PAGE,
+    Step,
     Timeline,
     append,
     bits,
@@ -591,8 +592,7 @@ def test_xxh3_agrees_at_every_length_class() -> None:
         assert K.xxh3_64(data[:size], size) == xxhash.xxh3_64_intdigest(data[:size], size)
 
 
-@pytest.mark.parametrize("threads", [0, 1, 2])
-def test_row_digests_cover_exactly_the_row(pool: K.Pool, threads: int) -> None:
+def test_row_digests_cover_exactly_the_row() -> None:
     shape = K.PageShape(3, 2, 96)
     t = Timeline(shape, 2, 2)
     t.memory[:] = np.random.default_rng(12).integers(0, 256, t.memory.shape)
@@ -600,7 +600,7 @@ def test_row_digests_cover_exactly_the_row(pool: K.Pool, threads: int) -> None:
     batch = K.Batch(count, 1, 2)
     batch.set(np.zeros(count, np.int32), np.array([[count, first, 2]], np.int32), t.addresses)
     seeds = np.arange(count, dtype=np.uint64) + np.uint64(2**63)
-    digests = K.row_digests(batch, shape, seeds, K.Pool(threads) if threads else None)
+    digests = K.row_digests(batch, shape, seeds)
     assert shape.row_bytes == 3 * 2 * (2 * 96 + 2 * 3 + 2)
     for i, position in enumerate(range(first, first + count)):
         row = b""
@@ -609,6 +609,34 @@ def test_row_digests_cover_exactly_the_row(pool: K.Pool, threads: int) -> None:
                 page = t.head_page(position // PAGE, head)
                 row += b"".join(page[n][position % PAGE].tobytes() for n in ("k", "ks", "v", "vs"))
         assert digests[i] == xxhash.xxh3_64_intdigest(row, int(seeds[i]))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("head_dim", [32, 96])
+def test_step_digests_are_those_of_the_pages(threads: int, head_dim: int) -> None:
+    """One timeline from inside a tile over a page's end, one of a single token, all layers."""
+    pool = K.Pool(threads)
+    shape = K.PageShape(3, 2, head_dim)
+    rows = K.KvRows(64, shape)
+    timelines = [Timeline(shape, 4, 2), Timeline(shape, 4, 1)]
+    for t, start in zip(timelines, (235, 7), strict=True):
+        append(pool, t, random_qkv(start, start, 4, 2, head_dim))
+    started = [t.done for t in timelines]
+    for layer in range(shape.n_layer):
+        for t, done in zip(timelines, started, strict=True):
+            t.layer, t.done = layer, done
+        qkv = [random_qkv(layer + i, n, 4, 2, head_dim) for i, n in enumerate((41, 1))]
+        qkv[0][5, -1] = np.nan
+        one = Step(pool, timelines, qkv, rows)
+    seeds = np.arange(42, dtype=np.uint64) + np.uint64(2**63)
+    pages = K.row_digests(one.batch, shape, seeds)
+    assert np.array_equal(K.step_digests(pool, rows, seeds), pages)
+    with pytest.raises(ValueError, match="another shape"):
+        Step(pool, timelines[1:], qkv[1:], K.KvRows(1, K.PageShape(2, 2, head_dim)))
+    with pytest.raises(ValueError, match="tokens"):
+        Step(pool, timelines[:1], [qkv[0][:2]], K.KvRows(1, shape))
+    with pytest.raises(ValueError, match="tokens"):
+        K.step_digests(pool, rows, np.zeros(65, np.uint64))
 
 
 def test_page_shape_has_the_documented_layout() -> None:

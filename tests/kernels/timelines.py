@@ -69,7 +69,13 @@ class Timeline:
 class Step:
     """One batch, K and V placed: the next rows of each timeline."""
 
-    def __init__(self, pool: K.Pool, timelines: Sequence[Timeline], rows: Sequence[F32]) -> None:
+    def __init__(
+        self,
+        pool: K.Pool,
+        timelines: Sequence[Timeline],
+        rows: Sequence[F32],
+        kv_rows: K.KvRows | None = None,
+    ) -> None:
         one = timelines[0]
         self.pool = pool
         self.timelines = timelines  # own the pages
@@ -89,7 +95,7 @@ class Step:
         self.queries = K.Queries(self.total, self.n_head, self.shape.head_dim)
         K.place_kv(
             pool, qkv, self.batch, self.shape, self.layer, self.n_head, one.norm, one.norm, 1e-6,
-            one.rope, one.scale, self.queries,
+            one.rope, one.scale, self.queries, kv_rows,
         )  # fmt: skip
         for t, n in zip(timelines, self.counts, strict=True):
             t.done += n

@@ -42,11 +42,12 @@ class Attention:
     eps: float
     rope: kernels.RopeTable
     shape: kernels.PageShape
+    rows: kernels.KvRows
     kv_layer: int
     buffers: AttentionBuffers
 
     def mix(self, batch: kernels.Batch, hidden: kernels.Rows, normed: kernels.Activations) -> None:
-        """hidden -> buffers.mixed for every token of the batch; K and V go to its pages."""
+        """hidden -> buffers.mixed for every token of the batch; K and V to pages and rows."""
         ops, spec, w, buffers = self.ops, self.spec, self.weights, self.buffers
         n = batch.n_tokens
         ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
@@ -63,6 +64,7 @@ class Attention:
             self.rope,
             spec.scale,
             buffers.queries,
+            self.rows,
         )
         ops.attend(buffers.queries, batch, self.shape, self.kv_layer, buffers.mixed)
 

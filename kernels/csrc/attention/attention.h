@@ -19,9 +19,10 @@ struct PlaceParams {
     double scale;           // 1/sqrt(head_dim) or the model's own
 };
 
-// qkv rows are q heads, then k heads, then v heads, head_dim values each, biases applied.
+// qkv rows are q heads, then k heads, then v heads, head_dim values each, biases applied. What goes to
+// the pages is copied to `rows` too, if there are any.
 void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& shape, size_t layer,
-              const PlaceParams& params, Queries& queries);
+              const PlaceParams& params, Queries& queries, KvRows* rows = nullptr);
 
 // Attention to the super-pages of `spans` (at most one span per entry); reads no page outside them.
 // Entries without a span are empty in `out`. The order of rule 7: see partials.h.
@@ -34,7 +35,11 @@ void attend(Pool& pool, Queries& queries, const Batch& batch, const PageShape& s
             Rows& out);
 
 // XXH3-64, seeded, of each token's K, K scale, V, V scale over all heads and layers in page order.
-void row_digests(Pool* pool, const Batch& batch, const PageShape& shape, const uint64_t* seeds,
+void row_digests(const Batch& batch, const PageShape& shape, const uint64_t* seeds,
                  uint64_t* digests);
+
+// The same digests of the first tokens of a step of which place_kv has run for every layer.
+void step_digests(Pool& pool, const KvRows& rows, size_t tokens, const uint64_t* seeds,
+                  uint64_t* digests);
 
 }  // namespace batchengine

@@ -11,8 +11,47 @@ namespace {
 
 // How far ahead rows of qkv are prefetched.
 constexpr size_t TOKENS_AHEAD = 2;
-// Most tokens gathered together for digests: a K tile, so that its cache lines are read once.
-constexpr size_t DIGEST_TOKENS = 16;
+constexpr size_t TILE_TOKENS = 16;
+
+// K, K scale, V and V scale of one token and head, one after another.
+struct TokenKv {
+    TokenKv() = default;
+    TokenKv(uint8_t* row, size_t head_dim)
+        : k(reinterpret_cast<int8_t*>(row)), k_scale(reinterpret_cast<uint16_t*>(row + head_dim)),
+          v(k + head_dim + head_dim / 16), v_scale(reinterpret_cast<uint16_t*>(v + head_dim)) {}
+    int8_t* k;
+    uint16_t* k_scale;
+    int8_t* v;
+    uint16_t* v_scale;
+};
+constexpr size_t TOKEN_KV_MAX = 2 * HEAD_DIM_MAX + HEAD_DIM_MAX / 16 + 2;
+
+// K of `count` neighbouring tokens of a tile, from token t of the page on.
+void store_k(const HeadPage& page, size_t head_dim, size_t t, const TokenKv* kv, size_t count) {
+    int8_t* const k = page.k + 4 * k_dword(head_dim, t, 0);
+    uint16_t* const scale = page.k_scale + k_scale_index(head_dim, t, 0);
+    for (size_t i = 0; i < count; i++) {
+        for (size_t d4 = 0; d4 < head_dim / 4; d4++)
+            std::memcpy(k + 64 * d4 + 4 * i, kv[i].k + 4 * d4, 4);
+        for (size_t b = 0; b < head_dim / 32; b++) scale[TILE_TOKENS * b + i] = kv[i].k_scale[b];
+    }
+}
+
+// V of the same tokens. Four that share every dword are written together.
+void store_v(const HeadPage& page, size_t head_dim, size_t t, const TokenKv* kv, size_t count) {
+    for (size_t i = 0; i < count; i++) page.v_scale[t + i] = *kv[i].v_scale;
+    for (size_t i = 0; i < count;) {
+        int8_t* const v = page.v + v_byte(head_dim, t + i, 0);
+        if ((t + i) % 4 == 0 && i + 4 <= count) {
+            for (size_t d = 0; d < head_dim; d++)
+                for (size_t j = 0; j < 4; j++) v[4 * d + j] = kv[i + j].v[d];
+            i += 4;
+        } else {
+            for (size_t d = 0; d < head_dim; d++) v[4 * d] = kv[i].v[d];
+            i += 1;
+        }
+    }
+}
 
 struct PlaceJob {
     const Rows& qkv;
@@ -21,6 +60,7 @@ struct PlaceJob {
     const size_t layer;
     const PlaceParams& params;
     Queries& queries;
+    KvRows* const rows;  // or null
     const RowOps& ops;
     const float factor;  // of the queries
 
@@ -54,51 +94,16 @@ struct PlaceJob {
         return HeadPage(batch.page(entry, batch.position(token)), shape, layer, head);
     }
 
-    void place_k(size_t token, size_t head, const float* x) const {
+    void quantise_kv(size_t token, const float* k, const float* v, const TokenKv& out) const {
         alignas(64) float y[HEAD_DIM_MAX];
-        int8_t q[HEAD_DIM_MAX];
-        uint16_t d[HEAD_DIM_MAX / 32];
-        const size_t t = batch.position(token) % PAGE_TOKENS, head_dim = shape.head_dim;
-        normalise(x, params.k_norm, y);
+        normalise(k, params.k_norm, y);
         rotate(y, batch.position(token));
-        ops.quantise_kv8(y, shape.blocks(), 32, q, d);
-        const HeadPage page = head_page(token, head);
-        int8_t* k = page.k + 4 * k_dword(head_dim, t, 0);
-        for (size_t d4 = 0; d4 < head_dim / 4; d4++) std::memcpy(k + 64 * d4, q + 4 * d4, 4);
-        for (size_t b = 0; b < shape.blocks(); b++)
-            page.k_scale[k_scale_index(head_dim, t, b)] = d[b];
+        ops.quantise_kv8(y, shape.blocks(), 32, out.k, out.k_scale);
+        ops.quantise_kv8(v, 1, shape.head_dim, out.v, out.v_scale);
     }
 
-    void place_v(size_t token, size_t head, const float* x) const {
-        int8_t q[HEAD_DIM_MAX];
-        uint16_t d;
-        const size_t t = batch.position(token) % PAGE_TOKENS, head_dim = shape.head_dim;
-        ops.quantise_kv8(x, 1, head_dim, q, &d);
-        const HeadPage page = head_page(token, head);
-        int8_t* v = page.v + v_byte(head_dim, t, 0);
-        for (size_t i = 0; i < head_dim; i++) v[4 * i] = q[i];
-        page.v_scale[t] = d;
-    }
-
-    // Four neighbouring tokens share every dword of V: written together, one store instead of four.
-    void place_v_quad(size_t token, size_t head, size_t column) const {
-        int8_t q[4][HEAD_DIM_MAX];
-        const size_t t = batch.position(token) % PAGE_TOKENS, head_dim = shape.head_dim;
-        const HeadPage page = head_page(token, head);
-        for (size_t i = 0; i < 4; i++)
-            ops.quantise_kv8(qkv.row(token + i) + column, 1, head_dim, q[i], page.v_scale + t + i);
-        int8_t* v = page.v + v_byte(head_dim, t, 0);
-        for (size_t i = 0; i < head_dim; i++)
-            for (size_t j = 0; j < 4; j++) v[4 * i + j] = q[j][i];
-    }
-
-    bool starts_quad(size_t token, size_t end) const {
-        return token + 4 <= end && batch.position(token) % 4 == 0 &&
-               batch.entry_of[token + 3] == batch.entry_of[token];
-    }
-
-    // Prefetches a token's page rows before its queries are computed: at decode, no cache holds them
-    // any more, and K alone touches head_dim / 4 lines.
+    // Prefetches a token's page rows while the tokens before it are computed: at decode, no cache holds
+    // them any more, and K alone touches head_dim / 4 lines.
     void prefetch_row(size_t token, size_t head) const {
         const size_t t = batch.position(token) % PAGE_TOKENS, head_dim = shape.head_dim;
         const HeadPage page = head_page(token, head);
@@ -125,27 +130,36 @@ struct PlaceJob {
         }
     }
 
+    // How many tokens from `token` on, before `last`, are of its entry and its K tile.
+    size_t run_length(size_t token, size_t last) const {
+        const BatchEntry& entry = batch.entries[batch.entry_of[token]];
+        const size_t end = std::min(last, entry.first_token + entry.n_tokens);
+        return std::min(end - token, TILE_TOKENS - batch.position(token) % TILE_TOKENS);
+    }
+
     // One KV head and the query heads of its group, for tokens [first, last).
     void place(size_t head, size_t first, size_t last) const {
         const size_t group = queries.n_head / shape.n_kv_head, head_dim = shape.head_dim;
         const size_t k_column = (queries.n_head + head) * head_dim;
         const size_t v_column = k_column + shape.n_kv_head * head_dim;
-        size_t v_done = first;
-        for (size_t token = first; token < last; token++) {
-            const float* x = qkv.row(token);
-            const bool starts = token == batch.entries[batch.entry_of[token]].first_token;
-            if (starts || batch.position(token) % 16 == 0) prefetch_row(token, head);
-            if (token + TOKENS_AHEAD < last) prefetch_inputs(token + TOKENS_AHEAD, head);
-            for (size_t g = head * group; g < (head + 1) * group; g++)
-                place_query(token, g, x + g * head_dim);
-            place_k(token, head, x + k_column);
-            if (token < v_done) continue;
-            const bool quad = starts_quad(token, last);
-            if (quad)
-                place_v_quad(token, head, v_column);
-            else
-                place_v(token, head, x + v_column);
-            v_done = token + (quad ? 4 : 1);
+        alignas(2) uint8_t unkept[TILE_TOKENS][TOKEN_KV_MAX];
+        TokenKv kv[TILE_TOKENS];
+        prefetch_row(first, head);
+        for (size_t token = first, count; token < last; token += count) {
+            count = run_length(token, last);
+            if (token + count < last) prefetch_row(token + count, head);
+            for (size_t i = 0; i < count; i++) {
+                const float* x = qkv.row(token + i);
+                if (token + i + TOKENS_AHEAD < last) prefetch_inputs(token + i + TOKENS_AHEAD, head);
+                for (size_t g = head * group; g < (head + 1) * group; g++)
+                    place_query(token + i, g, x + g * head_dim);
+                kv[i] = TokenKv(rows ? rows->head(token + i, layer, head) : unkept[i], head_dim);
+                quantise_kv(token + i, x + k_column, x + v_column, kv[i]);
+            }
+            const HeadPage page = head_page(token, head);
+            const size_t t = batch.position(token) % PAGE_TOKENS;
+            store_k(page, head_dim, t, kv, count);
+            store_v(page, head_dim, t, kv, count);
         }
     }
 };
@@ -167,7 +181,7 @@ uint8_t* gather_head(const HeadPage& page, size_t head_dim, size_t t, uint8_t* o
 void digest_group(const Batch& batch, const PageShape& shape, size_t first, size_t last,
                   const uint64_t* seeds, uint64_t* digests) {
     static thread_local std::vector<uint8_t> gathered;
-    gathered.resize(DIGEST_TOKENS * shape.row_bytes());
+    gathered.resize(TILE_TOKENS * shape.row_bytes());
     size_t filled = 0;
     for (size_t layer = 0; layer < shape.n_layer; layer++)
         for (size_t head = 0; head < shape.n_kv_head; head++) {
@@ -178,7 +192,7 @@ void digest_group(const Batch& batch, const PageShape& shape, size_t first, size
                             shape.head_dim, position % PAGE_TOKENS,
                             gathered.data() + (token - first) * shape.row_bytes() + filled);
             }
-            filled += shape.row_bytes() / (shape.n_layer * shape.n_kv_head);
+            filled += shape.head_row_bytes();
         }
     for (size_t token = first; token < last; token++)
         digests[token] = xxh3_64(gathered.data() + (token - first) * shape.row_bytes(),
@@ -194,8 +208,9 @@ float query_factor(double scale) {
 }  // namespace
 
 void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& shape, size_t layer,
-              const PlaceParams& params, Queries& queries) {
-    const PlaceJob job{qkv, batch, shape, layer, params, queries, rowops(), query_factor(params.scale)};
+              const PlaceParams& params, Queries& queries, KvRows* rows) {
+    const PlaceJob job{qkv,  batch, shape,    layer, params, queries,
+                       rows, rowops(), query_factor(params.scale)};
     const size_t items = shape.n_kv_head * batch.n_tokens;
     // Head-major, so that a thread writes runs of neighbouring tokens and shares few cache lines.
     const auto run = [&](size_t first, size_t last) {
@@ -217,21 +232,18 @@ void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& 
     });
 }
 
-void row_digests(Pool* pool, const Batch& batch, const PageShape& shape, const uint64_t* seeds,
+void row_digests(const Batch& batch, const PageShape& shape, const uint64_t* seeds,
                  uint64_t* digests) {
-    // At least two groups per thread, even of a few tokens.
-    const size_t threads = pool ? static_cast<size_t>(pool->threads()) : 1;
-    const size_t tokens =
-        std::clamp(batch.n_tokens / (2 * threads), size_t{1}, DIGEST_TOKENS);
-    const auto digest = [&](size_t group) {
-        const size_t first = group * tokens;
-        digest_group(batch, shape, first, std::min(first + tokens, batch.n_tokens), seeds, digests);
-    };
-    const size_t groups = div_up(batch.n_tokens, tokens);
-    if (pool)
-        for_each(*pool, groups, batch.n_tokens == 1, digest);
-    else
-        for (size_t group = 0; group < groups; group++) digest(group);
+    for (size_t first = 0; first < batch.n_tokens; first += TILE_TOKENS)
+        digest_group(batch, shape, first, std::min(first + TILE_TOKENS, batch.n_tokens), seeds,
+                     digests);
+}
+
+void step_digests(Pool& pool, const KvRows& rows, size_t tokens, const uint64_t* seeds,
+                  uint64_t* digests) {
+    for_each(pool, tokens, tokens == 1, [&](size_t token) {
+        digests[token] = xxh3_64(rows.row(token), rows.shape.row_bytes(), seeds[token]);
+    });
 }
 
 }  // namespace batchengine

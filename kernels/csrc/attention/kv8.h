@@ -44,8 +44,9 @@ struct PageShape {
     size_t head_bytes() const { return v_scale_offset() + PAGE_TOKENS * 2; }
     size_t layer_bytes() const { return n_kv_head * head_bytes(); }
     size_t payload_bytes() const { return n_layer * layer_bytes(); }
-    // One token's K, K scale, V and V scale, gathered.
-    size_t row_bytes() const { return n_layer * n_kv_head * (2 * head_dim + 2 * blocks() + 2); }
+    // One token's K, K scale, V and V scale of one head, gathered; and of all heads of all layers.
+    size_t head_row_bytes() const { return 2 * head_dim + 2 * blocks() + 2; }
+    size_t row_bytes() const { return n_layer * n_kv_head * head_row_bytes(); }
 
     const size_t n_layer;
     const size_t n_kv_head;
@@ -115,6 +116,23 @@ struct Accumulators {
         if (o.size() < count * head_dim) o = Buffer<float>(count * head_dim);
     }
     Buffer<float> m, l, o;
+};
+
+// The page rows of one step, a copy in the order in which they are hashed: per token, for each layer
+// and KV head, K, K scale, V and V scale. A token's bytes in a page lie on head_dim / 4 + 10 cache lines
+// or so per head, here on one or two after another.
+struct KvRows {
+    KvRows(size_t tokens_max_, const PageShape& shape_)
+        : tokens_max(tokens_max_), shape(shape_), bytes(tokens_max_ * shape_.row_bytes()) {}
+    const uint8_t* row(size_t token) const { return bytes.data() + token * shape.row_bytes(); }
+    uint8_t* head(size_t token, size_t layer, size_t head) {
+        return bytes.data() + token * shape.row_bytes() +
+               (layer * shape.n_kv_head + head) * shape.head_row_bytes();
+    }
+
+    const size_t tokens_max;
+    const PageShape shape;
+    Buffer<uint8_t> bytes;
 };
 
 // q8 queries of one step: rows [kv head][token][head of the group], so that all heads that read the

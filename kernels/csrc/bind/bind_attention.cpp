@@ -134,6 +134,11 @@ void bind_batch(nb::module_& module) {
         .def_prop_ro("tokens_max", [](const Queries& self) { return self.tokens_max; })
         .def_prop_ro("n_head", [](const Queries& self) { return self.n_head; })
         .def_prop_ro("head_dim", [](const Queries& self) { return self.head_dim; });
+    nb::class_<KvRows>(module, "KvRows",
+                       "The page rows of one step, gathered while place_kv has them: tokens_max * "
+                       "row_bytes of the shape.")
+        .def(nb::init<size_t, const PageShape&>(), nb::arg("tokens_max"), nb::arg("shape"))
+        .def_prop_ro("tokens_max", [](const KvRows& self) { return self.tokens_max; });
 }
 
 void attention_checks(const Pool& pool, const Queries& queries, const Batch& batch,
@@ -166,12 +171,24 @@ void require_written_pages(const Batch& batch, const char* name) {
     }
 }
 
+// A new array that `fill` fills without the GIL.
+template <class Fill>
+OutAddressArray digest_array(size_t count, Fill&& fill) {
+    uint64_t* digests = new uint64_t[count + 1];
+    const nb::capsule owner(digests, [](void* p) noexcept { delete[] static_cast<uint64_t*>(p); });
+    {
+        const nb::gil_scoped_release release;
+        fill(digests);
+    }
+    return OutAddressArray(digests, {count}, owner);
+}
+
 void bind_place(nb::module_& module) {
     module.def(
         "place_kv",
         [](Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& shape, size_t layer,
            size_t n_head, const Vector* q_norm, const Vector* k_norm, float eps, RopeTable* rope,
-           double scale, Queries& queries) {
+           double scale, Queries& queries, KvRows* rows) {
             attention_checks(pool, queries, batch, shape, layer, "place_kv");
             require(n_head == queries.n_head, "place_kv: n_head is not that of the queries");
             require_tokens(batch.n_tokens, qkv.tokens_max, "place_kv");
@@ -181,19 +198,28 @@ void bind_place(nb::module_& module) {
             if (k_norm) require_width(k_norm->size, shape.head_dim, "place_kv: k_norm");
             require(std::isfinite(scale) && scale > 0, "place_kv: scale must be positive");
             if (rope) require(rope->head_dim == shape.head_dim, "place_kv: rope head_dim differs");
+            if (rows) {
+                require_tokens(batch.n_tokens, rows->tokens_max, "place_kv: rows");
+                require(rows->shape.n_layer == shape.n_layer &&
+                            rows->shape.n_kv_head == shape.n_kv_head &&
+                            rows->shape.head_dim == shape.head_dim,
+                        "place_kv: rows are of pages of another shape");
+            }
             const nb::gil_scoped_release release;
             if (rope)
                 for (size_t e = 0; e < batch.n_entries; e++) {
                     const BatchEntry& entry = batch.entries[e];
                     rope->cover(entry.start_position, entry.start_position + entry.n_tokens);
                 }
-            place_kv(pool, qkv, batch, shape, layer, {q_norm, k_norm, eps, rope, scale}, queries);
+            place_kv(pool, qkv, batch, shape, layer, {q_norm, k_norm, eps, rope, scale}, queries,
+                     rows);
         },
         nb::arg("pool"), nb::arg("qkv"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
         nb::arg("n_head"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("eps"),
         nb::arg("rope").none(), nb::arg("scale"), nb::arg("queries"),
+        nb::arg("rows").none() = nb::none(),
         "Rows of q heads, k heads, v heads (biases applied): per-head norm and rope for q and k, "
-        "K and V appended to the batch's pages as kv8, q quantised into queries.");
+        "K and V appended to the batch's pages as kv8 and copied to rows, q quantised into queries.");
     module.def(
         "attend",
         [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
@@ -211,22 +237,30 @@ void bind_place(nb::module_& module) {
         "head_dim). A head that met a NaN or infinity comes out as NaN.");
     module.def(
         "row_digests",
-        [](const Batch& batch, const PageShape& shape, const AddressArray& seeds, Pool* pool) {
+        [](const Batch& batch, const PageShape& shape, const AddressArray& seeds) {
             require(seeds.shape(0) == batch.n_tokens, "row_digests: one seed per token is needed");
-            if (pool) require_open(*pool);
             require_written_pages(batch, "row_digests");
-            uint64_t* digests = new uint64_t[batch.n_tokens + 1];
-            const nb::capsule owner(digests, [](void* p) noexcept { delete[] static_cast<uint64_t*>(p); });
-            {
-                const nb::gil_scoped_release release;
-                row_digests(pool, batch, shape, seeds.data(), digests);
-            }
-            return OutAddressArray(digests, {batch.n_tokens}, owner);
+            return digest_array(batch.n_tokens, [&](uint64_t* digests) {
+                row_digests(batch, shape, seeds.data(), digests);
+            });
         },
-        nb::arg("batch"), nb::arg("shape"), nb::arg("seeds"), nb::arg("pool").none() = nb::none(),
-        nb::sig("def row_digests(batch: Batch, shape: PageShape, seeds: numpy.typing.ArrayLike, "
-                "pool: Pool | None = None) -> numpy.typing.NDArray[numpy.uint64]"),
+        nb::arg("batch"), nb::arg("shape"), nb::arg("seeds"),
+        nb::sig("def row_digests(batch: Batch, shape: PageShape, seeds: numpy.typing.ArrayLike) -> "
+                "numpy.typing.NDArray[numpy.uint64]"),
         "uint64 per token: seeded XXH3-64 of its K, K scale, V, V scale over all layers and heads.");
+    module.def(
+        "step_digests",
+        [](Pool& pool, const KvRows& rows, const AddressArray& seeds) {
+            require_open(pool);
+            require_tokens(seeds.shape(0), rows.tokens_max, "step_digests");
+            return digest_array(seeds.shape(0), [&](uint64_t* digests) {
+                step_digests(pool, rows, seeds.shape(0), seeds.data(), digests);
+            });
+        },
+        nb::arg("pool"), nb::arg("rows"), nb::arg("seeds"),
+        nb::sig("def step_digests(pool: Pool, rows: KvRows, seeds: numpy.typing.ArrayLike) -> "
+                "numpy.typing.NDArray[numpy.uint64]"),
+        "As row_digests, of the first tokens of a step that place_kv has copied for every layer.");
     module.def(
         "xxh3_64",
         [](nb::object data, uint64_t seed) {
