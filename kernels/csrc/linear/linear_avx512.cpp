@@ -326,29 +326,27 @@ struct Unpacked {
     __m512 d[R];
 };
 
-// Half `H` of block `b`.
-template <int R, int H>
-SIMD_FN void unpack_half(const PackedQ6_K* const (&super)[R], size_t b, Unpacked<R>& to) {
+// Half `H` of block `b`: four dots, then the sub-scale. FIRST also unpacks, dword by dword: all of a
+// half at once would push accumulators out of the registers.
+template <int R, int N, int H, bool FIRST>
+SIMD_FN void half_block(Sums<R, N>& sums, const PackedQ6_K* const (&super)[R], Unpacked<R>& from,
+                        size_t b, const int32_t* offsets, const int8_t* q) {
+    start(sums, offsets + H * GROUP_TOKENS);
     repeat<4>(EACH(i) {
         constexpr int G = 4 * H + i;
-        UNROLL for (int r = 0; r < R; ++r)
-            to.weights[b][G][r] = WeightsQ6_K::weights<G>(super[r]->block[b]);
+        if (FIRST)
+            UNROLL for (int r = 0; r < R; ++r)
+                from.weights[b][G][r] = WeightsQ6_K::weights<G>(super[r]->block[b]);
+        dot<R, N>(sums, from.weights[b][G], q, G);
     });
     const size_t sub = 2 * b + H;
-    UNROLL for (int r = 0; r < R; ++r)
-        to.scale[sub][r] = _mm512_cvtepi8_epi32(
-            _mm_load_si128(reinterpret_cast<const __m128i*>(super[r]->scale[sub])));
-}
-
-// half *= its sub-scale, after its four dots
-template <int R, int N, int H>
-SIMD_FN void half_block(Sums<R, N>& sums, const Unpacked<R>& from, size_t b, const int32_t* offsets,
-                       const int8_t* q) {
-    start(sums, offsets + H * GROUP_TOKENS);
-    UNROLL for (int g = 4 * H; g < 4 * H + 4; ++g) dot<R, N>(sums, from.weights[b][g], q, g);
-    UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int r = 0; r < R; ++r) {
+        if (FIRST)
+            from.scale[sub][r] = _mm512_cvtepi8_epi32(
+                _mm_load_si128(reinterpret_cast<const __m128i*>(super[r]->scale[sub])));
         UNROLL for (int n = 0; n < N; ++n)
-            sums.s[r][n] = _mm512_mullo_epi32(sums.s[r][n], from.scale[2 * b + H][r]);
+            sums.s[r][n] = _mm512_mullo_epi32(sums.s[r][n], from.scale[sub][r]);
+    }
 }
 
 // Adds one superblock to the running segment of N tokens. The first tokens of a group also unpack the
@@ -372,10 +370,8 @@ void superblock(__m512 (&running)[GROUP_TOKENS][R], const uint8_t* const (&unit)
         const int32_t* offsets = x.halves + (2 * cell - token);
         const int8_t* q = x.q + cell * BLOCK_WIDTH;
         Sums<R, N> first, last;
-        if (FIRST) unpack_half<R, 0>(super, b, from);
-        half_block<R, N, 0>(first, from, b, offsets, q);
-        if (FIRST) unpack_half<R, 1>(super, b, from);
-        half_block<R, N, 1>(last, from, b, offsets, q);
+        half_block<R, N, 0, FIRST>(first, super, from, b, offsets, q);
+        half_block<R, N, 1, FIRST>(last, super, from, b, offsets, q);
         UNROLL for (int r = 0; r < R; ++r)
             UNROLL for (int n = 0; n < N; ++n)
                 first.s[r][n] = _mm512_add_epi32(first.s[r][n], last.s[r][n]);
