@@ -23,9 +23,8 @@ SIMD_FN void dot_five_bits(__m256i (&sums)[N], const FiveBits& from, size_t row,
     repeat<8>(EACH(g) {
         const __m256i weights = five_bits<g>(from, row);
         UNROLL for (int n = 0; n < N; ++n)
-            pairs[g / 4][n] = _mm256_add_epi16(
-                pairs[g / 4][n],
-                _mm256_maddubs_epi16(weights, every_dword(q + n * BLOCK_WIDTH + 4 * g)));
+            add_words(pairs[g / 4][n],
+                      _mm256_maddubs_epi16(weights, every_dword(q + n * BLOCK_WIDTH + 4 * g)));
     });
     UNROLL for (int n = 0; n < N; ++n)
         sums[n] = _mm256_add_epi32(widen(pairs[0][n]), widen(pairs[1][n]));
@@ -67,7 +66,7 @@ struct WeightsIQ4_NL {
         const __m256i magnitude = _mm256_abs_epi8(weights);
         UNROLL for (int n = 0; n < N; ++n) {
             const __m256i value = _mm256_sign_epi8(every_dword(q + n * BLOCK_WIDTH), weights);
-            sums[n] = _mm256_add_epi32(sums[n], widen(_mm256_maddubs_epi16(magnitude, value)));
+            add_dwords(sums[n], widen(_mm256_maddubs_epi16(magnitude, value)));
         }
     }
     template <int N>

@@ -16,6 +16,17 @@ SIMD_FN __m256 halves_at(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
+// sum += x, in the order written. The compiler may reorder sums of integer vectors: it would hold all
+// products before it adds them, in more registers than there are.
+SIMD_FN void add_words(__m256i& sum, __m256i x) {
+    sum = _mm256_add_epi16(sum, x);
+    asm("" : "+x"(sum));
+}
+SIMD_FN void add_dwords(__m256i& sum, __m256i x) {
+    sum = _mm256_add_epi32(sum, x);
+    asm("" : "+x"(sum));
+}
+
 // int16 pairs to int32
 SIMD_FN __m256i widen(__m256i pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
 
@@ -46,8 +57,8 @@ SIMD_FN void dot_nibbles(__m256i (&sums)[N], const uint8_t* nibbles, const int8_
         const __m256i high = _mm256_and_si256(_mm256_srli_epi16(packed, 4), mask);
         UNROLL for (int n = 0; n < N; ++n) {
             const int8_t* x = q + n * BLOCK_WIDTH;
-            pairs[n] = _mm256_add_epi16(pairs[n], _mm256_maddubs_epi16(low, every_dword(x + 4 * j)));
-            pairs[n] = _mm256_add_epi16(pairs[n], _mm256_maddubs_epi16(high, every_dword(x + 4 * (j + 4))));
+            add_words(pairs[n], _mm256_maddubs_epi16(low, every_dword(x + 4 * j)));
+            add_words(pairs[n], _mm256_maddubs_epi16(high, every_dword(x + 4 * (j + 4))));
         }
     }
     UNROLL for (int n = 0; n < N; ++n) sums[n] = widen(pairs[n]);
@@ -95,7 +106,7 @@ struct WeightsQ8_0 {
             UNROLL for (int n = 0; n < N; ++n) {
                 const int8_t* q = x.q + (cell + static_cast<size_t>(n)) * BLOCK_WIDTH;
                 const __m256i value = _mm256_sign_epi8(every_dword(q + 4 * g), w);
-                sums[n] = _mm256_add_epi32(sums[n], widen(_mm256_maddubs_epi16(magnitude, value)));
+                add_dwords(sums[n], widen(_mm256_maddubs_epi16(magnitude, value)));
             }
         }
         scale_in<N>(acc, sums, halves_at(pair->d[i] + row), x.scale + cell);
@@ -123,9 +134,9 @@ struct WeightsQ6_K {
         const __m256i w0 = weights<G>(from, row), w1 = weights<G + 1>(from, row);
         UNROLL for (int n = 0; n < N; ++n) {
             const int8_t* x = q + n * BLOCK_WIDTH;
-            sums[n] = _mm256_add_epi32(
-                sums[n], widen(_mm256_add_epi16(_mm256_maddubs_epi16(w0, every_dword(x + 4 * G)),
-                                                _mm256_maddubs_epi16(w1, every_dword(x + 4 * (G + 1))))));
+            __m256i pairs = _mm256_maddubs_epi16(w0, every_dword(x + 4 * G));
+            add_words(pairs, _mm256_maddubs_epi16(w1, every_dword(x + 4 * (G + 1))));
+            add_dwords(sums[n], widen(pairs));
         }
     }
     // out += scale * (offset + dot of 16 k)
@@ -164,16 +175,18 @@ namespace {
 
 // Eight rows (from `row` on) of a tile times N tokens from `token` on.
 template <class Weights, int N>
-void product(const uint8_t* tile, size_t row, const Panel& x, size_t token, TileResult& result) {
-    const uint8_t* unit = tile;
+void product(const uint8_t* tile, size_t row, const Panel& x, size_t token, const Ahead& ahead,
+             TileResult& result) {
     for (size_t first = 0; first < x.blocks; first += SEGMENT_BLOCKS) {
         const size_t end = first + SEGMENT_BLOCKS < x.blocks ? first + SEGMENT_BLOCKS : x.blocks;
         __m256 acc[N];
         UNROLL for (int n = 0; n < N; ++n) acc[n] = _mm256_setzero_ps();
         for (size_t b = first; b < end; ++b) {
+            const uint8_t* unit = tile + b / Weights::BLOCKS * Weights::BYTES;
             const size_t cell = b * GROUP_TOKENS + token;
-            Weights::template block<N>(acc, unit + b / Weights::BLOCKS * Weights::BYTES,
-                                       b % Weights::BLOCKS, row, x, cell, 2 * cell - token);
+            Weights::template block<N>(acc, unit, b % Weights::BLOCKS, row, x, cell,
+                                       2 * cell - token);
+            if (ahead.bytes) Ahead::fetch<Weights>(unit, b % Weights::BLOCKS, ahead);
         }
         UNROLL for (int n = 0; n < N; ++n) {
             float* y = result.y[token + static_cast<size_t>(n)] + row;
@@ -182,17 +195,22 @@ void product(const uint8_t* tile, size_t row, const Panel& x, size_t token, Tile
     }
 }
 
+// Every pass prefetches a share of the next tile.
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
-                     bool, TileResult* results) {
+                     bool cold, TileResult* results) {
+    const size_t distance = !cold ? 0 : tokens == 1 ? STREAM_AHEAD_BYTES : bytes;
+    const size_t fours = (tokens + 3) / 4, passes = TILE_ROWS / HALF_ROWS * fours;
     for (size_t t = 0; t < tiles; ++t, tile += bytes)
-        for (size_t row = 0; row < TILE_ROWS; row += HALF_ROWS) {
-            size_t token = 0;
-            for (; token + 4 <= tokens; token += 4)
-                product<Weights, 4>(tile, row, x, token, results[t]);
-            if (tokens - token == 3) product<Weights, 3>(tile, row, x, token, results[t]);
-            if (tokens - token == 2) product<Weights, 2>(tile, row, x, token, results[t]);
-            if (tokens - token == 1) product<Weights, 1>(tile, row, x, token, results[t]);
+        for (size_t pass = 0; pass < passes; ++pass) {
+            const size_t row = pass / fours * HALF_ROWS, token = pass % fours * 4;
+            const Ahead ahead = share_of<Weights>(distance, pass, passes);
+            switch (tokens - token) {
+                case 1: product<Weights, 1>(tile, row, x, token, ahead, results[t]); break;
+                case 2: product<Weights, 2>(tile, row, x, token, ahead, results[t]); break;
+                case 3: product<Weights, 3>(tile, row, x, token, ahead, results[t]); break;
+                default: product<Weights, 4>(tile, row, x, token, ahead, results[t]);
+            }
         }
 }
 

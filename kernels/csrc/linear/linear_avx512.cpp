@@ -11,10 +11,6 @@
 namespace batchengine {
 namespace {
 
-// How far ahead weights are prefetched for one token, which memory bandwidth bounds. Into the second
-// level: prefetches into the first fill its few miss buffers and cost a third of the bandwidth.
-constexpr size_t STREAM_AHEAD_BYTES = 9216;
-
 template <int R, int N>
 struct Sums {
     __m512i s[R][N];
@@ -237,40 +233,6 @@ SIMD_FN void fold(const Accumulators<R, N>& acc, bool first, size_t token, TileR
             float* y = results[r].y[token + static_cast<size_t>(n)];
             _mm512_store_ps(y, first ? acc.a[r][n] : _mm512_add_ps(_mm512_load_ps(y), acc.a[r][n]));
         }
-}
-
-// What one pass over R tiles prefetches: of each packed unit `bytes` further on, a share of the lines at
-// every block. All passes of a token group share the work, because a burst fills the miss buffers and
-// stalls the loads behind it.
-struct Ahead {
-    size_t bytes = 0;  // 0: nothing
-    size_t lines = 0;  // of each block
-    size_t first = 0;  // line of the pass's first block
-
-    template <class Weights>
-    SIMD_FN void fetch(const uint8_t* unit, size_t block, const Ahead& from) {
-        constexpr size_t UNIT_LINES = Weights::BYTES / CACHE_LINE;
-        constexpr size_t ALL = (UNIT_LINES + Weights::BLOCKS - 1) / Weights::BLOCKS;
-        if (from.lines == ALL) {  // one pass alone: without a loop
-            UNROLL for (size_t line = 0; line < ALL; ++line)
-                _mm_prefetch(reinterpret_cast<const char*>(unit) + from.bytes +
-                                 (block * ALL + line) * CACHE_LINE,
-                             _MM_HINT_T1);
-            return;
-        }
-        size_t line = from.first + block * from.lines;
-        for (const size_t end = line + from.lines; line < end && line < UNIT_LINES; ++line)
-            _mm_prefetch(reinterpret_cast<const char*>(unit) + from.bytes + line * CACHE_LINE,
-                         _MM_HINT_T1);
-    }
-};
-
-// The share of pass `pass` of `passes`.
-template <class Weights>
-Ahead share_of(size_t bytes, size_t pass, size_t passes) {
-    constexpr size_t UNIT_LINES = Weights::BYTES / CACHE_LINE;
-    const size_t lines = (UNIT_LINES + passes * Weights::BLOCKS - 1) / (passes * Weights::BLOCKS);
-    return {bytes, bytes ? lines : 0, pass * Weights::BLOCKS * lines};
 }
 
 // R tiles times N tokens of the panel, from token `token` on.

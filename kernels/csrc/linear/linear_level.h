@@ -49,6 +49,42 @@ struct Panel {
           halves(x.halves.data() + group * x.blocks * GROUP_TOKENS * 2), blocks(x.blocks) {}
 };
 
+// How far ahead weights are prefetched for one token, which memory bandwidth bounds. Into the second
+// level: prefetches into the first fill its few miss buffers and cost a third of the bandwidth.
+constexpr size_t STREAM_AHEAD_BYTES = 9216;
+
+// What one pass over R tiles prefetches: of each packed unit `bytes` further on, a share of the lines at
+// every block. All passes of a token group share the work, because a burst fills the miss buffers and
+// stalls the loads behind it.
+struct Ahead {
+    size_t bytes;  // 0: nothing
+    size_t lines;  // of each block
+    size_t first;  // line of the pass's first block
+
+    template <class Weights>
+    SIMD_FN void fetch(const uint8_t* unit, size_t block, const Ahead& from) {
+        constexpr size_t UNIT_LINES = Weights::BYTES / CACHE_LINE;
+        constexpr size_t ALL = (UNIT_LINES + Weights::BLOCKS - 1) / Weights::BLOCKS;
+        if (from.lines == ALL) {  // one pass alone: without a loop
+            UNROLL for (size_t line = 0; line < ALL; ++line)
+                __builtin_prefetch(unit + from.bytes + (block * ALL + line) * CACHE_LINE, 0, 2);
+            return;
+        }
+        size_t line = from.first + block * from.lines;
+        for (const size_t end = line + from.lines; line < end && line < UNIT_LINES; ++line)
+            __builtin_prefetch(unit + from.bytes + line * CACHE_LINE, 0, 2);
+    }
+};
+
+// The share of pass `pass` of `passes`; nothing for a pass that finds no line left.
+template <class Weights>
+Ahead share_of(size_t bytes, size_t pass, size_t passes) {
+    constexpr size_t UNIT_LINES = Weights::BYTES / CACHE_LINE;
+    const size_t lines = (UNIT_LINES + passes * Weights::BLOCKS - 1) / (passes * Weights::BLOCKS);
+    const size_t first = pass * Weights::BLOCKS * lines;
+    return {first < UNIT_LINES ? bytes : 0, lines, first};
+}
+
 // Each unit defines these: the quantised kinds and their product. `cold`: no cache holds the weights.
 struct WeightsQ4_0;
 struct WeightsQ4_1;
