@@ -14,9 +14,12 @@ namespace {
 // per output); few enough that weights, 16 tokens and results stay in cache.
 constexpr size_t RUN_TILES_MAX = 3;
 constexpr size_t run_tiles(Kind kind) { return kind == Kind::q6_k ? 2 : RUN_TILES_MAX; }
-// Pieces per thread, because all threads wait for the last piece. With one token group a piece takes
-// 10 us or more anyway; with several, larger pieces read the activations less often.
-constexpr size_t PIECES_PER_THREAD = 8, PIECES_PER_THREAD_ONE_GROUP = 32;
+// A step of so few token groups is bound by its stream of weights from memory: each thread reads a range
+// of its own from front to back, and all groups of a piece follow each other.
+constexpr size_t FEW_GROUPS = 2;
+// Pieces per thread, because all threads wait for the last piece. With few groups a piece takes
+// 10 us or more anyway; with many, larger pieces read the activations less often.
+constexpr size_t PIECES_PER_THREAD = 8, PIECES_PER_THREAD_FEW_GROUPS = 32;
 constexpr size_t MANY_GROUPS_TILES = 6;  // whole runs of every kind
 // Least bytes of a piece of a one-token step, which streams its weights from memory.
 constexpr size_t STREAM_BYTES = size_t{48} << 10;
@@ -32,12 +35,13 @@ struct Plan {
 };
 
 // Pieces are as large as balance allows, in rows first: a longer run over tokens reuses the weights.
-// They are cut at multiples of `run` row tiles, so that all but the last run is whole; with several
+// They are cut at multiples of `run` row tiles, so that all but the last run is whole; with many
 // token groups at twice that, because a smaller piece reads the activations more often.
 Plan plan(size_t tiles, size_t bytes_per_tile, size_t run, size_t tokens, int threads) {
     const size_t groups = div_up(tokens, GROUP_TOKENS);
-    if (groups > 1) run = MANY_GROUPS_TILES;
-    const size_t per_thread = groups == 1 ? PIECES_PER_THREAD_ONE_GROUP : PIECES_PER_THREAD;
+    const bool few = groups <= FEW_GROUPS;
+    if (!few) run = MANY_GROUPS_TILES;
+    const size_t per_thread = few ? PIECES_PER_THREAD_FEW_GROUPS : PIECES_PER_THREAD;
     const size_t wanted = threads == 1 ? 1 : per_thread * static_cast<size_t>(threads);
     Plan made{};
     const size_t least = tokens == 1 ? round_up(div_up(STREAM_BYTES, bytes_per_tile), run) : run;
@@ -47,7 +51,7 @@ Plan plan(size_t tiles, size_t bytes_per_tile, size_t run, size_t tokens, int th
                                     std::max(run, REREAD_BYTES / bytes_per_tile / run * run));
     made.tile_chunks = div_up(tiles, made.chunk_tiles);
     made.chunk_groups = groups;
-    if (made.tile_chunks < wanted)
+    if (!few && made.tile_chunks < wanted)
         made.chunk_groups = std::max<size_t>(1, groups * made.tile_chunks / wanted);
     made.group_chunks = div_up(groups, made.chunk_groups);
     return made;
@@ -99,9 +103,11 @@ void expect(const TileTarget& to, size_t tiles) {
             __builtin_prefetch(to.out + token * to.stride + tile * TILE_ROWS, 1, 2);
 }
 
-// Number of piece ranges: one token group streams weights, so each thread has a range of its own;
-// several groups share the weights in the cache, so all threads share one range.
-int ranges(const Pool& pool, size_t tokens) { return tokens <= GROUP_TOKENS ? pool.threads() : 1; }
+// Number of piece ranges: one per thread where weights are streamed; many groups share the weights in
+// the cache, so all threads share one range.
+int ranges(const Pool& pool, size_t tokens) {
+    return tokens <= FEW_GROUPS * GROUP_TOKENS ? pool.threads() : 1;
+}
 
 enum class Finish { store, add };
 
