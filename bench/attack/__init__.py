@@ -1,12 +1,17 @@
 """A daemon under ten minutes of mixed hostile clients, while another tenant's agent streams.
 
 A real daemon with real lanes serves the pocket model to two keys. The victim, a well-behaved agent,
-streams short answers of known requests one after another: first alone, then while the other key
-attacks (`clients`: a flood in the highest class, cancelled streams, slow readers, pipelining, half
-requests, key guesses, foreign ids, the worst texts known). Counted: ends of the daemon and of its
-workers, answers of the victim that differ from those it got alone, gaps of its streams, its time to
-the first token against that alone, and the growth of the daemon's memory. A 500 to any client, too,
-fails the run.
+streams short answers of known requests one after another, while the other key attacks (`clients`:
+a flood in the highest class, cancelled streams, slow readers, pipelining, half requests, key
+guesses, foreign ids, the worst texts known). Counted: ends of the daemon and of its workers,
+answers of the victim that differ from those it got alone, gaps of its streams, and the growth of
+the daemon's memory. A 500 to any client, too, fails the run.
+
+The victim's time to the first token under attack is divided by two others of the same daemon:
+  victim_ttft_ratio              by that of the victim alone on an idle machine;
+  victim_ttft_ratio_equal_share  by that of the victim alone on its daemon, while the same attack
+                                 runs against a second daemon beside it: the other tenant has the
+                                 processors as before, and shares no daemon with the victim.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,6 +43,7 @@ from service.cli.child import ChildDaemon
 MODEL = Path(__file__).resolve().parents[2] / "pocket" / "pocket-q4_0.gguf"
 PROMPTS = 12
 STALL_MS = 100.0
+WARM_UP_SECONDS = 2.0  # of an attack, before the victim is measured
 VICTIM_SECONDS_MAX = 120.0  # an answer that takes longer is a crash of the victim
 
 
@@ -139,26 +146,54 @@ class Watch:
         return False
 
 
+class Attack:
+    """The process of the hostile clients of one daemon, which learns the victim's sessions."""
+
+    def __init__(self, port: int, key: str, victim: Victim) -> None:
+        self._victim = victim
+        spawn = multiprocessing.get_context("spawn")
+        self._link, theirs = spawn.Pipe()
+        spawn.Process(target=clients.attack, args=(port, key, theirs), daemon=True).start()
+        theirs.close()
+
+    async def begin(self) -> None:
+        """Returns when the clients have been at work for a moment."""
+        await asyncio.to_thread(self._link.recv)
+        self._victim.hostile = self._link
+        await asyncio.sleep(WARM_UP_SECONDS)
+
+    async def end(self) -> Counter[str]:
+        """Ends the clients; returns the statuses of the answers they got."""
+        self._victim.hostile = None
+        self._link.send("")
+        return await asyncio.to_thread(self._link.recv)
+
+
 async def measure(
-    daemon: ChildDaemon, keys: dict[str, str], seconds: float
+    daemon: ChildDaemon, start_twin: Callable[[], ChildDaemon], keys: dict[str, str], seconds: float
 ) -> tuple[dict[str, Any], Counter[str]]:
-    """The figures of one run, and the statuses of the answers to the attack."""
-    port = int(daemon.url.rpartition(":")[2].partition("/")[0])
+    """The figures of one run, and the statuses of the answers to the attack.
+
+    `start_twin` makes a daemon like `daemon`, for the time of the second baseline.
+    """
+    port = _port(daemon)
     url = f"http://127.0.0.1:{port}"
     victim, watch = Victim(url, keys["victim"]), Watch(daemon, url, keys["victim"])
     await victim.run(0.0)  # processes and pools come up
-    alone = await victim.run(min(30.0, seconds / 4))
+    baseline_seconds = min(30.0, seconds / 4)
+    alone = await victim.run(baseline_seconds)
     wanted = {number: answer.text for number, answer in alone if not answer.failure}
+    with start_twin() as twin:
+        await asyncio.to_thread(twin.wait_ready)
+        beside = Attack(_port(twin), keys["hostile"], victim)
+        await beside.begin()
+        equal_share = await victim.run(baseline_seconds)
+        statuses = await beside.end()
     before, rss = await watch.incarnations(), watch.rss_mb()
-    spawn = multiprocessing.get_context("spawn")
-    victim.hostile, theirs = spawn.Pipe()
-    spawn.Process(target=clients.attack, args=(port, keys["hostile"], theirs), daemon=True).start()
-    theirs.close()
-    await asyncio.to_thread(victim.hostile.recv)  # it has started
-    await asyncio.sleep(2.0)
+    attack = Attack(port, keys["hostile"], victim)
+    await attack.begin()
     attacked = await victim.run(seconds)
-    victim.hostile.send("")
-    statuses: Counter[str] = await asyncio.to_thread(victim.hostile.recv)
+    statuses += await attack.end()
     crashes = 0 if watch.is_alive() else 1
     growth_mb = 0.0
     if watch.is_alive():
@@ -170,18 +205,15 @@ async def measure(
     failures = [answer.failure for _, answer in attacked if answer.failure]
     for failure in failures[:10]:
         print(f"  the victim was refused: {failure}")
-    ttft_alone = [answer.ttft_ms for _, answer in alone if not answer.failure]
-    ttft = [answer.ttft_ms for answer in good]
     print(f"  answers of the victim: {len(alone)} alone, {len(attacked)} under attack")
-    print(f"  TTFT alone ms    {report.Samples(ttft_alone)}")
-    print(f"  TTFT attacked ms {report.Samples(ttft or [0.0])}")
+    for name, answers in (("alone", alone), ("equal share", equal_share), ("attacked", attacked)):
+        print(f"  TTFT {name:<11} ms {report.Samples(_ttft_ms(answers) or [0.0])}")
     print(f"  answers to the attack: {dict(statuses.most_common())}")
     figures = {
         "crashes": crashes,
         "stalls_over_100ms": sum(gap > STALL_MS for answer in good for gap in answer.gaps_ms),
-        "victim_ttft_ratio": round(statistics.median(ttft) / statistics.median(ttft_alone), 2)
-        if ttft
-        else None,
+        "victim_ttft_ratio": _ratio(attacked, alone),
+        "victim_ttft_ratio_equal_share": _ratio(attacked, equal_share),
         "victim_wrong_tokens": sum(
             number in wanted and answer.text != wanted[number]
             for number, answer in attacked
@@ -193,6 +225,22 @@ async def measure(
         "seconds": seconds,
     }
     return figures, statuses
+
+
+def _port(daemon: ChildDaemon) -> int:
+    return int(daemon.url.rpartition(":")[2].partition("/")[0])
+
+
+def _ttft_ms(answers: list[tuple[int, Answer]]) -> list[float]:
+    return [answer.ttft_ms for _, answer in answers if not answer.failure]
+
+
+def _ratio(attacked: list[tuple[int, Answer]], baseline: list[tuple[int, Answer]]) -> float | None:
+    """Median TTFT under attack by that of a baseline; None if every request was refused."""
+    ttft, without = _ttft_ms(attacked), _ttft_ms(baseline)
+    if not (ttft and without):
+        return None
+    return round(statistics.median(ttft) / statistics.median(without), 2)
 
 
 def main(argv: list[str]) -> int:
@@ -214,10 +262,13 @@ def main(argv: list[str]) -> int:
             if args.verbose:
                 print(line, file=sys.stderr)
 
-        with ChildDaemon(args.model, show, "--config", str(config), "--lanes", "2") as daemon:
+        def start() -> ChildDaemon:
+            return ChildDaemon(args.model, show, "--config", str(config), "--lanes", "2")
+
+        with start() as daemon:
             daemon.wait_ready()
             seconds = 30.0 if args.quick else args.seconds
-            figures, statuses = asyncio.run(measure(daemon, keys, seconds))
+            figures, statuses = asyncio.run(measure(daemon, start, keys, seconds))
             if args.verbose:
                 print(*daemon.rest(), sep="\n", file=sys.stderr)
     if args.json:
