@@ -30,6 +30,8 @@ IDLE_SECONDS = 120.0  # keep-alive between requests of one connection
 REST_SECONDS = 5.0  # without a request: then a connection gives way to a new one at the cap
 SWEEP_SECONDS = 1.0  # between two looks at what clients have not taken
 READ_BYTES_PER_S = 16 * 1024  # at least, of an answer that fills the buffers
+# At once of a body: aiohttp takes a chunk for each 16 of them, and 4,096 tiny chunks cost some ms.
+READ_BUFFER_BYTES = 64 * 1024
 LINGER_SECONDS = 1.0  # for a refused body: long enough to read the refusal
 SEND_BUFFER_BYTES = 128 * 1024  # the kernel doubles it: 256 KiB per stream at most
 BACKLOG = 1024
@@ -79,7 +81,9 @@ class Connection(web.RequestHandler):
     """aiohttp's protocol with deadlines: for the first request and for taking an answer; with
     errors as JSON, also for a body that turns out to be malformed while it is read."""
 
-    __slots__ = ("_body", "_deadline", "_idle_since", "_look_at", "_stream", "_unsent")
+    __slots__ = (
+        "_body", "_deadline", "_idle_since", "_is_resuming", "_look_at", "_stream", "_unsent",
+    )  # fmt: skip
 
     def __init__(self, manager: web.Server, *, loop: asyncio.AbstractEventLoop, **kw: Any) -> None:
         super().__init__(manager, loop=loop, **kw)
@@ -87,6 +91,7 @@ class Connection(web.RequestHandler):
         self._stream: asyncio.Transport | None = None  # also while aiohttp waits for its close
         self._body: StreamReader | None = None  # of the last request
         self._idle_since = loop.time()
+        self._is_resuming = False
         self._unsent = 0  # bytes when the client was last looked at; 0 = it takes what is sent
         self._look_at = 0.0  # loop time of the next look
 
@@ -107,6 +112,22 @@ class Connection(web.RequestHandler):
             self._messages.pop()
             self._body.set_exception(errors.MALFORMED_HTTP())
             self.close()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Goes on with a body in the next turn of the event loop.
+
+        aiohttp would parse on at once, after each chunk that is taken: as much as was received.
+        """
+        if not resume_parser:  # the body is complete
+            super().resume_reading(resume_parser=False)
+        elif self._reading_paused and not self._is_resuming:
+            self._is_resuming = True
+            self._loop.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        self._is_resuming = False
+        if self.transport is not None and self._reading_paused:
+            super().resume_reading()
 
     def resume_writing(self) -> None:
         self._unsent = 0
@@ -190,6 +211,7 @@ class Listener:
             "auto_decompress": False,
             "keepalive_timeout": IDLE_SECONDS,
             "lingering_time": LINGER_SECONDS,
+            "read_bufsize": READ_BUFFER_BYTES,
             "max_line_size": HEADER_BYTES_MAX,
             "max_field_size": HEADER_BYTES_MAX,
         }

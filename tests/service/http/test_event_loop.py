@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import pytest
 
+from batchengine.config import ApiKey
 from batchengine.core import TokenEvent, TokenLogprob
 from batchengine.engine.turns.stream import Generation
 from batchengine.text.detokeniser import Detokeniser
 from tests.support.engines import request
-from tests.support.fake_engine import CONTEXT_TOKENS, FakeEngine, chat, serving
+from tests.support.fake_engine import CONTEXT_TOKENS, FakeEngine, chat, fake_config, serving
 from tests.support.loop_lag import loop_lag
 
 LAG_MS_MAX = 20.0
@@ -144,4 +146,22 @@ async def test_a_resume_of_a_long_turn_leaves_the_loop_free() -> None:
             await asyncio.sleep(0)
     assert [event.token for event in seen] == tokens
     assert "".join(event.text for event in seen).startswith("ab€cd ab€")
+    assert lag.worst_ms < LAG_MS_MAX
+
+
+@pytest.mark.parametrize("key", ["alpha-key-123", "wrong"])  # its body is read, and thrown away
+async def test_a_body_of_tiny_chunks_leaves_the_loop_free(key: str) -> None:
+    config = replace(fake_config(), auth=(ApiKey(name="alpha", key="alpha-key-123"),))
+    text = json.dumps(chat()) + " " * 150_000
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+        "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    )
+    body = "".join(f"1\r\n{letter}\r\n" for letter in text) + "0\r\n\r\n"
+    async with serving(config=config) as served, loop_lag() as lag:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write((head + body).encode())
+        answer = await asyncio.wait_for(reader.read(), 60.0)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 401" if key == "wrong" else b"HTTP/1.1 200")
     assert lag.worst_ms < LAG_MS_MAX
