@@ -19,7 +19,7 @@ from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from service.http.admission import SERVICE
+from service.http.admission import CALLER, SERVICE
 from service.http.answers import error_headers, json_answer
 from service.protocols.openai import error_object
 
@@ -147,8 +147,10 @@ class Connection(web.RequestHandler):
         self._unsent, self._look_at = unsent, now + stall_s
 
     def idle_s(self, now: float) -> float:
-        """Seconds without a request."""
-        if self._request_in_progress or self._stream is None or self._stream.is_closing():
+        """Seconds without a request that passed the access checks."""
+        request = self._current_request  # None also while its answer is being sent
+        is_served = self._request_in_progress and (request is None or CALLER in request)
+        if is_served or self._stream is None or self._stream.is_closing():
             self._idle_since = now
         return now - self._idle_since
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+from dataclasses import replace
 
 import pytest
 
+from batchengine.config import ApiKey
 from service.http import listener
 from tests.support.fake_engine import (
     FakeEngine,
@@ -40,15 +43,15 @@ async def connect(served: Served) -> socket.socket:
     return sock
 
 
-async def is_served(served: Served) -> bool:
-    answer = await served.raw(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+async def is_served(served: Served, request: bytes = HEALTH) -> bool:
+    answer = await served.raw(request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
     return answer.startswith(b"HTTP/1.1 200 ")
 
 
-async def served_within(served: Served, seconds: float) -> bool:
+async def served_within(served: Served, seconds: float, request: bytes = HEALTH) -> bool:
     try:
         async with asyncio.timeout(seconds):
-            while not await is_served(served):  # noqa: ASYNC110  a place becomes free
+            while not await is_served(served, request):  # noqa: ASYNC110  a place becomes free
                 await asyncio.sleep(0.1)
     except TimeoutError:
         return False
@@ -133,6 +136,30 @@ async def test_idle_connections_give_way_at_the_cap(monkeypatch: pytest.MonkeyPa
         assert await served_within(served, 5.0)
         for _, writer in held:
             writer.close()
+
+
+async def test_guessers_of_keys_give_way_at_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their attempts wait, and a connection with a request that waits is not idle."""
+    monkeypatch.setattr(listener, "REST_SECONDS", 0.5)
+    config = replace(fake_config(), auth=(ApiKey(name="alpha", key="alpha-key-123"),))
+    guess = HEALTH.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer wrong\r\n\r\n")
+    right = guess.replace(b"wrong", b"alpha-key-123")
+    async with serving(config=config, connections_max=4) as served:
+
+        async def guesser() -> None:
+            while True:
+                reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+                writer.write(guess * 200)
+                with contextlib.suppress(ConnectionResetError), contextlib.closing(writer):
+                    await reader.read(-1)
+
+        guessers = [asyncio.create_task(guesser()) for _ in range(4)]
+        await asyncio.sleep(1.0)
+        was_served = [await served_within(served, 5.0, right) for _ in range(3)]
+        for task in guessers:
+            task.cancel()
+        await asyncio.gather(*guessers, return_exceptions=True)
+    assert was_served == [True] * 3
 
 
 async def test_a_second_request_that_dribbles_in_ends_its_connection(
