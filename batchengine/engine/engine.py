@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
@@ -33,6 +34,7 @@ log = logging.getLogger("batchengine.engine")
 
 SHUTDOWN_S = 5.0  # for cancelled turns to end between two steps, which take far less
 SETTLE_S = 5.0  # for migrations that are under way when the daemon stops
+OPERATIONS_MAX = 4  # of a tenant at a time: the ledger reads and writes for them, one by one
 LANES_STOP_S = 40.0  # more than the shortest deadline of a step
 
 
@@ -61,6 +63,9 @@ class Engine:
         self.fatal: BaseException | None = None  # for which the daemon must restart
         self._running: Running | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._turns = defaultdict[str, asyncio.Semaphore](
+            lambda: asyncio.Semaphore(OPERATIONS_MAX)
+        )  # of operations, by tenant
 
     def __repr__(self) -> str:
         state = self.state
@@ -235,27 +240,35 @@ class Engine:
 
     async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
         """Create a second session with the same timeline and the same pages."""
-        return await self._to_its_end(self.running.operations.fork(tenant, session_id, new_id))
+        fork = self.running.operations.fork
+        return await self._to_its_end(tenant, lambda: fork(tenant, session_id, new_id))
 
     async def park(
         self, tenant: str, session_id: str, tool_call_id: str | None = None
     ) -> dict[str, Any]:
         """Move the KV of a session that waits for a tool out of its lane; see
         `SessionOperations.park`."""
-        return await self._to_its_end(
-            self.running.operations.park(tenant, session_id, tool_call_id)
-        )
+        park = self.running.operations.park
+        return await self._to_its_end(tenant, lambda: park(tenant, session_id, tool_call_id))
 
     async def drop(self, tenant: str, session_id: str) -> dict[str, Any]:
         """Delete the session and its history."""
-        return await self._to_its_end(self.running.operations.drop(tenant, session_id))
+        drop = self.running.operations.drop
+        return await self._to_its_end(tenant, lambda: drop(tenant, session_id))
 
-    async def _to_its_end(self, operation: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-        """Run an operation whether its caller waits for it or leaves: none stays half done."""
+    async def _to_its_end(
+        self, tenant: str, operation: Callable[[], Coroutine[Any, Any, dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """Run an operation whether its caller waits for it or leaves: none stays half done.
+
+        Of one tenant OPERATIONS_MAX run at a time, and others wait.
+        """
+        turns = self._turns[tenant]
 
         async def outcome() -> dict[str, Any] | BatchEngineError:
             try:
-                return await operation
+                async with turns:
+                    return await operation()
             except BatchEngineError as error:
                 return error
 

@@ -2,6 +2,7 @@
 
 Owns the order: seals under way end, slots and pages go, then the session's rows, at last the log of
 the ledger. A failure leaves the session in the ledger, so that the drop can be asked for again.
+Every other commit waits while the log is cleaned: drops share a cleaning, and a rest follows each.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from batchengine.session_kv import page_start
 from kv_store import keys
 from kv_store.errors import StoreError
 from kv_store.ledger import writes
+from kv_store.ledger.ledger import Ledger
 from kv_store.store import Store
 
 POLL_S = 0.005  # between two looks at lanes that finish a frame or a seal
+REST_FACTOR = 3.0  # rest after a cleaning, for each second that it took
 LANES_WAIT_S = 30.0  # a seal may wait for an earlier page, which waits for room in the store
 
 
@@ -27,7 +30,7 @@ async def erase(
 ) -> None:
     """Erase a session that is not in memory any more, and whose timeline was one of `timelines`.
 
-    Raises StoreError or OSError: then some of it may still be there.
+    The ledger must be cleaned next. Raises StoreError or OSError: some of it may still be there.
     """
     name, salt = durable_name(tenant, session_id), tenant.encode()
     await asyncio.to_thread(store.orphaned.erase, name.encode())
@@ -43,7 +46,32 @@ async def erase(
     dropped = store.ledger.append(writes.DropSession(name))
     store.ledger.commit()
     await asyncio.wrap_future(dropped)
-    await asyncio.wrap_future(store.ledger.clean())
+
+
+class LedgerCleaning:
+    """Cleans the ledger of erased rows; calls that wait at the same time share one cleaning."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._turn = asyncio.Lock()
+        self._calls = 0
+        self._served = 0  # the first so many calls
+        self._rested_s = 0.0  # loop time before which no cleaning begins
+
+    async def clean(self) -> None:
+        """Return once a cleaning that began after this call has ended. Raises StoreError."""
+        self._calls += 1
+        call, loop = self._calls, asyncio.get_running_loop()
+        async with self._turn:
+            if call <= self._served:
+                return
+            await asyncio.sleep(self._rested_s - loop.time())
+            calls, began_s = self._calls, loop.time()
+            try:
+                await asyncio.wrap_future(self._ledger.clean())
+            finally:
+                self._rested_s = loop.time() + REST_FACTOR * (loop.time() - began_s)
+            self._served = calls
 
 
 async def _lanes_done(state: EngineState, tokens: list[int], salt: bytes) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.engine.sessions.directory import durable_name
-from batchengine.engine.sessions.erasing import erase
+from batchengine.engine.sessions.erasing import LedgerCleaning, erase
 from batchengine.engine.sessions.parking import Parking
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.sessions.requests import Requests
@@ -69,6 +69,7 @@ class SessionOperations:
         self._requests = requests
         self._parking = parking
         self._text = text
+        self._cleaning = LedgerCleaning(store.ledger)
         self._role_marks = frozenset(
             token for token in text.tokenizer.control if ROLE_MARK.match(text.piece(token))
         )
@@ -182,6 +183,7 @@ class SessionOperations:
         try:
             timelines = await self._leave_memory(tenant, session_id, found.tokens)
             await erase(self._state, self._store, tenant, session_id, timelines)
+            await self._cleaning.clean()
             self._recovery.forget(tenant, session_id)
         except (StoreError, OSError) as failure:
             raise errors.NOT_ERASED(session_id=session_id, why=failure) from failure

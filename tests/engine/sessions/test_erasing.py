@@ -6,18 +6,21 @@ import asyncio
 import re
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from batchengine.core import BatchEngineError
 from batchengine.engine import Engine
+from batchengine.engine.engine import OPERATIONS_MAX
 from batchengine.engine.sessions import erasing
 from batchengine.kv.slots import Seal
 from batchengine.session import Session
 from kv_store import keys
 from kv_store.arenas.arena import ArenaSlot, session_name
 from kv_store.fsck import fsck
+from kv_store.ledger.queries import SessionRecord
 from tests.support.engine_process import engine_process
 from tests.support.engines import (
     Reference,
@@ -192,3 +195,34 @@ async def test_a_drop_does_not_wait_for_ever_for_a_seal(
         loop.kv.disputes.seals.clear()
         await engine.drop("", "secret-5")
         assert found(site.folder / "kv", "secret-5", prompt) == set()
+
+
+async def test_drops_at_once_share_the_cleaning_of_the_ledger(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every commit waits for one: a storm of drops must not keep other tenants' tokens waiting."""
+    count, folder = 16, site.folder / "kv"
+    timelines = [words(200 + number, 60) for number in range(count)]
+    async with running_engine(site) as engine:
+        for number, tokens in enumerate(timelines):
+            await read(engine.submit(request(tokens, 2, session=f"secret-{number}")))
+        ledger, cleanings, at_once = engine.running.store.ledger, 0, list[int]()
+        clean, load = ledger.clean, ledger.load_session
+        dropping = engine.state.dropping
+
+        def counted() -> Future[None]:
+            nonlocal cleanings
+            cleanings += 1
+            return clean()
+
+        def watched(name: str) -> Future[SessionRecord | None]:
+            at_once.append(len(dropping))
+            return load(name)
+
+        monkeypatch.setattr(ledger, "clean", counted)
+        monkeypatch.setattr(ledger, "load_session", watched)
+        await asyncio.gather(*(engine.drop("", f"secret-{number}") for number in range(count)))
+        assert cleanings <= count // 2
+        assert max(at_once) <= OPERATIONS_MAX
+        for number, tokens in enumerate(timelines):
+            assert found(folder, f"secret-{number}", tokens) == set()
