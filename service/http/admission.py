@@ -21,6 +21,7 @@ from batchengine import errors
 from batchengine.config import Config, keys
 from service.engine_api import EngineApi, GenerationApi
 from service.http.access import Attempts, Keyring, OriginPolicy
+from service.http.fair_admission import FairAdmission
 from service.protocols import requests
 from service.protocols.carriers import Caller
 
@@ -49,6 +50,7 @@ class Service:
     origin_policy: OriginPolicy
     folders: tuple[bytes, ...] = ()  # of the daemon, which answers leave out
     attempts: Attempts = field(default_factory=Attempts)
+    fair_admission: FairAdmission = field(default_factory=FairAdmission)
     live: dict[int, Live] = field(default_factory=dict[int, Live])
     accepting: bool = True
     preparing: int = 0  # requests on their way to `live`

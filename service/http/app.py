@@ -17,6 +17,7 @@ from aiohttp import HttpVersion11, web
 
 import batchengine
 from batchengine import errors
+from batchengine.config import keys
 from batchengine.core import BatchEngineError
 from service.engine_api import check_serving
 from service.http import relay, sessions
@@ -182,6 +183,8 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     if service.config.auth:
         await service.attempts.wait(address, caller, now)
     request[CALLER] = caller
+    if not keys.is_alone(service.config, caller.tenant):
+        await service.fair_admission.begin(caller.tenant)
     return await handler(request)
 
 
