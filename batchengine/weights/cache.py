@@ -280,6 +280,8 @@ class CacheWriter:
             os.fsync(self._fd)  # the data first: no prologue without its data
             FILES.write_all(self._fd, memoryview(prologue), 0)
             os.fsync(self._fd)
+            # Written pages stay in memory in small pieces; read again, they come in huge pages.
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.rename(self._temporary, self.path)
             self._committed = True
             osio.fsync_directory(FILES, str(self.path.parent))
