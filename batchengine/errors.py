@@ -3,8 +3,8 @@
 A row is called with the values of its templates and returns the error to raise:
 `raise SESSION_BUSY(queued=n)`. A code has one meaning and one row; a new meaning takes a new code.
 The hundreds of a code give its area: 11 configuration and command line, 12 engine, 13 model file,
-15 text, 16 store, 17 HTTP, 21 frames, 22 worker, 23 computation, 24 sessions, 30 moves. A protocol
-maps `kind`, `name` and `param` to its own error object; rows are independent of HTTP.
+15 text, 16 store, 17 HTTP, 21 frames, 22 worker, 23 computation, 24 sessions, 25 peers, 30 moves.
+A protocol maps `kind`, `name` and `param` to its own error object; rows are independent of HTTP.
 """
 
 from __future__ import annotations
@@ -543,6 +543,33 @@ NOT_ERASED = Problem("BE2419", Kind.UNAVAILABLE, "not_erased",
     "session {session_id} is not erased yet",
     "{why}",
     "its requests were ended; ask again once the store's disk can be written")
+
+# -------------------------------------------------------------------------------------- 25: peers
+PEER_IDENTITY = Problem("BE2501", Kind.INVALID, _USAGE,
+    "there is no usable certificate for links in {folder}", "{why}", "{fix}")
+PEER_FILES_EXIST = Problem("BE2502", Kind.INVALID, _USAGE,
+    "{path} exists already",
+    "nothing is overwritten",
+    "{fix}")
+PEER_NAME = Problem("BE2503", Kind.INVALID, _USAGE,
+    "{given!r:.82} is not a name for a peer", "{why}", "{fix}")
+PEER_ADDRESS = Problem("BE2504", Kind.INVALID, _USAGE,
+    "{given!r:.82} is not the address of a peer", fix="write it as {rule}")
+PEER_BUNDLE = Problem("BE2505", Kind.INVALID, _USAGE,
+    "the bundle {path} cannot be used",
+    "{why}",
+    "make it again with `batchengine peers add` where `peers init` was run, and copy it whole")
+PEER_UNWRITABLE = Problem("BE2506", Kind.INTERNAL, "peer_files_unwritable",
+    "cannot write {path}", "{why}", "run the command as the user who runs the daemon, or as root")
+PEERS_OFF = Problem("BE2507", Kind.CONFLICT, "peers_off",
+    "links to other daemons are off",
+    "this daemon was started without an address to listen on for them",
+    "start it with serve --peer-listen HOST:PORT, or set listen in [peers]")
+PEER_DOWN = Problem("BE2508", Kind.UNAVAILABLE, "peer_down",
+    "there is no link to peer {peer}", "{why}", "see `batchengine peers status`")
+PEER_SLOW = Problem("BE2509", Kind.UNAVAILABLE, "peer_slow",
+    "peer {peer} did not answer within {seconds:g} s",
+    fix="see `batchengine peers status`")
 
 # -------------------------------------------------------------------------------------- 30: moves
 AMBIGUOUS_SESSION = Problem("BE3002", Kind.CONFLICT, "ambiguous_session",

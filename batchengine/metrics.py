@@ -140,6 +140,13 @@ class Metrics:
         self.restore_ratio = histogram(
             "restore_ratio", "Actual over predicted time of reading KV", RATIO_BUCKETS
         )
+        self.peer_up = gauge("peer_up", "1 = the link to this peer is up", "peer")
+        self.peer_rtt_seconds = gauge(
+            "peer_rtt_seconds", "Median round trip to this peer; 0 = not measured", "peer"
+        )
+        self.peer_connections_refused_total = counter(
+            "peer_connections_refused_total", "Connections to the peer port that came to nothing"
+        )
         self._fields: set[str] = set()
 
     def count_ignored_field(self, field: str) -> None:

@@ -182,6 +182,8 @@ class Daemon:
             f"  {info.n_params / 1e6:,.1f} M parameters  {info.n_layer} layers"
             f"  ctx {info.context_tokens:,} (trained for {info.context_trained:,})"
         )
+        if self._config.peers.listen:
+            say(f"  peers   {self._config.peers.listen}   see `batchengine peers status`")
         say(f"  ready   {base}   openai chat and text completions")
         say(f"  next    batchengine chat --url {base}")
         if engine.phase == "degraded":

@@ -94,6 +94,9 @@ class EngineApi(Protocol):
     async def stored_sessions(self, count_max: int) -> Sequence[Facts]: ...
     async def store_op(self, op: str) -> Facts: ...
 
+    # links to other daemons
+    async def peers(self, *, measure: bool = False) -> Facts: ...
+
 
 def check_serving(engine: EngineApi) -> None:
     """Raises 503 while the engine loads or drains."""

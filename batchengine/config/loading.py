@@ -7,7 +7,6 @@ the fix. Nothing changes after `load` returns; there is no second way to configu
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import itertools
 import os
 import stat
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from batchengine import errors
 from batchengine.config.machine import MIB, Machine, budget_bytes, directory, disk_bytes
+from batchengine.config.peers import build_peers, is_loopback
 from batchengine.config.settings import (
     ApiKey,
     Config,
@@ -124,16 +124,6 @@ def openness(path: str) -> str:
     return f"its mode is {mode:04o}" if mode & 0o077 & ~allowed else ""
 
 
-def is_loopback(host: str) -> bool:
-    """True when only this machine can reach `host`; names other than localhost count as open."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 # ---- TOML to Config ----
 
 
@@ -142,7 +132,8 @@ def _build_config(source: Source, tree: Table) -> Config:
     if not isinstance(lanes, list) or not lanes:
         raise source.error(errors.CONFIG_TYPE, "lane", "must be written as [[lane]]")
     auth = _build_auth(source, tree.pop("auth", {}))
-    return dataclasses.replace(build(source, Config, tree, "", Config()), auth=auth)
+    peers = build_peers(source, tree.pop("peers", {}))
+    return dataclasses.replace(build(source, Config, tree, "", Config()), auth=auth, peers=peers)
 
 
 def _build_auth(source: Source, value: object) -> tuple[ApiKey, ...]:
@@ -279,6 +270,7 @@ def _derive(source: Source, config: Config, machine: Machine) -> Config:
         ("--store", config.store.dir, state),
         ("--admin-socket", config.server.admin_socket, run),
         ("--cache-dir", config.cache_dir, cache),
+        ("peers.dir", config.peers.dir or not config.peers.listen, state),
     ):
         if not given and not found:
             raise source.contradiction(
@@ -306,6 +298,7 @@ def _derive(source: Source, config: Config, machine: Machine) -> Config:
             dir=store_dir,
             budget_bytes=config.store.budget_bytes or budget_bytes(store_dir, machine),
         ),
+        peers=dataclasses.replace(config.peers, dir=config.peers.dir or f"{state}/peers"),
         cache_dir=config.cache_dir or cache,
     )
 

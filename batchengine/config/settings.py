@@ -166,6 +166,29 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerConfig:
+    """[peers.NAME] or peers.d/NAME.toml: where another daemon listens for links, HOST:PORT."""
+
+    name: str = ""
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PeersConfig:
+    """[peers]: links to other daemons; off unless `listen` (HOST:PORT) is set.
+
+    `dir` "" = below the state folder; it holds the certificates and the folder `peers.d`. `name`
+    is needed only without TLS, which is refused unless every address is a loopback one.
+    """
+
+    listen: str = ""
+    name: str = ""
+    dir: str = field(default="", metadata=PATH)
+    tls: bool = True
+    known: tuple[PeerConfig, ...] = ()  # TOML: [peers.NAME]
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The settings of `serve`. `load` makes it, with derived values filled in."""
 
@@ -177,5 +200,6 @@ class Config:
     sla: SlaConfig = SlaConfig()
     limits: LimitsConfig = LimitsConfig()
     router: RouterConfig = RouterConfig()
+    peers: PeersConfig = PeersConfig()
     cache_dir: str = field(default="", metadata=PATH)
     debug: bool = False

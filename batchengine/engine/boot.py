@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import math
+import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable
@@ -47,6 +48,7 @@ from batchengine.engine.turns.journal import Journal
 from batchengine.gguf import GgufFile
 from batchengine.kv import Disputes
 from batchengine.lanes.worker_process import Lane, LaneDied
+from batchengine.peers.peers import LocalFacts, Peers
 from batchengine.policy import cost
 from batchengine.text.frontend import TextFrontend
 from batchengine.weights import read_spec
@@ -164,7 +166,13 @@ class Running:
         self.operations = SessionOperations(
             state, store, journal, self.recovery, self.requests, self.parking, made.text
         )
-        self.housekeeping = Housekeeping(state, store, self.dispatcher)
+        self.peers = Peers(
+            launch.config.peers,
+            _local_facts(made.info.model_id, store),
+            lambda: state.peer_load,
+            secrets.randbits(64),
+        )
+        self.housekeeping = Housekeeping(state, store, self.dispatcher, self.peers)
 
     def begin(self) -> None:
         """Start the lanes' tasks and all background tasks."""
@@ -177,6 +185,7 @@ class Running:
         tasks.spawn(self.recovery.tidy(), "tidy")
         tasks.spawn_vital(self.audit.run(), "audit")
         self.maintenance.start(tasks.spawn)
+        tasks.spawn(self.peers.run(), "peers")
 
     async def close(self) -> None:
         """Close the workers first (they map the store), then the store, then the text frontend."""
@@ -224,6 +233,7 @@ async def start(launch: Launch) -> Running:
         state.store, state.lanes[:] = store, loops
         running = Running(factory)
         await running.recovery.start(running.crash_marker)
+        running.peers.bind()
         undo.pop_all()
         return running
 
@@ -297,6 +307,14 @@ def _open_store(config: Config, facts: wire.ModelFacts, vocabulary: str) -> Stor
     except OSError as error:
         why = error.strerror or str(error)
         raise errors.STORE_UNOPENED(folder=settings_of.dir, why=why) from error
+
+
+def _local_facts(model_id: str, store: Store) -> LocalFacts:
+    """What peers compare: two daemons with these ids equal compute the same pages."""
+    descriptor = store.pages.descriptor
+    return LocalFacts(
+        model_id, descriptor.model_hash, descriptor.arith_id, store.pages.repr_id.hex()
+    )
 
 
 def inspect_model(config: Config) -> ModelInfo:

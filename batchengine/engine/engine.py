@@ -25,6 +25,7 @@ from batchengine.engine.sessions import directory
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation
 from batchengine.lanes.worker_process import WORKER
+from batchengine.peers.transitions import LinkState
 from batchengine.policy.router import BULK, FAST
 from batchengine.text.frontend import TextFrontend
 from kv_store.errors import StoreError
@@ -307,7 +308,21 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Return the numbers of /health and of the status command."""
         interrupted = 0 if self._running is None else len(self._running.recovery.interrupted)
-        return {**report.numbers(self.state), "sessions_interrupted": interrupted}
+        links = {} if self._running is None else self._running.peers.links
+        return {
+            **report.numbers(self.state),
+            "sessions_interrupted": interrupted,
+            "peers": len(links),
+            "peers_up": sum(link.state is LinkState.UP for link in links.values()),
+        }
+
+    async def peers(self, *, measure: bool = False) -> dict[str, Any]:
+        """Facts about the links to other daemons; with `measure` after a series of bytes on each
+        that is up. Raises PEERS_OFF."""
+        peers = self.running.peers
+        if measure:
+            await peers.measure()
+        return peers.status()
 
     async def store_op(self, op: str) -> dict[str, Any]:
         """Run `op`: stat, verify (read every page, invalidate bad ones) or gc (collect garbage

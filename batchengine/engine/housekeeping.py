@@ -1,4 +1,5 @@
-"""Housekeeping once a second: slow readers, queue positions, metrics, audits of sessions and store.
+"""Housekeeping once a second: slow readers, queue positions, metrics, audits of sessions and store,
+and the load that peers learn of.
 
 Owns the intervals, and copies the plain counters of the lanes to the metrics.
 """
@@ -17,7 +18,10 @@ from batchengine.core import QueuedEvent, SlaClass
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
+from batchengine.peers.peers import Peers
+from batchengine.peers.transitions import LinkState
 from batchengine.policy import cost
+from batchengine.wire.peer import PeerLoad
 from kv_store.pages.index import PageState
 from kv_store.store import Store
 
@@ -32,10 +36,15 @@ QUEUED_EVENT_S = 5.0
 class Housekeeping:
     """Does the work of this module once a second. Use: `run` as a task."""
 
-    def __init__(self, state: EngineState, store: Store, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, state: EngineState, store: Store, dispatcher: Dispatcher, peers: Peers
+    ) -> None:
         self._state = state
         self._store = store
         self._dispatcher = dispatcher
+        self._peers = peers
+        self._peers_seen: set[str] = set()
+        self._counted_refused = 0
         self._maintained = time.monotonic()
         self._counted: dict[tuple[str, Counter, tuple[str, ...]], float] = {}
 
@@ -48,6 +57,7 @@ class Housekeeping:
             self._end_slow_readers(now_ms)
             self._set_gauges()
             self._set_counters()
+            self._set_peers()
             if now_ms - sent_ms > QUEUED_EVENT_S * 1000:
                 sent_ms = now_ms
                 self._send_positions()
@@ -122,12 +132,38 @@ class Housekeeping:
                 self._counted[key] = value
         stat = self._store.stat()
         used, budget = float(stat["used_bytes"]), float(stat["budget_bytes"])
+        self._state.peer_load = PeerLoad(
+            requests_running=sum(len(loop.running) for loop in self._state.lanes),
+            requests_waiting=self._state.waiting,
+            kv_bytes=int(budget),
+            kv_free_bytes=max(0, int(budget - used)),
+            prefill_tokens_per_s=sum(
+                round(1000 / loop.cost.cost.prefill_token_ms)
+                for loop in self._state.lanes
+                if loop.meter.steps
+            ),
+            read_bytes_per_s=round(float(stat["read_bytes_per_s"])),
+        )
         metrics.kv_usage_ratio.labels("disk").set(used / max(budget, 1.0))
         metrics.kv_tier_ok.set(stat["page_tier"] == "ok")
         metrics.ledger_ok.set(not stat["ledger_failed"])
         for page_state in PageState:
             places = float(stat[f"pages_{page_state.value}"])
             metrics.kv_page_places.labels(page_state.value).set(places)
+
+    def _set_peers(self) -> None:
+        metrics, peers = self._state.metrics, self._peers
+        metrics.peer_connections_refused_total.inc(
+            peers.connections_refused - self._counted_refused
+        )
+        self._counted_refused = peers.connections_refused
+        for name in self._peers_seen - peers.links.keys():
+            metrics.peer_up.remove(name)
+            metrics.peer_rtt_seconds.remove(name)
+        self._peers_seen = set(peers.links)
+        for name, link in peers.links.items():
+            metrics.peer_up.labels(name).set(link.state is LinkState.UP)
+            metrics.peer_rtt_seconds.labels(name).set((link.rtt_us or 0.0) / 1e6)
 
     async def _audit(self) -> None:
         """Check the invariants of every session at rest, then run `Store.maintain`."""

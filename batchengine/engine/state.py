@@ -19,6 +19,7 @@ from batchengine.engine.turns.turn import Turn
 from batchengine.gguf import Identity
 from batchengine.metrics import Metrics
 from batchengine.session import Session, State
+from batchengine.wire.peer import PeerLoad
 from kv_store.store import Store
 
 NAMED_SESSIONS_MAX = 4096  # in memory; beyond it, the oldest idle ones are in the ledger only.
@@ -48,6 +49,7 @@ class EngineState:
         self.finished = 0
         self.model_identity: Identity | None = None  # of the model's file when it was read
         self.model_changed = ""  # how the file on disk differs now; or ""
+        self.peer_load = PeerLoad()  # what peers learn of this daemon, at most a second old
         self.troubles: dict[str, str] = {}  # what is wrong, by subject: see `report.troubles`
         self._epochs_used = 0  # highest epoch of a session that `forget` removed
 

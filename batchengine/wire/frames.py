@@ -299,9 +299,7 @@ class FrameProtocol(asyncio.Protocol, Generic[M]):
             for frame in self._decoder.feed(data):
                 self._on_frame(frame)
         except WireError as error:
-            self._error = error
-            if self._transport is not None:
-                self._transport.abort()
+            self.fail(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None  # uvloop raises when a closed transport is written to
@@ -314,6 +312,11 @@ class FrameProtocol(asyncio.Protocol, Generic[M]):
         """
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
+
+    def fail(self, error: Exception) -> None:
+        """Close the link at once; `on_lost` gets the first error."""
+        self._error = self._error or error
+        self.close()
 
     def close(self) -> None:
         """Close the link at once; what is queued is lost."""

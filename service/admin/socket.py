@@ -68,6 +68,12 @@ class StoreOp(msgspec.Struct, forbid_unknown_fields=True):
     op: Literal["stat", "verify", "gc"] = "stat"
 
 
+class PeersStatus(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of peers: `bandwidth` measures it first."""
+
+    bandwidth: bool = False
+
+
 Method = Callable[[Any], Awaitable[dict[str, object]]]
 
 
@@ -100,6 +106,7 @@ class AdminSocket:
             "drain": (Nothing, self._start_drain),
             **{row.name: (_arguments_of(row), partial(self._operate, row)) for row in OPERATIONS},
             "store": (StoreOp, self._store),
+            "peers": (PeersStatus, self._peers),
         }
 
     async def open(self) -> None:
@@ -246,6 +253,10 @@ class AdminSocket:
     async def _store(self, asked: StoreOp) -> dict[str, object]:
         check_serving(self._service.engine)
         return {"store": dict(await self._service.engine.store_op(asked.op))}
+
+    async def _peers(self, asked: PeersStatus) -> dict[str, object]:
+        check_serving(self._service.engine)
+        return {"peers": dict(await self._service.engine.peers(measure=asked.bandwidth))}
 
     async def close(self) -> None:
         if self._server is not None:

@@ -1,4 +1,4 @@
-"""The command line: serve, check, chat, ps, version; `sessions` and `store` have their modules.
+"""The command line: serve, check, chat, ps, version; `sessions`, `store` and `peers` have modules.
 
 Owns option names, exit codes and how errors read in a terminal: one line with code, cause and
 fix; a traceback only with --debug. Imports heavy modules inside the commands that need them, so
@@ -23,7 +23,7 @@ from cyclopts import Parameter
 import batchengine
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from service.cli import sessions, store
+from service.cli import peers, sessions, store
 from service.cli.options import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -142,6 +142,13 @@ def serve(
     allow_host: Annotated[
         list[str] | None, Parameter(negative=(), help="More names accepted in the Host header.")
     ] = None,
+    peer_listen: Annotated[
+        str | None,
+        Parameter(help="HOST:PORT for links to other daemons; without it there are none."),
+    ] = None,
+    peers_dir: Annotated[
+        Path | None, Parameter(help="Folder that `batchengine peers init` made.")
+    ] = None,
     admin_socket: Socket = None,
     debug: Debug = False,
 ) -> int:
@@ -159,6 +166,8 @@ def serve(
         "store.dir": None if store is None else str(store.absolute()),
         "store.allow_volatile": allow_volatile_store,
         "cache_dir": None if cache_dir is None else str(cache_dir.absolute()),
+        "peers.listen": peer_listen,
+        "peers.dir": None if peers_dir is None else str(peers_dir.absolute()),
         "debug": debug or None,
     }
     if allow_host:
@@ -322,6 +331,7 @@ def version(*, json: Json = False, debug: Debug = False) -> int:
 
 sessions.add(app)
 store.add(app)
+peers.add(app)
 
 
 if __name__ == "__main__":

@@ -393,6 +393,10 @@ class FakeEngine:
             if not g.finished
         ]
 
+    async def peers(self, *, measure: bool = False) -> Mapping[str, Any]:
+        self.calls.append(("peers", measure))
+        return {"name": "host-a", "peers": []}
+
     def stats(self) -> Mapping[str, Any]:
         return {"running": sum(not g.finished for g in self.generations)}
 

@@ -1,0 +1,101 @@
+"""Who this daemon is to its peers: its name and its two TLS contexts, read from files.
+
+A control or data link is TLS 1.3 with certificates of one authority on both sides. The files are
+made by `certificates`, which only the command line imports.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchengine import errors
+from batchengine.config import openness
+from batchengine.config.peers import is_peer_name
+
+AUTHORITY, OWN, PEERS = "ca.crt", "own.pem", "peers.d"  # own: certificate and key
+NO_FILES = (
+    "run `batchengine peers init` here, or `batchengine peers add NAME HOST:PORT --bundle FILE`"
+    " with a bundle of the host where it was run"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The name of this daemon, and its contexts for links that it accepts and that it dials.
+
+    Both contexts are None without TLS.
+    """
+
+    name: str
+    server: ssl.SSLContext | None
+    client: ssl.SSLContext | None
+
+
+def read_identity(folder: Path) -> Identity:
+    """Read certificate, key and authority of this daemon. Raises PEER_IDENTITY.
+
+    A handshake between the two contexts, in memory, shows that they work and what the name is.
+    """
+    try:
+        for file in (AUTHORITY, OWN):
+            if not (folder / file).exists():
+                raise FileNotFoundError(f"{file} does not exist")
+        if why := openness(str(folder / OWN)):
+            raise PermissionError(f"other users can read or replace {OWN}: {why}")
+        server = _context(folder, ssl.PROTOCOL_TLS_SERVER)
+        server.num_tickets = 0  # no link is resumed
+        client = _context(folder, ssl.PROTOCOL_TLS_CLIENT)
+        client.check_hostname = False
+        name = _name_by_handshake(server, client)
+        client.check_hostname = True
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise errors.PEER_IDENTITY(folder=folder, why=tls_reason(error), fix=NO_FILES) from None
+    return Identity(name, server, client)
+
+
+def name_of(tls: ssl.SSLObject) -> str:
+    """The one peer's name in the certificate of the other side; "" if it has none or several."""
+    certificate = tls.getpeercert() or {}
+    found = certificate.get("subjectAltName", ())
+    names = [str(value) for _, value in found] if isinstance(found, tuple) else []
+    return names[0] if len(names) == 1 and is_peer_name(names[0]) else ""
+
+
+def tls_reason(error: Exception) -> str:
+    """Why TLS failed, in plain words."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"certificate refused: {error.verify_message}"
+    if isinstance(error, ssl.SSLError) and error.reason:
+        words = error.reason.lower().replace("_", " ")
+        _, alert, what = words.partition(" alert ")
+        return f"the other side ended TLS: {what}" if alert else words
+    return str(error) or type(error).__name__
+
+
+def _context(folder: Path, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(folder / AUTHORITY)
+    context.load_cert_chain(folder / OWN)
+    return context
+
+
+def _name_by_handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
+    """The name in the certificate that both contexts have, after each has verified it."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)]
+    waiting = list(ends)
+    for _ in range(8):
+        for end in tuple(waiting):
+            try:
+                end.do_handshake()
+                waiting.remove(end)
+            except ssl.SSLWantReadError:
+                pass
+    name = name_of(ends[1])
+    if waiting or not name:
+        raise ValueError(f"the certificate in {OWN} does not have one peer's name")
+    return name
