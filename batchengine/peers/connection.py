@@ -13,7 +13,6 @@ import ssl
 from collections.abc import Callable
 
 from batchengine.peers.channel import Channel
-from batchengine.peers.identity import tls_reason
 from batchengine.wire.frames import FrameProtocol
 from batchengine.wire.peer import PEER_LINK, PeerFrame, PeerMessage
 
@@ -40,9 +39,16 @@ class PeerConnection(FrameProtocol[PeerMessage]):
         )
         self._channel = channel
         self._on_start = on_start
+        self._early: bytearray | None = bytearray()  # what is read before `begin`
+        self._has_early_end = False
         self._room = asyncio.Event()
         self._room.set()
         self.heard: Callable[[], None] | None = None  # called whenever bytes arrive
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the connection has ended, or ends."""
+        return self._transport is None or self._transport.is_closing()
 
     @property
     def queued_bytes(self) -> int:
@@ -53,14 +59,31 @@ class PeerConnection(FrameProtocol[PeerMessage]):
         super().connection_made(transport)
         assert self._transport is not None
         self._transport.set_write_buffer_limits(high=ROOM_BYTES)
+
+    def begin(self) -> None:
+        """Call `on_start`, then take what has been read.
+
+        Until then nothing here closes the transport: uvloop takes a socket object over only some
+        time after it began to read, and would leave a descriptor to it that is closed already.
+        """
+        early, self._early = self._early, None
         self._on_start(self)
-        self.data_received(b"")  # TLS may have read the first frame with the handshake
+        self.data_received(bytes(early or b""))  # or of TLS, read with the handshake
+        if self._has_early_end:
+            self.close()
+
+    def eof_received(self) -> bool:
+        self._has_early_end = self._early is not None
+        return self._has_early_end  # keeps the transport open
 
     def data_received(self, data: bytes) -> None:
+        if self._early is not None:
+            self._early += data
+            return
         try:
             plain, answer = self._channel.open(data)
         except ssl.SSLError as error:
-            self.fail(ConnectionAbortedError(tls_reason(error)))
+            self.fail(error)
             return
         if answer and self._transport is not None:
             self._transport.write(answer)
@@ -71,7 +94,7 @@ class PeerConnection(FrameProtocol[PeerMessage]):
 
     def send(self, frame: bytes) -> None:
         """Queue one frame; past QUEUE_BYTES_MAX the connection ends instead."""
-        if self._transport is None or self._transport.is_closing():
+        if self.is_over:
             return
         queued = self.queued_bytes
         if queued + len(frame) > QUEUE_BYTES_MAX:
@@ -92,7 +115,9 @@ class PeerConnection(FrameProtocol[PeerMessage]):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._room.set()
-        super().connection_lost(exc)
+        if self._early is None:
+            super().connection_lost(exc)
+        self._transport = None
 
     def close(self) -> None:
         """End the connection. Little that is queued is still sent: it may say why."""
@@ -109,5 +134,16 @@ def prepare(sock: socket.socket) -> None:
 
 
 async def start(sock: socket.socket, connection: PeerConnection) -> None:
-    """Give a connected socket to `connection`, which closes it at its end."""
-    await asyncio.get_running_loop().create_connection(lambda: connection, sock=sock)
+    """Give a connected socket to `connection`, which closes it at its end.
+
+    Raises ConnectionResetError if it has ended before it began: then nothing is called.
+    """
+    try:
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=sock)
+    except BaseException:
+        sock.detach()  # the transport closes its descriptor
+        raise
+    if connection.is_over:
+        sock.detach()
+        raise ConnectionResetError("it closed the connection")
+    connection.begin()

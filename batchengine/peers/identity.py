@@ -6,6 +6,7 @@ made by `certificates`, which only the command line imports.
 
 from __future__ import annotations
 
+import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from batchengine import errors
 from batchengine.config import openness
 from batchengine.config.peers import is_peer_name
+from batchengine.wire.frames import WireError
 
 AUTHORITY, OWN, PEERS = "ca.crt", "own.pem", "peers.d"  # own: certificate and key
 NO_FILES = (
@@ -51,7 +53,7 @@ def read_identity(folder: Path) -> Identity:
         name = _name_by_handshake(server, client)
         client.check_hostname = True
     except (OSError, ValueError) as error:  # SSLError is an OSError
-        raise errors.PEER_IDENTITY(folder=folder, why=tls_reason(error), fix=NO_FILES) from None
+        raise errors.PEER_IDENTITY(folder=folder, why=reason_of(error), fix=NO_FILES) from None
     return Identity(name, server, client)
 
 
@@ -63,14 +65,20 @@ def name_of(tls: ssl.SSLObject) -> str:
     return names[0] if len(names) == 1 and is_peer_name(names[0]) else ""
 
 
-def tls_reason(error: Exception) -> str:
-    """Why TLS failed, in plain words."""
+def reason_of(error: Exception | None) -> str:
+    """Why a connection came to nothing, in plain words; None = the other side closed it."""
+    if error is None:
+        return "it closed the connection"
+    if isinstance(error, WireError):
+        return f"{error.what}: {error.why}"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"certificate refused: {error.verify_message}"
-    if isinstance(error, ssl.SSLError) and error.reason:
-        words = error.reason.lower().replace("_", " ")
+        return f"its certificate is refused: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        words = (error.reason or str(error)).lower().replace("_", " ")
         _, alert, what = words.partition(" alert ")
-        return f"the other side ended TLS: {what}" if alert else words
+        return f"it refuses TLS: {what}" if alert else f"TLS failed: {words}"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno).lower()
     return str(error) or type(error).__name__
 
 

@@ -20,6 +20,7 @@ from batchengine import errors
 from batchengine.config import PeerConfig
 from batchengine.core import BatchEngineError
 from batchengine.peers.connection import FRAME_BYTES, QUEUE_BYTES_MAX, PeerConnection
+from batchengine.peers.identity import reason_of
 from batchengine.peers.transitions import Effect, LinkEvent, LinkMachine, LinkState
 from batchengine.wire.frames import WireError
 from batchengine.wire.peer import (
@@ -29,12 +30,12 @@ from batchengine.wire.peer import (
     REQUEST,
     Bulk,
     BulkReceived,
+    Declined,
     Heartbeat,
     Hello,
     PeerFrame,
     PeerLoad,
     PeerMessage,
-    Refusal,
 )
 
 log = logging.getLogger("batchengine.peers")
@@ -226,13 +227,13 @@ class PeerLink:
             return
         if isinstance(error, WireError) and error.code == errors.FRAME_VERSION.code:
             self._take(LinkEvent.REFUSED, f"it speaks another version of the link: {error.why}")
-        self._take(LinkEvent.LOST, _reason(error))
+        self._take(LinkEvent.LOST, reason_of(error))
 
     def tick(self, now: float, heartbeat: PeerLoad | None) -> None:
         """Called every TICK_S; with `heartbeat`, this daemon's load, also sends that."""
         event = self._machine.tick(now)
         if event is not None:
-            self._take(event, "" if event is LinkEvent.RETRY else "nothing was heard from it")
+            self._take(event)
         if heartbeat is not None and self.state.is_open and self._connection is not None:
             echo_us, came = self._echo or (0, now)
             held_us = int((time.monotonic() - came) * 1e6)
@@ -298,7 +299,7 @@ class PeerLink:
             connection.fail(ConnectionAbortedError("it changed its incarnation"))
         elif isinstance(message, Heartbeat):
             self._on_heartbeat(message)
-        elif isinstance(message, Hello | Refusal):
+        elif isinstance(message, Hello | Declined):
             connection.fail(ConnectionAbortedError("it greeted twice"))
         elif frame.attempt == REPLY:
             waiting = self._requests.get(frame.step)
@@ -314,7 +315,7 @@ class PeerLink:
 
     def _on_greeting(self, connection: PeerConnection, frame: PeerFrame) -> None:
         message = frame.message
-        if isinstance(message, Refusal):
+        if isinstance(message, Declined):
             connection.fail(ConnectionAbortedError(f"it refuses: {message.why}"))
             return
         if not isinstance(message, Hello) or message.name != self.name:
@@ -350,14 +351,6 @@ def _differing(ours: Hello, theirs: Hello) -> list[tuple[str, str, str]]:
                 shown = [f"{name} ({value})" for name, value in zip(names, shown, strict=True)]
             found.append((label, *cast("tuple[str, str]", tuple(shown))))
     return found
-
-
-def _reason(error: Exception | None) -> str:
-    if error is None:
-        return "it closed the connection"
-    if isinstance(error, WireError):
-        return f"{error.what}: {error.why}"
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def _clock_us() -> int:

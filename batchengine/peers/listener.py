@@ -11,11 +11,12 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from batchengine import errors
 from batchengine.peers.channel import Channel, recognise
 from batchengine.peers.connection import prepare
-from batchengine.peers.identity import Identity, tls_reason
+from batchengine.peers.identity import Identity, reason_of
 
 log = logging.getLogger("batchengine.peers")
 
@@ -79,7 +80,12 @@ class PeerListener:
                 continue
             task = loop.create_task(self._welcome(sock, str(address[0])))
             self._waiting[task] = None
-            task.add_done_callback(lambda done: self._waiting.pop(done, None))
+            task.add_done_callback(partial(self._end, sock))
+
+    def _end(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._waiting.pop(task, None)
+        if task.cancelled():  # before it ran
+            sock.close()
 
     def close(self) -> None:
         """Close the socket and what waits on it."""
@@ -121,7 +127,7 @@ class PeerListener:
     def _refuse(self, address: str, error: Exception) -> None:
         """Count a connection that came to nothing; log at most once a minute."""
         self.refused += 1
-        self.last_refused = f"{address}: {tls_reason(error)}"
+        self.last_refused = f"{address}: {reason_of(error)}"
         now = time.monotonic()
         if now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now

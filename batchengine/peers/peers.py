@@ -31,16 +31,16 @@ from batchengine.peers.transitions import TICK_S, LinkState
 from batchengine.wire.peer import (
     PEER_LINK,
     TEXT_CHARS_MAX,
+    Declined,
     Hello,
     PeerFrame,
     PeerLoad,
-    Refusal,
 )
 
 log = logging.getLogger("batchengine.peers")
 
 HEARTBEAT_TICKS = 2  # ticks from one Heartbeat to the next
-WATCH_TICKS = 10  # ticks from one look at the folder to the next
+WATCH_S = 1.0  # from one look at the folder to the next
 FEATURES: tuple[str, ...] = ()
 
 
@@ -112,6 +112,7 @@ class Peers:
         """Keep the links until cancelled. Returns at once if links are off."""
         if not self.is_on:
             return
+        await self._look()
         accepting = asyncio.create_task(self._listener.run(), name="peer listener")
         watching = asyncio.create_task(self._watch(), name="peers folder")
         try:
@@ -187,15 +188,19 @@ class Peers:
             link.tick(now, load)
 
     async def _watch(self) -> None:
-        """Look at the folder every WATCH_TICKS, in a thread: its disk may be slow."""
+        """Look at the folder every WATCH_S until cancelled."""
         while True:
-            try:
-                content = await asyncio.to_thread(self._folder.changed)
-                if content is not None:
-                    self._apply(content)
-            except Exception:
-                log.exception("the folder of peers cannot be read")
-            await asyncio.sleep(WATCH_TICKS * TICK_S)
+            await asyncio.sleep(WATCH_S)
+            await self._look()
+
+    async def _look(self) -> None:
+        """Look at the folder in a thread, since its disk may be slow."""
+        try:
+            content = await asyncio.to_thread(self._folder.changed)
+            if content is not None:
+                self._apply(content)
+        except Exception:
+            log.exception("the folder of peers cannot be read")
 
     def _apply(self, content: FolderContent) -> None:
         """Bring the links in step with what the folder says now."""
@@ -267,13 +272,13 @@ class Peers:
             return link.lost(None, OSError("this daemon has no certificate"))
         try:
             sock, channel = await self._dialler.connect(self._identity, link.name, *address)
+            connection = PeerConnection(channel, link.connected, link.on_frame, link.lost)
+            await start(sock, connection)
         except OSError as error:
             return link.lost(None, error)
         except Exception as error:
             log.exception("cannot connect to peer %s", link.name)
             return link.lost(None, error)
-        connection = PeerConnection(channel, link.connected, link.on_frame, link.lost)
-        await start(sock, connection)
         return None
 
     async def _on_known(self, name: str, sock: socket.socket, channel: Channel) -> None:
@@ -284,8 +289,8 @@ class Peers:
             if not why:
                 return self.links[name].connected(connection)
             log.info("a connection of %s is refused: %s", name, why)
-            refusal = PEER_LINK.encode(Refusal(why), incarnation=self.incarnation)
-            connection.send(refusal)
+            declined = PEER_LINK.encode(Declined(why), incarnation=self.incarnation)
+            connection.send(declined)
             connection.close()
             return None
 

@@ -81,6 +81,13 @@ TABLE: dict[tuple[LinkState, LinkEvent], tuple[LinkState, tuple[Effect, ...]]] =
 }
 
 
+WHY = {
+    LinkEvent.CONNECTED: "its Hello has not come",
+    LinkEvent.QUIET: "nothing is heard from it",
+    LinkEvent.SILENT: "nothing was heard from it",
+}
+
+
 class LinkMachine:
     """State of one link, since when and why. Times are seconds of a monotonic clock."""
 
@@ -100,7 +107,7 @@ class LinkMachine:
         return f"<LinkMachine {self.state.value}: {self.why}>"
 
     def on(self, event: LinkEvent, now: float, why: str = "") -> tuple[Effect, ...]:
-        """Take an event; return what is to be done. `why` explains a state that is not UP."""
+        """Take an event; return what is to be done. `why` explains LOST and REFUSED."""
         if event in (LinkEvent.HEARD, LinkEvent.CONNECTED):
             self._heard = now
         found = TABLE.get((self.state, event))
@@ -111,7 +118,7 @@ class LinkMachine:
         if self.state is not before:
             self.since = now
         # while it dials again the reason of the last failure is still the news
-        self.why = "" if self.state is LinkState.UP else why or self.why
+        self.why = "" if self.state is LinkState.UP else why or WHY.get(event, self.why)
         if self.state is LinkState.UP:
             self._backoff_s = BACKOFF_MIN_S
         elif self.state is LinkState.REFUSED:

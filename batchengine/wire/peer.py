@@ -68,7 +68,7 @@ class Heartbeat(Message, tag=2, frozen=True):
     load: PeerLoad
 
 
-class Refusal(Message, tag=3, frozen=True):
+class Declined(Message, tag=3, frozen=True):
     """Last frame of a link that the sender will not use, instead of Hello."""
 
     why: Annotated[str, msgspec.Meta(max_length=1024)]
@@ -84,6 +84,6 @@ class BulkReceived(Message, tag=5, frozen=True):
     n_bytes: Count
 
 
-PeerMessage = Hello | Heartbeat | Refusal | Bulk | BulkReceived
+PeerMessage = Hello | Heartbeat | Declined | Bulk | BulkReceived
 PeerFrame = Frame[PeerMessage]
-PEER_LINK = LinkSchema[PeerMessage](VERSION, Hello, Heartbeat, Refusal, Bulk, BulkReceived)
+PEER_LINK = LinkSchema[PeerMessage](VERSION, Hello, Heartbeat, Declined, Bulk, BulkReceived)

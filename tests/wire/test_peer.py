@@ -1,0 +1,152 @@
+"""Frames of the control link: equal after encode and decode, and an error for each defect."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchengine import errors
+from batchengine.wire import frames, peer
+from batchengine.wire.frames import HEADER, Decoder, Frame
+from batchengine.wire.peer import (
+    PEER_LINK,
+    Bulk,
+    BulkReceived,
+    Declined,
+    Heartbeat,
+    Hello,
+    PeerFrame,
+    PeerLoad,
+    PeerMessage,
+)
+from tests.wire.test_wire import refused
+
+count = st.integers(0, 2**63 - 1)
+u64 = st.integers(0, 2**64 - 1)
+text = st.text(max_size=40)
+loads = st.builds(PeerLoad, *[count] * len(PeerLoad.__struct_fields__))
+messages: st.SearchStrategy[PeerMessage] = st.one_of(
+    st.builds(Hello, text, text, text, text, text, st.lists(text, max_size=3).map(tuple), loads),
+    st.builds(Heartbeat, count, count, count, loads),
+    st.builds(Declined, text),
+    st.just(Bulk()),
+    st.builds(BulkReceived, count),
+)
+whole_frames = st.builds(
+    Frame, messages, st.binary(max_size=200), u64, u64, st.sampled_from([0, 1, 2])
+)
+
+
+def pack(frame: PeerFrame) -> bytes:
+    return PEER_LINK.encode(
+        frame.message,
+        frame.payload,
+        step=frame.step,
+        incarnation=frame.incarnation,
+        attempt=frame.attempt,
+    )
+
+
+def forge(kind: int, meta: bytes, *, payload_len: int = 0, version: int = peer.VERSION) -> bytes:
+    """A frame with a right header and the given meta part."""
+    head = HEADER.pack(b"BEWF", version, kind, 0, len(meta), payload_len, 0, 0, 0, 0)[:-4]
+    return head + struct.pack("<I", zlib.crc32(head)) + meta
+
+
+@given(st.lists(whole_frames, max_size=4), st.integers(1, 97))
+@settings(max_examples=150, deadline=None)
+def test_frames_round_trip_in_any_chunks(sent: list[PeerFrame], chunk: int) -> None:
+    data = b"".join(pack(frame) for frame in sent)
+    assert list(Decoder(PEER_LINK).feed(data)) == sent
+    for size in (1, chunk):
+        decoder = Decoder(PEER_LINK)
+        got = [f for i in range(0, len(data), size) for f in decoder.feed(data[i : i + size])]
+        decoder.end()
+        assert got == sent
+
+
+@given(st.binary(max_size=400))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_raise_wire_errors_only(noise: bytes) -> None:
+    decoder = Decoder(PEER_LINK)
+    try:
+        assert list(decoder.feed(noise)) == []
+        decoder.end()
+    except frames.WireError:
+        pass
+
+
+@given(st.sampled_from([1, 2, 3, 4, 5]), st.binary(max_size=120))
+@settings(max_examples=300, deadline=None)
+def test_random_meta_parts_are_messages_or_wire_errors(kind: int, meta: bytes) -> None:
+    try:
+        (frame,) = Decoder(PEER_LINK).feed(forge(kind, meta))
+    except frames.WireError:
+        return
+    assert PEER_LINK.encode(frame.message)
+
+
+@given(whole_frames, st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_flipped_byte_is_refused_or_stays_inside_its_field(
+    frame: PeerFrame, data: st.DataObject
+) -> None:
+    good = pack(frame)
+    at = data.draw(st.integers(0, len(good) - 1))
+    bad = bytearray(good)
+    bad[at] ^= data.draw(st.integers(1, 255))
+    results: list[str] = []
+    for chunks in ([bytes(bad)], [bytes([b]) for b in bad]):
+        decoder = Decoder(PEER_LINK)
+        try:
+            results.append(repr([f for part in chunks for f in decoder.feed(part)]))
+        except frames.WireError as error:
+            results.append(error.code)
+    assert results[0] == results[1]
+    if at < HEADER.size:
+        assert results[0].startswith("BE"), "a damaged header must never yield a frame"
+
+
+HOSTILE = [
+    (forge(1, b"\x91\x01"), errors.FRAME_META),  # no fields
+    (forge(1, b"\x98\x01" + b"\xa1x" * 5 + b"\x90\x90"), None),  # a Hello with a default load
+    (forge(1, b"\x98\x01\xda\x01\x01" + b"x" * 257 + b"\xa1x" * 4 + b"\x90\x90"),
+     errors.FRAME_META),
+    (forge(1, b"\x98\x01" + b"\xa1x" * 5 + b"\xdc\x00\x21" + b"\xa1f" * 33 + b"\x90"),
+     errors.FRAME_META),  # 33 features
+    (forge(2, b"\x95\x02\xff\x00\x00\x90"), errors.FRAME_META),  # a clock below 0
+    (forge(2, b"\x95\x02\xcf" + b"\xff" * 8 + b"\x00\x00\x90"), errors.FRAME_META),
+    (forge(2, b"\x95\x02\xca\x00\x00\x00\x00\x00\x00\x90"), errors.FRAME_META),  # a float
+    (forge(3, b"\x92\x03\xda\x04\x01" + b"x" * 1025), errors.FRAME_META),
+    (forge(3, b"\x92\x03\xa1\xff"), errors.FRAME_META),  # not UTF-8
+    (forge(4, b"\x91" * 5000), errors.FRAME_META),
+    (forge(4, b"\x91\x05"), errors.FRAME_META),
+    (forge(5, b"\x91\x04"), errors.FRAME_MISMATCH),
+    (forge(6, b"\x91\x06"), errors.FRAME_KIND),
+    (forge(4, b"\x91\x04", version=2), errors.FRAME_VERSION),
+    (forge(4, b"\x91\x04", payload_len=2**32 - 1), errors.PAYLOAD_TOO_LONG),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "error"), HOSTILE)
+def test_every_defect_has_its_error(data: bytes, error: errors.Problem | None) -> None:
+    if error is None:
+        (frame,) = Decoder(PEER_LINK).feed(data)
+        assert frame.message == Hello(*["x"] * 5, (), PeerLoad())
+        return
+    with refused(error):
+        list(Decoder(PEER_LINK).feed(data))
+
+
+def test_a_huge_length_allocates_nothing() -> None:
+    tracemalloc.start()
+    with refused(errors.PAYLOAD_TOO_LONG):
+        list(Decoder(PEER_LINK).feed(forge(4, b"\x91\x04", payload_len=2**32 - 1)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
