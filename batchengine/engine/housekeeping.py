@@ -51,6 +51,7 @@ class Housekeeping:
     async def run(self) -> None:
         """Run until cancelled."""
         sent_ms = 0.0
+        self._set_counters()  # peers learn of the load from the first moment on
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             now_ms = self._state.now_ms()

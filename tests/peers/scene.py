@@ -181,8 +181,12 @@ async def dial(who: Identity, peer: str, port: int) -> Scripted:
     """A scripted daemon that connects to `peer`."""
     sock = socket.socket()
     prepare(sock)
-    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
-    return Scripted(sock, await introduce(sock, who, peer))
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+        return Scripted(sock, await introduce(sock, who, peer))
+    except BaseException:
+        sock.close()
+        raise
 
 
 class ScriptedListener:

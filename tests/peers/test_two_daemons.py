@@ -1,0 +1,145 @@
+"""Two real daemons with the pocket model: they see each other, and the loss of one is no news to
+the sessions of the other."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from batchengine.core import BatchEngineError
+from service.admin.client import Client, admin
+from service.cli.child import ChildDaemon
+from tests.peers.scene import certify
+
+ROOT = Path(__file__).resolve().parents[2]
+BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Tell me a story."}], "temperature": 0,
+    "ignore_eos": True, "max_tokens": 3000,
+}  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def daemon(pocket: Path, folder: Path, name: str, port: int) -> ChildDaemon:
+    return ChildDaemon(
+        pocket, lambda _: None, "--threads", "1", "--peer-listen", f"127.0.0.1:{port}",
+        "--peers-dir", str(folder / name),
+    )  # fmt: skip
+
+
+def peers_of(daemon: ChildDaemon) -> dict[str, Any]:
+    return admin(daemon.admin_socket, "peers")["peers"]
+
+
+def states(daemon: ChildDaemon) -> list[str]:
+    return [row["state"] for row in peers_of(daemon)["peers"]]
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+@pytest.fixture
+def linked(pocket_path: Path, tmp_path: Path) -> Iterator[tuple[ChildDaemon, ChildDaemon]]:
+    """Daemons `a` and `b`; each knows the other from its folder."""
+    certify(tmp_path, "a", "b")
+    ports = {"a": free_port(), "b": free_port()}
+    for name, other in (("a", "b"), ("b", "a")):
+        file = tmp_path / name / "peers.d" / f"{other}.toml"
+        file.write_text(f'address = "127.0.0.1:{ports[other]}"\n')
+    with (
+        daemon(pocket_path, tmp_path, "a", ports["a"]) as a,
+        daemon(pocket_path, tmp_path, "b", ports["b"]) as b,
+    ):
+        a.wait_ready(60)
+        b.wait_ready(60)
+        until(lambda: all(states(one) == ["up"] for one in (a, b)))
+        yield a, b
+
+
+def status_command(daemon: ChildDaemon, *options: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "service.cli", "peers", "status", "--admin-socket",
+         daemon.admin_socket, *options],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+
+
+def story(client: Client, on_chunk: Callable[[int], None]) -> tuple[str, list[float]]:
+    """A long greedy answer, and the seconds before each of its chunks."""
+    text, gaps, last = "", list[float](), time.monotonic()
+    for chunk in client.stream_chat(BODY):
+        gaps.append(time.monotonic() - last)
+        for choice in chunk["choices"]:
+            text += choice["delta"].get("content") or ""
+        on_chunk(len(gaps))
+        last = time.monotonic()
+    return text, gaps
+
+
+def test_two_daemons_and_the_death_of_one(
+    linked: tuple[ChildDaemon, ChildDaemon],
+) -> None:
+    a, b = linked
+    for one, other in ((a, "b"), (b, "a")):
+        until(lambda: peers_of(one)["peers"][0]["rtt_ms"] is not None)  # noqa: B023
+        lines = status_command(one, "--bandwidth").splitlines()
+        assert "TLS" in lines[0]
+        assert lines[2].split()[:2] == [other, "up"]
+        assert "the same" in lines[2]
+        row = peers_of(one)["peers"][0]
+        assert row["bandwidth_bytes_per_s"] > 1 << 20
+        assert row["kv_bytes"] > 0
+        assert row["model"] == "pocket-q4_0"
+        assert row["repr_id"] == peers_of(one)["repr_id"]
+    client = Client(a.url)
+    health = client.get("/health")
+    assert (health["peers"], health["peers_up"]) == (1, 1)
+    alone, _ = story(client, lambda _: None)
+    workers = psutil.Process(b.pid).children(recursive=True)
+    noticing: list[concurrent.futures.Future[float]] = []
+
+    def kill(chunk: int) -> None:
+        if chunk == 200:
+            os.kill(b.pid, signal.SIGKILL)
+            noticing.append(pool.submit(until, lambda: states(a) != ["up"]))
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        text, gaps = story(client, kill)
+    assert noticing[0].result() < 3.5
+    assert text == alone
+    assert max(gaps[150:]) < 1.5, "the stream did not pause"
+    row = peers_of(a)["peers"][0]
+    assert row["state"] in ("down", "dialling")
+    assert "refused" in row["why"] or "closed" in row["why"]
+    health = client.get("/health")
+    assert (health["status"], health["peers_up"]) == ("ok", 0)
+    psutil.wait_procs(workers, timeout=5)
+    for worker in workers:
+        assert not worker.is_running()
+
+
+def test_links_that_are_off_say_so(pocket_path: Path) -> None:
+    with ChildDaemon(pocket_path, lambda _: None, "--threads", "1") as alone:
+        alone.wait_ready(60)
+        with pytest.raises(BatchEngineError, match="--peer-listen") as caught:
+            peers_of(alone)
+        assert caught.value.name == "peers_off"
