@@ -97,8 +97,8 @@ class Peers:
         """Report every message of another kind than this package's own, and every change of
         state, of all links, also of those that are added later.
 
-        `on_state(link, before)`: what depends on the link has ended if `before.is_open` and the
-        link is not open now, or has the state GREETING.
+        An error of `on_message` ends that link. `on_state(link, before)`: what depends on the
+        link has ended if `before.is_open` and the link is not open now.
         """
         self._subscribers.append((on_message, on_state))
 
@@ -256,7 +256,10 @@ class Peers:
 
     def _on_state(self, link: PeerLink, before: LinkState) -> None:
         for _, on_state in self._subscribers:
-            on_state(link, before)
+            try:
+                on_state(link, before)
+            except Exception:  # of one subscriber: the timer of all links may be the caller
+                log.exception("a change of the link to %s was not taken", link.name)
 
     # --------------------------------------------------------------------------- connections
 

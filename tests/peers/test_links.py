@@ -392,7 +392,7 @@ async def test_an_error_of_a_subscriber_ends_that_link_only(tmp_path: Path) -> N
         def fails(*_: object) -> None:
             raise ZeroDivisionError
 
-        b.peers.subscribe(fails, lambda *_: None)
+        b.peers.subscribe(fails, fails)
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda *_: None)
         a.link("b").send(BulkReceived(1))

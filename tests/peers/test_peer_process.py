@@ -26,7 +26,7 @@ async def process(
 ) -> AsyncIterator[tuple[int, int]]:
     """(pid, port) of a process with the links of the daemon whose files are in `folder`."""
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "tests.support.peer_process", str(folder), str(port),
+        sys.executable, "-P", "-m", "tests.peers.peer_process", str(folder), str(port),
         str(incarnation), cwd=ROOT, stdout=asyncio.subprocess.PIPE, env={"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert child.stdout is not None
