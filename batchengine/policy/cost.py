@@ -40,6 +40,13 @@ class StepCost(NamedTuple):
         )
 
 
+class LinkSpeed(NamedTuple):
+    """A link to another daemon, in one direction."""
+
+    bytes_per_ms: float
+    latency_ms: float = 0.0
+
+
 class StepWork(NamedTuple):
     """Work of one step, as counts."""
 

@@ -1,0 +1,139 @@
+"""Ring decode: how long a token of a session takes whose KV lies on several daemons.
+
+Owns the closed form of one lap, the ratio of computing to sending on a hop, and the division of a
+context over daemons. Sources: the design's NUMERICS 3.1 (order of messages), 3.2 (bytes) and 3.3
+(ratio).
+
+In each layer the owner sends its queries along the route. A holder passes them on at once, attends
+to its own KV meanwhile, folds its partial results into the accumulators that come from the holder
+before it, and sends these on; the last holder sends them to the owner. Each head group is a unit
+of its own, and so is each session of the batch, so that n = sessions * head groups units follow one
+another. With links 0 .. r, the last one leading back to the owner, a lap takes the longest of
+
+    own     n units on the owner
+    holder  query over the links before it + wait + n units there + accumulator over those after it
+    link    first unit reaches it + n units of bytes + what the last unit has still to do after it
+
+It is never too late, and too early by less than EARLY_MAX, where units wait for the accumulators of
+other daemons and then for a link. For a daemon that is on the route twice it may be 1.6 times off.
+tests/policy/test_ring.py compares it with a simulation of every message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from batchengine.policy.cost import LinkSpeed
+
+SUPER_PAGE_TOKENS = 1024  # a daemon holds a multiple of it, except the owner
+EARLY_MAX = 0.1  # of a predicted lap
+
+
+class RingShape(NamedTuple):
+    """What a model sends around. Bytes are of one head group, that is one KV head, of one token."""
+
+    layers: int  # that attend to KV
+    kv_heads: int
+    query_bytes: int
+    accumulator_bytes: int
+
+
+class RingHolder(NamedTuple):
+    """A daemon on a route, `tokens` of whose KV it holds, and the link that leads to it.
+
+    `kv_token_ms`: for one query of all layers and one token of KV. `wait_ms`: until it answers a
+    query of one layer, because it computes something else. A daemon may be on a route twice.
+    """
+
+    name: str
+    tokens: int
+    kv_token_ms: float
+    link: LinkSpeed
+    wait_ms: float = 0.0
+
+
+class RingTimes(NamedTuple):
+    """Predicted milliseconds of a token of each session of the batch, for attention alone.
+
+    `exposed_ms` is the part in which the owner waits for others.
+    """
+
+    token_ms: float
+    exposed_ms: float
+
+
+def shape_of(n_layers: int, n_head: int, n_kv_head: int, head_dim: int) -> RingShape:
+    """Return the shape for KV and queries of 8 bits with a scale per 32, and fp32 accumulators.
+
+    NUMERICS 3.2: of a group of G heads and dimension D, a query has G * D * (1 + 4 / 32) bytes, an
+    accumulator G * (4 * D + 8).
+    """
+    group = n_head // n_kv_head
+    query = group * (head_dim + 4 * -(-head_dim // 32))
+    return RingShape(n_layers, n_kv_head, query, group * (4 * head_dim + 8))
+
+
+def times(
+    shape: RingShape,
+    holders: Sequence[RingHolder],
+    home: LinkSpeed,
+    own_tokens: int,
+    own_kv_token_ms: float,
+    sessions: int = 1,
+) -> RingTimes:
+    """Predict the attention of one token of `sessions` sessions with equal routes.
+
+    `home` leads from the last holder to the owner, which has the last `own_tokens` of the context.
+    """
+    units = sessions * shape.kv_heads
+    per_unit = 1.0 / (shape.layers * shape.kv_heads)
+    own_ms = units * own_tokens * own_kv_token_ms * per_unit
+    if not holders:
+        return RingTimes(shape.layers * own_ms, 0.0)
+    links = [*(holder.link for holder in holders), home]
+    query_ms = [shape.query_bytes / link.bytes_per_ms for link in links]
+    fold_ms = [shape.accumulator_bytes / link.bytes_per_ms for link in links]
+    served: dict[str, float] = {}  # ms of one unit on each daemon, which may be on the route twice
+    for holder in holders:
+        unit_ms = holder.tokens * holder.kv_token_ms * per_unit
+        served[holder.name] = served.get(holder.name, 0.0) + unit_ms
+    after_ms = [0.0] * (len(links) + 1)  # from the beginning of a link to the owner
+    for index in range(len(links) - 1, -1, -1):
+        after_ms[index] = after_ms[index + 1] + fold_ms[index] + links[index].latency_ms
+    lap_ms = max(own_ms, units * query_ms[0])
+    come_ms = ready_ms = 0.0  # the first unit's query, and its accumulators, reach a link
+    for index, holder in enumerate(holders):
+        onward, passes_on = links[index + 1], index + 1 < len(holders)
+        unit_ms = holder.tokens * holder.kv_token_ms * per_unit
+        sent_ms, then_ms = fold_ms[index + 1], after_ms[index + 2]
+        last_come_ms = come_ms + units * query_ms[index] + links[index].latency_ms
+        come_ms += query_ms[index] + links[index].latency_ms
+        begin_ms = come_ms + holder.wait_ms
+        ready_ms = max(ready_ms, begin_ms + unit_ms)
+        link_ms = sent_ms + (query_ms[index + 1] if passes_on else 0.0)
+        lap_ms = max(
+            lap_ms,
+            begin_ms + units * served[holder.name] + after_ms[index + 1],
+            last_come_ms + holder.wait_ms + unit_ms + after_ms[index + 1],
+            ready_ms + units * sent_ms + onward.latency_ms + then_ms,
+            come_ms + units * link_ms + onward.latency_ms + then_ms,
+        )
+        ready_ms += sent_ms + onward.latency_ms
+    return RingTimes(shape.layers * lap_ms, shape.layers * (lap_ms - own_ms))
+
+
+def margin(shape: RingShape, tokens: int, kv_token_ms: float, link: LinkSpeed) -> float:
+    """Return computing over sending of one unit on one hop; above 1 the link can be hidden.
+
+    NUMERICS 3.3: M = tokens * 2 * D * b_kv / BW over G * D * (b_q + b_o) + 8 G bytes / NET; the
+    numerator is the measured time of a head group here. Independent of the batch.
+    """
+    unit_ms = tokens * kv_token_ms / (shape.layers * shape.kv_heads)
+    return unit_ms * link.bytes_per_ms / (shape.query_bytes + shape.accumulator_bytes)
+
+
+def break_even_tokens(shape: RingShape, kv_token_ms: float, link: LinkSpeed) -> int:
+    """Return the least number of tokens on one daemon for which `margin` is 1 or more."""
+    return math.ceil(1.0 / margin(shape, 1, kv_token_ms, link))
