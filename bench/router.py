@@ -1,7 +1,9 @@
 """Times routing decisions: `python -m bench router [--quick] [--json FILE]`.
 
 States of one to eight lanes under random load, sessions with and without KV, requests of every
-class; each call is timed alone, and what an empty call costs is printed beside it.
+class; each call is timed alone, and what an empty call costs is printed beside it. The result is
+of states without peers; those of two lanes beside one to three peers, with a pipeline planned, are
+printed below.
 """
 
 from __future__ import annotations
@@ -11,11 +13,19 @@ import random
 import time
 from collections.abc import Sequence
 
-from batchengine.policy import router
-from batchengine.policy.cost import LaneLoad, StepCost
+from msgspec.structs import replace
+
+from batchengine.policy import pipeline, ring, router
+from batchengine.policy.cost import LaneLoad, LinkSpeed, StepCost
+from batchengine.policy.layouts import LayoutFacts, PeerState
+from batchengine.policy.pipeline import LayerCost, LayerKind, PipelineModel, PromptWork, StageHost
 from bench import report
 
 LANES = (1, 2, 4, 8)
+PEERS = (1, 2, 3)
+KV_LAYER_BYTES = 2176  # of a token: 8 KV heads of 128, 8 bits
+LAYERS = 28
+LINK = LinkSpeed(1.25e6, 0.06)  # 10 Gb/s
 TARGETS = ((500.0, 50.0), (2_000.0, 100.0), (30_000.0, 500.0), (300_000.0, 2_000.0))
 Call = tuple[router.RouteRequest, router.RouteSession | None, router.RouteState]
 
@@ -59,6 +69,37 @@ def random_call(rng: random.Random, n_lanes: int) -> Call:
     return request, session, random_state(rng, n_lanes)
 
 
+def layout_facts(n_peers: int) -> LayoutFacts:
+    """A model of 28 layers, and a pipeline over this daemon and the peers."""
+    names = ["here", *(f"peer{index}" for index in range(n_peers))]
+    cost = LayerCost(5.0 / LAYERS, 1.4 / LAYERS, 1e-4 / LAYERS)
+    plan = pipeline.plan(
+        [StageHost(name, (cost,)) for name in names],
+        {(a, b): LINK for a in names for b in names if a != b},
+        names[0],
+        PipelineModel((LayerKind(0, KV_LAYER_BYTES),), (0,) * LAYERS, 4096, 0, 0),
+        [PromptWork(0, 16_000)],
+    )
+    return LayoutFacts(ring.shape_of(LAYERS, 16, 8, 128), LAYERS * KV_LAYER_BYTES, plan)
+
+
+def with_peers(rng: random.Random, call: Call, facts: LayoutFacts, n_peers: int) -> Call:
+    """The same call beside peers of any load; one in ten is down."""
+    request, session, state = call
+    peers = tuple(
+        PeerState(
+            f"peer{index}",
+            "up" if rng.random() < 0.9 else "down",
+            random_state(rng, 1).lanes[0].load,
+            rng.choice((0, 8 << 30, 64 << 30)),
+            rng.choice((0.1, 1.0)),
+            LINK.bytes_per_ms,
+        )
+        for index in range(n_peers)
+    )
+    return request, session, replace(state, peers=peers, facts=facts)
+
+
 def time_calls(calls: Sequence[Call]) -> list[float]:
     """Microseconds of each call."""
     route, clock = router.route, time.perf_counter_ns
@@ -94,18 +135,27 @@ def main(argv: list[str]) -> int:
     rng = random.Random(7)
     by_lanes = {n: [random_call(rng, n) for _ in range(500)] for n in LANES}
     times: dict[int, list[float]] = {n: [] for n in LANES}
+    linked = {n: layout_facts(n) for n in PEERS}
+    by_peers = {
+        n: [with_peers(rng, call, facts, n) for call in by_lanes[2]] for n, facts in linked.items()
+    }
+    peer_times: dict[int, list[float]] = {n: [] for n in PEERS}
     for repeat in range(repeats + 1):
-        for n, calls in by_lanes.items():
-            measured = time_calls(calls)
-            if repeat:  # the first round warms caches up
-                times[n] += measured
+        for found, cases in ((times, by_lanes), (peer_times, by_peers)):
+            for n, calls in cases.items():
+                measured = time_calls(calls)
+                if repeat:  # the first round warms caches up
+                    found[n] += measured
     print(
         f"{'lanes':>5} {'median_us':>10} {'p99_us':>8} {'max_us':>8}   {repeats * 500} calls each"
     )
-    for n, values in times.items():
-        values.sort()
-        row = (quantile(values, 0.5), quantile(values, 0.99), values[-1])
-        print(f"{n:>5} {row[0]:>10.2f} {row[1]:>8.2f} {row[2]:>8.1f}")
+    for label, found in (("", times), ("peers", peer_times)):
+        if label:
+            print(f"{label:>5}")
+        for n, values in found.items():
+            values.sort()
+            row = (quantile(values, 0.5), quantile(values, 0.99), values[-1])
+            print(f"{n:>5} {row[0]:>10.2f} {row[1]:>8.2f} {row[2]:>8.1f}")
     everything = sorted(value for values in times.values() for value in values)
     print(f"an empty call: {empty_call_us(10_000):.2f} us")
     result = {
@@ -113,5 +163,6 @@ def main(argv: list[str]) -> int:
         "p99_us": round(quantile(everything, 0.99), 2),
     }
     details = {f"lanes_{n}": {"median_us": quantile(v, 0.5)} for n, v in times.items()}
+    details |= {f"peers_{n}": {"median_us": quantile(v, 0.5)} for n, v in peer_times.items()}
     report.finish(result, details=details, json_path=options.json)
     return 0

@@ -27,6 +27,27 @@ to 1 all targets are met. On a lane without the session's KV, the migration is p
 No candidates are dead lanes, lanes that the context does not fit, and full ones other than the
 session's own. More load never makes a lane more attractive: strain grows with every number of the
 load, and else only rule 6 reads the load, to leave a loaded lane.
+
+With peers, the rules above have chosen the local strategy, and these compare it with others, which
+`layouts` predicts. Peers that are not up, or whose link was never measured, get nothing.
+
+ 7. The context exceeds every lane here: the ring or the peer's lane of least strain, for any class.
+    If a lane here has no other reason to refuse, it owns the ring.
+ 8. A session on a ring stays there while its prediction is within `tolerance` of a lane here. If
+    the request is latency-sensitive it leaves, unless the lane, after gathering the KV, is beyond
+    the limit of rule 5 with the ring as the best.
+ 9. Another session gets on a ring if it is throughput-tolerant, `ring_depth_min` sessions are on
+    the lane, and the prediction is no worse; never less than `dwell_ms_min` after it moved.
+10. A throughput-tolerant prompt goes through the pipeline if it fills it, that is if at most
+    `bubble_max` of the time is spent filling and emptying it, and if the local prefill takes
+    `pipeline_gain` times as long or longer. This is independent of rules 8 and 9.
+11. Without ring and pipeline, a peer's lane is taken if the local strain is above 1 and that of the
+    peer is less by `tolerance` * max(1, its own). A session on a peer's lane stays there while it
+    is within the limit of rule 5, or moved less than `dwell_ms_min` ago and is not urgent; this
+    comes before rules 8 to 10.
+
+More load of a peer never makes a strategy with it preferred: its predictions grow, and no rule
+reads its load otherwise.
 """
 
 from __future__ import annotations
@@ -34,14 +55,28 @@ from __future__ import annotations
 import enum
 import math
 import operator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
+from batchengine.policy import layouts
 from batchengine.policy.cost import LaneLoad, predict
+from batchengine.policy.layouts import (
+    LOCAL,
+    PIPELINE,
+    REMOTE,
+    RING,
+    Held,
+    LayoutFacts,
+    LayoutTimes,
+    LayoutWork,
+    PeerState,
+    Rejected,
+)
 
 FAST, BULK, ANY = "fast", "bulk", "any"
-LOCAL = "local"  # on one lane
 NO_FIT, FULL = "the context does not fit", "its queue is full"  # why a lane is no candidate
 RANK_INTERACTIVE, RANK_STANDARD = 0, 1  # values of scheduler.RANK
 
@@ -63,6 +98,14 @@ class Reason(enum.StrEnum):
     IDLE_FAST = "its KV is here and this lane is not loaded"
     SPILL = "lanes of its tier would break the promise"
     BEST = "no lane keeps the promise: the nearest to it"
+    RING_CONTEXT = "the context exceeds every lane here: ring"
+    RING_DEPTH = "throughput-tolerant in a deep batch: ring"
+    RING_HOME = "its KV is on a ring"
+    FROM_RING = "latency-sensitive: from the ring to one lane"
+    PIPELINE = "throughput-tolerant prompt that fills the pipeline"
+    PEER_ONLY = "no lane here can take it: a peer's lane"
+    PEER_SPILL = "lanes here would break the promise: a peer's lane"
+    PEER_HOME = "its KV is on this peer"
 
 
 class RoutePolicy(msgspec.Struct, frozen=True, gc=False):
@@ -77,6 +120,9 @@ class RoutePolicy(msgspec.Struct, frozen=True, gc=False):
     loaded_ratio: float = 0.5  # a lane with so many of its seats taken is loaded
     move_ms: float = 10.0  # fixed cost of a migration
     move_row_ms: float = 0.01  # cost of a migration per row of the open page
+    ring_depth_min: int = 16  # sessions of a lane, from which on a ring may take some
+    bubble_max: float = 0.25  # share of a prefill in which the pipeline fills and empties
+    pipeline_gain: float = 1.25  # local prefill over that of a pipeline, from which on it is used
 
 
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):
@@ -93,13 +139,19 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class RouteSession(msgspec.Struct, frozen=True, gc=False):
-    """A session that has KV. `lane` holds its open page; sealed pages are shared by all lanes."""
+    """A session that has KV. `lane` holds its open page; sealed pages are shared by all lanes.
+
+    `lane` is a peer's name for a session that was last computed there. `held`: leading tokens that
+    peers hold; `gather_ms` is the time to bring these here (`layouts.gather_ms`).
+    """
 
     lane: str
     reused_tokens: int  # leading tokens of the prompt whose KV exists
     open_rows: int = 0  # of those, rows that a migration would copy
     dwell_ms: float = math.inf  # since the session last changed its lane
     urgent_ms: float = math.inf  # since its last latency-sensitive turn
+    held: Held = ()
+    gather_ms: float = 0.0
 
 
 class LaneState(msgspec.Struct, frozen=True, gc=False):
@@ -115,14 +167,16 @@ class LaneState(msgspec.Struct, frozen=True, gc=False):
 
 
 class RouteState(msgspec.Struct, frozen=True, gc=False):
-    """Every lane at one moment."""
+    """Every lane and peer at one moment. Without `facts` no strategy over peers is considered."""
 
     lanes: tuple[LaneState, ...]
     policy: RoutePolicy = RoutePolicy()
+    peers: tuple[PeerState, ...] = ()
+    facts: LayoutFacts | None = None
 
 
 class Strategy(NamedTuple):
-    """Layout of prefill and decode of one session over lanes; LOCAL = on one lane."""
+    """Layout of prefill and decode of one session: LOCAL, PIPELINE, RING or REMOTE."""
 
     prefill: str = LOCAL
     decode: str = LOCAL
@@ -142,17 +196,38 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     excluded: str = ""
 
 
+class Outlook(msgspec.Struct, frozen=True, gc=False):
+    """Prediction for one strategy over peers, and why it was chosen (a Reason) or not.
+
+    The times are 0 if it could not be used at all.
+    """
+
+    strategy: Strategy
+    peers: tuple[str, ...]
+    why: Reason | Rejected
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    move_ms: float = 0.0
+    strain: float = 0.0
+
+
 class Decision(msgspec.Struct, frozen=True):
-    """Lane of a request. `lane` "" = none can take it; `predicted` is None exactly then."""
+    """Lane of a request. `lane` "" = none can take it; `predicted` is None exactly then.
+
+    For REMOTE `lane` is the name of the peer. `peers` are those that the strategy needs.
+    """
 
     strategy: Strategy
     lane: str
     reason: Reason
     predicted: Candidate | None
     candidates: tuple[Candidate, ...] = ()
+    peers: tuple[str, ...] = ()
+    outlooks: tuple[Outlook, ...] = ()
 
 
 LOCAL_STRATEGY = Strategy()
+PIPELINED, RINGED, ON_PEER = Strategy(PIPELINE), Strategy(LOCAL, RING), Strategy(REMOTE, REMOTE)
 _STRAIN = operator.itemgetter(0)  # of (strain, lane, candidate)
 
 
@@ -179,6 +254,14 @@ def is_loaded(lane: LaneState, policy: RoutePolicy) -> bool:
 
 def route(request: RouteRequest, session: RouteSession | None, state: RouteState) -> Decision:
     """Choose lane and strategy; the module's docstring has the numbered rules."""
+    local = _on_lanes(request, session, state)
+    if not state.peers or state.facts is None:
+        return local
+    return _Comparison(request, session, state, state.facts, local).decision()
+
+
+def _on_lanes(request: RouteRequest, session: RouteSession | None, state: RouteState) -> Decision:
+    """Choose among the lanes of this daemon, by rules 1 to 6."""
     policy = state.policy
     candidates = tuple([_candidate(request, session, lane, policy) for lane in state.lanes])
     able = [
@@ -272,12 +355,13 @@ def _candidate(
         n -= frontier
         if n < 1:
             frontier, n = frontier + n - 1, 1
+        move_ms = session.gather_ms
         if session.lane != lane.name:
-            move_ms = policy.move_ms + policy.move_row_ms * session.open_rows
+            move_ms += policy.move_ms + policy.move_row_ms * session.open_rows
     tokens_out = request.tokens_out
     expected = predict(lane.load, request.rank, frontier, n, tokens_out)
     ttft_ms, tpot_ms = expected.ttft_ms + move_ms, expected.tpot_ms
-    strain = max(
+    strain = max(  # as in `_strain`, without a call
         ttft_ms / request.ttft_ms,
         tpot_ms / request.tpot_ms,
         (ttft_ms + tpot_ms * tokens_out) / request.ttlt_ms,
@@ -320,3 +404,174 @@ def _without_lane(candidates: tuple[Candidate, ...]) -> Decision:
     full = Reason.FULL if FULL in excluded else Reason.NO_LANE
     reason = Reason.NO_FIT if NO_FIT in excluded else full
     return Decision(LOCAL_STRATEGY, "", reason, None, candidates)
+
+
+# ---- strategies over peers ----
+
+
+def _strain(request: RouteRequest, ttft_ms: float, tpot_ms: float) -> float:
+    return max(
+        ttft_ms / request.ttft_ms,
+        tpot_ms / request.tpot_ms,
+        (ttft_ms + tpot_ms * request.tokens_out) / request.ttlt_ms,
+    )
+
+
+class _Comparison:
+    """The local strategy of one request beside those over peers, by rules 7 to 11."""
+
+    def __init__(
+        self,
+        request: RouteRequest,
+        session: RouteSession | None,
+        state: RouteState,
+        facts: LayoutFacts,
+        local: Decision,
+    ) -> None:
+        self._request, self._session, self._state, self._facts = request, session, state, facts
+        self._policy, self._local = state.policy, local
+        self._urgent = is_urgent(request, self._policy)
+        self._tolerant = not self._urgent and request.rank > RANK_STANDARD
+        self._held: Held = () if session is None else session.held
+        moved = session is not None and session.dwell_ms < self._policy.dwell_ms_min
+        self._dwells = moved and not self._urgent
+        n = _to_compute(request, session)
+        self._work = LayoutWork(
+            request.rank, request.prompt_tokens - n, n, request.tokens_out, request.context_tokens
+        )
+
+    def decision(self) -> Decision:
+        """Return the decision, with the outlook of every strategy."""
+        lane, here = self._owner(), self._local.predicted
+        found = [self._remote(peer, here) for peer in self._state.peers]
+        if lane is not None:
+            found.append(self._ring(lane, here))
+            if here is not None:
+                found.append(self._pipeline(lane, here))
+        used = self._used([outlook for outlook in found if isinstance(outlook.why, Reason)])
+        outlooks = tuple([one if one in used else _not_used(one) for one in found])
+        if not used:
+            left = self._urgent and self._held and here is not None
+            why = Reason.FROM_RING if left else self._local.reason
+            return replace(self._local, reason=why, outlooks=outlooks)
+        decode, prefill = used[0], used[-1]
+        name = decode.peers[0] if lane is None or decode.strategy == ON_PEER else lane.name
+        ttft_ms, tpot_ms = prefill.ttft_ms, decode.tpot_ms
+        strain = _strain(self._request, ttft_ms, tpot_ms)
+        return Decision(
+            Strategy(prefill.strategy.prefill, decode.strategy.decode),
+            name,
+            Reason(decode.why),
+            Candidate(name, ttft_ms, tpot_ms, prefill.move_ms, strain),
+            self._local.candidates,
+            tuple(dict.fromkeys(decode.peers + prefill.peers)),
+            outlooks,
+        )
+
+    def _used(self, able: Sequence[Outlook]) -> Sequence[Outlook]:
+        """Return the outlook of the strategy, or two: that of the decode and of the prefill."""
+        if not able:
+            return ()
+        best = min(able, key=lambda outlook: outlook.strain)
+        if self._local.predicted is None:
+            return (best,)
+        home = [one for one in able if one.why is Reason.PEER_HOME]
+        here = [one for one in able if one.strategy != ON_PEER]  # the ring before the pipeline
+        return home or here or (best,)
+
+    def _owner(self) -> LaneState | None:
+        """Return the lane that would own a ring: the chosen one, or the idlest of those that the
+        context alone excludes; None = there is none."""
+        lanes, local = self._state.lanes, self._local
+        if local.lane:
+            return next(lane for lane in lanes if lane.name == local.lane)
+        able = [
+            (lane.load.step_ms + lane.load.prefill_ms[-1], index, lane)
+            for index, (lane, candidate) in enumerate(zip(lanes, local.candidates, strict=True))
+            if candidate.excluded == NO_FIT and not lane.full
+        ]
+        return min(able)[2] if able else None
+
+    def _outlook(
+        self,
+        strategy: Strategy,
+        times: LayoutTimes,
+        rule: Callable[[LayoutTimes, float], Reason | Rejected],
+    ) -> Outlook:
+        strain = _strain(self._request, times.ttft_ms, times.tpot_ms)
+        why = times.rejected or rule(times, strain)
+        return Outlook(
+            strategy, times.peers, why, times.ttft_ms, times.tpot_ms, times.move_ms, strain
+        )
+
+    def _limit(self, strain: float) -> float:
+        return strain + self._policy.tolerance * max(1.0, strain)
+
+    def _ring(self, lane: LaneState, here: Candidate | None) -> Outlook:
+        """Rules 7 to 9."""
+
+        def rule(ring: LayoutTimes, strain: float) -> Reason | Rejected:
+            if here is None:
+                return Reason.RING_CONTEXT
+            if self._held and self._urgent:
+                leaves = here.strain <= self._limit(strain)
+                return Rejected.TOLERANT_ONLY if leaves else Reason.RING_HOME
+            if self._held:
+                near = ring.tpot_ms <= here.tpot_ms * (1.0 + self._policy.tolerance)
+                return Reason.RING_HOME if near or self._dwells else Rejected.SLOWER
+            if not self._tolerant:
+                return Rejected.TOLERANT_ONLY
+            if lane.load.seated + lane.load.waiting < self._policy.ring_depth_min:
+                return Rejected.SHALLOW
+            if self._dwells:
+                return Rejected.DWELL
+            no_worse = ring.tpot_ms <= here.tpot_ms and strain <= max(1.0, here.strain)
+            return Reason.RING_DEPTH if no_worse else Rejected.SLOWER
+
+        peers, own_max = self._state.peers, lane.context_max
+        times = layouts.through_ring(self._facts, peers, lane.load, own_max, self._work, self._held)
+        return self._outlook(RINGED, times, rule)
+
+    def _pipeline(self, lane: LaneState, here: Candidate) -> Outlook:
+        """Rule 10."""
+
+        def rule(pipeline: LayoutTimes, strain: float) -> Reason | Rejected:
+            if not self._tolerant:
+                return Rejected.TOLERANT_ONLY
+            gains = pipeline.ttft_ms * self._policy.pipeline_gain <= here.ttft_ms
+            return Reason.PIPELINE if gains else Rejected.SLOWER
+
+        times = layouts.through_pipeline(
+            self._facts, self._state.peers, lane.load, self._work, self._policy.bubble_max
+        )
+        return self._outlook(PIPELINED, times, rule)
+
+    def _remote(self, peer: PeerState, here: Candidate | None) -> Outlook:
+        """Rules 7 and 11."""
+        is_home = self._session is not None and self._session.lane == peer.name
+
+        def rule(times: LayoutTimes, strain: float) -> Reason | Rejected:
+            if here is None:
+                return Reason.PEER_HOME if is_home else Reason.PEER_ONLY
+            if is_home:
+                limit = self._limit(min(strain, here.strain))
+                if not self._urgent:
+                    limit = max(1.0, limit)
+                stays = self._dwells or strain <= limit
+                return Reason.PEER_HOME if stays else Rejected.SLOWER
+            if here.strain <= 1.0:
+                return Rejected.KEPT
+            if self._dwells:
+                return Rejected.DWELL
+            gains = self._limit(strain) < here.strain
+            return Reason.PEER_SPILL if gains else Rejected.SLOWER
+
+        held = self._held
+        if is_home and self._session is not None:
+            held = ((peer.name, self._session.reused_tokens),)
+        return self._outlook(ON_PEER, layouts.on_peer(peer, self._facts, self._work, held), rule)
+
+
+def _not_used(outlook: Outlook) -> Outlook:
+    """Return the outlook with a reason against it."""
+    return replace(outlook, why=Rejected.OTHER) if isinstance(outlook.why, Reason) else outlook

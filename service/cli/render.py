@@ -104,12 +104,13 @@ def _decision(one: Facts) -> list[str]:
     lines = [
         f"request   {one['request_id']}  class {one['class']}, decided {one['age_s']:,.1f} s ago",
         f"session   {one['session_id']}" + _of_key(one),
-        f"decision  lane {one['lane'] or 'none'}: {one['reason']}",
+        f"decision  {_where(one)}: {one['reason']}",
         f"asked     {asked['prompt_tokens']:,} prompt tokens, about {asked['tokens_out']:,} to"
         f" come{_promises(asked)}" + (", promotion wanted" if asked.get("promote") else ""),
         f"KV        {_kv(one.get('session'))}",
     ]
     lines += _candidates(one["candidates"], one["lane"])
+    lines += _outlooks(one.get("outlooks", ()))
     lines.append(f"predicted {_times(one['predicted'])}")
     happened = one["happened"]
     if happened is None:
@@ -150,6 +151,34 @@ def _candidates(rows: Sequence[Facts], chosen: str) -> list[str]:
         seats = f"{row.get('seated', 0)} of {row.get('seats', 0)} seats"
         load = f"({seats}, {row.get('waiting', 0)} waiting)"
         lines.append(f"        {mark} {row['lane']:<10} {outlook} {load}")
+    return lines
+
+
+def _where(one: Facts) -> str:
+    """The lane, with the strategy and its peers if it has any."""
+    lane, strategy = f"lane {one['lane'] or 'none'}", one["strategy"]
+    if not strategy.get("peers"):
+        return lane
+    return f"{lane}, {_layout(strategy)}"
+
+
+def _layout(found: Facts) -> str:
+    """A strategy over peers, and their names."""
+    if found["decode"] == "remote":
+        return f"lane of peer {found['peers'][0]}"
+    parts = [f"{found[name]} {name}" for name in ("prefill", "decode") if found[name] != "local"]
+    peers = found["peers"]
+    return " and ".join(parts) + (f" with {', '.join(peers)}" if peers else "")
+
+
+def _outlooks(rows: Sequence[Facts]) -> list[str]:
+    """Strategies over peers with their numbers, and why they were not chosen."""
+    lines: list[str] = []
+    for row in rows:
+        mark = " " if row["rejected"] else "*"
+        numbers = f": {_times(row)}, strain {row['strain']:.2f}" if row["ttft_ms"] else ""
+        why = f" (not chosen: {row['rejected']})" if row["rejected"] else ""
+        lines.append(f"        {mark} {_layout(row)}{numbers}{why}")
     return lines
 
 

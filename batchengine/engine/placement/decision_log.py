@@ -17,7 +17,15 @@ from msgspec.structs import asdict
 from batchengine.core import ID_PREFIX_CHARS_MIN
 from batchengine.engine.placement.move_report import MoveReport
 from batchengine.policy.cost import LaneLoad, RestorePlan
-from batchengine.policy.router import Decision, LaneState, RouteRequest, RouteSession, RouteState
+from batchengine.policy.layouts import Rejected
+from batchengine.policy.router import (
+    Decision,
+    LaneState,
+    Outlook,
+    RouteRequest,
+    RouteSession,
+    RouteState,
+)
 
 DECISIONS_MAX = 4096
 PREDICTED = ("lane", "ttft_ms", "tpot_ms", "move_ms")  # of a candidate, in a report
@@ -75,7 +83,7 @@ class DecisionRecord:
             "lane": self.lane,
             "reason": str(decision.reason),
             "reason_id": decision.reason.name.lower(),
-            "strategy": decision.strategy._asdict(),
+            "strategy": {**decision.strategy._asdict(), "peers": list(decision.peers)},
             "request": _plain(asdict(self.request)),
             "session": None if self.session is None else _plain(asdict(self.session)),
             "predicted": _plain(predicted) or None,
@@ -83,6 +91,7 @@ class DecisionRecord:
                 {**_plain(asdict(candidate)), **_lane_dict(lane)}
                 for candidate, lane in zip(decision.candidates, self.state.lanes, strict=False)
             ],
+            "outlooks": [_outlook_dict(outlook) for outlook in decision.outlooks],
             "happened": self._happened(),
             "moves": list(self.moves),
             "restore": self._restore(),
@@ -118,6 +127,15 @@ def _lane_dict(lane: LaneState) -> dict[str, Any]:
         "step_ms": round(load.step_ms, 3),
         "prefill_backlog_ms": round(load.prefill_ms[-1], 3),
     }
+
+
+def _outlook_dict(outlook: Outlook) -> dict[str, Any]:
+    """Return a strategy over peers, with `rejected`: why it was not chosen, "" = it was."""
+    fields = asdict(outlook)
+    strategy, why = fields.pop("strategy"), fields.pop("why")
+    rejected = str(why) if isinstance(why, Rejected) else ""
+    peers = list(fields.pop("peers"))
+    return _plain({**strategy._asdict(), "peers": peers, **fields, "rejected": rejected})
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
