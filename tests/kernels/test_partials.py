@@ -364,3 +364,63 @@ def test_malformed_bytes_are_refused(
     with pytest.raises(ValueError, match=match):
         into.load_bytes(change(data))
     assert into.to_bytes() == data
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_some_heads_of_some_entries_have_the_bits_of_attend(pool: K.Pool, level: str) -> None:
+    """As a peer computes them: its queries are bytes, and its batch has a part of the entries."""
+    step = prepare(pool, 64, 6, 3, [(1500, 3), (0, 5), (2046, 1)])
+    K.set_isa(level)
+    expected = bits(step.attend())
+    out = step.rows()
+    starts = [0, 3, 8]
+    for entries in ([1], [0, 2]):
+        for first, count in ((0, 1), (1, 2)):
+            runs = [(starts[e], int(step.entries[e, 0])) for e in entries]
+            queries = K.Queries(20, 2 * count, 64)
+            data = step.queries.to_bytes(3, (first, count), runs)
+            total = sum(n for _, n in runs)
+            assert len(data) == total * 2 * count * (64 + 8)
+            assert queries.load_bytes(data, count) == total
+            assert queries.to_bytes(count, (0, count), [(0, total)]) == data
+            pages = np.split(step.addresses, np.cumsum(step.entries[:, 2])[:-1])
+            mine = np.concatenate([pages[e] for e in entries])
+            batch = K.Batch(total, len(entries), len(mine))
+            batch.set(np.zeros(total, np.int32), step.entries[entries], mine)
+            spans = [(i, 0, superpages(step)[e]) for i, e in enumerate(entries)]
+            part = K.Partials(total, 2 * count, 64)
+            K.attend_partials(
+                pool, queries, batch, step.shape, 0, spans_array(spans), part, heads=(first, count)
+            )
+            K.finish(pool, part, out, rows=[starts[e] for e in entries], first_head=2 * first)
+    np.testing.assert_array_equal(bits(out.view(step.total)), expected)
+
+
+def test_heads_tokens_and_bytes_that_do_not_exist_are_refused(mixed: tuple[Step, F32]) -> None:
+    step, _ = mixed  # 4 heads for 2 KV heads
+    queries, total = step.queries, step.total
+    for heads in ((2, 1), (0, 3), (1, 2), (0, 0), (1, 2**63)):
+        with pytest.raises(ValueError, match="no such heads"):
+            queries.to_bytes(2, heads, [(0, 1)])
+        with pytest.raises(ValueError, match="no such heads"):
+            part = K.Partials(total, 2, 64)
+            at = (step.pool, queries, step.batch, step.shape, 0, spans_array([]), part)
+            K.attend_partials(*at, heads=heads)
+    for run in ((queries.tokens_max, 1), (0, queries.tokens_max + 1), (2**63, 2**63)):
+        with pytest.raises(ValueError, match="no such tokens"):
+            queries.to_bytes(2, (0, 1), [run])
+    one = K.Queries(2, 4, 64)
+    data = queries.to_bytes(2, (0, 2), [(0, 2)])
+    for wrong in (data[:-1], data + b"\0", data + data, data[: len(data) // 4]):
+        with pytest.raises(ValueError, match="are not those of 0 to 2 tokens"):
+            one.load_bytes(wrong, 2)
+    with pytest.raises(ValueError, match="do not divide"):
+        one.load_bytes(data, 3)
+    whole, out = partials_of(step, everything(step)), step.rows()
+    n = len(MIXED)
+    for rows, match in (([0] * (n - 1), "one row"), ([total] * n, "do not fit"), ([2**63] * n, "no such row")):
+        with pytest.raises(ValueError, match=match):
+            K.finish(step.pool, whole, out, rows=rows)
+    for first in (1, 4, 2**63):
+        with pytest.raises(ValueError, match="no such heads"):
+            K.finish(step.pool, whole, out, first_head=first)

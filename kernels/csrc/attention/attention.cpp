@@ -67,7 +67,8 @@ struct Job {
     const Batch& batch;
     const PageShape& shape;
     const size_t layer;
-    const size_t group;  // query heads per KV head
+    const KvHeads heads;  // those of `queries`; a tile counts from heads.first
+    const size_t group;   // query heads per KV head
     const PageKernel kernel;
     const RowOps& ops;
 
@@ -95,8 +96,9 @@ size_t attend_page(const Job& job, const Tile& tile, size_t page_index, const in
 
     const size_t head_dim = job.shape.head_dim;
     uint8_t* base = job.batch.page(*tile.entry, page_start);
-    const HeadPage head(base, job.shape, job.layer, tile.kv_head);
-    const size_t row = job.queries.row(job.shape.n_kv_head, tile.kv_head, tile.entry->first_token, 0) +
+    const size_t kv_head = job.heads.first + tile.kv_head;
+    const HeadPage head(base, job.shape, job.layer, kv_head);
+    const size_t row = job.queries.row(job.heads.count, tile.kv_head, tile.entry->first_token, 0) +
                        tile.first_row + first;
     const QueryRows rows{job.queries.q.data() + row * head_dim,
                          job.queries.scale.data() + row * (head_dim / 32),
@@ -106,7 +108,7 @@ size_t attend_page(const Job& job, const Tile& tile, size_t page_index, const in
     const int8_t* next_k = after;
     if (next_start <= job.position(tile, tile.rows - 1) &&
         next_start < tile.end_superpage * SUPERPAGE_TOKENS)
-        next_k = HeadPage(job.batch.page(*tile.entry, next_start), job.shape, job.layer, tile.kv_head).k;
+        next_k = HeadPage(job.batch.page(*tile.entry, next_start), job.shape, job.layer, kv_head).k;
     const PageView view{head.k, head.k_scale, head.v, head.v_scale, next_k};
     job.kernel(view, static_cast<int>(head_dim), rows, scratch,
                {into.m + first, into.l + first, into.o[0] + first * head_dim});
@@ -217,7 +219,7 @@ void cut_entry(const Job& job, const BatchEntry& entry, size_t first, size_t end
     const size_t span_start = first * SUPERPAGE_TOKENS;
     const size_t first_row =
         span_start > entry.start_position ? (span_start - entry.start_position) * group : 0;
-    for (size_t head = 0; head < job.shape.n_kv_head; head++)
+    for (size_t head = 0; head < job.heads.count; head++)
         for (size_t row = first_row; row < rows_total; row += ATTENTION_ROWS_MAX) {
             const size_t rows = std::min<size_t>(ATTENTION_ROWS_MAX, rows_total - row);
             const size_t last = entry.start_position + (row + rows - 1) / group;
@@ -289,15 +291,17 @@ void attend_tiles(Pool& pool, const Job& job, std::vector<Tile>& tiles, Accumula
     });
 }
 
-Job make_job(const Queries& queries, const Batch& batch, const PageShape& shape, size_t layer) {
-    return {queries, batch, shape, layer, queries.n_head / shape.n_kv_head, page_kernel(), rowops()};
+Job make_job(const Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
+             KvHeads heads) {
+    const size_t group = queries.n_head / heads.count;
+    return {queries, batch, shape, layer, heads, group, page_kernel(), rowops()};
 }
 
 }  // namespace
 
 void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape,
-                     size_t layer, const std::vector<Span>& spans, Partials& out) {
-    const Job job = make_job(queries, batch, shape, layer);
+                     size_t layer, const std::vector<Span>& spans, KvHeads heads, Partials& out) {
+    const Job job = make_job(queries, batch, shape, layer, heads);
     set_spans(out, batch, spans);
     std::vector<Tile> tiles;
     for (size_t e = 0; e < batch.n_entries; e++) {
@@ -316,7 +320,7 @@ void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const Pag
 
 void attend(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
             Rows& out) {
-    const Job job = make_job(queries, batch, shape, layer);
+    const Job job = make_job(queries, batch, shape, layer, {0, shape.n_kv_head});
     std::vector<Tile> tiles;
     for (size_t e = 0; e < batch.n_entries; e++)
         cut_entry(job, batch.entries[e], 0, SIZE_MAX, tiles);

@@ -25,9 +25,10 @@ void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& 
               const PlaceParams& params, Queries& queries, KvRows* rows = nullptr);
 
 // Attention to the super-pages of `spans` (at most one span per entry); reads no page outside them.
-// Entries without a span are empty in `out`. The order of rule 7: see partials.h.
+// Entries without a span are empty in `out`. The order of rule 7: see partials.h. The heads of
+// `queries` and `out` are those that read the KV heads `heads`.
 void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape,
-                     size_t layer, const std::vector<Span>& spans, Partials& out);
+                     size_t layer, const std::vector<Span>& spans, KvHeads heads, Partials& out);
 
 // attend_partials of all super-pages and finish, in one pass that stores no accumulators.
 // out row = heads in order, head_dim values each. A row that met a NaN or infinity is all NaN.

@@ -135,6 +135,12 @@ struct KvRows {
     Buffer<uint8_t> bytes;
 };
 
+// KV heads [first, first + count) of every page.
+struct KvHeads {
+    size_t first;
+    size_t count;
+};
+
 // q8 queries of one step: rows [kv head][token][head of the group], so that all heads that read the
 // same KV lie together and any range of rows is contiguous.
 struct Queries {

@@ -174,7 +174,8 @@ void fold(Pool& pool, Partials& into, const Partials& next) {
     });
 }
 
-void finish(Pool& pool, const Partials& partials, Rows& out) {
+void finish(Pool& pool, const Partials& partials, const std::vector<size_t>& rows,
+            size_t first_head, Rows& out) {
     std::vector<EntryToken> tokens;
     for (size_t e = 0; e < partials.entries.size(); e++) {
         const PartialEntry& entry = partials.entries[e];
@@ -185,10 +186,10 @@ void finish(Pool& pool, const Partials& partials, Rows& out) {
     }
     const RowOps& ops = rowops();
     const size_t head_dim = partials.head_dim;
-    for_each(pool, tokens.size(), tokens.size() * out.width <= VALUES_ALONE, [&](size_t index) {
+    for_each(pool, tokens.size(), tokens.size() * partials.n_head * head_dim <= VALUES_ALONE, [&](size_t index) {
         const auto [e, token] = tokens[index];
         const PartialEntry& entry = partials.entries[e];
-        float* row = out.row(entry.first_token + token);
+        float* row = out.row(rows[e] + token) + first_head * head_dim;
         for (size_t head = 0; head < partials.n_head; head++) {
             const size_t i = partials.index(entry, 0, token, head);
             ops.finish(partials.at.l[i], partials.at.o.data() + i * head_dim, head_dim,
@@ -263,6 +264,43 @@ void partials_from_bytes(const uint8_t* bytes, size_t size, Partials& partials) 
     partials.entries = std::move(entries);
     partials.n_tokens = n_tokens;
     partials.n_accumulators = total;
+}
+
+std::string queries_to_bytes(const Queries& queries, size_t n_kv_head, KvHeads heads,
+                             const std::vector<TokenRun>& runs) {
+    const size_t group = queries.n_head / n_kv_head, blocks = queries.head_dim / 32;
+    std::string bytes, scales;
+    for (size_t head = heads.first; head < heads.first + heads.count; head++)
+        for (const TokenRun& run : runs) {
+            const size_t row = queries.row(n_kv_head, head, run.first, 0), n = run.count * group;
+            append(bytes, queries.q.data() + row * queries.head_dim, n * queries.head_dim);
+            append(scales, queries.scale.data() + row * blocks, n * blocks);
+        }
+    return bytes + scales;
+}
+
+size_t queries_from_bytes(const uint8_t* bytes, size_t size, size_t n_kv_head, Queries& queries) {
+    const size_t head_dim = queries.head_dim, blocks = head_dim / 32;
+    const size_t token_bytes = queries.n_head * (head_dim + blocks * sizeof(float));
+    const size_t n_tokens = size / token_bytes;
+    if (size % token_bytes != 0 || n_tokens > queries.tokens_max)
+        refuse("Queries.load_bytes: " + text(size) + " bytes are not those of 0 to " +
+               text(queries.tokens_max) + " tokens of " + text(token_bytes));
+    const size_t rows = n_tokens * (queries.n_head / n_kv_head);  // of a KV head
+    const uint8_t* const scales = bytes + n_tokens * queries.n_head * head_dim;
+    for (size_t head = 0; head < n_kv_head; head++) {
+        const size_t from = head * rows, to = queries.row(n_kv_head, head, 0, 0);
+        int8_t* const q = queries.q.data() + to * head_dim;
+        std::memcpy(q, bytes + from * head_dim, rows * head_dim);
+        std::memcpy(queries.scale.data() + to * blocks, scales + from * blocks * sizeof(float),
+                    rows * blocks * sizeof(float));
+        for (size_t block = 0; block < rows * blocks; block++) {
+            int32_t sum = 0;
+            for (size_t d = 0; d < 32; d++) sum += q[block * 32 + d];
+            queries.offset[to * blocks + block] = -128 * sum;
+        }
+    }
+    return n_tokens;
 }
 
 }  // namespace batchengine

@@ -67,9 +67,11 @@ void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& 
 // std::invalid_argument, `into` unchanged, when the steps differ or a span is not the next one.
 void fold(Pool& pool, Partials& into, const Partials& next);
 
-// out row = heads in order, head_dim values each, for every token of the step.
-// std::invalid_argument when a token sees a super-page that has not been folded.
-void finish(Pool& pool, const Partials& partials, Rows& out);
+// out row = heads in order from `first_head`, head_dim values each, for every token. The tokens of
+// entry e have consecutive rows from rows[e]. std::invalid_argument, `out` unchanged, when a token
+// sees a super-page that has not been folded.
+void finish(Pool& pool, const Partials& partials, const std::vector<size_t>& rows,
+            size_t first_head, Rows& out);
 
 // Little-endian: u32 n_head, head_dim, n_entries, 0; per entry u32 n_tokens, first, count, 0 and
 // u64 start_position; then fp32 m[n], l[n], o[n][head_dim] of the n accumulators.
@@ -77,5 +79,19 @@ void finish(Pool& pool, const Partials& partials, Rows& out);
 std::string partials_to_bytes(const Partials& partials);
 // std::invalid_argument, `partials` unchanged, unless these are the bytes of such partials.
 void partials_from_bytes(const uint8_t* bytes, size_t size, Partials& partials);
+
+// A run of tokens of a step.
+struct TokenRun {
+    size_t first;
+    size_t count;
+};
+
+// The queries of these tokens that read the KV heads `heads`, as rows [kv head][token][head of the
+// group]: int8 q[rows][head_dim], then fp32 scale[rows][head_dim / 32], little-endian.
+std::string queries_to_bytes(const Queries& queries, size_t n_kv_head, KvHeads heads,
+                             const std::vector<TokenRun>& runs);
+// `queries` becomes such bytes, with tokens from 0 and all its heads; returns how many tokens.
+// std::invalid_argument, `queries` unchanged, unless they are of 0 to tokens_max whole tokens.
+size_t queries_from_bytes(const uint8_t* bytes, size_t size, size_t n_kv_head, Queries& queries);
 
 }  // namespace batchengine

@@ -1,5 +1,6 @@
 // Bindings of rope, KV pages and attention. Every size and address is checked here, before a kernel
 // reads it; the GIL is released while a kernel runs.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -133,7 +134,40 @@ void bind_batch(nb::module_& module) {
             nb::arg("tokens_max"), nb::arg("n_head"), nb::arg("head_dim"))
         .def_prop_ro("tokens_max", [](const Queries& self) { return self.tokens_max; })
         .def_prop_ro("n_head", [](const Queries& self) { return self.n_head; })
-        .def_prop_ro("head_dim", [](const Queries& self) { return self.head_dim; });
+        .def_prop_ro("head_dim", [](const Queries& self) { return self.head_dim; })
+        .def(
+            "to_bytes",
+            [](const Queries& self, size_t n_kv_head, std::pair<size_t, size_t> heads,
+               const std::vector<std::pair<size_t, size_t>>& runs) {
+                require(n_kv_head > 0 && self.n_head % n_kv_head == 0 && heads.first < n_kv_head &&
+                            heads.second > 0 && heads.second <= n_kv_head - heads.first,
+                        "Queries.to_bytes: no such heads");
+                std::vector<TokenRun> checked;
+                for (const auto& [first, count] : runs) {
+                    require(first <= self.tokens_max && count <= self.tokens_max - first,
+                            "Queries.to_bytes: no such tokens");
+                    checked.push_back({first, count});
+                }
+                const std::string bytes =
+                    queries_to_bytes(self, n_kv_head, {heads.first, heads.second}, checked);
+                return nb::bytes(bytes.data(), bytes.size());
+            },
+            nb::arg("n_kv_head"), nb::arg("heads"), nb::arg("runs"),
+            "The queries of runs (first token, count) that read the KV heads `heads` (first, count) "
+            "of n_kv_head, the same bytes on every machine (partials.h has the layout).")
+        .def(
+            "load_bytes",
+            [](Queries& self, nb::object data, size_t n_kv_head) {
+                require(n_kv_head > 0 && self.n_head % n_kv_head == 0,
+                        "Queries.load_bytes: the heads do not divide among the KV heads");
+                const HeldBuffer held(data, false);
+                return queries_from_bytes(held.data(), held.size(), n_kv_head, self);
+            },
+            nb::arg("data"), nb::arg("n_kv_head"),
+            nb::sig("def load_bytes(self, data: typing_extensions.Buffer, n_kv_head: int) -> int"),
+            "Becomes the queries that to_bytes() took, for n_kv_head KV heads, with tokens from 0; "
+            "returns their count. ValueError, and no change, for another length; no value is "
+            "checked.");
     nb::class_<KvRows>(module, "KvRows",
                        "The page rows of one step, gathered while place_kv has them: tokens_max * "
                        "row_bytes of the shape.")
@@ -142,7 +176,7 @@ void bind_batch(nb::module_& module) {
 }
 
 void attention_checks(const Pool& pool, const Queries& queries, const Batch& batch,
-                      const PageShape& shape, size_t layer, const char* name) {
+                      const PageShape& shape, size_t layer, size_t n_kv_head, const char* name) {
     const std::string where = name;
     require_open(pool);
     require(layer < shape.n_layer, where + ": layer " + number(layer) + " of " + number(shape.n_layer));
@@ -150,9 +184,9 @@ void attention_checks(const Pool& pool, const Queries& queries, const Batch& bat
     require(queries.head_dim == shape.head_dim, where + ": queries have head_dim " +
                                                     number(queries.head_dim) + ", pages " +
                                                     number(shape.head_dim));
-    require(queries.n_head % shape.n_kv_head == 0,
-            where + ": " + number(queries.n_head) + " heads do not divide among " +
-                number(shape.n_kv_head) + " KV heads");
+    require(queries.n_head % n_kv_head == 0, where + ": " + number(queries.n_head) +
+                                                 " heads do not divide among " +
+                                                 number(n_kv_head) + " KV heads");
 }
 
 // The pages of positions [start, end) of an entry have addresses.
@@ -189,7 +223,7 @@ void bind_place(nb::module_& module) {
         [](Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& shape, size_t layer,
            size_t n_head, const Vector* q_norm, const Vector* k_norm, float eps, RopeTable* rope,
            double scale, Queries& queries, KvRows* rows) {
-            attention_checks(pool, queries, batch, shape, layer, "place_kv");
+            attention_checks(pool, queries, batch, shape, layer, shape.n_kv_head, "place_kv");
             require(n_head == queries.n_head, "place_kv: n_head is not that of the queries");
             require_tokens(batch.n_tokens, qkv.tokens_max, "place_kv");
             require_written_pages(batch, "place_kv");
@@ -224,7 +258,7 @@ void bind_place(nb::module_& module) {
         "attend",
         [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
            Rows& out) {
-            attention_checks(pool, queries, batch, shape, layer, "attend");
+            attention_checks(pool, queries, batch, shape, layer, shape.n_kv_head, "attend");
             require(batch.n_absent == 0, "attend: pages of the batch are absent");
             require_tokens(batch.n_tokens, out.tokens_max, "attend");
             require_width(out.width, queries.n_head * shape.head_dim, "attend");
@@ -345,8 +379,13 @@ void bind_partials(nb::module_& module) {
     module.def(
         "attend_partials",
         [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
-           const EntryArray& spans, Partials& out) {
-            attention_checks(pool, queries, batch, shape, layer, "attend_partials");
+           const EntryArray& spans, Partials& out, std::optional<std::pair<size_t, size_t>> some) {
+            const KvHeads heads =
+                some ? KvHeads{some->first, some->second} : KvHeads{0, shape.n_kv_head};
+            require(heads.first < shape.n_kv_head && heads.count > 0 &&
+                        heads.count <= shape.n_kv_head - heads.first,
+                    "attend_partials: no such heads");
+            attention_checks(pool, queries, batch, shape, layer, heads.count, "attend_partials");
             require_tokens(batch.n_tokens, out.tokens_max, "attend_partials");
             require(out.n_head == queries.n_head && out.head_dim == shape.head_dim,
                     "attend_partials: the partials have " + number(out.n_head) + " heads of " +
@@ -354,13 +393,14 @@ void bind_partials(nb::module_& module) {
                         number(shape.head_dim));
             const std::vector<Span> checked = checked_spans(batch, spans);
             const nb::gil_scoped_release release;
-            attend_partials(pool, queries, batch, shape, layer, checked, out);
+            attend_partials(pool, queries, batch, shape, layer, checked, heads, out);
         },
         nb::arg("pool"), nb::arg("queries"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
-        nb::arg("spans"), nb::arg("out"),
+        nb::arg("spans"), nb::arg("out"), nb::kw_only(), nb::arg("heads") = nb::none(),
         "Attention to parts of the KV: spans int32 (n, 3) = entry, first super-page, count, at most "
         "one per entry. Reads no page outside them. Overwrites out, where an entry without a span is "
-        "empty. ValueError for a span that its entry does not have.");
+        "empty. queries and out are of the heads that read the KV heads `heads` (first, count), all "
+        "by default. ValueError for a span that its entry does not have.");
     module.def(
         "fold",
         [](Pool& pool, Partials& into, const Partials& next) {
@@ -375,16 +415,31 @@ void bind_partials(nb::module_& module) {
         "one ends.");
     module.def(
         "finish",
-        [](Pool& pool, const Partials& partials, Rows& out) {
+        [](Pool& pool, const Partials& partials, Rows& out,
+           const std::optional<std::vector<size_t>>& rows, size_t first_head) {
             require_open(pool);
-            require_tokens(partials.n_tokens, out.tokens_max, "finish");
-            require_width(out.width, partials.n_head * partials.head_dim, "finish");
+            const size_t heads = out.width / partials.head_dim;
+            if (!rows) require_width(out.width, partials.n_head * partials.head_dim, "finish");
+            require(partials.n_head <= heads && first_head <= heads - partials.n_head,
+                    "finish: the rows have no such heads");
+            std::vector<size_t> first;
+            for (const PartialEntry& entry : partials.entries) first.push_back(entry.first_token);
+            if (rows) {
+                require(rows->size() == first.size(), "finish: one row per entry is needed");
+                first = *rows;
+            }
+            for (size_t e = 0; e < first.size(); e++) {
+                require(first[e] <= out.tokens_max, "finish: no such row");
+                require_tokens(first[e] + partials.entries[e].n_tokens, out.tokens_max, "finish");
+            }
             const nb::gil_scoped_release release;
-            finish(pool, partials, out);
+            finish(pool, partials, first, first_head, out);
         },
-        nb::arg("pool"), nb::arg("partials"), nb::arg("out"),
-        "The rows that attend() would give: (n_tokens, n_head * head_dim). ValueError when the "
-        "partials of an entry lack a super-page.");
+        nb::arg("pool"), nb::arg("partials"), nb::arg("out"), nb::kw_only(),
+        nb::arg("rows") = nb::none(), nb::arg("first_head") = 0,
+        "The rows that attend() would give: (n_tokens, n_head * head_dim). With `rows`, the tokens "
+        "of entry e go to consecutive rows from rows[e], and the heads to those from first_head. "
+        "ValueError when the partials of an entry lack a super-page.");
 }
 
 }  // namespace
