@@ -446,6 +446,10 @@ ARITHMETIC_WRONG = Problem("BE2207", Kind.INTERNAL, _DEFECT,
     "this build computes other numbers than every other lane",
     "{why}",
     "build the kernels again on this machine (`make native`), with no library preloaded")
+LINK_FILES = Problem("BE2208", Kind.INTERNAL, "peers_config",
+    "the certificate of the data links cannot be used",
+    "{why}",
+    "check the files of [peers], or make new ones with `batchengine peers init`")
 WORKER_FAILED = Problem("BE2299", Kind.INTERNAL, _DEFECT, "the worker failed", "{defect}")
 
 # -------------------------------------------------------------------------------- 23: computation

@@ -16,6 +16,9 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.gguf import GgufFile
 from batchengine.lanes.device import Report
 from batchengine.lanes.host_device import HostDevice, HostOutput
+from batchengine.lanes.ring.data_links import DataLinks
+from batchengine.lanes.ring.ring import Ring
+from batchengine.lanes.ring.spans import SpanAttention
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.model import CpuOps, Model, Stepper, sample_spec
 from batchengine.weights import open_weights
@@ -29,11 +32,14 @@ class CpuDevice(HostDevice):
         super().__init__()
         self._pool: kernels.Pool | None = None
         self._stepper: Stepper | None = None
+        self._ring: Ring | None = None
+        self._tokens_max = 0
 
     def load(self, load: wire.Load, report: Report) -> wire.ModelFacts:
         """Map (or pack) the weights and run the golden self-test."""
         started = time.perf_counter()
         cpu = load.device
+        self._tokens_max = load.tokens_max
         pool = self._pool = kernels.Pool(cpu.threads, cpu.cores, cpu.spin_us)
 
         def progress(fraction: float) -> None:
@@ -79,6 +85,17 @@ class CpuDevice(HostDevice):
             identity=identity,
         )
 
+    def connect(self, links: DataLinks) -> Ring:
+        """Attend to pages over data links; they are served between the kernels of a step too."""
+        stepper, memory, pool = self._stepper, self.memory, self._pool
+        if stepper is None or memory is None or pool is None:
+            raise RuntimeError("connect before attach")
+        n_head = stepper.model.spec.attention.n_head
+        attention = SpanAttention(pool, stepper.model.shape, n_head, self._tokens_max)
+        ring = self._ring = Ring(links, attention, memory.addresses)
+        stepper.ops.call_between(ring.look)
+        return ring
+
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
         """Run one forward pass; one token for each entry that wants one and is finite."""
         stepper = self._stepper
@@ -86,9 +103,13 @@ class CpuDevice(HostDevice):
             raise RuntimeError("compute before load")
         ends = np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1)
         wanting = [i for i, entry in enumerate(batch.entries) if entry.sampling is not None]
-        stepper.set(batch.tokens, batch.shape, addresses)
+        routed = None
+        if batch.is_routed and self._ring is not None:
+            routed = self._ring.route(batch, addresses)
+        stepper.set(batch.tokens, batch.shape, addresses, routed.attend if routed else None)
         wanted = ends[wanting]
         nonfinite = stepper.run(wanted)
+        unreachable = sorted(routed.unreachable) if routed else []
         rows: tuple[wire.SampledRow, ...] = ()
         if wanting:
             logits = stepper.logits(len(wanting))
@@ -101,6 +122,7 @@ class CpuDevice(HostDevice):
             bad = set(nonfinite)
             bad.update(i for i, choice in zip(wanting, choices, strict=True) if choice.nonfinite)
             nonfinite = sorted(bad)
+            bad.update(unreachable)
             rows = tuple(
                 wire.SampledRow(
                     batch.entries[i].session,
@@ -111,7 +133,10 @@ class CpuDevice(HostDevice):
                 for i, choice in zip(wanting, choices, strict=True)
                 if i not in bad
             )
-        return HostOutput(rows, tuple(nonfinite), stepper.row_digests(seeds))
+        digests = stepper.row_digests(seeds)
+        if unreachable:
+            nonfinite = [index for index in nonfinite if index not in unreachable]
+        return HostOutput(rows, tuple(nonfinite), digests, tuple(unreachable))
 
     def close(self) -> None:
         """End the pool's threads."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from batchengine.lanes.ring.data_links import DataLinks
+from batchengine.lanes.ring.ring import Ring
 from batchengine.lanes.step_input import I32Array, StepInput, StepOutput
 from batchengine.wire import lane as wire
 from kv_store.layout import PageLayout
@@ -45,6 +47,10 @@ class Device(Protocol):
 
     def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:
         """Map the arena; steps may run afterwards. Raises BadStep or StoreError."""
+        ...
+
+    def connect(self, links: DataLinks) -> Ring:
+        """Attend to pages over data links, for peers and through them; after attach."""
         ...
 
     def run(self, batch: StepInput) -> StepOutput:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+import kernels
 from batchengine import errors
 from batchengine.core import PAGE_TOKENS, BatchEngineError
 from batchengine.wire import lane as wire
@@ -20,6 +21,7 @@ from batchengine.wire.frames import Payload
 
 ARENA_BIT = 1 << 63  # slot code: set = index of an arena slot, else (extent << 32) | slot
 SLOT_MASK = (1 << 32) - 1
+SUPERPAGE_PAGES = kernels.SUPERPAGE_TOKENS // PAGE_TOKENS
 
 U64Array = NDArray[np.uint64]
 I32Array = NDArray[np.int32]
@@ -35,19 +37,23 @@ class BadStep(BatchEngineError):
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Largest counts of one step of this worker; `vocab_size` bounds token ids."""
+    """Largest counts of one step of this worker; `vocab_size` bounds token ids.
+
+    has_links: entries may have segments.
+    """
 
     tokens_max: int
     entries_max: int
     context_tokens: int
     vocab_size: int
+    has_links: bool = False
 
 
 @dataclass(slots=True)
 class StepInput:
     """A checked step. tokens (T,), codes (P,), shape rows are (n_tokens, start, n_pages).
 
-    imported: per Step.import the tokens its rows must hold.
+    imported: per Step.import the tokens its rows must hold. is_routed: an entry has segments.
     """
 
     entries: tuple[wire.Entry, ...]
@@ -56,15 +62,18 @@ class StepInput:
     codes: U64Array
     histories: list[I32Array | None]
     imported: list[I32Array]
+    is_routed: bool = False
+    lap_ms: int = 0
 
 
 @dataclass(slots=True)
 class StepOutput:
     """rows: one per entry that wanted a token and whose rows are finite; nonfinite: the indices of
-    the entries with a row that is not."""
+    the entries with a row that is not; unreachable: of those that a peer did not serve."""
 
     rows: tuple[wire.SampledRow, ...]
     nonfinite: tuple[int, ...]
+    unreachable: tuple[int, ...] = ()
 
 
 def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
@@ -96,6 +105,9 @@ def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
     if n_tokens and (int(tokens.min()) < 0 or int(tokens.max()) >= limits.vocab_size):
         raise BadStep("token id outside the vocabulary")
     _check_writers(shape, codes)
+    is_routed = any(entry.segments for entry in entries)
+    if is_routed:
+        _check_segments(entries, codes, limits)
     histories: list[I32Array | None] = []
     at = 8 * n_pages + 4 * n_tokens
     for entry in entries:
@@ -107,13 +119,41 @@ def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
         imported.append(np.frombuffer(payload, np.int32, import_rows.rows, at))
         at += 4 * import_rows.rows
     table = np.array(shape, np.int32).reshape(-1, 3)
-    return StepInput(entries, table, tokens, codes, histories, imported)
+    return StepInput(entries, table, tokens, codes, histories, imported, is_routed, step.lap_ms)
 
 
 def _imported_rows(import_rows: wire.ImportRows) -> int:
     if not 0 <= import_rows.rows <= PAGE_TOKENS:
         raise BadStep(f"{import_rows.rows} rows to import into one page")
     return import_rows.rows
+
+
+def _check_segments(entries: tuple[wire.Entry, ...], codes: U64Array, limits: StepLimits) -> None:
+    """Raise BadStep unless the codes of leading pages are those of whole super-pages of holds."""
+    if not limits.has_links:
+        raise BadStep("segments, and this worker has no data links")
+    base = 0
+    for entry in entries:
+        at = base
+        for segment in entry.segments:
+            number, first, n = segment.link, segment.first_page, segment.n_pages
+            if n < 1 or n % SUPERPAGE_PAGES or not (0 <= first <= SLOT_MASK - n):
+                raise BadStep(f"session {entry.session}: a segment of {n} pages from {first}")
+            if not (wire.SELF <= number <= wire.LINK_MAX and _is_u64(segment.hold, segment.epoch)):
+                raise BadStep(f"session {entry.session}: a segment of link {number}")
+            if (at - base + n) * PAGE_TOKENS > entry.start:
+                raise BadStep(f"session {entry.session}: a peer holds rows that are not computed")
+            named = np.uint64(wire.HELD_BIT | number << 32) + np.arange(
+                first, first + n, dtype=np.uint64
+            )
+            if not np.array_equal(codes[at : at + n], named):
+                raise BadStep(f"session {entry.session}: codes differ from the segments")
+            at += n
+        base += entry.n_pages
+
+
+def _is_u64(*values: int) -> bool:
+    return all(0 <= value < 1 << 64 for value in values)
 
 
 def _check_writers(shape: list[tuple[int, int, int]], codes: U64Array) -> None:

@@ -1,8 +1,9 @@
 """The lane worker process: map weights and pages, execute Step frames, answer.
 
 Owns the only writable mapping of its arena. Keeps no session state: a step carries everything.
-Started by exec as `python -m batchengine.lanes.worker SOCKET_FD PARENT_PID REPORT_FD INCARNATION`;
-frames of another incarnation are ignored. Ends when the socket ends.
+Started by exec as `python -m batchengine.lanes.worker SOCKET_FD PARENT_PID REPORT_FD FILES_FD
+INCARNATION`; sockets of data links come by FILES_FD. Frames of another incarnation are ignored.
+Ends when the socket ends.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from batchengine import errors
@@ -19,6 +21,8 @@ from batchengine.child import confinement
 from batchengine.core import BatchEngineError
 from batchengine.lanes.device import Device, LaneMemory
 from batchengine.lanes.process_guard import guard_process
+from batchengine.lanes.ring.data_links import DataLinks
+from batchengine.lanes.ring.ring import Ring
 from batchengine.lanes.step_input import StepLimits, StepOutput, unpack
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import BlockingLink, Payload, Truncated
@@ -43,13 +47,15 @@ class Worker:
     """One run of a worker: load, attach, then steps until the link closes.
 
     `devices` makes the device that a Load names by the type of its resources. `on_loaded` is called
-    once: in a process of its own, the worker then gives up what only loading needs.
+    once: in a process of its own, the worker then gives up what only loading needs. `files` is
+    where the sockets of data links come from; without it the worker has no links.
     """
 
     def __init__(
         self, link: BlockingLink[wire.LaneMessage], incarnation: int, devices: Devices = DEVICES
     ) -> None:
         self.on_loaded: Callable[[], None] = lambda: None
+        self.files: socket.socket | None = None
         self._link = link
         self._incarnation = incarnation
         self._devices = devices
@@ -57,10 +63,13 @@ class Worker:
         self._facts: wire.ModelFacts | None = None
         self._limits: StepLimits | None = None
         self._memory: LaneMemory | None = None
+        self._links: DataLinks | None = None
+        self._ring: Ring | None = None
+        self._received: deque[wire.LaneFrame | None] = deque()  # by the ring, not yet answered
 
     def serve(self) -> None:
         """Answer frames until the engine closes the link or sends Shutdown."""
-        while (frame := self._link.receive()) is not None:
+        while (frame := self._next()) is not None:
             if frame.incarnation != self._incarnation:
                 continue
             if isinstance(frame.message, wire.Shutdown):
@@ -78,6 +87,31 @@ class Worker:
         if self._device is not None:
             self._device.close()
 
+    def _next(self) -> wire.LaneFrame | None:
+        """The next request; data links are served until it comes."""
+        if self._ring is None:
+            return self._link.receive()
+        while not self._received:
+            self._ring.poll(None)
+        return self._received.popleft()
+
+    def _on_engine(self) -> None:
+        """Take one frame from the engine, also while a step runs: its notes take effect at once.
+
+        A note has no payload, so that of the step stays.
+        """
+        if self._ring is None or self._received:
+            return
+        frame = self._link.receive()
+        if frame is not None and isinstance(frame.message, wire.LinkNote):
+            if frame.incarnation == self._incarnation:
+                self._ring.take(frame.message)
+        else:
+            self._received.append(frame)
+
+    def _report(self, event: wire.LaneEvent) -> None:
+        self._link.send(wire.LANE_LINK.encode(event, incarnation=self._incarnation))
+
     def _answer(self, frame: wire.LaneFrame) -> wire.LaneMessage:
         match frame.message:
             case wire.Step() as step:
@@ -87,7 +121,7 @@ class Worker:
             case wire.Attach() as attach:
                 return self._attach(attach)
             case wire.Ping():
-                return wire.Pong()
+                return wire.Pong(dict(self._ring.counts) if self._ring is not None else {})
             case _:
                 raise errors.FRAME_UNEXPECTED(message=type(frame.message).__name__)
 
@@ -104,8 +138,14 @@ class Worker:
 
         device = self._device = self._devices[type(load.device)]()
         facts = self._facts = device.load(load, report)
+        if load.links is not None and self.files is not None:
+            self._links = DataLinks(load.links, self.files, self._link.fileno(), self._report)
         self._limits = StepLimits(
-            load.tokens_max, load.entries_max, load.context_tokens, facts.vocab_size
+            load.tokens_max,
+            load.entries_max,
+            load.context_tokens,
+            facts.vocab_size,
+            self._links is not None,
         )
         self.on_loaded()
         return wire.Ready(facts)
@@ -120,6 +160,10 @@ class Worker:
         if layout.payload_bytes != facts.payload_bytes:
             raise errors.LAYOUT_DISAGREES()
         self._memory = device.attach(attach, layout)
+        if self._links is not None:
+            self._ring = device.connect(self._links)
+            self._ring.on_engine = self._on_engine
+            self._ring.report = self._report
         return wire.Attached(attach.slots)
 
     def _step(self, step: wire.Step, payload: Payload) -> wire.LaneMessage:
@@ -133,7 +177,15 @@ class Worker:
         output = device.run(batch) if batch.entries else NO_OUTPUT
         digests, verified = memory.finish(step)
         elapsed_us = (time.perf_counter_ns() - started) // 1000
-        return wire.StepDone(output.rows, output.nonfinite, digests, verified, elapsed_us, imported)
+        return wire.StepDone(
+            output.rows,
+            output.nonfinite,
+            digests,
+            verified,
+            elapsed_us,
+            imported,
+            output.unreachable,
+        )
 
 
 def _confine() -> None:
@@ -147,11 +199,12 @@ def _failed(error: BatchEngineError, fatal: bool) -> wire.Failed:
 
 def main(make_worker: Callable[[BlockingLink[wire.LaneMessage], int], Worker] = Worker) -> None:
     """Entry of the process; `make_worker` is called once the process is guarded."""
-    socket_fd, parent_pid, report_fd, incarnation = (int(a) for a in sys.argv[1:5])
+    socket_fd, parent_pid, report_fd, files_fd, incarnation = (int(a) for a in sys.argv[1:6])
     guard_process(parent_pid, report_fd)
     link = BlockingLink(socket.socket(fileno=socket_fd), wire.LANE_LINK)
     with contextlib.suppress(ConnectionError, Truncated):  # the engine was killed
         worker = make_worker(link, incarnation)
+        worker.files = socket.socket(fileno=files_fd)
         worker.on_loaded = _confine
         worker.serve()
     link.close()

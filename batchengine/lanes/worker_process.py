@@ -58,10 +58,12 @@ class Lane:
         self.steps = 0
         self.facts: wire.ModelFacts | None = None
         self.late_frames = 0
+        self.on_event: Callable[[wire.LaneEvent], None] = lambda event: None
         self.signal = asyncio.Event()  # set when the worker has ended; the lane's loop waits for it
         self._command = tuple(command)
         self._child: ChildProcess | None = None
         self._report_fd = -1
+        self._files: socket.socket | None = None
         self._protocol: FrameProtocol[wire.LaneMessage] | None = None
         self._reply: asyncio.Future[wire.LaneMessage] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -136,6 +138,21 @@ class Lane:
     ) -> wire.StepDone:
         """Send one step and wait for its result: `post` and await."""
         return await self.post(step, payload, deadline_s=deadline_s, attempt=attempt)
+
+    def open_link(self, note: wire.OpenLink, sock: socket.socket) -> None:
+        """Give a connected socket to the worker as a data link; the socket stays the caller's.
+
+        `on_event` has how it went. Raises OSError when the worker has ended or takes no more.
+        """
+        if self._files is None:
+            raise BrokenPipeError(f"{self!r} has no process")
+        socket.send_fds(self._files, [note.token], [sock.fileno()])
+        self.note(note)
+
+    def note(self, note: wire.LinkNote) -> None:
+        """Send what the worker does at once, even while it computes a step."""
+        if self._protocol is not None:
+            self._protocol.send(wire.LANE_LINK.encode(note, incarnation=self.incarnation))
 
     def kill(self, reason: str) -> None:
         """SIGKILL the worker; `died` resolves once it is reaped or given up."""
@@ -233,7 +250,9 @@ class Lane:
                 self._timer = None
 
     def _on_frame(self, frame: wire.LaneFrame) -> None:
-        if frame.incarnation != self.incarnation or (frame.step, frame.attempt) != self._asked:
+        if frame.incarnation == self.incarnation and isinstance(frame.message, wire.LaneEvent):
+            self.on_event(frame.message)
+        elif frame.incarnation != self.incarnation or (frame.step, frame.attempt) != self._asked:
             self.late_frames += 1
         elif isinstance(frame.message, wire.Loading):
             if self._timer is not None:
@@ -259,6 +278,8 @@ class Lane:
         loop = asyncio.get_running_loop()
         self.incarnation += 1
         ours, theirs = socket.socketpair()
+        files, files_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        files.setblocking(False)
         report_read, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             self._child = ChildProcess.start(
@@ -267,19 +288,23 @@ class Lane:
                     str(theirs.fileno()),
                     str(os.getpid()),
                     str(report_write),
+                    str(files_end.fileno()),
                     str(self.incarnation),
                 ],
                 self._on_end,
-                pass_fds=(theirs.fileno(), report_write),
+                pass_fds=(theirs.fileno(), report_write, files_end.fileno()),
                 stdin=subprocess.DEVNULL,
             )
         except BaseException:
             ours.close()
+            files.close()
             os.close(report_read)
             raise
         finally:
             theirs.close()
+            files_end.close()
             os.close(report_write)
+        self._files = files
         self._report_fd = report_read
         self._born = time.monotonic()
         self._born_steps = self.steps
@@ -302,6 +327,9 @@ class Lane:
             return
         report = _read_report(self._report_fd)
         os.close(self._report_fd)
+        if self._files is not None:
+            self._files.close()
+            self._files = None
         if self._protocol is not None:
             self._protocol.close()
         long = time.monotonic() - self._born > HEALTHY_S

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kernels
-from batchengine.model.layers import Attention, AttentionBuffers, DenseBuffers, DenseFfn
+from batchengine.model.layers import Attend, Attention, AttentionBuffers, DenseBuffers, DenseFfn
 from batchengine.model.ops import CpuOps, is_float
 from batchengine.weights import Weights
 
@@ -141,17 +141,23 @@ class Stepper:
         self.logits_rows = kernels.Rows(self.logits_max, model.spec.n_vocab)  # of logits()
         self._tokens: I32 = np.zeros(0, np.int32)
         self._ends: I32 = np.zeros(0, np.int32)
+        self._attend: Attend | None = None
 
     @property
     def n_tokens(self) -> int:
         """Tokens of the step that is set."""
         return self.batch.n_tokens
 
-    def set(self, tokens: I32, entries: I32, page_addresses: U64) -> None:
+    def set(
+        self, tokens: I32, entries: I32, page_addresses: U64, attend: Attend | None = None
+    ) -> None:
         """Set the step: tokens of all entries in order; entries (n, 3) of n_tokens, start position
-        and n_pages; page addresses of all entries in order. ValueError if they do not fit.
+        and n_pages; page addresses of all entries in order. With `attend`, which computes the
+        attention of each layer then, they may be 0. ValueError if they do not fit.
         """
-        self.batch.set(tokens, entries, page_addresses)
+        absent = attend is not None
+        self.batch.set(tokens, entries, page_addresses, absent_pages=absent)
+        self._attend = attend
         self._tokens = tokens
         self._ends = np.cumsum(entries[:, 0], dtype=np.int32)
 
@@ -164,7 +170,7 @@ class Stepper:
         n = self.n_tokens
         for index in layers:
             layer = self._layers[index]
-            layer.mixer.mix(self.batch, self.hidden, self._normed)
+            layer.mixer.mix(self.batch, self.hidden, self._normed, self._attend)
             layer.mixer.add_output(layer.mixer.buffers.mixed, n, self.hidden)
             layer.ffn.add(self.hidden, n, self._normed)
 
@@ -178,7 +184,7 @@ class Stepper:
         self.forward(layers[:-1])
         last = self._layers[layers[-1]]
         buffers = last.mixer.buffers
-        last.mixer.mix(self.batch, self.hidden, self._normed)
+        last.mixer.mix(self.batch, self.hidden, self._normed, self._attend)
         bad_rows = ops.nonfinite_rows(self.hidden, self.n_tokens)
         bad_rows += ops.nonfinite_rows(buffers.mixed, self.n_tokens)
         if len(wanted):

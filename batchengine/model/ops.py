@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import kernels
 
@@ -24,6 +26,19 @@ class CpuOps:
         self.nonfinite_rows = partial(kernels.nonfinite_rows, pool)
         self.sample = partial(kernels.sample, pool)
         self.take_rows = kernels.take_rows
+
+    def call_between(self, between: Callable[[], None]) -> None:
+        """Call `between` after each operation from now on that may be long."""
+        for name in ("linear", "linear_add", "linear_gated", "place_kv", "attend"):
+            setattr(self, name, _then(getattr(self, name), between))
+
+
+def _then(operation: Callable[..., None], between: Callable[[], None]) -> Callable[..., None]:
+    def both(*arguments: Any) -> None:
+        operation(*arguments)
+        between()
+
+    return both
 
 
 def is_float(matrix: kernels.Matrix) -> bool:

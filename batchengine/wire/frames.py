@@ -254,6 +254,10 @@ class BlockingLink(Generic[M]):
         self._fill(payload, at_boundary=False)
         return self._schema.parse_body(header, meta, payload.toreadonly())
 
+    def fileno(self) -> int:
+        """The file number of the socket, for a poll set."""
+        return self._sock.fileno()
+
     def close(self) -> None:
         """Close the socket."""
         self._sock.close()

@@ -3,6 +3,10 @@
 The engine sends Load, Attach and then Steps, one request at a time; the worker answers each with
 Ready, Attached, StepDone or Failed, and reports Loading in between. No pointer and no address
 travels here: pages are named by slot codes that the receiver checks.
+
+Messages about data links and holds (OpenLink, CloseLink, Hold, Release) are no requests: they may
+be sent at any time after Attach, take effect while a step runs too, and have no answer but the
+events LinkChanged and HoldChanged. Their frames have step 0.
 """
 
 from __future__ import annotations
@@ -12,7 +16,10 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 3
+VERSION = 4
+SELF = 0  # the link of a segment that this worker holds itself
+LINK_MAX = (1 << 30) - 1
+HELD_BIT = 1 << 62  # of a page code: the page lies with a peer
 
 
 class CpuResources(
@@ -26,8 +33,23 @@ class CpuResources(
     spin_us: int
 
 
+class LinkIdentity(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """The daemon's name among its peers, and the PEM files with which its data links prove it.
+
+    Without files, links are in the clear.
+    """
+
+    name: str
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+
+
 class Load(Message, tag=1, frozen=True):
-    """Engine -> worker, first frame: which model to map and how much a step may hold."""
+    """Engine -> worker, first frame: which model to map and how much a step may hold.
+
+    Only a worker with `links` takes part in data links.
+    """
 
     model_path: str
     cache_dir: str
@@ -35,6 +57,7 @@ class Load(Message, tag=1, frozen=True):
     tokens_max: int
     entries_max: int
     context_tokens: int
+    links: LinkIdentity | None = None
 
 
 class Loading(Message, tag=2, frozen=True):
@@ -89,11 +112,27 @@ class Attached(Message, tag=5, frozen=True):
     slots: int
 
 
+class Segment(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Pages of an entry that a peer holds: `n_pages` pages of a hold, from its page `first_page`.
+
+    `link` is the number of the data link to the peer, or SELF for a hold of this worker. `n_pages`
+    is of whole super-pages.
+    """
+
+    link: int
+    hold: int
+    epoch: int
+    first_page: int
+    n_pages: int
+
+
 class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """One sequence of a step: tokens at positions [start, start + n_tokens), n_pages slot codes.
 
     `sampling` None = no token wanted (a prefill chunk that does not reach the end). `history_len`
-    tokens of the payload's history part are the window of the penalties.
+    tokens of the payload's history part are the window of the penalties. `segments`, in order, are
+    the leading pages, which lie elsewhere; the code of such a page is
+    `HELD_BIT | link << 32 | index in the hold`.
     """
 
     session: int
@@ -103,6 +142,7 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     n_pages: int
     sampling: Sampling | None
     history_len: int = 0
+    segments: tuple[Segment, ...] = ()
 
 
 class ReserveSlot(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -175,7 +215,8 @@ class Step(Message, tag=6, frozen=True):
     Order: poison, reserve, relabel, import, touch, forward + sample, digest, verify. Payload: slot
     codes u64 of all entries, then their tokens i32, then penalty histories i32, then the tokens
     i32 of every ImportRows (`rows` each). An empty `entries` is legal (chores only). `touch` holds
-    codes of sealed pages to fault in, best effort.
+    codes of sealed pages to fault in, best effort. An entry whose attention to the pages of a peer
+    takes longer than `lap_ms` for a layer is unreachable.
     """
 
     entries: tuple[Entry, ...]
@@ -186,6 +227,7 @@ class Step(Message, tag=6, frozen=True):
     relabel: tuple[Relabel, ...] = ()
     import_rows: tuple[ImportRows, ...] = ()
     touch: tuple[int, ...] = ()
+    lap_ms: int = 2000
 
 
 class SampledRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -202,7 +244,8 @@ class StepDone(Message, tag=7, frozen=True):
 
     `nonfinite` = indices of entries with NaN or Inf: no token, their new rows are unusable.
     `digests` answers Step.digest in order; `verified` answers Step.verify in order; `imported` =
-    leading rows proven and copied per Step.import, in order.
+    leading rows proven and copied per Step.import, in order. `unreachable` = indices of
+    entries that a peer did not serve: as those of `nonfinite`.
     """
 
     rows: tuple[SampledRow, ...]
@@ -211,6 +254,7 @@ class StepDone(Message, tag=7, frozen=True):
     verified: tuple[bool, ...]
     elapsed_us: int
     imported: tuple[int, ...] = ()
+    unreachable: tuple[int, ...] = ()
 
 
 class Failed(Message, tag=8, frozen=True):
@@ -228,18 +272,78 @@ class Ping(Message, tag=9, frozen=True):
 
 
 class Pong(Message, tag=10, frozen=True):
-    """Answer to Ping."""
+    """Answer to Ping. `counts`: frames of data links since the start, by what became of them."""
+
+    counts: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
 
 class Shutdown(Message, tag=11, frozen=True):
     """Engine -> worker: end now; nothing is in flight."""
 
 
+class OpenLink(Message, tag=12, frozen=True):
+    """Engine -> worker: serve the connected socket that has come with `token`, as link `number`.
+
+    `number` is 1 to LINK_MAX and not that of an open link. `peer` is the name that the other end
+    must prove; `dials`: this end connected, and begins the TLS handshake.
+    """
+
+    number: int
+    peer: str
+    token: bytes
+    dials: bool
+
+
+class CloseLink(Message, tag=13, frozen=True):
+    """Engine -> worker: close a data link; LinkChanged follows if it was open."""
+
+    number: int
+
+
+class Hold(Message, tag=14, frozen=True):
+    """Engine -> worker: answer queries for these pages until Release; the engine keeps them.
+
+    `hold` is not to be guessed: any peer that knows it may attend to the pages. A higher epoch
+    replaces a lower one, whose queries are refused from then on.
+    """
+
+    hold: int
+    epoch: int
+    codes: tuple[int, ...]
+
+
+class Release(Message, tag=15, frozen=True):
+    """Engine -> worker: answer no more queries for this hold."""
+
+    hold: int
+
+
+class LinkChanged(Message, tag=16, frozen=True):
+    """Worker -> engine: a data link is up (its handshake is done), or has ended: `why`."""
+
+    number: int
+    is_up: bool
+    why: str = ""
+
+
+class HoldChanged(Message, tag=17, frozen=True):
+    """Worker -> engine: queries for this hold and epoch are answered, or not: `why`."""
+
+    hold: int
+    epoch: int
+    is_served: bool
+    why: str = ""
+
+
+LinkNote = OpenLink | CloseLink | Hold | Release
+LaneEvent = LinkChanged | HoldChanged
 LaneMessage = (
     Load | Loading | Ready | Attach | Attached | Step | StepDone | Failed | Ping | Pong | Shutdown
-)
+    | LinkNote | LaneEvent
+)  # fmt: skip
 LaneFrame = Frame[LaneMessage]
 LANE_LINK = LinkSchema[LaneMessage](
     VERSION,
     Load, Loading, Ready, Attach, Attached, Step, StepDone, Failed, Ping, Pong, Shutdown,
+    OpenLink, CloseLink, Hold, Release, LinkChanged, HoldChanged,
 )  # fmt: skip

@@ -6,8 +6,9 @@ are read through the page table, so one wrong, stale, foreign or reordered byte 
 tokens, even if only a chunk of a prefill read it. `hashlm_tokens` computes the same without an
 engine, pages or processes.
 
-Runs as a worker: `python -m bench.models.hashlm SOCKET_FD PARENT_PID REPORT_FD INCARNATION`. The
-environment variable HASHLM_FAULTS (JSON, see Faults) injects crashes, delays and NaN.
+Runs as a worker: `python -m bench.models.hashlm SOCKET_FD PARENT_PID REPORT_FD FILES_FD
+INCARNATION`. The environment variable HASHLM_FAULTS (JSON, see Faults) injects crashes, delays
+and NaN.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class Template:
     def popen(
         self, args: Sequence[str], *, pass_fds: Sequence[int], **_: object
     ) -> subprocess.Popen[bytes]:
-        """Start a worker with the last four words of the command line `args`."""
-        send(self._sock, list(args)[-4:], pass_fds)
+        """Start a worker with the last five words of the command line `args`."""
+        send(self._sock, list(args)[-5:], pass_fds)
         pid, _fds = receive(self._sock)
         self._on_spawn(pid, int(args[-1]))
         return _Process(pid)  # type: ignore[return-value]  # the part that a lane uses
@@ -115,8 +115,9 @@ def _serve_workers(sock: socket.socket, compute: str) -> None:
             os._exit(0)
         pid = clone(SYS_CLONE, CLONE_PARENT | int(signal.SIGCHLD), 0, 0, 0, 0)
         if pid == 0:
-            _, parent, _, incarnation = asked
-            sys.argv = ["worker", str(fds[0]), parent, str(fds[1]), incarnation]
+            _, parent, _, _, incarnation = asked
+            sock_fd, report_fd, files_fd = (str(fd) for fd in fds)
+            sys.argv = ["worker", sock_fd, parent, report_fd, files_fd, incarnation]
             sock.close()
             _be_worker(compute)
         for fd in fds:

@@ -418,7 +418,11 @@ def test_heads_tokens_and_bytes_that_do_not_exist_are_refused(mixed: tuple[Step,
         one.load_bytes(data, 3)
     whole, out = partials_of(step, everything(step)), step.rows()
     n = len(MIXED)
-    for rows, match in (([0] * (n - 1), "one row"), ([total] * n, "do not fit"), ([2**63] * n, "no such row")):
+    for rows, match in (
+        ([0] * (n - 1), "one row"),
+        ([total] * n, "do not fit"),
+        ([2**63] * n, "no such row"),
+    ):
         with pytest.raises(ValueError, match=match):
             K.finish(step.pool, whole, out, rows=rows)
     for first in (1, 4, 2**63):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchengine.model.layers.attention import Attention, AttentionBuffers
+from batchengine.model.layers.attention import Attend, Attention, AttentionBuffers
 from batchengine.model.layers.ffn import DenseBuffers, DenseFfn
 
-__all__ = ["Attention", "AttentionBuffers", "DenseBuffers", "DenseFfn"]
+__all__ = ["Attend", "Attention", "AttentionBuffers", "DenseBuffers", "DenseFfn"]

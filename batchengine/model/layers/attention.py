@@ -6,12 +6,15 @@ appended; `add_output` runs for the rows that are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import kernels
 from batchengine.model.ops import CpuOps, is_float
 from batchengine.weights import AttentionSpec, AttentionWeights
+
+# Queries of a step, KV layer, and where its rows go: attention to pages that lie elsewhere too.
+Attend = Callable[[kernels.Queries, int, kernels.Rows], None]
 
 
 class AttentionBuffers:
@@ -46,8 +49,17 @@ class Attention:
     kv_layer: int
     buffers: AttentionBuffers
 
-    def mix(self, batch: kernels.Batch, hidden: kernels.Rows, normed: kernels.Activations) -> None:
-        """hidden -> buffers.mixed for every token of the batch; K and V to pages and rows."""
+    def mix(
+        self,
+        batch: kernels.Batch,
+        hidden: kernels.Rows,
+        normed: kernels.Activations,
+        attend: Attend | None,
+    ) -> None:
+        """hidden -> buffers.mixed for every token of the batch; K and V to pages and rows.
+
+        `attend` takes the place of attention to the pages of the batch, if given.
+        """
         ops, spec, w, buffers = self.ops, self.spec, self.weights, self.buffers
         n = batch.n_tokens
         ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
@@ -66,7 +78,10 @@ class Attention:
             buffers.queries,
             self.rows,
         )
-        ops.attend(buffers.queries, batch, self.shape, self.kv_layer, buffers.mixed)
+        if attend is None:
+            ops.attend(buffers.queries, batch, self.shape, self.kv_layer, buffers.mixed)
+        else:
+            attend(buffers.queries, self.kv_layer, buffers.mixed)
 
     def add_output(self, mixed: kernels.Rows, n: int, hidden: kernels.Rows) -> None:
         """hidden += output(mixed), for the first `n` rows."""

@@ -1,0 +1,298 @@
+"""Attention of a step that has pages with peers: its queries go round, the worker attends to its own
+pages meanwhile, and folds them in last.
+
+Entries whose pages lie with the same peers in the same order go together, as units of some KV
+heads. A layer waits until every unit is back, refused, or late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import kernels
+from batchengine.lanes.ring.spans import Heads, SpanAttention, Spans
+from batchengine.lanes.step_input import SUPERPAGE_PAGES, I32Array, StepInput, U64Array
+from batchengine.wire import lane as wire
+from batchengine.wire.data import Accumulators, DataMessage, HeldSpan, Hop, Query, QueryEntry
+from batchengine.wire.frames import Payload
+
+UNIT_BYTES = 1 << 20  # accumulators of a unit on the wire, beyond which its heads are divided
+
+Send = Callable[[int, DataMessage, Payload], bool]  # link, message, payload
+
+
+@dataclass(slots=True)
+class Group:
+    """Entries of a step with one route. rows: first token of each; links: those of its first and
+    its last hop."""
+
+    entries: list[int]
+    rows: list[int]
+    counts: list[int]
+    spans: Spans
+    hops: tuple[Hop, ...]
+    links: tuple[int, int] | None
+    why: str = ""  # it cannot be completed any more
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        return list(zip(self.rows, self.counts, strict=True))
+
+
+@dataclass(slots=True)
+class Unit:
+    """Some KV heads of a group, in one layer after the other."""
+
+    number: int
+    group: Group
+    heads: Heads
+    slices: list[I32Array]
+    queries: kernels.Queries
+    early: kernels.Partials | None = None
+    before: Payload | None = None
+    is_done: bool = False
+
+
+@dataclass(slots=True)
+class Laps:
+    """The units under way in the layer that is computed, by number."""
+
+    layer: int = -1
+    units: dict[int, Unit] = field(default_factory=dict[int, Unit])
+
+
+class RoutedAttention:
+    """The attention of one worker's steps with entries that have segments, one step at a time.
+
+    `send` returns False for a link that has ended, `peer_of` names the peer behind a link, and
+    `wait` serves the links for at most so many seconds.
+    """
+
+    def __init__(
+        self,
+        attention: SpanAttention,
+        send: Send,
+        peer_of: Callable[[int], str | None],
+        wait: Callable[[float], None],
+        counts: Counter[str],
+        first_unit: int,
+    ) -> None:
+        self._attention = attention
+        self._send = send
+        self._peer_of = peer_of
+        self._wait = wait
+        self._counts = counts
+        self._next_unit = first_unit
+        self._owner = peer_of(wire.SELF) or ""
+        self._groups: list[Group] = []
+        self._units: list[Unit] = []
+        self._laps = Laps()
+        self._lap_s = 0.0
+
+    @property
+    def unreachable(self) -> dict[int, str]:
+        """Entries of the step that cannot be completed, and why."""
+        return {entry: group.why for group in self._groups if group.why for entry in group.entries}
+
+    def begin(self, batch: StepInput, addresses: U64Array) -> None:
+        """Take up a step; addresses: of its pages, 0 for one that lies with a peer."""
+        self._lap_s = batch.lap_ms / 1000
+        pages = np.split(addresses, np.cumsum(batch.shape[:, 2])[:-1])
+        rows = (np.cumsum(batch.shape[:, 0]) - batch.shape[:, 0]).tolist()
+        routes: dict[tuple[int, ...], list[int]] = {}
+        for index, entry in enumerate(batch.entries):
+            routes.setdefault(tuple([s.link for s in entry.segments]), []).append(index)
+        self._groups = [
+            self._group(batch, route, entries, rows, pages) for route, entries in routes.items()
+        ]
+        self._units = [unit for group in self._groups for unit in self._cut(group)]
+
+    def attend(self, queries: kernels.Queries, layer: int, out: kernels.Rows) -> None:
+        """Attention of one layer for all entries; rows of unreachable ones are zero."""
+        laps = self._laps = Laps(layer)
+        n_kv_head = self._attention.shape.n_kv_head
+        for unit in self._units:
+            group, heads = unit.group, unit.heads
+            unit.early = unit.before = None
+            unit.is_done = False
+            if group.why:
+                continue
+            data = queries.to_bytes(n_kv_head, (heads.first, heads.count), group.runs)
+            unit.queries.load_bytes(data, heads.count)
+            if group.links is not None:
+                laps.units[unit.number] = unit
+                self._send_query(unit, layer, data)
+        due = time.monotonic() + self._lap_s
+        for unit in self._units:
+            if not unit.group.why:
+                self._compute_own(unit, layer, out)
+                self._wait(0.0)
+        self._complete(due, out)
+        laps.units.clear()
+        self._zero(out)
+
+    def on_accumulators(self, link: int, message: Accumulators, data: Payload) -> None:
+        """Take a unit that has come round."""
+        unit = self._laps.units.get(message.unit)
+        if unit is None or message.layer != self._laps.layer or unit.before is not None:
+            self._counts["late"] += 1
+        elif unit.group.links is None or unit.group.links[1] != link:
+            self._counts["malformed"] += 1
+        else:
+            unit.before = data
+
+    def on_refusal(self, number: int, why: str) -> None:
+        """Give a unit up, and with it its group."""
+        unit = self._laps.units.get(number)
+        if unit is None:
+            self._counts["late"] += 1
+        else:
+            self._fail(unit.group, why)
+
+    def lose(self, link: int) -> None:
+        """Give up the groups whose first or last hop is by a link that has ended."""
+        for unit in self._laps.units.values():
+            if unit.group.links is not None and link in unit.group.links:
+                self._fail(unit.group, "a link of its route has ended")
+
+    # ---------------------------------------------------------------------------- one step
+
+    def _group(
+        self,
+        batch: StepInput,
+        route: tuple[int, ...],
+        entries: list[int],
+        rows: Sequence[int],
+        pages: Sequence[U64Array],
+    ) -> Group:
+        spans: list[tuple[int, int, int, int]] = []
+        visits: list[list[HeldSpan]] = [[] for _ in route]
+        for index in entries:
+            entry, at = batch.entries[index], 0
+            for visit, segment in zip(visits, entry.segments, strict=True):
+                count = segment.n_pages // SUPERPAGE_PAGES
+                held = segment.hold, segment.epoch, segment.first_page
+                visit.append(HeldSpan(*held, at, count))
+                at += count
+            end = -(-entry.n_pages // SUPERPAGE_PAGES)
+            spans.append((entry.n_tokens, entry.start, at, end - at))
+        peers = [self._peer_of(link) for link in route]
+        hops = tuple(
+            Hop(peer or "", tuple(visit)) for peer, visit in zip(peers, visits, strict=True)
+        )
+        return Group(
+            entries,
+            [rows[index] for index in entries],
+            [span[0] for span in spans],
+            Spans(spans, [pages[index] for index in entries]),
+            hops,
+            (route[0], route[-1]) if route else None,
+            "there is no link to a peer of its route" if None in peers else "",
+        )
+
+    def _cut(self, group: Group) -> list[Unit]:
+        """The units of a group: as many KV heads each as keep it below UNIT_BYTES."""
+        attention, n_kv_head = self._attention, self._attention.shape.n_kv_head
+        n_heads = n_kv_head
+        if group.links is not None:
+            row_bytes = attention.row_bytes(attention.heads(0, 1)) * group.spans.n_tokens
+            n_heads = min(n_kv_head, max(1, UNIT_BYTES // row_bytes))
+        units: list[Unit] = []
+        for first in range(0, n_kv_head, n_heads):
+            heads = attention.heads(first, min(n_heads, n_kv_head - first))
+            queries = kernels.Queries(group.spans.n_tokens, heads.n_query, attention.shape.head_dim)
+            slices = attention.slices(group.spans, heads)
+            units.append(Unit(self._next_unit, group, heads, slices, queries))
+            self._next_unit = (self._next_unit + 1) % (1 << 64)
+        return units
+
+    # --------------------------------------------------------------------------- one layer
+
+    def _send_query(self, unit: Unit, layer: int, data: bytes) -> None:
+        group = unit.group
+        query = Query(
+            unit.number,
+            layer,
+            unit.heads.first,
+            unit.heads.count,
+            self._owner,
+            tuple(
+                QueryEntry(n, start)
+                for n, start in zip(group.counts, group.spans.starts, strict=True)
+            ),
+            group.hops,
+        )
+        if group.links is not None and not self._send(group.links[0], query, data):
+            self._fail(group, "the link to its first peer has ended")
+
+    def _compute_own(self, unit: Unit, layer: int, out: kernels.Rows) -> None:
+        """Attend to the worker's own pages; finish what has no others."""
+        own = self._attend(unit, unit.slices[0], layer)
+        if unit.group.links is None:
+            self._finish(unit, own, out)
+        else:
+            unit.early = own
+
+    def _complete(self, due: float, out: kernels.Rows) -> None:
+        """Complete every unit that comes round until `due`, and fail the groups of the others."""
+        is_late = False
+        while True:
+            left = [
+                unit
+                for unit in self._laps.units.values()
+                if not unit.is_done and not unit.group.why
+            ]
+            ready = [unit for unit in left if unit.before is not None]
+            for unit in ready:
+                self._fold(unit, out)
+            if len(ready) == len(left):
+                return
+            if ready:
+                continue
+            if is_late:
+                for unit in left:
+                    self._fail(unit.group, f"it has not come round in {self._lap_s:.3f} s")
+                return
+            now = time.monotonic()
+            is_late = now >= due  # once more: what has arrived counts
+            self._wait(max(0.0, due - now))
+
+    def _fold(self, unit: Unit, out: kernels.Rows) -> None:
+        attention, layer = self._attention, self._laps.layer
+        try:
+            total = attention.take_before(unit.before or b"", unit.group.spans, unit.heads)
+            for index, span in enumerate(unit.slices):
+                part = unit.early if index == 0 else None
+                part = part or self._attend(unit, span, layer)
+                kernels.fold(attention.pool, total, part)
+                attention.put(part, unit.heads)
+        except ValueError as error:
+            self._counts["malformed"] += 1
+            self._fail(unit.group, str(error))
+            return
+        self._finish(unit, total, out)
+
+    def _attend(self, unit: Unit, span: I32Array, layer: int) -> kernels.Partials:
+        return self._attention.attend(unit.queries, unit.group.spans, span, layer, unit.heads)
+
+    def _finish(self, unit: Unit, total: kernels.Partials, out: kernels.Rows) -> None:
+        rows, first = unit.group.rows, unit.heads.first_query
+        kernels.finish(self._attention.pool, total, out, rows=rows, first_head=first)
+        self._attention.put(total, unit.heads)
+        unit.is_done = True
+
+    def _fail(self, group: Group, why: str) -> None:
+        if not group.why:
+            group.why = why
+
+    def _zero(self, out: kernels.Rows) -> None:
+        for group in self._groups:
+            if group.why:
+                values = out.view(max(row + n for row, n in group.runs))
+                for row, n in group.runs:
+                    values[row : row + n] = 0

@@ -1,0 +1,84 @@
+"""Messages of a data link, between the workers of two daemons: queries one way round a ring of
+holders, accumulators the same way.
+
+A query visits the holders of a route's pages in the order of the pages. Each holder sends the
+query on at once, attends to its own pages, takes the accumulators of the pages before them, folds
+its own in and sends the result on; the last hop is the worker that asked. Pages are named by hold,
+epoch and index only, and the receiver checks them against its own table.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from batchengine.wire.frames import Frame, LinkSchema, Message
+
+VERSION = 1
+
+
+class QueryEntry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """One sequence of a query: its tokens stand at positions [start, start + n_tokens)."""
+
+    n_tokens: int
+    start: int
+
+
+class HeldSpan(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Super-pages [first, first + count) of one entry: pages of a hold, from its page `page`.
+
+    Every token of the entry stands behind them.
+    """
+
+    hold: int
+    epoch: int
+    page: int
+    first: int
+    count: int
+
+
+class Hop(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A visit to the daemon `peer`: one span per entry of the query."""
+
+    peer: str
+    spans: tuple[HeldSpan, ...]
+
+
+class Query(Message, tag=1, frozen=True):
+    """Attend, then send what comes of it to the next hop; the first of `hops` is the receiver.
+
+    Payload: the queries of all entries' tokens that read KV heads [first_head, first_head +
+    n_heads) of attention layer `layer` (kernels.Queries.to_bytes). `unit` is unique among those of
+    `owner`, the daemon that receives the accumulators in the end.
+    """
+
+    unit: int
+    layer: int
+    first_head: int
+    n_heads: int
+    owner: str
+    entries: tuple[QueryEntry, ...]
+    hops: tuple[Hop, ...]
+
+
+class Accumulators(Message, tag=2, frozen=True):
+    """Partials of a query's entries from super-page 0 to where the receiver's own begin.
+
+    `hops_left`: as many as the receiver's query has hops, 0 at the owner. Payload:
+    kernels.Partials.to_bytes.
+    """
+
+    unit: int
+    layer: int
+    hops_left: int
+
+
+class Refuse(Message, tag=3, frozen=True):
+    """To the owner: a unit cannot be completed, such as for a hold of another epoch."""
+
+    unit: int
+    why: str
+
+
+DataMessage = Query | Accumulators | Refuse
+DataFrame = Frame[DataMessage]
+DATA_LINK = LinkSchema[DataMessage](VERSION, Query, Accumulators, Refuse)
