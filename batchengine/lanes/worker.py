@@ -139,7 +139,9 @@ class Worker:
         device = self._device = self._devices[type(load.device)]()
         facts = self._facts = device.load(load, report)
         if load.links is not None and self.files is not None:
-            self._links = DataLinks(load.links, self.files, self._link.fileno(), self._report)
+            self._links = DataLinks(
+                load.links, self.files, self._link.fileno(), self._report, load.device.spin_us
+            )
         self._limits = StepLimits(
             load.tokens_max,
             load.entries_max,

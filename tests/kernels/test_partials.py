@@ -402,9 +402,9 @@ def test_heads_tokens_and_bytes_that_do_not_exist_are_refused(mixed: tuple[Step,
     for heads in ((2, 1), (0, 3), (1, 2), (0, 0), (1, 2**63)):
         with pytest.raises(ValueError, match="no such heads"):
             queries.to_bytes(2, heads, [(0, 1)])
+        part = K.Partials(total, 2, 64)
+        at = (step.pool, queries, step.batch, step.shape, 0, spans_array([]), part)
         with pytest.raises(ValueError, match="no such heads"):
-            part = K.Partials(total, 2, 64)
-            at = (step.pool, queries, step.batch, step.shape, 0, spans_array([]), part)
             K.attend_partials(*at, heads=heads)
     for run in ((queries.tokens_max, 1), (0, queries.tokens_max + 1), (2**63, 2**63)):
         with pytest.raises(ValueError, match="no such tokens"):

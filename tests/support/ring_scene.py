@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ import numpy as np
 from batchengine.core import PAGE_TOKENS, Sampling
 from batchengine.lanes.step_input import ARENA_BIT, SUPERPAGE_PAGES
 from batchengine.lanes.worker_process import WORKER, Lane
+from batchengine.wire import data
 from batchengine.wire import lane as wire
+from batchengine.wire.frames import Decoder
 from kv_store.arenas.arena import Arena
 from kv_store.layout import PageLayout
 
@@ -275,3 +278,30 @@ def same_rows(found: wire.StepDone, expected: wire.StepDone) -> bool:
     ours = [(r.session, r.token, np.float32(r.logprob).tobytes(), r.top) for r in found.rows]
     theirs = [(r.session, r.token, np.float32(r.logprob).tobytes(), r.top) for r in expected.rows]
     return ours == theirs
+
+
+def measure_visits(scene: Scene, name: str, key: int, sock: socket.socket, n: int) -> list[float]:
+    """Seconds from a query to its accumulators, `n` times: one token, one layer, one super-page.
+
+    `sock` is the other end of a data link of the node, blocking, with or without TLS; its peer is
+    called `bench`. A visit is two hops and the attention to the super-page.
+    """
+    node = scene[name]
+    hold, epoch = node.holds[key]
+    heads, dim = node.layout.n_kv_head, node.layout.head_dim
+    group = 2
+    queries = bytes(heads * group * (dim + dim // 8))
+    entries = (data.QueryEntry(1, 2048),)
+    hops = (data.Hop(name, (data.HeldSpan(hold, epoch, 0, 0, 1),)),)
+    decoder = Decoder(data.DATA_LINK)
+    found: list[float] = []
+    for unit in range(n):
+        began = time.perf_counter()
+        query = data.Query(unit, 0, 0, heads, "bench", entries, hops)
+        sock.sendall(data.DATA_LINK.encode(query, queries))
+        frames: list[data.DataFrame] = []
+        while not frames:
+            frames = list(decoder.feed(sock.recv(1 << 20)))
+        found.append(time.perf_counter() - began)
+        assert isinstance(frames[0].message, data.Accumulators), frames[0].message
+    return found

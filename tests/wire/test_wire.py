@@ -124,9 +124,9 @@ def refused(row: errors.Problem, match: str | None = None) -> Iterator[None]:
     assert caught.value.code == row.code
 
 
-def forge(*, magic: bytes = b"BEWF", version: int = LANE_LINK.version, kind: int = 9, flags: int = 0,
-          meta: bytes = b"\x91\x09", meta_len: int | None = None, payload_len: int = 0,
-          crc: int | None = None) -> bytes:  # fmt: skip
+def forge(*, magic: bytes = b"BEWF", version: int = LANE_LINK.version, kind: int = 9,
+          flags: int = 0, meta: bytes = b"\x91\x09", meta_len: int | None = None,
+          payload_len: int = 0, crc: int | None = None) -> bytes:  # fmt: skip
     head = HEADER.pack(
         magic, version, kind, flags, len(meta) if meta_len is None else meta_len, payload_len,
         0, 0, 0, 0,

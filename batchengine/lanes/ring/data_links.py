@@ -107,19 +107,19 @@ class DataLink:
         self.is_up = True
         self.flush()
 
-    def receive(self, on_frame: OnFrame) -> None:
-        """Pass on every frame that has arrived."""
+    def receive(self, buffer: memoryview, on_frame: OnFrame) -> None:
+        """Pass on every frame that has arrived; `buffer` is for the bytes of one receive."""
         for _ in range(RECEIVES_MAX):
             try:
-                data = self.sock.recv(RECEIVE_BYTES)
+                count = self.sock.recv_into(buffer)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return
-            if not data:
+            if not count:
                 self._decoder.end()
                 raise LinkError("the peer closed it")
-            for frame in self._decoder.feed(data):
+            for frame in self._decoder.feed(buffer[:count]):
                 on_frame(self.number, frame)
-            if len(data) < self._most:
+            if count < self._most:
                 return
 
     def send(self, frame: bytes) -> None:
@@ -156,7 +156,8 @@ class DataLinks:
     """All data links of a worker, and its engine's link in the same poll set.
 
     `on_frame` is called for each frame, from `poll`; `on_lost` once for each link that has ended,
-    from any method. `report` takes what the engine is to know.
+    from any method. `report` takes what the engine is to know. `poll` looks for `spin_us` before it
+    sleeps.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class DataLinks:
         files: socket.socket,
         engine: int,
         report: Callable[[wire.LinkChanged], None],
+        spin_us: int,
     ) -> None:
         self.name = identity.name
         self.on_frame: OnFrame = lambda number, frame: None
@@ -174,11 +176,13 @@ class DataLinks:
         self._files = files
         self._engine = engine
         self._report = report
+        self._spin_s = spin_us * 1e-6
         self._tokens: dict[bytes, socket.socket] = {}
         self._links: dict[int, DataLink] = {}
         self._by_fd: dict[int, DataLink] = {}
         self._by_peer: dict[str, int] = {}
         self._opening: set[int] = set()
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._epoll = select.epoll()
         self._epoll.register(engine, select.EPOLLIN)
 
@@ -266,7 +270,7 @@ class DataLinks:
         Returns whether the engine's link can be read.
         """
         is_engine = False
-        for fd, event in self._epoll.poll(timeout_s):
+        for fd, event in self._wait(timeout_s):
             if fd == self._engine:
                 is_engine = True
             elif (link := self._by_fd.get(fd)) is not None:
@@ -277,6 +281,17 @@ class DataLinks:
                 self.close(number, f"no handshake in {HANDSHAKE_S:.0f} s")
         return is_engine
 
+    def _wait(self, timeout_s: float | None) -> list[tuple[int, int]]:
+        """The events that are due. Looks again for a while before it sleeps: waking up takes
+        longer than a hop."""
+        events = self._epoll.poll(0)
+        if events or timeout_s == 0:
+            return events
+        end = time.perf_counter() + self._spin_s
+        while not events and time.perf_counter() < end:
+            events = self._epoll.poll(0)
+        return events or self._epoll.poll(timeout_s)
+
     def _serve(self, link: DataLink, event: int) -> None:
         if not link.is_up:
             self._step(link, link.advance_handshake)
@@ -284,7 +299,7 @@ class DataLinks:
         if event & select.EPOLLOUT:
             self._step(link, link.flush)
         if event & ~select.EPOLLOUT and link.number in self._links:
-            self._step(link, lambda: link.receive(self.on_frame))
+            self._step(link, lambda: link.receive(self._buffer, self.on_frame))
 
     def _step(self, link: DataLink, step: Callable[[], None]) -> None:
         watched = link.watched
@@ -299,7 +314,7 @@ class DataLinks:
             self._opening.discard(link.number)
             self._report(wire.LinkChanged(link.number, True))
             self._step(
-                link, lambda: link.receive(self.on_frame)
+                link, lambda: link.receive(self._buffer, self.on_frame)
             )  # may have come with the handshake
         elif link.watched != watched:
             self._epoll.modify(link.sock.fileno(), link.watched)

@@ -1,5 +1,5 @@
-"""Attention of a step that has pages with peers: its queries go round, the worker attends to its own
-pages meanwhile, and folds them in last.
+"""Attention of a step that has pages with peers: its queries go round, the worker attends to its
+own pages meanwhile, and folds them in last.
 
 Entries whose pages lie with the same peers in the same order go together, as units of some KV
 heads. A layer waits until every unit is back, refused, or late.

@@ -45,6 +45,7 @@ class Spans:
         self.starts = [entry[1] for entry in entries]
         self.first = [entry[2] for entry in entries]
         self.is_first = self.first[0] == 0
+        self._slices: dict[int, list[I32Array]] = {}
         self._counts = [entry[3] for entry in entries]
         shape = np.array([(n, start, 0) for n, start, _, _ in entries], np.int32)
         shape[:, 2] = [len(pages) for pages in addresses]
@@ -53,7 +54,13 @@ class Spans:
         self.batch.set(np.zeros(self.n_tokens, np.int32), shape, pages, absent_pages=True)
 
     def slices(self, row_bytes: int) -> list[I32Array]:
-        """The spans in slices of at most SLICE_BYTES; row_bytes: of one accumulator per token."""
+        """The spans in slices of at most SLICE_BYTES; row_bytes: of the accumulators of a token."""
+        found = self._slices.get(row_bytes)
+        if found is None:
+            found = self._slices[row_bytes] = self._cut(row_bytes)
+        return found
+
+    def _cut(self, row_bytes: int) -> list[I32Array]:
         most = max(self._counts)
         size = most
         if not self.is_first:
