@@ -75,6 +75,7 @@ class Node:
     links: dict[str, int] = field(default_factory=dict[str, int])
     holds: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     used: int = 0
+    free: list[int] = field(default_factory=list[int])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_event(self, event: wire.LaneEvent) -> None:
@@ -91,16 +92,23 @@ class Node:
 
     def reserve(self, key: int, page: int) -> wire.ReserveSlot:
         """A new slot for a page of a timeline."""
-        timeline, slot = self.timelines[key], self.used
-        self.used += 1
-        timeline.slots[page:] = [slot]
+        if not self.free:
+            self.free.append(self.used)
+            self.used += 1
+        slot = self.free.pop()
+        self.timelines[key].slots[page:] = [slot]
         return wire.ReserveSlot(slot, 0, str(key).encode(), 1, page)
 
     async def prefill(self, key: int, tokens: list[int]) -> None:
         """Compute the pages of a timeline alone."""
         self.timelines[key] = Timeline(tokens, [])
-        for start in range(0, len(tokens), CHUNK):
-            await self.step(Entry(key, start, min(CHUNK, len(tokens) - start), wants=False))
+        await self.compute(key, 0)
+
+    async def compute(self, key: int, first: int) -> None:
+        """Compute the rows of a timeline from `first` on alone."""
+        end = len(self.timelines[key].tokens)
+        for start in range(first, end, CHUNK):
+            await self.step(Entry(key, start, min(CHUNK, end - start), wants=False))
 
     async def step(
         self, *entries: Entry, scene: Scene | None = None, lap_ms: int = 20_000
@@ -154,7 +162,9 @@ class Node:
 
     def renew(self, key: int, first_page: int) -> None:
         """Forget the slots of pages from `first_page` on: the next step computes them anew."""
-        del self.timelines[key].slots[first_page:]
+        slots = self.timelines[key].slots
+        self.free += slots[first_page:]
+        del slots[first_page:]
 
     async def counts(self) -> dict[str, int]:
         """What became of the frames of data links."""
