@@ -32,22 +32,31 @@ from batchengine.wire.frames import (
 from batchengine.wire.lane import (
     LANE_LINK,
     Attach,
+    CloseLink,
     CpuResources,
     Digest,
     Entry,
     Failed,
     FromArena,
     FromPage,
+    Hold,
+    HoldChanged,
     ImportRows,
     LaneFrame,
     LaneMessage,
+    LinkChanged,
+    LinkIdentity,
     Load,
     ModelFacts,
+    OpenLink,
     Ping,
+    Pong,
     Ready,
     Relabel,
+    Release,
     ReserveSlot,
     SampledRow,
+    Segment,
     Step,
     StepDone,
     Verify,
@@ -60,7 +69,8 @@ samplings = st.builds(
     Sampling, number, u31, number, number, number, number, number, u31, u64, st.integers(-1, 20),
     st.lists(st.tuples(u31, number), max_size=3).map(tuple),
 )  # fmt: skip
-entries = st.builds(Entry, u64, u31, u31, u31, u31, st.none() | samplings, u31)
+segments = st.lists(st.builds(Segment, u31, u64, u64, u31, u31), max_size=3).map(tuple)
+entries = st.builds(Entry, u64, u31, u31, u31, u31, st.none() | samplings, u31, segments)
 slots = st.lists(u31, max_size=4).map(tuple)
 digest = st.binary(min_size=16, max_size=16)
 whole_slots = st.builds(ReserveSlot, u31, u31, digest, u64, u31)
@@ -78,6 +88,7 @@ messages: st.SearchStrategy[LaneMessage] = st.one_of(
     st.builds(
         Load, st.text(max_size=30), st.text(max_size=30),
         st.builds(CpuResources, u31, st.lists(u31, max_size=4).map(tuple), u31), u31, u31, u31,
+        st.none() | st.builds(LinkIdentity, st.text(max_size=9), st.text(max_size=9)),
     ),
     st.builds(
         Ready,
@@ -93,14 +104,21 @@ messages: st.SearchStrategy[LaneMessage] = st.one_of(
         few(whole_slots), few(st.builds(Digest, u31, u31)),
         few(st.builds(Verify, u64, u64, digest)),
         few(st.builds(Relabel, u31, u31, digest, u64, u31, u31)),
-        few(st.builds(ImportRows, whole_slots, u31, sources)), few(u64),
+        few(st.builds(ImportRows, whole_slots, u31, sources)), few(u64), u31,
     ),
     st.builds(
         StepDone,
         st.lists(st.builds(SampledRow, u64, u31, number), max_size=4).map(tuple),
         slots, st.lists(digest, max_size=3).map(tuple),
-        st.lists(st.booleans(), max_size=3).map(tuple), u31, slots,
+        st.lists(st.booleans(), max_size=3).map(tuple), u31, slots, slots,
     ),
+    st.builds(Pong, st.dictionaries(st.text(max_size=9), u31, max_size=3)),
+    st.builds(OpenLink, u31, st.text(max_size=9), st.binary(max_size=16), st.booleans()),
+    st.builds(CloseLink, u31),
+    st.builds(Hold, u64, u64, few(u64)),
+    st.builds(Release, u64),
+    st.builds(LinkChanged, u31, st.booleans(), st.text(max_size=9)),
+    st.builds(HoldChanged, u64, u64, st.booleans(), st.text(max_size=9)),
 )  # fmt: skip
 whole_frames = st.builds(
     Frame, messages, st.binary(max_size=200), u64, u64, st.integers(0, 2**32 - 1)

@@ -75,19 +75,18 @@ class Ring:
         Waits for something to arrive if there is nothing to do, at most `timeout_s`.
         """
         server = self._server
-        if server.has_work or self._own:
+        if server.has_work or self._own or self._lost:
             timeout_s = 0.0
         elif server.has_timers or self._links.has_timers:
             timeout_s = TICK_S if timeout_s is None else min(timeout_s, TICK_S)
-        is_engine = self._links.poll(timeout_s)
+        if self._links.poll(timeout_s):
+            self.on_engine()
         while self._own:
             self._on_frame(wire.SELF, self._own.popleft())
         while self._lost:
             link = self._lost.popleft()
             server.lose(link)
             self._routed.lose(link)
-        if is_engine:
-            self.on_engine()
         if server.has_work:
             server.serve()
         elif server.has_timers:

@@ -28,15 +28,15 @@ Send = Callable[[int, DataMessage, Payload], bool]  # link, message, payload
 
 @dataclass(slots=True)
 class Group:
-    """Entries of a step with one route. rows: first token of each; links: those of its first and
-    its last hop."""
+    """Entries of a step with one route. rows: first token of each; links: those to the holders in
+    their order, none if all pages are here."""
 
     entries: list[int]
     rows: list[int]
     counts: list[int]
     spans: Spans
     hops: tuple[Hop, ...]
-    links: tuple[int, int] | None
+    links: tuple[int, ...]
     why: str = ""  # it cannot be completed any more
 
     @property
@@ -124,7 +124,7 @@ class RoutedAttention:
                 continue
             data = queries.to_bytes(n_kv_head, (heads.first, heads.count), group.runs)
             unit.queries.load_bytes(data, heads.count)
-            if group.links is not None:
+            if group.links:
                 laps.units[unit.number] = unit
                 self._send_query(unit, layer, data)
         due = time.monotonic() + self._lap_s
@@ -141,7 +141,7 @@ class RoutedAttention:
         unit = self._laps.units.get(message.unit)
         if unit is None or message.layer != self._laps.layer or unit.before is not None:
             self._counts["late"] += 1
-        elif unit.group.links is None or unit.group.links[1] != link:
+        elif unit.group.links[-1] != link:
             self._counts["malformed"] += 1
         else:
             unit.before = data
@@ -155,10 +155,10 @@ class RoutedAttention:
             self._fail(unit.group, why)
 
     def lose(self, link: int) -> None:
-        """Give up the groups whose first or last hop is by a link that has ended."""
+        """Give up the groups with a holder behind a link that has ended."""
         for unit in self._laps.units.values():
-            if unit.group.links is not None and link in unit.group.links:
-                self._fail(unit.group, "a link of its route has ended")
+            if link in unit.group.links:
+                self._fail(unit.group, "the link to a holder has ended")
 
     # ---------------------------------------------------------------------------- one step
 
@@ -191,15 +191,15 @@ class RoutedAttention:
             [span[0] for span in spans],
             Spans(spans, [pages[index] for index in entries]),
             hops,
-            (route[0], route[-1]) if route else None,
-            "there is no link to a peer of its route" if None in peers else "",
+            route,
+            "there is no link to a holder" if None in peers else "",
         )
 
     def _cut(self, group: Group) -> list[Unit]:
         """The units of a group: as many KV heads each as keep it below UNIT_BYTES."""
         attention, n_kv_head = self._attention, self._attention.shape.n_kv_head
         n_heads = n_kv_head
-        if group.links is not None:
+        if group.links:
             row_bytes = attention.row_bytes(attention.heads(0, 1)) * group.spans.n_tokens
             n_heads = min(n_kv_head, max(1, UNIT_BYTES // row_bytes))
         units: list[Unit] = []
@@ -227,16 +227,16 @@ class RoutedAttention:
             ),
             group.hops,
         )
-        if group.links is not None and not self._send(group.links[0], query, data):
-            self._fail(group, "the link to its first peer has ended")
+        if not self._send(group.links[0], query, data):
+            self._fail(group, "the link to a holder has ended")
 
     def _compute_own(self, unit: Unit, layer: int, out: kernels.Rows) -> None:
         """Attend to the worker's own pages; finish what has no others."""
         own = self._attend(unit, unit.slices[0], layer)
-        if unit.group.links is None:
-            self._finish(unit, own, out)
-        else:
+        if unit.group.links:
             unit.early = own
+        else:
+            self._finish(unit, own, out)
 
     def _complete(self, due: float, out: kernels.Rows) -> None:
         """Complete every unit that comes round until `due`, and fail the groups of the others."""

@@ -87,7 +87,7 @@ class AttentionServer:
         self._counts = counts
         self._holds: dict[int, HeldPages] = {}
         self._jobs: dict[Key, Job] = {}
-        self._todo: deque[Job] = deque()
+        self._todo: dict[int, deque[Job]] = {}  # by link, in turn
         self._waiting_bytes: Counter[int] = Counter()  # by link
         self._early_bytes = 0
         self._last: tuple[Query, Spans] | None = None  # the next layer has the same spans
@@ -100,7 +100,7 @@ class AttentionServer:
     @property
     def n_work(self) -> int:
         """Queries that can be computed or completed now."""
-        return len(self._todo)
+        return sum([len(jobs) for jobs in self._todo.values()])
 
     @property
     def has_timers(self) -> bool:
@@ -130,6 +130,7 @@ class AttentionServer:
         for job in [job for job in self._jobs.values() if job.key[0] == link]:
             self._refuse(job, "the link to the holder before has ended")
         self._waiting_bytes.pop(link, None)
+        self._todo.pop(link, None)
 
     def on_query(self, link: int, query: Query, queries: Payload, now: float) -> bool:
         """Send a query on and keep it for `serve`; False if the link leaves too much unfinished."""
@@ -153,7 +154,7 @@ class AttentionServer:
         ):
             self._refuse(job, f"there is no link to {rest[0].peer}")
             return True
-        self._todo.append(job)
+        self._todo.setdefault(link, deque()).append(job)
         return self._waiting_bytes[link] <= WAITING_BYTES_MAX
 
     def on_accumulators(self, link: int, message: Accumulators, data: Payload) -> bool:
@@ -165,12 +166,16 @@ class AttentionServer:
         job.before = data
         self._waiting_bytes[link] += len(data)
         if job.is_early:
-            self._todo.appendleft(job)
+            self._todo.setdefault(link, deque()).appendleft(job)
         return self._waiting_bytes[link] <= WAITING_BYTES_MAX
 
     def serve(self) -> None:
-        """Compute or complete the next query."""
-        job = self._todo.popleft()
+        """Compute or complete the next query; each link has its turn."""
+        link = next(iter(self._todo))
+        jobs = self._todo.pop(link)
+        job = jobs.popleft()
+        if jobs:
+            self._todo[link] = jobs
         if self._jobs.get(job.key) is not job:
             return
         try:

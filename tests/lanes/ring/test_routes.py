@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,9 @@ from hypothesis import strategies as st
 from batchengine.core import PAGE_TOKENS
 from batchengine.wire import lane as wire
 from kernels import SUPERPAGE_TOKENS
-from tests.support.certificates import Authority
+from tests.lanes.ring.certificates import Authority
+from tests.lanes.ring.scene import Entry, Piece, Scene, running_scene, same_rows
 from tests.support.engines import words
-from tests.support.ring_scene import Entry, Piece, Scene, running_scene, same_rows
 
 LENGTHS = {1: 5 * SUPERPAGE_TOKENS + 300, 2: 3 * SUPERPAGE_TOKENS + 77, 3: 700}
 NAMES = "abcd"
@@ -77,15 +78,14 @@ def pieces_of(rng: random.Random, n_held: int) -> list[Piece]:
     cuts = sorted(rng.sample(range(1, n_held), rng.randint(0, n_held - 1)))
     edges = [0, *cuts, n_held]
     return [
-        Piece(rng.choice(NAMES), first, end - first)
-        for first, end in zip(edges, edges[1:], strict=False)
+        Piece(rng.choice(NAMES), first, end - first) for first, end in itertools.pairwise(edges)
     ]
 
 
 def chunks_of(rng: random.Random, start: int, end: int) -> list[tuple[int, int]]:
     n_cuts = rng.randint(0, min(3, end - start - 1))
     edges = [start, *sorted(rng.sample(range(start + 1, end), n_cuts)), end]
-    return [(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return [(a, b - a) for a, b in itertools.pairwise(edges)]
 
 
 async def compute(ring: Ring, rng: random.Random) -> None:

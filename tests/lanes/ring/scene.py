@@ -90,6 +90,17 @@ class Node:
                 await self.changed.wait()
         del self.events[: self.events.index(event) + 1]
 
+    async def next_change(self, number: int) -> wire.LinkChanged:
+        """The next event of a link."""
+        async with asyncio.timeout(10):
+            while True:
+                for event in self.events:
+                    if isinstance(event, wire.LinkChanged) and event.number == number:
+                        self.events.remove(event)
+                        return event
+                self.changed.clear()
+                await self.changed.wait()
+
     def reserve(self, key: int, page: int) -> wire.ReserveSlot:
         """A new slot for a page of a timeline."""
         if not self.free:
@@ -182,6 +193,7 @@ class Scene:
 
     def __init__(self, nodes: dict[str, Node]) -> None:
         self.nodes = nodes
+        self.sockets: list[socket.socket] = []  # closed at the end
         self._numbers = iter(range(1, 1 << 20))
 
     def __getitem__(self, name: str) -> Node:
@@ -260,11 +272,12 @@ async def running_scene(
     folder: Path,
     *,
     tcp: bool = False,
+    is_linked: bool = True,
     identities: dict[str, wire.LinkIdentity] | None = None,
     threads: int = 1,
     slots: int = SLOTS,
 ) -> AsyncIterator[Scene]:
-    """Nodes with one-letter names, each linked with every other."""
+    """Nodes with one-letter names, each linked with every other if `is_linked`."""
     found = identities or {name: wire.LinkIdentity(name) for name in names}
     nodes = {
         name: await start_node(
@@ -272,15 +285,17 @@ async def running_scene(
         )
         for name in names
     }
-    scene = Scene(nodes)
+    scene = Scene(dict(nodes))
     try:
         for index, one in enumerate(names):
-            for other in names[index + 1 :]:
+            for other in names[index + 1 :] if is_linked else "":
                 await scene.link(one, other, tcp=tcp)
         yield scene
     finally:
         for node in nodes.values():
             await node.close()
+        for sock in scene.sockets:
+            sock.close()
 
 
 def same_rows(found: wire.StepDone, expected: wire.StepDone) -> bool:
