@@ -209,7 +209,7 @@ void fold_split(const Job& job, const Tile& tile, size_t row, const Accumulators
 // The K that a piece reads first.
 const int8_t* first_k(const Job& job, const Piece& piece) {
     uint8_t* const page = job.batch.page(*piece.tile->entry, piece.superpage * SUPERPAGE_TOKENS);
-    return HeadPage(page, job.shape, job.layer, piece.tile->kv_head).k;
+    return HeadPage(page, job.shape, job.layer, job.heads.first + piece.tile->kv_head).k;
 }
 
 // Adds the tiles of an entry's rows that see super-page `first`, for super-pages [first, end).
