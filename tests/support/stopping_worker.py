@@ -51,7 +51,7 @@ class StoppingDevice(CpuDevice):
 
 if __name__ == "__main__":
     stage, incarnation = sys.argv.pop(1), sys.argv.pop(1)
-    if incarnation in ("0", sys.argv[4]):
+    if incarnation in ("0", sys.argv[5]):
         StoppingDevice.stage = stage
     StoppingDevice().stop_in("start")
     main(partial(Worker, devices={wire.CpuResources: StoppingDevice}))
