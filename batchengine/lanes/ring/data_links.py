@@ -243,6 +243,8 @@ class DataLinks:
         del self._by_fd[fd]
         if self._by_peer.get(link.peer) == number:
             del self._by_peer[link.peer]
+            others = [other for other in self._links.values() if other.peer == link.peer]
+            self._by_peer.update({other.peer: other.number for other in others})
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)
         link.sock.close()
