@@ -24,8 +24,8 @@ from batchengine.wire.frames import Payload
 
 log = logging.getLogger("batchengine.worker")
 
-# Accumulators of a unit, beyond which its heads are divided. One unit is best for 64 tokens and fewer;
-# 512 tokens took 0.63 of the time in eight units, whose folds follow one another round the ring.
+# Accumulators of a unit, beyond which its heads are divided. One unit is best for up to 64 tokens;
+# 512 tokens took 0.63 of the time in eight units, which follow one another round the ring.
 UNIT_BYTES = 1 << 20
 
 Send = Callable[[int, DataMessage, Payload], bool]  # link, message, payload
