@@ -186,9 +186,6 @@ class DataLinks:
         self._epoll = select.epoll()
         self._epoll.register(engine, select.EPOLLIN)
 
-    def __len__(self) -> int:
-        return len(self._links)
-
     @property
     def has_timers(self) -> bool:
         """Whether `poll` must be called again soon though nothing has happened."""

@@ -201,12 +201,13 @@ class RoutedAttention:
         )
 
     def _cut(self, group: Group) -> list[Unit]:
-        """The units of a group: as many KV heads each as keep it below UNIT_BYTES."""
+        """The units of a group: as many KV heads each as keep it below UNIT_BYTES.
+
+        Those of local entries too: between two units the links are served.
+        """
         attention, n_kv_head = self._attention, self._attention.shape.n_kv_head
-        n_heads = n_kv_head
-        if group.links:
-            row_bytes = attention.row_bytes(attention.heads(0, 1)) * group.spans.n_tokens
-            n_heads = min(n_kv_head, max(1, UNIT_BYTES // row_bytes))
+        row_bytes = attention.row_bytes(attention.heads(0, 1)) * group.spans.n_tokens
+        n_heads = min(n_kv_head, max(1, UNIT_BYTES // row_bytes))
         units: list[Unit] = []
         for first in range(0, n_kv_head, n_heads):
             heads = attention.heads(first, min(n_heads, n_kv_head - first))

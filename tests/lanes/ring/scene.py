@@ -201,7 +201,7 @@ class Scene:
 
     async def link(self, one: str, other: str, *, tcp: bool = False, up: bool = True) -> None:
         """A new data link between two nodes."""
-        ends = _loopback() if tcp else socket.socketpair()
+        ends = loopback() if tcp else socket.socketpair()
         for name, peer, sock, dials in ((one, other, ends[0], True), (other, one, ends[1], False)):
             node, number = self.nodes[name], next(self._numbers)
             node.links[peer] = number
@@ -231,7 +231,8 @@ class Scene:
         )
 
 
-def _loopback() -> tuple[socket.socket, socket.socket]:
+def loopback() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection over TCP."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
