@@ -81,15 +81,20 @@ class PageLoader:
             good = self._bytes_match(page)
         finally:
             with self._core.lock:
-                if not good:
-                    self._slots.invalidate(page, slot_failed=True)
-                elif page.state is PageState.LISTED:
-                    self._index.apply(page, PageEvent.LOAD)
-                    self._index.apply(page, PageEvent.VERIFY)
-                elif page.state is PageState.PUBLISHED:
-                    self._index.note_verified(page)
+                self.was_read(page, good)
                 self._slots.unpin(page, is_use=False)
         return good
+
+    def was_read(self, page: Page, good: bool) -> None:
+        """Apply the result of reading every byte of a page that the caller pinned (under the
+        lock)."""
+        if not good:
+            self._slots.invalidate(page, slot_failed=True)
+        elif page.state is PageState.LISTED:
+            self._index.apply(page, PageEvent.LOAD)
+            self._index.apply(page, PageEvent.VERIFY)
+        elif page.state is PageState.PUBLISHED:
+            self._index.note_verified(page)
 
     def self_test(self) -> None:
         """Write and read back a free slot before the pool has users (opener's thread).

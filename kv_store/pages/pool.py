@@ -21,6 +21,7 @@ from kv_store.pages.index import RESIDENT, Page, PageEvent, PageIndex, PageRef
 from kv_store.pages.load import PageLoader
 from kv_store.pages.maintenance import PageMaintenance
 from kv_store.pages.seal import PageSealer, Ticket
+from kv_store.pages.transfer import PageTransfer
 
 __all__ = ["PagePool", "PageProof", "Ticket"]
 
@@ -41,7 +42,8 @@ class PagePool:
     """The pages of one representation. Methods without a Future do no I/O.
 
     From the parts: `load`, `cold`, `verify` of PageLoader; `reserve`, `seal`, `publish`, `abort` of
-    PageSealer; `scrub_next`, `verify_all` of PageMaintenance; `erase` of PageEraser.
+    PageSealer; `scrub_next`, `verify_all` of PageMaintenance; `erase` of PageEraser;
+    `import_page`, `read_out` of PageTransfer.
     """
 
     def __init__(self, core: StoreCore, descriptor: Descriptor) -> None:
@@ -60,6 +62,8 @@ class PagePool:
         self.scrub_next = self.maintenance.scrub_next
         self.verify_all = self.maintenance.verify_all
         self.erase = PageEraser(core, self.allocator).erase
+        transfer = PageTransfer(core, self.allocator, self.loader, self.sealer)
+        self.import_page, self.read_out = transfer.import_page, transfer.read_out
         core.pools.append(self.allocator)
 
     def match_prefix(
@@ -70,14 +74,15 @@ class PagePool:
         tokens_max: int | None = None,
         pin: bool = False,
         priority: int | None = None,
+        parent: bytes = keys.ROOT_KEY,
     ) -> list[PageRef]:
         """The longest run of full pages, from the first token on, that the store holds.
 
         Token ids are compared, not only their hash; a timeline has one salt. At most `tokens_max`
         tokens are covered. Pages that were not read since start are included: `load()` them
-        before use.
+        before use. `tokens` follow the page of key `parent`, which need not be here.
         """
-        ids, parent, found = keys.token_bytes(tokens), keys.ROOT_KEY, list[PageRef]()
+        ids, found = keys.token_bytes(tokens), list[PageRef]()
         if tokens_max is not None:
             ids = ids[: max(0, tokens_max) * 4]
         step = PAGE_TOKENS * 4

@@ -1,4 +1,4 @@
-"""Seals open pages: reserves a slot, copies a page from its arena into it, publishes its row.
+"""Seals pages: reserves a slot, copies a page into it from its arena or a peer, publishes its row.
 
 A page is published after it was verified; only its manifest row makes it findable.
 The first of two pages with one key wins; their payload digests must be equal.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -93,15 +94,54 @@ class PageSealer:
         Fails with StoreCorrupt (bytes changed), NumericsFault (an equal key has other bytes),
         StoreFull or OSError; the ticket is then given up already.
         """
+
+        def copy(into: memoryview) -> None:
+            arena.read_page(self._core.files, at, into)
+            if keys.payload_digest(into) != lane_digest:
+                raise StoreCorrupt(
+                    "an open page changed after its lane had hashed it",
+                    why="a stray or late write hit the arena",
+                    fix="the page is recomputed",
+                )
+
+        return self._seal(ticket, lane_digest, copy)
+
+    def seal_bytes(
+        self, ticket: Ticket, data: bytes | bytearray | memoryview, digest: bytes
+    ) -> Future[PageRef]:
+        """As `seal`, of the bytes of a whole page that another daemon has computed.
+
+        Raises ValueError for bytes of another size; fails with StoreCorrupt unless `digest` is
+        theirs.
+        """
+        if len(data) != self._slots.layout.page_bytes:
+            raise ValueError(f"a page has {self._slots.layout.page_bytes} bytes, not {len(data)}")
+
+        def copy(into: memoryview) -> None:
+            into[:] = data
+            if keys.payload_digest(into) != digest:
+                raise StoreCorrupt(
+                    "the bytes of a page that a peer sent do not have its digest",
+                    why="they changed on the way, or the peer is wrong",
+                    fix="the page is sent again, or recomputed",
+                )
+
+        return self._seal(ticket, digest, copy)
+
+    def _seal(
+        self, ticket: Ticket, digest: bytes, copy: Callable[[memoryview], None]
+    ) -> Future[PageRef]:
+        """Fill the ticket's slot by `copy` on the page thread, or compare with the duplicate."""
         with self._core.lock:
             if ticket.done or ticket.digest:
                 raise StaleRef(f"{ticket!r} was used already")
-            ticket.digest = lane_digest
+            ticket.digest = digest
             if ticket.page is not None:
                 self._index.apply(ticket.page, PageEvent.SEAL)
                 ticket.page.writers += 1
-        intent = self._seal_duplicate if ticket.page is None else self._seal_page
-        return self._core.thread.submit(lambda: intent(ticket, arena, at))
+        if ticket.page is None:
+            return self._core.thread.submit(lambda: self._seal_duplicate(ticket))
+        return self._core.thread.submit(lambda: self._seal_page(ticket, copy))
 
     def publish(self, ticket: Ticket) -> Future[PageRef]:
         """Name a sealed page in the manifest; resolves with the next durable `ledger.commit()`.
@@ -223,7 +263,7 @@ class PageSealer:
 
     # -- page thread --------------------------------------------------------------------------
 
-    def _seal_duplicate(self, ticket: Ticket, arena: Arena, at: ArenaSlot) -> PageRef:
+    def _seal_duplicate(self, ticket: Ticket) -> PageRef:
         """Compare with the resident page of the key instead of copying: digests must be equal."""
         duplicate = ticket.duplicate
         assert duplicate is not None
@@ -233,12 +273,12 @@ class PageSealer:
             raise error
         return duplicate.ref
 
-    def _seal_page(self, ticket: Ticket, arena: Arena, at: ArenaSlot) -> PageRef:
+    def _seal_page(self, ticket: Ticket, copy: Callable[[memoryview], None]) -> PageRef:
         page = ticket.page
         assert page is not None
         page_error: BaseException | None = None
         try:
-            self._copy_page(ticket, page, arena, at)
+            self._copy_page(ticket, page, copy)
         except BaseException as error:
             page_error = error
         with self._core.lock:
@@ -258,16 +298,10 @@ class PageSealer:
             self._core.counters["pages_sealed"] += 1
             return page.ref
 
-    def _copy_page(self, ticket: Ticket, page: Page, arena: Arena, at: ArenaSlot) -> None:
-        """pread the arena, compare with the lane's digest, pwrite that buffer, read it back."""
+    def _copy_page(self, ticket: Ticket, page: Page, copy: Callable[[memoryview], None]) -> None:
+        """Fill the buffer with verified bytes, pwrite it, read it back."""
         data, start = self._slots.buffer, time.perf_counter()
-        arena.read_page(self._core.files, at, data)
-        if keys.payload_digest(data) != ticket.digest:
-            raise StoreCorrupt(
-                "an open page changed after its lane had hashed it",
-                why="a stray or late write hit the arena",
-                fix="the page is recomputed",
-            )
+        copy(data)
         seed = self._slots.seed(page)
         checksum = keys.sealed_checksum(data, seed)
         info = self._slots.info(page.page_id)
