@@ -27,6 +27,7 @@ class Loss(enum.Enum):
     RECLAIMED = ("lent", "its open page was given to another session")
     EVICTED = ("evicted", "pages evicted")
     CHECKSUM = ("checksum", "page failed its checksum")
+    PEER = ("peer", "a peer that held pages of it is gone")
 
     def __init__(self, label: str, text: str) -> None:
         self.label = label
@@ -202,7 +203,7 @@ class Session:
     def cut(self, tokens: int) -> Cut:
         """Keep the KV of the first `tokens` tokens; the frontier falls back to what is left.
 
-        Returns the slots and pins that the lane of the session must free.
+        Returns the slots, pins and held pages that the lane of the session must free.
         """
         dropped = self.kv.cut(tokens)
         self.frontier = min(self.frontier, tokens, self.kv.reach())

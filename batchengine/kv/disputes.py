@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from batchengine.kv.slots import Seal
 from kv_store.store import Store
@@ -23,6 +23,7 @@ class Disputes:
         self.audits = 0  # number of audits; each invalidates all open rows
         self.disputed: deque[Seal] = deque()
         self.has_disputed = asyncio.Event()
+        self.watchers: list[Callable[[set[bytes]], None]] = []  # get the keys of invalid pages
 
     def __repr__(self) -> str:
         return f"<Disputes disputed={len(self.disputed)} audits={self.audits}>"
@@ -47,6 +48,8 @@ class Disputes:
             wrong = self._with_descendants(wrong)
             wrong |= self._store.pages.invalidate(*wrong, descendants=True, rootless=rootless)
         self._drop_seals(wrong)
+        for watcher in self.watchers:
+            watcher(wrong)
 
     def invalidate_descendants(self, keys: Iterable[bytes]) -> None:
         """Invalidate what this run computed from these pages, which the store does not serve now.

@@ -164,7 +164,7 @@ class RowImporter:
 
     def _install_fallen(self, row_import: RowImport) -> None:
         session = row_import.session
-        first = len(session.kv.sealed)
+        first = session.kv.first_open
         session.frontier = min(session.frontier, session.kv.reach())  # it has no open page yet
         pending_rows = [
             self._pending_in_arena(pending.page, rows, row_import.arena, slot, row_import.epoch)
@@ -181,15 +181,14 @@ class RowImporter:
         """Return the sources of the session's open rows, for another lane to copy."""
         if self._slots.arena is None or session.kv.pending:
             return list(session.kv.pending)
-        sealed = len(session.kv.sealed)
         return [
             PendingRows(
-                sealed + offset,
+                page,
                 PAGE_TOKENS,
                 self._source(self._slots.arena, slot, self._slots.epochs[slot]),
                 lambda: None,  # the arena of a worker that is up is not held
             )
-            for offset, slot in enumerate(session.kv.open)
+            for page, slot in enumerate(session.kv.open, session.kv.first_open)
         ]
 
     def bring(self, session: Session, pending_rows: Sequence[PendingRows]) -> None:
@@ -362,7 +361,7 @@ class RowImporter:
         parked, kv.parked = kv.parked, None
         found = [
             self._pending_in_arena(page, PAGE_TOKENS, lost.arena, slot, lost.epochs[slot])
-            for page, slot in enumerate(kv.take_open(), len(kv.sealed))
+            for page, slot in enumerate(kv.take_open(), kv.first_open)
         ]
         if parked is not None:  # use the parked copy of the last page instead
             found.pop().release()

@@ -12,6 +12,7 @@ import itertools
 import logging
 
 from batchengine.kv.disputes import Disputes
+from batchengine.kv.held import HeldPages
 from batchengine.kv.sealing import SealPipeline
 from batchengine.kv.slots import Slots
 from batchengine.session import Loss, Session, State
@@ -27,20 +28,28 @@ class Invalidation:
     """Removes invalid pages and rows from the tables of one lane."""
 
     def __init__(
-        self, store: Store, slots: Slots, sealing: SealPipeline, disputes: Disputes
+        self,
+        store: Store,
+        slots: Slots,
+        held: HeldPages,
+        sealing: SealPipeline,
+        disputes: Disputes,
     ) -> None:
         self._store = store
         self._slots = slots
+        self._held = held
         self._sealing = sealing
         self._disputes = disputes
 
     def fall_back(self, session: Session, *, only_sealed: bool) -> bool:
-        """Keep the sealed pages before the first invalid one; True if any KV was dropped.
+        """Keep the held pages before the first one lost or invalid, and the sealed pages before the
+        first invalid one; True if any KV was dropped.
 
         `only_sealed`: drop open pages and pending rows in any case. Does nothing if frozen.
         """
         if session.state is State.FROZEN:
             return False
+        is_cut = self._held.recheck(session)
         parked = session.kv.parked
         if parked is not None and not self._store.pages.is_resident(parked.ref):
             self._slots.unpark(session)
@@ -48,11 +57,11 @@ class Invalidation:
         good = sum(1 for _ in itertools.takewhile(is_resident, sealed))
         everything = only_sealed and (session.kv.open or session.kv.pending)
         if good == len(sealed) and not everything:
-            return False
+            return is_cut
         if good < len(sealed):
             session.loss = Loss.CHECKSUM
         self._sealing.drop(session)
-        self._slots.truncate(session, good)
+        self._slots.truncate(session, session.kv.n_held + good)
         return True
 
     def drop_open(self) -> list[Session]:
@@ -104,5 +113,6 @@ class Invalidation:
                     break
             is_ours = self._slots.owns(session) and session.state is not State.FROZEN
             if good < len(refs) and is_ours and session.kv.sealed[: good + 1] == refs[: good + 1]:
-                log.warning("%r: page %d does not verify, it is computed again", session, good)
-                self._slots.truncate(session, good)
+                page = session.kv.n_held + good
+                log.warning("%r: page %d does not verify, it is computed again", session, page)
+                self._slots.truncate(session, page)

@@ -14,12 +14,14 @@ from typing import NamedTuple
 from batchengine.kv.arenas import DeadArenas
 from batchengine.kv.digests import DueDigest
 from batchengine.kv.disputes import Disputes
+from batchengine.kv.held import HeldPages
 from batchengine.kv.importing import RowImport, RowImporter
 from batchengine.kv.invalidation import Invalidation
 from batchengine.kv.prefix import PrefixMatcher
 from batchengine.kv.sealing import SealPipeline
 from batchengine.kv.slots import Labels, Seal, Slots
 from batchengine.kv.touching import PageTouches
+from batchengine.session import Session
 from batchengine.wire import lane as wire
 from kv_store.store import Store
 
@@ -56,7 +58,9 @@ class LaneKv:
         self.slots = Slots(store)
         self.prefix = PrefixMatcher(store, self.slots)
         self.sealing = SealPipeline(store, self.slots, self.arenas, disputes, wake, commit)
-        self.invalidation = Invalidation(store, self.slots, self.sealing, disputes)
+        self.held = HeldPages(store, self.slots)
+        disputes.watchers.append(self.held.invalid)
+        self.invalidation = Invalidation(store, self.slots, self.held, self.sealing, disputes)
         self.importing = RowImporter(store, self.slots, self.sealing.digests, self.arenas, wake)
         self.touches = PageTouches(store.pages.layout.page_bytes, wake)
 
@@ -114,6 +118,18 @@ class LaneKv:
             or self.touches
             or self.importing.has_chores
         )
+
+    def rejoin(self, session: Session) -> bool:
+        """Take the pages after a lost range, which the session has computed again up to them.
+
+        False: the range is being sealed. If it cannot be sealed now, the pages are given up.
+        """
+        if self.held.rejoin(session):
+            return True
+        if self.is_sealing:
+            return False
+        session.kv.drop_later()
+        return True
 
     @property
     def is_busy(self) -> bool:

@@ -33,21 +33,26 @@ class PrefixMatcher:
         else a future with the argument of `loaded`. Pages on disk are taken only if
         `is_worth_reading(tokens, tokens after the first such page, bytes to read)` returns True.
         """
+        kv = session.kv
+        first, end = kv.n_held, min(len(session.tokens) - 1, kv.compute_until)
+        parent = kv.keys[first - 1] if first else keys.ROOT_KEY
         refs = self._store.pages.match_prefix(
-            session.tokens[:-1], salt, pin=True, priority=priority
-        )
+            session.tokens[page_start(first) : end], salt, pin=True, priority=priority,
+            parent=parent,
+        )  # fmt: skip
         if is_worth_reading is not None:
-            refs = self._without_cold(refs, session.frontier, is_worth_reading)
-        if page_start(len(refs)) <= session.frontier:
+            refs = self._without_cold(refs, first, session.frontier, is_worth_reading)
+        n_pages = first + len(refs)
+        if page_start(n_pages) <= session.frontier:
             for ref in refs:
                 self._store.pages.unpin(ref)
             return None
-        kv, reach = session.kv, page_start(len(refs))
-        follow = any(pending.page == len(refs) for pending in kv.pending)
-        after = kv.take_pending(lambda pending: follow and pending.page >= len(refs))
-        self._slots.truncate(session, 0)
+        follow = any(pending.page == n_pages for pending in kv.pending)
+        after = kv.take_pending(lambda pending: follow and pending.page >= n_pages)
+        self._slots.truncate(session, first)
         kv.extend_sealed(refs, [self._store.pages.slot_code(ref) for ref in refs])
-        kv.keys = keys.chain_keys(session.tokens[:reach], self._store.pages.repr_id, salt)
+        found = session.tokens[page_start(first) : page_start(n_pages)]
+        kv.keys[first:] = keys.chain_keys(found, self._store.pages.repr_id, salt, parent)
         if after:
             self._slots.claim_pending(session, after)
         future = self._store.pages.load(refs)
@@ -57,15 +62,20 @@ class PrefixMatcher:
         return future
 
     def _without_cold(
-        self, refs: list[PageRef], frontier: int, is_worth_reading: Callable[[int, int, int], bool]
+        self,
+        refs: list[PageRef],
+        page: int,
+        frontier: int,
+        is_worth_reading: Callable[[int, int, int], bool],
     ) -> list[PageRef]:
-        """Return all `refs` if reading is worth it, else unpin those from the first on disk on."""
+        """Return all `refs`, of the pages from `page` on, if reading is worth it, else unpin those
+        from the first on disk on."""
         cold = self._store.pages.cold(refs)
-        tokens = page_start(len(refs))
+        tokens = page_start(page + len(refs))
         if True not in cold or tokens <= frontier:
             return refs
         first = cold.index(True)
-        cold_tokens = tokens - max(frontier, page_start(first))
+        cold_tokens = tokens - max(frontier, page_start(page + first))
         if is_worth_reading(tokens, cold_tokens, sum(cold) * self._store.pages.layout.page_bytes):
             return refs
         for ref in refs[first:]:
@@ -80,8 +90,9 @@ class PrefixMatcher:
         pinned = zip(session.kv.sealed, good, strict=False)
         good = [ok and self._store.pages.is_resident(ref) for ref, ok in pinned]
         count = good.index(False) if False in good else len(good)
-        session.frontier = page_start(count)
+        n_pages = session.kv.n_held + count
+        session.frontier = page_start(n_pages)
         if count < len(good):
             session.loss = Loss.CHECKSUM
-        if count < len(session.kv.codes):
-            self._slots.truncate(session, count)
+        if n_pages < len(session.kv.codes):
+            self._slots.truncate(session, n_pages)

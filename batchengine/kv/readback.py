@@ -39,7 +39,7 @@ class ReadBack:
         for seal in sorted(self.queued, key=lambda seal: seal.index):
             session = seal.session
             if session is not None:
-                index = swapped.get(session, len(session.kv.sealed))
+                index = swapped.get(session, session.kv.first_open)
                 if seal.index != index:
                     continue
                 swapped[session] = index + 1

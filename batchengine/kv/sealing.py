@@ -136,12 +136,8 @@ class SealPipeline:
         """Start sealing an open page of which the lane has digested the first `rows` rows."""
         if self._slots.arena is None:
             return
-        known, kv = len(session.kv.keys), session.kv
-        if known < (n_keys := index + (rows == PAGE_TOKENS)):
-            parent = kv.keys[-1] if known else keys.ROOT_KEY
-            tokens = session.tokens[page_start(known) : page_start(n_keys)]
-            kv.keys += keys.chain_keys(tokens, self._store.pages.repr_id, session.salt, parent)
-        parent = kv.keys[index - 1] if index else keys.ROOT_KEY
+        self._slots.know_keys(session, index + (rows == PAGE_TOKENS))
+        parent = session.kv.keys[index - 1] if index else keys.ROOT_KEY
         seal = Seal(session, index, slot, self._slots.arena, digest, parent, rows)
         self._slots.seals[slot] = seal  # replaces the seal of the page as a tail, if any
         self._pending.append(seal)
@@ -266,7 +262,7 @@ class SealPipeline:
             self._store.pages.unpin(ref)
             self._seal_failed(seal, StoreError(f"page {ref!r} does not read back as written"))
             return
-        if session is not None and seal.index != len(session.kv.sealed):
+        if session is not None and seal.index != session.kv.first_open:
             # The page before, which the same frame verified, was bad.
             self.read_back.queued.append(seal)
             return

@@ -13,8 +13,17 @@ from typing import NamedTuple
 
 from batchengine.core import PAGE_TOKENS
 from batchengine.session import Loss, Session, State
-from batchengine.session_kv import PendingRows, full_pages, page_start, rows_in
+from batchengine.session_kv import (
+    Cut,
+    HeldSegment,
+    Holders,
+    PendingRows,
+    full_pages,
+    page_start,
+    rows_in,
+)
 from batchengine.wire import lane as wire
+from kv_store import keys
 from kv_store.arenas.arena import Arena, ArenaSlot
 from kv_store.pages.index import PageRef
 from kv_store.pages.pool import Ticket
@@ -40,7 +49,7 @@ class Seal:
         self.arena = arena
         self.digest = digest
         self.parent = parent
-        self.lanes = session.kv.writers_of(len(session.kv.sealed), index)
+        self.lanes = session.kv.writers_of(session.kv.first_open, index)
         self.timeline = session.tokens  # this list may grow, or be replaced, but never shrinks
         self.tokens = session.tokens[start : start + rows]
         self.salt = session.salt
@@ -83,6 +92,19 @@ class Labels(NamedTuple):
     relabel: tuple[wire.Relabel, ...]
 
 
+class NoHolders:
+    """The holders of a daemon without peers: none."""
+
+    def link(self, segment: HeldSegment) -> int | None:
+        return None
+
+    def release(self, segments: Sequence[HeldSegment]) -> None:
+        pass
+
+    def hold_here(self, refs: Sequence[PageRef]) -> HeldSegment:
+        raise RuntimeError("no route begins without a peer")
+
+
 class Slots:
     """Page tables of the members of one lane, and the holders of the slots of its arena.
 
@@ -93,6 +115,7 @@ class Slots:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.members: dict[int, Session] = {}  # sessions of this lane, by key
+        self.holders: Holders = NoHolders()
         self.arena: Arena | None = None  # of the worker that is up
         self.seals: dict[ArenaSlot, Seal] = {}
         self.reclaimable: dict[Session, int] = {}  # sessions that do not run -> slots to gain
@@ -182,7 +205,7 @@ class Slots:
     def make_reclaimable(self, session: Session) -> None:
         """Make slots and pins of a session that does not run reclaimable, as the newest one."""
         self.reclaimable.pop(session, None)
-        if session.kv.codes:
+        if session.kv.codes or session.kv.later:
             self.reclaimable[session] = self._reclaimable_slots(session)
 
     def protect(self, session: Session) -> None:
@@ -193,16 +216,31 @@ class Slots:
 
     def truncate(self, session: Session, n_pages: int) -> None:
         """Drop the pages from index `n_pages` on; the frontier falls back to the remaining ones."""
-        dropped = session.cut(page_start(n_pages))
+        self.give_back(session.cut(page_start(n_pages)))
+        self.recount(session)
+
+    def clear(self, session: Session) -> None:
+        """Drop every page of the session, also those after a range that was lost."""
+        session.kv.drop_later()
+        self.truncate(session, 0)
+
+    def keep_held(self, session: Session) -> None:
+        """Drop every page of the session but those that peers hold before any other."""
+        session.kv.drop_later()
+        self.truncate(session, session.kv.n_held)
+
+    def give_back(self, dropped: Cut) -> None:
+        """Free what a table does not refer to any more."""
         for slot in dropped.slots:
             self.drop(slot)
         for ref in dropped.refs:
             self._store.pages.unpin(ref)
-        self.recount(session)
+        if dropped.held:
+            self.holders.release(dropped.held)
 
     def keep_sealed(self, session: Session) -> None:
         """Drop the open pages and pending rows of the session."""
-        self.truncate(session, len(session.kv.sealed))
+        self.truncate(session, session.kv.first_open)
 
     def drop_pending(self, session: Session) -> None:
         """Drop the pending rows of the session, which are then recomputed."""
@@ -232,6 +270,8 @@ class Slots:
                 self.truncate(session, page + 1)
             elif parked is not None and (parked.page, parked.rows) != (page, rows):
                 self.unpark(session)
+        elif page < kv.n_held:
+            self.truncate(session, page)
         elif rows and slot is None:
             self.truncate(session, page + 1)
             ref = kv.unseal_last()  # its pin passes to the pending row
@@ -242,9 +282,7 @@ class Slots:
 
     def _relabel(self, session: Session) -> None:
         """Have the next frame write the session's epoch to the headers of its open slots."""
-        sealed = len(session.kv.sealed)
-        for offset, slot in enumerate(session.kv.open):
-            page = sealed + offset
+        for page, slot in enumerate(session.kv.open, session.kv.first_open):
             label = self.label(slot, session, session.epoch, page)
             if slot in self._fresh:
                 self._fresh[slot] = label
@@ -328,12 +366,21 @@ class Slots:
         If they are not evicted, `extend` finds them when the session computes next.
         """
         for session in self.reclaimable:
-            if session.kv.sealed and session is not taker:
-                self.truncate(session, 0)
+            kv = session.kv
+            if session is not taker and (kv.sealed or any(later.sealed for later in kv.later)):
+                self.keep_held(session)
                 session.loss = Loss.EVICTED
                 self.changed(session)
                 return True
         return False
+
+    def know_keys(self, session: Session, n_pages: int) -> None:
+        """Compute the content keys of the session's first `n_pages` pages as far as they lack."""
+        known, kv = len(session.kv.keys), session.kv
+        if known < n_pages:
+            parent = kv.keys[-1] if known else keys.ROOT_KEY
+            tokens = session.tokens[page_start(known) : page_start(n_pages)]
+            kv.keys += keys.chain_keys(tokens, self._store.pages.repr_id, session.salt, parent)
 
     def drop(self, slot: ArenaSlot) -> None:
         """Free a slot of a session; a seal with a ticket keeps the slot until the seal ends."""
@@ -441,7 +488,9 @@ class Slots:
         self._relabeling = frozenset()
         self._is_poisoning = False
         # The slots are gone, but pins of sessions that do not run are still reclaimable.
-        self.reclaimable = {session: 0 for session in self.reclaimable if session.kv.sealed}
+        self.reclaimable = {
+            session: 0 for session in self.reclaimable if session.kv.sealed or session.kv.later
+        }
         return lost
 
 

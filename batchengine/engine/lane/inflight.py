@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from batchengine import errors
@@ -9,6 +10,7 @@ from batchengine.engine.turns.turn import Turn
 from batchengine.kv import Seal
 from batchengine.kv.lane_kv import Chores
 from batchengine.session import Session
+from batchengine.session_kv import HeldSegment
 from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaSlot
 
@@ -22,7 +24,10 @@ class StepEntry(NamedTuple):
 
 
 class InFlightStep(NamedTuple):
-    """The frame of a step in flight, and the turns, slots and seals that its answer is for."""
+    """The frame of a step in flight, and the turns, slots and seals that its answer is for.
+
+    `routes`: of each entry the segments of its leading pages, which peers hold.
+    """
 
     step: wire.Step
     payload: bytes
@@ -31,15 +36,21 @@ class InFlightStep(NamedTuple):
     verify: list[Seal]
     chores: Chores
     predicted_ms: float
+    routes: list[tuple[HeldSegment, ...]]
 
     def holds(self, session: Session) -> bool:
         """Whether the session computes in this step."""
         return any(part.turn.session is session for part in self.parts)
 
 
-def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
-    """Raise STEP_MISMATCH unless every part of the answer fits the frame that was sent."""
-    nonfinite, asked = set(done.nonfinite), in_flight.step.import_rows
+def check_answer(
+    in_flight: InFlightStep, done: wire.StepDone, unreachable: Collection[int] = ()
+) -> None:
+    """Raise STEP_MISMATCH unless every part of the answer fits the frame that was sent.
+
+    `unreachable`: as in StepWriter.commit.
+    """
+    nonfinite, asked = {*done.nonfinite, *unreachable}, in_flight.step.import_rows
     wanted = [
         part.turn.session.key
         for index, part in enumerate(in_flight.parts)

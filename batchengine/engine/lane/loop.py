@@ -147,7 +147,7 @@ class LaneLoop:
     def close_session(self, session: Session) -> None:
         """Close an idle session: its slots are freed, its pages unpinned."""
         self.kv.slots.protect(session)
-        self.kv.slots.truncate(session, 0)
+        self.kv.slots.clear(session)
         self.sessions.pop(session.key, None)
         session.on(Event.CLOSE)
         if self.kv.has_chores:

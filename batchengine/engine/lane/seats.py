@@ -26,6 +26,7 @@ from batchengine.session import Event, Session
 
 STALL_S = 0.25  # after which one of several turns that find no slot is preempted
 STALL_ALONE_S = 5.0  # after which a turn that is alone fails
+CUT_OFF_MS = 250.0  # after which a session whose holder did not answer computes again
 
 
 class Seats:
@@ -45,6 +46,8 @@ class Seats:
         self.waiting: dict[int, Turn] = {}
         self.expected = 0  # seats kept for sessions that migrate to this lane, or may return to it
         self.pages_budget = pages_budget
+        self.pages_beyond = 0  # that one session may have with peers in addition
+        self._cut_off: dict[Turn, float] = {}  # until when a turn waits for its holders, in ms
         self.arrivals: dict[int, asyncio.Future[float]] = {}  # see `first_commit`
         self._kv = kv
         self._config = config
@@ -150,6 +153,24 @@ class Seats:
             self._waiting_rows = None
         return turn, False
 
+    # ------------------------------------------------------------------------------- cut off
+
+    def cut_off(self, turn: Turn) -> None:
+        """Have a turn whose holder did not answer wait for CUT_OFF_MS, or for `Slots.holders` to
+        change: each attempt makes every entry of its step wait."""
+        turn.session.kv.cut_off = True
+        self._cut_off[turn] = self.now_ms() + CUT_OFF_MS
+        self.forget_row(turn)
+
+    def _try_again(self) -> None:
+        """Let turns compute whose time of `cut_off` is over."""
+        now_ms = self.now_ms()
+        for turn, until_ms in list(self._cut_off.items()):
+            if until_ms <= now_ms or not turn.session.kv.cut_off:
+                del self._cut_off[turn]
+                turn.session.kv.cut_off = False
+                self.forget_row(turn)
+
     # ---------------------------------------------------------------------------------- stall
 
     def end_stall(self) -> None:
@@ -162,7 +183,11 @@ class Seats:
         The store may have no room for the full pages in the arena (a full disk, a tiny budget),
         which the plan does not consider. A turn that is alone and still finds no slot fails.
         """
-        able = [t for t in self.running.values() if not (t.paused or t.session.kv.pending)]
+        able = [
+            turn
+            for turn in self.running.values()
+            if not (turn.paused or turn.session.kv.pending or turn.session.kv.cut_off)
+        ]
         if not able or self._kv.is_sealing:
             self._stalled_ms = None
             return
@@ -213,6 +238,8 @@ class Seats:
 
     def view(self, cost: StepCost) -> scheduler.LaneView:
         """Return the state of the lane from which the scheduler plans the next step."""
+        if self._cut_off:
+            self._try_again()
         running = tuple([turn.row(running=True) for turn in self.running.values()])
         held = self._pinned.count(self.running, self.waiting)
         if self._pinned.changed or self._waiting_rows is None:
@@ -234,7 +261,7 @@ class Seats:
             step_ms_max=config.step_ms_max,
             slots_free=self._kv.slots.available,
             pages_free=max(0, self.pages_budget - held),
-            pages_budget=self.pages_budget,
+            pages_budget=self.pages_budget + self.pages_beyond,
             cost=cost,
             running=running,
             waiting=self._waiting_rows,

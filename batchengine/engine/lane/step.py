@@ -21,7 +21,7 @@ from batchengine.engine.turns.turn import Turn, TurnEnd
 from batchengine.kv import LaneKv
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
-from batchengine.session_kv import full_pages, pages_for
+from batchengine.session_kv import HeldSegment, full_pages, pages_for
 from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaSlot
 
@@ -61,7 +61,7 @@ class StepWriter:
         for key in plan.preempt:
             seats.preempt(key)
         for key in plan.shed:
-            turn, budget = seats.waiting[key], seats.pages_budget
+            turn, budget = seats.waiting[key], seats.pages_budget + seats.pages_beyond
             seats.fail(turn, errors.REQUEST_TOO_LARGE(pages_max=turn.pages_max, budget=budget))
         for key in plan.admit:
             self._admit(key)
@@ -70,6 +70,7 @@ class StepWriter:
         codes, tokens, history = array("Q"), array("i"), array("i")
         entries: list[wire.Entry] = []
         parts: list[StepEntry] = []
+        routes: list[tuple[HeldSegment, ...]] = []
         fills: list[tuple[Turn, int, ArenaSlot]] = []
         for key, planned in plan.batch:
             turn = seats.running[key]
@@ -96,6 +97,7 @@ class StepWriter:
             sampling = turn.sampling if wants else None
             entries.append(wire.Entry(key, session.epoch, start, n, n_pages, sampling, history_len))
             parts.append(StepEntry(turn, n, wants))
+            routes.append(tuple(session.kv.held))
             if full_pages(start) != full_pages(end):
                 fills += [(turn, page, slot) for page, slot in session.kv.filled(start, end)]
         if not entries and not self._kv.has_chores:
@@ -115,7 +117,7 @@ class StepWriter:
         payload = b"".join(
             (codes.tobytes(), tokens.tobytes(), history.tobytes(), chores.import_tokens)
         )
-        return InFlightStep(step, payload, parts, fills, verify, chores, plan.predicted_ms)
+        return InFlightStep(step, payload, parts, fills, verify, chores, plan.predicted_ms, routes)
 
     def _admit(self, key: int) -> None:
         turn = self._seats.seat(key)
@@ -150,13 +152,24 @@ class StepWriter:
     def _room(self, turn: Turn, planned: int) -> int:
         """Return how many of the `planned` tokens have a slot; the plan only estimated slots."""
         session = turn.session
-        if session.kv.pending:
-            return 0  # its rows are still being imported
+        kv = session.kv
+        if kv.invalid_from is not None and self._kv.invalidation.fall_back(
+            session, only_sealed=False
+        ):
+            turn.needs_match = True
+        if kv.pending or kv.cut_off:
+            return 0  # its rows are still being imported, or a peer does not answer
         if turn.needs_match:
             self._match(turn)
         if not turn.reported:
             self._report(turn)
+        while session.frontier >= kv.compute_until:
+            if not self._kv.rejoin(session):
+                return 0  # the pages before those that it has already are being sealed
+            if kv.cut_off:
+                return 0
         n = min(planned, len(session.tokens) - session.frontier)
+        n = min(n, kv.compute_until - session.frontier)
         end = session.frontier + n
         if end > session.kv.reach() and not self._kv.slots.ensure(session, end):
             n = session.kv.reach() - session.frontier
@@ -164,14 +177,19 @@ class StepWriter:
 
     # -------------------------------------------------------------------------- answer -> state
 
-    def commit(self, in_flight: InFlightStep, done: wire.StepDone) -> bool:
+    def commit(
+        self, in_flight: InFlightStep, done: wire.StepDone, unreachable: Collection[int] = ()
+    ) -> bool:
         """Apply the worker's answer: frontiers, tokens, seals.
 
-        Returns whether pages became invalid, which other sessions of the lane may hold.
+        `unreachable`: indices of entries that a peer did not serve; they have no rows and no token,
+        and are computed again. Returns whether pages became invalid, which other sessions of the
+        lane may hold.
         """
         seats = self._seats
         now_ms = seats.now_ms()
         nonfinite = {in_flight.parts[i].turn for i in done.nonfinite}
+        without_rows = nonfinite | {in_flight.parts[i].turn for i in unreachable}
         rows = iter(done.rows)
         computed: list[tuple[int, int]] = []
         cost = self._meter.cost.cost
@@ -182,7 +200,7 @@ class StepWriter:
             if seats.tenants.several:
                 ms = fixed_ms + scheduler.entry_ms(cost, session.frontier, n)
                 seats.tenants.computed(turn.rank, session.tenant, ms)
-            if turn in nonfinite:
+            if turn in without_rows:
                 continue
             session.advance(n, self._lane_name)
             turn.served_ms = now_ms
@@ -196,7 +214,7 @@ class StepWriter:
         for (turn, index, slot), digest in zip(
             in_flight.fills, done.digests[:n_fills], strict=True
         ):
-            if turn not in nonfinite and slot in turn.session.kv.open:
+            if turn not in without_rows and slot in turn.session.kv.open:
                 self._kv.sealing.filled(turn.session, index, slot, digest)
         self._kv.answered(in_flight.chores, done.digests[n_fills:], done.imported)
         for seal, good in zip(in_flight.verify, done.verified, strict=True):
@@ -206,6 +224,8 @@ class StepWriter:
                 seats.forget_row(seats.waiting[session.key])  # one slot fewer is reclaimable
         for turn in nonfinite:
             self._nonfinite(turn)
+        for turn in without_rows - nonfinite:
+            seats.cut_off(turn)
         self._meter.committed(in_flight, done, computed)
         if computed:
             self._journal.note()

@@ -196,7 +196,7 @@ class Migrator:
                 f"no room: {n_pages} open pages are needed on lane {to.lane.name}, and it has"
                 f" {to.kv.slots.available} places to give"
             )
-        await self._touch(to, session.kv.codes[: len(session.kv.sealed)])
+        await self._touch(to, session.kv.codes[session.kv.n_held : session.kv.first_open])
         if move.source.kv.slots.is_relabeling(session):
             # The client has just cut the history: rows can be verified once the worker has
             # relabeled them with the new epoch. No further cut happens before the move has ended.

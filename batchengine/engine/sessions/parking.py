@@ -37,7 +37,8 @@ class Parking:
     async def park(self, session: Session, *, leave: bool) -> None:
         """Have the open tail sealed; then, if the session is to leave the lane, drop its table.
 
-        Its next turn finds the pages by content. A session that runs again meanwhile stays.
+        Its next turn finds the pages of this daemon by content; those that peers hold stay in it. A
+        session that runs again meanwhile stays.
         """
         loop = self._state.home.get(session.key)
         if loop is None or session.state is not State.IDLE:
@@ -47,5 +48,5 @@ class Parking:
             parked.cancel()
         is_still_there = self._state.home.get(session.key) is loop
         if leave and is_still_there and self._state.is_at_rest(session):
-            loop.kv.slots.truncate(session, 0)
+            loop.kv.slots.keep_held(session)
             loop.wake()

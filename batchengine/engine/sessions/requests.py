@@ -369,7 +369,7 @@ class Requests:
             if session.state is not State.IDLE:
                 raise  # the lane's tables may be inconsistent
             log.exception("a request of session %s cannot begin", session.session_id)
-            self._state.home[session.key].kv.slots.truncate(session, 0)  # may be half filled
+            self._state.home[session.key].kv.slots.clear(session)  # may be half filled
             turn.finish(TurnEnd(error=errors.of_request(error)))
 
     async def _find_kv(self, turn: Turn) -> None:

@@ -138,7 +138,7 @@ class Turn:
             self.pages_max,
             len(kv.open),
             running,
-            self.paused or session.is_expecting,
+            self.paused or session.is_expecting or kv.cut_off,
             session.suspect,
             evictable,
             session.tenant,
