@@ -174,11 +174,11 @@ def test_a_table_with_held_pages_agrees_with_a_list(data: st.DataObject) -> None
             world.slots.remove(kv.seal_first(ref := world.ref(), ref.page_id))
             world.pages[page] = ("sealed", ref)
 
-    def hand_over() -> None:
-        n_pages = SUPERPAGE_PAGES * data.draw(st.integers(1, 3))
+    def hand_over(*, new: bool = False) -> None:
+        n_pages = SUPERPAGE_PAGES * data.draw(st.sampled_from([1, 1, 2]))
         last = kv.held[-1] if kv.held else None
         place = segment(data.draw(st.sampled_from("ab")), world.number(), 0, n_pages)
-        if last is not None and data.draw(st.booleans()):
+        if last is not None and not new and data.draw(st.booleans()):
             place = last._replace(first=last.first + last.n_pages, n_pages=n_pages)
         if n_pages > len(kv.sealed):
             with pytest.raises(ValueError, match="handed over"):
@@ -205,7 +205,7 @@ def test_a_table_with_held_pages_agrees_with_a_list(data: st.DataObject) -> None
         """A holder is gone; what it kept for us is, too."""
         if not kv.held:
             return
-        index = data.draw(st.integers(0, len(kv.held) - 1))
+        index = data.draw(st.integers(0, len(kv.held) - 1).map(lambda n: len(kv.held) - 1 - n))
         first = sum(s.n_pages for s in kv.held[:index])
         after = first + kv.held[index].n_pages
         kept = {
@@ -255,7 +255,7 @@ def test_a_table_with_held_pages_agrees_with_a_list(data: st.DataObject) -> None
             kv.parked = None
 
     def cut() -> None:
-        tokens = data.draw(st.integers(0, TOKENS))
+        tokens = data.draw(st.integers(0, kv.reach()))
         world.trim(tokens)
         world.release(session.cut(tokens))
         settle()
@@ -308,11 +308,16 @@ def test_a_table_with_held_pages_agrees_with_a_list(data: st.DataObject) -> None
         compute, compute, seal, seal, hand_over, hand_over, take_back, lose, rejoin, rejoin, link,
         park, cut, rebase, die, bring,
     ]  # fmt: skip
-    compute(data.draw(st.integers(page_start(8), TOKENS)))
+    compute(data.draw(st.sampled_from([TOKENS - 1, page_start(17) + 9, page_start(9)])))
     seal()
-    for _ in range(data.draw(st.integers(0, 4))):
-        hand_over()
-    for act in data.draw(st.lists(st.sampled_from(acts), max_size=20)):
+    for _ in range(data.draw(st.sampled_from([3, 2, 1, 0]))):
+        hand_over(new=True)
+    for _ in range(data.draw(st.sampled_from([1, 2, 0]))):
+        lose()
+        compute(data.draw(st.integers(1, page_start(4))))
+        seal()
+        world.check()
+    for act in data.draw(st.lists(st.sampled_from(acts), min_size=2, max_size=20)):
         act()
         world.check()
     world.trim(0)
