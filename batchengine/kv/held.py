@@ -36,8 +36,7 @@ class HeldPages:
         kv = session.kv
         if True in self._store.pages.cold(kv.sealed):
             raise ValueError(f"{session!r}: its pages are being read")
-        for ref in kv.hand_over(segment):
-            self._store.pages.unpin(ref)
+        self._store.pages.give_up(kv.hand_over(segment))
 
     def take_back(self, session: Session, refs: Sequence[PageRef]) -> None:
         """Replace the session's last held pages by these, whose pins it takes over.

@@ -6,8 +6,9 @@ a sealer (arena to manifest) and their maintenance. The parts that pools share a
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kv_store import keys
@@ -17,7 +18,7 @@ from kv_store.ledger.ledger import PageRow
 from kv_store.pages.allocator import RETRACT_SLICE, Retracted, SlotAllocator
 from kv_store.pages.core import StoreCore
 from kv_store.pages.erase import PageEraser
-from kv_store.pages.index import RESIDENT, Page, PageEvent, PageIndex, PageRef
+from kv_store.pages.index import EVICTABLE, RESIDENT, Page, PageEvent, PageIndex, PageRef
 from kv_store.pages.load import PageLoader
 from kv_store.pages.maintenance import PageMaintenance
 from kv_store.pages.seal import PageSealer, Ticket
@@ -161,6 +162,26 @@ class PagePool:
             if page.pins < 1:
                 raise StaleRef(f"{page!r} is not pinned")
             self.allocator.unpin(page)
+
+    def give_up(self, refs: Sequence[PageRef]) -> None:
+        """Give back one pin of each page of a chain, in order, and evict the pages at its end that
+        nothing else needs, though the next page stays: a peer has the chain now.
+
+        A page that is pinned, or that pages of two timelines follow, stays with those before it.
+        Raises StaleRef when there is no pin to give.
+        """
+        followers_max = 1  # the next page; then none, as that of the page before was evicted
+        with self.core.lock:
+            for ref in reversed(refs):
+                page = self.index.get(ref)
+                self.unpin(ref)
+                followers = itertools.islice(self.index.children(page.key), 2)
+                if page.state not in EVICTABLE or page.pins or len([*followers]) > followers_max:
+                    followers_max = -1
+                    continue
+                self.allocator.release(page)
+                self.core.counters["pages_handed_over"] += 1
+                followers_max = min(followers_max, 0)
 
     def is_resident(self, ref: PageRef) -> bool:
         """Whether the page is resident; an invalid page is not, even while a pin keeps its slot."""

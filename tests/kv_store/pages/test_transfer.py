@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bench.processes.store_check import check_integrity
 from kv_store.errors import NumericsFault, StaleRef, StoreCorrupt, StoreError
+from kv_store.fsck import fsck
 from kv_store.keys import ROOT_KEY, chain_keys, content_key, payload_digest
 from kv_store.layout import PAGE_TOKENS, PageLayout
 from kv_store.pages import transfer
@@ -29,6 +30,7 @@ from tests.support.kv_workload import (
     failing_files,
     page_state,
     payload_of,
+    pin,
     read_page,
     scratch,
     settings,
@@ -310,3 +312,53 @@ def test_imports_leave_pins_at_the_baseline_in_every_order(data: st.DataObject) 
         assert pins(store) == 0
         check_integrity(store)
         store.close()
+
+
+# -- room for pages that a peer has ---------------------------------------------------------------
+
+
+def test_pages_that_a_peer_has_leave_room_though_the_next_page_stays(
+    store: Store, lane: Lane
+) -> None:
+    ids = tokens_of(1, 4)
+    refs = lane.add_chain(ids, unpin=False)
+    store.pages.give_up(refs[:2])
+    assert [store.pages.is_resident(ref) for ref in refs] == [False, False, True, True]
+    chain = chain_keys(ids, store.pages.repr_id, SALT)
+    assert store.pages.match_prefix(ids[2 * PAGE_TOKENS :], SALT, parent=chain[1]) == refs[2:]
+    check_integrity(store)
+    for ref in refs[2:]:
+        store.pages.unpin(ref)
+    with pytest.raises(StaleRef):
+        store.pages.give_up(refs[:1])
+    path = store.path
+    store.close()
+    again = Store.open(path, descriptor(), settings())
+    try:  # the manifest has the rest of the chain, and it can be used
+        found = again.pages.match_prefix(ids[2 * PAGE_TOKENS :], SALT, parent=chain[1])
+        assert again.pages.load(found).result(20) == [True, True]
+        assert (
+            read_page(again, receive(again, ROOT_KEY, ids[:PAGE_TOKENS]))
+            == payload_of(chain[0]).tobytes()
+        )
+    finally:
+        check_integrity(again)
+        again.close()
+    assert fsck(path).ok
+
+
+def test_pages_that_others_need_stay(store: Store, lane: Lane) -> None:
+    ids = tokens_of(1, 3)
+    refs = lane.add_chain(ids, unpin=False)
+    other = tokens_of(2, 1)
+    chain = chain_keys(ids, store.pages.repr_id, SALT)
+    branch, _ = lane.add(chain[0], other)
+    store.pages.give_up(refs[:2])  # page 0 is the start of another timeline, too
+    assert [store.pages.is_resident(ref) for ref in refs] == [True, False, True]
+    pin(store, refs[2])
+    store.pages.give_up(refs[2:])
+    assert store.pages.is_resident(refs[2])
+    store.pages.unpin(refs[2])
+    store.pages.unpin(branch)
+    check_integrity(store)
+    assert pins(store) == 0
