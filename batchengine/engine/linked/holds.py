@@ -1,0 +1,220 @@
+"""Holds given: pages that this daemon keeps pinned for routes of other daemons' sessions.
+
+Owns their pins and the byte budget. A hold is named by (peer, its incarnation, hold id); its epoch
+is that of the route. Pages are reserved before they are sent, added in any order, and can be
+attended to as far as they are complete from the first one. The owner releases a hold; a new
+incarnation of the owner, or its end, releases all of its holds. Sends no messages: the caller
+passes on what a method returns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kv_store.pages.index import PageRef
+
+HOLDS_MAX = 4096  # of one peer: its table here stays small, whatever it asks for
+
+
+class HoldRefused(Exception):
+    """A request about a hold cannot be met; the text says why, for the peer."""
+
+
+class HoldName(NamedTuple):
+    """A hold of one run of a daemon."""
+
+    peer: str
+    incarnation: int
+    hold: int
+
+
+class _Hold:
+    """Pages of one hold: `refs[i]` is page `first + i`, None until it was added."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.first = 0
+        self.refs: list[PageRef | None] = []
+
+    @property
+    def n_complete(self) -> int:
+        """Number of leading pages that were added."""
+        return self.refs.index(None) if None in self.refs else len(self.refs)
+
+
+class HoldsGiven:
+    """Every hold of this daemon. Used on the event loop only."""
+
+    def __init__(self, unpin: Callable[[PageRef], None], page_bytes: int, bytes_max: int) -> None:
+        """`unpin` gives one pin of a page back; `bytes_max` bounds all holds together."""
+        self._unpin = unpin
+        self._page_bytes = page_bytes
+        self.bytes_max = bytes_max
+        self._holds: dict[HoldName, _Hold] = {}
+        self._incarnations: dict[str, int] = {}  # of peers whose link is up
+        self._pinned: Counter[PageRef] = Counter()  # by holds; one page may be in several
+        self._awaited = 0  # pages that are reserved and not added
+
+    def __repr__(self) -> str:
+        return f"<HoldsGiven {len(self._holds)} bytes={self.bytes_held}/{self.bytes_max}>"
+
+    # -------------------------------------------------------------------------------- questions
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of distinct pages that are kept, and of those that were promised."""
+        return (len(self._pinned) + self._awaited) * self._page_bytes
+
+    @property
+    def bytes_free(self) -> int:
+        """What the budget leaves; below 0 after it has shrunk, until owners take pages back."""
+        return self.bytes_max - self.bytes_held
+
+    def pages_of(self, peer: str) -> int:
+        """Number of pages that are kept for sessions of a peer."""
+        holds = (hold for name, hold in self._holds.items() if name.peer == peer)
+        return sum(hold.n_complete for hold in holds)
+
+    def pages(self, name: HoldName) -> tuple[int, list[PageRef]]:
+        """First page and references of what can be attended to; HoldRefused for no such hold."""
+        hold = self._find(name)
+        return hold.first, [ref for ref in hold.refs[: hold.n_complete] if ref is not None]
+
+    # ---------------------------------------------------------------------------------- requests
+
+    def reserve(self, name: HoldName, epoch: int, n_pages: int) -> int:
+        """Promise room for pages at the end of a hold, which begins if it is new.
+
+        Returns the index of the first of them. Raises HoldRefused, and changes nothing, for an
+        older epoch, another incarnation than the peer's present one, or more than the budget.
+        """
+        if self._incarnations.get(name.peer) != name.incarnation:
+            raise HoldRefused(f"{name.peer} has no link in that incarnation")
+        if n_pages < 1:
+            raise HoldRefused(f"{n_pages} pages were asked for")
+        hold = self._holds.get(name)
+        if hold is not None and epoch < hold.epoch:
+            raise HoldRefused(f"epoch {epoch} is over, it is {hold.epoch} now")
+        if n_pages * self._page_bytes > self.bytes_free:
+            raise HoldRefused(f"there is room for {max(0, self.bytes_free)} bytes")
+        if hold is None:
+            if sum(other.peer == name.peer for other in self._holds) >= HOLDS_MAX:
+                raise HoldRefused(f"{name.peer} has {HOLDS_MAX} holds")
+            hold = self._holds[name] = _Hold(epoch)
+        hold.epoch = epoch
+        index = hold.first + len(hold.refs)
+        hold.refs += [None] * n_pages
+        self._awaited += n_pages
+        return index
+
+    def add(self, name: HoldName, epoch: int, index: int, ref: PageRef) -> bool:
+        """Put a page into its place, with one pin that the hold takes over.
+
+        False: the place is gone, taken or of another epoch, and the pin was given back.
+        """
+        hold = self._holds.get(name)
+        at = -1 if hold is None else index - hold.first
+        is_awaited = (
+            hold is not None
+            and hold.epoch == epoch
+            and 0 <= at < len(hold.refs)
+            and hold.refs[at] is None
+        )
+        if hold is None or not is_awaited:
+            self._unpin(ref)
+            return False
+        hold.refs[at] = ref
+        self._pinned[ref] += 1
+        self._awaited -= 1
+        return True
+
+    def renew(self, name: HoldName, epoch: int, first: int, n_pages: int) -> None:
+        """Begin a new epoch of a hold with pages [first, first + n_pages) of it.
+
+        The other pages are released, and what was promised is void. Raises HoldRefused, and changes
+        nothing, for an epoch that is not higher or pages that the hold has not.
+        """
+        hold = self._find(name)
+        if epoch <= hold.epoch:
+            raise HoldRefused(f"epoch {epoch} is over, it is {hold.epoch} now")
+        start = first - hold.first
+        if start < 0 or n_pages < 1 or start + n_pages > hold.n_complete:
+            raise HoldRefused(f"pages {first} .. {first + n_pages} are not in the hold")
+        kept = hold.refs[start : start + n_pages]
+        dropped = hold.refs[:start] + hold.refs[start + n_pages :]
+        hold.epoch, hold.first, hold.refs = epoch, first, kept
+        self._drop(dropped)
+
+    def release(self, name: HoldName, epoch: int) -> bool:
+        """Release a hold by its owner's word; False for an older epoch or no such hold."""
+        hold = self._holds.get(name)
+        if hold is None or epoch < hold.epoch:
+            return False
+        del self._holds[name]
+        self._drop(hold.refs)
+        return True
+
+    # ------------------------------------------------------------------------------------- peers
+
+    def peer_up(self, peer: str, incarnation: int) -> list[HoldName]:
+        """A link to this run of a peer is up: holds of its earlier runs end, and are returned.
+
+        A link that was down for a moment leaves the holds of the same run as they are.
+        """
+        self._incarnations[peer] = incarnation
+        return self._end(peer, lambda name: name.incarnation != incarnation)
+
+    def peer_down(self, peer: str) -> list[HoldName]:
+        """The peer is down: its holds end, and are returned."""
+        self._incarnations.pop(peer, None)
+        return self._end(peer, lambda name: True)
+
+    def invalid(self, is_resident: Callable[[PageRef], bool]) -> list[HoldName]:
+        """End the holds with a page that is not valid any more; returns them, for their owners.
+
+        The owner computes the range again, or has the valid pages held anew.
+        """
+        ended = [
+            name
+            for name, hold in self._holds.items()
+            if not all(ref is None or is_resident(ref) for ref in hold.refs)
+        ]
+        return self._remove(ended)
+
+    # ------------------------------------------------------------------------------------ helpers
+
+    def _find(self, name: HoldName) -> _Hold:
+        hold = self._holds.get(name)
+        if hold is None:
+            raise HoldRefused(f"there is no hold {name.hold} of {name.peer}")
+        return hold
+
+    def _end(self, peer: str, is_over: Callable[[HoldName], bool]) -> list[HoldName]:
+        return self._remove([n for n in self._holds if n.peer == peer and is_over(n)])
+
+    def _remove(self, names: list[HoldName]) -> list[HoldName]:
+        for name in names:
+            self._drop(self._holds.pop(name).refs)
+        return names
+
+    def _drop(self, refs: list[PageRef | None]) -> None:
+        for ref in refs:
+            if ref is None:
+                self._awaited -= 1
+                continue
+            self._pinned[ref] -= 1
+            if not self._pinned[ref]:
+                del self._pinned[ref]
+            self._unpin(ref)
+
+    def check(self) -> None:
+        """Compare the counts with the holds. Raises AssertionError."""
+        places = [ref for hold in self._holds.values() for ref in hold.refs]
+        assert Counter(ref for ref in places if ref is not None) == self._pinned
+        assert places.count(None) == self._awaited
+        assert all(hold.refs for hold in self._holds.values())
+
+    def __iter__(self) -> Iterator[HoldName]:
+        return iter(self._holds)

@@ -1,0 +1,171 @@
+"""Holds given to peers: pins return to the baseline in every order of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchengine.engine.linked import holds
+from batchengine.engine.linked.holds import HoldName, HoldRefused, HoldsGiven
+from kv_store.pages.index import PageRef
+
+PAGE = 1000
+
+
+class Pool:
+    """Counts pins per page."""
+
+    def __init__(self) -> None:
+        self.pins: Counter[PageRef] = Counter()
+
+    def pin(self, number: int) -> PageRef:
+        self.pins[ref := PageRef(number, 1)] += 1
+        return ref
+
+    def unpin(self, ref: PageRef) -> None:
+        assert self.pins[ref] > 0, "a pin is given back twice"
+        self.pins[ref] -= 1
+
+
+def given_by(pool: Pool, n_pages: int = 100) -> HoldsGiven:
+    made = HoldsGiven(pool.unpin, PAGE, n_pages * PAGE)
+    made.peer_up("north", 7)
+    return made
+
+
+NAME = HoldName("north", 7, 1)
+
+
+def test_pages_are_attended_to_as_far_as_they_are_complete() -> None:
+    pool = Pool()
+    held = given_by(pool)
+    assert held.reserve(NAME, 3, 4) == 0
+    assert held.bytes_held == 4 * PAGE
+    refs = [pool.pin(number) for number in range(4)]
+    assert held.add(NAME, 3, 1, refs[1])
+    assert held.pages(NAME) == (0, [])
+    assert held.add(NAME, 3, 0, refs[0])
+    assert held.pages(NAME) == (0, refs[:2])
+    assert held.add(NAME, 3, 2, refs[2])
+    assert held.add(NAME, 3, 3, refs[3])
+    assert held.reserve(NAME, 4, 2) == 4  # growth under the next epoch
+    assert held.pages(NAME) == (0, refs)
+    held.renew(NAME, 5, 1, 3)
+    assert held.pages(NAME) == (1, refs[1:])
+    assert held.pages_of("north") == 3
+    assert held.release(NAME, 5)
+    assert not +pool.pins
+    assert held.bytes_held == 0
+
+
+def test_what_is_of_another_time_is_refused() -> None:
+    pool = Pool()
+    held = given_by(pool, 6)
+    held.reserve(NAME, 3, 4)
+    for refused in (
+        lambda: held.reserve(NAME, 2, 1),  # an older epoch
+        lambda: held.reserve(NAME._replace(incarnation=6), 9, 1),
+        lambda: held.reserve(NAME._replace(peer="south"), 9, 1),  # no link
+        lambda: held.reserve(NAME, 3, 0),
+        lambda: held.reserve(NAME, 3, 3),  # beyond the budget
+        lambda: held.renew(NAME, 3, 0, 1),
+        lambda: held.renew(NAME, 4, 0, 1),  # not there yet
+        lambda: held.renew(NAME._replace(hold=2), 4, 0, 1),
+        lambda: held.pages(NAME._replace(hold=2)),
+    ):
+        with pytest.raises(HoldRefused):
+            refused()
+    assert not held.add(NAME, 2, 0, pool.pin(1))
+    assert not held.add(NAME, 3, 4, pool.pin(1))
+    assert not held.add(NAME, 3, -1, pool.pin(1))
+    assert held.add(NAME, 3, 0, pool.pin(1))
+    assert not held.add(NAME, 3, 0, pool.pin(1))  # twice
+    assert pool.pins[PageRef(1, 1)] == 1
+    assert not held.release(NAME, 2)
+    assert held.peer_up("north", 7) == []  # the same run: a link that came back
+    assert held.peer_up("north", 8) == [NAME]
+    assert not +pool.pins
+    held.check()
+
+
+def test_a_peer_cannot_fill_the_table_with_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holds, "HOLDS_MAX", 3)
+    held = given_by(Pool())
+    for number in range(3):
+        held.reserve(NAME._replace(hold=number), 1, 1)
+    with pytest.raises(HoldRefused, match="holds"):
+        held.reserve(NAME._replace(hold=9), 1, 1)
+    assert held.bytes_held == 3 * PAGE
+
+
+def test_one_page_in_two_holds_costs_its_bytes_once() -> None:
+    pool = Pool()
+    held = given_by(pool, 3)
+    for number in (1, 2):
+        held.reserve(NAME._replace(hold=number), 1, 1)
+        assert held.add(NAME._replace(hold=number), 1, 0, pool.pin(5))
+    assert held.bytes_held == PAGE
+    assert held.release(NAME, 1)
+    assert pool.pins[PageRef(5, 1)] == 1
+    assert held.invalid(lambda ref: False) == [NAME._replace(hold=2)]
+    assert not +pool.pins
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None:
+    """Requests of two peers with ups, downs, stale epochs, and imports that end at any time."""
+    pool = Pool()
+    held = HoldsGiven(pool.unpin, PAGE, data.draw(st.integers(1, 20)) * PAGE)
+    own = [pool.pin(number) for number in range(5)]  # pins of others: never given back here
+    arriving: list[tuple[HoldName, int, int]] = []
+    for _ in range(data.draw(st.integers(1, 40))):
+        act = data.draw(
+            st.sampled_from(
+                ["reserve"] * 4 + ["arrive"] * 6 + ["renew", "release", "up", "up", "down", "bad"]
+            )
+        )
+        peer = data.draw(st.sampled_from(["north", "south"]))
+        name = HoldName(peer, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)))
+        epoch = data.draw(st.integers(1, 5))
+        if act == "reserve":
+            n_pages, free = data.draw(st.integers(0, 6)), held.bytes_free
+            try:
+                index = held.reserve(name, epoch, n_pages)
+            except HoldRefused:
+                assert held.bytes_free == free
+            else:
+                assert n_pages * PAGE <= free
+                arriving += [(name, epoch, index + i) for i in range(n_pages)]
+        elif act == "arrive" and arriving:
+            one = arriving.pop(data.draw(st.integers(0, len(arriving) - 1)))
+            held.add(*one, pool.pin(data.draw(st.integers(0, 9))))
+        elif act == "renew":
+            try:
+                held.renew(name, epoch, data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4)))
+            except HoldRefused:
+                pass
+            else:
+                assert held.pages(name)[1]
+        elif act == "release":
+            held.release(name, epoch)
+        elif act == "up":
+            held.peer_up(peer, name.incarnation)
+            assert all(n.incarnation == name.incarnation for n in held if n.peer == peer)
+        elif act == "down":
+            held.peer_down(peer)
+            assert not any(n.peer == peer for n in held)
+        elif act == "bad":
+            held.invalid(PageRef(data.draw(st.integers(0, 9)), 1).__ne__)
+        held.check()
+        assert held.bytes_held <= held.bytes_max
+    for peer in ("north", "south"):
+        held.peer_down(peer)
+    for one in arriving:  # imports that end after everything else
+        assert not held.add(*one, pool.pin(3))
+    assert +pool.pins == Counter(own)
+    assert held.bytes_held == 0
+    held.check()
