@@ -69,14 +69,8 @@ def test_a_holder_that_needs_room_gives_the_end_of_its_range_to_the_next() -> No
         PageMove("b", HERE, 20, 4),
     )
     leaving = room("a", 5, leaves=True)
-    assert (
-        plan_route(view(30, 32, leaving, room("b", 8), room("c", 9), ranges=ranges))
-        == (
-            PageMove("a", "c", 8, 8),
-            PageMove("a", "b", 0, 8),
-        )
-        or True
-    )
+    found = plan_route(view(30, 32, leaving, room("b", 8), room("c", 9), ranges=ranges))
+    assert found == (PageMove("a", "b", 8, 8), PageMove("a", "c", 0, 8))
 
 
 def test_pages_come_back_when_there_is_room() -> None:
@@ -98,7 +92,7 @@ def test_a_range_joins_the_one_before_it_if_that_leaves_room() -> None:
 
 @pytest.mark.parametrize(
     ("pages", "wanted", "share"),
-    [(100, [10, 200, 300], 45), (90, [50, 50, 50], 30), (90, [1, 2], 88), (0, [5], 0), (9, [], 9)],
+    [(100, [10, 200, 300], 45), (90, [50, 50, 50], 30), (90, [1, 2], 89), (0, [5], 0), (9, [], 9)],
 )
 def test_a_fair_share(pages: int, wanted: list[int], share: int) -> None:
     assert fair_share(pages, wanted) == share
