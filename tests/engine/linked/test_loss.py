@@ -176,6 +176,35 @@ def test_invalid_pages_of_a_peer_are_dropped_with_what_follows(scene: Scene) -> 
     assert scene.computed(session)[0][0] == page_start(4)
 
 
+def test_a_link_that_comes_back_under_another_number(scene: Scene) -> None:
+    ids, session = routed(scene, "north", "south")
+    scene.peers.peers["north"].link = 9
+    assert not scene.kv.invalidation.fall_back(session, only_sealed=False)
+    assert {code >> 32 & 0xFF for code in session.kv.codes[:4]} == {9}
+    assert scene.say(session, ids, 4) == expected(ids, 4)
+    scene.peers.peers["south"].link = None  # this lane has none
+    assert scene.kv.invalidation.fall_back(session, only_sealed=False)
+    assert session.frontier == page_start(4)
+    ids = [*session.tokens, 77]
+    assert scene.say(session, ids, 4) == expected(ids, 4)
+
+
+def test_a_session_that_leaves_its_lane_or_is_evicted_keeps_what_peers_hold(scene: Scene) -> None:
+    ids, session = routed(scene, "north", "south")
+    scene.kv.slots.keep_held(session)  # as parking does
+    assert (session.kv.first_open, session.frontier) == (8, page_start(8))
+    assert scene.store.stat()["pages_pinned"] == 0
+    assert scene.say(session, ids, 4) == expected(ids, 4)
+    assert scene.computed(session)[0][0] >= page_start(21)  # the others are found by content
+    left = scene.kv.slots.detach(session)
+    scene.kv.slots.release(left)
+    session.frontier = session.kv.reach()  # a migration without the open rows
+    scene.kv.slots.enter(session)  # of a lane with the same links
+    ids = [*session.tokens, 78]
+    assert scene.say(session, ids, 4) == expected(ids, 4)
+    assert session.kv.n_held == 8
+
+
 def test_closing_a_session_releases_everything(scene: Scene) -> None:
     _, session = routed(scene, "north", "south", "north")
     scene.lose("south")
