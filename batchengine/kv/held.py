@@ -20,7 +20,7 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.kv")
 
 
-class HeldPages:
+class HeldTables:
     """Held pages in the tables of one lane. `slots.holders` are those who hold them."""
 
     def __init__(self, store: Store, slots: Slots) -> None:

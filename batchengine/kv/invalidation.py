@@ -12,7 +12,7 @@ import itertools
 import logging
 
 from batchengine.kv.disputes import Disputes
-from batchengine.kv.held import HeldPages
+from batchengine.kv.held import HeldTables
 from batchengine.kv.sealing import SealPipeline
 from batchengine.kv.slots import Slots
 from batchengine.session import Loss, Session, State
@@ -31,7 +31,7 @@ class Invalidation:
         self,
         store: Store,
         slots: Slots,
-        held: HeldPages,
+        held: HeldTables,
         sealing: SealPipeline,
         disputes: Disputes,
     ) -> None:

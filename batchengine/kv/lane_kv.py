@@ -14,7 +14,7 @@ from typing import NamedTuple
 from batchengine.kv.arenas import DeadArenas
 from batchengine.kv.digests import DueDigest
 from batchengine.kv.disputes import Disputes
-from batchengine.kv.held import HeldPages
+from batchengine.kv.held import HeldTables
 from batchengine.kv.importing import RowImport, RowImporter
 from batchengine.kv.invalidation import Invalidation
 from batchengine.kv.prefix import PrefixMatcher
@@ -58,7 +58,7 @@ class LaneKv:
         self.slots = Slots(store)
         self.prefix = PrefixMatcher(store, self.slots)
         self.sealing = SealPipeline(store, self.slots, self.arenas, disputes, wake, commit)
-        self.held = HeldPages(store, self.slots)
+        self.held = HeldTables(store, self.slots)
         disputes.watchers.append(self.held.invalid)
         self.invalidation = Invalidation(store, self.slots, self.held, self.sealing, disputes)
         self.importing = RowImporter(store, self.slots, self.sealing.digests, self.arenas, wake)

@@ -217,7 +217,7 @@ def test_a_table_with_held_pages_agrees_with_a_list(data: st.DataObject) -> None
         session.frontier = page_start(first)
 
     def rejoin() -> None:
-        """As HeldPages does it."""
+        """As HeldTables does it."""
         if not kv.later or kv.open or kv.pending or kv.first_open != kv.later[0].first:
             return
         later = kv.take_later()
