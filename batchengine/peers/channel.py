@@ -8,6 +8,7 @@ UNAUTHENTICATED_BYTES_MAX are read from it; the caller bounds its time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from typing import Protocol
@@ -59,11 +60,10 @@ class TlsChannel:
     def open(self, data: bytes) -> tuple[bytes, bytes]:
         self._incoming.write(data)
         parts: list[bytes] = []
-        try:
+        # a closed TLS connection is followed by the end of the socket
+        with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             while part := self._tls.read(READ_BYTES):
                 parts.append(part)
-        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-            pass  # a closed TLS connection is followed by the end of the socket
         return b"".join(parts), self._outgoing.read() if self._outgoing.pending else b""
 
 
@@ -120,18 +120,14 @@ async def _handshake(
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(incoming, outgoing, server_side=server is None, server_hostname=server)
     left = UNAUTHENTICATED_BYTES_MAX
-    is_done = False
     while True:
         try:
-            tls.do_handshake()
-            is_done = True
-        except ssl.SSLWantReadError:
-            pass
+            with contextlib.suppress(ssl.SSLWantReadError):
+                tls.do_handshake()
+                return TlsChannel(tls, incoming, outgoing), tls
         finally:
             if outgoing.pending:
                 await loop.sock_sendall(sock, outgoing.read())
-        if is_done:
-            return TlsChannel(tls, incoming, outgoing), tls
         data = await loop.sock_recv(sock, left)
         if not data:
             raise ConnectionResetError("it closed the connection")

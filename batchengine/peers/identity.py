@@ -6,6 +6,7 @@ made by `certificates`, which only the command line imports.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
 from dataclasses import dataclass
@@ -98,11 +99,9 @@ def _name_by_handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
     waiting = list(ends)
     for _ in range(8):
         for end in tuple(waiting):
-            try:
+            with contextlib.suppress(ssl.SSLWantReadError):
                 end.do_handshake()
                 waiting.remove(end)
-            except ssl.SSLWantReadError:
-                pass
     name = name_of(ends[1])
     if waiting or not name:
         raise ValueError(f"the certificate in {OWN} does not have one peer's name")

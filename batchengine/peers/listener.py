@@ -1,6 +1,6 @@
 """Accepts connections on the peer port, up to the point where the other side is known.
 
-Owns what strangers may cost: WAITING_MAX connections at once that are not authenticated, HELLO_S
+Owns what strangers may cost: WAITING_MAX connections at once that are not authenticated, KNOWN_S
 for each, and one log line a minute about all of them.
 """
 
