@@ -20,12 +20,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from batchengine.core import PAGE_TOKENS, SUPERPAGE_PAGES
-from batchengine.wire.lane import FromArena
+from batchengine.wire.lane import ARENA_BIT, HELD_BIT, FromArena
 from kv_store.arenas.arena import ArenaSlot
 from kv_store.pages.index import PageRef
 
-ARENA_BIT = 1 << 63  # of a slot code: set = open page in the lane's arena
-HELD_BIT = 1 << 62  # of a page code: set = the page lies with a peer, see HeldSegment.codes
 END = 1 << 62  # above every position
 SELF = ""  # as a peer: this daemon holds the pages itself, between those of two others
 

@@ -99,7 +99,7 @@ class NoHolders:
         return None
 
     def release(self, segments: Sequence[HeldSegment]) -> None:
-        pass
+        """Do nothing: no peer was given a page, so none keeps any."""
 
     def hold_here(self, refs: Sequence[PageRef]) -> HeldSegment:
         raise RuntimeError("no route begins without a peer")

@@ -14,9 +14,9 @@ from batchengine.lanes.device import LaneMemory, Report
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
-from batchengine.lanes.step_input import ARENA_BIT, StepInput, StepOutput, U64Array
+from batchengine.lanes.step_input import StepInput, StepOutput, U64Array
 from batchengine.wire import lane as wire
-from batchengine.wire.lane import HELD_BIT
+from batchengine.wire.lane import ARENA_BIT, HELD_BIT
 from kv_store.layout import PageLayout
 
 

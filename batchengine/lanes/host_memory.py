@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 import kernels
 from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.step_input import (
-    ARENA_BIT,
     SLOT_MASK,
     BadStep,
     I32Array,
@@ -271,10 +270,10 @@ class HostMemory:
     def addresses(self, codes: U64Array) -> U64Array:
         """Address of each page; BadStep for a slot that is not mapped or has no owner."""
         slots = codes & _SLOT_MASK
-        if len(codes) and int(codes.min()) >= ARENA_BIT:  # the common case: open pages only
+        if len(codes) and int(codes.min()) >= wire.ARENA_BIT:  # the common case: open pages only
             self._check_open(slots)
             return np.uint64(self._base) + slots * np.uint64(self.page_bytes)
-        is_open = codes >= np.uint64(ARENA_BIT)
+        is_open = codes >= np.uint64(wire.ARENA_BIT)
         self._check_open(slots[is_open])
         bases = np.full(len(codes), self._base, np.uint64)
         for index in np.unique(codes[~is_open] >> np.uint64(32)).tolist():
@@ -447,7 +446,7 @@ def _leading(good: NDArray[np.bool_]) -> int:
 def _check_source(source: wire.FromArena | wire.FromPage) -> None:
     """Raise BadStep for a malformed source; a source that does not exist is no error here."""
     if isinstance(source, wire.FromPage):
-        if not (0 <= source.code < ARENA_BIT and 0 <= source.seed <= U64_MAX):
+        if not (0 <= source.code < wire.ARENA_BIT and 0 <= source.seed <= U64_MAX):
             raise BadStep(f"page code {source.code:#x}")
     elif not ARENA_NAME.fullmatch(source.arena):
         raise BadStep("the source is not named like an arena")

@@ -13,15 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-import kernels
 from batchengine import errors
-from batchengine.core import PAGE_TOKENS, BatchEngineError
+from batchengine.core import PAGE_TOKENS, SUPERPAGE_PAGES, BatchEngineError
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import Payload
 
-ARENA_BIT = 1 << 63  # slot code: set = index of an arena slot, else (extent << 32) | slot
 SLOT_MASK = (1 << 32) - 1
-SUPERPAGE_PAGES = kernels.SUPERPAGE_TOKENS // PAGE_TOKENS
 
 U64Array = NDArray[np.uint64]
 I32Array = NDArray[np.int32]
@@ -166,7 +163,7 @@ def _check_writers(shape: list[tuple[int, int, int]], codes: U64Array) -> None:
         written += range(base + start // PAGE_TOKENS, base + pages)
         base += pages
     slots = codes[written].tolist()
-    if any(code < ARENA_BIT for code in slots):
+    if any(code < wire.ARENA_BIT for code in slots):
         raise BadStep("a page to be written is not in the arena")
     if len(set(slots)) != len(slots):
         raise BadStep("two writers for one page")

@@ -19,7 +19,8 @@ from batchengine.wire.frames import Frame, LinkSchema, Message
 VERSION = 4
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
-HELD_BIT = 1 << 62  # of a page code: the page lies with a peer
+ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
+HELD_BIT = 1 << 62  # without ARENA_BIT: the page lies with a peer, see Entry
 
 
 class CpuResources(

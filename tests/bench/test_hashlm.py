@@ -15,8 +15,9 @@ import pytest
 
 from batchengine.config import LaneConfig
 from batchengine.core import Sampling
-from batchengine.lanes.step_input import ARENA_BIT, StepLimits, StepOutput, unpack
+from batchengine.lanes.step_input import StepLimits, StepOutput, unpack
 from batchengine.wire import lane as wire
+from batchengine.wire.lane import ARENA_BIT
 from bench.models import hashlm
 from bench.models.hashlm import LAYOUT, HashDevice, HashTimeline, hashlm_tokens
 from kv_store.arenas.arena import Arena, SlotOwner

@@ -13,8 +13,6 @@ import kernels
 from batchengine.core import SUPERPAGE_PAGES
 from batchengine.session import Session
 from batchengine.session_kv import (
-    ARENA_BIT,
-    HELD_BIT,
     SELF,
     Cut,
     HeldSegment,
@@ -27,7 +25,7 @@ from batchengine.session_kv import (
     rows_in,
     split_segments,
 )
-from batchengine.wire.lane import FromArena
+from batchengine.wire.lane import ARENA_BIT, HELD_BIT, FromArena
 from kv_store.arenas.arena import ArenaSlot
 from kv_store.layout import PAGE_TOKENS
 from kv_store.pages.index import PageRef

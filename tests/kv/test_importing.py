@@ -17,9 +17,10 @@ import pytest
 import xxhash
 
 from batchengine.lanes.host_memory import HostMemory
-from batchengine.lanes.step_input import ARENA_BIT, BadStep, StepLimits, unpack
+from batchengine.lanes.step_input import BadStep, StepLimits, unpack
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.wire import lane as wire
+from batchengine.wire.lane import ARENA_BIT
 from bench.models import hashlm
 from kv_store import keys
 from kv_store.arenas.arena import FILE_HEADER, Arena, ArenaMapping, SlotOwner

@@ -19,9 +19,10 @@ import uvloop
 import kernels
 from batchengine.core import GREEDY, PAGE_TOKENS, BatchEngineError
 from batchengine.lanes.process_guard import LANE_NICE
-from batchengine.lanes.step_input import ARENA_BIT, BadStep, StepLimits, unpack
+from batchengine.lanes.step_input import BadStep, StepLimits, unpack
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.wire import lane as wire
+from batchengine.wire.lane import ARENA_BIT
 from kv_store import keys, layout, osio
 from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner
 from kv_store.errors import StoreError

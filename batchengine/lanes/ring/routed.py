@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import kernels
+from batchengine.core import SUPERPAGE_PAGES
 from batchengine.lanes.ring.spans import Heads, SpanAttention, Spans
-from batchengine.lanes.step_input import SUPERPAGE_PAGES, I32Array, StepInput, U64Array
+from batchengine.lanes.step_input import I32Array, StepInput, U64Array
 from batchengine.wire import lane as wire
 from batchengine.wire.data import Accumulators, DataMessage, HeldSpan, Hop, Query, QueryEntry
 from batchengine.wire.frames import Payload

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 import kernels
-from batchengine.core import PAGE_TOKENS
+from batchengine.core import PAGE_TOKENS, SUPERPAGE_PAGES
 from batchengine.lanes.ring.spans import Heads, SpanAttention, Spans
-from batchengine.lanes.step_input import SUPERPAGE_PAGES, I32Array, U64Array
+from batchengine.lanes.step_input import I32Array, U64Array
 from batchengine.wire import lane as wire
 from batchengine.wire.data import Accumulators, DataMessage, HeldSpan, Query, QueryEntry, Refuse
 from batchengine.wire.frames import Payload

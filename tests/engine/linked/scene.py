@@ -32,8 +32,9 @@ from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
 from batchengine.policy.cost import CostModel, StepCost
 from batchengine.session import Session
-from batchengine.session_kv import ARENA_BIT, HELD_BIT, SELF, HeldSegment
+from batchengine.session_kv import SELF, HeldSegment
 from batchengine.wire import lane as wire
+from batchengine.wire.lane import ARENA_BIT, HELD_BIT
 from bench.models.hashlm import LAYOUT, Faults, HashDevice, HashMemory, HashWorker
 from kv_store import osio
 from kv_store.pages.index import PageRef

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from batchengine.core import PAGE_TOKENS, Sampling
-from batchengine.lanes.step_input import ARENA_BIT, SUPERPAGE_PAGES
+from batchengine.core import PAGE_TOKENS, SUPERPAGE_PAGES, Sampling
 from batchengine.lanes.worker_process import WORKER, Lane
 from batchengine.wire import data
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import Decoder
+from batchengine.wire.lane import ARENA_BIT, HELD_BIT
 from kv_store.arenas.arena import Arena
 from kv_store.layout import PageLayout
 
@@ -142,7 +142,7 @@ class Node:
             segments = [scene.segment(self, entry.key, p) for p in entry.pieces] if scene else []
             own = [ARENA_BIT | slot for slot in timeline.slots[:n_pages]]
             held = [
-                wire.HELD_BIT | s.link << 32 | s.first_page + i
+                HELD_BIT | s.link << 32 | s.first_page + i
                 for s in segments
                 for i in range(s.n_pages)
             ]

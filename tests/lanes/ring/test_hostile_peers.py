@@ -115,7 +115,7 @@ def malformed(good: Query) -> list[tuple[Query, bytes]]:
         replace(good, n_heads=0),
         replace(good, hops=()),
         replace(good, hops=(replace(hop, peer="b"),)),
-        replace(good, hops=(hop, Hop("nobody here", hop.spans))),
+        replace(good, hops=(hop, Hop("unlinked", hop.spans))),
         replace(good, hops=(hop,) * 65),
         replace(good, entries=()),
         replace(good, entries=(entry, entry)),
