@@ -186,6 +186,11 @@ KEY_QUEUE_FULL = Problem("BE1217", Kind.BUSY, "rate_limit_exceeded",
     "too many requests of this key are waiting",
     "{waiting} requests of it are queued, and the rest of the queue is for other keys",
     "wait for the answers, or raise auth.keys.NAME.queue_max")
+LEAVING = Problem("BE1218", Kind.UNAVAILABLE, "draining",
+    "the daemon takes no new sessions",
+    "it was drained by its operator; sessions that it computes for go on",
+    "send the request to another daemon, or undo it: batchengine drain --undo",
+    retry_ms=5000)
 ENGINE_FAILED = Problem("BE1299", Kind.UNAVAILABLE, "engine_failed",
     "the engine cannot compute any more",
     "{defect}",

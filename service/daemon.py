@@ -119,7 +119,7 @@ class Daemon:
         service = app.Service.create(engine, config)
         listener = Listener(app.build(service), sock, _connections_max(config))
         path = Path(config.server.admin_socket)
-        admin = AdminSocket(path, service, lambda: self._drain("drain command"))
+        admin = AdminSocket(path, service, lambda: self._drain("stop command"))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number.name, admin)
@@ -191,7 +191,7 @@ class Daemon:
         self._notifier.ready(f"serving {info.model_id} on {base}")
 
     async def _wait(self, engine: EngineApi, service: app.Service) -> int:
-        """Waits for a signal, `drain` or the end of the engine, then drains; returns exit code."""
+        """Waits for a signal, `stop` or the end of the engine, then drains; returns exit code."""
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -221,7 +221,7 @@ class Daemon:
     def _on_signal(self, name: str, admin: AdminSocket) -> None:
         """The first signal drains. The second exits at once: all tokens sent are durable already.
 
-        After the `drain` command the first one changes nothing: service managers send it anyway.
+        After the `stop` command the first one changes nothing: service managers send it anyway.
         """
         now = asyncio.get_running_loop().time()
         if not self._signal:

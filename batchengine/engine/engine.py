@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
+import msgspec
+
 from batchengine import errors
 from batchengine.config import Config
 from batchengine.core import BatchEngineError, GenerationRequest, ModelInfo, Presence, Stage
@@ -76,7 +78,9 @@ class Engine:
 
     @property
     def phase(self) -> str:
-        """Phase of the engine: loading, ready, degraded, draining or stopped."""
+        """Phase of the engine: loading, ready, leaving, degraded, draining or stopped."""
+        if self._phase == "ready" and self.state.leaving:
+            return "leaving"
         if self._phase == "ready" and report.troubles(self.state):
             return "degraded"
         return self._phase
@@ -140,6 +144,7 @@ class Engine:
             return
         self._phase = "draining"
         if (running := self._running) is not None:
+            self.leave()
             running.requests.drain()
             await running.requests.over(drain_s)
             await running.migrator.settle(SETTLE_S)
@@ -315,6 +320,22 @@ class Engine:
             "peers": len(links),
             "peers_up": sum(link.state is LinkState.UP for link in links.values()),
         }
+
+    def leave(self, *, undo: bool = False) -> None:
+        """Take no new sessions, and have peers take back the pages that are held for them.
+
+        Sessions in memory go on. With `undo`, take new sessions again.
+        """
+        state = self.state
+        if state.leaving == undo:
+            log.info("new sessions are %s", "taken again" if undo else "not taken any more")
+        state.leaving = not undo
+        state.peer_load = msgspec.structs.replace(state.peer_load, leaves=state.leaving)
+
+    def remains(self) -> dict[str, Any]:
+        """Requests that have not ended: what a daemon that leaves still waits for."""
+        rows = self.requests()
+        return {"leaving": self.state.leaving, "requests": rows, "over": not rows}
 
     async def peers(self, *, measure: bool = False) -> dict[str, Any]:
         """Facts about the links to other daemons; with `measure` after a series of bytes on each

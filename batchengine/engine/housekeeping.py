@@ -144,6 +144,7 @@ class Housekeeping:
                 if loop.meter.steps
             ),
             read_bytes_per_s=round(float(stat["read_bytes_per_s"])),
+            leaves=self._state.leaving,
         )
         metrics.kv_usage_ratio.labels("disk").set(used / max(budget, 1.0))
         metrics.kv_tier_ok.set(stat["page_tier"] == "ok")

@@ -50,6 +50,7 @@ class EngineState:
         self.model_identity: Identity | None = None  # of the model's file when it was read
         self.model_changed = ""  # how the file on disk differs now; or ""
         self.peer_load = PeerLoad()  # what peers learn of this daemon, at most a second old
+        self.leaving = False  # takes no new sessions, and no pages of peers: see `Engine.leave`
         self.troubles: dict[str, str] = {}  # what is wrong, by subject: see `report.troubles`
         self._epochs_used = 0  # highest epoch of a session that `forget` removed
 

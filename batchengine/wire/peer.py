@@ -14,7 +14,7 @@ import msgspec
 
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 1
+VERSION = 2
 ONE_WAY, REQUEST, REPLY = 0, 1, 2  # of `attempt` in the header
 TEXT_CHARS_MAX = 256
 
@@ -26,7 +26,8 @@ Microseconds = Count  # of the sender's monotonic clock
 class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """What a daemon does and could take, now. Bytes are of KV; a rate is 0 until it is measured.
 
-    `pages_held`: pages that it keeps for sessions of other daemons.
+    `pages_held`: pages that it keeps for sessions of other daemons. `leaves`: it takes no more of
+    them, and the owners of those sessions are to take them back.
     """
 
     requests_running: Count = 0
@@ -36,6 +37,7 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     pages_held: Count = 0
     prefill_tokens_per_s: Count = 0
     read_bytes_per_s: Count = 0
+    leaves: bool = False
 
 
 class Hello(Message, tag=1, frozen=True):

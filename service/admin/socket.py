@@ -47,7 +47,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=TEXT_CHARS_MAX)]
 
 
 class Nothing(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields of status, requests and drain: none."""
+    """The fields of status, requests and stop: none."""
 
 
 class Listing(msgspec.Struct, forbid_unknown_fields=True):
@@ -66,6 +66,12 @@ class StoreOp(msgspec.Struct, forbid_unknown_fields=True):
     """The fields of store."""
 
     op: Literal["stat", "verify", "gc"] = "stat"
+
+
+class Drain(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of drain: `show` changes nothing."""
+
+    action: Literal["begin", "undo", "show"] = "begin"
 
 
 class PeersStatus(msgspec.Struct, forbid_unknown_fields=True):
@@ -92,10 +98,10 @@ def _arguments_of(operation: Operation) -> type[msgspec.Struct]:
 class AdminSocket:
     """The admin socket of one daemon."""
 
-    def __init__(self, path: Path, service: Service, drain: Callable[[], None]) -> None:
+    def __init__(self, path: Path, service: Service, stop: Callable[[], None]) -> None:
         self._path = path
         self._service = service
-        self._drain = drain
+        self._stop = stop
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._commands: dict[str, tuple[type[msgspec.Struct], Method]] = {
@@ -103,7 +109,8 @@ class AdminSocket:
             "sessions": (Listing, self._sessions),
             "requests": (Nothing, self._requests),
             "cancel": (Request, self._cancel),
-            "drain": (Nothing, self._start_drain),
+            "drain": (Drain, self._drain),
+            "stop": (Nothing, self._start_stop),
             **{row.name: (_arguments_of(row), partial(self._operate, row)) for row in OPERATIONS},
             "store": (StoreOp, self._store),
             "peers": (PeersStatus, self._peers),
@@ -231,9 +238,16 @@ class AdminSocket:
             raise errors.INVALID_FIELD(param="request_id", what=what, fix=fix)
         return {"cancelled": asked.request_id}
 
-    async def _start_drain(self, _: Nothing) -> dict[str, object]:
-        self._drain()
-        return {"draining": True}
+    async def _drain(self, asked: Drain) -> dict[str, object]:
+        engine = self._service.engine
+        check_serving(engine)
+        if asked.action != "show":
+            engine.leave(undo=asked.action == "undo")
+        return {"drain": dict(engine.remains())}
+
+    async def _start_stop(self, _: Nothing) -> dict[str, object]:
+        self._stop()
+        return {"stopping": True}
 
     async def _operate(self, operation: Operation, asked: Any) -> dict[str, object]:
         """One row of the table of operations, on the session or request that `asked` names."""

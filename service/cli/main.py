@@ -1,4 +1,4 @@
-"""The command line: serve, check, chat, ps, version; `sessions`, `store` and `peers` have modules.
+"""The command line: serve, check, chat, ps, version; each other command has a module.
 
 Owns option names, exit codes and how errors read in a terminal: one line with code, cause and
 fix; a traceback only with --debug. Imports heavy modules inside the commands that need them, so
@@ -23,7 +23,7 @@ from cyclopts import Parameter
 import batchengine
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from service.cli import peers, sessions, store
+from service.cli import drain, peers, sessions, store
 from service.cli.options import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -332,6 +332,7 @@ def version(*, json: Json = False, debug: Debug = False) -> int:
 sessions.add(app)
 store.add(app)
 peers.add(app)
+drain.add(app)
 
 
 if __name__ == "__main__":

@@ -285,11 +285,11 @@ def test_notifications_reach_the_service_manager(tmp_path: Path) -> None:
 
 async def test_the_admin_socket_answers_commands(tmp_path: Path) -> None:
     path = tmp_path / "run" / "admin.sock"
-    drained: list[bool] = []
+    stopped: list[bool] = []
 
     engine = FakeEngine(delay_s=30.0)
     async with serving(engine) as served:
-        admin = AdminSocket(path, served.service, lambda: drained.append(True))
+        admin = AdminSocket(path, served.service, lambda: stopped.append(True))
         await admin.open()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -314,8 +314,8 @@ async def test_the_admin_socket_answers_commands(tmp_path: Path) -> None:
             await ask("cancel", request_id="req_unknown")
         with pytest.raises(BatchEngineError, match="unknown command"):
             await ask("shutdown")
-        await ask("drain")
-        assert drained == [True]
+        await ask("stop")
+        assert stopped == [True]
 
         reader, writer = await asyncio.open_unix_connection(str(path))
         for line in (b"\n", b"[]\n", b"\xff\n", b'{"command": "status", "x": 1}\n', b"{\n"):

@@ -397,6 +397,13 @@ class FakeEngine:
         self.calls.append(("peers", measure))
         return {"name": "host-a", "peers": []}
 
+    def leave(self, *, undo: bool = False) -> None:
+        self.phase = "ready" if undo else "leaving"
+
+    def remains(self) -> Mapping[str, Any]:
+        rows = [{**row, "state": "running", "session_id": "s"} for row in self.requests()]
+        return {"leaving": self.phase == "leaving", "requests": rows, "over": not rows}
+
     def stats(self) -> Mapping[str, Any]:
         return {"running": sum(not g.finished for g in self.generations)}
 

@@ -180,6 +180,8 @@ class Requests:
         state = self._state
         if self._closing.draining:
             raise errors.DRAINING()
+        if state.leaving and (request.tenant, request.session_id) not in state.sessions:
+            raise errors.LEAVING()
         if self._fatal is not None:
             raise errors.ENGINE_FAILED(defect=type(self._fatal).__name__)
         if state.model_changed:

@@ -277,7 +277,7 @@ def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path) -> None:
         assert not Path(running.admin).exists()
 
 
-def test_the_first_signal_after_a_drain_command_does_not_end_the_drain(tmp_path: Path) -> None:
+def test_the_first_signal_after_a_stop_command_does_not_end_the_drain(tmp_path: Path) -> None:
     from service.admin.client import admin
 
     with daemon(tmp_path, 40, 0.05) as running:
@@ -285,8 +285,8 @@ def test_the_first_signal_after_a_drain_command_does_not_end_the_drain(tmp_path:
         stream = threading.Thread(target=lambda: answers.append(ask(running.url)))
         stream.start()
         wait_for(lambda: len(requests_of(running)) == 1)
-        admin(running.admin, "drain")
-        wait_for(lambda: "drain command" in running.output())
+        admin(running.admin, "stop")
+        wait_for(lambda: "stop command" in running.output())
         running.process.send_signal(signal.SIGTERM)  # as `systemctl stop` does
         stream.join(20)
         assert answers[0]["choices"][0]["finish_reason"] == "stop"
@@ -294,7 +294,7 @@ def test_the_first_signal_after_a_drain_command_does_not_end_the_drain(tmp_path:
     with daemon(tmp_path, 2000, 0.05) as running:
         threading.Thread(target=lambda: swallow(ask, running.url), daemon=True).start()
         wait_for(lambda: len(requests_of(running)) == 1)
-        admin(running.admin, "drain")
+        admin(running.admin, "stop")
         running.process.send_signal(signal.SIGTERM)
         time.sleep(0.1)  # two signals, in this order
         running.process.send_signal(signal.SIGINT)
@@ -306,13 +306,13 @@ def swallow(function: Any, *arguments: Any) -> None:
         function(*arguments)
 
 
-def test_drain_over_the_admin_socket(tmp_path: Path) -> None:
+def test_stop_over_the_admin_socket(tmp_path: Path) -> None:
     from service.admin.client import admin
 
     with daemon(tmp_path) as running:
-        assert admin(running.admin, "drain") == {"ok": True, "draining": True}
+        assert admin(running.admin, "stop") == {"ok": True, "stopping": True}
         assert running.process.wait(10) == 0
-        assert "drain command" in running.output()
+        assert "stop command" in running.output()
 
 
 def test_a_port_in_use_is_an_error_of_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""`drain`: the daemon takes no new sessions, and nothing more for its peers, until it is undone.
+
+Waits for what is still there, and says at the end what is left and why. The daemon goes on either
+way: stop it afterwards, as its service manager does.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import cyclopts
+from cyclopts import Parameter
+
+from service.admin.client import admin
+from service.cli.options import EXIT_FAILED, Debug, Json, Socket, admin_path, show, table_lines
+
+POLL_S = 0.2
+TIMEOUT_S = 60.0
+REQUEST_COLUMNS = ("request_id", "session_id", "class", "state", "lane", "completion_tokens")
+
+
+def add(app: cyclopts.App) -> None:
+    """Adds the command of this module to `app`."""
+    app.command(drain)
+
+
+def drain(
+    *,
+    undo: Annotated[bool, Parameter(negative=(), help="Take new sessions again.")] = False,
+    timeout: Annotated[
+        float, Parameter(help="Seconds to wait for the end of what is there; 0 = do not wait.")
+    ] = TIMEOUT_S,
+    admin_socket: Socket = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Take no new sessions, let the others end, and give peers their pages back. Exit code 1 =
+    something is left after the timeout."""
+    path = admin_path(admin_socket)
+    if undo:
+        found = admin(path, "drain", action="undo")["drain"]
+        show(found, json, lambda: ["new sessions are taken again"])
+        return 0
+    deadline = time.monotonic() + timeout
+    found = admin(path, "drain", action="begin")["drain"]
+    said = ""
+    while not found["over"] and time.monotonic() < deadline:
+        if not json and (line := _line(found)) != said:
+            said = line
+            print(line, flush=True)
+        time.sleep(POLL_S)
+        found = admin(path, "drain", action="show")["drain"]
+        if not found["leaving"]:
+            show(found, json, lambda: ["it was undone meanwhile: new sessions are taken again"])
+            return EXIT_FAILED
+    show(found, json, lambda: _end_lines(found, timeout))
+    return 0 if found["over"] else EXIT_FAILED
+
+
+def _line(found: dict[str, Any]) -> str:
+    """What the daemon waits for, in one line."""
+    count = len(found["requests"])
+    return f"waits for {count:,} request{'s' * (count != 1)}"
+
+
+def _end_lines(found: dict[str, Any], timeout: float) -> list[str]:
+    if found["over"]:
+        return ["drained: no request is left. Stop the daemon, or `batchengine drain --undo`"]
+    lines = [f"left after {timeout:g} s; no new session is taken until `batchengine drain --undo`"]
+    rows = [{name: row.get(name) for name in REQUEST_COLUMNS} for row in found["requests"]]
+    return [*lines, *(table_lines(rows, "") if rows else [])]
