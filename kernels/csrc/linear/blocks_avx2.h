@@ -1,9 +1,169 @@
-// Block types with more than a nibble and a scale, for linear_avx2.cpp alone, which includes this
-// after the parts that all kinds share: Q5_0, Q5_1, IQ4_NL, and the superblocks Q4_K and Q5_K.
+// One block of each kind with AVX2, for linear_avx2.cpp: eight rows of a tile times N tokens.
+//
+// Without a dot instruction, maddubs adds two products in int16. 8 x (15*127*2) = 30480 and
+// 2 x (63*127*2) = 32004 still fit, so nibbles sum a whole block in int16 and six-bit weights two
+// dwords; eight-bit weights widen at once (128*127*2 = 32512).
 #pragma once
+
+#include "linear/linear_level.h"
 
 namespace batchengine {
 namespace {
+
+SIMD_FN __m256i load32(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
+
+SIMD_FN __m256 halves_at(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+// sum += x, in the order written. The compiler may reorder sums of integer vectors: it would hold all
+// products before it adds them, in more registers than there are.
+SIMD_FN void add_words(__m256i& sum, __m256i x) {
+    sum = _mm256_add_epi16(sum, x);
+    asm("" : "+x"(sum));
+}
+SIMD_FN void add_dwords(__m256i& sum, __m256i x) {
+    sum = _mm256_add_epi32(sum, x);
+    asm("" : "+x"(sum));
+}
+
+// int16 pairs to int32
+SIMD_FN __m256i widen(__m256i pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
+
+// acc = fma(float(I), dw * dx, acc); the product of the scales is exact.
+template <int N>
+SIMD_FN void scale_in(__m256 (&acc)[N], const __m256i (&sums)[N], __m256 dw, const float* scale) {
+    UNROLL for (int n = 0; n < N; ++n)
+        acc[n] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[n]),
+                                 _mm256_mul_ps(dw, _mm256_set1_ps(scale[n])), acc[n]);
+}
+
+// acc = fma(S * dx, m, acc), the same number as fma(S, m * dx, acc).
+template <int N>
+SIMD_FN void minimum_in(__m256 (&acc)[N], __m256 mw, const float* sum) {
+    UNROLL for (int n = 0; n < N; ++n)
+        acc[n] = _mm256_fmadd_ps(_mm256_set1_ps(sum[n]), mw, acc[n]);
+}
+
+// nibbles: this half's 32 bytes of vector 0; the next vectors follow 64 bytes apart.
+template <int N>
+SIMD_FN void dot_nibbles(__m256i (&sums)[N], const uint8_t* nibbles, const int8_t* q) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    __m256i pairs[N];
+    UNROLL for (int n = 0; n < N; ++n) pairs[n] = _mm256_setzero_si256();
+    UNROLL for (int j = 0; j < 4; ++j) {
+        const __m256i packed = load32(nibbles + 64 * j);
+        const __m256i low = _mm256_and_si256(packed, mask);
+        const __m256i high = _mm256_and_si256(_mm256_srli_epi16(packed, 4), mask);
+        UNROLL for (int n = 0; n < N; ++n) {
+            const int8_t* x = q + n * BLOCK_WIDTH;
+            add_words(pairs[n], _mm256_maddubs_epi16(low, every_dword(x + 4 * j)));
+            add_words(pairs[n], _mm256_maddubs_epi16(high, every_dword(x + 4 * (j + 4))));
+        }
+    }
+    UNROLL for (int n = 0; n < N; ++n) sums[n] = widen(pairs[n]);
+}
+
+struct WeightsQ4_0 {
+    static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ4_0);
+    template <int N>
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
+                       const Panel& x, size_t cell, size_t) {
+        const auto* pair = reinterpret_cast<const PackedQ4_0*>(unit);
+        __m256i sums[N];
+        dot_nibbles<N>(sums, pair->q[i][0][row], x.q + cell * BLOCK_WIDTH);
+        UNROLL for (int n = 0; n < N; ++n)
+            sums[n] = _mm256_add_epi32(sums[n], _mm256_set1_epi32(x.offset[cell + n]));
+        scale_in<N>(acc, sums, halves_at(pair->d[i] + row), x.scale + cell);
+    }
+};
+
+struct WeightsQ4_1 {
+    static constexpr size_t BLOCKS = 1, BYTES = sizeof(PackedQ4_1);
+    template <int N>
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t, size_t row,
+                       const Panel& x, size_t cell, size_t) {
+        const auto* from = reinterpret_cast<const PackedQ4_1*>(unit);
+        __m256i sums[N];
+        dot_nibbles<N>(sums, from->q[0][row], x.q + cell * BLOCK_WIDTH);
+        scale_in<N>(acc, sums, halves_at(from->d + row), x.scale + cell);
+        minimum_in<N>(acc, halves_at(from->m + row), x.sum + cell);
+    }
+};
+
+struct WeightsQ8_0 {
+    static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ8_0);
+    template <int N>
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
+                       const Panel& x, size_t cell, size_t) {
+        const auto* pair = reinterpret_cast<const PackedQ8_0*>(unit);
+        __m256i sums[N];
+        UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_setzero_si256();
+        UNROLL for (int g = 0; g < 8; ++g) {
+            // Back to signed weights; |w| times x with the sign of w.
+            const __m256i w = _mm256_xor_si256(load32(pair->q[i][g][row]), _mm256_set1_epi8(-128));
+            const __m256i magnitude = _mm256_abs_epi8(w);
+            UNROLL for (int n = 0; n < N; ++n) {
+                const int8_t* q = x.q + (cell + static_cast<size_t>(n)) * BLOCK_WIDTH;
+                const __m256i value = _mm256_sign_epi8(every_dword(q + 4 * g), w);
+                add_dwords(sums[n], widen(_mm256_maddubs_epi16(magnitude, value)));
+            }
+        }
+        scale_in<N>(acc, sums, halves_at(pair->d[i] + row), x.scale + cell);
+    }
+};
+
+struct WeightsQ6_K {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ6_K);
+
+    template <int G>
+    SIMD_FN __m256i weights(const PackedQ6_K::Block& from, size_t row) {
+        const __m256i packed = load32(from.low[G % 4][row]);
+        const __m256i upper = load32(from.high[G % 4 / 2][row]);
+        const __m256i low =
+            _mm256_and_si256(G < 4 ? packed : _mm256_srli_epi16(packed, 4), _mm256_set1_epi8(15));
+        constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
+        const __m256i moved = at > 4   ? _mm256_srli_epi16(upper, at > 4 ? at - 4 : 0)
+                              : at < 4 ? _mm256_slli_epi16(upper, at < 4 ? 4 - at : 0)
+                                       : upper;
+        return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)));
+    }
+    template <int N, int G>
+    SIMD_FN void dot_two(__m256i (&sums)[N], const PackedQ6_K::Block& from, size_t row,
+                         const int8_t* q) {
+        const __m256i w0 = weights<G>(from, row), w1 = weights<G + 1>(from, row);
+        UNROLL for (int n = 0; n < N; ++n) {
+            const int8_t* x = q + n * BLOCK_WIDTH;
+            __m256i pairs = _mm256_maddubs_epi16(w0, every_dword(x + 4 * G));
+            add_words(pairs, _mm256_maddubs_epi16(w1, every_dword(x + 4 * (G + 1))));
+            add_dwords(sums[n], widen(pairs));
+        }
+    }
+    // out += scale * (offset + dot of 16 k)
+    template <int N, int G>
+    SIMD_FN void half(__m256i (&out)[N], const PackedQ6_K& super, size_t i, size_t row,
+                      const int8_t* q, const int32_t* offsets) {
+        __m256i sums[N];
+        UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_set1_epi32(offsets[n]);
+        dot_two<N, G>(sums, super.block[i], row, q);
+        dot_two<N, G + 2>(sums, super.block[i], row, q);
+        const __m256i scale = _mm256_cvtepi8_epi32(_mm_loadl_epi64(
+            reinterpret_cast<const __m128i*>(super.scale[2 * i + G / 4] + row)));
+        UNROLL for (int n = 0; n < N; ++n)
+            out[n] = _mm256_add_epi32(out[n], _mm256_mullo_epi32(sums[n], scale));
+    }
+    template <int N>
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
+                       const Panel& x, size_t cell, size_t halves) {
+        const auto& super = *reinterpret_cast<const PackedQ6_K*>(unit);
+        const int8_t* q = x.q + cell * BLOCK_WIDTH;
+        __m256i sums[N];
+        UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_setzero_si256();
+        half<N, 0>(sums, super, i, row, q, x.halves + halves);
+        half<N, 4>(sums, super, i, row, q, x.halves + halves + GROUP_TOKENS);
+        scale_in<N>(acc, sums, _mm256_load_ps(super.d + row), x.scale + cell);
+    }
+};
 
 // Weights of dword g for eight rows.
 template <int G>
@@ -34,7 +194,7 @@ struct WeightsQ5_0 {
     static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ5_0);
     template <int N>
     SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
-                             const Panel& x, size_t cell, size_t) {
+                       const Panel& x, size_t cell, size_t) {
         const auto* pair = reinterpret_cast<const PackedQ5_0*>(unit);
         __m256i sums[N];
         dot_five_bits<N>(sums, pair->block[i], row, x.q + cell * BLOCK_WIDTH);
@@ -49,7 +209,7 @@ struct WeightsQ5_1 {
     static constexpr size_t BLOCKS = 1, BYTES = sizeof(PackedQ5_1);
     template <int N>
     SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t, size_t row, const Panel& x,
-                             size_t cell, size_t) {
+                       size_t cell, size_t) {
         const auto* from = reinterpret_cast<const PackedQ5_1*>(unit);
         __m256i sums[N];
         dot_five_bits<N>(sums, from->block, row, x.q + cell * BLOCK_WIDTH);
@@ -71,7 +231,7 @@ struct WeightsIQ4_NL {
     }
     template <int N>
     SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
-                             const Panel& x, size_t cell, size_t) {
+                       const Panel& x, size_t cell, size_t) {
         const auto* pair = reinterpret_cast<const PackedQ4_0*>(unit);
         const int8_t* q = x.q + cell * BLOCK_WIDTH;
         const __m256i mask = _mm256_set1_epi8(15);
@@ -94,8 +254,8 @@ SIMD_FN __m256 bytes_at(const uint8_t* p) {
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 
-// d * scale and m * min are exact in fp32, and so are their products with an activation scale; hence these are the
-// steps of the definition, which scales the integers.
+// d * scale and m * min are exact in fp32, and so are their products with an activation scale; hence
+// these are the steps of the definition, which scales the integers.
 template <class Packed, int N>
 SIMD_FN void sub_block(__m256 (&acc)[N], const __m256i (&sums)[N], const Packed& super, size_t b,
                        size_t row, const Panel& x, size_t cell) {
@@ -109,7 +269,7 @@ struct WeightsQ4_K {
     static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ4_K);
     template <int N>
     SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t b, size_t row,
-                             const Panel& x, size_t cell, size_t) {
+                       const Panel& x, size_t cell, size_t) {
         const auto& super = *reinterpret_cast<const PackedQ4_K*>(unit);
         __m256i sums[N];
         dot_nibbles<N>(sums, super.q[b][0][row], x.q + cell * BLOCK_WIDTH);
@@ -121,7 +281,7 @@ struct WeightsQ5_K {
     static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ5_K);
     template <int N>
     SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t b, size_t row,
-                             const Panel& x, size_t cell, size_t) {
+                       const Panel& x, size_t cell, size_t) {
         const auto& super = *reinterpret_cast<const PackedQ5_K*>(unit);
         __m256i sums[N];
         dot_five_bits<N>(sums, super.block[b], row, x.q + cell * BLOCK_WIDTH);

@@ -1,16 +1,278 @@
-// Block types with more than a nibble and a scale, for linear_avx512.cpp alone, which includes this
-// after the parts that all kinds share: Q5_0, Q5_1, IQ4_NL, and the superblocks Q4_K and Q5_K.
+// One block of each kind with AVX512-VNNI, for linear_avx512.cpp: the outer product of R row tiles and
+// N tokens.
 #pragma once
+
+#include "linear/linear_level.h"
 
 namespace batchengine {
 namespace {
 
-SIMD_FN void zero(__m512i& sum) { sum = _mm512_setzero_si512(); }
+template <int R, int N>
+struct Sums {
+    __m512i s[R][N];
+};
+template <int R, int N>
+struct Accumulators {
+    __m512 a[R][N];
+};
 
 template <int R, int N>
 SIMD_FN void start_at_zero(Sums<R, N>& sums) {
-    UNROLL for (int n = 0; n < N; ++n) UNROLL for (int r = 0; r < R; ++r) zero(sums.s[r][n]);
+    UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int r = 0; r < R; ++r) sums.s[r][n] = _mm512_setzero_si512();
 }
+
+// sums = offsets << SHIFT. An offset of a block is -8 * S, of half a block -32 times its sum.
+template <int SHIFT, int R, int N>
+SIMD_FN void start(Sums<R, N>& sums, const int32_t* offsets) {
+    UNROLL for (int n = 0; n < N; ++n) {
+        __m512i value = _mm512_set1_epi32(offsets[n]);
+        if constexpr (SHIFT != 0) value = _mm512_slli_epi32(value, SHIFT);
+        UNROLL for (int r = 0; r < R; ++r) sums.s[r][n] = value;
+    }
+}
+
+// sums += weights[r] (unsigned bytes) times dword g of every token
+template <int R, int N>
+SIMD_FN void dot(Sums<R, N>& sums, const __m512i (&weights)[R], const int8_t* q, int g) {
+    UNROLL for (int n = 0; n < N; ++n) {
+        const __m512i x = every_dword(q + n * BLOCK_WIDTH + 4 * g);
+        UNROLL for (int r = 0; r < R; ++r)
+            sums.s[r][n] = _mm512_dpbusd_epi32(sums.s[r][n], weights[r], x);
+    }
+}
+
+template <int R, int N>
+SIMD_FN void add(Sums<R, N>& sums, const Sums<R, N>& more) {
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int n = 0; n < N; ++n)
+            sums.s[r][n] = _mm512_add_epi32(sums.s[r][n], more.s[r][n]);
+}
+
+// acc = fma(float(I), dw * dx, acc); the product of the scales is exact.
+template <int R, int N>
+SIMD_FN void scale_in(Accumulators<R, N>& acc, const Sums<R, N>& sums, const __m512 (&dw)[R],
+                     const float* scale) {
+    UNROLL for (int n = 0; n < N; ++n) {
+        const __m512 dx = _mm512_set1_ps(scale[n]);
+        UNROLL for (int r = 0; r < R; ++r)
+            acc.a[r][n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums.s[r][n]),
+                                          _mm512_mul_ps(dw[r], dx), acc.a[r][n]);
+    }
+}
+
+// acc = fma(S * dx, m, acc), the same number as fma(S, m * dx, acc).
+template <int R, int N>
+SIMD_FN void minimum_in(Accumulators<R, N>& acc, const __m512 (&mw)[R], const float* sum) {
+    UNROLL for (int n = 0; n < N; ++n) {
+        const __m512 s = _mm512_set1_ps(sum[n]);
+        UNROLL for (int r = 0; r < R; ++r)
+            acc.a[r][n] = _mm512_fmadd_ps(s, mw[r], acc.a[r][n]);
+    }
+}
+
+SIMD_FN __m512 halves_at(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+// The four nibble vectors of a block at nibbles[r]: low nibbles are dwords 0..3, high 4..7. All low ones
+// come first and, when sums fill the registers, the bytes are loaded twice: keeping them would spill sums.
+template <int R, int N>
+SIMD_FN void dot_nibbles(Sums<R, N>& sums, const uint8_t* const (&nibbles)[R], const int8_t* q) {
+    const __m512i mask = _mm512_set1_epi8(15);
+    const uint8_t* again[R];
+    UNROLL for (int r = 0; r < R; ++r) {
+        again[r] = nibbles[r];
+        if (N > 2) asm("" : "+r"(again[r]));  // or the compiler keeps the first loads
+    }
+    UNROLL for (int j = 0; j < 4; ++j) {
+        __m512i low[R];
+        UNROLL for (int r = 0; r < R; ++r)
+            low[r] = _mm512_and_si512(_mm512_load_si512(nibbles[r] + 64 * j), mask);
+        dot<R, N>(sums, low, q, j);
+    }
+    UNROLL for (int j = 0; j < 4; ++j) {
+        __m512i high[R];
+        UNROLL for (int r = 0; r < R; ++r)
+            high[r] = _mm512_and_si512(
+                _mm512_srli_epi16(_mm512_load_si512(again[r] + 64 * j), 4), mask);
+        dot<R, N>(sums, high, q, j + 4);
+    }
+}
+
+// Each kind: how many blocks one packed unit holds, its size, and one block's step.
+struct WeightsQ4_0 {
+    static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ4_0);
+    template <int R, int N>
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
+                       const Panel& x, size_t cell, size_t) {
+        Sums<R, N> sums;
+        start<0>(sums, x.offset + cell);
+        const uint8_t* nibbles[R];
+        __m512 dw[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            const auto* pair = reinterpret_cast<const PackedQ4_0*>(unit[r]);
+            nibbles[r] = &pair->q[i][0][0][0];
+            dw[r] = halves_at(pair->d[i]);
+        }
+        dot_nibbles<R, N>(sums, nibbles, x.q + cell * BLOCK_WIDTH);
+        scale_in(acc, sums, dw, x.scale + cell);
+    }
+};
+
+struct WeightsQ4_1 {
+    static constexpr size_t BLOCKS = 1, BYTES = sizeof(PackedQ4_1);
+    template <int R, int N>
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t,
+                       const Panel& x, size_t cell, size_t) {
+        Sums<R, N> sums;
+        start_at_zero(sums);
+        const uint8_t* nibbles[R];
+        __m512 dw[R], mw[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            const auto* from = reinterpret_cast<const PackedQ4_1*>(unit[r]);
+            nibbles[r] = &from->q[0][0][0];
+            dw[r] = halves_at(from->d);
+            mw[r] = halves_at(from->m);
+        }
+        dot_nibbles<R, N>(sums, nibbles, x.q + cell * BLOCK_WIDTH);
+        scale_in(acc, sums, dw, x.scale + cell);
+        minimum_in(acc, mw, x.sum + cell);
+    }
+};
+
+struct WeightsQ8_0 {
+    static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ8_0);
+    template <int R, int N>
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
+                       const Panel& x, size_t cell, size_t) {
+        Sums<R, N> sums;
+        start<4>(sums, x.offset + cell);  // -128 * S
+        const PackedQ8_0* pair[R];
+        __m512 dw[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            pair[r] = reinterpret_cast<const PackedQ8_0*>(unit[r]);
+            dw[r] = halves_at(pair[r]->d[i]);
+        }
+        UNROLL for (int g = 0; g < 8; ++g) {
+            __m512i weights[R];
+            UNROLL for (int r = 0; r < R; ++r)
+                weights[r] = _mm512_load_si512(&pair[r]->q[i][g][0][0]);
+            dot<R, N>(sums, weights, x.q + cell * BLOCK_WIDTH, g);
+        }
+        scale_in(acc, sums, dw, x.scale + cell);
+    }
+};
+
+struct WeightsQ6_K {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ6_K);
+
+    // Weights of dword g (four k of 16 rows): low nibble or high nibble, plus two upper bits.
+    template <int G>
+    SIMD_FN __m512i weights(const PackedQ6_K::Block& from) {
+        const __m512i packed = _mm512_load_si512(&from.low[G % 4][0][0]);
+        const __m512i upper = _mm512_load_si512(&from.high[G % 4 / 2][0][0]);
+        const __m512i low =
+            _mm512_and_si512(G < 4 ? packed : _mm512_srli_epi16(packed, 4), _mm512_set1_epi8(15));
+        constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
+        const __m512i moved = at > 4   ? _mm512_srli_epi16(upper, at > 4 ? at - 4 : 0)
+                              : at < 4 ? _mm512_slli_epi16(upper, at < 4 ? 4 - at : 0)
+                                       : upper;
+        // low | (moved & 0x30)
+        return _mm512_ternarylogic_epi32(low, moved, _mm512_set1_epi8(0x30), 0xF8);
+    }
+    template <int R, int N, int G>
+    SIMD_FN void dot_four(Sums<R, N>& sums, const PackedQ6_K::Block* const (&from)[R],
+                          const int8_t* q) {
+        __m512i w[R];
+        UNROLL for (int r = 0; r < R; ++r) w[r] = weights<G>(*from[r]);
+        dot<R, N>(sums, w, q, G);
+    }
+    SIMD_FN __m512i sub_scale(const PackedQ6_K& super, size_t sub) {
+        return _mm512_cvtepi8_epi32(
+            _mm_load_si128(reinterpret_cast<const __m128i*>(super.scale[sub])));
+    }
+    // sums *= the sub-scale of 16 k, exact in int32
+    template <int R, int N>
+    SIMD_FN void scale_half(Sums<R, N>& sums, const PackedQ6_K* const (&super)[R], size_t sub) {
+        UNROLL for (int r = 0; r < R; ++r) {
+            const __m512i scale = sub_scale(*super[r], sub);
+            UNROLL for (int n = 0; n < N; ++n)
+                sums.s[r][n] = _mm512_mullo_epi32(sums.s[r][n], scale);
+        }
+    }
+    template <int R, int N>
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
+                       const Panel& x, size_t cell, size_t halves) {
+        const PackedQ6_K* super[R];
+        const PackedQ6_K::Block* from[R];
+        __m512 dw[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            super[r] = reinterpret_cast<const PackedQ6_K*>(unit[r]);
+            from[r] = &super[r]->block[i];
+            dw[r] = _mm512_load_ps(super[r]->d);
+        }
+        const int8_t* q = x.q + cell * BLOCK_WIDTH;
+        Sums<R, N> first, last;
+        start<0>(first, x.halves + halves);
+        repeat<4>(EACH(g) { dot_four<R, N, g>(first, from, q); });
+        scale_half(first, super, 2 * i);
+        start<0>(last, x.halves + halves + GROUP_TOKENS);
+        repeat<4>(EACH(g) { dot_four<R, N, g + 4>(last, from, q); });
+        scale_half(last, super, 2 * i + 1);
+        add(first, last);
+        scale_in(acc, first, dw, x.scale + cell);
+    }
+
+    // One superblock of R tiles, unpacked: bytes for the dot, sub-scales as int32.
+    template <int R>
+    struct Unpacked {
+        __m512i weights[8][GROUPS][R];
+        __m512i scale[16][R];
+        __m512 d[R];
+    };
+    // Fewest tokens that share what the first of them unpack: unpacking costs as much as two tokens' dots.
+    static constexpr size_t TOKENS_UNPACKED = 5;
+
+    template <int R>
+    SIMD_FN void unpack_scales(const uint8_t* const (&unit)[R], Unpacked<R>& to) {
+        UNROLL for (int r = 0; r < R; ++r)
+            to.d[r] = _mm512_load_ps(reinterpret_cast<const PackedQ6_K*>(unit[r])->d);
+    }
+    // Half `H` of block `b`: four dots, then the sub-scale. FIRST also unpacks, dword by dword: all of
+    // a half at once would push accumulators out of the registers.
+    template <int R, int N, int H, bool FIRST>
+    SIMD_FN void half_block(Sums<R, N>& sums, const uint8_t* const (&unit)[R], Unpacked<R>& from,
+                            size_t b, const int32_t* offsets, const int8_t* q) {
+        const PackedQ6_K* super[R];
+        UNROLL for (int r = 0; r < R; ++r)
+            super[r] = reinterpret_cast<const PackedQ6_K*>(unit[r]);
+        start<0>(sums, offsets + H * GROUP_TOKENS);
+        repeat<4>(EACH(i) {
+            constexpr int G = 4 * H + i;
+            if (FIRST)
+                UNROLL for (int r = 0; r < R; ++r)
+                    from.weights[b][G][r] = weights<G>(super[r]->block[b]);
+            dot<R, N>(sums, from.weights[b][G], q, G);
+        });
+        const size_t sub = 2 * b + H;
+        UNROLL for (int r = 0; r < R; ++r) {
+            if (FIRST) from.scale[sub][r] = sub_scale(*super[r], sub);
+            UNROLL for (int n = 0; n < N; ++n)
+                sums.s[r][n] = _mm512_mullo_epi32(sums.s[r][n], from.scale[sub][r]);
+        }
+    }
+    template <int R, int N, bool FIRST>
+    SIMD_FN void sub_block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R],
+                           Unpacked<R>& from, size_t b, const Panel& x, size_t cell, size_t halves) {
+        const int8_t* q = x.q + cell * BLOCK_WIDTH;
+        Sums<R, N> first, last;
+        half_block<R, N, 0, FIRST>(first, unit, from, b, x.halves + halves, q);
+        half_block<R, N, 1, FIRST>(last, unit, from, b, x.halves + halves, q);
+        add(first, last);
+        scale_in(acc, first, from.d, x.scale + cell);
+    }
+};
 
 // Weights of dword g.
 template <int G>
@@ -37,13 +299,9 @@ struct WeightsQ5_0 {
     static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ5_0);
     template <int R, int N>
     SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
-                             const Panel& x, size_t cell, size_t) {
+                       const Panel& x, size_t cell, size_t) {
         Sums<R, N> sums;
-        // -16 * S, from -8 * S.
-        UNROLL for (int n = 0; n < N; ++n) {
-            const __m512i value = _mm512_slli_epi32(_mm512_set1_epi32(x.offset[cell + n]), 1);
-            UNROLL for (int r = 0; r < R; ++r) sums.s[r][n] = value;
-        }
+        start<1>(sums, x.offset + cell);  // -16 * S
         const FiveBits* from[R];
         __m512 dw[R];
         UNROLL for (int r = 0; r < R; ++r) {
@@ -60,7 +318,7 @@ struct WeightsQ5_1 {
     static constexpr size_t BLOCKS = 1, BYTES = sizeof(PackedQ5_1);
     template <int R, int N>
     SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t,
-                             const Panel& x, size_t cell, size_t) {
+                       const Panel& x, size_t cell, size_t) {
         Sums<R, N> sums;
         start_at_zero(sums);
         const FiveBits* from[R];
@@ -82,17 +340,13 @@ struct WeightsIQ4_NL {
     static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ4_0);
     template <int R, int N>
     SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
-                             const Panel& x, size_t cell, size_t) {
+                       const Panel& x, size_t cell, size_t) {
         const __m512i mask = _mm512_set1_epi8(15);
         const __m512i table = _mm512_xor_si512(
             _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(IQ4_VALUES))),
             _mm512_set1_epi8(-128));
         Sums<R, N> sums;
-        // -128 * S, from -8 * S.
-        UNROLL for (int n = 0; n < N; ++n) {
-            const __m512i value = _mm512_slli_epi32(_mm512_set1_epi32(x.offset[cell + n]), 4);
-            UNROLL for (int r = 0; r < R; ++r) sums.s[r][n] = value;
-        }
+        start<4>(sums, x.offset + cell);  // -128 * S
         const PackedQ4_0* pair[R];
         __m512 dw[R];
         UNROLL for (int r = 0; r < R; ++r) {
@@ -119,156 +373,70 @@ SIMD_FN __m512 bytes_at(const uint8_t* p) {
         _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
-// Scales of the sub-blocks of R superblocks: d * scale and m * min, exact in fp32. So are their
-// products with an activation scale, hence the steps are those of the definition, which scales the integers.
-template <int R>
-struct SubScales {
-    __m512 d[8][R];
-    __m512 m[8][R];
-};
-
-// d and m of R superblocks.
-template <int R>
-struct SuperScales {
-    __m512 d[R], m[R];
-};
-
-template <class Packed, int R>
-SIMD_FN SuperScales<R> super_scales(const uint8_t* const (&unit)[R]) {
-    SuperScales<R> of;
-    UNROLL for (int r = 0; r < R; ++r) {
-        const auto* super = reinterpret_cast<const Packed*>(unit[r]);
-        of.d[r] = halves_at(super->d);
-        of.m[r] = halves_at(super->m);
-    }
-    return of;
+template <int R, int N>
+SIMD_FN void dot_sub_block(Sums<R, N>& sums, const PackedQ4_K* const (&super)[R], size_t b,
+                           const int8_t* q) {
+    const uint8_t* nibbles[R];
+    UNROLL for (int r = 0; r < R; ++r) nibbles[r] = &super[r]->q[b][0][0][0];
+    dot_nibbles<R, N>(sums, nibbles, q);
+}
+template <int R, int N>
+SIMD_FN void dot_sub_block(Sums<R, N>& sums, const PackedQ5_K* const (&super)[R], size_t b,
+                           const int8_t* q) {
+    const FiveBits* from[R];
+    UNROLL for (int r = 0; r < R; ++r) from[r] = &super[r]->block[b];
+    dot_five_bits<R, N>(sums, from, q);
 }
 
-template <class Packed, int R>
-SIMD_FN void unpack_scales(const uint8_t* const (&unit)[R], const SuperScales<R>& of, size_t b,
-                           SubScales<R>& to) {
-    UNROLL for (int r = 0; r < R; ++r) {
-        const auto* super = reinterpret_cast<const Packed*>(unit[r]);
-        to.d[b][r] = _mm512_mul_ps(of.d[r], bytes_at(super->scale[b]));
-        to.m[b][r] = _mm512_mul_ps(of.m[r], bytes_at(super->min[b]));
-    }
-}
+// Q4_K and Q5_K. d * scale and m * min are exact in fp32, and so are their products with an activation
+// scale; hence the steps are those of the definition, which scales the integers.
+template <class Packed>
+struct Superblock {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(Packed);
 
-template <class Weights, int R, int N>
-SIMD_FN void sub_block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R],
-                       const SubScales<R>& scales, size_t b, const Panel& x, size_t cell) {
-    Sums<R, N> sums;
-    start_at_zero(sums);
-    Weights::template dots<R, N>(sums, unit, b, x.q + cell * BLOCK_WIDTH);
-    scale_in(acc, sums, scales.d[b], x.scale + cell);
-    minimum_in(acc, scales.m[b], x.sum + cell);
-}
+    // Scales of R superblocks and of their sub-blocks.
+    template <int R>
+    struct Unpacked {
+        __m512 super_d[R], super_m[R];
+        __m512 d[8][R], m[8][R];
+    };
+    static constexpr size_t TOKENS_UNPACKED = 2;
 
-struct WeightsQ4_K {
-    using Packed = PackedQ4_K;
-    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ4_K);
-    template <int R, int N>
-    SIMD_FN void dots(Sums<R, N>& sums, const uint8_t* const (&unit)[R], size_t b, const int8_t* q) {
-        const uint8_t* nibbles[R];
-        UNROLL for (int r = 0; r < R; ++r)
-            nibbles[r] = &reinterpret_cast<const PackedQ4_K*>(unit[r])->q[b][0][0][0];
-        dot_nibbles<R, N>(sums, nibbles, q);
-    }
-    template <int R, int N>
-    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t b,
-                             const Panel& x, size_t cell, size_t) {
-        SubScales<R> scales;
-        unpack_scales<Packed, R>(unit, super_scales<Packed, R>(unit), b, scales);
-        sub_block<WeightsQ4_K, R, N>(acc, unit, scales, b, x, cell);
-    }
-};
-
-struct WeightsQ5_K {
-    using Packed = PackedQ5_K;
-    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ5_K);
-    template <int R, int N>
-    SIMD_FN void dots(Sums<R, N>& sums, const uint8_t* const (&unit)[R], size_t b, const int8_t* q) {
-        const FiveBits* from[R];
-        UNROLL for (int r = 0; r < R; ++r)
-            from[r] = &reinterpret_cast<const PackedQ5_K*>(unit[r])->block[b];
-        dot_five_bits<R, N>(sums, from, q);
-    }
-    template <int R, int N>
-    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t b,
-                             const Panel& x, size_t cell, size_t) {
-        SubScales<R> scales;
-        unpack_scales<Packed, R>(unit, super_scales<Packed, R>(unit), b, scales);
-        sub_block<WeightsQ5_K, R, N>(acc, unit, scales, b, x, cell);
-    }
-};
-
-// Adds one superblock to the running segment of N tokens. The first tokens of a group also unpack the
-// scales and prefetch the tiles that follow.
-template <class Weights, int R, int N, bool FIRST>
-void add_superblock(__m512 (&running)[GROUP_TOKENS][R], const uint8_t* const (&unit)[R],
-                    SubScales<R>& scales, const Panel& x, size_t block, size_t token, size_t ahead) {
-    constexpr size_t LINES = (Weights::BYTES / CACHE_LINE + 7) / 8;
-    Accumulators<R, N> acc;
-    UNROLL for (int n = 0; n < N; ++n)
-        UNROLL for (int r = 0; r < R; ++r)
-            acc.a[r][n] = block % SEGMENT_BLOCKS == 0
-                              ? _mm512_setzero_ps()
-                              : running[token + static_cast<size_t>(n)][r];
-    using Packed = typename Weights::Packed;
-    SuperScales<R> of;
-    if (FIRST) of = super_scales<Packed, R>(unit);
-    for (size_t b = 0; b < 8; ++b) {
-        if (FIRST) unpack_scales<Packed, R>(unit, of, b, scales);
-        sub_block<Weights, R, N>(acc, unit, scales, b, x, (block + b) * GROUP_TOKENS + token);
-        if (FIRST && ahead)
-            UNROLL for (int r = 0; r < R; ++r)
-                UNROLL for (size_t line = 0; line < LINES; ++line)
-                    _mm_prefetch(reinterpret_cast<const char*>(unit[r]) + ahead +
-                                     (LINES * b + line) * CACHE_LINE,
-                                 _MM_HINT_T1);
-    }
-    UNROLL for (int n = 0; n < N; ++n)
-        UNROLL for (int r = 0; r < R; ++r)
-            running[token + static_cast<size_t>(n)][r] = acc.a[r][n];
-}
-
-// Several tokens of Q4_K or Q5_K: all tokens of the group pass one superblock before the next,
-// so that its scales are unpacked once and its weights stay in the level-1 cache.
-template <class Weights, int R>
-void tokens_of_superblocks(const uint8_t* tiles, size_t bytes, const Panel& x, size_t tokens,
-                           bool cold, TileResult* results) {
-    const uint8_t* unit[R];
-    UNROLL for (int r = 0; r < R; ++r) unit[r] = tiles + static_cast<size_t>(r) * bytes;
-    const size_t ahead = cold ? R * bytes : 0;
-    SubScales<R> scales;
-    __m512 running[GROUP_TOKENS][R];
-    for (size_t block = 0; block < x.blocks; block += Weights::BLOCKS) {
-        size_t token = 4;
-        switch (tokens) {
-            case 2: add_superblock<Weights, R, 2, true>(running, unit, scales, x, block, 0, ahead); break;
-            case 3: add_superblock<Weights, R, 3, true>(running, unit, scales, x, block, 0, ahead); break;
-            default: add_superblock<Weights, R, 4, true>(running, unit, scales, x, block, 0, ahead);
+    template <int R>
+    SIMD_FN void unpack_scales(const uint8_t* const (&unit)[R], Unpacked<R>& to) {
+        UNROLL for (int r = 0; r < R; ++r) {
+            const auto* super = reinterpret_cast<const Packed*>(unit[r]);
+            to.super_d[r] = halves_at(super->d);
+            to.super_m[r] = halves_at(super->m);
         }
-        for (; token + 4 <= tokens; token += 4)
-            add_superblock<Weights, R, 4, false>(running, unit, scales, x, block, token, 0);
-        if (token + 3 == tokens)
-            add_superblock<Weights, R, 3, false>(running, unit, scales, x, block, token, 0);
-        if (token + 2 == tokens)
-            add_superblock<Weights, R, 2, false>(running, unit, scales, x, block, token, 0);
-        if (token + 1 == tokens)
-            add_superblock<Weights, R, 1, false>(running, unit, scales, x, block, token, 0);
-        UNROLL for (int r = 0; r < R; ++r) unit[r] += Weights::BYTES;
-        const size_t next = block + Weights::BLOCKS;
-        if (next % SEGMENT_BLOCKS != 0 && next < x.blocks) continue;
-        for (token = 0; token < tokens; ++token)
-            UNROLL for (int r = 0; r < R; ++r) {
-                float* y = results[r].y[token];
-                const __m512 sum = running[token][r];
-                _mm512_store_ps(y, next <= SEGMENT_BLOCKS ? sum
-                                                          : _mm512_add_ps(_mm512_load_ps(y), sum));
-            }
     }
-}
+    template <int R, int N, bool FIRST>
+    SIMD_FN void sub_block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R],
+                           Unpacked<R>& scales, size_t b, const Panel& x, size_t cell, size_t) {
+        const Packed* super[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            super[r] = reinterpret_cast<const Packed*>(unit[r]);
+            if (FIRST) {
+                scales.d[b][r] = _mm512_mul_ps(scales.super_d[r], bytes_at(super[r]->scale[b]));
+                scales.m[b][r] = _mm512_mul_ps(scales.super_m[r], bytes_at(super[r]->min[b]));
+            }
+        }
+        Sums<R, N> sums;
+        start_at_zero(sums);
+        dot_sub_block(sums, super, b, x.q + cell * BLOCK_WIDTH);
+        scale_in(acc, sums, scales.d[b], x.scale + cell);
+        minimum_in(acc, scales.m[b], x.sum + cell);
+    }
+    template <int R, int N>
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t b,
+                       const Panel& x, size_t cell, size_t halves) {
+        Unpacked<R> scales;
+        unpack_scales(unit, scales);
+        sub_block<R, N, true>(acc, unit, scales, b, x, cell, halves);
+    }
+};
+struct WeightsQ4_K : Superblock<PackedQ4_K> {};
+struct WeightsQ5_K : Superblock<PackedQ5_K> {};
 
 }  // namespace
 }  // namespace batchengine
