@@ -43,19 +43,19 @@ constexpr uint16_t ONE_HALF = 0x3C00;
 
 using Nibbles = uint8_t[GROUPS / 2][TILE_ROWS][4];
 
-// Weight i of a block of 32; the destination is zero before.
-void put_nibble(Nibbles& to, size_t row, size_t i, unsigned q) {
+// Weight i of a block of 32, in nibbles or five bits; put() wants zeros before.
+void put(Nibbles& to, size_t row, size_t i, unsigned q) {
     to[i % 16 / 4][row][i % 4] |= static_cast<uint8_t>((q & 15u) << (i < 16 ? 0 : 4));
 }
-unsigned nibble_at(const Nibbles& from, size_t row, size_t i) {
+unsigned weight_at(const Nibbles& from, size_t row, size_t i) {
     return from[i % 16 / 4][row][i % 4] >> (i < 16 ? 0 : 4) & 15u;
 }
-void put_five(FiveBits& to, size_t row, size_t i, unsigned q) {
+void put(FiveBits& to, size_t row, size_t i, unsigned q) {
     const size_t j = i % 16 / 4;
     to.q[j][row][i % 4] |= static_cast<uint8_t>(i < 16 ? q : q >> 2 << 5);
     if (i >= 16) to.q[4][row][i % 4] |= static_cast<uint8_t>((q & 3u) << (2 * j));
 }
-unsigned five_at(const FiveBits& from, size_t row, size_t i) {
+unsigned weight_at(const FiveBits& from, size_t row, size_t i) {
     const size_t j = i % 16 / 4;
     const unsigned byte = from.q[j][row][i % 4];
     return i < 16 ? byte & 31u : byte >> 5 << 2 | (from.q[4][row][i % 4] >> (2 * j) & 3u);
@@ -64,32 +64,32 @@ unsigned five_at(const FiveBits& from, size_t row, size_t i) {
 // Block b of a row goes into its tile; a d of 0 is replaced as pack.h says.
 uint16_t usable(uint16_t d) { return zero_half(d) ? ONE_HALF : d; }
 
+// 32 weights; all of them `zero` if d is 0.
+template <class File, class Weights>
+void put_all(const File& from, Weights& to, size_t row, unsigned zero) {
+    for (size_t i = 0; i < 32; ++i) put(to, row, i, zero_half(from.d) ? zero : quant(from, i));
+}
+
 void place(const FileQ4_0& from, PackedQ4_0* tile, size_t b, size_t row) {
-    PackedQ4_0& to = tile[b / 2];
-    to.d[b % 2][row] = usable(from.d);
-    for (size_t i = 0; i < 32; ++i)
-        put_nibble(to.q[b % 2], row, i, zero_half(from.d) ? 8 : quant(from, i));
+    tile[b / 2].d[b % 2][row] = usable(from.d);
+    put_all(from, tile[b / 2].q[b % 2], row, 8);
 }
 
 void place(const FileQ4_1& from, PackedQ4_1* tile, size_t b, size_t row) {
     tile[b].d[row] = usable(from.d);
     tile[b].m[row] = from.m;
-    for (size_t i = 0; i < 32; ++i)
-        put_nibble(tile[b].q, row, i, zero_half(from.d) ? 0 : quant(from, i));
+    put_all(from, tile[b].q, row, 0);
 }
 
 void place(const FileQ5_0& from, PackedQ5_0* tile, size_t b, size_t row) {
-    PackedQ5_0& to = tile[b / 2];
-    to.d[b % 2][row] = usable(from.d);
-    for (size_t i = 0; i < 32; ++i)
-        put_five(to.block[b % 2], row, i, zero_half(from.d) ? 16 : quant(from, i));
+    tile[b / 2].d[b % 2][row] = usable(from.d);
+    put_all(from, tile[b / 2].block[b % 2], row, 16);
 }
 
 void place(const FileQ5_1& from, PackedQ5_1* tile, size_t b, size_t row) {
     tile[b].d[row] = usable(from.d);
     tile[b].m[row] = from.m;
-    for (size_t i = 0; i < 32; ++i)
-        put_five(tile[b].block, row, i, zero_half(from.d) ? 0 : quant(from, i));
+    put_all(from, tile[b].block, row, 0);
 }
 
 void place(const FileQ8_0& from, PackedQ8_0* tile, size_t b, size_t row) {
@@ -104,7 +104,7 @@ void place(const FileQ8_0& from, PackedQ8_0* tile, size_t b, size_t row) {
 // IQ4_NL has no weight of zero, so a scale of zero stays.
 void place(const FileIQ4_NL& from, PackedQ4_0* tile, size_t b, size_t row) {
     tile[b / 2].d[b % 2][row] = from.d;
-    for (size_t i = 0; i < 32; ++i) put_nibble(tile[b / 2].q[b % 2], row, i, quant(from, i));
+    for (size_t i = 0; i < 32; ++i) put(tile[b / 2].q[b % 2], row, i, quant(from, i));
 }
 
 // d, dmin and the sub-blocks' scales of Q4_K and Q5_K; true for a sub-block that has weights.
@@ -121,15 +121,14 @@ bool place_scales(const File& from, Packed& to, size_t j, size_t row) {
 void place(const FileQ4_K& from, PackedQ4_K* tile, size_t b, size_t row) {
     for (size_t j = 0; j < 8; ++j)
         if (place_scales(from, tile[b], j, row))
-            for (size_t i = 0; i < 32; ++i)
-                put_nibble(tile[b].q[j], row, i, quant(from, 32 * j + i));
+            for (size_t i = 0; i < 32; ++i) put(tile[b].q[j], row, i, quant(from, 32 * j + i));
 }
 
 void place(const FileQ5_K& from, PackedQ5_K* tile, size_t b, size_t row) {
     for (size_t j = 0; j < 8; ++j)
         if (place_scales(from, tile[b], j, row))
             for (size_t i = 0; i < 32; ++i)
-                put_five(tile[b].block[j], row, i, quant(from, 32 * j + i));
+                put(tile[b].block[j], row, i, quant(from, 32 * j + i));
 }
 
 // Shift of the two upper bits of vector g inside high[(g % 4) / 2]; see PackedQ6_K.
@@ -143,7 +142,7 @@ void place(const FileQ6_K& from, PackedQ6_K* tile, size_t b, size_t row) {
         PackedQ6_K::Block& block = tile[b].block[k / 32];
         const size_t g = k % 32 / 4;
         const unsigned q = quant(from, k);
-        put_nibble(block.low, row, k % 32, q);
+        put(block.low, row, k % 32, q);
         block.high[g % 4 / 2][row][k % 4] |= static_cast<uint8_t>((q >> 4) << high_shift(g));
     }
 }
@@ -195,7 +194,7 @@ void pack_row(Kind kind, const RowSource& from) {
 int q6_at(const PackedQ6_K::Block& block, size_t lane, size_t i) {
     const size_t g = i / 4;
     const unsigned high = block.high[g % 4 / 2][lane][i % 4] >> high_shift(g) & 3u;
-    return static_cast<int>(nibble_at(block.low, lane, i) | high << 4) - 32;
+    return static_cast<int>(weight_at(block.low, lane, i) | high << 4) - 32;
 }
 
 float scaled(int q, float d) { return ca::mul_rn(static_cast<float>(q), d); }
@@ -220,19 +219,19 @@ float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
     switch (kind) {
         case Kind::q4_0: {
             const auto& pair = reinterpret_cast<const PackedQ4_0*>(tile)[b / 2];
-            return scaled(nibble_at(pair.q[b % 2], lane, i), 8, pair.d[b % 2][lane]);
+            return scaled(weight_at(pair.q[b % 2], lane, i), 8, pair.d[b % 2][lane]);
         }
         case Kind::q4_1: {
             const auto& block = reinterpret_cast<const PackedQ4_1*>(tile)[b];
-            return with_minimum(nibble_at(block.q, lane, i), block.d[lane], block.m[lane]);
+            return with_minimum(weight_at(block.q, lane, i), block.d[lane], block.m[lane]);
         }
         case Kind::q5_0: {
             const auto& pair = reinterpret_cast<const PackedQ5_0*>(tile)[b / 2];
-            return scaled(five_at(pair.block[b % 2], lane, i), 16, pair.d[b % 2][lane]);
+            return scaled(weight_at(pair.block[b % 2], lane, i), 16, pair.d[b % 2][lane]);
         }
         case Kind::q5_1: {
             const auto& from = reinterpret_cast<const PackedQ5_1*>(tile)[b];
-            return with_minimum(five_at(from.block, lane, i), from.d[lane], from.m[lane]);
+            return with_minimum(weight_at(from.block, lane, i), from.d[lane], from.m[lane]);
         }
         case Kind::q8_0: {
             const auto& pair = reinterpret_cast<const PackedQ8_0*>(tile)[b / 2];
@@ -240,16 +239,16 @@ float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
         }
         case Kind::iq4_nl: {
             const auto& pair = reinterpret_cast<const PackedQ4_0*>(tile)[b / 2];
-            const int q = IQ4_VALUES[nibble_at(pair.q[b % 2], lane, i)];
+            const int q = IQ4_VALUES[weight_at(pair.q[b % 2], lane, i)];
             return scaled(q, ca::half_to_float(pair.d[b % 2][lane]));
         }
         case Kind::q4_k: {
             const auto& super = reinterpret_cast<const PackedQ4_K*>(tile)[b / 8];
-            return with_minimum(nibble_at(super.q[b % 8], lane, i), super, b % 8, lane);
+            return with_minimum(weight_at(super.q[b % 8], lane, i), super, b % 8, lane);
         }
         case Kind::q5_k: {
             const auto& super = reinterpret_cast<const PackedQ5_K*>(tile)[b / 8];
-            return with_minimum(five_at(super.block[b % 8], lane, i), super, b % 8, lane);
+            return with_minimum(weight_at(super.block[b % 8], lane, i), super, b % 8, lane);
         }
         case Kind::q6_k: {
             const auto& super = reinterpret_cast<const PackedQ6_K*>(tile)[b / 8];
