@@ -21,11 +21,13 @@ struct Sums {
 SIMD_FN float32x4_t halves_at(const uint16_t* p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 }
+
 // The low nibbles of packed bytes for dwords 0..3, the high ones for 4..7.
 template <int G>
 SIMD_FN uint8x16_t nibbles(uint8x16_t packed) {
     return G < 4 ? vandq_u8(packed, vdupq_n_u8(15)) : vshrq_n_u8(packed, 4);
 }
+
 // Each kind: how many blocks one packed unit holds; its size; how many times the offset (-8 * S) a sum
 // starts from; dword G of block i of rows [row, row + 4); their scales, and minima if it has them.
 template <class Packed>
@@ -36,25 +38,22 @@ struct Unit {
     SIMD_FN const Packed& of(const uint8_t* unit) { return *reinterpret_cast<const Packed*>(unit); }
 };
 
-struct WeightsQ4_0 : Unit<PackedQ4_0> {
+// Two blocks, each with a scale.
+template <class Packed>
+struct PairUnit : Unit<Packed> {
     static constexpr size_t BLOCKS = 2;
-    static constexpr int OFFSETS = 1;
-    template <int G>
-    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
-        return nibbles<G>(vld1q_u8(of(unit).q[i][G % 4][row]));
-    }
+    using Unit<Packed>::of;
     SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
         return halves_at(of(unit).d[i] + row);
     }
 };
 
-struct WeightsQ4_1 : Unit<PackedQ4_1> {
+// One block with a scale and a minimum.
+template <class Packed>
+struct MinimumUnit : Unit<Packed> {
     static constexpr size_t BLOCKS = 1;
     static constexpr bool HAS_MINIMUM = true;
-    template <int G>
-    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t, size_t row) {
-        return nibbles<G>(vld1q_u8(of(unit).q[G % 4][row]));
-    }
+    using Unit<Packed>::of;
     SIMD_FN float32x4_t scale(const uint8_t* unit, size_t, size_t row) {
         return halves_at(of(unit).d + row);
     }
@@ -63,15 +62,26 @@ struct WeightsQ4_1 : Unit<PackedQ4_1> {
     }
 };
 
+struct WeightsQ4_0 : PairUnit<PackedQ4_0> {
+    static constexpr int OFFSETS = 1;
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
+        return nibbles<G>(vld1q_u8(of(unit).q[i][G % 4][row]));
+    }
+};
+
+struct WeightsQ4_1 : MinimumUnit<PackedQ4_1> {
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t, size_t row) {
+        return nibbles<G>(vld1q_u8(of(unit).q[G % 4][row]));
+    }
+};
+
 // The bytes are weight + 128: the top bit makes them signed.
-struct WeightsQ8_0 : Unit<PackedQ8_0> {
-    static constexpr size_t BLOCKS = 2;
+struct WeightsQ8_0 : PairUnit<PackedQ8_0> {
     template <int G>
     SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
         return veorq_u8(vld1q_u8(of(unit).q[i][G][row]), vdupq_n_u8(128));
-    }
-    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
-        return halves_at(of(unit).d[i] + row);
     }
 };
 
@@ -85,42 +95,26 @@ SIMD_FN uint8x16_t five_bits(const FiveBits& from, size_t row) {
     return vorrq_u8(upper, vandq_u8(lower, vdupq_n_u8(3)));
 }
 
-struct WeightsQ5_0 : Unit<PackedQ5_0> {
-    static constexpr size_t BLOCKS = 2;
+struct WeightsQ5_0 : PairUnit<PackedQ5_0> {
     static constexpr int OFFSETS = 2;
     template <int G>
     SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
         return five_bits<G>(of(unit).block[i], row);
     }
-    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
-        return halves_at(of(unit).d[i] + row);
-    }
 };
 
-struct WeightsQ5_1 : Unit<PackedQ5_1> {
-    static constexpr size_t BLOCKS = 1;
-    static constexpr bool HAS_MINIMUM = true;
+struct WeightsQ5_1 : MinimumUnit<PackedQ5_1> {
     template <int G>
     SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t, size_t row) {
         return five_bits<G>(of(unit).block, row);
     }
-    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t, size_t row) {
-        return halves_at(of(unit).d + row);
-    }
-    SIMD_FN float32x4_t minimum(const uint8_t* unit, size_t, size_t row) {
-        return halves_at(of(unit).m + row);
-    }
 };
 
-struct WeightsIQ4_NL : Unit<PackedQ4_0> {
-    static constexpr size_t BLOCKS = 2;
+struct WeightsIQ4_NL : PairUnit<PackedQ4_0> {
     template <int G>
     SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
         const uint8x16_t table = vreinterpretq_u8_s8(vld1q_s8(IQ4_VALUES));
         return vqtbl1q_u8(table, nibbles<G>(vld1q_u8(of(unit).q[i][G % 4][row])));
-    }
-    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
-        return halves_at(of(unit).d[i] + row);
     }
 };
 
