@@ -59,8 +59,9 @@ SIMD_FN void store_digits(V16 weights, uint8_t* high, uint8_t* low) {
 
 // Scores of one row -> m, l and digits up to the next multiple of 16 tokens. The row is first padded:
 // scores after the visible tokens are stale. False when a score or a weight is not finite.
-SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* low, float* m,
-                    float* l, float* weight_unit) {
+SIMD_FN bool soften(int n, int row, AttentionScratch& scratch, const PagePartials& out) {
+    float* const s = scratch.score[row];
+    const float* const dv = scratch.dv;
     const int end = (n + 15) / 16 * 16;
     for (int t = n; t < end; t++) s[t] = s[0];
     V16 top = vset(s[0]), check = vzero();
@@ -70,13 +71,14 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* lo
         check = vfma(x, vzero(), check);  // NaN when x is not finite, else 0
     }
     if (vany_nonfinite(check)) return false;
-    *m = __builtin_ceilf(vreduce_max(top)) + 0.0f;
+    const float m = __builtin_ceilf(vreduce_max(top)) + 0.0f;
+    out.m[row] = m;
 
     // Hidden tokens: exp2c gives exactly 0, and their V scale, which may be NaN, is kept out.
     float dv_tail[16];
     for (int t = end - 16; t < end; t++) dv_tail[t % 16] = t < n ? dv[t] : 0.0f;
     for (int t = n; t < end; t++) s[t] = -0x1p127f;
-    const V16 shift = vset(*m), unit = vset(0x1p22f);
+    const V16 shift = vset(m), unit = vset(0x1p22f);
     int32x4_t sum = vdupq_n_s32(0);
     V16 w_top = vzero();
     check = vzero();
@@ -90,13 +92,19 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* lo
         vstore(s + t, w);
     }
     if (vany_nonfinite(check)) return false;
-    *l = static_cast<float>(vaddvq_s32(sum)) * 0x1p-22f;
+    out.l[row] = static_cast<float>(vaddvq_s32(sum)) * 0x1p-22f;
 
     const ca::WeightUnit weights = ca::weight_unit(ca::bits_of(vreduce_max(w_top)));
-    *weight_unit = weights.unit;
+    scratch.unit[row] = weights.unit;
     for (int t = 0; t < end; t += 16)
-        store_digits(vload(s + t) * vset(weights.inverse), high + t, low + t);
+        store_digits(vload(s + t) * vset(weights.inverse), scratch.high[row] + t,
+                     scratch.low[row] + t);
     return true;
+}
+
+SIMD_FN void clear(int row, int t, AttentionScratch& scratch) {
+    vst1q_u8(scratch.high[row] + t, vdupq_n_u8(0));
+    vst1q_u8(scratch.low[row] + t, vdupq_n_u8(0));
 }
 
 // Numerators of R rows for dims [dim, dim + 8), from `tiles` tiles of 16 tokens.
@@ -158,23 +166,7 @@ void page_partials_neon(const PageView& page, int head_dim, const QueryRows& row
         score_rows<1>(page, head_dim, rows, row, scratch.score);
     for (int i = 0; i < tiles * 16; i += 16)
         vstore(scratch.dv + i, vload_half(page.v_scale + i));
-    for (int r = 0; r < rows.rows; r++) {
-        const int n = rows.visible[r];
-        uint8_t *high = scratch.high[r], *low = scratch.low[r];
-        const bool good = soften(n, scratch.score[r], scratch.dv, high, low, out.m + r, out.l + r,
-                                 scratch.unit + r);
-        int filled = (n + 15) / 16 * 16;
-        if (!good) {
-            out.m[r] = 0.0f;
-            out.l[r] = ca::canonical_nan();
-            scratch.unit[r] = 0.0f;
-            filled = 0;
-        }
-        for (; filled < tiles * 16; filled += 16) {
-            vst1q_u8(high + filled, vdupq_n_u8(0));
-            vst1q_u8(low + filled, vdupq_n_u8(0));
-        }
-    }
+    soften_rows<16, soften, clear>(rows, scratch, out);
     for (int row = 0; row < fours; row += ROWS)
         output_rows<ROWS>(page, head_dim, rows, row, scratch, out);
     for (int row = fours; row < rows.rows; row++)

@@ -63,8 +63,9 @@ void score_page(const PageView& page, int head_dim, const QueryRows& rows, int t
 
 // Scores of one row -> m, l and 14-bit weights up to the next multiple of 16 tokens. The row is first
 // padded: scores after the visible tokens are stale. False when a score or a weight is not finite.
-SIMD_FN bool soften(int n, float* s, const float* dv, uint16_t* weight, float* m, float* l,
-                    float* weight_unit) {
+SIMD_FN bool soften(int n, int row, AttentionScratch& scratch, const PagePartials& out) {
+    float* const s = scratch.score[row];
+    const float* const dv = scratch.dv;
     const int end = (n + 15) / 16 * 16;
     for (int t = n; t < end; t++) s[t] = s[0];
     V16 top = vset(s[0]), check = vzero();
@@ -74,13 +75,14 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint16_t* weight, float* m
         check = vfma(x, vzero(), check);  // NaN when x is not finite, else 0
     }
     if (vany_nonfinite(check)) return false;
-    *m = __builtin_ceilf(vreduce_max(top)) + 0.0f;
+    const float m = __builtin_ceilf(vreduce_max(top)) + 0.0f;
+    out.m[row] = m;
 
     // Hidden tokens: exp2c gives exactly 0, and their V scale, which may be NaN, is kept out.
     float dv_tail[16];
     for (int t = end - 16; t < end; t++) dv_tail[t % 16] = t < n ? dv[t] : 0.0f;
     for (int t = n; t < end; t++) s[t] = -0x1p127f;
-    const V16 shift = vset(*m), magic = vset(ca::ROUND_MAGIC), unit = vset(0x1p22f);
+    const V16 shift = vset(m), magic = vset(ca::ROUND_MAGIC), unit = vset(0x1p22f);
     const __m256i magic_bits = _mm256_castps_si256(magic.a);
     __m256i sum = _mm256_setzero_si256();
     V16 w_top = vzero();
@@ -97,19 +99,23 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint16_t* weight, float* m
         vstore(s + t, w);
     }
     if (vany_nonfinite(check)) return false;
-    *l = static_cast<float>(sum_of_lanes(sum)) * 0x1p-22f;
+    out.l[row] = static_cast<float>(sum_of_lanes(sum)) * 0x1p-22f;
 
     const ca::WeightUnit weights = ca::weight_unit(ca::bits_of(vreduce_max(w_top)));
-    *weight_unit = weights.unit;
+    scratch.unit[row] = weights.unit;
     const V16 inverse = vset(weights.inverse);
     for (int t = 0; t < end; t += 16) {
         const V16 scaled = vload(s + t) * inverse;
         const __m256i packed =
             _mm256_packus_epi32(_mm256_cvtps_epi32(scaled.a), _mm256_cvtps_epi32(scaled.b));
-        _mm256_store_si256(reinterpret_cast<__m256i*>(weight + t),
+        _mm256_store_si256(reinterpret_cast<__m256i*>(scratch.weight[row] + t),
                            _mm256_permute4x64_epi64(packed, 0xD8));
     }
     return true;
+}
+
+SIMD_FN void clear(int row, int t, AttentionScratch& scratch) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(scratch.weight[row] + t), _mm256_setzero_si256());
 }
 
 // Numerators of R rows for dims [dim, dim + 16).
@@ -163,19 +169,7 @@ void page_partials_avx2(const PageView& page, int head_dim, const QueryRows& row
     score_page(page, head_dim, rows, tiles, scratch.score);
     for (int i = 0; i < tiles * 16; i += 16)
         vstore(scratch.dv + i, vload_half(page.v_scale + i));
-    for (int r = 0; r < rows.rows; r++) {
-        const int n = rows.visible[r];
-        const bool good = soften(n, scratch.score[r], scratch.dv, scratch.weight[r], out.m + r,
-                                 out.l + r, scratch.unit + r);
-        int filled = (n + 15) / 16 * 16;
-        if (!good) {
-            out.m[r] = 0.0f;
-            out.l[r] = ca::canonical_nan();
-            scratch.unit[r] = 0.0f;
-            filled = 0;
-        }
-        for (; filled < tiles * 16; filled++) scratch.weight[r][filled] = 0;
-    }
+    soften_rows<16, soften, clear>(rows, scratch, out);
     const int quads = (visible_max + 3) / 4;
     prefetch_next_scales(page, head_dim, tiles);
     int row = 0;

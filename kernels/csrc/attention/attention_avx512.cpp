@@ -112,8 +112,8 @@ SIMD_FN void store_digits(const __m512i w[4], uint8_t* high, uint8_t* low) {
 
 // Scores of one row -> m, l and digits up to the next multiple of 64 tokens; s is overwritten with
 // the weights. False when a score or a weight is not finite.
-SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* low, float* m,
-                    float* l, float* weight_unit) {
+SIMD_FN bool soften(int n, int row, AttentionScratch& scratch, const PagePartials& out) {
+    float* const s = scratch.score[row];
     const int whole = n / 16;
     const __mmask16 tail = static_cast<__mmask16>((1u << (n % 16)) - 1);
     const int vectors = whole + (tail != 0);
@@ -131,9 +131,10 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* lo
         check = _mm512_fmadd_ps(x, zero, check);
     }
     if (_mm512_cmp_ps_mask(check, zero, _CMP_NEQ_UQ)) return false;
-    *m = __builtin_ceilf(_mm512_reduce_max_ps(top)) + 0.0f;
+    const float m = __builtin_ceilf(_mm512_reduce_max_ps(top)) + 0.0f;
+    out.m[row] = m;
 
-    const V16 shift = vset(*m);
+    const V16 shift = vset(m);
 #if defined(BATCHENGINE_FREE_ORDER)
     __m512 sum = zero;
 #else
@@ -154,20 +155,20 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* lo
         const __m512i rounded = _mm512_castps_si512(_mm512_fmadd_ps(p.v, unit, magic));
         sum = _mm512_add_epi32(sum, _mm512_sub_epi32(rounded, magic_bits));
 #endif
-        const __m512 w = _mm512_maskz_mul_ps(mask, p.v, _mm512_load_ps(dv + 16 * i));
+        const __m512 w = _mm512_maskz_mul_ps(mask, p.v, _mm512_load_ps(scratch.dv + 16 * i));
         check = _mm512_fmadd_ps(w, zero, check);
         w_top = _mm512_max_ps(w_top, w);
         _mm512_store_ps(s + 16 * i, w);
     }
     if (_mm512_cmp_ps_mask(check, zero, _CMP_NEQ_UQ)) return false;
 #if defined(BATCHENGINE_FREE_ORDER)
-    *l = _mm512_reduce_add_ps(sum);
+    out.l[row] = _mm512_reduce_add_ps(sum);
 #else
-    *l = static_cast<float>(_mm512_reduce_add_epi32(sum)) * 0x1p-22f;
+    out.l[row] = static_cast<float>(_mm512_reduce_add_epi32(sum)) * 0x1p-22f;
 #endif
 
     const ca::WeightUnit weights = ca::weight_unit(ca::bits_of(_mm512_reduce_max_ps(w_top)));
-    *weight_unit = weights.unit;
+    scratch.unit[row] = weights.unit;
     const __m512 inverse = _mm512_set1_ps(weights.inverse);
     for (int i = vectors; i % 4; i++) _mm512_store_ps(s + 16 * i, zero);
     for (int i = 0; i < vectors; i += 4) {
@@ -175,9 +176,14 @@ SIMD_FN bool soften(int n, float* s, const float* dv, uint8_t* high, uint8_t* lo
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++)
             w[j] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(s + 16 * (i + j)), inverse));
-        store_digits(w, high + 16 * i, low + 16 * i);
+        store_digits(w, scratch.high[row] + 16 * i, scratch.low[row] + 16 * i);
     }
     return true;
+}
+
+SIMD_FN void clear(int row, int t, AttentionScratch& scratch) {
+    _mm512_store_si512(scratch.high[row] + t, _mm512_setzero_si512());
+    _mm512_store_si512(scratch.low[row] + t, _mm512_setzero_si512());
 }
 
 // Numerators of R rows for dims [dim, dim + 16 * N).
@@ -229,23 +235,7 @@ void page_partials_avx512(const PageView& page, int head_dim, const QueryRows& r
     score_page(page, head_dim, rows, tiles, scratch.score);
     for (int i = 0; i < tiles * 16; i += 16)
         vstore(scratch.dv + i, vload_half(page.v_scale + i));
-    for (int r = 0; r < rows.rows; r++) {
-        const int n = rows.visible[r];
-        uint8_t *high = scratch.high[r], *low = scratch.low[r];
-        const bool good = soften(n, scratch.score[r], scratch.dv, high, low, out.m + r, out.l + r,
-                                 scratch.unit + r);
-        int filled = (n + 63) / 64 * 64;
-        if (!good) {
-            out.m[r] = 0.0f;
-            out.l[r] = ca::canonical_nan();
-            scratch.unit[r] = 0.0f;
-            filled = 0;
-        }
-        for (; filled < tiles * 16; filled += 64) {
-            _mm512_store_si512(high + filled, _mm512_setzero_si512());
-            _mm512_store_si512(low + filled, _mm512_setzero_si512());
-        }
-    }
+    soften_rows<64, soften, clear>(rows, scratch, out);
     const int quads = (visible_max + 3) / 4;
     prefetch_next_scales(page, head_dim, tiles);
     int row = 0;

@@ -1,11 +1,12 @@
 // The attention primitive: rows of queries against one page of one KV head (CA-2 rule 7).
 //
-// attention_scalar.cpp defines it; the other units equal it bit for bit. Plain structs only, so that
-// units of every instruction set may include this file.
+// attention_scalar.cpp defines it; the other units equal it bit for bit. Functions here have internal
+// linkage, so that units of every instruction set may include this file.
 #pragma once
 
 #include <cstdint>
 
+#include "common/ca.h"
 #include "common/dispatch.h"
 
 namespace batchengine {
@@ -64,6 +65,29 @@ struct AttentionScratch {
     alignas(64) float dv[256];                          // the page's V scales in fp32
     float unit[ATTENTION_ROWS_MAX];                     // of the weights: a power of two, or 0
 };
+
+namespace {
+
+// Scores -> m, l, unit and weights of every row. SOFTEN(n, row, scratch, out) does it for the n tokens
+// that a row sees, with weights up to the next multiple of STEP tokens, and returns false when the row is
+// not finite. CLEAR(row, t, scratch) zeroes the weights of STEP tokens from t on, which only other rows see.
+template <int STEP, auto SOFTEN, auto CLEAR>
+void soften_rows(const QueryRows& rows, AttentionScratch& scratch, const PagePartials& out) {
+    const int end = rows.visible[rows.rows - 1];
+    for (int row = 0; row < rows.rows; row++) {
+        const int n = rows.visible[row];
+        int filled = (n + STEP - 1) / STEP * STEP;
+        if (!SOFTEN(n, row, scratch, out)) {
+            out.m[row] = 0.0f;
+            out.l[row] = ca::canonical_nan();
+            scratch.unit[row] = 0.0f;
+            filled = 0;
+        }
+        for (; filled < end; filled += STEP) CLEAR(row, filled, scratch);
+    }
+}
+
+}  // namespace
 
 using PageKernel = void (*)(const PageView& page, int head_dim, const QueryRows& rows,
                             AttentionScratch& scratch, const PagePartials& out);

@@ -1,4 +1,4 @@
-// place_kv and row_digests: writing and hashing page rows. See attention.h.
+// place_kv, row_digests and step_digests: writing and hashing page rows. See attention.h.
 #include <algorithm>
 #include <vector>
 
