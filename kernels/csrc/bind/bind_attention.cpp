@@ -109,6 +109,13 @@ void set_batch(Batch& batch, const IndexArray& tokens, const EntryArray& entries
     batch.n_absent = n_absent;
 }
 
+// KV heads (first, count) of n_kv_head.
+KvHeads checked_heads(std::pair<size_t, size_t> heads, size_t n_kv_head, const char* name) {
+    require(heads.first < n_kv_head && heads.second > 0 && heads.second <= n_kv_head - heads.first,
+            std::string(name) + ": no such heads");
+    return {heads.first, heads.second};
+}
+
 void bind_batch(nb::module_& module) {
     nb::class_<Batch>(module, "Batch", "The tokens of one step and the pages they read and write.")
         .def(nb::init<size_t, size_t, size_t>(), nb::arg("tokens_max"), nb::arg("entries_max"),
@@ -139,17 +146,16 @@ void bind_batch(nb::module_& module) {
             "to_bytes",
             [](const Queries& self, size_t n_kv_head, std::pair<size_t, size_t> heads,
                const std::vector<std::pair<size_t, size_t>>& runs) {
-                require(n_kv_head > 0 && self.n_head % n_kv_head == 0 && heads.first < n_kv_head &&
-                            heads.second > 0 && heads.second <= n_kv_head - heads.first,
-                        "Queries.to_bytes: no such heads");
+                require(n_kv_head > 0 && self.n_head % n_kv_head == 0,
+                        "Queries.to_bytes: the heads do not divide among the KV heads");
+                const KvHeads some = checked_heads(heads, n_kv_head, "Queries.to_bytes");
                 std::vector<TokenRun> checked;
                 for (const auto& [first, count] : runs) {
                     require(first <= self.tokens_max && count <= self.tokens_max - first,
                             "Queries.to_bytes: no such tokens");
                     checked.push_back({first, count});
                 }
-                const std::string bytes =
-                    queries_to_bytes(self, n_kv_head, {heads.first, heads.second}, checked);
+                const std::string bytes = queries_to_bytes(self, n_kv_head, some, checked);
                 return nb::bytes(bytes.data(), bytes.size());
             },
             nb::arg("n_kv_head"), nb::arg("heads"), nb::arg("runs"),
@@ -380,11 +386,8 @@ void bind_partials(nb::module_& module) {
         "attend_partials",
         [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
            const EntryArray& spans, Partials& out, std::optional<std::pair<size_t, size_t>> some) {
-            const KvHeads heads =
-                some ? KvHeads{some->first, some->second} : KvHeads{0, shape.n_kv_head};
-            require(heads.first < shape.n_kv_head && heads.count > 0 &&
-                        heads.count <= shape.n_kv_head - heads.first,
-                    "attend_partials: no such heads");
+            const KvHeads heads = checked_heads(some.value_or(std::pair{size_t{0}, shape.n_kv_head}),
+                                                shape.n_kv_head, "attend_partials");
             attention_checks(pool, queries, batch, shape, layer, heads.count, "attend_partials");
             require_tokens(batch.n_tokens, out.tokens_max, "attend_partials");
             require(out.n_head == queries.n_head && out.head_dim == shape.head_dim,
