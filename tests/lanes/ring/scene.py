@@ -1,7 +1,7 @@
 """Several real workers with data links between them, which hold pages for each other.
 
-Every worker computes the pages of the same timelines alone, so any of them can hold any page, and
-an answer by any route must be the one of a worker with all pages.
+One worker computes the pages of the timelines alone, and every other gets a copy, so any of them
+can hold any page, and an answer by any route must be the one of a worker with all pages.
 """
 
 from __future__ import annotations
@@ -115,6 +115,17 @@ class Node:
         self.timelines[key] = Timeline(tokens, [])
         await self.compute(key, 0)
 
+    async def copy(self, key: int, other: Node) -> None:
+        """Take over the pages of a timeline that another node has computed."""
+        source = other.timelines[key]
+        self.timelines[key] = Timeline(source.tokens, [])
+        reserve = tuple(self.reserve(key, page) for page in range(len(source.slots)))
+        await self.lane.run(wire.Step((), reserve=reserve), b"", deadline_s=60.0)
+        page = memoryview(bytearray(self.layout.page_bytes))
+        for theirs, ours in zip(source.slots, self.timelines[key].slots, strict=True):
+            os.preadv(other.arena.fd, [page], other.arena.shape.page_offset(theirs))
+            os.pwritev(self.arena.fd, [page], self.arena.shape.page_offset(ours))
+
     async def compute(self, key: int, first: int) -> None:
         """Compute the rows of a timeline from `first` on alone."""
         end = len(self.timelines[key].tokens)
@@ -199,6 +210,15 @@ class Scene:
     def __getitem__(self, name: str) -> Node:
         return self.nodes[name]
 
+    async def prefill(self, name: str, timelines: dict[int, list[int]]) -> None:
+        """Have a node compute these timelines alone, and every node hold all of their pages."""
+        for key, tokens in timelines.items():
+            await self.nodes[name].prefill(key, tokens)
+            for other in self.nodes.values():
+                if other.name != name:
+                    await other.copy(key, self.nodes[name])
+                await self.hold(other.name, key)
+
     async def link(self, one: str, other: str, *, tcp: bool = False, up: bool = True) -> None:
         """A new data link between two nodes."""
         ends = loopback() if tcp else socket.socketpair()
@@ -280,12 +300,11 @@ async def running_scene(
 ) -> AsyncIterator[Scene]:
     """Nodes with one-letter names, each linked with every other if `is_linked`."""
     found = identities or {name: wire.LinkIdentity(name) for name in names}
-    nodes = {
-        name: await start_node(
-            name, model, cache_dir, folder, found[name], threads=threads, slots=slots
-        )
+    starts = (
+        start_node(name, model, cache_dir, folder, found[name], threads=threads, slots=slots)
         for name in names
-    }
+    )
+    nodes = dict(zip(names, await asyncio.gather(*starts), strict=True))
     scene = Scene(dict(nodes))
     try:
         for index, one in enumerate(names):

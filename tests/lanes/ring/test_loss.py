@@ -32,11 +32,8 @@ async def scene_of(
 ) -> AsyncIterator[tuple[Scene, wire.StepDone]]:
     """Nodes a, b, c with four timelines, and the answer of `a` alone to a step of ALL."""
     async with running_scene("abc", model, cache_dir, folder, **options) as scene:  # type: ignore[arg-type]
-        for name in "abc":
-            for entry in ALL:
-                length = LENGTH if entry.pieces else 600
-                await scene[name].prefill(entry.key, words(entry.key, length))
-                await scene.hold(name, entry.key)
+        lengths = {entry.key: LENGTH if entry.pieces else 600 for entry in ALL}
+        await scene.prefill("a", {key: words(key, length) for key, length in lengths.items()})
         alone = await scene["a"].step(*(Entry(e.key, e.start, e.n) for e in ALL))
         yield scene, alone
 
@@ -135,11 +132,8 @@ async def test_a_link_needs_a_certificate_of_the_authority_and_of_the_name(
     identities = {name: ours.identity(name) for name in "ab"}
     identities["c"] = ours.identity("c", certified="b")
     identities["d"] = theirs.identity("d", trusts=ours.certificate)
-    async with running_scene("a", pocket_path, cache_dir, tmp_path, identities=identities):
-        pass
-    names = "abcd"
     async with running_scene(
-        names, pocket_path, cache_dir, tmp_path, identities=identities, is_linked=False
+        "abcd", pocket_path, cache_dir, tmp_path, identities=identities, is_linked=False
     ) as scene:
         await scene.link("a", "b", tcp=True)
         for impostor in "cd":

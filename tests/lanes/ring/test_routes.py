@@ -61,14 +61,8 @@ def ring(
             NAMES, pocket_path, cache_dir, folder, tcp=is_tcp, identities=identities
         )
         scene = runner.run(stack.enter_async_context(running))
-
-        async def prepare() -> None:
-            for name in NAMES:
-                for key, length in LENGTHS.items():
-                    await scene[name].prefill(key, words(key, length))
-                    await scene.hold(name, key)
-
-        runner.run(prepare())
+        timelines = {key: words(key, length) for key, length in LENGTHS.items()}
+        runner.run(scene.prefill("d", timelines))
         yield Ring(runner, scene, {}, asyncio.Lock())
         runner.run(stack.aclose())
 
