@@ -90,8 +90,6 @@ class Peers:
     def hold_here(self, refs: Sequence[PageRef]) -> HeldSegment:
         segment = self.take(SELF, refs)
         for index, ref in enumerate(refs):
-            with self.store.core.lock:  # the pin of `refs` is given back by the table
-                self.store.pages.index.pin(self.store.pages.index.get(ref))
             self.pins[segment.hold, index] = ref
         return segment
 

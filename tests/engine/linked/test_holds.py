@@ -114,7 +114,7 @@ def test_one_page_in_two_holds_costs_its_bytes_once() -> None:
     assert not +pool.pins
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None)
 @given(st.data())
 def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None:
     """Requests of two peers with ups, downs, stale epochs, and imports that end at any time."""

@@ -77,6 +77,10 @@ def test_only_the_lost_range_is_computed_again(scene: Scene, lost: int) -> None:
     assert session.kv.sealed[-len(later) :] == later
     route[lost] = SELF
     assert [segment.peer for segment in session.kv.held] == (route[:2] if lost == 2 else route)
+    scene.kv.slots.protect(session)
+    scene.kv.slots.clear(session)
+    scene.settle()
+    assert scene.store.stat()["pages_pinned"] == 0
 
 
 def test_pages_that_are_still_in_the_store_are_not_computed_again(scene: Scene) -> None:
@@ -216,7 +220,7 @@ def test_closing_a_session_releases_everything(scene: Scene) -> None:
     assert scene.store.stat()["pages_pinned"] == 0
 
 
-@hypothesis_settings(deadline=None, max_examples=25)
+@hypothesis_settings(deadline=None, max_examples=hypothesis_settings().max_examples // 4)
 @given(st.integers(0, 2**32 - 1))
 def test_tokens_never_change(seed: int) -> None:
     """Random routes, losses, silences and turns; every token is that of an undisturbed run.
