@@ -72,15 +72,17 @@ check: native
 	$(PY) -m pyright
 	.venv/bin/lint-imports
 
-# Hours of kills, outside `make test`. One command at a time: --kills, --seconds, --every and --seeds make
-# them shorter. The benches end with a RESULT line, the simulation with the number of failed seeds;
-# anything lost, wrong or owned twice ends each with an error.
+# Hours of kills and of random tests, outside `make test`. One command at a time: --kills, --seconds,
+# --every and --seeds make them shorter. The benches end with a RESULT line, the simulation with the
+# number of failed seeds; anything lost, wrong or owned twice ends each with an error.
+RANDOM_TESTS := tests/policy tests/kv tests/wire tests/engine/linked tests/lanes/ring
 soak: native
 	$(PY) -m bench crash --kills 10000 --jobs 4
 	$(PY) -m bench crash --model pocket --kills 200
 	$(PY) -m bench.kill_points --target engine
 	$(PY) -m bench.kill_points --target worker
 	$(PY) -m tests.simulation --seeds 5000 --start 1000
+	$(PY) -m pytest -q --hypothesis-profile soak --timeout 3600 $(RANDOM_TESTS)
 	$(PY) -m bench attack
 
 bench: native

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.support.engines import Reference, Site
 from tests.support.tracebacks import give_lines
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Random tests draw this many examples in `make soak`, and 100 otherwise, or their part of it.
+settings.register_profile("soak", max_examples=1000, deadline=None)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -142,7 +142,7 @@ class World:
         assert len(kv.pending) == len(self.sources)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None)
 @given(st.data())
 def test_a_table_with_held_pages_agrees_with_a_list(data: st.DataObject) -> None:
     world = World()

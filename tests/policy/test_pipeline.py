@@ -180,7 +180,7 @@ def longest_run(given_case: Case, stages: Sequence[PipelineStage], total: Prefil
     return max(runs)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(deadline=None)
 @given(cases())
 def test_the_split_is_the_best_of_all_for_its_hosts(given_case: Case) -> None:
     """The search finds the least longest run of all orders and splits with the same hosts and the
@@ -223,7 +223,7 @@ def _same(one: Sequence[PipelineStage], other: Sequence[PipelineStage]) -> bool:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(cases())
 def test_times_agree_with_a_simulation_of_every_chunk(given_case: Case) -> None:
     found = plan(*given_case)
@@ -241,7 +241,7 @@ def test_times_agree_with_a_simulation_of_every_chunk(given_case: Case) -> None:
     assert few.makespan_ms <= 1.1 * seen.makespan_ms  # so many chunks in flight are enough
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(
     st.lists(
         st.builds(PromptWork, st.integers(0, 5000), st.integers(1, 3000)), min_size=1, max_size=4

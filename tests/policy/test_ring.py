@@ -108,7 +108,7 @@ holders_of_a_route = st.lists(
 shapes = st.sampled_from((SMALL, shape_of(80, 64, 8, 128), shape_of(16, 24, 4, 256)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(
     shapes,
     holders_of_a_route,
@@ -146,7 +146,7 @@ def test_a_daemon_twice_on_a_route_is_predicted_roughly() -> None:
         assert 0.6 < seen / found < 1.6
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(shapes, holders_of_a_route, links, st.integers(0, 30_000), st.integers(0, 2))
 def test_more_work_is_never_predicted_to_be_faster(
     shape: RingShape, holders: list[RingHolder], home: LinkSpeed, own_tokens: int, at: int

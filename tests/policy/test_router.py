@@ -361,7 +361,7 @@ def heavier(load: LaneLoad, decodes: int, waiting: int, ms: float) -> LaneLoad:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(calls())
 def test_the_same_inputs_give_the_same_decision_and_never_a_dead_lane(
     call: tuple[RouteRequest, RouteSession | None, RouteState],
@@ -377,7 +377,7 @@ def test_the_same_inputs_give_the_same_decision_and_never_a_dead_lane(
     assert isinstance(decision.reason, Reason)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(calls(), st.integers(0, 4), st.integers(0, 20), st.integers(0, 5), st.floats(0, 5000))
 def test_more_load_never_makes_a_lane_preferred(
     call: tuple[RouteRequest, RouteSession | None, RouteState],
@@ -401,7 +401,7 @@ def test_more_load_never_makes_a_lane_preferred(
     assert after.candidates[index].strain >= before.candidates[index].strain
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(calls())
 def test_an_interactive_request_is_never_sent_to_a_much_worse_lane(
     call: tuple[RouteRequest, RouteSession | None, RouteState],
@@ -415,7 +415,7 @@ def test_an_interactive_request_is_never_sent_to_a_much_worse_lane(
     assert decision.predicted.strain <= limit * (1 + 1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(loads(), st.integers(0, 3), st.integers(0, 9000), st.integers(1, 9000), st.integers(1, 999))
 def test_the_router_predicts_as_the_cost_model_does(
     load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out: int

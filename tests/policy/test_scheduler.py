@@ -505,13 +505,13 @@ def views(draw: st.DrawFn) -> LaneView:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(views())
 def test_every_plan_passes_the_audit(seen: LaneView) -> None:
     assert check(seen, plan(seen, NOW)) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(views(), st.randoms(use_true_random=False))
 def test_the_order_of_rows_does_not_change_the_plan(seen: LaneView, rng: random.Random) -> None:
     """Same rows in another order: same plan but for the order of its decodes."""
@@ -527,7 +527,7 @@ def test_the_order_of_rows_does_not_change_the_plan(seen: LaneView, rng: random.
     assert other.predicted_ms == pytest.approx(found.predicted_ms)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(views())
 def test_a_step_is_empty_only_for_a_reason(seen: LaneView) -> None:
     """With free slots and pages, every seated turn that has tokens to compute is in the step."""

@@ -96,7 +96,7 @@ def long_request(rank: int = 2, prompt: int = 60_000, out: int = 2_000) -> Route
 # ---- nothing changes without peers ----
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(calls())
 def test_without_a_peer_that_is_up_lanes_alone_decide(
     call: tuple[RouteRequest, RouteSession | None, RouteState],
@@ -326,7 +326,7 @@ def test_kv_that_a_peer_lacks_is_sent_to_it() -> None:
 # ---- divisions and gathering ----
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(
     st.integers(1, 100_000),
     st.lists(st.tuples(st.floats(0.1, 10.0), st.integers(0, 60_000)), min_size=1, max_size=5),
@@ -387,7 +387,7 @@ def peer_calls(draw: st.DrawFn) -> Call:
     return asked, session, replace(alone, peers=peers, facts=facts)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(deadline=None)
 @given(peer_calls())
 def test_no_work_goes_to_a_peer_that_is_not_up(call: Call) -> None:
     _, _, now = call
@@ -403,7 +403,7 @@ def test_no_work_goes_to_a_peer_that_is_not_up(call: Call) -> None:
     assert {name for o in used for name in o.peers} == set(decision.peers)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(deadline=None)
 @given(peer_calls(), st.integers(0, 2), st.integers(0, 20), st.integers(0, 5), st.floats(0, 5000))
 def test_more_load_never_makes_a_peer_preferred(
     call: Call, index: int, decodes: int, waiting: int, ms: float
@@ -424,7 +424,7 @@ def test_more_load_never_makes_a_peer_preferred(
     )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(deadline=None)
 @given(peer_calls())
 def test_an_urgent_request_gets_on_no_ring_that_it_needs_not(call: Call) -> None:
     asked, session, now = call

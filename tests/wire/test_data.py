@@ -48,7 +48,7 @@ def read(data: bytes, chunk: int) -> list[DataFrame]:
 
 
 @given(st.lists(frames, max_size=4), st.integers(1, 97))
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 def test_frames_round_trip_in_any_chunks(sent: list[DataFrame], chunk: int) -> None:
     data = b"".join(pack(frame) for frame in sent)
     for size in (1, chunk, len(data) + 1):
@@ -56,7 +56,7 @@ def test_frames_round_trip_in_any_chunks(sent: list[DataFrame], chunk: int) -> N
 
 
 @given(frames, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_a_damaged_header_is_an_error_and_a_damaged_meta_is_never_another_kind(
     frame: DataFrame, data: st.DataObject
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_damaged_header_is_an_error_and_a_damaged_meta_is_never_another_kind(
 
 
 @given(st.binary(max_size=400), st.integers(1, 50))
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_bytes_that_are_no_frames_are_none(data: bytes, chunk: int) -> None:
     assert not read(data, chunk)
     assert not read(data, len(data) + 1)

@@ -310,13 +310,16 @@ async def test_garbage_floods_and_silence_cost_the_link_alone(
         # A peer that does not read: what waits for it is bounded, then the link is closed.
         peer = await peer_of(scene, "a", 61)
         many = tuple([QueryEntry(512, 2 * SUPERPAGE_TOKENS)] * 4)
-        big = replace(good, entries=many, hops=(Hop("a", good.hops[0].spans * 4),))
+        short = with_span(good, count=1).hops[0].spans  # the least work for as many bytes
+        big = replace(good, entries=many, hops=(Hop("a", short * 4),))
         frames = DATA_LINK.encode(big, queries(2048))
         await flood(peer, frames)
         assert "wait for the peer" in await peer.ends()
         # Queries whose accumulators never come.
         peer = await peer_of(scene, "a", 62)
-        later = with_entry(with_span(good, first=2), start=4 * SUPERPAGE_TOKENS, n_tokens=2048)
+        later = with_entry(
+            with_span(good, first=2, count=1), start=4 * SUPERPAGE_TOKENS, n_tokens=2048
+        )
         units = (DATA_LINK.encode(replace(later, unit=unit), queries(2048)) for unit in range(200))
         await flood(peer, *units)
         assert "more than is served" in await peer.ends()
