@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from batchengine.core import PAGE_TOKENS, SUPERPAGE_PAGES
-from batchengine.wire.lane import ARENA_BIT, HELD_BIT, FromArena
+from batchengine.wire.lane import ARENA_BIT, HELD_BIT, FromArena, Segment
 from kv_store.arenas.arena import ArenaSlot
 from kv_store.pages.index import PageRef
 
@@ -87,6 +87,10 @@ class HeldSegment(NamedTuple):
         """The page codes by which a worker finds these pages."""
         first = HELD_BIT | self.link << 32 | self.first
         return range(first, first + self.n_pages)
+
+    def message(self) -> Segment:
+        """The segment as a worker knows it."""
+        return Segment(self.link, self.hold, self.epoch, self.first, self.n_pages)
 
     def split(self, n_pages: int) -> tuple[HeldSegment, HeldSegment]:
         """The segments of its first `n_pages` pages, and of the others."""

@@ -217,7 +217,8 @@ async def start(launch: Launch) -> Running:
             undo.push_async_callback(lane.close)  # runs before the store closes, which workers map
         for warning in store.warnings:
             log.warning("store: %s", warning)
-        info.context_tokens = min(info.context_tokens, store.pages.allocator.slots_max * 256)
+        if not config.peers.listen:  # else peers may hold what the store cannot
+            info.context_tokens = min(info.context_tokens, store.pages.allocator.slots_max * 256)
         journal = Journal(
             store,
             level=config.store.durability,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 from batchengine import errors
@@ -10,7 +9,6 @@ from batchengine.engine.turns.turn import Turn
 from batchengine.kv import Seal
 from batchengine.kv.lane_kv import Chores
 from batchengine.session import Session
-from batchengine.session_kv import HeldSegment
 from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaSlot
 
@@ -24,10 +22,7 @@ class StepEntry(NamedTuple):
 
 
 class InFlightStep(NamedTuple):
-    """The frame of a step in flight, and the turns, slots and seals that its answer is for.
-
-    `routes`: of each entry the segments of its leading pages, which peers hold.
-    """
+    """The frame of a step in flight, and the turns, slots and seals that its answer is for."""
 
     step: wire.Step
     payload: bytes
@@ -36,29 +31,24 @@ class InFlightStep(NamedTuple):
     verify: list[Seal]
     chores: Chores
     predicted_ms: float
-    routes: list[tuple[HeldSegment, ...]]
 
     def holds(self, session: Session) -> bool:
         """Whether the session computes in this step."""
         return any(part.turn.session is session for part in self.parts)
 
 
-def check_answer(
-    in_flight: InFlightStep, done: wire.StepDone, unreachable: Collection[int] = ()
-) -> None:
-    """Raise STEP_MISMATCH unless every part of the answer fits the frame that was sent.
-
-    `unreachable`: as in StepWriter.commit.
-    """
-    nonfinite, asked = {*done.nonfinite, *unreachable}, in_flight.step.import_rows
+def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
+    """Raise STEP_MISMATCH unless every part of the answer fits the frame that was sent."""
+    without_rows, asked = {*done.nonfinite, *done.unreachable}, in_flight.step.import_rows
     wanted = [
         part.turn.session.key
         for index, part in enumerate(in_flight.parts)
-        if part.wants and index not in nonfinite
+        if part.wants and index not in without_rows
     ]
     if (
         wanted != [row.session for row in done.rows]
-        or not nonfinite <= set(range(len(in_flight.parts)))
+        or not without_rows <= set(range(len(in_flight.parts)))
+        or any(not in_flight.step.entries[index].segments for index in done.unreachable)
         or len(done.digests) != len(in_flight.fills) + len(in_flight.chores.digest)
         or len(done.verified) != len(in_flight.verify)
         or len(done.imported) != len(asked)

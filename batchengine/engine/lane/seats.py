@@ -46,8 +46,10 @@ class Seats:
         self.waiting: dict[int, Turn] = {}
         self.expected = 0  # seats kept for sessions that migrate to this lane, or may return to it
         self.pages_budget = pages_budget
-        self.pages_beyond = 0  # that one session may have with peers in addition
+        self.pages_beyond = 0  # that sessions have with peers, or may have in addition
+        self.pages_beyond_free = 0  # of these, the ones that no session has yet
         self._cut_off: dict[Turn, float] = {}  # until when a turn waits for its holders, in ms
+        self.awaits_peers = False  # pages are on their way to peers, or soon will be
         self.arrivals: dict[int, asyncio.Future[float]] = {}  # see `first_commit`
         self._kv = kv
         self._config = config
@@ -188,7 +190,7 @@ class Seats:
             for turn in self.running.values()
             if not (turn.paused or turn.session.kv.pending or turn.session.kv.cut_off)
         ]
-        if not able or self._kv.is_sealing:
+        if not able or self._kv.is_sealing or self.awaits_peers:
             self._stalled_ms = None
             return
         now_ms = self.now_ms()
@@ -260,7 +262,7 @@ class Seats:
             chunk_tokens_max=config.chunk_tokens_max,
             step_ms_max=config.step_ms_max,
             slots_free=self._kv.slots.available,
-            pages_free=max(0, self.pages_budget - held),
+            pages_free=max(0, self.pages_budget - held) + self.pages_beyond_free,
             pages_budget=self.pages_budget + self.pages_beyond,
             cost=cost,
             running=running,

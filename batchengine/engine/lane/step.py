@@ -21,9 +21,12 @@ from batchengine.engine.turns.turn import Turn, TurnEnd
 from batchengine.kv import LaneKv
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
-from batchengine.session_kv import HeldSegment, full_pages, pages_for
+from batchengine.session_kv import full_pages, pages_for
 from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaSlot
+
+LAP_FACTOR = 4.0  # a visit to all holders in one layer may take this many times the whole step,
+LAP_MS_MIN, LAP_MS_MAX = 1000, 10_000  # within these bounds: a peer that is busy is not lost
 
 
 class StepWriter:
@@ -70,7 +73,6 @@ class StepWriter:
         codes, tokens, history = array("Q"), array("i"), array("i")
         entries: list[wire.Entry] = []
         parts: list[StepEntry] = []
-        routes: list[tuple[HeldSegment, ...]] = []
         fills: list[tuple[Turn, int, ArenaSlot]] = []
         for key, planned in plan.batch:
             turn = seats.running[key]
@@ -95,9 +97,11 @@ class StepWriter:
             if history_len:
                 history.extend(session.tokens[-history_len:])
             sampling = turn.sampling if wants else None
-            entries.append(wire.Entry(key, session.epoch, start, n, n_pages, sampling, history_len))
+            segments = tuple([segment.message() for segment in session.kv.held])
+            entries.append(
+                wire.Entry(key, session.epoch, start, n, n_pages, sampling, history_len, segments)
+            )
             parts.append(StepEntry(turn, n, wants))
-            routes.append(tuple(session.kv.held))
             if full_pages(start) != full_pages(end):
                 fills += [(turn, page, slot) for page, slot in session.kv.filled(start, end)]
         if not entries and not self._kv.has_chores:
@@ -113,11 +117,12 @@ class StepWriter:
             chores.labels.relabel,
             chores.import_rows,
             chores.touch,
+            int(max(LAP_MS_MIN, min(LAP_MS_MAX, LAP_FACTOR * plan.predicted_ms))),
         )
         payload = b"".join(
             (codes.tobytes(), tokens.tobytes(), history.tobytes(), chores.import_tokens)
         )
-        return InFlightStep(step, payload, parts, fills, verify, chores, plan.predicted_ms, routes)
+        return InFlightStep(step, payload, parts, fills, verify, chores, plan.predicted_ms)
 
     def _admit(self, key: int) -> None:
         turn = self._seats.seat(key)
@@ -177,19 +182,16 @@ class StepWriter:
 
     # -------------------------------------------------------------------------- answer -> state
 
-    def commit(
-        self, in_flight: InFlightStep, done: wire.StepDone, unreachable: Collection[int] = ()
-    ) -> bool:
+    def commit(self, in_flight: InFlightStep, done: wire.StepDone) -> bool:
         """Apply the worker's answer: frontiers, tokens, seals.
 
-        `unreachable`: indices of entries that a peer did not serve; they have no rows and no token,
-        and are computed again. Returns whether pages became invalid, which other sessions of the
-        lane may hold.
+        Entries that a peer did not serve have no rows and no token, and are computed again.
+        Returns whether pages became invalid, which other sessions of the lane may hold.
         """
         seats = self._seats
         now_ms = seats.now_ms()
         nonfinite = {in_flight.parts[i].turn for i in done.nonfinite}
-        without_rows = nonfinite | {in_flight.parts[i].turn for i in unreachable}
+        without_rows = nonfinite | {in_flight.parts[i].turn for i in done.unreachable}
         rows = iter(done.rows)
         computed: list[tuple[int, int]] = []
         cost = self._meter.cost.cost

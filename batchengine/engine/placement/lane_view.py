@@ -93,7 +93,7 @@ class LaneViews:
         """Return the state of one lane; a busy lane's may be up to REFRESH_MS old."""
         now_ms = self._state.now_ms()
         rows = max(loop.assigned, len(loop.running) + len(loop.waiting))
-        mark = (loop.meter.steps, loop.assigned, rows, loop.up)
+        mark = (loop.meter.steps, loop.assigned, rows, loop.up, loop.context_max)
         counted = self._counted.get(loop)
         if counted is not None:
             few = rows <= FEW_ROWS or not counted.state.alive

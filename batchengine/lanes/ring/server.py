@@ -108,11 +108,16 @@ class AttentionServer:
         return bool(self._jobs)
 
     def hold(self, note: wire.Hold, addresses: U64Array) -> str:
-        """Answer queries for these pages from now on; returns why not, or ""."""
+        """Answer queries for these pages from now on; returns why not, or "".
+
+        Queries under way go on if the hold grows or shrinks at its end in one epoch.
+        """
         held = self._holds.get(note.hold)
         if held is not None and held.epoch > note.epoch:
             return f"epoch {held.epoch} has begun"
-        self.release(note.hold)
+        if held is None or held.epoch < note.epoch or not _is_start(held.addresses, addresses):
+            self.release(note.hold)
+        self._last = None
         self._holds[note.hold] = HeldPages(note.epoch, addresses)
         return ""
 
@@ -313,3 +318,9 @@ class AttentionServer:
         addresses = np.zeros(n_pages, np.uint64)
         addresses[end - n_held : end] = held.addresses[span.page : span.page + n_held]
         return addresses
+
+
+def _is_start(one: U64Array, other: U64Array) -> bool:
+    """Whether the shorter of two tables is the beginning of the longer one."""
+    n = min(len(one), len(other))
+    return np.array_equal(one[:n], other[:n])

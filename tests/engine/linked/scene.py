@@ -13,19 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from batchengine.config import LaneConfig
 from batchengine.core import GenerationRequest, Sampling
 from batchengine.engine.lane.emission import Emissions
-from batchengine.engine.lane.inflight import InFlightStep, check_answer
+from batchengine.engine.lane.inflight import check_answer
 from batchengine.engine.lane.meter import StepMeter
 from batchengine.engine.lane.seats import Seats
 from batchengine.engine.lane.step import StepWriter
 from batchengine.engine.turns.turn import Turn
 from batchengine.kv import Disputes, LaneKv
-from batchengine.lanes.device import LaneMemory
 from batchengine.lanes.host_device import HostOutput
 from batchengine.lanes.step_input import StepInput, StepLimits, U64Array
 from batchengine.metrics import Metrics
@@ -34,8 +32,7 @@ from batchengine.policy.cost import CostModel, StepCost
 from batchengine.session import Session
 from batchengine.session_kv import SELF, HeldSegment
 from batchengine.wire import lane as wire
-from batchengine.wire.lane import ARENA_BIT, HELD_BIT
-from bench.models.hashlm import LAYOUT, Faults, HashDevice, HashMemory, HashWorker
+from bench.models.hashlm import LAYOUT, Faults, HashDevice, HashWorker
 from kv_store import osio
 from kv_store.pages.index import PageRef
 from kv_store.store import Store
@@ -87,6 +84,14 @@ class Peers:
                 if segment.peer == SELF:
                     self.store.pages.unpin(self.pins.pop((segment.hold, index)))
 
+    def holder(self, segment: wire.Segment) -> Peer:
+        """The peer behind the link of a segment."""
+        return next(peer for peer in self.peers.values() if peer.link == segment.link)
+
+    def is_served(self, segment: wire.Segment) -> bool:
+        peer = self.holder(segment)
+        return peer.answers and (segment.hold, segment.first_page) in peer.pages
+
     def hold_here(self, refs: Sequence[PageRef]) -> HeldSegment:
         segment = self.take(SELF, refs)
         for index, ref in enumerate(refs):
@@ -115,29 +120,6 @@ class Peers:
         self.peers[name].answers = True
 
 
-class RoutedMemory(HashMemory):
-    """Resolves codes of held pages by the segments of the step."""
-
-    segments: Sequence[HeldSegment] = ()
-    peers: Peers
-    absent: np.ndarray
-
-    def addresses(self, codes: U64Array) -> U64Array:
-        is_held = (codes & np.uint64(HELD_BIT | ARENA_BIT)) == np.uint64(HELD_BIT)
-        found = np.zeros(len(codes), np.uint64)
-        found[~is_held] = super().addresses(codes[~is_held])
-        wanted, addresses = list[int](), list[int]()
-        for segment in self.segments:
-            wanted += segment.codes()
-            peer = self.peers.peers[segment.peer]
-            for index in range(segment.first, segment.first + segment.n_pages):
-                page = peer.pages.get((segment.hold, index), self.absent)
-                addresses.append(page.ctypes.data)
-        assert codes[is_held].tolist() == wanted, "the codes are not those of the segments"
-        found[is_held] = addresses
-        return found
-
-
 class RoutedDevice(HashDevice):
     """HashLM whose entries are unreachable when a peer does not answer."""
 
@@ -145,29 +127,31 @@ class RoutedDevice(HashDevice):
         super().__init__(Faults())
         self._vocab = VOCAB
         self.peers = peers
-        self.routes: list[tuple[HeldSegment, ...]] = []
-        self.unreachable: tuple[int, ...] = ()
-
-    def attach(self, attach: wire.Attach, layout: Any) -> LaneMemory:
-        memory = self.memory = RoutedMemory(attach, layout, self.at)
-        memory.peers, memory.absent = self.peers, np.zeros(layout.page_bytes, np.uint8)
-        return memory
+        self._absent = np.zeros(LAYOUT.page_bytes, np.uint8)
 
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
         self._views.clear()  # pages of a peer come and go
+        assert (addresses == 0).sum() == sum(s.n_pages for e in batch.entries for s in e.segments)
+        addresses[addresses == 0] = [
+            page.ctypes.data
+            for entry in batch.entries
+            for segment in entry.segments
+            for page in self._pages(segment)
+        ]
         output = super().compute(batch, addresses, seeds)
-        self.unreachable = tuple(
-            index for index, route in enumerate(self.routes) if not self._is_served(route)
+        unreachable = tuple(
+            index
+            for index, entry in enumerate(batch.entries)
+            if not all(map(self.peers.is_served, entry.segments))
         )
-        lost = {batch.entries[index].session for index in self.unreachable}
+        lost = {batch.entries[index].session for index in unreachable}
         rows = tuple(row for row in output.rows if row.session not in lost)
-        return HostOutput(rows, output.nonfinite + self.unreachable, output.row_digests)
+        return HostOutput(rows, output.nonfinite, output.row_digests, unreachable)
 
-    def _is_served(self, route: Sequence[HeldSegment]) -> bool:
-        peers = self.peers.peers
-        return all(
-            peers[s.peer].answers and (s.hold, s.first) in peers[s.peer].pages for s in route
-        )
+    def _pages(self, segment: wire.Segment) -> list[np.ndarray]:
+        pages = self.peers.holder(segment).pages
+        first, end = segment.first_page, segment.first_page + segment.n_pages
+        return [pages.get((segment.hold, index), self._absent) for index in range(first, end)]
 
 
 class Scene:
@@ -193,7 +177,7 @@ class Scene:
             "a", "hash", 1, LAYOUT.n_layer, LAYOUT.n_kv_head, LAYOUT.head_dim,
             LAYOUT.payload_bytes, VOCAB, {},
         )  # fmt: skip
-        self.worker._limits = StepLimits(4096, 64, 1 << 20, VOCAB)
+        self.worker._limits = StepLimits(4096, 64, 1 << 20, VOCAB, has_links=True)
         self.arena = self.store.create_arena("cpu", 1, slots)
         self.worker._attach(
             wire.Attach(
@@ -265,23 +249,15 @@ class Scene:
             turn.session.check()
         if in_flight is None:
             return False
-        done, unreachable = self._run(in_flight)
-        self.unreachable += len(unreachable)
-        check_answer(in_flight, done, unreachable)
-        self.steps.commit(in_flight, done, unreachable)
+        self.sent += [(e.session, e.start, e.n_tokens) for e in in_flight.step.entries]
+        done = self.worker._step(in_flight.step, in_flight.payload)
+        assert isinstance(done, wire.StepDone), done
+        self.unreachable += len(done.unreachable)
+        check_answer(in_flight, done)
+        self.steps.commit(in_flight, done)
         for turn, _, _ in in_flight.parts:
             turn.session.check()
         return True
-
-    def _run(self, in_flight: InFlightStep) -> tuple[wire.StepDone, tuple[int, ...]]:
-        memory, device = self.device.memory, self.device
-        assert isinstance(memory, RoutedMemory)
-        self.sent += [(e.session, e.start, e.n_tokens) for e in in_flight.step.entries]
-        device.routes, device.unreachable = in_flight.routes, ()
-        memory.segments = [segment for route in in_flight.routes for segment in route]
-        done = self.worker._step(in_flight.step, in_flight.payload)
-        assert isinstance(done, wire.StepDone), done
-        return msgspec.structs.replace(done, nonfinite=()), device.unreachable
 
     def run(self, *turns: Turn, until: Callable[[], bool] | None = None) -> None:
         """Step until these turns have ended, or `until` is true."""
