@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +15,8 @@ from batchengine.wire.data import (
     QueryEntry,
     Refuse,
 )
-from batchengine.wire.frames import HEADER, Decoder, Frame, WireError
+from batchengine.wire.frames import Frame
+from tests.wire.checks import check_flipped_byte, check_random_bytes, check_round_trip
 
 u31 = st.integers(0, 2**31 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -33,26 +32,10 @@ messages = (
 frames = st.builds(Frame, messages, st.binary(max_size=300))
 
 
-def pack(frame: DataFrame) -> bytes:
-    return DATA_LINK.encode(frame.message, frame.payload)
-
-
-def read(data: bytes, chunk: int) -> list[DataFrame]:
-    """The frames before the first error, if there is one."""
-    decoder, found = Decoder(DATA_LINK), list[DataFrame]()
-    with contextlib.suppress(WireError):
-        for at in range(0, len(data), chunk):
-            for frame in decoder.feed(data[at : at + chunk]):
-                found.append(frame)
-    return found
-
-
 @given(st.lists(frames, max_size=4), st.integers(1, 97))
 @settings(deadline=None)
 def test_frames_round_trip_in_any_chunks(sent: list[DataFrame], chunk: int) -> None:
-    data = b"".join(pack(frame) for frame in sent)
-    for size in (1, chunk, len(data) + 1):
-        assert read(data, size) == sent
+    check_round_trip(DATA_LINK, sent, chunk)
 
 
 @given(frames, st.data())
@@ -60,17 +43,10 @@ def test_frames_round_trip_in_any_chunks(sent: list[DataFrame], chunk: int) -> N
 def test_a_damaged_header_is_an_error_and_a_damaged_meta_is_never_another_kind(
     frame: DataFrame, data: st.DataObject
 ) -> None:
-    whole = bytearray(pack(frame))
-    at = data.draw(st.integers(0, len(whole) - 1 - len(frame.payload)))
-    whole[at] ^= data.draw(st.integers(1, 255))
-    for chunk in (1, len(whole)):
-        found = read(bytes(whole), chunk)
-        assert at >= HEADER.size or not found
-        assert all(type(other.message) is type(frame.message) for other in found)
+    check_flipped_byte(DATA_LINK, frame, data)
 
 
 @given(st.binary(max_size=400), st.integers(1, 50))
 @settings(deadline=None)
-def test_bytes_that_are_no_frames_are_none(data: bytes, chunk: int) -> None:
-    assert not read(data, chunk)
-    assert not read(data, len(data) + 1)
+def test_bytes_that_are_no_frames_are_none(noise: bytes, chunk: int) -> None:
+    check_random_bytes(DATA_LINK, noise, chunk)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-import tracemalloc
-import zlib
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchengine import errors
 from batchengine.wire import frames, peer
-from batchengine.wire.frames import HEADER, Decoder, Frame
+from batchengine.wire.frames import Decoder, Frame
 from batchengine.wire.peer import (
     PEER_LINK,
     Bulk,
@@ -24,8 +22,16 @@ from batchengine.wire.peer import (
     PeerLoad,
     PeerMessage,
 )
-from tests.wire.test_wire import refused
+from tests.wire import checks
+from tests.wire.checks import (
+    check_allocates_nothing,
+    check_flipped_byte,
+    check_random_bytes,
+    check_round_trip,
+    refused,
+)
 
+forge = partial(checks.forge, version=peer.VERSION)
 count = st.integers(0, 2**63 - 1)
 u64 = st.integers(0, 2**64 - 1)
 text = st.text(max_size=40)
@@ -42,43 +48,16 @@ whole_frames = st.builds(
 )
 
 
-def pack(frame: PeerFrame) -> bytes:
-    return PEER_LINK.encode(
-        frame.message,
-        frame.payload,
-        step=frame.step,
-        incarnation=frame.incarnation,
-        attempt=frame.attempt,
-    )
-
-
-def forge(kind: int, meta: bytes, *, payload_len: int = 0, version: int = peer.VERSION) -> bytes:
-    """A frame with a right header and the given meta part."""
-    head = HEADER.pack(b"BEWF", version, kind, 0, len(meta), payload_len, 0, 0, 0, 0)[:-4]
-    return head + struct.pack("<I", zlib.crc32(head)) + meta
-
-
 @given(st.lists(whole_frames, max_size=4), st.integers(1, 97))
 @settings(max_examples=150, deadline=None)
 def test_frames_round_trip_in_any_chunks(sent: list[PeerFrame], chunk: int) -> None:
-    data = b"".join(pack(frame) for frame in sent)
-    assert list(Decoder(PEER_LINK).feed(data)) == sent
-    for size in (1, chunk):
-        decoder = Decoder(PEER_LINK)
-        got = [f for i in range(0, len(data), size) for f in decoder.feed(data[i : i + size])]
-        decoder.end()
-        assert got == sent
+    check_round_trip(PEER_LINK, sent, chunk)
 
 
-@given(st.binary(max_size=400))
+@given(st.binary(max_size=400), st.integers(1, 50))
 @settings(max_examples=300, deadline=None)
-def test_random_bytes_raise_wire_errors_only(noise: bytes) -> None:
-    decoder = Decoder(PEER_LINK)
-    try:
-        assert list(decoder.feed(noise)) == []
-        decoder.end()
-    except frames.WireError:
-        pass
+def test_random_bytes_raise_wire_errors_only(noise: bytes, chunk: int) -> None:
+    check_random_bytes(PEER_LINK, noise, chunk)
 
 
 @given(st.sampled_from([1, 2, 3, 4, 5]), st.binary(max_size=120))
@@ -96,20 +75,7 @@ def test_random_meta_parts_are_messages_or_wire_errors(kind: int, meta: bytes) -
 def test_a_flipped_byte_is_refused_or_stays_inside_its_field(
     frame: PeerFrame, data: st.DataObject
 ) -> None:
-    good = pack(frame)
-    at = data.draw(st.integers(0, len(good) - 1))
-    bad = bytearray(good)
-    bad[at] ^= data.draw(st.integers(1, 255))
-    results: list[str] = []
-    for chunks in ([bytes(bad)], [bytes([b]) for b in bad]):
-        decoder = Decoder(PEER_LINK)
-        try:
-            results.append(repr([f for part in chunks for f in decoder.feed(part)]))
-        except frames.WireError as error:
-            results.append(error.code)
-    assert results[0] == results[1]
-    if at < HEADER.size:
-        assert results[0].startswith("BE"), "a damaged header must never yield a frame"
+    check_flipped_byte(PEER_LINK, frame, data)
 
 
 HOSTILE = [
@@ -144,9 +110,4 @@ def test_every_defect_has_its_error(data: bytes, error: errors.Problem | None) -
 
 
 def test_a_huge_length_allocates_nothing() -> None:
-    tracemalloc.start()
-    with refused(errors.PAYLOAD_TOO_LONG):
-        list(Decoder(PEER_LINK).feed(forge(4, b"\x91\x04", payload_len=2**32 - 1)))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 20
+    check_allocates_nothing(PEER_LINK, forge(4, b"\x91\x04", payload_len=2**32 - 1))

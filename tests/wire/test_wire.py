@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-import struct
 import threading
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,7 +59,17 @@ from batchengine.wire.lane import (
     StepDone,
     Verify,
 )
+from tests.wire import checks
+from tests.wire.checks import (
+    check_allocates_nothing,
+    check_flipped_byte,
+    check_random_bytes,
+    check_round_trip,
+    pack,
+    refused,
+)
 
+forge = partial(checks.forge, version=LANE_LINK.version, kind=9, meta=b"\x91\x09")
 u31 = st.integers(0, 2**31 - 1)
 u64 = st.integers(0, 2**64 - 1)
 number = st.floats(allow_nan=False, width=32)
@@ -125,33 +133,6 @@ whole_frames = st.builds(
 )
 
 
-def pack(frame: LaneFrame) -> bytes:
-    return LANE_LINK.encode(
-        frame.message,
-        frame.payload,
-        step=frame.step,
-        incarnation=frame.incarnation,
-        attempt=frame.attempt,
-    )
-
-
-@contextlib.contextmanager
-def refused(row: errors.Problem, match: str | None = None) -> Iterator[None]:
-    with pytest.raises(frames.WireError, match=match) as caught:
-        yield
-    assert caught.value.code == row.code
-
-
-def forge(*, magic: bytes = b"BEWF", version: int = LANE_LINK.version, kind: int = 9,
-          flags: int = 0, meta: bytes = b"\x91\x09", meta_len: int | None = None,
-          payload_len: int = 0, crc: int | None = None) -> bytes:  # fmt: skip
-    head = HEADER.pack(
-        magic, version, kind, flags, len(meta) if meta_len is None else meta_len, payload_len,
-        0, 0, 0, 0,
-    )[:-4]  # fmt: skip
-    return head + struct.pack("<I", zlib.crc32(head) if crc is None else crc) + meta
-
-
 def test_forge_is_a_valid_frame_by_default() -> None:
     assert [f.message for f in Decoder(LANE_LINK).feed(forge())] == [Ping()]
 
@@ -159,24 +140,13 @@ def test_forge_is_a_valid_frame_by_default() -> None:
 @given(st.lists(whole_frames, max_size=4), st.integers(1, 97))
 @settings(max_examples=150, deadline=None)
 def test_frames_round_trip_in_any_chunks(sent: list[LaneFrame], chunk: int) -> None:
-    data = b"".join(pack(f) for f in sent)
-    assert list(Decoder(LANE_LINK).feed(data)) == sent
-    for size in (1, chunk):
-        decoder = Decoder(LANE_LINK)
-        got = [f for i in range(0, len(data), size) for f in decoder.feed(data[i : i + size])]
-        decoder.end()
-        assert got == sent
+    check_round_trip(LANE_LINK, sent, chunk)
 
 
-@given(st.binary(max_size=400))
+@given(st.binary(max_size=400), st.integers(1, 50))
 @settings(max_examples=300, deadline=None)
-def test_random_bytes_raise_wire_errors_only(noise: bytes) -> None:
-    decoder = Decoder(LANE_LINK)
-    try:
-        assert list(decoder.feed(noise)) == []
-        decoder.end()
-    except frames.WireError:
-        pass
+def test_random_bytes_raise_wire_errors_only(noise: bytes, chunk: int) -> None:
+    check_random_bytes(LANE_LINK, noise, chunk)
 
 
 @given(whole_frames, st.data())
@@ -184,24 +154,7 @@ def test_random_bytes_raise_wire_errors_only(noise: bytes) -> None:
 def test_a_flipped_byte_is_refused_or_stays_inside_its_field(
     frame: LaneFrame, data: st.DataObject
 ) -> None:
-    good = pack(frame)
-    at = data.draw(st.integers(0, len(good) - 1))
-    bad = bytearray(good)
-    bad[at] ^= data.draw(st.integers(1, 255))
-    whole: list[LaneFrame] | str
-    try:
-        whole = list(Decoder(LANE_LINK).feed(bytes(bad)))
-    except frames.WireError as error:
-        whole = error.code
-    decoder = Decoder(LANE_LINK)
-    bytewise: list[LaneFrame] | str
-    try:
-        bytewise = [f for b in bad for f in decoder.feed(bytes([b]))]
-    except frames.WireError as error:
-        bytewise = error.code
-    assert repr(whole) == repr(bytewise)  # repr: a NaN inside a flipped float equals itself
-    if at < HEADER.size:
-        assert isinstance(whole, str), "a damaged header must never yield a frame"
+    check_flipped_byte(LANE_LINK, frame, data)
 
 
 HOSTILE = [
@@ -251,14 +204,7 @@ def test_every_error_of_a_frame_has_a_case() -> None:
 
 
 def test_a_huge_length_allocates_nothing() -> None:
-    import tracemalloc
-
-    tracemalloc.start()
-    with refused(errors.PAYLOAD_TOO_LONG):
-        list(Decoder(LANE_LINK).feed(forge(payload_len=1 << 40)))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 20
+    check_allocates_nothing(LANE_LINK, forge(payload_len=1 << 40))
 
 
 def test_an_end_inside_a_frame_is_an_error() -> None:
@@ -302,7 +248,7 @@ def test_blocking_and_asyncio_ends_exchange_frames() -> None:
     def echo() -> None:
         link = BlockingLink(right, LANE_LINK)
         while (frame := link.receive()) is not None:
-            link.send(pack(frame))
+            link.send(pack(LANE_LINK, frame))
         link.close()
 
     thread = threading.Thread(target=echo)
@@ -322,7 +268,7 @@ def test_blocking_and_asyncio_ends_exchange_frames() -> None:
         protocol = FrameProtocol(LANE_LINK, on_frame, done.set_result)
         await loop.create_connection(lambda: protocol, sock=left)
         for _ in range(3):
-            protocol.send(pack(sent))
+            protocol.send(pack(LANE_LINK, sent))
         await enough.wait()
         protocol.close()
         assert await done is None
@@ -362,7 +308,7 @@ def test_a_received_payload_of_any_size_is_aligned_and_read_only() -> None:
         for size in (0, 8, 100_000, 24, 300_000, 16):
             sent = bytes(range(256)) * (size // 256 + 1)
             frame: LaneFrame = Frame(Failed("BE1", "x" * (size % 7), "", "", False), sent, size)
-            writer = threading.Thread(target=left.sendall, args=(pack(frame),))
+            writer = threading.Thread(target=left.sendall, args=(pack(LANE_LINK, frame),))
             writer.start()
             got = link.receive()
             writer.join()
