@@ -6,8 +6,8 @@ A broken file changes nothing but its own entry.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,18 +87,14 @@ class PeersFolder:
 
     def _stamps(self) -> dict[str, Stamp]:
         """Stamps of the files that are read; those that do not exist are left out."""
-        names: Iterable[str]
-        try:
-            names = [f for f in os.listdir(self._path / PEERS) if f.endswith(".toml")]
-        except OSError:
-            names = ()
-        places = [(AUTHORITY, self._path / AUTHORITY), (OWN, self._path / OWN)]
-        places += [(name, self._path / PEERS / name) for name in names if name[0] != "."]
+        paths = [self._path / AUTHORITY, self._path / OWN]
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._path / PEERS):
+                if name.endswith(".toml") and name[0] != ".":
+                    paths.append(self._path / PEERS / name)
         found: dict[str, Stamp] = {}
-        for name, path in places:
-            try:
+        for path in paths:
+            with contextlib.suppress(OSError):
                 stat = path.stat()
-            except OSError:
-                continue
-            found[name] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+                found[path.name] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         return found

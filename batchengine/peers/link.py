@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from batchengine import errors
 from batchengine.config import PeerConfig
@@ -341,16 +341,17 @@ class PeerLink:
 
 def _differing(ours: Hello, theirs: Hello) -> list[tuple[str, str, str]]:
     """(what, ours, theirs) of everything in which two daemons that compute the same are equal."""
-    found: list[tuple[str, str, str]] = []
-    for field, label in COMPARED:
-        values = [getattr(ours, field), getattr(theirs, field)]
-        if values[0] != values[1]:
-            shown = [value[:ID_CHARS_SHOWN] for value in values]
-            if label == "model":
-                names = (ours.model_id, theirs.model_id)
-                shown = [f"{name} ({value})" for name, value in zip(names, shown, strict=True)]
-            found.append((label, *cast("tuple[str, str]", tuple(shown))))
-    return found
+    return [
+        (label, _shown(ours, field), _shown(theirs, field))
+        for field, label in COMPARED
+        if getattr(ours, field) != getattr(theirs, field)
+    ]
+
+
+def _shown(hello: Hello, field: str) -> str:
+    """The first characters of an id, after the name of the model if it is the model's."""
+    start = getattr(hello, field)[:ID_CHARS_SHOWN]
+    return f"{hello.model_id} ({start})" if field == "model_hash" else start
 
 
 def _clock_us() -> int:
