@@ -1,4 +1,4 @@
-"""Coroutine tests of this folder run on uvloop, as the daemon does."""
+"""Coroutine tests of this folder run on uvloop, as the daemon does, and wait little for files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import inspect
 
 import pytest
 import uvloop
+
+from batchengine.peers import peers
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peers of this process look at their folders ten times a second."""
+    monkeypatch.setattr(peers, "WATCH_S", 0.1)
 
 
 @pytest.hookimpl(tryfirst=True)

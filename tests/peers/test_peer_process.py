@@ -55,22 +55,21 @@ async def test_a_stopped_peer_is_suspect_then_down_and_comes_back(tmp_path: Path
         await a.add("b", port)
         (peer.folder / "peers.d" / "a.toml").write_text(f'address = "127.0.0.1:{a.peers.port}"')
         await a.until("b", UP)
-        for _ in range(2):
-            await asyncio.sleep(0.5)
-            began = time.monotonic()
-            psutil.Process(pid).send_signal(signal.SIGSTOP)
-            suspect_s = await time_until(a, SUSPECT, began, 5)
-            down_s = await time_until(a, DOWN, began, 5)
-            assert suspect_s < 1.2
-            assert 2.5 < down_s < 3.5
-            assert a.link("c").state is UP, "another link never notices"
-            frame = await a.link("c").request(Bulk(), b"1", timeout_s=1)
-            assert frame.message == BulkReceived(1)
-            began = time.monotonic()
-            psutil.Process(pid).send_signal(signal.SIGCONT)
-            await a.until("b", UP, 15)
-            assert time.monotonic() - began < 10
-            assert a.link("b").incarnation == 5
+        await asyncio.sleep(0.5)
+        began = time.monotonic()
+        psutil.Process(pid).send_signal(signal.SIGSTOP)
+        suspect_s = await time_until(a, SUSPECT, began, 5)
+        down_s = await time_until(a, DOWN, began, 5)
+        assert suspect_s < 1.2
+        assert 2.5 < down_s < 3.5
+        assert a.link("c").state is UP, "another link never notices"
+        frame = await a.link("c").request(Bulk(), b"1", timeout_s=1)
+        assert frame.message == BulkReceived(1)
+        began = time.monotonic()
+        psutil.Process(pid).send_signal(signal.SIGCONT)
+        await a.until("b", UP, 15)
+        assert time.monotonic() - began < 10
+        assert a.link("b").incarnation == 5
         # a short stop is suspect only
         changes = len(a.states)
         psutil.Process(pid).send_signal(signal.SIGSTOP)

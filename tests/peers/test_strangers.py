@@ -218,9 +218,10 @@ async def test_an_expired_certificate(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 async def test_a_thousand_connections_of_garbage(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half are garbage, half say nothing and stay: memory, files, tasks and log stay bounded."""
+    monkeypatch.setattr(listener, "GIVE_WAY_S", 0.005)  # each silent one holds its place so long
     caplog.set_level(logging.INFO, LOG)
     async with unharmed(tmp_path) as (b, port):
         caplog.clear()
@@ -319,18 +320,19 @@ async def test_plain_frames_to_a_tls_port_and_tls_to_a_plain_port(tmp_path: Path
 
 
 async def test_a_listener_that_accepts_and_says_nothing(tmp_path: Path) -> None:
-    """TCP only: the handshake times out; after TLS: the Hello does."""
+    """`b` has TCP only: the handshake times out; `c` has TLS too: the Hello does."""
     certify(tmp_path, "a", "b", "c")
     async with node(tmp_path, "a") as a:
         mute = socket.create_server(("127.0.0.1", 0))
-        link = await a.add("b", mute.getsockname()[1])
-        await until(lambda: "no answer within 3 s" in link.why)
-        mute.close()
         quiet = ScriptedListener(identity(tmp_path, "c"))
         adding = asyncio.create_task(a.add("c", quiet.port))
         scripted = await quiet.accept()
-        link = await adding
-        await until(lambda: link.state is LinkState.GREETING)
-        await until(lambda: link.state is DOWN and "nothing was heard" in link.why, 8)
+        b, c = await a.add("b", mute.getsockname()[1]), await adding
+        await until(lambda: c.state is LinkState.GREETING)
+        await asyncio.gather(
+            until(lambda: "no answer within 3 s" in b.why),
+            until(lambda: c.state is DOWN and "nothing was heard" in c.why, 8),
+        )
         scripted.close()
+        mute.close()
         quiet.close()

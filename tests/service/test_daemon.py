@@ -136,6 +136,12 @@ def test_a_session_reuses_its_kv(daemon: ChildDaemon) -> None:
     assert fresh["batchengine"]["session_id"] != second["batchengine"]["session_id"]
 
 
+def test_links_that_are_off_say_so(daemon: ChildDaemon) -> None:
+    with pytest.raises(BatchEngineError, match="--peer-listen") as caught:
+        admin(daemon.admin_socket, "peers")
+    assert caught.value.name == "peers_off"
+
+
 def test_text_completions_take_text_and_token_ids(sdk: openai.OpenAI) -> None:
     model = sdk.models.list().data[0].id
     whole = sdk.completions.create(model=model, prompt="Once upon", max_tokens=8, temperature=0)
