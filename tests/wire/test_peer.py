@@ -49,19 +49,19 @@ whole_frames = st.builds(
 
 
 @given(st.lists(whole_frames, max_size=4), st.integers(1, 97))
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 def test_frames_round_trip_in_any_chunks(sent: list[PeerFrame], chunk: int) -> None:
     check_round_trip(PEER_LINK, sent, chunk)
 
 
 @given(st.binary(max_size=400), st.integers(1, 50))
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_random_bytes_raise_wire_errors_only(noise: bytes, chunk: int) -> None:
     check_random_bytes(PEER_LINK, noise, chunk)
 
 
 @given(st.sampled_from([1, 2, 3, 4, 5]), st.binary(max_size=120))
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_random_meta_parts_are_messages_or_wire_errors(kind: int, meta: bytes) -> None:
     try:
         (frame,) = Decoder(PEER_LINK).feed(forge(kind, meta))
@@ -71,7 +71,7 @@ def test_random_meta_parts_are_messages_or_wire_errors(kind: int, meta: bytes) -
 
 
 @given(whole_frames, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_a_flipped_byte_is_refused_or_stays_inside_its_field(
     frame: PeerFrame, data: st.DataObject
 ) -> None:

@@ -138,19 +138,19 @@ def test_forge_is_a_valid_frame_by_default() -> None:
 
 
 @given(st.lists(whole_frames, max_size=4), st.integers(1, 97))
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 def test_frames_round_trip_in_any_chunks(sent: list[LaneFrame], chunk: int) -> None:
     check_round_trip(LANE_LINK, sent, chunk)
 
 
 @given(st.binary(max_size=400), st.integers(1, 50))
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_random_bytes_raise_wire_errors_only(noise: bytes, chunk: int) -> None:
     check_random_bytes(LANE_LINK, noise, chunk)
 
 
 @given(whole_frames, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_a_flipped_byte_is_refused_or_stays_inside_its_field(
     frame: LaneFrame, data: st.DataObject
 ) -> None:
