@@ -284,6 +284,13 @@ class HostMemory:
             bases[mine] = extent.base
         return bases + slots * np.uint64(self.page_bytes)
 
+    def tile(self, slot: int, offset: int, size: int) -> memoryview:
+        """Writable bytes of a slot; BadStep for one without owner, or bytes beyond its page."""
+        self._check_open(np.array([self._checked(slot)], np.uint64))
+        if not 0 <= offset <= self.page_bytes - size:
+            raise BadStep(f"bytes {offset} to {offset + size} of a page")
+        return self._arena.page(slot)[offset : offset + size]
+
     def rows_of(self, batch: StepInput) -> BatchRows:
         """Slot, row and digest seed of each token of the batch."""
         counts, starts, pages = batch.shape[:, 0], batch.shape[:, 1], batch.shape[:, 2]

@@ -116,6 +116,8 @@ class Worker:
         match frame.message:
             case wire.Step() as step:
                 return self._step(step, frame.payload)
+            case wire.StageStep() as stage if self._ring is not None:
+                return self._ring.stages.step(stage, frame.payload)
             case wire.Load() as load:
                 return self._load(load, frame)
             case wire.Attach() as attach:

@@ -139,6 +139,17 @@ class Lane:
         """Send one step and wait for its result: `post` and await."""
         return await self.post(step, payload, deadline_s=deadline_s, attempt=attempt)
 
+    async def run_stage(
+        self, step: wire.StageStep, payload: bytes, *, deadline_s: float
+    ) -> wire.StageDone:
+        """Send one step of a pipeline's stage and wait for its result; errors as of `post`."""
+        got = await self._receive(self._send(step, payload, deadline_s, 0))
+        if isinstance(got, wire.StageDone):
+            return got
+        if isinstance(got, wire.Failed):
+            raise errors.received(got.code, got.what, got.why, got.fix)
+        raise await self._unexpected(got)
+
     def open_link(self, note: wire.OpenLink, sock: socket.socket) -> None:
         """Give a connected socket to the worker as a data link; the socket stays the caller's.
 

@@ -165,7 +165,7 @@ class Stepper:
         """Fills the residual stream with the embeddings of the step's tokens."""
         self.ops.embed(self.model.weights.embedding, self._tokens, self.hidden)
 
-    def forward(self, layers: range) -> None:
+    def forward(self, layers: Sequence[int]) -> None:
         """Runs the residual stream through `layers`, appending K and V to the pages."""
         n = self.n_tokens
         for index in layers:
@@ -194,6 +194,20 @@ class Stepper:
             last.ffn.add(self._last, len(wanted), self._normed)
             bad_rows += [int(wanted[i]) for i in ops.nonfinite_rows(self._last, len(wanted))]
         return self.entries_of(bad_rows)
+
+    def run_stage(self, layers: Sequence[int]) -> bool:
+        """Runs the residual stream through `layers` for their KV; False if it is not finite.
+
+        Of the model's last layer only what is appended to the pages is computed.
+        """
+        ops, n, last = self.ops, self.n_tokens, self.model.layers[-1]
+        self.forward([index for index in layers if index != last])
+        bad_rows: list[int] = []
+        if layers[-1] == last:
+            mixer = self._layers[last].mixer
+            mixer.mix(self.batch, self.hidden, self._normed, self._attend)
+            bad_rows += ops.nonfinite_rows(mixer.buffers.mixed, n)
+        return not (bad_rows or ops.nonfinite_rows(self.hidden, n))
 
     def row_digests(self, seeds: U64) -> U64:
         """Seeded digests of the page rows that this step wrote, one per token, after run()."""

@@ -1,10 +1,12 @@
 """Messages of a data link, between the workers of two daemons: queries one way round a ring of
-holders, accumulators the same way.
+holders, accumulators the same way; rows of the residual stream from one stage of a pipeline to the
+next, and tiles of KV to its owner.
 
 A query visits the holders of a route's pages in the order of the pages. Each holder sends the
 query on at once, attends to its own pages, takes the accumulators of the pages before them, folds
 its own in and sends the result on; the last hop is the worker that asked. Pages are named by hold,
-epoch and index only, and the receiver checks them against its own table.
+epoch and index only, and the receiver checks them against its own table. A pipeline is named by its
+run, and each of its messages is accepted from one link only.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import msgspec
 
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 1
+VERSION = 2
 
 
 class QueryEntry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -79,6 +81,29 @@ class Refuse(Message, tag=3, frozen=True):
     why: str
 
 
-DataMessage = Query | Accumulators | Refuse
+class Hidden(Message, tag=4, frozen=True):
+    """To the next stage: the residual stream of tokens [start, start + n_tokens) of a pipeline.
+
+    They follow those sent before. Payload: f32, a row per token.
+    """
+
+    run: int
+    start: int
+    n_tokens: int
+
+
+class Tile(Message, tag=5, frozen=True):
+    """To the owner of a pipeline: one layer of one full page.
+
+    Payload: the layer's bytes of the page; `digest` is their XXH3-128.
+    """
+
+    run: int
+    page: int
+    layer: int
+    digest: bytes
+
+
+DataMessage = Query | Accumulators | Refuse | Hidden | Tile
 DataFrame = Frame[DataMessage]
-DATA_LINK = LinkSchema[DataMessage](VERSION, Query, Accumulators, Refuse)
+DATA_LINK = LinkSchema[DataMessage](VERSION, Query, Accumulators, Refuse, Hidden, Tile)

@@ -4,9 +4,10 @@ The engine sends Load, Attach and then Steps, one request at a time; the worker 
 Ready, Attached, StepDone or Failed, and reports Loading in between. No pointer and no address
 travels here: pages are named by slot codes that the receiver checks.
 
-Messages about data links and holds (OpenLink, CloseLink, Hold, Release) are no requests: they may
-be sent at any time after Attach, take effect while a step runs too, and have no answer but the
-events LinkChanged and HoldChanged. Their frames have step 0.
+Messages about data links, holds and pipelines (OpenLink, CloseLink, Hold, Release, OpenStage,
+CloseStage, Gather, GatherPages) are no requests: they may be sent at any time after Attach, take
+effect while a step runs too, and have no answer but the events LinkChanged, HoldChanged,
+StageChanged and GatherChanged. Their frames have step 0.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 4
+VERSION = 5
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -336,15 +337,110 @@ class HoldChanged(Message, tag=17, frozen=True):
     why: str = ""
 
 
-LinkNote = OpenLink | CloseLink | Hold | Release
-LaneEvent = LinkChanged | HoldChanged
+class OpenStage(Message, tag=18, frozen=True):
+    """Engine -> worker: be a stage of pipeline `run`: compute layers [first, end) of its tokens.
+
+    `run` is not to be guessed. The timeline has `n_tokens` tokens, of whole pages. Rows of the
+    residual stream come from the peer `previous` ("" = this is the first stage) and go on to
+    `following` ("" = the last one), tiles of full pages to `owner`; links to them are open. These
+    layers' KV is kept in memory of the worker until CloseStage. StageChanged follows.
+    """
+
+    run: int
+    first: int
+    end: int
+    n_tokens: int
+    previous: str
+    following: str
+    owner: str
+
+
+class CloseStage(Message, tag=19, frozen=True):
+    """Engine -> worker: forget this pipeline, as a stage of it and as its owner."""
+
+    run: int
+
+
+class StageStep(Message, tag=20, frozen=True):
+    """Engine -> worker, a request: compute tokens [start, start + n_tokens) of a stage.
+
+    They follow those computed before, and their rows have arrived; payload: for the first stage
+    the tokens i32, else nothing.
+    """
+
+    run: int
+    start: int
+    n_tokens: int
+
+
+class StageDone(Message, tag=21, frozen=True):
+    """Worker -> engine: what a StageStep did; `why`: the stage has ended, "" = it goes on."""
+
+    run: int
+    elapsed_us: int
+    why: str = ""
+
+
+class StageChanged(Message, tag=22, frozen=True):
+    """Worker -> engine: rows of the stage's first `arrived` tokens have come; or it has ended
+    without a CloseStage: `why`."""
+
+    run: int
+    arrived: int
+    why: str = ""
+
+
+class Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Layers [first, end) of a pipeline, which `peer` computes (own name: this worker)."""
+
+    peer: str
+    first: int
+    end: int
+
+
+class Gather(Message, tag=23, frozen=True):
+    """Engine -> worker: take the tiles of pipeline `run`; `parts` are all layers in order.
+
+    GatherChanged follows.
+    """
+
+    run: int
+    parts: tuple[Part, ...]
+
+
+class GatherPages(Message, tag=24, frozen=True):
+    """Engine -> worker: the next pages of the timeline are gathered in these arena slots.
+
+    The slots are reserved, and nothing else writes to them until the page is gathered or
+    CloseStage. GatherChanged follows.
+    """
+
+    run: int
+    slots: tuple[int, ...]
+
+
+class GatherChanged(Message, tag=25, frozen=True):
+    """Worker -> engine: of the timeline's leading pages, `accepted` have a slot and `complete` have
+    all their tiles; or the gathering has ended without a CloseStage: `why`."""
+
+    run: int
+    accepted: int
+    complete: int
+    why: str = ""
+
+
+StageNote = OpenStage | CloseStage | Gather | GatherPages
+LinkNote = OpenLink | CloseLink | Hold | Release | StageNote
+StageEvent = StageChanged | GatherChanged
+LaneEvent = LinkChanged | HoldChanged | StageEvent
 LaneMessage = (
     Load | Loading | Ready | Attach | Attached | Step | StepDone | Failed | Ping | Pong | Shutdown
-    | LinkNote | LaneEvent
+    | LinkNote | LaneEvent | StageStep | StageDone
 )  # fmt: skip
 LaneFrame = Frame[LaneMessage]
 LANE_LINK = LinkSchema[LaneMessage](
     VERSION,
     Load, Loading, Ready, Attach, Attached, Step, StepDone, Failed, Ping, Pong, Shutdown,
     OpenLink, CloseLink, Hold, Release, LinkChanged, HoldChanged,
+    OpenStage, CloseStage, StageStep, StageDone, StageChanged, Gather, GatherPages, GatherChanged,
 )  # fmt: skip

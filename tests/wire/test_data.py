@@ -10,10 +10,12 @@ from batchengine.wire.data import (
     Accumulators,
     DataFrame,
     HeldSpan,
+    Hidden,
     Hop,
     Query,
     QueryEntry,
     Refuse,
+    Tile,
 )
 from batchengine.wire.frames import Frame
 from tests.wire.checks import check_flipped_byte, check_random_bytes, check_round_trip
@@ -28,6 +30,8 @@ messages = (
     st.builds(Query, u64, u31, u31, u31, names, entries, st.lists(hops, max_size=3).map(tuple))
     | st.builds(Accumulators, u64, u31, u31)
     | st.builds(Refuse, u64, st.text(max_size=40))
+    | st.builds(Hidden, u64, u31, u31)
+    | st.builds(Tile, u64, u31, u31, st.binary(min_size=16, max_size=16))
 )
 frames = st.builds(Frame, messages, st.binary(max_size=300))
 

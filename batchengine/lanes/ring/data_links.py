@@ -77,7 +77,7 @@ class DataLink:
         self.watched = select.EPOLLIN
         self._decoder = Decoder[DataMessage](DATA_LINK)
         self._waiting: deque[memoryview] = deque()
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
         self._most = RECEIVE_BYTES  # that a receive returns while more is there
         if tls is not None:
             context = tls[0] if note.dials else tls[1]
@@ -124,9 +124,9 @@ class DataLink:
 
     def send(self, frame: bytes) -> None:
         """Send a frame, now or when the socket takes it."""
-        self._waiting_bytes += len(frame)
-        if self._waiting_bytes > SEND_BYTES_MAX:
-            raise LinkError(f"{self._waiting_bytes} bytes wait for the peer to read")
+        self.waiting_bytes += len(frame)
+        if self.waiting_bytes > SEND_BYTES_MAX:
+            raise LinkError(f"{self.waiting_bytes} bytes wait for the peer to read")
         view = memoryview(frame)
         self._waiting.extend(view[at : at + SEND_CHUNK] for at in range(0, len(view), SEND_CHUNK))
         if self.is_up:
@@ -140,7 +140,7 @@ class DataLink:
                 count = self.sock.send(waiting[0])
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 break
-            self._waiting_bytes -= count
+            self.waiting_bytes -= count
             if count == len(waiting[0]):
                 waiting.popleft()
             else:
@@ -201,6 +201,11 @@ class DataLinks:
     def link_to(self, peer: str) -> int | None:
         """The open link to a peer; SELF for this worker's own name."""
         return wire.SELF if peer == self.name else self._by_peer.get(peer)
+
+    def waiting(self, number: int) -> int:
+        """Bytes that wait for the peer of an open link to read them; 0 for SELF."""
+        link = self._links.get(number)
+        return link.waiting_bytes if link is not None else 0
 
     def open(self, note: wire.OpenLink) -> None:
         """Serve the socket that has come with a token."""

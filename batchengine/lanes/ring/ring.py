@@ -1,4 +1,4 @@
-"""Connects a worker's data links with its attention server and its routed steps."""
+"""Connects a worker's data links with its attention server, its routed steps and its pipelines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ from collections.abc import Callable
 import numpy as np
 
 from batchengine.core import BatchEngineError
+from batchengine.lanes.pipeline.stages import Stages
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.routed import RoutedAttention
 from batchengine.lanes.ring.server import AttentionServer
 from batchengine.lanes.ring.spans import SpanAttention
 from batchengine.lanes.step_input import StepInput, U64Array
+from batchengine.model import Stepper
 from batchengine.wire import lane as wire
-from batchengine.wire.data import DATA_LINK, Accumulators, DataFrame, DataMessage, Query
+from batchengine.wire.data import (
+    DATA_LINK,
+    DataFrame,
+    DataMessage,
+    Hidden,
+    Query,
+    Refuse,
+    Tile,
+)
 from batchengine.wire.frames import Frame, Payload, WireError
 
 TICK_S = 0.25  # between two looks at timers while nothing arrives
@@ -27,7 +37,7 @@ class Ring:
     """The data links of a worker, in use.
 
     `addresses` translates page codes and raises BadStep. `on_engine` is called when the engine's
-    link can be read, and `report` takes what the engine is to know of a hold.
+    link can be read, and `report` takes what the engine is to know of a hold or a pipeline.
     """
 
     def __init__(
@@ -35,15 +45,20 @@ class Ring:
         links: DataLinks,
         attention: SpanAttention,
         addresses: Callable[[U64Array], U64Array],
+        stepper: Stepper,
+        tile: Callable[[int, int, int], memoryview],
     ) -> None:
         self.on_engine: Callable[[], None] = lambda: None
-        self.report: Callable[[wire.HoldChanged], None] = lambda event: None
+        self.report: Callable[[wire.LaneEvent], None] = lambda event: None
         self.counts: Counter[str] = Counter()
         self._links = links
         self._addresses = addresses
         self._server = AttentionServer(attention, links.name, self._send_to, self.counts)
         self._routed = RoutedAttention(
             attention, self._send, links.peer_of, self.poll, self.counts, secrets.randbits(64)
+        )
+        self.stages = Stages(
+            stepper, tile, links, self._send, lambda event: self.report(event), self.counts
         )
         self._own: deque[DataFrame] = deque()  # from this worker to itself
         self._lost: deque[int] = deque()
@@ -52,7 +67,7 @@ class Ring:
         links.on_lost = self._lost.append
 
     def take(self, note: wire.LinkNote) -> None:
-        """Do what the engine says of a link or a hold."""
+        """Do what the engine says of a link, a hold or a pipeline."""
         match note:
             case wire.OpenLink():
                 self._links.open(note)
@@ -63,6 +78,8 @@ class Ring:
             case wire.Hold():
                 why = self._hold(note)
                 self.report(wire.HoldChanged(note.hold, note.epoch, not why, why))
+            case _:
+                self.stages.take(note)
 
     def route(self, batch: StepInput, addresses: U64Array) -> RoutedAttention:
         """The attention of a step that has segments; addresses: 0 for a page that a peer holds."""
@@ -70,12 +87,12 @@ class Ring:
         return self._routed
 
     def poll(self, timeout_s: float | None) -> None:
-        """Serve the links: everything that has arrived, and one query.
+        """Serve the links: everything that has arrived, one query and some tiles.
 
         Waits for something to arrive if there is nothing to do, at most `timeout_s`.
         """
-        server = self._server
-        if server.has_work or self._own or self._lost:
+        server, stages = self._server, self.stages
+        if server.has_work or stages.has_work or self._own or self._lost:
             timeout_s = 0.0
         elif server.has_timers or self._links.has_timers:
             timeout_s = TICK_S if timeout_s is None else min(timeout_s, TICK_S)
@@ -87,6 +104,8 @@ class Ring:
             link = self._lost.popleft()
             server.lose(link)
             self._routed.lose(link)
+            stages.lose(link)
+        stages.pump()
         if server.has_work:
             server.serve()
         elif server.has_timers:
@@ -112,7 +131,11 @@ class Ring:
         message, is_kept = frame.message, True
         if isinstance(message, Query):
             is_kept = self._server.on_query(link, message, frame.payload, time.monotonic())
-        elif not isinstance(message, Accumulators):
+        elif isinstance(message, Hidden):
+            self.stages.on_hidden(link, message, frame.payload)
+        elif isinstance(message, Tile):
+            self.stages.on_tile(link, message, frame.payload)
+        elif isinstance(message, Refuse):
             self._routed.on_refusal(message.unit, message.why)
         elif message.hops_left == 0:
             self._routed.on_accumulators(link, message, frame.payload)

@@ -1,0 +1,132 @@
+"""One stage of a pipeline: some layers of one timeline, in memory of its own.
+
+The pages hold these layers only. Rows of the residual stream come in the order of the tokens, in
+any pieces, and are computed in any other pieces: the bits are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+import kernels
+from batchengine.core import PAGE_TOKENS
+from batchengine.lanes.step_input import I32Array
+from batchengine.model import Stepper
+from batchengine.wire import lane as wire
+from batchengine.wire.data import Hidden
+from batchengine.wire.frames import Payload
+
+F32 = npt.NDArray[np.float32]
+WAITING_BYTES_MAX = 64 << 20  # rows that have arrived and are not computed
+
+
+class StageEnded(Exception):
+    """Why a stage cannot go on."""
+
+
+class StageLayers:
+    """The pages of one stage and the rows that wait for it.
+
+    `previous`, `following`, `owner` are numbers of open links; None: there is no such stage.
+    """
+
+    def __init__(
+        self,
+        note: wire.OpenStage,
+        stepper: Stepper,
+        *,
+        previous: int | None,
+        following: int | None,
+        owner: int,
+    ) -> None:
+        """Raises StageEnded for a note that does not fit the model, or without memory for it."""
+        n_layers = len(stepper.model.layers)
+        if not 0 <= note.first < note.end <= n_layers:
+            raise StageEnded(f"layers {note.first} to {note.end} of {n_layers}")
+        if note.n_tokens < PAGE_TOKENS or note.n_tokens % PAGE_TOKENS:
+            raise StageEnded(f"{note.n_tokens} tokens are not whole pages")
+        if (note.first == 0) != (previous is None) or (note.end == n_layers) != (following is None):
+            raise StageEnded("its neighbours do not fit its layers")
+        self.note = note
+        self.previous, self.following, self.owner = previous, following, owner
+        self.frontier = 0
+        self.arrived = 0 if note.first else note.n_tokens
+        self._stepper = stepper
+        self._layers = list(stepper.model.layers)[note.first : note.end]
+        shape = stepper.model.shape
+        self._layer_bytes = shape.payload_bytes // shape.n_layer
+        self._page_bytes = self._layer_bytes * len(self._layers)
+        self._n_embd = stepper.model.spec.n_embd
+        self._rows: deque[F32] = deque()
+        self._waiting_bytes = 0
+        try:
+            self._memory = mmap.mmap(-1, self._page_bytes * (note.n_tokens // PAGE_TOKENS))
+        except OSError as error:
+            raise StageEnded(f"no memory for its pages: {error.strerror}") from None
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._view = memoryview(self._memory)
+        self._base = kernels.address_of(self._view)
+
+    @property
+    def links(self) -> set[int]:
+        """The links that the stage needs."""
+        return {link for link in (self.previous, self.following, self.owner) if link is not None}
+
+    def on_hidden(self, link: int, message: Hidden, data: Payload) -> None:
+        """Keep rows until they are computed. Raises StageEnded for rows that do not follow."""
+        n = message.n_tokens
+        if link != self.previous or message.start != self.arrived:
+            raise StageEnded(f"rows from {message.start} came by link {link}, not {self.arrived}")
+        if not 1 <= n <= self.note.n_tokens - self.arrived or len(data) != 4 * n * self._n_embd:
+            raise StageEnded(f"{n} rows in {len(data)} bytes")
+        self._waiting_bytes += len(data)
+        if self._waiting_bytes > WAITING_BYTES_MAX:
+            raise StageEnded(f"{self._waiting_bytes} bytes of rows wait")
+        self._rows.append(np.frombuffer(data, np.float32).reshape(n, self._n_embd))
+        self.arrived += n
+
+    def compute(self, n: int, tokens: I32Array) -> F32:
+        """Compute the next `n` tokens; returns their rows after the last layer of the stage, which
+        the next call overwrites. Raises StageEnded for rows that are not finite."""
+        stepper, start = self._stepper, self.frontier
+        n_pages = -(-(start + n) // PAGE_TOKENS)
+        # The kernels find layer i of a page at i * layer_bytes: its address is before its memory.
+        origin = self._base - self.note.first * self._layer_bytes
+        pages = np.uint64(origin) + np.arange(n_pages, dtype=np.uint64) * np.uint64(
+            self._page_bytes
+        )
+        ids = tokens if not self.note.first else np.zeros(n, np.int32)
+        stepper.set(ids, np.array([[n, start, n_pages]], np.int32), pages)
+        hidden = stepper.hidden.view(n)
+        if self.note.first:
+            self._take_rows(hidden)
+        else:
+            stepper.embed()
+        if not stepper.run_stage(self._layers):
+            raise StageEnded("its numbers are not finite")
+        self.frontier += n
+        return hidden
+
+    def _take_rows(self, into: F32) -> None:
+        at = 0
+        while at < len(into):
+            rows = self._rows.popleft()
+            n = min(len(rows), len(into) - at)
+            into[at : at + n] = rows[:n]
+            if n < len(rows):
+                self._rows.appendleft(rows[n:])
+            self._waiting_bytes -= rows[:n].nbytes
+            at += n
+
+    def tiles(self, page: int) -> Iterator[tuple[int, memoryview]]:
+        """Layer and bytes of each tile of a full page."""
+        for index in range(len(self._layers)):
+            at = page * self._page_bytes + index * self._layer_bytes
+            yield self.note.first + index, self._view[at : at + self._layer_bytes]
