@@ -90,6 +90,13 @@ NO_MODEL_FILE = Problem("BE1116", Kind.INVALID, _USAGE,
 LANE_COUNT = Problem("BE1117", Kind.INVALID, _USAGE,
     "--lanes {count} is out of bounds",
     fix="1 to {most}; more need [[lane]] tables in a configuration file")
+NODE_COUNT = Problem("BE1118", Kind.INVALID, _USAGE,
+    "--nodes {count} is out of bounds",
+    fix="{least} to {most}; more hosts are linked with `batchengine peers`")
+TOO_LITTLE_MEMORY = Problem("BE1119", Kind.INTERNAL, _DEFECT,
+    "too little memory for {nodes} daemons",
+    "they need about {needed}, and {free} are free",
+    "take fewer (--nodes) or a smaller model, or end something else")
 NOT_AN_ADDRESS = Problem("BE1130", Kind.INTERNAL, _DEFECT,
     "{url!r} is not the address of a daemon",
     fix="write it as http://127.0.0.1:7717/v1")

@@ -1,4 +1,4 @@
-"""A daemon as a child process on a free loopback port, for the demo and `chat MODEL.gguf`.
+"""A daemon as a child process on a free loopback port, for the demos and `chat MODEL.gguf`.
 
 Owns the child process and its scratch folder, and stops one and removes the other. A real
 installation runs the daemon under systemd instead.
@@ -35,18 +35,28 @@ _READY = re.compile(r"\s+ready\s+(?P<url>http://\S+)")
 class ChildDaemon:
     """A child daemon; a context manager that always stops it and removes its scratch folder."""
 
-    def __init__(self, model: Path, on_line: Callable[[str], None], *extra: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        on_line: Callable[[str], None],
+        *extra: str,
+        scratch: Path | None = None,
+        keeps: bool = False,
+    ) -> None:
+        """`extra`: options of `serve`. `scratch`: a folder of its own, by default a new one; it
+        stays if `keeps`."""
         self._on_line = on_line
         self.url = ""
-        self.scratch = Path(tempfile.mkdtemp(prefix="batchengine-"))
-        if len(os.fsencode(self.scratch)) > 80:  # a unix socket path may have 107 bytes
-            self.scratch.rmdir()
-            self.scratch = Path(tempfile.mkdtemp(prefix="batchengine-", dir="/tmp"))
-        command = ["serve", str(model.absolute()), "--port", "0"]
+        self.scratch = scratch or new_scratch()
+        self._keeps = keeps
+        self._was_signalled = False
+        own = {"--port": "0", "--cache-dir": str(self.scratch / "cache")}
+        command = ["serve", str(model.absolute())]
+        command += [part for pair in own.items() if pair[0] not in extra for part in pair]
         command += ["--store", str(self.scratch / "kv"), "--allow-volatile-store"]
-        command += ["--cache-dir", str(self.scratch / "cache")]
-        command += ["--admin-socket", str(self.scratch / "admin.sock"), *extra]
-        program = python_command("service.cli.child_process", str(os.getpid()), str(self.scratch))
+        command += ["--admin-socket", self.admin_socket, *extra]
+        removed = "" if keeps else str(self.scratch)
+        program = python_command("service.cli.child_process", str(os.getpid()), removed)
         try:
             self._process = subprocess.Popen(
                 [*program, *command],
@@ -60,7 +70,7 @@ class ChildDaemon:
                 start_new_session=True,  # Ctrl-C reaches this process only, which stops it
             )
         except BaseException:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            self._remove_scratch()
             raise
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._kept: deque[str] = deque(maxlen=LINES_KEPT)
@@ -109,11 +119,22 @@ class ChildDaemon:
         last = next((line for line in reversed(self._kept) if _CODE.search(line)), "")
         return errors.START_FAILED(why=why + (f"; it said: {last.strip()}" if last else ""))
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of a child that has ended; minus a signal's number if that ended it."""
+        return self._process.poll()
+
+    def begin_stop(self) -> None:
+        """Has the child drain and end, without waiting for that. Idempotent."""
+        if self._process.poll() is None and not self._was_signalled:
+            self._was_signalled = True  # a second signal would end the drain
+            self._process.send_signal(signal.SIGTERM)
+
     def stop(self) -> int:
         """Drains and ends the child; returns its exit code. Idempotent."""
         process = self._process
+        self.begin_stop()
         if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
             try:
                 process.wait(STOP_SECONDS_MAX)
             except subprocess.TimeoutExpired:
@@ -122,14 +143,27 @@ class ChildDaemon:
         self._reader.join(5.0)
         if process.stdout is not None and not self._reader.is_alive():
             process.stdout.close()
-        remove_scratch(self.scratch)
+        self._remove_scratch()
         return code
+
+    def _remove_scratch(self) -> None:
+        if not self._keeps:
+            remove_scratch(self.scratch)
 
     def __enter__(self) -> ChildDaemon:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def new_scratch() -> Path:
+    """A new folder for one child, with a short path."""
+    folder = Path(tempfile.mkdtemp(prefix="batchengine-"))
+    if len(os.fsencode(folder)) > 80:  # a unix socket path may have 107 bytes
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="batchengine-", dir="/tmp"))
+    return folder
 
 
 def remove_scratch(folder: Path) -> None:

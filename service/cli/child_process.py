@@ -17,13 +17,14 @@ from service.cli.child import remove_scratch
 
 
 def run(arguments: list[str]) -> None:
-    """`arguments`: the parent's pid, the scratch folder that it removes, the command line."""
+    """`arguments`: the parent's pid, the scratch folder that it removes ("" = none), the command
+    line."""
     parent, scratch, *command = arguments
     try:
         guard.tie_to_parent(int(parent), signal.SIGTERM)
         code = main.run(command)
     finally:
-        if os.getppid() != int(parent):
+        if os.getppid() != int(parent) and scratch:
             # Only after every thread has ended: one may still be packing weights into the folder.
             atexit.register(_clean_up, Path(scratch))
     sys.exit(code)

@@ -23,7 +23,7 @@ from cyclopts import Parameter
 import batchengine
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from service.cli import drain, peers, sessions, store
+from service.cli import cluster, drain, peers, sessions, store
 from service.cli.options import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -333,6 +333,7 @@ sessions.add(app)
 store.add(app)
 peers.add(app)
 drain.add(app)
+cluster.add(app)
 
 
 if __name__ == "__main__":
