@@ -102,7 +102,7 @@ class Sla:
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """Sampling parameters; floats are binary32 values already (NUMERICS 2.7).
+    """Sampling parameters; floats are binary32 values already (docs/numerics.md, 10).
 
     temperature 0 = greedy. top_k 0 = off, top_p 1 = off, min_p 0 = off, repetition_penalty 1 =
     off; penalties look at the last `penalty_tokens` tokens of the timeline. The request, the

@@ -1,8 +1,6 @@
 """Ring decode: how long a token of a session takes whose KV lies on several daemons.
 
-Owns the closed form of one lap, the ratio of computing to sending on a hop, and the division of a
-context over daemons. Sources: the design's NUMERICS 3.1 (order of messages), 3.2 (bytes) and 3.3
-(ratio).
+Owns the closed form of one lap, and the ratio of computing to sending on a hop.
 
 In each layer the owner sends its queries along the route. A holder passes them on at once, attends
 to its own KV meanwhile, folds its partial results into the accumulators that come from the holder
@@ -25,9 +23,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from batchengine.core import PAGE_TOKENS, SUPERPAGE_PAGES
 from batchengine.policy.cost import LinkSpeed
 
-SUPER_PAGE_TOKENS = 1024  # a daemon holds a multiple of it, except the owner
+SUPER_PAGE_TOKENS = PAGE_TOKENS * SUPERPAGE_PAGES  # a daemon holds a multiple, except the owner
 EARLY_MAX = 0.1  # of a predicted lap
 
 
@@ -67,8 +66,8 @@ class RingTimes(NamedTuple):
 def shape_of(n_layers: int, n_head: int, n_kv_head: int, head_dim: int) -> RingShape:
     """Return the shape for KV and queries of 8 bits with a scale per 32, and fp32 accumulators.
 
-    NUMERICS 3.2: of a group of G heads and dimension D, a query has G * D * (1 + 4 / 32) bytes, an
-    accumulator G * (4 * D + 8).
+    Of a group of G heads and dimension D, a query has G * D * (1 + 4 / 32) bytes, an accumulator
+    G * (4 * D + 8).
     """
     group = n_head // n_kv_head
     query = group * (head_dim + 4 * -(-head_dim // 32))
@@ -127,8 +126,8 @@ def times(
 def margin(shape: RingShape, tokens: int, kv_token_ms: float, link: LinkSpeed) -> float:
     """Return computing over sending of one unit on one hop; above 1 the link can be hidden.
 
-    NUMERICS 3.3: M = tokens * 2 * D * b_kv / BW over G * D * (b_q + b_o) + 8 G bytes / NET; the
-    numerator is the measured time of a head group here. Independent of the batch.
+    Computing is the measured time of a head group, sending that of its query and its accumulators.
+    Independent of the batch.
     """
     unit_ms = tokens * kv_token_ms / (shape.layers * shape.kv_heads)
     return unit_ms * link.bytes_per_ms / (shape.query_bytes + shape.accumulator_bytes)

@@ -264,7 +264,7 @@ def test_blocks_have_the_work_of_all_chunks(
     assert at == len(chunks)
 
 
-# ---- what NUMERICS 4 says ----
+# ---- efficiency, and who takes part ----
 
 
 @pytest.mark.parametrize(("chunks", "efficiency"), [(8, 0.73), (16, 0.84), (64, 0.96)])

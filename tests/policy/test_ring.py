@@ -31,7 +31,7 @@ def holder(name: str, tokens: int, kv_ms: float = 1e-3, link: LinkSpeed = LAN) -
     return RingHolder(name, tokens, kv_ms, link)
 
 
-# ---- NUMERICS 3.2 and 3.3 ----
+# ---- bytes of a unit, and computing over sending ----
 
 
 @pytest.mark.parametrize(
