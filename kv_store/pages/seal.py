@@ -111,11 +111,8 @@ class PageSealer:
     ) -> Future[PageRef]:
         """As `seal`, of the bytes of a whole page that another daemon has computed.
 
-        Raises ValueError for bytes of another size; fails with StoreCorrupt unless `digest` is
-        theirs.
+        Fails with StoreCorrupt unless `digest` is theirs.
         """
-        if len(data) != self._slots.layout.page_bytes:
-            raise ValueError(f"a page has {self._slots.layout.page_bytes} bytes, not {len(data)}")
 
         def copy(into: memoryview) -> None:
             into[:] = data
