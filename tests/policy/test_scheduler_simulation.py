@@ -7,7 +7,6 @@ arena slots are counted. Every plan of every run is audited.
 from __future__ import annotations
 
 import random
-from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -73,8 +72,19 @@ class Job:
     token_ms: float | None = None  # last token since it got its seat
     tenant: str = ""
     ttft_ms: float | None = None  # None: that of its class
+    last: tuple[tuple[float, ...], TurnRow] | None = None
 
     def row(self) -> TurnRow:
+        """The row now; the last one if nothing has changed since."""
+        changing = (
+            self.frontier, self.generated, self.seat, self.joined_ms, self.served_ms,
+            self.admitted_ms,
+        )  # fmt: skip
+        if self.last is None or self.last[0] != changing:
+            self.last = changing, self._new_row()
+        return self.last[1]
+
+    def _new_row(self) -> TurnRow:
         targets = TARGETS[self.sla_class]
         ttft_ms = targets.ttft_ms if self.ttft_ms is None else self.ttft_ms
         pages = -(-self.frontier // PAGE_TOKENS)
@@ -128,12 +138,9 @@ class Lane:
         return job
 
     def view(self) -> LaneView:
-        waiting: list[TurnRow] = []
         live = [j for j in self.jobs if j.done_ms is None]
         self.live = live
-        for job in live:
-            if not job.seat:
-                insort(waiting, job.row())
+        waiting = sorted(j.row() for j in live if not j.seat)
         running = tuple(j.row() for j in live if j.seat)
         held = sum(r.pages_held for r in running)
         rows = (*running, *waiting)
@@ -232,13 +239,14 @@ def flood(
     state = {"next_ms": 0.0, "key": first_key}
 
     def arrive(lane: Lane) -> None:
+        is_full = sum(job.tenant == tenant for job in lane.live) > queue
         while state["next_ms"] <= lane.now_ms:
             key = int(state["key"])
             job = Job(key, sla_class, lane.now_ms, prompt, tokens, tenant=tenant, ttft_ms=ttft_ms)
             lane.add(job)
             state["next_ms"] += every_ms
             state["key"] += 1
-            if sum(job.tenant == tenant for job in lane.live) > queue:  # shed by admission
+            if is_full:  # shed by admission
                 lane.jobs.pop()
 
     return arrive
