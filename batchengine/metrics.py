@@ -141,6 +141,9 @@ class Metrics:
             "restore_ratio", "Actual over predicted time of reading KV", RATIO_BUCKETS
         )
         self.peer_up = gauge("peer_up", "1 = the link to this peer is up", "peer")
+        self.peer_data_up = gauge(
+            "peer_data_up", "1 = the data link to the worker of this peer is up", "peer"
+        )
         self.peer_rtt_seconds = gauge(
             "peer_rtt_seconds", "Median round trip to this peer; 0 = not measured", "peer"
         )

@@ -35,6 +35,7 @@ from batchengine.engine.lane.supervisor import (
     store_error,
 )
 from batchengine.engine.lane.suspects import Suspects
+from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
 from batchengine.engine.sessions.crash_marker import CrashMarker
@@ -172,7 +173,11 @@ class Running:
             lambda: state.peer_load,
             secrets.randbits(64),
         )
-        self.housekeeping = Housekeeping(state, store, self.dispatcher, self.peers)
+        linked, loader = state.lanes[0].lane, made.loader
+        self.lane_links = LaneLinks(
+            linked, self.peers, lambda: loader.linked_as, self.peers.incarnation
+        )
+        self.housekeeping = Housekeeping(state, store, self.dispatcher, self.peers, self.lane_links)
 
     def begin(self) -> None:
         """Start the lanes' tasks and all background tasks."""
@@ -186,6 +191,8 @@ class Running:
         tasks.spawn_vital(self.audit.run(), "audit")
         self.maintenance.start(tasks.spawn)
         tasks.spawn(self.peers.run(), "peers")
+        if self.peers.is_on:
+            tasks.spawn_vital(self.lane_links.run(), "data links")
 
     async def close(self) -> None:
         """Close the workers first (they map the store), then the store, then the text frontend."""

@@ -314,11 +314,13 @@ class Engine:
         """Return the numbers of /health and of the status command."""
         interrupted = 0 if self._running is None else len(self._running.recovery.interrupted)
         links = {} if self._running is None else self._running.peers.links
+        data_up = [] if self._running is None else self._running.lane_links.up
         return {
             **report.numbers(self.state),
             "sessions_interrupted": interrupted,
             "peers": len(links),
             "peers_up": sum(link.state is LinkState.UP for link in links.values()),
+            "data_links_up": len(data_up),
         }
 
     def leave(self, *, undo: bool = False) -> None:
@@ -343,7 +345,8 @@ class Engine:
         peers = self.running.peers
         if measure:
             await peers.measure()
-        return peers.status()
+        status, data = peers.status(), self.running.lane_links
+        return {**status, "peers": [row | data.row(row["name"]) for row in status["peers"]]}
 
     async def store_op(self, op: str) -> dict[str, Any]:
         """Run `op`: stat, verify (read every page, invalidate bad ones) or gc (collect garbage

@@ -15,6 +15,7 @@ from prometheus_client import Counter
 
 from batchengine import errors
 from batchengine.core import QueuedEvent, SlaClass
+from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
@@ -37,12 +38,18 @@ class Housekeeping:
     """Does the work of this module once a second. Use: `run` as a task."""
 
     def __init__(
-        self, state: EngineState, store: Store, dispatcher: Dispatcher, peers: Peers
+        self,
+        state: EngineState,
+        store: Store,
+        dispatcher: Dispatcher,
+        peers: Peers,
+        lane_links: LaneLinks,
     ) -> None:
         self._state = state
         self._store = store
         self._dispatcher = dispatcher
         self._peers = peers
+        self._lane_links = lane_links
         self._peers_seen: set[str] = set()
         self._counted_refused = 0
         self._maintained = time.monotonic()
@@ -161,10 +168,12 @@ class Housekeeping:
         self._counted_refused = peers.connections_refused
         for name in self._peers_seen - peers.links.keys():
             metrics.peer_up.remove(name)
+            metrics.peer_data_up.remove(name)
             metrics.peer_rtt_seconds.remove(name)
         self._peers_seen = set(peers.links)
         for name, link in peers.links.items():
             metrics.peer_up.labels(name).set(link.state is LinkState.UP)
+            metrics.peer_data_up.labels(name).set(self._lane_links.number(name) is not None)
             metrics.peer_rtt_seconds.labels(name).set((link.rtt_us or 0.0) / 1e6)
 
     async def _audit(self) -> None:

@@ -59,6 +59,8 @@ class Lane:
         self.facts: wire.ModelFacts | None = None
         self.late_frames = 0
         self.on_event: Callable[[wire.LaneEvent], None] = lambda event: None
+        self.is_attached = False  # the worker has its arena: it takes steps and notes
+        self.on_attached: Callable[[], None] = lambda: None  # called when `is_attached` changes
         self.signal = asyncio.Event()  # set when the worker has ended; the lane's loop waits for it
         self._command = tuple(command)
         self._child: ChildProcess | None = None
@@ -69,6 +71,7 @@ class Lane:
         self._timer: asyncio.TimerHandle | None = None
         self._asked = (0, 0)  # step, attempt of the frame in flight
         self._on_loading: Callable[[wire.Loading], None] | None = None
+        self._is_blameless = False  # the worker is killed, and its step is not the cause
         self._died: asyncio.Future[LaneDied] | None = None
         self._step = 0
         self._born = 0.0
@@ -112,6 +115,8 @@ class Lane:
         answer = await self._ask(attach, b"", deadline_s)
         if not isinstance(answer, wire.Attached):
             raise await self._unexpected(answer)
+        self.is_attached = True
+        self.on_attached()
 
     def post(
         self, step: wire.Step, payload: bytes, *, deadline_s: float, attempt: int = 0
@@ -165,9 +170,10 @@ class Lane:
         if self._protocol is not None:
             self._protocol.send(wire.LANE_LINK.encode(note, incarnation=self.incarnation))
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, *, blames_step: bool = True) -> None:
         """SIGKILL the worker; `died` resolves once it is reaped or given up."""
         if self._child is not None:
+            self._is_blameless = not (blames_step or self._child.kill_reason)
             self._child.kill(reason)
 
     async def died(self) -> LaneDied:
@@ -320,6 +326,7 @@ class Lane:
         self._born = time.monotonic()
         self._born_steps = self.steps
         self._died = loop.create_future()
+        self._is_blameless = False
         protocol = FrameProtocol(wire.LANE_LINK, self._on_frame, self._on_lost)
         self._protocol = protocol
         await loop.create_connection(lambda: protocol, sock=ours)
@@ -346,13 +353,15 @@ class Lane:
         long = time.monotonic() - self._born > HEALTHY_S
         if long or self.steps - self._born_steps >= HEALTHY_STEPS:
             self.deaths = 0
-        outside = status == -signal.SIGKILL and not child.kill_reason
+        outside = status == -signal.SIGKILL and (not child.kill_reason or self._is_blameless)
         if not outside or self.deaths < OUTSIDE_DEATHS_MAX:
             self.deaths += 1
         death = LaneDied(self.name, reason, report, blames_step=not outside)
         if reason != "was closed":
             log.warning("%s (pid %d)%s", death, child.process.pid, f"\n{report}" if report else "")
         died.set_result(death)
+        self.is_attached = False
+        self.on_attached()
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(death)
         self.signal.set()

@@ -1,7 +1,8 @@
 """Bytes of one connection before and after TLS: who the other side is, and the two directions.
 
-The first five bytes of a connection say what it is for. TLS follows or, between loopback
-addresses, the name of the side that connects. Owns what an unauthenticated side may cost: at most
+The first five bytes of a connection say what it is for. Of a control link, TLS follows or, between
+loopback addresses, the name of the side that connects; of a data link, the token that was agreed
+for it, and what follows is for the worker. Owns what an unauthenticated side may cost: at most
 UNAUTHENTICATED_BYTES_MAX are read from it; the caller bounds its time.
 """
 
@@ -16,7 +17,9 @@ from typing import Protocol
 from batchengine.config.peers import is_peer_name
 from batchengine.peers.identity import Identity, name_of
 
-CONTROL = b"BEPC1"  # first bytes of a connection that becomes a control link
+CONTROL = b"BEPC1"  # first bytes of a connection that becomes a control link,
+DATA = b"BEPD1"  # or a data link
+TOKEN_BYTES = 16
 UNAUTHENTICATED_BYTES_MAX = 4096  # a handshake with P-256 certificates takes less than 2 KiB
 READ_BYTES = 64 << 10
 
@@ -81,10 +84,29 @@ async def introduce(sock: socket.socket, identity: Identity, peer: str) -> Chann
     return PlainChannel()
 
 
-async def recognise(sock: socket.socket, identity: Identity) -> tuple[str, Channel]:
-    """The name of the daemon that has connected, and the channel to it. Raises as `introduce`."""
-    if await _receive_exactly(sock, len(CONTROL)) != CONTROL:
+async def present(sock: socket.socket, token: bytes) -> None:
+    """Open a data link on a connection to the daemon that gave the token. Raises OSError."""
+    await asyncio.get_running_loop().sock_sendall(sock, DATA + token)
+
+
+async def receive_purpose(sock: socket.socket) -> bytes | None:
+    """What the other side has connected for: the token of a data link, None = a control link.
+
+    Reads no byte that follows. Raises OSError.
+    """
+    purpose = await _receive_exactly(sock, len(CONTROL))
+    if purpose == DATA:
+        return await _receive_exactly(sock, TOKEN_BYTES)
+    if purpose != CONTROL:
         raise ConnectionAbortedError("it does not speak this protocol")
+    return None
+
+
+async def recognise(sock: socket.socket, identity: Identity) -> tuple[str, Channel]:
+    """The name of the daemon that opens a control link, and the channel to it.
+
+    Raises as `introduce`.
+    """
     if identity.server is not None:
         channel, tls = await _handshake(sock, identity.server, None)
         name = name_of(tls)

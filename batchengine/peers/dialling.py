@@ -1,4 +1,4 @@
-"""Makes connections to peers: name lookup, TCP, the first bytes, TLS.
+"""Makes connections to peers: name lookup, TCP, the first bytes, TLS of a control link.
 
 One attempt tries the addresses of a host in turn. Lookups run in one thread of their own: a name
 server that does not answer holds back other lookups, and nothing else.
@@ -10,18 +10,22 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from batchengine.peers.channel import Channel, introduce
+from batchengine.peers.channel import Channel, introduce, present
 from batchengine.peers.connection import prepare
 from batchengine.peers.identity import Identity
 
 ATTEMPT_S = 3.0  # for TCP and TLS with one address
 ADDRESSES_MAX = 4
 
+T = TypeVar("T")
+
 
 class Dialler:
-    """Connects to the control port of peers."""
+    """Connects to the peer port of other daemons."""
 
     def __init__(self) -> None:
         self._lookups = ThreadPoolExecutor(1, "peers-lookup")
@@ -31,6 +35,15 @@ class Dialler:
     ) -> tuple[socket.socket, Channel]:
         """Return a connection to peer `name`, whose certificate was checked. Raises OSError (of
         which ssl.SSLError and TimeoutError are kinds) with the reason of the last address."""
+        return await self._connect(host, port, lambda sock: introduce(sock, identity, name))
+
+    async def connect_data(self, host: str, port: int, token: bytes) -> socket.socket:
+        """Return a connection for a data link, on which the token was sent. Raises OSError."""
+        return (await self._connect(host, port, lambda sock: present(sock, token)))[0]
+
+    async def _connect(
+        self, host: str, port: int, begin: Callable[[socket.socket], Awaitable[T]]
+    ) -> tuple[socket.socket, T]:
         failure: OSError = OSError(f"{host} has no address")
         for family, address in (await self._addresses(host, port))[:ADDRESSES_MAX]:
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -38,7 +51,7 @@ class Dialler:
                 prepare(sock)
                 async with asyncio.timeout(ATTEMPT_S):
                     await asyncio.get_running_loop().sock_connect(sock, address)
-                    return sock, await introduce(sock, identity, name)
+                    return sock, await begin(sock)
             except OSError as error:
                 sock.close()
                 failure = error

@@ -11,11 +11,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchengine import errors
 from batchengine.config import PeerConfig, PeersConfig
 from batchengine.config.peers import read_peer_file
 from batchengine.core import BatchEngineError
-from batchengine.peers.identity import AUTHORITY, OWN, PEERS, Identity, read_identity
+from batchengine.peers.identity import AUTHORITY, OWN, PEERS, Identity, identity_of
 
 PEERS_MAX = 64
 
@@ -71,19 +70,10 @@ class PeersFolder:
         return FolderContent(identity, trouble, peers, broken)
 
     def _identity(self) -> tuple[Identity | None, str]:
-        config = self._config
-        if not config.tls:
-            return Identity(config.name, None, None), ""
         try:
-            identity = read_identity(self._path)
-            if config.name and config.name != identity.name:
-                why = f"its certificate is of {identity.name}, peers.name is {config.name}"
-                raise errors.PEER_IDENTITY(
-                    folder=self._path, why=why, fix="remove peers.name, or make other certificates"
-                )
+            return identity_of(self._config), ""
         except BatchEngineError as error:
             return None, str(error)
-        return identity, ""
 
     def _stamps(self) -> dict[str, Stamp]:
         """Stamps of the files that are read; those that do not exist are left out."""

@@ -7,15 +7,17 @@ made by `certificates`, which only the command line imports.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchengine import errors
-from batchengine.config import openness
+from batchengine.config import PeersConfig, openness
 from batchengine.config.peers import is_peer_name
 from batchengine.wire.frames import WireError
+from batchengine.wire.lane import LinkIdentity
 
 AUTHORITY, OWN, PEERS = "ca.crt", "own.pem", "peers.d"  # own: certificate and key
 NO_FILES = (
@@ -28,12 +30,35 @@ NO_FILES = (
 class Identity:
     """The name of this daemon, and its contexts for links that it accepts and that it dials.
 
-    Both contexts are None without TLS.
+    Both contexts are None without TLS. Two are equal if name and content of the files are.
     """
 
     name: str
-    server: ssl.SSLContext | None
-    client: ssl.SSLContext | None
+    server: ssl.SSLContext | None = field(compare=False)
+    client: ssl.SSLContext | None = field(compare=False)
+    digest: str = ""  # of the files
+
+
+def identity_of(config: PeersConfig) -> Identity:
+    """Who this daemon is by its configuration and its files. Raises PEER_IDENTITY."""
+    if not config.tls:
+        return Identity(config.name, None, None)
+    folder = Path(config.dir)
+    identity = read_identity(folder)
+    if config.name and config.name != identity.name:
+        why = f"its certificate is of {identity.name}, peers.name is {config.name}"
+        fix = "remove peers.name, or make other certificates"
+        raise errors.PEER_IDENTITY(folder=folder, why=why, fix=fix)
+    return identity
+
+
+def files_of(identity: Identity, config: PeersConfig) -> LinkIdentity:
+    """What a worker needs to prove the same identity on its data links."""
+    if not config.tls:
+        return LinkIdentity(identity.name)
+    folder = Path(config.dir).absolute()
+    own = str(folder / OWN)  # certificate and key
+    return LinkIdentity(identity.name, own, own, str(folder / AUTHORITY))
 
 
 def read_identity(folder: Path) -> Identity:
@@ -47,6 +72,9 @@ def read_identity(folder: Path) -> Identity:
                 raise FileNotFoundError(f"{file} does not exist")
         if why := openness(str(folder / OWN)):
             raise PermissionError(f"other users can read or replace {OWN}: {why}")
+        content = hashlib.sha256()
+        for file in (AUTHORITY, OWN):
+            content.update(hashlib.sha256((folder / file).read_bytes()).digest())
         server = _context(folder, ssl.PROTOCOL_TLS_SERVER)
         server.num_tickets = 0  # no link is resumed
         client = _context(folder, ssl.PROTOCOL_TLS_CLIENT)
@@ -55,7 +83,7 @@ def read_identity(folder: Path) -> Identity:
         client.check_hostname = True
     except (OSError, ValueError) as error:  # SSLError is an OSError
         raise errors.PEER_IDENTITY(folder=folder, why=reason_of(error), fix=NO_FILES) from None
-    return Identity(name, server, client)
+    return Identity(name, server, client, content.hexdigest())
 
 
 def name_of(tls: ssl.SSLObject) -> str:

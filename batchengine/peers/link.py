@@ -215,6 +215,11 @@ class PeerLink:
     def _down(self) -> BatchEngineError:
         return errors.PEER_DOWN(peer=self.name, why=self.why or "it was just lost")
 
+    def abort(self, why: str) -> None:
+        """End the connection of a peer that does not keep to the protocol."""
+        if self._connection is not None:
+            self._connection.fail(ConnectionAbortedError(why))
+
     # ---------------------------------------------------------------------------- connection
 
     def connected(self, connection: PeerConnection) -> None:

@@ -1,20 +1,23 @@
 """Accepts connections on the peer port, up to the point where the other side is known.
 
 Owns what strangers may cost: WAITING_MAX connections at once that are not authenticated, KNOWN_S
-for each, and one log line a minute about all of them.
+for each, and one log line a minute about all of them. A data link comes in only with a token that
+was made for it: one at a time for each peer, for one use within EXPECTED_S.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 
 from batchengine import errors
-from batchengine.peers.channel import Channel, recognise
+from batchengine.peers.channel import TOKEN_BYTES, Channel, receive_purpose, recognise
 from batchengine.peers.connection import prepare
 from batchengine.peers.identity import Identity, reason_of
 
@@ -22,10 +25,20 @@ log = logging.getLogger("batchengine.peers")
 
 WAITING_MAX = 16
 GIVE_WAY_S = 0.02  # while all places are taken, the oldest gives way this often
-KNOWN_S = 1.0  # from accept to the end of the handshake
+KNOWN_S = 1.0  # from accept to the end of the handshake, or of the token
+EXPECTED_S = 5.0  # from the making of a token to its use
 LOG_EVERY_S = 60.0
 BACKLOG = 128
 ACCEPT_PAUSE_S = 0.1  # when the process has no descriptor left
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedData:
+    """A connection that peer `peer` is to make; `take` gets its socket, which it does not keep."""
+
+    peer: str
+    take: Callable[[socket.socket], None]
+    due: float
 
 
 class PeerListener:
@@ -41,6 +54,7 @@ class PeerListener:
         self._on_known = on_known
         self._sock: socket.socket | None = None
         self._waiting: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._expected: dict[bytes, ExpectedData] = {}  # by token
         self.refused = 0  # connections that ended before they were known
         self.last_refused = ""
         self._logged_at = -LOG_EVERY_S
@@ -87,6 +101,22 @@ class PeerListener:
         if task.cancelled():  # before it ran
             sock.close()
 
+    def expect(self, peer: str, take: Callable[[socket.socket], None]) -> bytes:
+        """Return the token with which `peer` may connect once; an earlier one is void.
+
+        `take` is called with the socket, which is closed afterwards.
+        """
+        self.forget(peer)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._expected[token] = ExpectedData(peer, take, time.monotonic() + EXPECTED_S)
+        return token
+
+    def forget(self, peer: str) -> None:
+        """Make the token of a peer void, if there is one."""
+        for token, expected in list(self._expected.items()):
+            if expected.peer == peer:
+                del self._expected[token]
+
     def close(self) -> None:
         """Close the socket and what waits on it."""
         for task in self._waiting:
@@ -111,6 +141,9 @@ class PeerListener:
             if identity is None:
                 raise ConnectionAbortedError("this daemon has no certificate yet")
             async with asyncio.timeout(KNOWN_S):
+                token = await receive_purpose(sock)
+                if token is not None:
+                    return self._pass_on(token, sock)
                 name, channel = await recognise(sock, identity)
             is_known = True
             await self._on_known(name, sock, channel)
@@ -123,6 +156,16 @@ class PeerListener:
         finally:
             if not is_known:
                 sock.close()
+        return None
+
+    def _pass_on(self, token: bytes, sock: socket.socket) -> None:
+        """Hand on a connection for a data link. Raises ConnectionAbortedError."""
+        expected = self._expected.pop(token, None)
+        if expected is None:
+            raise ConnectionAbortedError("its token for a data link is not known")
+        if expected.due < time.monotonic():
+            raise ConnectionAbortedError(f"{expected.peer} was too late with its data link")
+        expected.take(sock)
 
     def _refuse(self, address: str, error: Exception) -> None:
         """Count a connection that came to nothing; log at most once a minute."""

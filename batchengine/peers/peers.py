@@ -41,7 +41,8 @@ log = logging.getLogger("batchengine.peers")
 
 HEARTBEAT_TICKS = 2  # ticks from one Heartbeat to the next
 WATCH_S = 1.0  # from one look at the folder to the next
-FEATURES: tuple[str, ...] = ()
+DATA_LINKS = "data"  # a feature: it opens data links between workers
+FEATURES = (DATA_LINKS,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,11 @@ class Peers:
     def port(self) -> int:
         """The port that is listened on; 0 = none."""
         return self._listener.port
+
+    @property
+    def identity(self) -> Identity | None:
+        """Who this daemon is now; None: it has no usable certificate."""
+        return self._identity
 
     def subscribe(self, on_message: OnMessage, on_state: OnState) -> None:
         """Report every message of another kind than this package's own, and every change of
@@ -178,6 +184,26 @@ class Peers:
                 link.bandwidth = None
                 with contextlib.suppress(BatchEngineError):
                     await link.measure_bandwidth()
+
+    # ---------------------------------------------------------------------------- data links
+
+    def expect_data(self, name: str, take: Callable[[socket.socket], None]) -> bytes:
+        """The token with which peer `name` may connect once for a data link.
+
+        `take` gets the socket, which is closed after the call.
+        """
+        return self._listener.expect(name, take)
+
+    def forget_data(self, name: str) -> None:
+        """Expect no data link of peer `name` any more."""
+        self._listener.forget(name)
+
+    async def connect_data(self, name: str, token: bytes) -> socket.socket:
+        """A connection to peer `name` for a data link, to be closed. Raises OSError."""
+        address = split_address(self.links[name].peer.address) if name in self.links else None
+        if address is None:
+            raise ConnectionAbortedError("it is no peer any more")
+        return await self._dialler.connect_data(*address, token)
 
     # --------------------------------------------------------------------------------- links
 

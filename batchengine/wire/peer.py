@@ -86,6 +86,32 @@ class BulkReceived(Message, tag=5, frozen=True):
     n_bytes: Count
 
 
-PeerMessage = Hello | Heartbeat | Declined | Bulk | BulkReceived
+class OpenData(Message, tag=6, frozen=True):
+    """Request of the side that dials: it will connect for the data link between the two workers.
+
+    An earlier data link, and an earlier token, are void.
+    """
+
+
+class DataExpected(Message, tag=7, frozen=True):
+    """Reply to OpenData: the token to begin the connection with, once and soon."""
+
+    token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class DataRefused(Message, tag=8, frozen=True):
+    """Reply to OpenData: there can be no data link now."""
+
+    why: Text
+
+
+PeerMessage = (
+    Hello | Heartbeat | Declined | Bulk | BulkReceived
+    | OpenData | DataExpected | DataRefused
+)  # fmt: skip
 PeerFrame = Frame[PeerMessage]
-PEER_LINK = LinkSchema[PeerMessage](VERSION, Hello, Heartbeat, Declined, Bulk, BulkReceived)
+PEER_LINK = LinkSchema[PeerMessage](
+    VERSION,
+    Hello, Heartbeat, Declined, Bulk, BulkReceived,
+    OpenData, DataExpected, DataRefused,
+)  # fmt: skip

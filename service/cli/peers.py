@@ -152,6 +152,11 @@ def _status_lines(found: dict[str, Any]) -> list[str]:
     rows = found["peers"]
     lines += table_lines([_row(row) for row in rows], "no peers: `batchengine peers add` adds one")
     lines += [f"{row['name']}: {row['why']}" for row in rows if row["why"]]
+    lines += [
+        f"{row['name']}: no data link: {row['data_why']}"
+        for row in rows
+        if row.get("data_why") and not row["why"]
+    ]
     return lines
 
 
@@ -164,6 +169,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": row["name"],
         "state": row["state"],
+        "data": row.get("data"),
         "since": render.age(row["since_s"]) if "since_s" in row else None,
         "address": row.get("address"),
         "rtt_ms": None if row.get("rtt_ms") is None else f"{row['rtt_ms']:.3f}",

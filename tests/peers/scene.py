@@ -11,7 +11,7 @@ from pathlib import Path
 
 from batchengine.config import PeersConfig
 from batchengine.peers import certificates
-from batchengine.peers.channel import Channel, introduce, recognise
+from batchengine.peers.channel import Channel, introduce, receive_purpose, recognise
 from batchengine.peers.connection import prepare
 from batchengine.peers.identity import OWN, Identity, read_identity
 from batchengine.peers.link import PeerLink
@@ -165,12 +165,12 @@ class Scripted:
             self._take(self.channel.open(data)[0])
         return self.frames.pop(0)
 
-    async def greet(self, name: str, facts: LocalFacts = FACTS) -> PeerFrame | None:
+    async def greet(
+        self, name: str, facts: LocalFacts = FACTS, features: tuple[str, ...] = ()
+    ) -> PeerFrame | None:
         """Exchange Hello; returns the other side's first frame."""
-        hello = Hello(
-            name, facts.model_id, facts.model_hash, facts.arith_id, facts.repr_id, (), PeerLoad()
-        )
-        await self.send(hello)
+        ids = facts.model_id, facts.model_hash, facts.arith_id, facts.repr_id
+        await self.send(Hello(name, *ids, features, PeerLoad()))
         return await self.receive()
 
     def close(self) -> None:
@@ -201,6 +201,7 @@ class ScriptedListener:
     async def accept(self) -> Scripted:
         sock, _ = await asyncio.get_running_loop().sock_accept(self._sock)
         prepare(sock)
+        assert await receive_purpose(sock) is None
         return Scripted(sock, (await recognise(sock, self._who))[1])
 
     def close(self) -> None:

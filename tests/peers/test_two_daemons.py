@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,20 @@ def linked(pocket_path: Path, tmp_path: Path) -> Iterator[tuple[ChildDaemon, Chi
         yield a, b
 
 
+def kill_worker(daemon: ChildDaemon) -> None:
+    for child in psutil.Process(daemon.pid).children():
+        if "batchengine.lanes.worker" in child.cmdline():
+            child.kill()
+
+
+def metrics_of(daemon: ChildDaemon) -> str:
+    """The metrics, once housekeeping has counted the links."""
+    time.sleep(1.2)
+    url = daemon.url.removesuffix("/v1") + "/metrics"
+    with urllib.request.urlopen(url) as answer:
+        return answer.read().decode()
+
+
 def story(client: Client, on_chunk: Callable[[int], None]) -> tuple[str, list[float]]:
     """A long greedy answer, and the seconds before each of its chunks."""
     text, gaps, last = "", list[float](), time.monotonic()
@@ -90,10 +105,11 @@ def test_two_daemons_and_the_death_of_one(
     a, b = linked
     for one, other in ((a, "b"), (b, "a")):
         until(lambda: peers_of(one)["peers"][0]["rtt_ms"] is not None)  # noqa: B023
+        until(lambda: peers_of(one)["peers"][0]["data"] == "up")  # noqa: B023
         assert run(["peers", "status", "--admin-socket", one.admin_socket, "--bandwidth"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert "TLS" in lines[0]
-        assert lines[2].split()[:2] == [other, "up"]
+        assert lines[2].split()[:3] == [other, "up", "up"]
         assert "the same" in lines[2]
         row = peers_of(one)["peers"][0]
         assert row["bandwidth_bytes_per_s"] > 1 << 20
@@ -102,7 +118,11 @@ def test_two_daemons_and_the_death_of_one(
         assert row["repr_id"] == peers_of(one)["repr_id"]
     client = Client(a.url)
     health = client.get("/health")
-    assert (health["peers"], health["peers_up"]) == (1, 1)
+    assert (health["peers"], health["peers_up"], health["data_links_up"]) == (1, 1, 1)
+    assert 'batchengine_peer_data_up{peer="b"} 1.0' in metrics_of(a)
+    kill_worker(b)
+    for is_up in (False, True):
+        until(lambda: (peers_of(a)["peers"][0]["data"] == "up") == is_up)  # noqa: B023
     alone, _ = story(client, lambda _: None)
     workers = psutil.Process(b.pid).children(recursive=True)
     noticing: list[concurrent.futures.Future[float]] = []

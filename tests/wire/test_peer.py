@@ -15,9 +15,12 @@ from batchengine.wire.peer import (
     PEER_LINK,
     Bulk,
     BulkReceived,
+    DataExpected,
+    DataRefused,
     Declined,
     Heartbeat,
     Hello,
+    OpenData,
     PeerFrame,
     PeerLoad,
     PeerMessage,
@@ -42,6 +45,9 @@ messages: st.SearchStrategy[PeerMessage] = st.one_of(
     st.builds(Declined, text),
     st.just(Bulk()),
     st.builds(BulkReceived, count),
+    st.just(OpenData()),
+    st.builds(DataExpected, st.binary(min_size=16, max_size=16)),
+    st.builds(DataRefused, text),
 )
 whole_frames = st.builds(
     Frame, messages, st.binary(max_size=200), u64, u64, st.sampled_from([0, 1, 2])
@@ -60,7 +66,7 @@ def test_random_bytes_raise_wire_errors_only(noise: bytes, chunk: int) -> None:
     check_random_bytes(PEER_LINK, noise, chunk)
 
 
-@given(st.sampled_from([1, 2, 3, 4, 5]), st.binary(max_size=120))
+@given(st.integers(1, 8), st.binary(max_size=120))
 @settings(deadline=None)
 def test_random_meta_parts_are_messages_or_wire_errors(kind: int, meta: bytes) -> None:
     try:
@@ -93,7 +99,11 @@ HOSTILE = [
     (forge(4, b"\x91" * 5000), errors.FRAME_META),
     (forge(4, b"\x91\x05"), errors.FRAME_META),
     (forge(5, b"\x91\x04"), errors.FRAME_MISMATCH),
-    (forge(6, b"\x91\x06"), errors.FRAME_KIND),
+    (forge(6, b"\x92\x06\x00"), errors.FRAME_META),
+    (forge(7, b"\x92\x07\xc4\x0f" + bytes(15)), errors.FRAME_META),  # a short token
+    (forge(7, b"\x92\x07\xc4\x11" + bytes(17)), errors.FRAME_META),
+    (forge(8, b"\x92\x08\xda\x01\x01" + b"x" * 257), errors.FRAME_META),
+    (forge(99, b"\x91\x63"), errors.FRAME_KIND),
     (forge(4, b"\x91\x04", version=peer.VERSION + 1), errors.FRAME_VERSION),
     (forge(4, b"\x91\x04", payload_len=2**32 - 1), errors.PAYLOAD_TOO_LONG),
 ]  # fmt: skip

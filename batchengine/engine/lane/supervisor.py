@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from batchengine.config import Config, LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.kv import LaneKv
 from batchengine.lanes.worker_process import Lane
+from batchengine.peers.identity import Identity, files_of, identity_of
 from batchengine.wire import lane as wire
 from kv_store.errors import StoreError, StoreFull, StoreGone
 from kv_store.ledger.continuity import arena_number
 from kv_store.store import Store
+
+log = logging.getLogger("batchengine.lane")
 
 SPIN_US = 60  # longer than between two kernel calls, short enough to leave cores to others
 ARENA_SHARE = 8  # open pages may take an eighth of the KV budget
@@ -27,11 +31,15 @@ OnLoading = Callable[[wire.Loading], None]
 
 
 class ModelLoader:
-    """Has workers load the model; every worker must have the identity of the first one."""
+    """Has workers load the model; every worker must have the identity of the first one.
+
+    The worker of the first lane of the configuration takes part in data links to other daemons.
+    """
 
     def __init__(self, config: Config, context_tokens: int) -> None:
         self._config = config
         self._context_tokens = context_tokens
+        self.linked_as: Identity | None = None  # what the linked worker has loaded; None: no links
         self._identity: tuple[str, dict[str, str | int | float]] | None = None
 
     async def load(
@@ -39,7 +47,10 @@ class ModelLoader:
     ) -> wire.ModelFacts:
         """Spawn the lane's next worker. Raises LaneDied, or BatchEngineError if it cannot load
         the model or computes other numbers than the first worker."""
-        facts = await lane.start(self._message(config), on_loading)
+        links = None
+        if self._config.peers.listen and config.name == self._config.lanes[0].name:
+            links = await self._read_links()
+        facts = await lane.start(self._message(config, links), on_loading)
         identity = (facts.arith_id, facts.identity)
         if self._identity is None:
             self._identity = identity
@@ -50,7 +61,17 @@ class ModelLoader:
             raise errors.LANE_DISAGREES(lane=lane.name)
         return facts
 
-    def _message(self, config: LaneConfig) -> wire.Load:
+    async def _read_links(self) -> wire.LinkIdentity | None:
+        """What the next worker of the linked lane proves to peers; None: it has no data links."""
+        config, self.linked_as = self._config.peers, None
+        try:
+            self.linked_as = await asyncio.to_thread(identity_of, config)
+        except BatchEngineError as error:
+            log.warning("no data links to other daemons: %s", error)
+            return None
+        return files_of(self.linked_as, config)
+
+    def _message(self, config: LaneConfig, links: wire.LinkIdentity | None) -> wire.Load:
         return wire.Load(
             model_path=str(Path(self._config.model.path).absolute()),
             cache_dir=str(Path(self._config.cache_dir or ".").absolute()),
@@ -58,6 +79,7 @@ class ModelLoader:
             tokens_max=config.tokens_per_step,
             entries_max=config.entries_max,
             context_tokens=self._context_tokens,
+            links=links,
         )
 
 
