@@ -172,14 +172,15 @@ class SessionKv:
     worker finds page p. `pending` are rows of the pages from `first_open` on, of a table without
     open pages: the session computes once they were imported or given up; the list is replaced,
     never changed. `parked` is a copy of the last open page. `keys` are content keys of leading full
-    pages, as far as needed, at least of the held ones. `writers[p]` are the lanes of this run that
+    pages, as far as needed, at least of the held ones. `digests` are those of the pages
+    that were handed over, by key. `writers[p]` are the lanes of this run that
     computed rows of open page p. `invalid_from`: the first held page that is known to be wrong.
     `cut_off`: a holder does not answer, so the session does not compute.
     """
 
     __slots__ = (
-        "codes", "cut_off", "held", "invalid_from", "keys", "later", "n_held", "open", "parked",
-        "pending", "sealed", "writers",
+        "codes", "cut_off", "digests", "held", "invalid_from", "keys", "later", "n_held", "open",
+        "parked", "pending", "sealed", "writers",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -194,6 +195,7 @@ class SessionKv:
         self.pending: list[PendingRows] = []
         self.parked: ParkedTail | None = None
         self.keys: list[bytes] = []
+        self.digests: dict[bytes, bytes] = {}
         self.writers: dict[int, frozenset[str]] = {}
 
     def __repr__(self) -> str:
@@ -336,6 +338,8 @@ class SessionKv:
         pages of the table stay."""
         self.cut_pending(tokens)
         self.cut_later(tokens // PAGE_TOKENS)
+        for key in self.keys[tokens // PAGE_TOKENS :]:
+            self.digests.pop(key, None)
         del self.keys[tokens // PAGE_TOKENS :]
 
     def take_pending(self, wanted: Callable[[PendingRows], bool]) -> list[PendingRows]:

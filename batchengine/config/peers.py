@@ -54,7 +54,7 @@ def build_peers(source: Source, value: object) -> PeersConfig:
     given = table(source, value, "peers")
     settings = {key: item for key, item in given.items() if not isinstance(item, dict)}
     if "known" in settings:
-        raise source.unknown("peers.known", ["listen", "name", "dir", "tls"])
+        raise source.unknown("peers.known", ["listen", "name", "dir", "tls", "hold_bytes"])
     config = build(source, PeersConfig, settings, "peers")
     if config.listen and split_address(config.listen) is None:
         raise _wrong_address(source, "peers.listen", config.listen)

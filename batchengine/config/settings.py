@@ -179,12 +179,14 @@ class PeersConfig:
 
     `dir` "" = below the state folder; it holds the certificates and the folder `peers.d`. `name`
     is needed only without TLS, which is refused unless every address is a loopback one.
+    `hold_bytes`: KV that is kept for sessions of peers; 0 = half of the store's budget.
     """
 
     listen: str = ""
     name: str = ""
     dir: str = field(default="", metadata=PATH)
     tls: bool = True
+    hold_bytes: int = field(default=0, metadata=_within(0, 1 << 50))
     known: tuple[PeerConfig, ...] = ()  # TOML: [peers.NAME]
 
 

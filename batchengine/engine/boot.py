@@ -36,6 +36,7 @@ from batchengine.engine.lane.supervisor import (
 )
 from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.linked.lane_links import LaneLinks
+from batchengine.engine.linked.pages import LinkedPages
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
 from batchengine.engine.sessions.crash_marker import CrashMarker
@@ -170,13 +171,14 @@ class Running:
         self.peers = Peers(
             launch.config.peers,
             _local_facts(made.info.model_id, store),
-            lambda: state.peer_load,
+            lambda: self.linked.load(state.peer_load),
             secrets.randbits(64),
         )
         linked, loader = state.lanes[0].lane, made.loader
         self.lane_links = LaneLinks(
             linked, self.peers, lambda: loader.linked_as, self.peers.incarnation
         )
+        self.linked = LinkedPages(state, store, self.peers, self.lane_links, self.tasks.spawn)
         self.housekeeping = Housekeeping(state, store, self.dispatcher, self.peers, self.lane_links)
 
     def begin(self) -> None:
@@ -193,6 +195,7 @@ class Running:
         tasks.spawn(self.peers.run(), "peers")
         if self.peers.is_on:
             tasks.spawn_vital(self.lane_links.run(), "data links")
+            tasks.spawn_vital(self.linked.keeper.run(), "routes of pages")
 
     async def close(self) -> None:
         """Close the workers first (they map the store), then the store, then the text frontend."""

@@ -34,9 +34,16 @@ class HeldTables:
         were not read since the store was opened.
         """
         kv = session.kv
-        if True in self._store.pages.cold(kv.sealed):
+        if self.is_cold(session):
             raise ValueError(f"{session!r}: its pages are being read")
+        self._slots.know_keys(session, kv.n_held + segment.n_pages)
+        for key, ref in zip(kv.keys[kv.n_held :], kv.sealed[: segment.n_pages], strict=False):
+            kv.digests[key] = self._store.pages.digest(ref)
         self._store.pages.give_up(kv.hand_over(segment))
+
+    def is_cold(self, session: Session) -> bool:
+        """Whether some of the session's sealed pages were not read since the store was opened."""
+        return True in self._store.pages.cold(session.kv.sealed)
 
     def take_back(self, session: Session, refs: Sequence[PageRef]) -> None:
         """Replace the session's last held pages by these, whose pins it takes over.

@@ -360,7 +360,7 @@ class Slots:
         if parked is not None:
             self._store.pages.unpin(parked.ref)
 
-    def evict_oldest(self, taker: Session) -> bool:
+    def evict_oldest(self, taker: Session | None) -> bool:
         """Unpin the sealed pages of the oldest reclaimable session with any, for eviction.
 
         If they are not evicted, `extend` finds them when the session computes next.

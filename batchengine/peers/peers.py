@@ -42,7 +42,8 @@ log = logging.getLogger("batchengine.peers")
 HEARTBEAT_TICKS = 2  # ticks from one Heartbeat to the next
 WATCH_S = 1.0  # from one look at the folder to the next
 DATA_LINKS = "data"  # a feature: it opens data links between workers
-FEATURES = (DATA_LINKS,)
+HOLDS = "holds"  # a feature: it keeps pages for sessions of peers
+FEATURES = (DATA_LINKS, HOLDS)
 
 
 @dataclass(frozen=True, slots=True)

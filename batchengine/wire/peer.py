@@ -20,6 +20,9 @@ TEXT_CHARS_MAX = 256
 
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+HOLD_PAGES_MAX = 1 << 20
+Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+PageDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Microseconds = Count  # of the sender's monotonic clock
 
 
@@ -27,7 +30,8 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     """What a daemon does and could take, now. Bytes are of KV; a rate is 0 until it is measured.
 
     `pages_held`: pages that it keeps for sessions of other daemons. `leaves`: it takes no more of
-    them, and the owners of those sessions are to take them back.
+    them, and the owners of those sessions are to take them back. `hold_bytes_free` is what it could
+    keep in addition, `hold_bytes_over` what it wants its owners to take back.
     """
 
     requests_running: Count = 0
@@ -38,6 +42,8 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     prefill_tokens_per_s: Count = 0
     read_bytes_per_s: Count = 0
     leaves: bool = False
+    hold_bytes_free: Count = 0
+    hold_bytes_over: Count = 0
 
 
 class Hello(Message, tag=1, frozen=True):
@@ -105,13 +111,113 @@ class DataRefused(Message, tag=8, frozen=True):
     why: Text
 
 
+class ReserveHold(Message, tag=10, frozen=True):
+    """Request of a session's owner: promise room for pages at the end of a hold, new or not."""
+
+    hold: Count
+    epoch: Count
+    n_pages: Annotated[int, msgspec.Meta(ge=1, le=HOLD_PAGES_MAX)]
+
+
+class HoldReserved(Message, tag=11, frozen=True):
+    """Reply: the index of the first promised page, or why there is no room."""
+
+    first: Count
+    why: Text = ""
+
+
+class OfferPage(Message, tag=12, frozen=True):
+    """Request: put a page into a reserved place of a hold. Payload: its token ids, as in a key.
+
+    Its key follows from `parent`, the tokens and `salt`; `digest` is that of its bytes.
+    """
+
+    hold: Count
+    epoch: Count
+    index: Count
+    parent: Key
+    digest: PageDigest
+    salt: Annotated[bytes, msgspec.Meta(max_length=1024)]
+
+
+class PageAnswer(Message, tag=13, frozen=True):
+    """Reply: the holder has the page already, or it is to be sent, or `why` it cannot be held."""
+
+    is_wanted: bool
+    why: Text = ""
+
+
+class PagePart(Message, tag=14, frozen=True):
+    """The next bytes of a page, in order: of one that was offered and is wanted, or that was asked
+    for. The last part of an offered page is a request."""
+
+    hold: Count
+    index: Count
+    offset: Count
+
+
+class PageStored(Message, tag=15, frozen=True):
+    """Reply to the last part: the page is in the hold, or `why` not."""
+
+    why: Text = ""
+
+
+class ServeHold(Message, tag=16, frozen=True):
+    """Request: have the worker answer queries for the pages of a hold, as far as they are there."""
+
+    hold: Count
+    epoch: Count
+
+
+class HoldServed(Message, tag=17, frozen=True):
+    """Reply: so many pages, from the first one of the hold on, are attended to."""
+
+    n_pages: Count
+    why: Text = ""
+
+
+class ReleaseHold(Message, tag=18, frozen=True):
+    """The owner needs only the first `kept` pages of a hold any more; 0 = the hold ends."""
+
+    hold: Count
+    epoch: Count
+    kept: Count
+
+
+class HoldGone(Message, tag=19, frozen=True):
+    """The holder has ended a hold, such as for a page that became invalid."""
+
+    hold: Count
+    why: Text
+
+
+class ReadPage(Message, tag=20, frozen=True):
+    """Request: send a page of a hold back, as parts; PageSent follows them."""
+
+    hold: Count
+    epoch: Count
+    index: Count
+
+
+class PageSent(Message, tag=21, frozen=True):
+    """Reply, after the parts: the digest of the page, or why it was not sent."""
+
+    digest: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+    why: Text = ""
+
+
+HoldReplies = HoldReserved | PageAnswer | PageStored | HoldServed | PageSent
 PeerMessage = (
     Hello | Heartbeat | Declined | Bulk | BulkReceived
     | OpenData | DataExpected | DataRefused
+    | ReserveHold | OfferPage | PagePart | ServeHold | ReleaseHold | HoldGone | ReadPage
+    | HoldReplies
 )  # fmt: skip
 PeerFrame = Frame[PeerMessage]
 PEER_LINK = LinkSchema[PeerMessage](
     VERSION,
     Hello, Heartbeat, Declined, Bulk, BulkReceived,
     OpenData, DataExpected, DataRefused,
+    ReserveHold, HoldReserved, OfferPage, PageAnswer, PagePart, PageStored, ServeHold, HoldServed,
+    ReleaseHold, HoldGone, ReadPage, PageSent,
 )  # fmt: skip

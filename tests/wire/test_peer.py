@@ -12,6 +12,7 @@ from batchengine import errors
 from batchengine.wire import frames, peer
 from batchengine.wire.frames import Decoder, Frame
 from batchengine.wire.peer import (
+    HOLD_PAGES_MAX,
     PEER_LINK,
     Bulk,
     BulkReceived,
@@ -20,10 +21,22 @@ from batchengine.wire.peer import (
     Declined,
     Heartbeat,
     Hello,
+    HoldGone,
+    HoldReserved,
+    HoldServed,
+    OfferPage,
     OpenData,
+    PageAnswer,
+    PagePart,
+    PageSent,
+    PageStored,
     PeerFrame,
     PeerLoad,
     PeerMessage,
+    ReadPage,
+    ReleaseHold,
+    ReserveHold,
+    ServeHold,
 )
 from tests.wire import checks
 from tests.wire.checks import (
@@ -38,7 +51,14 @@ forge = partial(checks.forge, version=peer.VERSION)
 count = st.integers(0, 2**63 - 1)
 u64 = st.integers(0, 2**64 - 1)
 text = st.text(max_size=40)
-loads = st.builds(PeerLoad, *[count] * (len(PeerLoad.__struct_fields__) - 1), st.booleans())
+counts = [count] * 7
+loads = st.builds(PeerLoad, *counts, st.booleans(), count, count)
+
+
+def bytes_of(size: int) -> st.SearchStrategy[bytes]:
+    return st.binary(min_size=size, max_size=size)
+
+
 messages: st.SearchStrategy[PeerMessage] = st.one_of(
     st.builds(Hello, text, text, text, text, text, st.lists(text, max_size=3).map(tuple), loads),
     st.builds(Heartbeat, count, count, count, loads),
@@ -48,6 +68,18 @@ messages: st.SearchStrategy[PeerMessage] = st.one_of(
     st.just(OpenData()),
     st.builds(DataExpected, st.binary(min_size=16, max_size=16)),
     st.builds(DataRefused, text),
+    st.builds(ReserveHold, count, count, st.integers(1, HOLD_PAGES_MAX)),
+    st.builds(HoldReserved, count, text),
+    st.builds(OfferPage, count, count, count, bytes_of(32), bytes_of(16), st.binary(max_size=99)),
+    st.builds(PageAnswer, st.booleans(), text),
+    st.builds(PagePart, count, count, count),
+    st.builds(PageStored, text),
+    st.builds(ServeHold, count, count),
+    st.builds(HoldServed, count, text),
+    st.builds(ReleaseHold, count, count, count),
+    st.builds(HoldGone, count, text),
+    st.builds(ReadPage, count, count, count),
+    st.builds(PageSent, st.binary(max_size=16), text),
 )
 whole_frames = st.builds(
     Frame, messages, st.binary(max_size=200), u64, u64, st.sampled_from([0, 1, 2])
@@ -66,7 +98,7 @@ def test_random_bytes_raise_wire_errors_only(noise: bytes, chunk: int) -> None:
     check_random_bytes(PEER_LINK, noise, chunk)
 
 
-@given(st.integers(1, 8), st.binary(max_size=120))
+@given(st.integers(1, 21), st.binary(max_size=120))
 @settings(deadline=None)
 def test_random_meta_parts_are_messages_or_wire_errors(kind: int, meta: bytes) -> None:
     try:
@@ -103,6 +135,11 @@ HOSTILE = [
     (forge(7, b"\x92\x07\xc4\x0f" + bytes(15)), errors.FRAME_META),  # a short token
     (forge(7, b"\x92\x07\xc4\x11" + bytes(17)), errors.FRAME_META),
     (forge(8, b"\x92\x08\xda\x01\x01" + b"x" * 257), errors.FRAME_META),
+    (forge(10, b"\x94\x0a\x01\x01\x00"), errors.FRAME_META),  # no page
+    (forge(10, b"\x94\x0a\xff\x01\x01"), errors.FRAME_META),  # a hold below 0
+    (forge(12, b"\x97\x0c\x01\x01\x01" + b"\xc4\x1f" + bytes(31) + b"\xc4\x10" + bytes(16)
+           + b"\xc4\x00"), errors.FRAME_META),  # a short key
+    (forge(18, b"\x93\x12\x01\x01"), errors.FRAME_META),
     (forge(99, b"\x91\x63"), errors.FRAME_KIND),
     (forge(4, b"\x91\x04", version=peer.VERSION + 1), errors.FRAME_VERSION),
     (forge(4, b"\x91\x04", payload_len=2**32 - 1), errors.PAYLOAD_TOO_LONG),

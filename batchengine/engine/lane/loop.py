@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from batchengine import errors
 from batchengine.config import LaneConfig
@@ -98,7 +98,9 @@ class LaneLoop:
             metrics=metrics,
         )
         self._wake_event = lane.signal
+        self.on_recheck: Callable[[], None] = lambda: None
         self._cancelled: list[Turn] = []
+        self._changes: list[Callable[[], None]] = []
         self._in_flight: InFlightStep | None = None
         self._paused = False
 
@@ -160,8 +162,14 @@ class LaneLoop:
         self.recheck()
 
     def recheck(self) -> None:
-        """Have every session drop its invalid pages before the next step."""
+        """Have every session drop its invalid and lost pages before the next step."""
         self.is_rechecking = True
+        self.on_recheck()
+        self.wake()
+
+    def between_steps(self, change: Callable[[], None]) -> None:
+        """Have `change`, which may change tables of sessions, called before the next step."""
+        self._changes.append(change)
         self.wake()
 
     def ask_recompute(self, recompute: PageRecompute) -> None:
@@ -374,6 +382,9 @@ class LaneLoop:
         """Apply what was requested since the last step, and the results of seals."""
         self._wake_event.clear()
         self._freeze_due()
+        changes, self._changes = self._changes, []
+        for change in changes:
+            change()
         cancelled, self._cancelled = self._cancelled, []
         if cancelled:
             self._emit()  # their tokens precede their end

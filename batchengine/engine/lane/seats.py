@@ -49,6 +49,7 @@ class Seats:
         self.pages_beyond = 0  # that sessions have with peers, or may have in addition
         self.pages_beyond_free = 0  # of these, the ones that no session has yet
         self._cut_off: dict[Turn, float] = {}  # until when a turn waits for its holders, in ms
+        self.pages_short = asyncio.Event()  # set while running turns find no page
         self.awaits_peers = False  # pages are on their way to peers, or soon will be
         self.arrivals: dict[int, asyncio.Future[float]] = {}  # see `first_commit`
         self._kv = kv
@@ -190,6 +191,8 @@ class Seats:
             for turn in self.running.values()
             if not (turn.paused or turn.session.kv.pending or turn.session.kv.cut_off)
         ]
+        if able:
+            self.pages_short.set()
         if not able or self._kv.is_sealing or self.awaits_peers:
             self._stalled_ms = None
             return

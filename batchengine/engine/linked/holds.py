@@ -2,13 +2,14 @@
 
 Owns their pins and the byte budget. A hold is named by (peer, its incarnation, hold id); its epoch
 is that of the route. Pages are reserved before they are sent, added in any order, and can be
-attended to as far as they are complete from the first one. The owner releases a hold; a new
-incarnation of the owner, or its end, releases all of its holds. Sends no messages: the caller
-passes on what a method returns.
+attended to as far as they are complete from the first one. The owner trims a hold at its end, or
+releases it; a new incarnation of the owner, or its end, releases all of its holds. Sends no
+messages: the caller passes on what a method returns.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -31,12 +32,12 @@ class HoldName(NamedTuple):
 
 
 class _Hold:
-    """Pages of one hold: `refs[i]` is page `first + i`, None until it was added."""
+    """Pages of one hold: None until a page was added. `touched`: when one was promised or added."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
-        self.first = 0
         self.refs: list[PageRef | None] = []
+        self.touched = 0.0
 
     @property
     def n_complete(self) -> int:
@@ -53,6 +54,7 @@ class HoldsGiven:
         self._page_bytes = page_bytes
         self.bytes_max = bytes_max
         self._holds: dict[HoldName, _Hold] = {}
+        self._names: dict[int, HoldName] = {}  # by the number, under which a worker knows the hold
         self._incarnations: dict[str, int] = {}  # of peers whose link is up
         self._pinned: Counter[PageRef] = Counter()  # by holds; one page may be in several
         self._awaited = 0  # pages that are reserved and not added
@@ -63,9 +65,14 @@ class HoldsGiven:
     # -------------------------------------------------------------------------------- questions
 
     @property
+    def n_pages(self) -> int:
+        """Distinct pages that are kept, and those that were promised."""
+        return len(self._pinned) + self._awaited
+
+    @property
     def bytes_held(self) -> int:
         """Bytes of distinct pages that are kept, and of those that were promised."""
-        return (len(self._pinned) + self._awaited) * self._page_bytes
+        return self.n_pages * self._page_bytes
 
     @property
     def bytes_free(self) -> int:
@@ -77,10 +84,33 @@ class HoldsGiven:
         holds = (hold for name, hold in self._holds.items() if name.peer == peer)
         return sum(hold.n_complete for hold in holds)
 
-    def pages(self, name: HoldName) -> tuple[int, list[PageRef]]:
-        """First page and references of what can be attended to; HoldRefused for no such hold."""
+    def pages(self, name: HoldName) -> list[PageRef]:
+        """References of what can be attended to. Raises HoldRefused for no such hold."""
         hold = self._find(name)
-        return hold.first, [ref for ref in hold.refs[: hold.n_complete] if ref is not None]
+        return [ref for ref in hold.refs[: hold.n_complete] if ref is not None]
+
+    def n_complete(self, name: HoldName) -> int:
+        """Number of pages that can be attended to."""
+        return self._find(name).n_complete
+
+    def epoch(self, name: HoldName) -> int:
+        """The epoch of a hold. Raises HoldRefused for no such hold."""
+        return self._find(name).epoch
+
+    def check_epoch(self, name: HoldName, epoch: int) -> None:
+        """Raise HoldRefused unless this is the epoch of the hold."""
+        if (now := self.epoch(name)) != epoch:
+            raise HoldRefused(f"epoch {epoch} is not that of the hold, {now}")
+
+    def awaits(self, name: HoldName, epoch: int, index: int) -> bool:
+        """Whether this page was promised room and has not come."""
+        hold = self._holds.get(name)
+        if hold is None or hold.epoch != epoch or not 0 <= index < len(hold.refs):
+            return False
+        return hold.refs[index] is None
+
+    def __contains__(self, name: HoldName) -> bool:
+        return name in self._holds
 
     # ---------------------------------------------------------------------------------- requests
 
@@ -97,14 +127,17 @@ class HoldsGiven:
         hold = self._holds.get(name)
         if hold is not None and epoch < hold.epoch:
             raise HoldRefused(f"epoch {epoch} is over, it is {hold.epoch} now")
+        if self._names.get(name.hold, name) != name:
+            raise HoldRefused("another hold has this number")
         if n_pages * self._page_bytes > self.bytes_free:
             raise HoldRefused(f"there is room for {max(0, self.bytes_free)} bytes")
         if hold is None:
             if sum(other.peer == name.peer for other in self._holds) >= HOLDS_MAX:
                 raise HoldRefused(f"{name.peer} has {HOLDS_MAX} holds")
             hold = self._holds[name] = _Hold(epoch)
-        hold.epoch = epoch
-        index = hold.first + len(hold.refs)
+            self._names[name.hold] = name
+        hold.epoch, hold.touched = epoch, time.monotonic()
+        index = len(hold.refs)
         hold.refs += [None] * n_pages
         self._awaited += n_pages
         return index
@@ -114,47 +147,39 @@ class HoldsGiven:
 
         False: the place is gone, taken or of another epoch, and the pin was given back.
         """
-        hold = self._holds.get(name)
-        at = -1 if hold is None else index - hold.first
-        is_awaited = (
-            hold is not None
-            and hold.epoch == epoch
-            and 0 <= at < len(hold.refs)
-            and hold.refs[at] is None
-        )
-        if hold is None or not is_awaited:
+        if not self.awaits(name, epoch, index):
             self._unpin(ref)
             return False
-        hold.refs[at] = ref
+        hold = self._holds[name]
+        hold.refs[index], hold.touched = ref, time.monotonic()
         self._pinned[ref] += 1
         self._awaited -= 1
         return True
 
-    def renew(self, name: HoldName, epoch: int, first: int, n_pages: int) -> None:
-        """Begin a new epoch of a hold with pages [first, first + n_pages) of it.
+    def trim(self, name: HoldName, epoch: int, kept: int) -> bool:
+        """Keep the first `kept` places of a hold by its owner's word; 0 releases it.
 
-        The other pages are released, and what was promised is void. Raises HoldRefused, and changes
-        nothing, for an epoch that is not higher or pages that the hold has not.
+        False for an older epoch, no such hold, or nothing to drop.
         """
-        hold = self._find(name)
-        if epoch <= hold.epoch:
-            raise HoldRefused(f"epoch {epoch} is over, it is {hold.epoch} now")
-        start = first - hold.first
-        if start < 0 or n_pages < 1 or start + n_pages > hold.n_complete:
-            raise HoldRefused(f"pages {first} .. {first + n_pages} are not in the hold")
-        kept = hold.refs[start : start + n_pages]
-        dropped = hold.refs[:start] + hold.refs[start + n_pages :]
-        hold.epoch, hold.first, hold.refs = epoch, first, kept
-        self._drop(dropped)
-
-    def release(self, name: HoldName, epoch: int) -> bool:
-        """Release a hold by its owner's word; False for an older epoch or no such hold."""
         hold = self._holds.get(name)
-        if hold is None or epoch < hold.epoch:
+        if hold is None or epoch < hold.epoch or kept >= len(hold.refs):
             return False
-        del self._holds[name]
-        self._drop(hold.refs)
+        dropped = hold.refs[kept:]
+        del hold.refs[kept:]
+        self._drop(dropped)
+        if not hold.refs:
+            self._forget(name)
         return True
+
+    def unused(self, before: float) -> list[HoldName]:
+        """Give up places that were promised and not used since `before`, and what follows them;
+        returns the holds, of which some may be gone."""
+        trimmed = [
+            (name, hold.n_complete)
+            for name, hold in self._holds.items()
+            if hold.touched < before and None in hold.refs
+        ]
+        return [name for name, kept in trimmed if self.trim(name, self._holds[name].epoch, kept)]
 
     # ------------------------------------------------------------------------------------- peers
 
@@ -196,8 +221,12 @@ class HoldsGiven:
 
     def _remove(self, names: list[HoldName]) -> list[HoldName]:
         for name in names:
-            self._drop(self._holds.pop(name).refs)
+            self._drop(self._holds[name].refs)
+            self._forget(name)
         return names
+
+    def _forget(self, name: HoldName) -> None:
+        del self._holds[name], self._names[name.hold]
 
     def _drop(self, refs: list[PageRef | None]) -> None:
         for ref in refs:
@@ -215,6 +244,7 @@ class HoldsGiven:
         assert Counter(ref for ref in places if ref is not None) == self._pinned
         assert places.count(None) == self._awaited
         assert all(hold.refs for hold in self._holds.values())
+        assert self._names == {name.hold: name for name in self._holds}
 
     def __iter__(self) -> Iterator[HoldName]:
         return iter(self._holds)

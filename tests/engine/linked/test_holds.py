@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -46,17 +47,20 @@ def test_pages_are_attended_to_as_far_as_they_are_complete() -> None:
     assert held.bytes_held == 4 * PAGE
     refs = [pool.pin(number) for number in range(4)]
     assert held.add(NAME, 3, 1, refs[1])
-    assert held.pages(NAME) == (0, [])
+    assert held.pages(NAME) == []
     assert held.add(NAME, 3, 0, refs[0])
-    assert held.pages(NAME) == (0, refs[:2])
+    assert held.pages(NAME) == refs[:2]
     assert held.add(NAME, 3, 2, refs[2])
     assert held.add(NAME, 3, 3, refs[3])
     assert held.reserve(NAME, 4, 2) == 4  # growth under the next epoch
-    assert held.pages(NAME) == (0, refs)
-    held.renew(NAME, 5, 1, 3)
-    assert held.pages(NAME) == (1, refs[1:])
+    assert held.pages(NAME) == refs
+    assert held.trim(NAME, 4, 3)
+    assert held.pages(NAME) == refs[:3]
+    assert not held.trim(NAME, 4, 3)
     assert held.pages_of("north") == 3
-    assert held.release(NAME, 5)
+    assert held.reserve(NAME, 4, 1) == 3
+    assert held.trim(NAME, 4, 0)
+    assert NAME not in held
     assert not +pool.pins
     assert held.bytes_held == 0
 
@@ -64,6 +68,7 @@ def test_pages_are_attended_to_as_far_as_they_are_complete() -> None:
 def test_what_is_of_another_time_is_refused() -> None:
     pool = Pool()
     held = given_by(pool, 6)
+    held.peer_up("east", 7)
     held.reserve(NAME, 3, 4)
     for refused in (
         lambda: held.reserve(NAME, 2, 1),  # an older epoch
@@ -71,9 +76,8 @@ def test_what_is_of_another_time_is_refused() -> None:
         lambda: held.reserve(NAME._replace(peer="south"), 9, 1),  # no link
         lambda: held.reserve(NAME, 3, 0),
         lambda: held.reserve(NAME, 3, 3),  # beyond the budget
-        lambda: held.renew(NAME, 3, 0, 1),
-        lambda: held.renew(NAME, 4, 0, 1),  # not there yet
-        lambda: held.renew(NAME._replace(hold=2), 4, 0, 1),
+        lambda: held.check_epoch(NAME, 2),
+        lambda: held.reserve(NAME._replace(peer="east"), 3, 1),  # the number of another's hold
         lambda: held.pages(NAME._replace(hold=2)),
     ):
         with pytest.raises(HoldRefused):
@@ -84,7 +88,7 @@ def test_what_is_of_another_time_is_refused() -> None:
     assert held.add(NAME, 3, 0, pool.pin(1))
     assert not held.add(NAME, 3, 0, pool.pin(1))  # twice
     assert pool.pins[PageRef(1, 1)] == 1
-    assert not held.release(NAME, 2)
+    assert not held.trim(NAME, 2, 0)
     assert held.peer_up("north", 7) == []  # the same run: a link that came back
     assert held.peer_up("north", 8) == [NAME]
     assert not +pool.pins
@@ -108,7 +112,7 @@ def test_one_page_in_two_holds_costs_its_bytes_once() -> None:
         held.reserve(NAME._replace(hold=number), 1, 1)
         assert held.add(NAME._replace(hold=number), 1, 0, pool.pin(5))
     assert held.bytes_held == PAGE
-    assert held.release(NAME, 1)
+    assert held.trim(NAME, 1, 0)
     assert pool.pins[PageRef(5, 1)] == 1
     assert held.invalid(lambda ref: False) == [NAME._replace(hold=2)]
     assert not +pool.pins
@@ -125,7 +129,7 @@ def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None
     for _ in range(data.draw(st.integers(1, 40))):
         act = data.draw(
             st.sampled_from(
-                ["reserve"] * 4 + ["arrive"] * 6 + ["renew", "release", "up", "up", "down", "bad"]
+                ["reserve"] * 4 + ["arrive"] * 6 + ["trim", "unused", "up", "up", "down", "bad"]
             )
         )
         peer = data.draw(st.sampled_from(["north", "south"]))
@@ -143,15 +147,10 @@ def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None
         elif act == "arrive" and arriving:
             one = arriving.pop(data.draw(st.integers(0, len(arriving) - 1)))
             held.add(*one, pool.pin(data.draw(st.integers(0, 9))))
-        elif act == "renew":
-            try:
-                held.renew(name, epoch, data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4)))
-            except HoldRefused:
-                pass
-            else:
-                assert held.pages(name)[1]
-        elif act == "release":
-            held.release(name, epoch)
+        elif act == "trim":
+            held.trim(name, epoch, data.draw(st.integers(0, 4)))
+        elif act == "unused":
+            held.unused(time.monotonic() + data.draw(st.sampled_from([-60, 60])))
         elif act == "up":
             held.peer_up(peer, name.incarnation)
             assert all(n.incarnation == name.incarnation for n in held if n.peer == peer)

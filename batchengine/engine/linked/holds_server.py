@@ -1,0 +1,375 @@
+"""Keeps pages for sessions of other daemons: the holder's side of the control link.
+
+Owns the pages that are on their way in, and what the lane's worker was asked to serve. A peer may
+ask for anything: sizes, numbers and waits are bounded per peer, a page enters the store only if its
+bytes have the digest that came along, and its key is computed here. A message that does not fit
+ends the link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from batchengine.core import PAGE_TOKENS, BatchEngineError
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.linked.holds import HoldName, HoldRefused, HoldsGiven
+from batchengine.peers.link import PeerLink
+from batchengine.wire import lane as wire
+from batchengine.wire import peer
+from batchengine.wire.peer import PeerFrame, PeerMessage
+from kv_store.errors import StoreError
+from kv_store.pages.allocator import NoRoom
+from kv_store.pages.index import PageRef
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.linked")
+
+REQUESTS_MAX = 64  # of one peer that are not answered
+INCOMING_MAX = 8  # pages of one peer on their way in, each in a buffer
+READS_MAX = 4  # pages of one peer on their way out
+LATE_BYTES_MAX = 64 << 20  # of parts that fit no page any more, between two that do
+SERVE_S = 5.0  # for the worker to answer
+ROOM_S = 5.0  # while the store grows
+POLL_S = 0.01
+SILENCE_S = 30.0  # after which an incoming page, or a promise of room, is given up
+TOKEN_BYTES = 4 * PAGE_TOKENS
+Spawn = Callable[[Coroutine[Any, Any, None], str], object]
+
+
+class Misfit(Exception):
+    """A message of a peer does not fit what was said before: its link must end, for this reason."""
+
+
+class Incoming:
+    """A page on its way in."""
+
+    def __init__(self, offer: peer.OfferPage, tokens: bytes, page_bytes: int) -> None:
+        self.offer = offer
+        self.tokens = tokens
+        self.data = bytearray(page_bytes)
+        self.n_bytes = 0
+        self.touched = time.monotonic()
+
+
+class HoldServer:
+    """The holds of this daemon for others, by messages. Used on the event loop only."""
+
+    def __init__(
+        self,
+        store: Store,
+        loop: LaneLoop,
+        holds: HoldsGiven,
+        lanes: list[LaneLoop],
+        spawn: Spawn,
+        refuses: Callable[[], str],
+    ) -> None:
+        """`loop` is the lane that serves; `lanes` all lanes, whose sessions at rest give pages up.
+        `refuses`: why no more pages are taken, or ""."""
+        self.holds = holds
+        self._store = store
+        self._loop = loop
+        self._lanes = lanes
+        self._spawn = spawn
+        self._refuses = refuses
+        self._incoming = defaultdict[str, dict[tuple[int, int], Incoming]](dict)
+        self._running = Counter[str]()  # requests of a peer that are not answered
+        self._reading = Counter[str]()
+        self._late_bytes = Counter[str]()
+        self._served: dict[HoldName, int] = {}  # pages that the worker has, by hold
+        self._answers = defaultdict[int, deque[asyncio.Future[str]]](deque)  # of the worker
+
+    def __repr__(self) -> str:
+        return f"<HoldServer {self.holds!r} served={len(self._served)}>"
+
+    # ------------------------------------------------------------------------------ messages
+
+    def on_message(self, link: PeerLink, frame: PeerFrame) -> bool:
+        """Take a message of an owner; False if it is none. Raises Misfit for one that does not fit:
+        the link must end."""
+        match frame.message:
+            case peer.ReserveHold() as asked:
+                self._ask(link, frame)
+                link.reply(frame, self._reserve(link, asked))
+            case peer.OfferPage() as offer:
+                if len(frame.payload) != TOKEN_BYTES:
+                    raise Misfit(f"an offer with {len(frame.payload)} bytes of tokens")
+                self._run(link, frame, self._offer(link, offer, bytes(frame.payload)))
+            case peer.PagePart() as part:
+                self._part(link, frame, part)
+            case peer.ServeHold() as asked:
+                self._run(link, frame, self._serve(_name(link, asked.hold), asked.epoch))
+            case peer.ReleaseHold() as asked:
+                self._release(_name(link, asked.hold), asked)
+            case peer.ReadPage() as asked:
+                self._run(link, frame, self._read(link, asked))
+            case _:
+                return False
+        return True
+
+    def _ask(self, link: PeerLink, frame: PeerFrame) -> None:
+        if frame.attempt != peer.REQUEST:
+            raise Misfit(f"{type(frame.message).__name__} is a request")
+        if self._running[link.name] >= REQUESTS_MAX:
+            raise Misfit(f"{REQUESTS_MAX} requests are not answered")
+
+    def _run(
+        self, link: PeerLink, frame: PeerFrame, work: Coroutine[Any, Any, PeerMessage]
+    ) -> None:
+        """Answer a request by what `work` returns."""
+        try:
+            self._ask(link, frame)
+        except Misfit:
+            work.close()
+            raise
+        self._running[link.name] += 1
+
+        async def answer() -> None:
+            try:
+                link.reply(frame, await work)
+            except BatchEngineError as error:  # the link is lost
+                log.debug("peer %s has no answer: %s", link.name, error)
+            finally:
+                self._running[link.name] -= 1
+
+        self._spawn(answer(), f"request of {link.name}")
+
+    def _reserve(self, link: PeerLink, asked: peer.ReserveHold) -> peer.HoldReserved:
+        if why := self._refuses():
+            return peer.HoldReserved(0, why)
+        try:
+            first = self.holds.reserve(_name(link, asked.hold), asked.epoch, asked.n_pages)
+        except HoldRefused as refusal:
+            return peer.HoldReserved(0, str(refusal))
+        self.changed()
+        return peer.HoldReserved(first)
+
+    async def _offer(self, link: PeerLink, offer: peer.OfferPage, tokens: bytes) -> PeerMessage:
+        name = _name(link, offer.hold)
+        if not self.holds.awaits(name, offer.epoch, offer.index):
+            return peer.PageAnswer(False, "no such place is reserved")
+        if (ref := await self._find(offer, tokens)) is not None:
+            if self._store.pages.digest(ref) != offer.digest:
+                self._store.pages.unpin(ref)
+                log.error("peer %s has another content of a page than this daemon", link.name)
+                return peer.PageAnswer(False, "the page has another content here")
+            if self.holds.add(name, offer.epoch, offer.index, ref):
+                return peer.PageAnswer(False)
+            return peer.PageAnswer(False, "its place is gone")
+        incoming = self._incoming[link.name]
+        if len(incoming) >= INCOMING_MAX:
+            return peer.PageAnswer(False, f"{INCOMING_MAX} pages are on their way")
+        if (offer.hold, offer.index) in incoming or link.incarnation != name.incarnation:
+            return peer.PageAnswer(False, "the page is on its way")
+        page_bytes = self._store.pages.layout.page_bytes
+        incoming[offer.hold, offer.index] = Incoming(offer, tokens, page_bytes)
+        return peer.PageAnswer(True)
+
+    async def _find(self, offer: peer.OfferPage, tokens: bytes) -> PageRef | None:
+        """The page in the store, pinned and readable, if it is there."""
+        pages = self._store.pages
+        refs = pages.match_prefix(tokens, offer.salt, pin=True, parent=offer.parent)
+        if not refs:
+            return None
+        good = await asyncio.wrap_future(pages.load(refs))
+        if good[0] and pages.is_resident(refs[0]):
+            return refs[0]
+        pages.unpin(refs[0])
+        return None
+
+    def _part(self, link: PeerLink, frame: PeerFrame, part: peer.PagePart) -> None:
+        incoming = self._incoming[link.name].get((part.hold, part.index))
+        n_bytes = len(frame.payload)
+        if incoming is None:
+            self._late_bytes[link.name] += n_bytes
+            if self._late_bytes[link.name] > LATE_BYTES_MAX:
+                raise Misfit("parts of pages that are not wanted")
+            if frame.attempt == peer.REQUEST:
+                link.reply(frame, peer.PageStored("the page is not wanted any more"))
+            return
+        end, page_bytes = incoming.n_bytes + n_bytes, len(incoming.data)
+        is_last = frame.attempt == peer.REQUEST
+        if part.offset != incoming.n_bytes or not n_bytes or is_last != (end == page_bytes):
+            raise Misfit(f"bytes {part.offset} .. {part.offset + n_bytes} of a page")
+        if end > page_bytes:
+            raise Misfit("more bytes than a page has")
+        self._late_bytes[link.name] = 0
+        incoming.data[incoming.n_bytes : end] = frame.payload
+        incoming.n_bytes, incoming.touched = end, time.monotonic()
+        if is_last:
+            self._run(link, frame, self._store_page(link, incoming))
+
+    async def _store_page(self, link: PeerLink, incoming: Incoming) -> PeerMessage:
+        offer = incoming.offer
+        try:
+            ref = await self._import(link.name, incoming)
+        except (StoreError, OSError, ValueError) as error:
+            log.warning("a page of peer %s is not kept: %s", link.name, error)
+            return peer.PageStored(_short(str(error)))
+        finally:
+            self._incoming[link.name].pop((offer.hold, offer.index), None)
+        if not self.holds.add(_name(link, offer.hold), offer.epoch, offer.index, ref):
+            return peer.PageStored("its place is gone")
+        return peer.PageStored()
+
+    async def _import(self, origin: str, incoming: Incoming) -> PageRef:
+        """Put the page into the store, whose sessions at rest make room. Raises StoreError."""
+        offer, until = incoming.offer, time.monotonic() + ROOM_S
+        while True:
+            found = self._store.pages.import_page(
+                offer.parent, incoming.tokens, offer.salt, offer.digest, incoming.data,
+                origin=origin,
+            )  # fmt: skip
+            if not isinstance(found, NoRoom):
+                return await asyncio.wrap_future(found)
+            if found is NoRoom.FULL and not any(
+                lane.kv.slots.evict_oldest(None) for lane in self._lanes
+            ):
+                raise StoreError("the store is full of pages that sessions use")
+            if time.monotonic() > until:
+                raise StoreError("the store does not grow")
+            await asyncio.sleep(POLL_S)
+
+    async def _serve(self, name: HoldName, epoch: int) -> PeerMessage:
+        try:
+            self.holds.check_epoch(name, epoch)
+            answered = self._tell(name)
+        except HoldRefused as refusal:
+            return peer.HoldServed(0, str(refusal))
+        n_pages = self._served[name]
+        try:
+            async with asyncio.timeout(SERVE_S):
+                why = await answered
+        except TimeoutError:
+            why = "the worker does not answer"
+        return peer.HoldServed(0 if why else n_pages, _short(why))
+
+    def _tell(self, name: HoldName) -> asyncio.Future[str]:
+        """Have the worker serve the pages of a hold that are there; resolves with why not, or "".
+
+        While there is no worker, it waits for the next. Raises HoldRefused.
+        """
+        refs = self.holds.pages(name)
+        codes = tuple([self._store.pages.slot_code(ref) for ref in refs])
+        answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._served[name] = len(refs)
+        self._answers[name.hold].append(answered)
+        if self._loop.lane.is_attached:
+            self._loop.lane.note(wire.Hold(name.hold, self.holds.epoch(name), codes))
+        return answered
+
+    def _release(self, name: HoldName, asked: peer.ReleaseHold) -> None:
+        if self.holds.trim(name, asked.epoch, asked.kept):
+            self._trimmed(name)
+            self.changed()
+
+    def _trimmed(self, name: HoldName) -> None:
+        """Have the worker serve no page of a hold that is not in it any more."""
+        served = self._served.get(name)
+        if name not in self.holds:
+            self._end([name])
+        elif served is not None and served > self.holds.n_complete(name):
+            self._tell(name)
+
+    async def _read(self, link: PeerLink, asked: peer.ReadPage) -> PeerMessage:
+        try:
+            self.holds.check_epoch(_name(link, asked.hold), asked.epoch)
+            refs = self.holds.pages(_name(link, asked.hold))
+        except HoldRefused as refusal:
+            return peer.PageSent(b"", str(refusal))
+        if asked.index >= len(refs) or self._reading[link.name] >= READS_MAX:
+            return peer.PageSent(b"", "the page is not in the hold, or too many are asked for")
+        self._reading[link.name] += 1
+        try:
+            reading = self._store.pages.read_out(refs[asked.index])
+        except StoreError as error:
+            self._reading[link.name] -= 1
+            return peer.PageSent(b"", _short(str(error)))
+        try:
+            offset = 0
+            while reading.left:
+                data = await asyncio.wrap_future(reading.chunk())
+                await link.room()
+                link.send(peer.PagePart(asked.hold, asked.index, offset), bytes(data))
+                offset += len(data)
+            return peer.PageSent(reading.digest)
+        except StoreError as error:
+            return peer.PageSent(b"", _short(str(error)))
+        finally:
+            reading.close()
+            self._reading[link.name] -= 1
+
+    # ------------------------------------------------------------------------ what else happens
+
+    def on_hold(self, event: wire.HoldChanged) -> None:
+        """Take the worker's answer about a hold."""
+        answers = self._answers.get(event.hold)
+        if not answers:
+            return  # a hold of this daemon's own sessions
+        answered = answers.popleft()
+        if not answers:
+            del self._answers[event.hold]
+        if not answered.done():
+            answered.set_result("" if event.is_served else event.why or "it is not served")
+
+    def peer_up(self, link: PeerLink) -> None:
+        """A link to this run of a peer is up; holds of its earlier runs end."""
+        self._end(self.holds.peer_up(link.name, link.incarnation))
+        self.changed()
+
+    def peer_down(self, name: str) -> None:
+        """The link to a peer is lost, and with it all holds of its sessions."""
+        self._incoming.pop(name, None)
+        self._end(self.holds.peer_down(name))
+        self.changed()
+
+    def pages_invalid(self) -> list[HoldName]:
+        """End the holds with a page that became invalid; returns them, for their owners."""
+        ended = self.holds.invalid(self._store.pages.is_resident)
+        self._end(ended)
+        if ended:
+            self.changed()
+        return ended
+
+    def worker_began(self) -> None:
+        """Have a new worker serve every hold that the last one did."""
+        for answers in self._answers.values():
+            for answered in answers:
+                if not answered.done():
+                    answered.set_result("its worker has ended")
+        self._answers.clear()
+        for name in list(self._served):
+            self._tell(name)
+
+    def expire(self, now: float) -> None:
+        """Give up pages that do not come, and room that is not used."""
+        for incoming in self._incoming.values():
+            for place, page in list(incoming.items()):
+                if now - page.touched > SILENCE_S and page.n_bytes < len(page.data):
+                    del incoming[place]
+        for name in self.holds.unused(now - SILENCE_S):
+            self._trimmed(name)
+            self.changed()
+
+    def changed(self) -> None:
+        """Take what holds pin from what sessions of this daemon may have."""
+        for loop in self._lanes:
+            n_pages = self._store.pages.allocator.slots_max - self.holds.n_pages
+            loop.seats.pages_budget = max(0, n_pages)
+
+    def _end(self, names: list[HoldName]) -> None:
+        for name in names:
+            if self._served.pop(name, None) is not None and self._loop.lane.is_attached:
+                self._loop.lane.note(wire.Release(name.hold))
+
+
+def _name(link: PeerLink, hold: int) -> HoldName:
+    return HoldName(link.name, link.incarnation, hold)
+
+
+def _short(text: str) -> str:
+    return text[: peer.TEXT_CHARS_MAX]

@@ -1,0 +1,104 @@
+"""Pages of sessions with peers, and pages of peers here: the parts, and who gets which message."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+
+from batchengine.core import BatchEngineError
+from batchengine.engine.linked.holds import HoldsGiven
+from batchengine.engine.linked.holds_server import HoldServer, Misfit, Spawn
+from batchengine.engine.linked.holds_taken import HoldsTaken, OtherLane
+from batchengine.engine.linked.lane_links import LaneLinks
+from batchengine.engine.linked.page_move import PageMover
+from batchengine.engine.linked.peer_pages import PeerPages
+from batchengine.engine.linked.routes import RouteKeeper
+from batchengine.engine.state import EngineState
+from batchengine.peers.link import PeerLink
+from batchengine.peers.peers import Peers
+from batchengine.peers.transitions import LinkState
+from batchengine.wire import peer
+from batchengine.wire.peer import PeerFrame, PeerLoad
+from kv_store.store import Store
+
+
+class LinkedPages:
+    """What this daemon and its peers hold for each other. Use: `keeper.run` as a vital task."""
+
+    def __init__(
+        self, state: EngineState, store: Store, peers: Peers, links: LaneLinks, spawn: Spawn
+    ) -> None:
+        loop, page_bytes = state.lanes[0], store.pages.layout.page_bytes
+        bytes_max = state.config.peers.hold_bytes or state.config.store.budget_bytes // 2
+        self.given = HoldsGiven(store.pages.unpin, page_bytes, bytes_max)
+        self.taken = HoldsTaken(store, loop, peers.links, links)
+        pages = PeerPages(store, peers.links)
+        self.keeper = RouteKeeper(
+            loop,
+            peers.links,
+            links,
+            self.taken,
+            PageMover(store, loop, self.taken, pages, links),
+            spawn,
+            page_bytes,
+        )
+        self._state = state
+        self._peers = peers
+        self._pages = pages
+        self._server = HoldServer(store, loop, self.given, state.lanes, spawn, self._why_not)
+        self.keeper.expire.append(self._server.expire)
+        for other in state.lanes:
+            other.kv.slots.holders = self.taken if other is loop else OtherLane(self.taken)
+        loop.on_recheck = self._look_at_holds
+        links.on_hold = self._server.on_hold
+        links.on_worker = self._worker_began
+        peers.subscribe(self._on_message, self._on_state)
+
+    def __repr__(self) -> str:
+        return f"<LinkedPages {self.given!r} {self.taken!r}>"
+
+    def load(self, load: PeerLoad) -> PeerLoad:
+        """The load that peers learn, with what is held for them."""
+        free = 0 if self._why_not() else self.given.bytes_free
+        return msgspec.structs.replace(
+            load,
+            pages_held=self.given.n_pages,
+            hold_bytes_free=max(0, free),
+            hold_bytes_over=max(0, -free),
+        )
+
+    def _why_not(self) -> str:
+        """Why this daemon takes no pages of peers; "" = it does."""
+        return "this daemon takes no more pages" if self._state.leaving else ""
+
+    def _on_message(self, link: PeerLink, frame: PeerFrame) -> None:
+        message = frame.message
+        try:
+            if isinstance(message, peer.HoldGone):
+                self.taken.gone(link.name, message.hold)
+            elif isinstance(message, peer.PagePart) and self._pages.on_part(link, frame, message):
+                pass
+            elif not self._server.on_message(link, frame) and isinstance(message, peer.HoldReplies):
+                raise Misfit(f"{type(message).__name__} was not asked for")
+        except Misfit as error:
+            link.abort(str(error))
+
+    def _on_state(self, link: PeerLink, before: LinkState) -> None:
+        if link.state.is_open and not before.is_open:
+            self._server.peer_up(link)
+        elif before.is_open and not link.state.is_open:
+            self._server.peer_down(link.name)
+            self.taken.peer_down(link.name)
+
+    def _worker_began(self) -> None:
+        self._server.worker_began()
+        self.taken.worker_began()
+
+    def _look_at_holds(self) -> None:
+        """End holds with pages that became invalid, and say so to their owners."""
+        for name in self._server.pages_invalid():
+            with contextlib.suppress(BatchEngineError, KeyError):  # it is not there any more
+                self._peers.links[name.peer].send(
+                    peer.HoldGone(name.hold, "a page of it became invalid")
+                )

@@ -1,0 +1,186 @@
+"""Keeps the routes of the linked lane's sessions: decides when pages move, and to whom.
+
+Owns the moves under way, one after the other for a session, sessions beside each other. Looks at
+the sessions when a turn finds no page, when a move has ended, and every LOOK_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.linked.holds_server import Spawn
+from batchengine.engine.linked.holds_taken import HoldsTaken
+from batchengine.engine.linked.lane_links import LaneLinks
+from batchengine.engine.linked.page_move import PageMover
+from batchengine.peers.link import PeerLink
+from batchengine.peers.peers import HOLDS
+from batchengine.peers.transitions import LinkState
+from batchengine.policy.routes import HERE, PageMove, PeerRoom, RouteView, fair_share, plan_route
+from batchengine.session import Session, State
+from batchengine.session_kv import full_pages
+
+log = logging.getLogger("batchengine.linked")
+
+LOOK_S = 0.25
+REST_S = 0.02  # between two looks
+LOCAL_SHARE = 0.85  # of the pages for sessions: the store evicts below its limit, seals need room
+REPORT_S = 0.5  # after which the load of a peer shows what was put there
+RETRY_S = 1.0  # after a move that failed
+UNSERVED_S = 5.0  # of a session that peers do not serve though they could: its pages are lost
+
+
+class RouteKeeper:
+    """Plans and runs the moves of the linked lane. Use: `run` as a vital task."""
+
+    def __init__(
+        self,
+        loop: LaneLoop,
+        peers: dict[str, PeerLink],
+        links: LaneLinks,
+        taken: HoldsTaken,
+        mover: PageMover,
+        spawn: Spawn,
+        page_bytes: int,
+    ) -> None:
+        self.moves: dict[Session, PageMove] = {}  # under way
+        self.expire: list[Callable[[float], None]] = [taken.expire]  # called at each look
+        self._loop = loop
+        self._peers = peers
+        self._links = links
+        self._taken = taken
+        self._mover = mover
+        self._spawn = spawn
+        self._page_bytes = page_bytes
+        self._begun: list[tuple[float, PageMove]] = []  # which loads of peers may not show yet
+        self._rests: dict[Session, float] = {}  # sessions with a failed move, until when
+        self._unserved: dict[Session, tuple[int, float]] = {}  # frontier, and since when
+
+    def __repr__(self) -> str:
+        return f"<RouteKeeper moves={list(self.moves.values())}>"
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        while True:
+            self.look()
+            short = self._loop.seats.pages_short
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await short.wait()
+            short.clear()
+            await asyncio.sleep(REST_S)
+
+    def look(self) -> None:
+        """Begin the moves that are due, and give up what does not come."""
+        now = time.monotonic()
+        for expire in self.expire:
+            expire(now)
+        self._lose_unserved(now)
+        rooms = self._rooms(now)
+        seats = self._loop.seats
+        free = sum([max(0, room.free_pages) for room in rooms if room.usable and not room.leaves])
+        seats.pages_beyond_free = free
+        seats.pages_beyond = free + self._taken.n_pages
+        self._rests = {one: until for one, until in self._rests.items() if until > now}
+        if any(room.usable for room in rooms):
+            for session, share in self._shares().items():
+                if session not in self.moves and session not in self._rests:
+                    self._plan(session, share, rooms)
+        seats.awaits_peers = bool(self.moves)
+
+    def _shares(self) -> dict[Session, int]:
+        """Pages that each session may have here: those with a turn share them fairly."""
+        seats = self._loop.seats
+        wanted = {turn.session: turn.pages_max for turn in seats.turns}
+        share = fair_share(int(seats.pages_budget * LOCAL_SHARE), list(wanted.values()))
+        found = dict.fromkeys(wanted, share)
+        for session in self._loop.sessions.values():
+            if session.kv.held and session not in found:
+                found[session] = len(session.kv.codes) - session.kv.n_held  # at rest: as it is
+        return found
+
+    def _plan(self, session: Session, share: int, rooms: tuple[PeerRoom, ...]) -> None:
+        kv = session.kv
+        if session.state in (State.FROZEN, State.CLOSED) or kv.later or kv.cut_off:
+            return
+        ranges = [(segment.peer, segment.n_pages) for segment in kv.held]
+        local = len(kv.codes) - kv.n_held
+        view = RouteView(tuple(ranges), local, self._movable(session), share, rooms)
+        if not (moves := plan_route(view)):
+            return
+        if session.state is not State.RUNNING and all(move.source == HERE for move in moves):
+            return  # it does not grow
+        self.moves[session] = moves[0]
+        self._spawn(self._run(session, moves), "moves of pages")
+
+    def _movable(self, session: Session) -> int:
+        """Sealed pages that could be handed over now."""
+        kv = session.kv
+        if self._loop.kv.held.is_cold(session):
+            return 0
+        return min(len(kv.sealed), full_pages(session.frontier) - kv.n_held)
+
+    async def _run(self, session: Session, moves: tuple[PageMove, ...]) -> None:
+        try:
+            for move in moves:
+                self.moves[session] = move
+                self._begun.append((time.monotonic(), move))
+                if not await self._mover.move(session, move):
+                    self._rests[session] = time.monotonic() + RETRY_S
+                    return
+        finally:
+            del self.moves[session]
+            self._loop.seats.pages_short.set()
+
+    # ---------------------------------------------------------------------------------- peers
+
+    def _rooms(self, now: float) -> tuple[PeerRoom, ...]:
+        moving = Counter[str]()
+        self._begun = [(at, move) for at, move in self._begun if now - at < REPORT_S]
+        for _, move in self._begun:
+            moving[move.target] += move.n_pages
+        return tuple(
+            [
+                self._room(link, moving[link.name])
+                for link in self._peers.values()
+                if link.state.is_open
+            ]
+        )
+
+    def _room(self, link: PeerLink, n_moving: int) -> PeerRoom:
+        load = link.load
+        free = max(0, load.hold_bytes_free // self._page_bytes - n_moving)
+        free -= -(-load.hold_bytes_over // self._page_bytes)
+        hops = (link.rtt_us or 1000.0) / 1000
+        return PeerRoom(link.name, free, hops, self._is_usable(link), load.leaves)
+
+    def _is_usable(self, link: PeerLink) -> bool:
+        facts = link.facts
+        return (
+            link.state is LinkState.UP
+            and facts is not None
+            and HOLDS in facts.features
+            and self._links.number(link.name) is not None
+        )
+
+    def _lose_unserved(self, now: float) -> None:
+        """Give up pages of sessions that peers do not serve, though their links are up."""
+        seen: dict[Session, tuple[int, float]] = {}
+        for turn in self._loop.seats.running.values():
+            session = turn.session
+            frontier, since = self._unserved.get(session, (session.frontier, now))
+            if not session.kv.held or frontier != session.frontier:
+                continue
+            if not (session.kv.cut_off or session in self._unserved):
+                continue
+            seen[session] = frontier, since
+            if now - since > UNSERVED_S and session.kv.cut_off:
+                del seen[session]
+                log.warning("%r is not served by %s", session, session.kv.held)
+                self._taken.lose(list(filter(None, map(self._taken.hold_of, session.kv.held))))
+        self._unserved = seen

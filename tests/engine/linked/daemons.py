@@ -1,0 +1,89 @@
+"""Engines of one process with real workers, linked over loopback, with tiny budgets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
+from batchengine.config import LaneConfig
+from batchengine.engine.linked.pages import LinkedPages
+from batchengine.engine.state import EngineState
+from batchengine.peers import certificates
+from tests.support.engines import Site, WatchedEngine, running_engine, until
+
+PAGE_BYTES = 327_680  # of the pocket model
+
+
+@dataclasses.dataclass(eq=False)
+class Daemon:
+    """One engine, linked by its name."""
+
+    name: str
+    site: Site
+    engine: WatchedEngine
+
+    @property
+    def linked(self) -> LinkedPages:
+        return self.engine.running.linked
+
+    @property
+    def state(self) -> EngineState:
+        return self.engine.state
+
+    def knows(self, *others: Daemon) -> None:
+        """Write the files of its peers."""
+        for other in others:
+            address = f"127.0.0.1:{other.engine.running.peers.port}"
+            certificates.write_peer(self.site.folder, other.name, address)
+
+    def is_linked(self, other: Daemon) -> bool:
+        """Whether the data link to another daemon is up."""
+        return self.engine.running.lane_links.number(other.name) is not None
+
+    def pages(self) -> int:
+        """Pages that the store may have."""
+        return self.engine.running.store.pages.allocator.slots_max
+
+    def beyond(self) -> int:
+        """Pages that peers would keep for its sessions, as its scheduler knows it."""
+        return self.state.lanes[0].seats.pages_beyond
+
+
+@contextlib.asynccontextmanager
+async def daemon(site: Site, name: str, n_pages: int, **overrides: object) -> AsyncIterator[Daemon]:
+    """A daemon in the folder NAME of the site, whose store has about `n_pages` pages."""
+    own = site.at(name)
+    own.folder.mkdir(exist_ok=True)
+    async with running_engine(
+        own,
+        lanes=(LaneConfig(name=f"cpu-{name}", threads=1),),
+        peers__listen="127.0.0.1:0",
+        peers__name=name,
+        peers__dir=str(own.folder),
+        peers__tls=False,
+        store__budget_bytes=n_pages * PAGE_BYTES,
+        **overrides,
+    ) as engine:
+        yield Daemon(name, own, engine)
+
+
+@contextlib.asynccontextmanager
+async def daemons(
+    site: Site, names: str, n_pages: int, **overrides: object
+) -> AsyncIterator[list[Daemon]]:
+    """Daemons with one-letter names, each linked with every other."""
+    async with contextlib.AsyncExitStack() as stack:
+        made = [
+            await stack.enter_async_context(daemon(site, name, n_pages, **overrides))
+            for name in names
+        ]
+        for one in made:
+            one.knows(*[other for other in made if other is not one])
+        await until(
+            lambda: all(one.is_linked(other) for one in made for other in made if other is not one)
+        )
+        for one in made:
+            room = sum(other.linked.given.bytes_max for other in made if other is not one)
+            await until(lambda: one.beyond() * PAGE_BYTES >= room)  # noqa: B023
+        yield made

@@ -1,0 +1,68 @@
+"""Sessions whose KV lies with several daemons: tokens are those of one, whatever a holder does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemons
+from tests.support.engines import Reference, Site, read, request, started, until, words
+
+
+def holders(one: Daemon, name: str) -> list[tuple[str, int]]:
+    """(peer, pages) of a session's segments."""
+    session = one.state.sessions["", name]
+    return [(segment.peer, segment.n_pages) for segment in session.kv.held]
+
+
+async def nothing_is_held(*made: Daemon) -> None:
+    """Wait until no daemon has a page of a session that is gone."""
+    await until(
+        lambda: not any(one.linked.given.n_pages or one.linked.taken.n_pages for one in made)
+    )
+    for one in made:
+        one.linked.given.check()
+        assert not one.linked.keeper.moves
+
+
+async def test_a_context_larger_than_one_budget(site: Site, reference: Reference) -> None:
+    """A prompt that no store could hold alone is computed and answered by two daemons, beside
+    shorter ones on both; when the session is dropped, nothing is left with the peer."""
+    async with daemons(site, "ab", 24) as (a, b):
+        ids, other = words(1, 256 * a.pages() + 1200), words(2, 900)
+        answers = await asyncio.gather(
+            read(a.engine.submit(request(ids, 40, session="s"))),
+            read(a.engine.submit(request(other, 40))),
+            read(b.engine.submit(request(other, 40))),
+        )
+        for answer, prompt in zip(answers, (ids, other, other), strict=True):
+            assert answer.error is None
+            assert answer.tokens == reference.tokens(prompt, 40)
+        assert [peer for peer, _ in holders(a, "s")] == ["b"]
+        assert a.linked.taken.n_pages == b.linked.given.n_pages >= 8
+        more = [*ids, *answers[0].tokens, *words(3, 300)]
+        answer = await read(a.engine.submit(request(more, 20, session="s")))
+        assert answer.tokens == reference.tokens(more, 20)
+        assert answer.done is not None
+        assert answer.done.usage.cached_tokens > len(ids)
+        await a.engine.drop("", "s")
+        await nothing_is_held(a, b)
+
+
+async def test_holders_that_end_cost_no_token(site: Site, reference: Reference) -> None:
+    """Three daemons: a holder's worker is killed, then another holder stops for good."""
+    async with daemons(site, "abc", 16, peers__hold_bytes=12 * PAGE_BYTES) as (a, b, c):
+        ids = words(4, 256 * 27)
+        generation, reader = await started(a.engine, request(ids, 60, session="s"), 5)
+        await until(lambda: {peer for peer, _ in holders(a, "s")} == {"b", "c"})
+        os.kill(b.state.lanes[0].lane.pid, signal.SIGKILL)
+        before = generation.completion_tokens
+        await until(lambda: generation.completion_tokens > before + 5)
+        await c.engine.stop(0.0)
+        answer = await reader
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(ids, 60)
+        assert {peer for peer, _ in holders(a, "s")} == {"b"}
+        await a.engine.drop("", "s")
+        await nothing_is_held(a, b)
