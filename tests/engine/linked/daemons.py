@@ -34,8 +34,14 @@ class Daemon:
     def knows(self, *others: Daemon) -> None:
         """Write the files of its peers."""
         for other in others:
-            address = f"127.0.0.1:{other.engine.running.peers.port}"
-            certificates.write_peer(self.site.folder, other.name, address)
+            self.knows_at(other.name, other.engine.running.peers.port)
+
+    def knows_at(self, name: str, port: int) -> None:
+        """Write the file of a peer."""
+        certificates.write_peer(self.site.folder, name, f"127.0.0.1:{port}")
+
+    def page_bytes(self) -> int:
+        return self.engine.running.store.pages.layout.page_bytes
 
     def is_linked(self, other: Daemon) -> bool:
         """Whether the data link to another daemon is up."""

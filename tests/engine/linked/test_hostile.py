@@ -1,0 +1,137 @@
+"""Peers that lie on the control link: they lose their link or are refused, and no token changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from batchengine.peers.identity import Identity
+from batchengine.wire import peer
+from batchengine.wire.peer import REPLY, REQUEST, PeerMessage
+from kv_store import keys
+from tests.engine.linked.daemons import Daemon, daemon
+from tests.peers.scene import Scripted, dial
+from tests.support.engines import Site, until, words
+
+HOLD = 99
+SALT = b"tenant"
+
+
+class Owner:
+    """A scripted daemon `a`, which has pages held by a real one."""
+
+    def __init__(self, holder: Daemon, scripted: Scripted) -> None:
+        self.holder = holder
+        self.scripted = scripted
+        self.page = bytes(range(256)) * (holder.page_bytes() // 256)
+        self.tokens = keys.token_bytes(words(1, 256))
+
+    async def ask(self, message: PeerMessage, payload: bytes = b"") -> PeerMessage:
+        await self.scripted.send(message, payload, step=7, attempt=REQUEST)
+        frame = await self.scripted.receive()
+        assert frame is not None, "the link has ended"
+        assert (frame.step, frame.attempt) == (7, REPLY)
+        return frame.message
+
+    async def offer(self, index: int = 0, digest: bytes | None = None) -> PeerMessage:
+        digest = digest or keys.payload_digest(self.page)
+        return await self.ask(
+            peer.OfferPage(HOLD, 1, index, keys.ROOT_KEY, digest, SALT), self.tokens
+        )
+
+    async def send_page(self, data: bytes, index: int = 0) -> PeerMessage:
+        part = 200_000
+        for offset in range(0, len(data) - part, part):
+            await self.scripted.send(
+                peer.PagePart(HOLD, index, offset), data[offset : offset + part]
+            )
+        offset = (len(data) - 1) // part * part
+        return await self.ask(peer.PagePart(HOLD, index, offset), data[offset:])
+
+    async def read_page(self, index: int) -> bytes:
+        """A page that the holder sends back."""
+        await self.scripted.send(peer.ReadPage(HOLD, 1, index), step=9, attempt=REQUEST)
+        data = b""
+        while (frame := await self.scripted.receive()) is not None:
+            if isinstance(frame.message, peer.PageSent):
+                assert frame.message == peer.PageSent(keys.payload_digest(data))
+                break
+            assert frame.message == peer.PagePart(HOLD, index, len(data))
+            data += frame.payload
+        return data
+
+    async def is_cut(self) -> bool:
+        """Whether the other side ends the link."""
+        async with asyncio.timeout(5):
+            while await self.scripted.receive() is not None:
+                pass
+        return True
+
+
+@contextlib.asynccontextmanager
+async def owner_of(holder: Daemon) -> AsyncIterator[Owner]:
+    """The scripted daemon `a` with a new link."""
+    peers = holder.engine.running.peers
+    await until(lambda: not peers.links["a"].state.is_open)
+    scripted = await dial(Identity("a", None, None), holder.name, peers.port)
+    await scripted.greet("a", peers._facts, ("holds",))
+    await until(lambda: peers.links["a"].state.is_open)
+    with contextlib.closing(scripted):
+        yield Owner(holder, scripted)
+
+
+async def test_an_owner_that_lies(site: Site) -> None:
+    async with daemon(site, "b", 16) as b:
+        b.knows_at("a", 1)
+        await until(lambda: "a" in b.engine.running.peers.links)
+        async with owner_of(b) as a:
+            answer = await a.ask(peer.ReserveHold(HOLD, 1, 1000))
+            assert isinstance(answer, peer.HoldReserved)
+            assert "room" in answer.why
+            assert await a.offer() == peer.PageAnswer(False, "no such place is reserved")
+            assert await a.ask(peer.ReserveHold(HOLD, 1, 4)) == peer.HoldReserved(0)
+            assert await a.offer(digest=bytes(16)) == peer.PageAnswer(True)
+            answer = await a.send_page(a.page)
+            assert isinstance(answer, peer.PageStored)
+            assert "digest" in answer.why
+            assert await a.ask(peer.ServeHold(HOLD, 1)) == peer.HoldServed(0)
+            answer = await a.ask(peer.ServeHold(HOLD + 1, 1))
+            assert isinstance(answer, peer.HoldServed)
+            assert "no hold" in answer.why
+            assert await a.offer() == peer.PageAnswer(True)
+            assert await a.send_page(a.page) == peer.PageStored()
+            assert await a.offer(1) == peer.PageAnswer(False)  # it has the page
+            answer = await a.offer(2, bytes(16))
+            assert isinstance(answer, peer.PageAnswer)
+            assert "another content" in answer.why
+            assert await a.ask(peer.ServeHold(HOLD, 1)) == peer.HoldServed(2)
+            assert b.linked.given.n_pages == 3  # of two places with one page, and two promised
+            sent = await a.read_page(0)
+            assert sent == a.page
+            answer = await a.ask(peer.ReadPage(HOLD, 1, 3))
+            assert isinstance(answer, peer.PageSent)
+            assert answer.why
+        await until(lambda: not b.linked.given.n_pages)
+        for message, payload, attempt in (
+            (peer.PagePart(HOLD, 0, 5), b"x", 0),  # does not begin at the beginning
+            (peer.PagePart(HOLD, 0, 0), bytes(b.page_bytes() + 1), REQUEST),
+            (peer.PagePart(HOLD, 0, 0), b"x", REQUEST),  # ends too soon
+            (peer.PagePart(HOLD, 0, 0), b"", 0),
+            (peer.PageStored(), b"", 0),  # nothing was sent
+            (peer.HoldServed(4), b"", 0),
+            (peer.ReserveHold(HOLD, 1, 1), b"", 0),  # no request
+            (peer.OfferPage(HOLD, 1, 1, bytes(32), bytes(16), b""), b"few tokens", REQUEST),
+        ):
+            async with owner_of(b) as a:
+                assert await a.ask(peer.ReserveHold(HOLD, 1, 4)) == peer.HoldReserved(0)
+                assert await a.offer() in (peer.PageAnswer(True), peer.PageAnswer(False))
+                a.tokens = keys.token_bytes(words(2, 256))
+                assert await a.offer(1) == peer.PageAnswer(True)
+                if isinstance(message, peer.PagePart):
+                    message = peer.PagePart(HOLD, 1, message.offset)
+                await a.scripted.send(message, payload, step=8, attempt=attempt)
+                assert await a.is_cut(), message
+        await until(lambda: not b.linked.given.n_pages)
+        b.linked.given.check()
+        assert b.engine.running.store.stat()["pages_pinned"] == 0
