@@ -35,7 +35,7 @@ class RowImport:
         self.session = session
         self.epoch = epoch  # in the headers of the new slots
         self.arena = arena
-        self.imported: asyncio.Future[bool] | None = None  # see `prepare`
+        self.imported: asyncio.Future[bool] | None = None  # whether every page was answered
         self.pending_rows: Sequence[PendingRows] = ()
         self.slots: list[ArenaSlot] = []
         self.rows: list[int] = []
@@ -79,21 +79,18 @@ class RowImporter:
         session: Session,
         epoch: int,
         n_pages: int,
-        imported: asyncio.Future[bool] | None = None,
         *,
         reclaim: bool = True,
         warm: bool = False,
     ) -> RowImport | None:
         """Reserve slots for `n_pages` open pages of a session; None if the arena has too few.
 
-        `imported` resolves to whether every page was answered. `warm`: the next frame writes to
-        the slots, so that the import causes no page faults.
+        `warm`: the next frame writes to the slots, so that the import causes no page faults.
         """
         self.poll()
         if self._slots.arena is None:
             return None
         row_import = RowImport(session, epoch, self._slots.arena)
-        row_import.imported = imported
         if not self._widen(row_import, n_pages, reclaim=reclaim):
             return None
         self.imports[row_import] = None
@@ -102,7 +99,10 @@ class RowImporter:
         return row_import
 
     def import_rows(self, row_import: RowImport, pending_rows: Sequence[PendingRows]) -> bool:
-        """Queue rows for copying. False, and the import is abandoned, if slots are lacking."""
+        """Queue rows for copying; a complete import may be repeated with what has been added since.
+
+        False, and the import is abandoned, if slots are lacking.
+        """
         if row_import.over or row_import.arena is not self._slots.arena:
             return False
         if not self._widen(row_import, len(pending_rows), reclaim=True):
@@ -110,7 +110,7 @@ class RowImporter:
             return False
         while len(row_import.slots) > len(pending_rows):
             self._slots.free(row_import.slots.pop())
-        row_import.pending_rows = pending_rows
+        row_import.pending_rows, row_import.rows, row_import.sent = pending_rows, [], 0
         if not pending_rows:
             self._end(row_import, True)
         else:

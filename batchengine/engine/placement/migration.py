@@ -30,13 +30,14 @@ from batchengine.engine.turns.journal import Journal
 from batchengine.engine.turns.turn import Turn
 from batchengine.kv import RowImport
 from batchengine.session import NOT_LOGGED, Session, State
-from batchengine.session_kv import page_start
+from batchengine.session_kv import PendingRows, page_start
 from batchengine.wire.lane import FromArena
 from kv_store.errors import StoreError
 
 log = logging.getLogger("batchengine.handover")
 
 ANSWER_S = 5.0  # timeout of one frame in P1, before the session is frozen
+COPIES_MAX = 3  # in P1: one is behind by a row more if the source ended a step meanwhile
 IMPORT_S = 10.0  # timeout of the import, during which the session is frozen
 FIRST_COMMIT_S = 5.0  # how long a report waits for the destination's first token
 RECOMPUTE_MAX = 16  # unverified rows; with more, the session stays
@@ -62,7 +63,6 @@ class Migration:
         self.source = source
         self.to = to
         self.epoch = session.next_epoch()
-        self.imported: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.row_import: RowImport | None = None
         self.frozen: Frozen | None = None
         self.expects = False  # the destination keeps a seat
@@ -189,7 +189,7 @@ class Migrator:
                 )
         n_pages = max(len(session.kv.open), len(session.kv.pending)) + (turn is not None)
         row_import = move.row_import = to.kv.importing.prepare(
-            session, move.epoch, n_pages, move.imported, warm=True
+            session, move.epoch, n_pages, warm=True
         )
         if row_import is None:
             raise Abort(
@@ -201,6 +201,7 @@ class Migrator:
             # The client has just cut the history: rows can be verified once the worker has
             # relabeled them with the new epoch. No further cut happens before the move has ended.
             await self._touch(move.source, ())
+        await self._copy_ahead(move, row_import)
         await self._at("P1")
         self._check(session, to)
         return row_import
@@ -214,6 +215,39 @@ class Migrator:
         if not touched.done():
             touched.cancel()
             raise Abort(f"lane {loop.lane.name} does not answer")
+
+    async def _copy_ahead(self, move: Migration, row_import: RowImport) -> None:
+        """Copy the open rows of a session that decodes, until at most the row is missing that the
+        step in flight computes."""
+        session = move.session
+        for _ in range(COPIES_MAX):
+            decodes = session.state is State.RUNNING and session.to_compute <= RECOMPUTE_MAX
+            if not decodes or session.kv.pending:
+                return
+            self._check(session, move.to)
+            sources = move.source.kv.importing.sources(session)
+            await self._answered(move, self._import(move, row_import, sources), ANSWER_S)
+            if session.frontier <= _reach(session, row_import):
+                return
+
+    def _import(
+        self, move: Migration, row_import: RowImport, rows: list[PendingRows]
+    ) -> asyncio.Future[bool]:
+        """Have the destination copy rows; returns a future for `_answered`."""
+        imported = row_import.imported = asyncio.get_running_loop().create_future()
+        if not move.to.kv.importing.import_rows(row_import, rows):
+            name = move.to.lane.name
+            raise Abort(f"no room: lane {name} has no place for {len(rows)} open pages")
+        move.to.wake()
+        return imported
+
+    async def _answered(
+        self, move: Migration, imported: asyncio.Future[bool], timeout_s: float
+    ) -> None:
+        """Wait for the answer to an import. Raises Abort if the destination dies or hangs."""
+        await asyncio.wait([imported], timeout=timeout_s)
+        if not imported.done() or not imported.result():
+            raise Abort(f"lane {move.to.lane.name} died, or does not answer")
 
     async def _freeze(self, move: Migration) -> Frozen:
         """P2: freeze the session once its last token on the source is committed and emitted."""
@@ -232,13 +266,12 @@ class Migrator:
         self._check(session, to)
         pending_rows = source.kv.importing.sources(session)
         rows = [pending for pending in pending_rows if isinstance(pending.source, FromArena)]
-        if not to.kv.importing.import_rows(row_import, rows):
-            raise Abort(f"no room: lane {to.lane.name} has no place for {len(rows)} open pages")
-        to.wake()
+        imported = None
+        if frozen.turn is None or not _has_enough(session, row_import, rows):
+            imported = self._import(move, row_import, rows)
         await self._at("P3")
-        await asyncio.wait([move.imported], timeout=IMPORT_S)
-        if not move.imported.done() or not move.imported.result():
-            raise Abort(f"lane {to.lane.name} died, or does not answer")
+        if imported is not None:
+            await self._answered(move, imported, IMPORT_S)
         await self._at("P4")
         self._check(session, to)
         if row_import.fallen is not None or (row_import.over and rows):
@@ -320,6 +353,23 @@ class Migrator:
     async def _at(self, point: str) -> None:
         if (waited := self._on_point(point)) is not None:
             await waited
+
+
+def _has_enough(session: Session, row_import: RowImport, rows: list[PendingRows]) -> bool:
+    """Whether the rows that were copied while the session decoded lack few of what it has now.
+
+    `rows` are its open rows. Slots that it gave up meanwhile, for a page that became invalid, held
+    other rows than it has now; those of a worker that has died are not computed again.
+    """
+    there = {pending.page: pending.source for pending in rows}
+    copied = [one for one in row_import.pending_rows if one.page >= session.kv.first_open]
+    return (
+        row_import.imported is not None
+        and row_import.is_complete
+        and not session.kv.pending
+        and all(there.get(one.page) == one.source for one in copied)
+        and session.frontier - _reach(session, row_import) <= RECOMPUTE_MAX
+    )
 
 
 def _reach(session: Session, row_import: RowImport) -> int:

@@ -11,6 +11,7 @@ import pytest
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError, Kind, Sampling
 from batchengine.engine import Engine
+from batchengine.engine.placement.migration import RECOMPUTE_MAX
 from batchengine.kv import importing
 from batchengine.session import State
 from tests.support.engines import (
@@ -66,15 +67,16 @@ async def migrate_repeatedly(
 async def test_a_stream_continues_over_fifty_migrations(site: Site, reference: Reference) -> None:
     prompt = words(1, 300)
     async with two_lanes(site) as engine:
-        generation, reader = await started(engine, request(prompt, 900, session="s"), 3)
+        generation, reader = await started(engine, request(prompt, 2500, session="s"), 3)
         reports = await migrate_repeatedly(engine, "s", 50)
         assert not generation.finished, "the stream was too short for this test"
         answer = await reader
-        assert answer.tokens == reference.tokens(prompt, 900)
+        assert answer.tokens == reference.tokens(prompt, 2500)
         assert sum(int(str(r["rows_copied"])) for r in reports) > 50 * 40
-        assert all(r["rows_recomputed"] == 0 for r in reports)
+        recomputed = [int(str(r["rows_recomputed"])) for r in reports]
+        assert max(recomputed) <= RECOMPUTE_MAX
         assert all(float(str(r["gap_ms"])) > 0 for r in reports)
-        assert engine.stats()["tokens_recomputed"] == 0
+        assert engine.stats()["tokens_recomputed"] == sum(recomputed)
         record = await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs"))
         assert record is not None
         assert record.info.epoch >= 51

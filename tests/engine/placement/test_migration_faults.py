@@ -269,7 +269,7 @@ async def test_a_session_with_unproven_rows_does_not_migrate(
         async def fault() -> None:
             flip_record(source, session)
 
-        plant(engine, "P2", fault)
+        plant(engine, "P0", fault)
         assert "could not be proven" in await try_to_move(engine, "s")
         assert lanes_of(engine, "s")[0] is source
         assert (await reader).tokens == reference.tokens(prompt, 300)

@@ -39,7 +39,7 @@ async def test_a_parked_session_loses_its_slot_and_no_row(site: Site, reference:
         assert (session.kv.parked.page, session.kv.parked.rows) == (2, 729 - 512)
         pages = engine.state.lanes[0].kv
         wanted = pages.slots.available  # every slot, with that of the session
-        taken = pages.importing.prepare(Session(0, "other", ""), 1, wanted, lambda _: None)
+        taken = pages.importing.prepare(Session(0, "other", ""), 1, wanted)
         assert taken is not None
         pages.importing.abandon(taken)
         assert [type(o.source) for o in session.kv.pending] == [PageRef]
