@@ -129,8 +129,10 @@ async def test_worker_deaths_at_every_point_change_no_token(
             for answer, tokens in zip(answers, wanted, strict=True):
                 assert answer.error is None, (point, answer.error)
                 assert answer.tokens == tokens, point
-            # Of each stream the step in flight, twice if both lanes died under it.
-            assert engine.stats()["tokens_recomputed"] - before <= 4, point
+            # Of each stream the step in flight, twice if both lanes died under it; and what the
+            # source computed while the rows were copied.
+            recomputed = engine.stats()["tokens_recomputed"] - before
+            assert recomputed <= 4 + migration.RECOMPUTE_MAX, point
         if victim == "source":
             assert results == dict.fromkeys(POINTS, "moved")
         else:
