@@ -37,8 +37,10 @@ from batchengine.engine.lane.supervisor import (
 from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.pages import LinkedPages
+from batchengine.engine.linked.stages import Pipelines
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
+from batchengine.engine.placement.plans import PipelinePlans
 from batchengine.engine.sessions.crash_marker import CrashMarker
 from batchengine.engine.sessions.operations import SessionOperations
 from batchengine.engine.sessions.parking import Parking
@@ -63,6 +65,7 @@ from kv_store.store import Store, StoreSettings
 log = logging.getLogger("batchengine.engine")
 
 STAGES = 4
+STAGES_SHARE = 4  # stages for peers may take as much memory as a quarter of the KV budget
 FRESH, FRESH_SLOTS = "fresh", 10  # slots for one page and the pages that may be missing before it
 
 
@@ -179,6 +182,16 @@ class Running:
             linked, self.peers, lambda: loader.linked_as, self.peers.incarnation
         )
         self.linked = LinkedPages(state, store, self.peers, self.lane_links, self.tasks.spawn)
+        self.pipelines = Pipelines(
+            state.lanes[0],
+            self.lane_links,
+            self.peers,
+            self.tasks.spawn,
+            bytes_max=launch.config.store.budget_bytes // STAGES_SHARE,
+            context_max=made.info.context_tokens,
+        )
+        self.plans = PipelinePlans(state.lanes[0], store, self.peers, self.pipelines, made.info)
+        self.dispatcher.plans = self.plans
         self.housekeeping = Housekeeping(state, store, self.dispatcher, self.peers, self.lane_links)
 
     def begin(self) -> None:
@@ -196,6 +209,7 @@ class Running:
         if self.peers.is_on:
             tasks.spawn_vital(self.lane_links.run(), "data links")
             tasks.spawn_vital(self.linked.keeper.run(), "routes of pages")
+            tasks.spawn_vital(self.plans.run(), "pipeline plans")
 
     async def close(self) -> None:
         """Close the workers first (they map the store), then the store, then the text frontend."""

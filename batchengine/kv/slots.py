@@ -126,6 +126,7 @@ class Slots:
         self._fresh: dict[ArenaSlot, wire.ReserveSlot] = {}
         self._relabels: dict[ArenaSlot, wire.Relabel] = {}
         self._relabeling: frozenset[ArenaSlot] = frozenset()  # by the frame that was sent
+        self._reserving: frozenset[ArenaSlot] = frozenset()  # by the frame that was sent
         self.frames = 0  # answered
         self._is_poisoning = False  # the frame that was sent poisons slots
 
@@ -448,15 +449,20 @@ class Slots:
             tuple(self._poison), tuple(self._fresh.values()), tuple(self._relabels.values())
         )
         self._relabeling = frozenset(self._relabels)
+        self._reserving = frozenset(self._fresh)
         self._is_poisoning = bool(self._poison)
         self._poison, self._fresh, self._relabels = {}, {}, {}
         return labels
 
     def labeled(self) -> None:
         """Note that the frame with the last labels was executed."""
-        self._relabeling = frozenset()
+        self._relabeling = self._reserving = frozenset()
         self._is_poisoning = False
         self.frames += 1
+
+    def is_reserved(self, slot: ArenaSlot) -> bool:
+        """Whether the worker has reserved a slot that a session holds."""
+        return slot not in self._fresh and slot not in self._reserving
 
     @property
     def is_poisoning(self) -> bool:
@@ -485,7 +491,7 @@ class Slots:
         # Keys of a dead arena's slots may repeat in the new one.
         self.arena, self.seals, self.epochs = None, {}, {}
         self._poison, self._fresh, self._relabels = {}, {}, {}
-        self._relabeling = frozenset()
+        self._relabeling = self._reserving = frozenset()
         self._is_poisoning = False
         # The slots are gone, but pins of sessions that do not run are still reclaimable.
         self.reclaimable = {

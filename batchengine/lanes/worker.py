@@ -177,6 +177,8 @@ class Worker:
         started = time.perf_counter_ns()
         batch = unpack(step, payload, limits)
         memory.check(step)
+        if self._ring is not None:
+            self._ring.stages.reused(step)
         imported = memory.prepare(step, batch.imported)
         output = device.run(batch) if batch.entries else NO_OUTPUT
         digests, verified = memory.finish(step)

@@ -43,7 +43,8 @@ HEARTBEAT_TICKS = 2  # ticks from one Heartbeat to the next
 WATCH_S = 1.0  # from one look at the folder to the next
 DATA_LINKS = "data"  # a feature: it opens data links between workers
 HOLDS = "holds"  # a feature: it keeps pages for sessions of peers
-FEATURES = (DATA_LINKS, HOLDS)
+STAGES = "stages"  # a feature: its workers can be stages of a pipeline
+FEATURES = (DATA_LINKS, HOLDS, STAGES)
 
 
 @dataclass(frozen=True, slots=True)

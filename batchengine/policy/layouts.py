@@ -43,6 +43,7 @@ class Rejected(enum.StrEnum):
     NO_PLAN = "no pipeline is planned"
     BUBBLE = "the prompt does not fill the pipeline"
     TOLERANT_ONLY = "only for throughput-tolerant requests"
+    CACHED = "much of the prompt has KV already"
     SHALLOW = "too few sessions are in the batch"
     SLOWER = "it is predicted to be slower"
     DWELL = "it moved a moment ago"

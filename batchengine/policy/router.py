@@ -40,7 +40,8 @@ With peers, the rules above have chosen the local strategy, and these compare it
     the lane, and the prediction is no worse; never less than `dwell_ms_min` after it moved.
 10. A throughput-tolerant prompt goes through the pipeline if it fills it, that is if at most
     `bubble_max` of the time is spent filling and emptying it, and if the local prefill takes
-    `pipeline_gain` times as long or longer. This is independent of rules 8 and 9.
+    `pipeline_gain` times as long or longer, unless more than `pipeline_cached_max` of the prompt
+    has KV already. This is independent of rules 8 and 9.
 11. Without ring and pipeline, a peer's lane is taken if the local strain is above 1 and that of the
     peer is less by `tolerance` * max(1, its own). A session on a peer's lane stays there while it
     is within the limit of rule 5, or moved less than `dwell_ms_min` ago and is not urgent; this
@@ -122,6 +123,7 @@ class RoutePolicy(msgspec.Struct, frozen=True, gc=False):
     move_row_ms: float = 0.01  # cost of a migration per row of the open page
     ring_depth_min: int = 16  # sessions of a lane, from which on a ring may take some
     bubble_max: float = 0.25  # share of a prefill in which the pipeline fills and empties
+    pipeline_cached_max: float = 1.0  # share of a prompt that may have KV, to go through it
     pipeline_gain: float = 1.25  # local prefill over that of a pipeline, from which on it is used
 
 
@@ -167,12 +169,14 @@ class LaneState(msgspec.Struct, frozen=True, gc=False):
 
 
 class RouteState(msgspec.Struct, frozen=True, gc=False):
-    """Every lane and peer at one moment. Without `facts` no strategy over peers is considered."""
+    """Every lane and peer at one moment. Without `facts` no strategy over peers is considered, and
+    with them those of `strategies`."""
 
     lanes: tuple[LaneState, ...]
     policy: RoutePolicy = RoutePolicy()
     peers: tuple[PeerState, ...] = ()
     facts: LayoutFacts | None = None
+    strategies: tuple[str, ...] = (PIPELINE, RING, REMOTE)
 
 
 class Strategy(NamedTuple):
@@ -443,11 +447,13 @@ class _Comparison:
     def decision(self) -> Decision:
         """Return the decision, with the outlook of every strategy."""
         lane, here = self._owner(), self._local.predicted
-        found = [self._remote(peer, here) for peer in self._state.peers]
-        if lane is not None:
+        strategies, found = self._state.strategies, list[Outlook]()
+        if REMOTE in strategies:
+            found = [self._remote(peer, here) for peer in self._state.peers]
+        if RING in strategies and lane is not None:
             found.append(self._ring(lane, here))
-            if here is not None:
-                found.append(self._pipeline(lane, here))
+        if PIPELINE in strategies and lane is not None and here is not None:
+            found.append(self._pipeline(lane, here))
         used = self._used([outlook for outlook in found if isinstance(outlook.why, Reason)])
         outlooks = tuple([one if one in used else _not_used(one) for one in found])
         if not used:
@@ -538,6 +544,8 @@ class _Comparison:
         def rule(pipeline: LayoutTimes, strain: float) -> Reason | Rejected:
             if not self._tolerant:
                 return Rejected.TOLERANT_ONLY
+            if self._work.frontier > self._policy.pipeline_cached_max * self._request.prompt_tokens:
+                return Rejected.CACHED
             gains = pipeline.ttft_ms * self._policy.pipeline_gain <= here.ttft_ms
             return Reason.PIPELINE if gains else Rejected.SLOWER
 

@@ -17,6 +17,7 @@ from batchengine.wire.frames import Frame, LinkSchema, Message
 VERSION = 2
 ONE_WAY, REQUEST, REPLY = 0, 1, 2  # of `attempt` in the header
 TEXT_CHARS_MAX = 256
+LAYERS_MAX = 4096
 
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -207,11 +208,50 @@ class PageSent(Message, tag=21, frozen=True):
 
 
 HoldReplies = HoldReserved | PageAnswer | PageStored | HoldServed | PageSent
+
+
+class OpenPipeline(Message, tag=30, frozen=True):
+    """Request of a pipeline's owner: be its stage of layers [first, end).
+
+    `run` is not to be guessed. Rows come from the worker of `previous` ("" = this is the first
+    stage) and go to that of `following` ("" = the last one), tiles to that of the sender. Payload:
+    for the first stage the tokens i32, else nothing.
+    """
+
+    run: Count
+    first: Annotated[int, msgspec.Meta(ge=0, lt=LAYERS_MAX)]
+    end: Annotated[int, msgspec.Meta(ge=1, le=LAYERS_MAX)]
+    n_tokens: Annotated[int, msgspec.Meta(ge=256, le=1 << 24, multiple_of=256)]
+    previous: Text
+    following: Text
+
+
+class PipelineOpened(Message, tag=31, frozen=True):
+    """Reply to OpenPipeline: the stage is open, or `why` it is not."""
+
+    why: Text = ""
+
+
+class PipelineGo(Message, tag=32, frozen=True):
+    """To the first stage: the owner has room for the pages of tokens before `until`."""
+
+    run: Count
+    until: Count
+
+
+class PipelineEnded(Message, tag=33, frozen=True):
+    """Either way: the pipeline is over for the sender, `why` if it failed."""
+
+    run: Count
+    why: Text = ""
+
+
 PeerMessage = (
     Hello | Heartbeat | Declined | Bulk | BulkReceived
     | OpenData | DataExpected | DataRefused
     | ReserveHold | OfferPage | PagePart | ServeHold | ReleaseHold | HoldGone | ReadPage
     | HoldReplies
+    | OpenPipeline | PipelineOpened | PipelineGo | PipelineEnded
 )  # fmt: skip
 PeerFrame = Frame[PeerMessage]
 PEER_LINK = LinkSchema[PeerMessage](
@@ -220,4 +260,5 @@ PEER_LINK = LinkSchema[PeerMessage](
     OpenData, DataExpected, DataRefused,
     ReserveHold, HoldReserved, OfferPage, PageAnswer, PagePart, PageStored, ServeHold, HoldServed,
     ReleaseHold, HoldGone, ReadPage, PageSent,
+    OpenPipeline, PipelineOpened, PipelineGo, PipelineEnded,
 )  # fmt: skip

@@ -26,6 +26,7 @@ from batchengine.wire.peer import (
     HoldServed,
     OfferPage,
     OpenData,
+    OpenPipeline,
     PageAnswer,
     PagePart,
     PageSent,
@@ -33,6 +34,9 @@ from batchengine.wire.peer import (
     PeerFrame,
     PeerLoad,
     PeerMessage,
+    PipelineEnded,
+    PipelineGo,
+    PipelineOpened,
     ReadPage,
     ReleaseHold,
     ReserveHold,
@@ -80,6 +84,18 @@ messages: st.SearchStrategy[PeerMessage] = st.one_of(
     st.builds(HoldGone, count, text),
     st.builds(ReadPage, count, count, count),
     st.builds(PageSent, st.binary(max_size=16), text),
+    st.builds(
+        OpenPipeline,
+        count,
+        st.integers(0, 4095),
+        st.integers(1, 4096),
+        st.integers(1, 1 << 16).map(lambda pages: 256 * pages),
+        text,
+        text,
+    ),
+    st.builds(PipelineOpened, text),
+    st.builds(PipelineGo, count, count),
+    st.builds(PipelineEnded, count, text),
 )
 whole_frames = st.builds(
     Frame, messages, st.binary(max_size=200), u64, u64, st.sampled_from([0, 1, 2])
@@ -98,7 +114,7 @@ def test_random_bytes_raise_wire_errors_only(noise: bytes, chunk: int) -> None:
     check_random_bytes(PEER_LINK, noise, chunk)
 
 
-@given(st.integers(1, 21), st.binary(max_size=120))
+@given(st.integers(1, 33), st.binary(max_size=120))
 @settings(deadline=None)
 def test_random_meta_parts_are_messages_or_wire_errors(kind: int, meta: bytes) -> None:
     try:

@@ -27,6 +27,7 @@ from batchengine.engine.lane.transfer import Frozen, Transfers
 from batchengine.engine.turns.journal import Journal
 from batchengine.engine.turns.turn import Turn, TurnEnd
 from batchengine.kv import Disputes, LaneKv
+from batchengine.lanes.stage_queue import StageQueue
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
@@ -78,6 +79,7 @@ class LaneLoop:
         self.stopping = False
         self.assigned = 0  # turns that were given to this lane and have not ended
         self.recomputes = RecomputeQueue(self.kv, config)
+        self.stages = StageQueue(config)
         self.draining = ""  # why the lane computes no more; or ""
         self.down = ""  # why no worker can be started; or ""
         self.is_rechecking = False
@@ -324,8 +326,8 @@ class LaneLoop:
     async def _step(self) -> None:
         began_ms = self.seats.now_ms()
         self._drain()
-        if self.recomputes and self.lane.alive:
-            await self._run_recompute()
+        if self.lane.alive:
+            await self._run_between()
         if not self.lane.alive:
             raise await self.lane.died()
         if self.is_paused:
@@ -355,19 +357,20 @@ class LaneLoop:
         done = await reply
         check_answer(in_flight, done)
         self._in_flight = None
+        self.stages.stepped(done.elapsed_us / 1000)
         if self._steps.commit(in_flight, done):
             self.recheck()
         if in_flight.parts:
             self.meter.add_overhead(self.seats.now_ms() - began_ms - done.elapsed_us / 1000)
 
-    async def _run_recompute(self) -> None:
-        if not self.recomputes.is_due(idle=not (self.running or self.waiting)):
-            return
-        frame = self.recomputes.frame(self.cost.cost)
-        if frame is not None:
-            self.recomputes.answered(await self.lane.run(*frame, deadline_s=STEP_DEADLINE_MIN_S))
-        self._drain()  # what the audit decided meanwhile
-        self.wake()
+    async def _run_between(self) -> None:
+        """Compute what belongs to no turn: recomputes, stages of pipelines."""
+        idle, cost = not (self.running or self.waiting), self.cost.cost
+        ran = await self.recomputes.run(self.lane, cost, idle=idle)
+        ran |= not self.is_paused and await self.stages.run(self.lane, cost, idle=idle)
+        if ran:
+            self._drain()  # what the audit or a peer asked for meanwhile
+            self.wake()
 
     async def _sleep(self) -> None:
         """Wait for `wake`, for REPLAN_S at most while a turn that is not paused is on the lane."""
@@ -428,6 +431,7 @@ class LaneLoop:
         in_flight, self._in_flight = self._in_flight, None
         self._emit()
         self.recomputes.died()
+        self.stages.died()
         self.kv.lane_died(None if in_flight is None else in_flight.chores)
         if in_flight is not None:
             self.kv.sealing.unverified(in_flight.verify)

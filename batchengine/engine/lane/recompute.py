@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from batchengine.config import LaneConfig
 from batchengine.kv import LaneKv, RowImport
+from batchengine.lanes.worker_process import Lane
 from batchengine.policy.cost import StepCost, work_of
 from batchengine.session import Session
 from batchengine.session_kv import page_start, pages_for
@@ -23,6 +24,7 @@ KEY = 0  # sessions count from 1
 EPOCH = 1
 PIECE_MS = 100.0  # predicted time of one frame at most: a request that arrives waits for it
 PIECES = (256, 128, 64, 32, 16)  # tokens
+DEADLINE_S = 30.0
 PAGES_MAX = 8  # pages computed for one digest: pages of its prefix may be gone as well
 
 
@@ -94,6 +96,15 @@ class RecomputeQueue:
         recompute.digest.exception()  # retrieved: there may be no waiter
         if recompute.row_import is not None:
             self._kv.importing.abandon(recompute.row_import)
+
+    async def run(self, lane: Lane, cost: StepCost, *, idle: bool) -> bool:
+        """Compute a piece if one is due; returns whether one was. Errors as of `Lane.post`."""
+        if not self.is_due(idle=idle):
+            return False
+        frame = self.frame(cost)
+        if frame is not None:
+            self.answered(await lane.run(*frame, deadline_s=DEADLINE_S))
+        return True
 
     def is_due(self, *, idle: bool) -> bool:
         """Whether a frame may be sent now. Fails recomputes that are not urgent unless `idle`."""

@@ -30,6 +30,7 @@ from batchengine.engine.placement.explain import explain
 from batchengine.engine.placement.lane_view import LaneViews
 from batchengine.engine.placement.migration import Migrator
 from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
+from batchengine.engine.placement.plans import CACHED_MAX, PipelinePlans
 from batchengine.engine.placement.restore import Restores
 from batchengine.engine.placement.session_times import TimesOfSessions
 from batchengine.engine.state import EngineState
@@ -59,6 +60,7 @@ class Dispatcher:
         self._times = TimesOfSessions(state)
         self._evacuating: set[LaneLoop] = set()
         self._policy = _policy(state.config)
+        self.plans: PipelinePlans | None = None  # over peers, if there may be any
 
     def __repr__(self) -> str:
         return f"<Dispatcher decisions={len(self.log)} moving={len(self._state.moves)}>"
@@ -68,7 +70,8 @@ class Dispatcher:
     def state(self, tenant: str | None = None) -> router.RouteState:
         """Return all lanes with estimated loads, as full as they are for a tenant, and the
         policy."""
-        return router.RouteState(self._lanes.all(tenant), self._policy)
+        state = router.RouteState(self._lanes.all(tenant), self._policy)
+        return state if self.plans is None else self.plans.with_peers(state)
 
     def _asked(self, request: GenerationRequest) -> router.RouteRequest:
         sla = request.sla
@@ -454,4 +457,5 @@ def _policy(config: Config) -> router.RoutePolicy:
         dwell_ms_min=routing.dwell_s * 1000,
         demote_idle_ms=routing.demote_idle_s * 1000,
         loaded_ratio=routing.loaded_ratio,
+        pipeline_cached_max=CACHED_MAX,
     )

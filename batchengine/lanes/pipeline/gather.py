@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -52,6 +52,11 @@ class TileGather:
     def accepted(self) -> int:
         """Pages that have a slot."""
         return len(self._slots)
+
+    def needs(self, slots: Collection[int]) -> bool:
+        """Whether tiles may still come for one of these slots."""
+        waiting = range(self.complete, len(self._slots))
+        return any(self._slots[page] in slots and self._missing[page] for page in waiting)
 
     def accept(self, slots: Sequence[int]) -> None:
         """Take tiles of the next pages into these slots. Raises BadStep for a slot without owner,

@@ -112,6 +112,15 @@ class Stages:
         self.pump()
         return wire.StageDone(step.run, _us_since(began))
 
+    def reused(self, step: wire.Step) -> None:
+        """End every gathering into a slot that a step is about to give another use."""
+        if not self._gathers:
+            return
+        slots = {*step.poison, *(slot.slot for slot in (*step.reserve, *step.relabel))}
+        slots.update(rows.to.slot for rows in step.import_rows)
+        for run in [run for run, gather in self._gathers.items() if gather.needs(slots)]:
+            self._end_gather(run, "a slot of it has another use")
+
     def _open(self, note: wire.OpenStage) -> None:
         names = (note.previous, note.following, note.owner)
         previous, following, owner = (self._links.link_to(name) if name else None for name in names)

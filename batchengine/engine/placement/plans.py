@@ -1,0 +1,189 @@
+"""What the router knows of peers: their speeds, the links to them, and the pipeline that would be
+used now; and the use of it for a prompt.
+
+Owns the measurement of links and the plan, which is made anew in a thread when speeds or peers
+have changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+import msgspec
+
+from batchengine.core import PAGE_TOKENS, BatchEngineError, ModelInfo
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.linked.stages import Pipelines
+from batchengine.engine.placement.decision_log import DecisionLog
+from batchengine.engine.turns.turn import Turn
+from batchengine.peers.link import PeerLink
+from batchengine.peers.peers import Peers
+from batchengine.policy import layouts, pipeline
+from batchengine.policy.cost import LaneLoad, LinkSpeed, StepCost
+from batchengine.policy.layouts import LayoutFacts, PeerState
+from batchengine.policy.pipeline import LayerCost, LayerKind, PipelineModel, PromptWork, StageHost
+from batchengine.policy.ring import shape_of
+from batchengine.policy.router import RouteState
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.engine")
+
+LOOK_S = 0.5
+PLANNED_TOKENS = 8192  # of the prompt that a plan is made for
+HOSTS_MAX = 6  # a plan for so many takes half a second
+CACHED_MAX = 0.25  # share of a prompt that may have KV when a pipeline computes it from its start
+PATIENCE = 3.0  # a pipeline may take so many times the predicted time, and 10 s
+CHANGED = 1.25  # ratio of a speed to the one planned with, from which on a plan is made anew
+
+
+class PipelinePlans:
+    """The router's view of the peers that could be stages. Use: `with_peers`,
+    `fill_prefix`; `run` as a task."""
+
+    def __init__(
+        self, loop: LaneLoop, store: Store, peers: Peers, pipelines: Pipelines, info: ModelInfo
+    ) -> None:
+        self._store = store
+        self._loop, self._peers, self._pipelines = loop, peers, pipelines
+        facts, details = loop.lane.facts, info.details
+        n_layer, payload = info.n_layer, 0 if facts is None else facts.payload_bytes
+        self._kv_token_bytes = payload // 256
+        self._model = PipelineModel(
+            (LayerKind(info.file_bytes // n_layer, self._kv_token_bytes // n_layer),),
+            (0,) * n_layer,
+            4 * int(details["n_embd"]),
+            0,
+            0,
+        )
+        self._shape = shape_of(
+            n_layer, int(details["n_head"]), int(details["n_kv_head"]), int(details["head_dim"])
+        )
+        self._planned_with: dict[str, tuple[float, ...]] = {}
+        self._facts: LayoutFacts | None = None
+
+    def with_peers(self, state: RouteState) -> RouteState:
+        """The state with the peers that could be stages, for the router."""
+        if self._facts is None:
+            return state
+        peers = tuple([self._peer(link) for link in self._usable()])
+        return msgspec.structs.replace(
+            state, peers=peers, facts=self._facts, strategies=(layouts.PIPELINE,)
+        )
+
+    async def fill_prefix(self, turn: Turn, decisions: DecisionLog) -> None:
+        """Have a pipeline fill the store with full pages of the prompt, if the decision says so.
+
+        Whatever comes of it, the turn may begin: it finds what was computed by its content.
+        """
+        record = decisions.of_request(turn.generation.request_id)
+        if record is None:
+            return
+        facts, decision, session = record.state.facts, record.decision, turn.session
+        if decision.strategy.prefill != layouts.PIPELINE or facts is None or facts.pipeline is None:
+            return
+        tokens, predicted = session.tokens[:-1], decision.predicted
+        known = len(self._store.pages.match_prefix(tokens, session.salt))
+        if known * PAGE_TOKENS > CACHED_MAX * len(tokens):
+            record.note(f"no pipeline: {known} pages of the prompt are in the store")
+            return
+        stages = [(stage.name, stage.first, stage.end) for stage in facts.pipeline.stages]
+        deadline_s = PATIENCE * (0.0 if predicted is None else predicted.ttft_ms) / 1000 + 10.0
+        began, generation = time.monotonic(), turn.generation
+        pages, why = await self._pipelines.fill(
+            stages, tokens, session, deadline_s, lambda: generation.cancelled or generation.finished
+        )
+        ended, took_s = f": {why}" if why else "", time.monotonic() - began
+        record.note(f"the pipeline computed {pages} pages in {took_s:.2f} s{ended}")
+
+    def facts(self) -> LayoutFacts | None:
+        """What predictions need, with the pipeline in use; None before the first plan."""
+        return self._facts
+
+    async def run(self) -> None:
+        """Measure links and keep the plan up to date, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for link in self._usable():
+                if link.bandwidth is None:
+                    with contextlib.suppress(BatchEngineError):
+                        await link.measure_bandwidth()
+            if self._is_changed():
+                await self._plan()
+
+    def _usable(self) -> list[PeerLink]:
+        links = [link for _, link in sorted(self._peers.links.items())]
+        return [link for link in links if self._pipelines.can_use(link.name)][: HOSTS_MAX - 1]
+
+    def _cost(self, link: PeerLink | None) -> StepCost:
+        """Measured cost of this daemon's lane, or that of a peer: by the ratio of their speeds."""
+        own = self._loop.cost.cost
+        rate = 0 if link is None else link.load.prefill_tokens_per_s
+        if not rate or not self._loop.meter.steps:
+            return own
+        ratio = 1000.0 / rate / own.prefill_token_ms
+        return StepCost(*(ratio * each for each in own))
+
+    def _peer(self, link: PeerLink) -> PeerState:
+        load, cost = link.load, self._cost(link)
+        entries = load.requests_running + load.requests_waiting
+        return PeerState(
+            link.name,
+            link.state.value,
+            LaneLoad(
+                cost,
+                seated=load.requests_running,
+                waiting=load.requests_waiting,
+                step_ms=cost.fixed_ms + cost.decode_entry_ms * entries,
+            ),
+            load.kv_free_bytes,
+            (link.rtt_us or 0.0) / 1000,
+            (link.bandwidth or 0.0) / 1000,
+        )
+
+    def _speeds(self) -> dict[str, tuple[float, ...]]:
+        found = {"": tuple(self._cost(None)[:2])}
+        for link in self._usable():
+            if link.bandwidth:
+                found[link.name] = (*self._cost(link)[:2], link.bandwidth)
+        return found
+
+    def _is_changed(self) -> bool:
+        now, then = self._speeds(), self._planned_with
+        return now.keys() != then.keys() or any(
+            not 1 / CHANGED < a / b < CHANGED
+            for name, speeds in now.items()
+            for a, b in zip(speeds, then[name], strict=True)
+        )
+
+    async def _plan(self) -> None:
+        self._planned_with = self._speeds()
+        usable = [link for link in self._usable() if link.name in self._planned_with]
+        hosts = [self._host("", None)] + [self._host(link.name, link) for link in usable]
+        speeds = {
+            link.name: LinkSpeed((link.bandwidth or 1.0) / 1000, (link.rtt_us or 0.0) / 2000)
+            for link in usable
+        }
+        links: dict[tuple[str, str], LinkSpeed] = {}
+        for one, speed in speeds.items():
+            links["", one] = links[one, ""] = speed
+            for other, second in speeds.items():  # between two peers: as the worse of both
+                if one != other:
+                    links[one, other] = LinkSpeed(
+                        min(speed.bytes_per_ms, second.bytes_per_ms),
+                        max(speed.latency_ms, second.latency_ms),
+                    )
+        prompts = (PromptWork(0, PLANNED_TOKENS),)
+        found = await asyncio.to_thread(pipeline.plan, hosts, links, "", self._model, prompts)
+        is_alone = found is None or len(found.stages) < 2
+        self._facts = LayoutFacts(self._shape, self._kv_token_bytes, None if is_alone else found)
+        if found is not None:
+            stages = ", ".join(f"{s.name or 'here'} {s.first}-{s.end}" for s in found.stages)
+            log.info("pipeline of prompts: %s", stages)
+
+    def _host(self, name: str, link: PeerLink | None) -> StageHost:
+        cost, n = self._cost(link), len(self._model.layers)
+        layer = LayerCost(cost.fixed_ms / n, cost.prefill_token_ms / n, cost.prefill_pair_ms / n)
+        return StageHost(name, (layer,))

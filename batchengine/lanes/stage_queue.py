@@ -1,0 +1,125 @@
+"""Stages of pipelines that one lane computes, between its ordinary steps.
+
+Owns which stage has its turn, how many tokens at a time, and the share of time: a lane with other
+work spends on stages at most as long as on its steps. Knows no peer: its caller says which rows
+have come, and hears the end of a stage.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from batchengine.config import LaneConfig
+from batchengine.lanes.worker_process import Lane
+from batchengine.policy.cost import StepCost, work_of
+from batchengine.wire import lane as wire
+
+BUSY_PIECE_MS = 100.0  # predicted time of one piece while other work waits for it
+IDLE_PIECE_MS = 400.0
+DEADLINE_S = 60.0
+PIECES = (512, 256, 128, 64, 32)  # tokens
+
+
+@dataclass(eq=False, slots=True)
+class StageWork:
+    """One stage: its share of the model's layers, and how far its rows have come.
+
+    `tokens` are those of the timeline for the first stage, else none. `allowed`: position before
+    which the owner has room for the pages.
+    """
+
+    run: int
+    layer_share: float
+    n_tokens: int
+    tokens: array[int]
+    frontier: int = 0
+    arrived: int = 0
+    allowed: int = 0
+
+    @property
+    def due(self) -> int:
+        """Tokens that can be computed now."""
+        return min(self.arrived, self.allowed) - self.frontier
+
+
+class StageQueue:
+    """The stages of one lane. The lane's loop sends the frames.
+
+    `on_ended(run, why)` is called when a stage has ended by itself, `on_step` before each look of
+    the loop for something to do.
+    """
+
+    def __init__(self, config: LaneConfig) -> None:
+        self.on_ended: Callable[[int, str], None] = lambda run, why: None
+        self.on_step: Callable[[], None] = lambda: None
+        self._tokens_max = config.tokens_per_step
+        self._works: dict[int, StageWork] = {}
+        self._turns: deque[StageWork] = deque()
+        self._owed_ms = 0.0  # by the stages to the lane's steps
+
+    def __len__(self) -> int:
+        return len(self._works)
+
+    def add(self, work: StageWork) -> None:
+        """Compute a stage, which the lane's worker has opened, as its rows come."""
+        self._works[work.run] = work
+        self._turns.append(work)
+
+    def get(self, run: int) -> StageWork | None:
+        """The stage of a pipeline; None if it has ended."""
+        return self._works.get(run)
+
+    def remove(self, run: int) -> None:
+        """Compute no more of a stage."""
+        if (work := self._works.pop(run, None)) is not None:
+            self._turns.remove(work)
+
+    async def run(self, lane: Lane, cost: StepCost, *, idle: bool) -> bool:
+        """Compute a piece if one is due; `idle`: the lane has nothing else to do.
+
+        Returns whether one was. Errors as of `Lane.post`.
+        """
+        self.on_step()
+        if idle:
+            self._owed_ms = 0.0
+        if self._owed_ms > 0.0 or not any(work.due > 0 for work in self._turns):
+            return False
+        work, step, payload = self._next_piece(cost, idle=idle)
+        done = await lane.run_stage(step, payload, deadline_s=DEADLINE_S)
+        self._owed_ms += done.elapsed_us / 1000
+        work.frontier += step.n_tokens
+        if done.why and self._works.get(work.run) is work:
+            self._end(work, done.why)
+        return True
+
+    def stepped(self, ms: float) -> None:
+        """Note that the lane computed a step of its own for so long."""
+        self._owed_ms = max(0.0, self._owed_ms - ms)
+
+    def _next_piece(self, cost: StepCost, *, idle: bool) -> tuple[StageWork, wire.StageStep, bytes]:
+        """The next stage in turn, and frame and payload of its next piece."""
+        while self._turns[0].due <= 0:
+            self._turns.rotate(-1)
+        work = self._turns[0]
+        self._turns.rotate(-1)
+        limit_ms, at = IDLE_PIECE_MS if idle else BUSY_PIECE_MS, work.frontier
+        fits = (
+            n
+            for n in PIECES
+            if n <= self._tokens_max
+            and work.layer_share * cost.predict_ms(work_of([(at, n)])) <= limit_ms
+        )
+        n = min(work.due, next(fits, PIECES[-1]))
+        return work, wire.StageStep(work.run, at, n), work.tokens[at : at + n].tobytes()
+
+    def died(self) -> None:
+        """End every stage, after the worker's exit."""
+        for work in list(self._works.values()):
+            self._end(work, "its worker died")
+
+    def _end(self, work: StageWork, why: str) -> None:
+        self.remove(work.run)
+        self.on_ended(work.run, why)

@@ -1,0 +1,170 @@
+"""Pipelines over several engines: tokens are those of one engine, whatever happens to a stage."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from batchengine.config import LaneConfig
+from batchengine.core import PAGE_TOKENS
+from batchengine.engine import Engine
+from batchengine.engine.linked.stages import Pipelines
+from batchengine.session import Session
+from batchengine.wire.peer import OpenPipeline, PipelineEnded, PipelineGo, PipelineOpened
+from tests.engine.linked.pipeline_scene import are_linked, linked_engines
+from tests.support.engines import Reference, Site, read, request, until, words
+
+N_LAYERS = 4  # of the pocket model
+SLOW = (LaneConfig("cpu", threads=1, entries_max=4, tokens_per_step=64, chunk_tokens_max=32),)
+Stages = list[tuple[str, int, int]]
+
+
+def pipelines(engine: Engine) -> Pipelines:
+    return engine.running.pipelines
+
+
+async def fill(
+    engine: Engine,
+    stages: Stages,
+    tokens: list[int],
+    *,
+    deadline_s: float = 30.0,
+    is_over: Callable[[], bool] = lambda: False,
+) -> tuple[int, str]:
+    session = Session(1 << 60, "s", "")
+    return await pipelines(engine).fill(stages, tokens, session, deadline_s, is_over)
+
+
+async def check_clean(*engines: Engine) -> None:
+    """Nothing is left of any pipeline."""
+    for engine in engines:
+        loop = engine.state.lanes[0]
+        await until(lambda: not pipelines(engine).rows())  # noqa: B023
+        assert not loop.stages
+        assert not loop.sessions
+        assert not loop.kv.slots.epochs, "a slot is held"
+
+
+async def check_answer(
+    engine: Engine, reference: Reference, prompt: list[int], cached: int
+) -> None:
+    """The answer to a prompt is that of one timeline alone, with `cached` pages from the store."""
+    answer = await read(engine.submit(request(prompt, 8)))
+    assert answer.tokens == reference.tokens(prompt, 8)
+    assert answer.done is not None
+    assert answer.done.usage.cached_tokens == cached * PAGE_TOKENS
+
+
+def random_stages(rng: random.Random, names: str) -> Stages:
+    chosen = rng.sample(names, rng.randint(1, len(names)))
+    cuts = sorted(rng.sample(range(1, N_LAYERS), len(chosen) - 1))
+    ends = zip([0, *cuts], [*cuts, N_LAYERS], strict=True)
+    return [(name.replace("a", ""), *part) for name, part in zip(chosen, ends, strict=True)]
+
+
+async def test_answers_after_a_pipeline_are_those_of_one_engine(
+    site: Site, reference: Reference
+) -> None:
+    """Any splits and orders, several at once, with and without the owner as a stage."""
+    rng = random.Random(4)
+    async with linked_engines(site, "abc") as engines:
+        a = engines["a"]
+        prompts = {key: words(key, n * PAGE_TOKENS + 9) for key, n in ((1, 4), (2, 1), (3, 2))}
+        stages = [random_stages(rng, "abc"), [("b", 0, 2), ("c", 2, 4)], [("", 0, 1), ("b", 1, 4)]]
+        found = await asyncio.gather(
+            *(fill(a, each, prompts[key]) for each, key in zip(stages, prompts, strict=True))
+        )
+        assert found == [(4, ""), (1, ""), (2, "")]
+        await check_clean(*engines.values())
+        for key, pages in ((1, 4), (2, 1), (3, 2)):
+            await check_answer(a, reference, prompts[key], pages)
+
+
+async def test_a_lost_stage_costs_time_only(site: Site, reference: Reference) -> None:
+    """Kills of a stage's worker, of the owner's, and of a stage's engine, in mid-chunk."""
+    async with linked_engines(site, "abc", SLOW) as engines:
+        a, b, c = (engines[name] for name in "abc")
+        prompt = words(7, 12 * PAGE_TOKENS + 9)
+        stages: Stages = [("", 0, 1), ("b", 1, 3), ("c", 3, 4)]
+        for victim in (b, a):
+            filling = asyncio.ensure_future(fill(a, stages, prompt))
+            await until(lambda: any(run.complete for run in pipelines(a)._owned.values()))
+            os.kill(victim.state.lanes[0].lane.pid, signal.SIGKILL)
+            pages, why = await filling
+            assert why
+            assert pages < 12
+            await until(lambda: all(are_linked(engine, 2) for engine in engines.values()))
+        filling = asyncio.ensure_future(fill(a, stages, prompt))
+        await until(lambda: len(pipelines(c)._served) == 1)
+        await c.stop(0.0)
+        assert "c" in (await filling)[1]
+        await until(lambda: not pipelines(b)._served)
+        answer = await read(a.submit(request(prompt, 8)))
+        assert answer.tokens == reference.tokens(prompt, 8)
+        assert await fill(a, [("b", 0, 4)], words(8, 2 * PAGE_TOKENS)) == (2, "")
+        await check_clean(b)
+
+
+async def test_a_pipeline_that_cannot_be_says_why(site: Site, reference: Reference) -> None:
+    """Refusals, a deadline, a request that ends, and messages that do not fit."""
+    async with linked_engines(site, "ab", SLOW) as engines:
+        a, b = engines["a"], engines["b"]
+        prompt = words(9, 8 * PAGE_TOKENS)
+        halves: Stages = [("", 0, 2), ("b", 2, 4)]
+        assert "x" in (await fill(a, [("x", 0, 4)], prompt))[1]
+        assert "layers" in (await fill(a, [("", 0, 2), ("b", 2, 5)], prompt))[1]
+        assert (await fill(a, halves, prompt, deadline_s=0.05))[1] == "it took too long"
+        assert (await fill(a, halves, prompt, is_over=lambda: True))[1] == "its request has ended"
+        pipelines(b)._bytes_max = 1000
+        assert "no room" in (await fill(a, halves, prompt))[1]
+        pipelines(b)._bytes_max = 1 << 30
+        assert "outside" in (await fill(a, [("b", 0, 4)], [1 << 30] * PAGE_TOKENS))[1]
+        link = a.running.peers.links["b"]
+        for message in (PipelineGo(5, 256), PipelineEnded(5, "no such run")):
+            link.send(message)
+        twice = OpenPipeline(5, 0, 4, PAGE_TOKENS, "", "")
+        tokens = bytes(4 * PAGE_TOKENS)
+        answers = [(await link.request(twice, tokens, timeout_s=5)).message for _ in range(2)]
+        assert [bool(answer.why) for answer in answers] == [False, True]  # type: ignore[union-attr]
+        link.send(PipelineEnded(5, ""))
+        assert await fill(a, halves, prompt) == (8, "")
+        await check_clean(a, b)
+        for wrong in (twice, PipelineOpened("")):
+            before = link.incarnation, a.running.lane_links.number("b")
+            link.send(wrong)
+            await until(lambda: a.running.lane_links.number("b") is None)
+            await until(lambda: are_linked(a, 1) and are_linked(b, 1))
+            assert before != (link.incarnation, a.running.lane_links.number("b"))
+        await check_answer(a, reference, [*prompt, 5], 8)
+
+
+async def test_a_batch_prompt_goes_through_the_pipeline_and_explain_says_so(
+    site: Site, reference: Reference
+) -> None:
+    async with linked_engines(site, "ab") as engines:
+        a = engines["a"]
+        plans = a.running.plans
+        await until(lambda: (facts := plans.facts()) is not None and facts.pipeline is not None)
+        prompt = words(11, 12 * PAGE_TOKENS + 7)
+
+        async def decision(prompt: list[int], sla: str) -> dict[str, Any]:
+            asked = request(prompt, 8, sla=sla)
+            answer = await read(a.submit(asked))
+            assert answer.tokens == reference.tokens(prompt, 8)
+            return a.running.dispatcher.explain(asked.request_id)
+
+        found = await decision(prompt, "batch")
+        assert found["strategy"] == {"prefill": "pipeline", "decode": "local", "peers": ["b"]}
+        assert found["reason_id"] == "pipeline"
+        assert found["notes"][0].startswith("the pipeline computed 12 pages in ")
+        found = await decision(prompt, "batch")
+        assert found["notes"] == ["no pipeline: 12 pages of the prompt are in the store"]
+        found = await decision(words(12, 12 * PAGE_TOKENS + 7), "standard")
+        assert found["strategy"]["prefill"] == "local"
+        assert found["outlooks"][0]["rejected"] == "only for throughput-tolerant requests"
+        found = await decision(words(13, 40), "batch")
+        assert found["outlooks"][0]["rejected"] == "the prompt does not fill the pipeline"
