@@ -15,6 +15,7 @@ BENCHES = {
     "router": "microseconds of one routing decision, by number of lanes",
     "promote": "moving a running session between lanes, against prefill and llama.cpp's files",
     "agents": "a served trace of agents, against llama-server when it is on the PATH",
+    "hop": "microseconds between two workers, one way, over TCP and TLS",
     "restart": "first token of a long session after a stop or a kill, against prefill",
     "attack": "hostile clients against a daemon, while another tenant streams",
     "crash": "random kills of workers and engines: told tokens lost, wrong tokens, double owners",

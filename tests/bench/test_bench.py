@@ -146,3 +146,12 @@ def test_router_decides_in_microseconds(tmp_path: Path, cache: Path) -> None:
     assert isinstance(p99_us, float)
     assert 0.0 < median_us < 200.0
     assert median_us <= p99_us
+
+
+def test_hop_measures_both_kinds_of_links(tmp_path: Path, cache: Path) -> None:
+    result = run_bench("hop", tmp_path / "r.json", cache)
+    for key in ("tcp_hop_us", "tls_hop_us", "tcp_layer_us", "tls_layer_us"):
+        found = result[f"{key}_range"]
+        assert isinstance(found, list)
+        low, high = found
+        assert low <= result[key] <= high < 100_000
