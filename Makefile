@@ -93,6 +93,7 @@ bench: native
 	$(PY) -m bench canonical
 	$(PY) -m bench store
 	$(PY) -m bench router
+	$(PY) -m bench hop
 	$(PY) -m bench promote
 	$(PY) -m bench restart
 	$(PY) -m bench agents

@@ -112,6 +112,10 @@ class DataRefused(Message, tag=8, frozen=True):
     why: Text
 
 
+class DataReady(Message, tag=9, frozen=True):
+    """To the side that dials: there can be a data link from now on, so it need not wait to ask."""
+
+
 class ReserveHold(Message, tag=10, frozen=True):
     """Request of a session's owner: promise room for pages at the end of a hold, new or not."""
 
@@ -248,7 +252,7 @@ class PipelineEnded(Message, tag=33, frozen=True):
 
 PeerMessage = (
     Hello | Heartbeat | Declined | Bulk | BulkReceived
-    | OpenData | DataExpected | DataRefused
+    | OpenData | DataExpected | DataRefused | DataReady
     | ReserveHold | OfferPage | PagePart | ServeHold | ReleaseHold | HoldGone | ReadPage
     | HoldReplies
     | OpenPipeline | PipelineOpened | PipelineGo | PipelineEnded
@@ -257,7 +261,7 @@ PeerFrame = Frame[PeerMessage]
 PEER_LINK = LinkSchema[PeerMessage](
     VERSION,
     Hello, Heartbeat, Declined, Bulk, BulkReceived,
-    OpenData, DataExpected, DataRefused,
+    OpenData, DataExpected, DataRefused, DataReady,
     ReserveHold, HoldReserved, OfferPage, PageAnswer, PagePart, PageStored, ServeHold, HoldServed,
     ReleaseHold, HoldGone, ReadPage, PageSent,
     OpenPipeline, PipelineOpened, PipelineGo, PipelineEnded,

@@ -18,7 +18,15 @@ from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import LocalFacts, Peers
 from batchengine.peers.transitions import LinkState
 from batchengine.wire.frames import Decoder
-from batchengine.wire.peer import PEER_LINK, Heartbeat, Hello, PeerFrame, PeerLoad, PeerMessage
+from batchengine.wire.peer import (
+    PEER_LINK,
+    DataReady,
+    Heartbeat,
+    Hello,
+    PeerFrame,
+    PeerLoad,
+    PeerMessage,
+)
 
 FACTS = LocalFacts("pocket", "aa" * 32, "bb" * 32, "cc" * 32)
 
@@ -148,9 +156,9 @@ class Scripted:
         await asyncio.get_running_loop().sock_sendall(self.sock, self.channel.seal(data))
 
     async def receive(self) -> PeerFrame | None:
-        """The next frame but a Heartbeat, or None at the end of the connection."""
+        """The next frame but Heartbeat and DataReady, or None at the end of the connection."""
         while (frame := await self._receive()) is not None:
-            if not isinstance(frame.message, Heartbeat):
+            if not isinstance(frame.message, Heartbeat | DataReady):
                 return frame
         return None
 

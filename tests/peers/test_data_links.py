@@ -13,6 +13,7 @@ import pytest
 
 from batchengine.engine.linked import data_link
 from batchengine.engine.linked.data_link import DataState
+from batchengine.engine.linked.lane_links import ASKED_EVERY_S
 from batchengine.peers import certificates, listener
 from batchengine.peers.channel import DATA
 from batchengine.peers.transitions import LinkState
@@ -22,6 +23,7 @@ from batchengine.wire.peer import (
     REQUEST,
     BulkReceived,
     DataExpected,
+    DataReady,
     DataRefused,
     Heartbeat,
     OpenData,
@@ -112,6 +114,7 @@ class Stranger:
         return answer.message
 
     async def token(self) -> bytes:
+        await asyncio.sleep(ASKED_EVERY_S)
         answer = await self.ask()
         assert isinstance(answer, DataExpected)
         return answer.token
@@ -195,6 +198,12 @@ async def test_tokens(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
             token = await a.token()
         with await handshake(await a.connect(token), site.folder, "a") as tls:
             assert await a.b.until_up("a")
+            await a.token()
+            assert await a.ask() == DataRefused("it is asked too often")
+            assert a.state is DataState.EXPECTED
+        token = await a.token()
+        with await handshake(await a.connect(token), site.folder, "a") as tls:
+            assert await a.b.until_up("a")
             await a.refused(token, "not known")  # replayed
             assert a.state is DataState.UP
             monkeypatch.setattr(listener, "EXPECTED_S", 0.05)
@@ -223,17 +232,20 @@ async def test_a_peer_that_does_not_go_on(site: Site, monkeypatch: pytest.Monkey
         assert await asyncio.get_running_loop().sock_recv(sock, 1) == b"", "no copy is left open"
         sock.close()
         await a.b.kill_worker()
+        await asyncio.sleep(ASKED_EVERY_S)
         assert await a.ask() == DataRefused("the worker of this daemon starts")
 
 
 async def test_a_message_that_does_not_fit_ends_the_control_link(site: Site) -> None:
     async with stranger(site) as a:
         scripted = a.scripted
-        for message in (DataExpected(bytes(16)), DataRefused(""), OpenData()):
+        for message in (DataExpected(bytes(16)), DataRefused(""), OpenData(), DataReady()):
             await scripted.send(message, attempt=ONE_WAY)
             assert await scripted.receive() is None
             await until(lambda: a.b.node.link("a").state is LinkState.DOWN)
-            assert a.b.node.link("a").why.startswith(("it sent Data", "it asks for a data link"))
+            assert a.b.node.link("a").why.startswith(
+                ("it sent Data", "it asks for", "it waits for")
+            )
             scripted.close()
             scripted = await dial(identity(site.folder, "a"), "b", a.b.node.peers.port)
             await scripted.greet("a", features=FEATURES)

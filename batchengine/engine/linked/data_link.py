@@ -106,6 +106,10 @@ class DataLinkMachine:
             self._backoff_s = min(BACKOFF_MAX_S, 2.0 * self._backoff_s)
         return effects
 
+    def hasten(self, now: float) -> None:
+        """Try at the next tick, and soon again if that fails: the peer says that it is ready."""
+        self._retry_at, self._backoff_s = now, BACKOFF_MIN_S
+
     def tick(self, now: float) -> tuple[DataEvent, str] | None:
         """The event that time alone brings and why, which the caller passes to `on`."""
         if self.state is DataState.DOWN and self._dials and now >= self._retry_at:

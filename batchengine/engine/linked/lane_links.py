@@ -29,6 +29,7 @@ from batchengine.wire.peer import (
     REQUEST,
     TEXT_CHARS_MAX,
     DataExpected,
+    DataReady,
     DataRefused,
     OpenData,
     PeerFrame,
@@ -38,16 +39,21 @@ log = logging.getLogger("batchengine.peers")
 
 TICK_S = 0.1
 ANSWER_S = 5.0  # for the peer's answer to OpenData
+ASKED_EVERY_S = 0.1  # a handshake takes milliseconds of the worker: a peer may not have more
 RENEW_S = 30.0  # between two restarts of the worker because its certificate has changed
 
 
 @dataclass(eq=False, slots=True)
 class _Link:
-    """The data link to one peer. `number`: of the worker's end, 0 = it has none."""
+    """The data link to one peer. `number`: of the worker's end, 0 = it has none.
+
+    `asked`: when the peer asked last.
+    """
 
     machine: DataLinkMachine
     number: int = 0
     asking: asyncio.Task[None] | None = None
+    asked: float = 0.0
 
 
 class LaneLinks:
@@ -140,7 +146,10 @@ class LaneLinks:
             machine = DataLinkMachine(dials=link.dials, rng=rng, now=time.monotonic())
             self._links[link.name] = _Link(machine)
         why = self._objection(link)
+        was_off = self._links[link.name].machine.state is DataState.OFF
         self._take(link.name, DataEvent.DISABLED if why else DataEvent.ENABLED, why)
+        if was_off and not why and not link.dials:
+            link.send(DataReady())
 
     def _objection(self, link: PeerLink) -> str:
         """Why there can be no data link to a peer; "" = there can be one."""
@@ -212,17 +221,27 @@ class LaneLinks:
         """Take a message of a peer: a request for a data link, or one that does not fit."""
         if isinstance(frame.message, DataExpected | DataRefused):
             link.abort(f"it sent {type(frame.message).__name__}, which was not asked for")
+        elif isinstance(frame.message, DataReady):
+            if not link.dials:
+                link.abort("it waits for a data link, which is not its part")
+                return
+            self._settle(link)
+            self._links[link.name].machine.hasten(time.monotonic())
         elif isinstance(frame.message, OpenData):
             if frame.attempt != REQUEST or link.dials:
                 link.abort("it asks for a data link, which is not its part")
                 return
             self._settle(link)
-            self._take(link.name, DataEvent.ASKED)
             link.reply(frame, self._answer(link.name))
 
     def _answer(self, name: str) -> DataExpected | DataRefused:
         """The answer to a peer that has asked for a data link."""
-        machine = self._links[name].machine
+        link, now = self._links[name], time.monotonic()
+        if now - link.asked < ASKED_EVERY_S:
+            return DataRefused("it is asked too often")
+        link.asked = now
+        self._take(name, DataEvent.ASKED)
+        machine = link.machine
         if machine.state is not DataState.EXPECTED:
             return DataRefused(machine.why[:TEXT_CHARS_MAX])
         return DataExpected(

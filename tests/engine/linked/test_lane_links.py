@@ -65,6 +65,21 @@ def test_the_side_that_dials_tries_again_with_longer_pauses() -> None:
     assert all(BACKOFF_MAX_S / 2 <= gap <= BACKOFF_MAX_S + 0.02 for gap in gaps[6:])
 
 
+def test_a_peer_that_is_ready_is_asked_at_once() -> None:
+    for has_answer in (False, True):
+        one = machine()
+        one.on(E.ENABLED, 0.0)
+        for now in range(8):
+            one.on(E.RETRY, float(now))
+            one.on(E.LOST, float(now), "its worker starts")
+        one.on(E.RETRY, 10.0)
+        if has_answer:
+            one.on(E.LOST, 10.0, "its worker starts")
+        one.hasten(10.0)  # before its answer or after it
+        one.on(E.LOST, 10.0, "its worker starts")
+        assert one.tick(10.0 + BACKOFF_MIN_S) == (E.RETRY, "")
+
+
 def test_the_other_side_waits_to_be_asked() -> None:
     one = machine(dials=False)
     one.on(E.ENABLED, 0.0)
