@@ -131,8 +131,8 @@ class HoldServer:
         async def answer() -> None:
             try:
                 link.reply(frame, await work)
-            except BatchEngineError as error:  # the link is lost
-                log.debug("peer %s has no answer: %s", link.name, error)
+            except (BatchEngineError, StoreError, OSError) as error:  # the link or a page is lost
+                log.info("peer %s gets no answer: %s", link.name, error)
             finally:
                 self._running[link.name] -= 1
 

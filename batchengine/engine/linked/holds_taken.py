@@ -28,6 +28,7 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.linked")
 
 DATA_LOST_S = 2.0  # without a data link, after which the pages of a peer count as lost
+AVOIDED_S = 60.0
 EPOCH = 1  # of every hold: it only grows and shrinks at its end
 HOLD_BITS = 63
 
@@ -73,6 +74,7 @@ class HoldsTaken:
         self._links = links
         self._taken: dict[int, TakenHold] = {}
         self._own: dict[int, OwnHold] = {}
+        self._avoided: dict[str, float] = {}  # until when
         self._eras = Counter[str]()  # how often the link to a peer was lost
         self._lost_at: dict[str, float] = {}  # when the data link to a peer was lost
         links.watchers.append(self._link_changed)
@@ -162,6 +164,14 @@ class HoldsTaken:
                 link.send(messages.ReleaseHold(taken.hold, EPOCH, taken.end))
 
     # ------------------------------------------------------------------------- what is lost
+
+    def avoid(self, peer: str) -> None:
+        """Have no pages put with a peer for AVOIDED_S: it does not do what it says."""
+        self._avoided[peer] = time.monotonic() + AVOIDED_S
+
+    def is_avoided(self, peer: str) -> bool:
+        """Whether a peer gets no pages for now."""
+        return time.monotonic() < self._avoided.get(peer, 0.0)
 
     def peer_down(self, name: str) -> None:
         """The link to a peer is lost, and with it its holds."""

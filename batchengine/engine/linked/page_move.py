@@ -196,6 +196,7 @@ class PageMover:
             return await self._pages.read(source.taken, source.at, page)
         except WrongPage as error:
             log.error("%s: its pages are computed again", error)
+            self._taken.avoid(source.taken.peer)
             self._taken.lose([source.taken])
             raise
 

@@ -21,7 +21,14 @@ from batchengine.engine.linked.page_move import PageMover
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import HOLDS
 from batchengine.peers.transitions import LinkState
-from batchengine.policy.routes import HERE, PageMove, PeerRoom, RouteView, fair_share, plan_route
+from batchengine.policy.routes import (
+    GrowthPolicy,
+    PageMove,
+    PeerRoom,
+    RouteView,
+    fair_share,
+    plan_route,
+)
 from batchengine.session import Session, State
 from batchengine.session_kv import full_pages
 
@@ -31,6 +38,7 @@ LOOK_S = 0.25
 REST_S = 0.02  # between two looks
 LOCAL_SHARE = 0.85  # of the pages for sessions: the store evicts below its limit, seals need room
 REPORT_S = 0.5  # after which the load of a peer shows what was put there
+GROWING, RESTING = GrowthPolicy(), GrowthPolicy(pull=-1.0)  # at rest nothing is taken back
 RETRY_S = 1.0  # after a move that failed
 UNSERVED_S = 5.0  # of a session that peers do not serve though they could: its pages are lost
 
@@ -94,15 +102,13 @@ class RouteKeeper:
         seats.awaits_peers = bool(self.moves)
 
     def _shares(self) -> dict[Session, int]:
-        """Pages that each session may have here: those with a turn share them fairly."""
-        seats = self._loop.seats
-        wanted = {turn.session: turn.pages_max for turn in seats.turns}
+        """Pages that each session may have here: those with a turn, or pages with peers, share
+        them fairly."""
+        seats, sessions = self._loop.seats, self._loop.sessions.values()
+        wanted = {session: len(session.kv.codes) for session in sessions if session.kv.held}
+        wanted |= {turn.session: turn.pages_max for turn in seats.turns}
         share = fair_share(int(seats.pages_budget * LOCAL_SHARE), list(wanted.values()))
-        found = dict.fromkeys(wanted, share)
-        for session in self._loop.sessions.values():
-            if session.kv.held and session not in found:
-                found[session] = len(session.kv.codes) - session.kv.n_held  # at rest: as it is
-        return found
+        return dict.fromkeys(wanted, share)
 
     def _plan(self, session: Session, share: int, rooms: tuple[PeerRoom, ...]) -> None:
         kv = session.kv
@@ -110,11 +116,12 @@ class RouteKeeper:
             return
         ranges = [(segment.peer, segment.n_pages) for segment in kv.held]
         local = len(kv.codes) - kv.n_held
-        view = RouteView(tuple(ranges), local, self._movable(session), share, rooms)
+        is_running = session.state is State.RUNNING
+        movable = self._movable(session) if is_running else 0
+        policy = GROWING if is_running else RESTING
+        view = RouteView(tuple(ranges), local, movable, share, rooms, policy)
         if not (moves := plan_route(view)):
             return
-        if session.state is not State.RUNNING and all(move.source == HERE for move in moves):
-            return  # it does not grow
         self.moves[session] = moves[0]
         self._spawn(self._run(session, moves), "moves of pages")
 
@@ -166,6 +173,7 @@ class RouteKeeper:
             and facts is not None
             and HOLDS in facts.features
             and self._links.number(link.name) is not None
+            and not self._taken.is_avoided(link.name)
         )
 
     def _lose_unserved(self, now: float) -> None:
@@ -182,5 +190,7 @@ class RouteKeeper:
             if now - since > UNSERVED_S and session.kv.cut_off:
                 del seen[session]
                 log.warning("%r is not served by %s", session, session.kv.held)
-                self._taken.lose(list(filter(None, map(self._taken.hold_of, session.kv.held))))
+                for taken in filter(None, map(self._taken.hold_of, session.kv.held)):
+                    self._taken.avoid(taken.peer)
+                    self._taken.lose([taken])
         self._unserved = seen

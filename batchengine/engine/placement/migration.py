@@ -145,6 +145,10 @@ class Migrator:
     ) -> tuple[MoveReport, Migration | None]:
         await self._at("P0")
         self._check(session, to)
+        if source is not None and source.up and session.kv.n_held:
+            raise Abort(
+                f"peers hold {session.kv.n_held} of its pages for lane {source.lane.name} alone"
+            )
         if source is None:  # the session has never computed and has no KV
             self._state.home[session.key] = to
             to.kv.slots.enter(session)

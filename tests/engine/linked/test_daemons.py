@@ -66,3 +66,37 @@ async def test_holders_that_end_cost_no_token(site: Site, reference: Reference) 
         assert {peer for peer, _ in holders(a, "s")} == {"b"}
         await a.engine.drop("", "s")
         await nothing_is_held(a, b)
+
+
+async def test_sessions_that_end_or_change_while_their_pages_move(
+    site: Site, reference: Reference
+) -> None:
+    """Several sessions at once on two daemons that hold for each other; some are cancelled,
+    dropped or cut in the middle of moves, one would be promoted."""
+    async with daemons(site, "ab", 20) as (a, b):
+        prompts = [words(10 + n, 256 * 9 + 31 * n) for n in range(4)]
+        running = [
+            await started(one.engine, request(prompt, 120, session=f"s{n}"), 0)
+            for n, (one, prompt) in enumerate(zip((a, a, a, b), prompts, strict=True))
+        ]
+        await until(lambda: bool(a.linked.keeper.moves or a.linked.taken.n_pages))
+        running[0][0].cancel()
+        await a.engine.drop("", "s1")
+        for n in (2, 3):
+            answer = await running[n][1]
+            assert answer.error is None
+            assert answer.tokens == reference.tokens(prompts[n], 120)
+        cut = [*prompts[2][:1500], *words(20, 2000)]
+        answer = await read(a.engine.submit(request(cut, 30, session="s2")))
+        assert answer.tokens == reference.tokens(cut, 30)
+        fork = await a.engine.fork("", "s2", "f")
+        more = [*cut, *answer.tokens, 77]
+        assert fork["tokens"] == len(more) - 1
+        both = await asyncio.gather(
+            *[read(a.engine.submit(request(more, 30, session=name))) for name in ("s2", "f")]
+        )
+        assert [answer.tokens for answer in both] == [reference.tokens(more, 30)] * 2
+        for one, name in ((a, "s0"), (a, "s2"), (a, "f"), (b, "s3")):
+            await one.engine.drop("", name)
+        await nothing_is_held(a, b)
+        assert not a.engine.running.store.stat()["pages_pinned"]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
+import pytest
+
+from batchengine.engine.linked import holds_taken, peer_pages, routes
 from batchengine.peers.identity import Identity
+from batchengine.peers.link import PeerLink
+from batchengine.policy.routes import PageMove
 from batchengine.wire import peer
 from batchengine.wire.peer import REPLY, REQUEST, PeerMessage
 from kv_store import keys
-from tests.engine.linked.daemons import Daemon, daemon
+from tests.engine.linked.daemons import Daemon, daemon, daemons
 from tests.peers.scene import Scripted, dial
-from tests.support.engines import Site, until, words
+from tests.support.engines import Reference, Site, read, request, started, until, words
 
 HOLD = 99
 SALT = b"tenant"
@@ -135,3 +140,98 @@ async def test_an_owner_that_lies(site: Site) -> None:
         await until(lambda: not b.linked.given.n_pages)
         b.linked.given.check()
         assert b.engine.running.store.stat()["pages_pinned"] == 0
+
+
+Lie = Callable[[pytest.MonkeyPatch, Daemon], None]
+
+
+def says_that_it_serves(patch: pytest.MonkeyPatch, liar: Daemon) -> None:
+    """The worker is never asked to serve the pages."""
+
+    def tell(name: object) -> asyncio.Future[str]:
+        server = liar.linked._server
+        server._served[name] = len(server.holds.pages(name))  # type: ignore[index, arg-type]
+        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        done.set_result("")
+        return done
+
+    patch.setattr(liar.linked._server, "_tell", tell)
+    patch.setattr(routes, "UNSERVED_S", 0.5)
+
+
+def never_answers(patch: pytest.MonkeyPatch, liar: Daemon) -> None:
+    """Offers of pages are taken and forgotten."""
+
+    async def offer(*given: object) -> PeerMessage:
+        await asyncio.sleep(1000)
+        raise AssertionError
+
+    patch.setattr(liar.linked._server, "_offer", offer)
+    patch.setattr(peer_pages, "ANSWER_S", 0.2)
+
+
+def has_everything(patch: pytest.MonkeyPatch, liar: Daemon) -> None:
+    """No page is wanted, none is there."""
+
+    async def offer(*given: object) -> PeerMessage:
+        return peer.PageAnswer(False)
+
+    patch.setattr(liar.linked._server, "_offer", offer)
+
+
+def promises_other_places(patch: pytest.MonkeyPatch, liar: Daemon) -> None:
+    """The first place of every promise is another one than the owner has in mind."""
+    patch.setattr(liar.linked._server, "_reserve", lambda *given: peer.HoldReserved(4))
+
+
+def sends_other_bytes(patch: pytest.MonkeyPatch, liar: Daemon) -> None:
+    """A page that is read back is all zeros."""
+
+    async def read_page(link: PeerLink, asked: peer.ReadPage) -> PeerMessage:
+        size = 1 << 16
+        for offset in range(0, liar.page_bytes(), size):
+            data = bytes(min(size, liar.page_bytes() - offset))
+            link.send(peer.PagePart(asked.hold, asked.index, offset), data)
+        return peer.PageSent(bytes(16))
+
+    patch.setattr(liar.linked._server, "_read", read_page)
+
+
+LIES: tuple[Lie, ...] = (
+    says_that_it_serves,
+    never_answers,
+    has_everything,
+    promises_other_places,
+)
+
+
+async def test_a_holder_that_lies(site: Site, reference: Reference) -> None:
+    """Whatever it says, the session goes on without it, or with it once it is honest."""
+    async with daemons(site, "ab", 16) as (a, b):
+        ids = words(5, 256 * 14)
+        for number, lie in enumerate(LIES):
+            with pytest.MonkeyPatch.context() as patch:
+                lie(patch, b)
+                patch.setattr(holds_taken, "AVOIDED_S", 1.0)
+                answer = await read(a.engine.submit(request(ids, 20, session=f"s{number}")))
+                assert answer.error is None
+                assert answer.tokens == reference.tokens(ids, 20)
+                assert not a.linked.taken.n_pages
+                await a.engine.drop("", f"s{number}")
+                await until(lambda: not a.linked.keeper.moves)
+        ids = words(6, 256 * 18)
+        _, reader = await started(a.engine, request(ids, 60, session="s"), 5)
+        await until(lambda: a.linked.taken.n_pages >= 8)
+        session = a.state.sessions["", "s"]
+        back = PageMove("b", "", session.kv.n_held - 4, 4)
+        assert await a.linked.keeper._mover.move(session, back)
+        assert session.kv.n_held == back.first
+        with pytest.MonkeyPatch.context() as patch:
+            sends_other_bytes(patch, b)
+            back = PageMove("b", "", session.kv.n_held - 4, 4)
+            assert not await a.linked.keeper._mover.move(session, back)
+        assert a.linked.taken.is_avoided("b")
+        answer = await reader
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(ids, 60)
+        assert not a.linked.taken.n_pages
