@@ -139,6 +139,10 @@ class SealPipeline:
         self._slots.know_keys(session, index + (rows == PAGE_TOKENS))
         parent = session.kv.keys[index - 1] if index else keys.ROOT_KEY
         seal = Seal(session, index, slot, self._slots.arena, digest, parent, rows)
+        if rows == PAGE_TOKENS and session.kv.digests.pop(session.kv.keys[index], digest) != digest:
+            log.error("%r: page %d is another one than a peer was given", session, index)
+            seal.dropped = True
+            self._disputes.dispute(seal)
         self._slots.seals[slot] = seal  # replaces the seal of the page as a tail, if any
         self._pending.append(seal)
         self.start_seals()

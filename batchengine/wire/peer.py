@@ -211,7 +211,24 @@ class PageSent(Message, tag=21, frozen=True):
     why: Text = ""
 
 
-HoldReplies = HoldReserved | PageAnswer | PageStored | HoldServed | PageSent
+class ErasePages(Message, tag=22, frozen=True):
+    """Request: erase the pages of a timeline after its first `kept` tokens. Payload: its token ids.
+
+    A session of it was dropped; pages that sessions of the receiver share stay.
+    """
+
+    salt: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    kept: Count
+
+
+class PagesErased(Message, tag=23, frozen=True):
+    """Reply: so many pages are overwritten."""
+
+    n_pages: Count
+    why: Text = ""
+
+
+HoldReplies = HoldReserved | PageAnswer | PageStored | HoldServed | PageSent | PagesErased
 
 
 class OpenPipeline(Message, tag=30, frozen=True):
@@ -254,7 +271,7 @@ PeerMessage = (
     Hello | Heartbeat | Declined | Bulk | BulkReceived
     | OpenData | DataExpected | DataRefused | DataReady
     | ReserveHold | OfferPage | PagePart | ServeHold | ReleaseHold | HoldGone | ReadPage
-    | HoldReplies
+    | ErasePages | HoldReplies
     | OpenPipeline | PipelineOpened | PipelineGo | PipelineEnded
 )  # fmt: skip
 PeerFrame = Frame[PeerMessage]
@@ -263,6 +280,6 @@ PEER_LINK = LinkSchema[PeerMessage](
     Hello, Heartbeat, Declined, Bulk, BulkReceived,
     OpenData, DataExpected, DataRefused, DataReady,
     ReserveHold, HoldReserved, OfferPage, PageAnswer, PagePart, PageStored, ServeHold, HoldServed,
-    ReleaseHold, HoldGone, ReadPage, PageSent,
+    ReleaseHold, HoldGone, ReadPage, PageSent, ErasePages, PagesErased,
     OpenPipeline, PipelineOpened, PipelineGo, PipelineEnded,
 )  # fmt: skip

@@ -20,6 +20,7 @@ from batchengine.wire.peer import (
     DataReady,
     DataRefused,
     Declined,
+    ErasePages,
     Heartbeat,
     Hello,
     HoldGone,
@@ -31,6 +32,7 @@ from batchengine.wire.peer import (
     PageAnswer,
     PagePart,
     PageSent,
+    PagesErased,
     PageStored,
     PeerFrame,
     PeerLoad,
@@ -98,6 +100,8 @@ messages: st.SearchStrategy[PeerMessage] = st.one_of(
     st.builds(PipelineOpened, text),
     st.builds(PipelineGo, count, count),
     st.builds(PipelineEnded, count, text),
+    st.builds(ErasePages, st.binary(max_size=99), count),
+    st.builds(PagesErased, count, text),
 )
 whole_frames = st.builds(
     Frame, messages, st.binary(max_size=200), u64, u64, st.sampled_from([0, 1, 2])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -19,6 +20,7 @@ from batchengine.core import PAGE_TOKENS, BatchEngineError
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.linked.holds import HoldName, HoldRefused, HoldsGiven
 from batchengine.peers.link import PeerLink
+from batchengine.session import common_prefix
 from batchengine.wire import lane as wire
 from batchengine.wire import peer
 from batchengine.wire.peer import PeerFrame, PeerMessage
@@ -37,7 +39,9 @@ SERVE_S = 5.0  # for the worker to answer
 ROOM_S = 5.0  # while the store grows
 POLL_S = 0.01
 SILENCE_S = 30.0  # after which an incoming page, or a promise of room, is given up
-TOKEN_BYTES = 4 * PAGE_TOKENS
+TOKEN_BYTES_EACH = 4
+TOKEN_BYTES = TOKEN_BYTES_EACH * PAGE_TOKENS
+TIMELINE_BYTES_MAX = 16 << 20
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 
 
@@ -107,6 +111,10 @@ class HoldServer:
                 self._release(_name(link, asked.hold), asked)
             case peer.ReadPage() as asked:
                 self._run(link, frame, self._read(link, asked))
+            case peer.ErasePages() as asked:
+                if len(frame.payload) % TOKEN_BYTES_EACH or len(frame.payload) > TIMELINE_BYTES_MAX:
+                    raise Misfit(f"a timeline of {len(frame.payload)} bytes")
+                self._run(link, frame, self._erase(asked, array("i", bytes(frame.payload))))
             case _:
                 return False
         return True
@@ -302,6 +310,17 @@ class HoldServer:
         finally:
             reading.close()
             self._reading[link.name] -= 1
+
+    async def _erase(self, asked: peer.ErasePages, tokens: array[int]) -> PeerMessage:
+        """Overwrite pages of a session that its owner has dropped."""
+        tenant, ids = asked.salt.decode(errors="replace"), tokens.tolist()
+        kept = await asyncio.wrap_future(self._store.ledger.shared_tokens("", tenant, ids))
+        for loop in self._lanes:
+            for session in loop.sessions.values():
+                if session.salt == asked.salt:
+                    kept = max(kept, common_prefix(session.tokens, ids))
+        erasing = self._store.pages.erase(ids, asked.salt, max(kept, asked.kept))
+        return peer.PagesErased(await asyncio.wrap_future(erasing))
 
     # ------------------------------------------------------------------------ what else happens
 

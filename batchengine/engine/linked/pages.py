@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,14 +16,19 @@ from batchengine.engine.linked.holds_taken import HoldsTaken, OtherLane
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.page_move import PageMover
 from batchengine.engine.linked.peer_pages import PeerPages
-from batchengine.engine.linked.routes import RouteKeeper
+from batchengine.engine.linked.routes import RouteKeeper, keeps_pages
 from batchengine.engine.state import EngineState
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import Peers
 from batchengine.peers.transitions import LinkState
 from batchengine.wire import peer
 from batchengine.wire.peer import PeerFrame, PeerLoad
+from kv_store import keys
 from kv_store.store import Store
+
+log = logging.getLogger("batchengine.linked")
+
+ERASE_S = 10.0  # for a peer to overwrite the pages of a session
 
 
 class LinkedPages:
@@ -51,6 +59,7 @@ class LinkedPages:
         for other in state.lanes:
             other.kv.slots.holders = self.taken if other is loop else OtherLane(self.taken)
         loop.on_recheck = self._look_at_holds
+        state.erase_at_peers = self.erase
         links.on_hold = self._server.on_hold
         links.on_worker = self._worker_began
         peers.subscribe(self._on_message, self._on_state)
@@ -67,6 +76,19 @@ class LinkedPages:
             hold_bytes_free=max(0, free),
             hold_bytes_over=max(0, -free),
         )
+
+    async def erase(self, tokens: Sequence[int], salt: bytes, kept: int) -> None:
+        """Have peers erase the pages of a dropped session after its first `kept` tokens.
+
+        One that cannot be reached is named in the log: its pages go when it evicts them.
+        """
+        links = [link for link in self._peers.links.values() if keeps_pages(link)]
+        asked, ids = peer.ErasePages(salt, kept), keys.token_bytes(tokens)
+        requests = [link.request(asked, ids, timeout_s=ERASE_S) for link in links]
+        replies = await asyncio.gather(*requests, return_exceptions=True)
+        for link, reply in zip(links, replies, strict=True):
+            if isinstance(reply, BaseException):
+                log.warning("pages of a dropped session may be with peer %s: %s", link.name, reply)
 
     def _why_not(self) -> str:
         """Why this daemon takes no pages of peers; "" = it does."""

@@ -167,11 +167,9 @@ class RouteKeeper:
         return PeerRoom(link.name, free, hops, self._is_usable(link), load.leaves)
 
     def _is_usable(self, link: PeerLink) -> bool:
-        facts = link.facts
         return (
             link.state is LinkState.UP
-            and facts is not None
-            and HOLDS in facts.features
+            and keeps_pages(link)
             and self._links.number(link.name) is not None
             and not self._taken.is_avoided(link.name)
         )
@@ -194,3 +192,8 @@ class RouteKeeper:
                     self._taken.avoid(taken.peer)
                     self._taken.lose([taken])
         self._unserved = seen
+
+
+def keeps_pages(link: PeerLink) -> bool:
+    """Whether the link is open, to a peer that keeps pages for others."""
+    return link.state.is_open and link.facts is not None and HOLDS in link.facts.features

@@ -43,6 +43,8 @@ async def erase(
         shared = await asyncio.wrap_future(store.ledger.shared_tokens(name, tenant, tokens))
         kept = max(shared, _computing(state, store, tokens, salt))
         await asyncio.wrap_future(store.pages.erase(tokens, salt, kept))
+        if state.erase_at_peers is not None:
+            await state.erase_at_peers(tokens, salt, kept)
     dropped = store.ledger.append(writes.DropSession(name))
     store.ledger.commit()
     await asyncio.wrap_future(dropped)

@@ -48,6 +48,7 @@ async def test_a_context_larger_than_one_budget(site: Site, reference: Reference
         assert answer.done.usage.cached_tokens > len(ids)
         await a.engine.drop("", "s")
         await nothing_is_held(a, b)
+        assert not b.engine.running.store.pages.match_prefix(more, b""), "the peer has erased it"
 
 
 async def test_holders_that_end_cost_no_token(site: Site, reference: Reference) -> None:

@@ -219,8 +219,8 @@ async def test_a_holder_that_lies(site: Site, reference: Reference) -> None:
                 assert not a.linked.taken.n_pages
                 await a.engine.drop("", f"s{number}")
                 await until(lambda: not a.linked.keeper.moves)
-        ids = words(6, 256 * 18)
-        _, reader = await started(a.engine, request(ids, 60, session="s"), 5)
+        ids = words(6, 256 * 20)
+        _, reader = await started(a.engine, request(ids, 150, session="s"), 5)
         await until(lambda: a.linked.taken.n_pages >= 8)
         session = a.state.sessions["", "s"]
         back = PageMove("b", "", session.kv.n_held - 4, 4)
@@ -233,5 +233,5 @@ async def test_a_holder_that_lies(site: Site, reference: Reference) -> None:
         assert a.linked.taken.is_avoided("b")
         answer = await reader
         assert answer.error is None
-        assert answer.tokens == reference.tokens(ids, 60)
+        assert answer.tokens == reference.tokens(ids, 150)
         assert not a.linked.taken.n_pages

@@ -181,6 +181,21 @@ def test_invalid_pages_of_a_peer_are_dropped_with_what_follows(scene: Scene) -> 
     assert scene.computed(session)[0][0] == page_start(4)
 
 
+def test_a_recomputed_page_is_compared_with_what_a_peer_was_given(scene: Scene) -> None:
+    ids, session = routed(scene, "north", "south")
+    key = session.kv.keys[2]
+    assert session.kv.digests[key] != bytes(16)
+    session.kv.digests[key] = bytes(16)
+    scene.lose("north")
+    scene.run(scene.begin(session, ids, 2), until=lambda: bool(scene.kv.disputes.disputed))
+    assert [seal.index for seal in scene.kv.disputes.disputed] == [2]
+    assert scene.store.pages.find(key) is None
+    scene.kv.invalidation.drop_open()  # as the audit begins
+    scene.kv.disputes.disputed.clear()
+    scene.run(*scene.seats.turns)
+    assert session.tokens[len(ids) :] == expected(ids, 2)
+
+
 def test_a_link_that_comes_back_under_another_number(scene: Scene) -> None:
     ids, session = routed(scene, "north", "south")
     scene.peers.peers["north"].link = 9
