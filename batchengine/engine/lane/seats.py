@@ -208,6 +208,9 @@ class Seats:
             )
             self._stalled_ms = None
             self.preempt(last.session.key)
+        elif stalled_s > STALL_S and (later := [turn for turn in able if turn.session.kv.later]):
+            self._stalled_ms = None
+            later[0].session.kv.drop_later()  # computed again, rather than in the way
         elif len(self.running) == 1 and stalled_s > STALL_ALONE_S:
             self._stalled_ms = None
             pages, request_id = len(able[0].session.kv.codes), able[0].generation.request_id

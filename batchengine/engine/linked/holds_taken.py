@@ -28,7 +28,7 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.linked")
 
 DATA_LOST_S = 2.0  # without a data link, after which the pages of a peer count as lost
-AVOIDED_S = 60.0
+AVOIDED_MIN_S, AVOIDED_S = 0.5, 60.0
 EPOCH = 1  # of every hold: it only grows and shrinks at its end
 HOLD_BITS = 63
 
@@ -74,7 +74,7 @@ class HoldsTaken:
         self._links = links
         self._taken: dict[int, TakenHold] = {}
         self._own: dict[int, OwnHold] = {}
-        self._avoided: dict[str, float] = {}  # until when
+        self._avoided: dict[str, tuple[float, float]] = {}  # until when, and for how long
         self._eras = Counter[str]()  # how often the link to a peer was lost
         self._lost_at: dict[str, float] = {}  # when the data link to a peer was lost
         links.watchers.append(self._link_changed)
@@ -142,6 +142,7 @@ class HoldsTaken:
     def use(self, taken: TakenHold, first: int, n_pages: int) -> None:
         """Note that a page table has these pages of a hold from now on."""
         self._taken[taken.hold] = taken
+        self._avoided.pop(taken.peer, None)
         taken.used += n_pages
         taken.end = max(taken.end, first + n_pages)
 
@@ -165,13 +166,16 @@ class HoldsTaken:
 
     # ------------------------------------------------------------------------- what is lost
 
-    def avoid(self, peer: str) -> None:
-        """Have no pages put with a peer for AVOIDED_S: it does not do what it says."""
-        self._avoided[peer] = time.monotonic() + AVOIDED_S
+    def avoid(self, peer: str, *, lied: bool = False) -> None:
+        """Have no pages put with a peer for a while, after a move to it failed: each time for
+        longer, or for AVOIDED_S if it does not do what it says."""
+        pause_s = self._avoided.get(peer, (0.0, AVOIDED_MIN_S / 2))[1]
+        pause_s = AVOIDED_S if lied else min(AVOIDED_S, 2 * pause_s)
+        self._avoided[peer] = time.monotonic() + pause_s, pause_s
 
     def is_avoided(self, peer: str) -> bool:
         """Whether a peer gets no pages for now."""
-        return time.monotonic() < self._avoided.get(peer, 0.0)
+        return peer in self._avoided and time.monotonic() < self._avoided[peer][0]
 
     def peer_down(self, name: str) -> None:
         """The link to a peer is lost, and with it its holds."""

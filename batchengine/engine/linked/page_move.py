@@ -32,6 +32,10 @@ PAGES_AT_ONCE = 4  # on their way, of all sessions: each has a buffer
 GROW_POLLS, POLL_S = 100, 0.01
 
 
+class TableChanged(Exception):
+    """The session has no longer the pages of a move, or not there."""
+
+
 class HeldPlace(NamedTuple):
     """A page of a hold."""
 
@@ -64,9 +68,14 @@ class PageMover:
                 await self._take_back(session, move)
             else:
                 await self._place(session, move)
+        except TableChanged as change:
+            log.debug("%r: no move from page %d on: %s", session, move.first, change)
+            return False
         except (MoveFailed, BatchEngineError, StoreError, OSError, ValueError) as error:
             log.info("%r: pages %d.. stay with %s: %s", session, move.first,
                      move.source or "this daemon", error)  # fmt: skip
+            if move.target != HERE:
+                self._taken.avoid(move.target)
             return False
         return True
 
@@ -185,7 +194,7 @@ class PageMover:
         self._check(session, move, sources)
         good = [ref for ref in refs if ref is not None and self._store.pages.is_resident(ref)]
         if len(good) < len(refs) or session.kv.n_held != move.first + move.n_pages:
-            raise MoveFailed("its table has changed")
+            raise TableChanged("its table has changed")
         refs.clear()  # their pins pass to the table
         self._loop.kv.held.take_back(session, good)
         self._changed(session)
@@ -196,7 +205,7 @@ class PageMover:
             return await self._pages.read(source.taken, source.at, page)
         except WrongPage as error:
             log.error("%s: its pages are computed again", error)
-            self._taken.avoid(source.taken.peer)
+            self._taken.avoid(source.taken.peer, lied=True)
             self._taken.lose([source.taken])
             raise
 
@@ -222,17 +231,17 @@ class PageMover:
         kv = session.kv
         if move.source == HERE:
             if kv.n_held != move.first or len(kv.sealed) < move.n_pages:
-                raise MoveFailed("its table has changed")
+                raise TableChanged("its table has changed")
             return list(kv.sealed[: move.n_pages])
         places: list[PageRef | HeldPlace] = []
         _, rest = split_segments(kv.held, move.first)
         for segment in split_segments(rest, move.n_pages)[0]:
             taken = self._taken.hold_of(segment)
             if taken is None or segment.peer != move.source:
-                raise MoveFailed("its table has changed")
+                raise TableChanged("its table has changed")
             places += [HeldPlace(taken, segment.first + at) for at in range(segment.n_pages)]
         if len(places) != move.n_pages:
-            raise MoveFailed("its table has changed")
+            raise TableChanged("its table has changed")
         return places
 
     def _known(
@@ -258,11 +267,11 @@ class PageMover:
     ) -> None:
         """Raise MoveFailed unless the session still has these pages in these places."""
         if session.state in (State.FROZEN, State.CLOSED) or not self._loop.kv.slots.owns(session):
-            raise MoveFailed("the session is leaving")
+            raise TableChanged("the session is leaving")
         if session.frontier < page_start(move.first + move.n_pages):
-            raise MoveFailed("its timeline was cut")
+            raise TableChanged("its timeline was cut")
         if self._sources(session, move) != list(sources):
-            raise MoveFailed("its table has changed")
+            raise TableChanged("its table has changed")
 
     def _changed(self, session: Session) -> None:
         turn = self._loop.seats.turn_of(session)

@@ -189,7 +189,7 @@ class RouteKeeper:
                 del seen[session]
                 log.warning("%r is not served by %s", session, session.kv.held)
                 for taken in filter(None, map(self._taken.hold_of, session.kv.held)):
-                    self._taken.avoid(taken.peer)
+                    self._taken.avoid(taken.peer, lied=True)
                     self._taken.lose([taken])
         self._unserved = seen
 

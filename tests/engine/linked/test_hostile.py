@@ -207,19 +207,19 @@ LIES: tuple[Lie, ...] = (
 
 async def test_a_holder_that_lies(site: Site, reference: Reference) -> None:
     """Whatever it says, the session goes on without it, or with it once it is honest."""
-    async with daemons(site, "ab", 16) as (a, b):
-        ids = words(5, 256 * 14)
+    async with daemons(site, "ab", 24) as (a, b):
+        ids = words(5, 256 * 22)
         for number, lie in enumerate(LIES):
             with pytest.MonkeyPatch.context() as patch:
                 lie(patch, b)
-                patch.setattr(holds_taken, "AVOIDED_S", 1.0)
+                patch.setattr(holds_taken, "AVOIDED_S", 0.5)
                 answer = await read(a.engine.submit(request(ids, 20, session=f"s{number}")))
                 assert answer.error is None
                 assert answer.tokens == reference.tokens(ids, 20)
                 assert not a.linked.taken.n_pages
                 await a.engine.drop("", f"s{number}")
                 await until(lambda: not a.linked.keeper.moves)
-        ids = words(6, 256 * 20)
+        ids = words(6, 256 * 22)
         _, reader = await started(a.engine, request(ids, 150, session="s"), 5)
         await until(lambda: a.linked.taken.n_pages >= 8)
         session = a.state.sessions["", "s"]
