@@ -98,7 +98,7 @@ class DataLinkMachine:
         self.state, effects = found
         self.since = now
         # while it is tried again the reason of the last failure is still the news
-        self.why = "" if self.state is DataState.UP else why or self.why
+        self.why = "" if self.state is DataState.UP else why or self.why or "the peer began again"
         if event is DataEvent.ENABLED:
             self.why, self._retry_at, self._backoff_s = "not tried yet", now, BACKOFF_MIN_S
         elif self.state is DataState.DOWN:
