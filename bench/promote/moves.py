@@ -256,7 +256,9 @@ def _print(row: Length) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench promote", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="bench promote", description=__doc__, epilog="--zero-pause --help: the other bench"
+    )
     parser.add_argument("--quick", action="store_true", help="a small model, under 40 s")
     parser.add_argument("--full", action="store_true", help="also 32K tokens: half an hour")
     parser.add_argument("--moves", type=int, default=0, help="default 8, quick 3")

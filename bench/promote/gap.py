@@ -1,0 +1,331 @@
+"""What the reader of a running session sees of a promotion: the longest wait between two tokens.
+
+A real engine with two CPU lanes of one thread each decodes streams at 8K and 32K tokens of context.
+A stream is moved to the other lane and back; each move's gap is the longest time between two tokens
+from the call on until the first token of the other lane was read, in units of the median time per
+token before the call. Beside it, of as many tokens before the call, the same figure: on a machine
+that is not quiet it is above 1. Two ways take turns: rows are copied while the session decodes, and
+after it has stopped, as if it did not decode.
+
+Three situations: nothing else computes; the open page fills up during the move; each lane decodes
+another session. The unit of the third includes that session, of 1K tokens.
+
+The KV is prepared once per length: pages that one prompt computed stand at every later position,
+since no time depends on their values. The streams are forks of one session, one of which is not
+moved, and must all have the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+import kernels
+from batchengine.config import Config, LaneConfig, LimitsConfig, ModelConfig, StoreConfig
+from batchengine.config.settings import RouterConfig
+from batchengine.core import PAGE_TOKENS, ErrorEvent, GenerationRequest, TokenEvent
+from batchengine.engine import Engine
+from batchengine.engine.placement import migration
+from bench import report
+from bench.engine import DISK, synthetic_model
+from kv_store import keys
+from kv_store.pages.allocator import NoRoom
+
+LANES = ("a", "b")
+WAYS = {"decoding": migration.COPIES_MAX, "stopped": 0}  # COPIES_MAX of both
+BASE_PAGES = 4  # computed; the pages after them have the same bytes
+SHORT = 8  # tokens by which the prompt is shorter than whole pages
+FIRST = 20  # tokens before the first move: the page that the prompt leaves open is full
+ANSWER = 4096  # tokens asked for: more than any stream is read
+BETWEEN = 10  # tokens between two moves;
+BETWEEN_QUICK = 200  # of a model whose tokens take less time than a move
+BEFORE = 8  # times per token before a move, of which the median is its unit
+BUSY_TOKENS = 1024  # of context of the other session on each lane
+
+
+@dataclass
+class Gap:
+    """One move: its gap and that of as many tokens before it, in tokens; and its parts in ms."""
+
+    situation: str
+    way: str
+    gap_tpot: float
+    still_tpot: float
+    tpot_ms: float
+    rows: int  # copied
+    again: int  # rows computed again
+    rows_ms: float  # P2 to P4: the session stands still, its rows are copied
+    owner_ms: float  # P4 to P5: the commit of the new owner
+    rest_ms: float  # the first step there
+    total_ms: float
+
+
+@dataclass
+class Stream:
+    """The tokens of one reader, and when each came (s)."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    times: list[float] = field(default_factory=list[float])
+
+    async def until(self, count: int) -> None:
+        while len(self.tokens) < count:  # noqa: ASYNC110  a poll of 1 ms is far below a token
+            await asyncio.sleep(0.001)
+
+    def intervals(self) -> list[float]:
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+
+async def first_of(reading: asyncio.Future[None], waiting: Awaitable[None]) -> None:
+    """Wait for `waiting`; raises the error of `reading` if that ends before."""
+    waited = asyncio.ensure_future(waiting)
+    await asyncio.wait([reading, waited], return_when=asyncio.FIRST_COMPLETED)
+    if reading.done() and not waited.done():
+        waited.cancel()
+        reading.result()
+
+
+class Situations:
+    """One engine, and moves of streams of one length in each situation."""
+
+    def __init__(self, config: Config, length: int, between: int) -> None:
+        """`between`: tokens between two moves of a stream."""
+        self.engine, self.length = Engine(config, on_point=self._at), length
+        self.between = between
+        self.gaps: list[Gap] = []
+        self._streams: list[Stream] = []
+        self._points: dict[str, float] = {}  # ms, of the last move
+        self._rng = np.random.default_rng(length)
+        self._prompt: list[int] = []
+        self._forks = 0
+
+    def _at(self, point: str) -> None:
+        self._points[point] = time.perf_counter() * 1000
+
+    def _words(self, n: int) -> list[int]:
+        return self._rng.integers(3, self.engine.info.vocab_size, n).tolist()
+
+    async def prepare(self) -> None:
+        """Make a session of `length` tokens but SHORT, with pages that stand in for most."""
+        prompt = self._prompt = self._words(self.length - SHORT)
+        first = GenerationRequest("first", tuple(prompt[: BASE_PAGES * PAGE_TOKENS + 1]), 1)
+        await self._read(first, Stream())
+        pages = self.engine.running.store.pages
+        while len(refs := pages.match_prefix(prompt, b"")) < BASE_PAGES:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        bodies: list[tuple[bytes, bytes]] = []
+        for ref in refs:
+            reading, body = pages.read_out(ref), bytearray()
+            while reading.left:
+                body += await asyncio.wrap_future(reading.chunk())
+            bodies.append((bytes(body), reading.digest))
+            reading.close()
+        chain = keys.chain_keys(prompt, pages.repr_id)
+        for page in range(BASE_PAGES, len(chain)):
+            ids = prompt[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]
+            body, digest = bodies[page % BASE_PAGES]
+            put = pages.import_page(chain[page - 1], ids, b"", digest, body, origin="bench")
+            if isinstance(put, NoRoom):
+                raise RuntimeError(f"no room for page {page}")
+            pages.unpin(await asyncio.wrap_future(put))
+        stream = Stream()
+        await self._read(_asked("base", prompt, 1), stream)
+        prompt += stream.tokens
+
+    async def still(self, count: int) -> None:
+        """Decode `count` tokens of a stream that is not moved."""
+        await self._fork(self._tokens_of(Stream()), count)
+
+    async def moved(self, situation: str, first: int, ways: Sequence[str]) -> None:
+        """Decode a stream; move it once it has `first` tokens, and later once for each way."""
+        stream = self._tokens_of(Stream())
+        reading = asyncio.ensure_future(self._fork(stream, ANSWER))
+        try:
+            await first_of(reading, stream.until(first))
+            for way in ways:
+                self.gaps.append(await self._move(situation, way, stream, reading))
+                await first_of(reading, stream.until(len(stream.tokens) + self.between))
+        finally:
+            reading.cancel()
+            await asyncio.wait([reading])
+
+    def _tokens_of(self, stream: Stream) -> Stream:
+        self._streams.append(stream)
+        return stream
+
+    @property
+    def identical(self) -> bool:
+        """Whether all streams have the same tokens, as far as each was read."""
+        longest = max((stream.tokens for stream in self._streams), key=len)
+        return all(one.tokens == longest[: len(one.tokens)] for one in self._streams)
+
+    async def beside_others(self, first: int, ways: Sequence[str]) -> None:
+        """As `moved`, while each lane decodes another session."""
+        others: list[asyncio.Future[None]] = []
+        try:
+            for lane in LANES:
+                stream, name = Stream(), f"other-{lane}"
+                asked = _asked(name, self._words(BUSY_TOKENS), ANSWER, "other")
+                others.append(asyncio.ensure_future(self._read(asked, stream)))
+                await first_of(others[-1], stream.until(1))
+                await self.engine.promote("other", name, lane)
+            await self.moved("beside others", first, ways)
+        finally:
+            for other in others:
+                other.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+    async def _fork(self, stream: Stream, count: int) -> None:
+        self._forks += 1
+        await self.engine.fork("", "base", self._name)
+        await self._read(_asked(self._name, self._prompt, count), stream)
+
+    @property
+    def _name(self) -> str:
+        return f"fork-{self._forks}"
+
+    async def _read(self, request: GenerationRequest, stream: Stream) -> None:
+        generation = self.engine.submit(request)
+        try:
+            async for event in generation:
+                if isinstance(event, TokenEvent):
+                    stream.tokens.append(event.token)
+                    stream.times.append(time.perf_counter())
+                elif isinstance(event, ErrorEvent):
+                    raise event.error
+        finally:
+            generation.cancel()
+
+    async def _move(
+        self, situation: str, way: str, stream: Stream, reading: asyncio.Future[None]
+    ) -> Gap:
+        """Move the session of `stream` to the other lane."""
+        rows = [row for row in self.engine.sessions() if row["session_id"] == self._name]
+        to = LANES[1 - LANES.index(rows[0]["lane"])]
+        began = len(stream.times)
+        vars(migration)["COPIES_MAX"] = WAYS[way]
+        sent = await self.engine.promote("", self._name, to)
+        await first_of(reading, stream.until(len(stream.times) + 1))
+        intervals, at = stream.intervals(), self._points
+        near, before = intervals[began - 1 :], intervals[: began - 1]
+        tpot = statistics.median(before[-BEFORE:])
+        rows_ms, owner_ms = at["P4"] - at["P2"], at["P5"] - at["P4"]
+        return Gap(
+            situation,
+            way,
+            gap_tpot=round(max(near) / tpot, 3),
+            still_tpot=round(max(before[-len(near) :]) / tpot, 3),
+            tpot_ms=round(tpot * 1000, 2),
+            rows=sent["rows_copied"],
+            again=sent["rows_recomputed"],
+            rows_ms=round(rows_ms, 2),
+            owner_ms=round(owner_ms, 2),
+            rest_ms=round(sent["gap_ms"] - rows_ms - owner_ms, 2),
+            total_ms=sent["total_ms"],
+        )
+
+
+def _asked(session: str, prompt: list[int], count: int, tenant: str = "") -> GenerationRequest:
+    return GenerationRequest(
+        session, tuple(prompt), count, ignore_eos=True, session_id=session, tenant=tenant
+    )
+
+
+async def _measure(path: Path, length: int, moves: int, between: int, folder: str) -> Situations:
+    cores = sorted(os.sched_getaffinity(0))
+    lanes = tuple(
+        LaneConfig(name, threads=1, cores=(cores[i],) if len(cores) > 1 else ())
+        for i, name in enumerate(LANES)
+    )
+    config = Config(
+        model=ModelConfig(path=str(path), id="promote"),
+        lanes=lanes,
+        store=StoreConfig(dir=folder, budget_bytes=8 << 30, allow_volatile=True),
+        limits=LimitsConfig(context_tokens=length + 2 * ANSWER),
+        router=RouterConfig(promote_auto=False, demote_idle_s=0.0),
+        cache_dir=str(DISK if DISK.is_dir() else folder),
+    )
+    found = Situations(config, length, between)
+    # Both directions of each way: moves 0 and 1, 4 and 5, … of one way, the others of the other.
+    ways = [list(WAYS)[move // 2 % 2] for move in range(moves)]
+    await found.engine.start(lambda _: None)
+    try:
+        await found.prepare()
+        await found.still(FIRST + moves * between)
+        await found.moved("alone", FIRST, ways)
+        for move in range(moves // 2):
+            await found.moved("page", SHORT - 4 + move // 2 % 4, [list(WAYS)[move % 2]])
+        await found.beside_others(FIRST, ways)
+        return found
+    finally:
+        await found.engine.stop(0.0)
+
+
+def _print(found: Situations) -> dict[str, Any]:
+    """Print the gaps of one length; returns the figures for the result."""
+    name, result = f"{found.length // 1024}k", dict[str, Any]()
+    print(f"  {found.length} tokens; tokens {'the same' if found.identical else 'DIFFER'}")
+    for situation in dict.fromkeys(gap.situation for gap in found.gaps):
+        for way in WAYS:
+            gaps = [g for g in found.gaps if (g.situation, g.way) == (situation, way)]
+            if not gaps:
+                continue
+            ratios = [gap.gap_tpot for gap in gaps]
+            middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+            still = statistics.median(gap.still_tpot for gap in gaps)
+            parts = ", ".join(
+                f"{part} {statistics.median(getattr(gap, f'{part}_ms') for gap in gaps):.1f}"
+                for part in ("tpot", "rows", "owner", "rest")
+            )
+            print(
+                f"    {situation:<14}copied {way:<9} gap {middle:5.2f} [{low:.2f} … {high:.2f}]"
+                f" tokens, without a move {still:.2f}; ms: {parts}",
+                flush=True,
+            )
+            key = f"gap_tpot_{name}" + ("" if way == "decoding" else "_stopped")
+            key += {"alone": "", "page": "_page", "beside others": "_busy"}[situation]
+            result[key] = round(middle, 2)
+            result[f"{key}_range"] = [low, high]
+    return result
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench promote --zero-pause", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model at 2K tokens")
+    parser.add_argument("--moves", type=int, default=0, help="per situation: default 12, quick 4")
+    parser.add_argument("--tokens", type=int, nargs="*", help="lengths: default 8192 32768")
+    parser.add_argument("--model", help="GGUF to serve (default: a synthetic 0.6B shape)")
+    parser.add_argument("--json", help="write figures to this file")
+    args = parser.parse_args(argv)
+    path = Path(args.model) if args.model else synthetic_model("0.1b" if args.quick else "0.6b")
+    lengths: list[int] = args.tokens or ([2048] if args.quick else [8192, 32768])
+    moves: int = args.moves or (4 if args.quick else 12)
+    print(f"{path.name}, two lanes of one thread, {kernels.isa()}")
+    began, result, rows = time.perf_counter(), dict[str, Any](), dict[int, Any]()
+    identical = True
+    for length in lengths:
+        with (
+            tempfile.TemporaryDirectory(prefix="promote-") as folder,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            between = BETWEEN_QUICK if args.quick else BETWEEN
+            found = runner.run(_measure(path, length, moves, between, folder))
+        identical &= found.identical
+        result |= _print(found)
+        rows[length] = [asdict(gap) for gap in found.gaps]
+    result["identical"] = identical
+    seconds = round(time.perf_counter() - began, 1)
+    print(f"  {seconds} s in all")
+    details = {"gguf": path.name, "isa": kernels.isa(), "moves": rows, "bench_s": seconds}
+    report.finish(result, details=details, json_path=args.json)
+    return 0 if identical else 1
