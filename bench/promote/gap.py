@@ -263,39 +263,50 @@ async def _measure(path: Path, length: int, moves: int, between: int, folder: st
         await found.prepare()
         await found.still(FIRST + moves * between)
         await found.moved("alone", FIRST, ways)
+        _print(found, "alone")
         for move in range(moves // 2):
             await found.moved("page", SHORT - 4 + move // 2 % 4, [list(WAYS)[move % 2]])
+        _print(found, "page")
         await found.beside_others(FIRST, ways)
+        _print(found, "beside others")
         return found
     finally:
         await found.engine.stop(0.0)
 
 
-def _print(found: Situations) -> dict[str, Any]:
-    """Print the gaps of one length; returns the figures for the result."""
-    name, result = f"{found.length // 1024}k", dict[str, Any]()
-    print(f"  {found.length} tokens; tokens {'the same' if found.identical else 'DIFFER'}")
-    for situation in dict.fromkeys(gap.situation for gap in found.gaps):
-        for way in WAYS:
-            gaps = [g for g in found.gaps if (g.situation, g.way) == (situation, way)]
-            if not gaps:
-                continue
+KEYS = {"alone": "", "page": "_page", "beside others": "_busy"}  # in the result, by situation
+
+
+def _print(found: Situations, situation: str) -> None:
+    for way, gaps in _by_way(found, situation):
+        ratios = [gap.gap_tpot for gap in gaps]
+        still = statistics.median(gap.still_tpot for gap in gaps)
+        parts = ", ".join(
+            f"{part} {statistics.median(getattr(gap, f'{part}_ms') for gap in gaps):.1f}"
+            for part in ("tpot", "rows", "owner", "rest")
+        )
+        print(
+            f"  {found.length:>6} tokens, {situation:<14}copied {way:<9} gap"
+            f" {statistics.median(ratios):5.2f} [{min(ratios):.2f} … {max(ratios):.2f}] tokens,"
+            f" without a move {still:.2f}; ms: {parts}",
+            flush=True,
+        )
+
+
+def _by_way(found: Situations, situation: str) -> list[tuple[str, list[Gap]]]:
+    mine = [gap for gap in found.gaps if gap.situation == situation]
+    return [(way, [gap for gap in mine if gap.way == way]) for way in WAYS]
+
+
+def _figures(found: Situations) -> dict[str, Any]:
+    """The medians and ranges of one length, for the result."""
+    result: dict[str, Any] = {}
+    for situation, name in KEYS.items():
+        for way, gaps in _by_way(found, situation):
+            key = f"gap_tpot_{found.length // 1024}k{name}" + "_stopped" * (way == "stopped")
             ratios = [gap.gap_tpot for gap in gaps]
-            middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
-            still = statistics.median(gap.still_tpot for gap in gaps)
-            parts = ", ".join(
-                f"{part} {statistics.median(getattr(gap, f'{part}_ms') for gap in gaps):.1f}"
-                for part in ("tpot", "rows", "owner", "rest")
-            )
-            print(
-                f"    {situation:<14}copied {way:<9} gap {middle:5.2f} [{low:.2f} … {high:.2f}]"
-                f" tokens, without a move {still:.2f}; ms: {parts}",
-                flush=True,
-            )
-            key = f"gap_tpot_{name}" + ("" if way == "decoding" else "_stopped")
-            key += {"alone": "", "page": "_page", "beside others": "_busy"}[situation]
-            result[key] = round(middle, 2)
-            result[f"{key}_range"] = [low, high]
+            result[key] = round(statistics.median(ratios), 2)
+            result[f"{key}_range"] = [min(ratios), max(ratios)]
     return result
 
 
@@ -321,7 +332,7 @@ def main(argv: list[str]) -> int:
             between = BETWEEN_QUICK if args.quick else BETWEEN
             found = runner.run(_measure(path, length, moves, between, folder))
         identical &= found.identical
-        result |= _print(found)
+        result |= _figures(found)
         rows[length] = [asdict(gap) for gap in found.gaps]
     result["identical"] = identical
     seconds = round(time.perf_counter() - began, 1)

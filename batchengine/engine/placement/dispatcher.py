@@ -283,7 +283,7 @@ class Dispatcher:
         return moved
 
     def learn(self, session: Session, moved: MoveReport) -> None:
-        """Log and count a migration, and update the average cost."""
+        """Log and count a migration; one that nothing computed in updates the average cost."""
         metrics = self._state.metrics
         outcome = moved.outcome.value.replace(" ", "_")
         metrics.promotions_total.labels(moved.source, moved.target, outcome).inc()
@@ -299,8 +299,9 @@ class Dispatcher:
         if moved.cause is MoveCause.PROMOTION:
             note.urgent_ms = note.moved_ms  # so that the session is not demoted soon
         metrics.promotion_seconds.observe(moved.total_ms / 1000)
-        if moved.gap_ms > 0.0:
+        if moved.gap_ms > 0.0:  # it computed on while its rows were copied: no turn waits so long
             metrics.promotion_gap_seconds.observe(moved.gap_ms / 1000)
+            return
         policy = self._policy  # the cost per copied row keeps its initial value
         fixed_ms = max(0.1, moved.total_ms - policy.move_row_ms * moved.rows_copied)
         move_ms = policy.move_ms + MOVE_GAIN * (fixed_ms - policy.move_ms)
