@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -213,7 +212,7 @@ class Situations:
         rows = [row for row in self.engine.sessions() if row["session_id"] == self._name]
         to = LANES[1 - LANES.index(rows[0]["lane"])]
         began = len(stream.times)
-        vars(migration)["COPIES_MAX"] = WAYS[way]
+        migration.COPIES_MAX = WAYS[way]
         sent = await self.engine.promote("", self._name, to)
         await first_of(reading, stream.until(len(stream.times) + 1))
         intervals, at = stream.intervals(), self._points
@@ -326,11 +325,11 @@ def main(argv: list[str]) -> int:
     identical = True
     for length in lengths:
         with (
-            tempfile.TemporaryDirectory(prefix="promote-") as folder,
+            report.memory_folder("promote-", 10 << 30) as folder,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             between = BETWEEN_QUICK if args.quick else BETWEEN
-            found = runner.run(_measure(path, length, moves, between, folder))
+            found = runner.run(_measure(path, length, moves, between, str(folder)))
         identical &= found.identical
         result |= _figures(found)
         rows[length] = [asdict(gap) for gap in found.gaps]
