@@ -20,20 +20,21 @@ from batchengine.wire import lane as wire
 BUSY_PIECE_MS = 100.0  # predicted time of one piece while other work waits for it
 IDLE_PIECE_MS = 400.0
 DEADLINE_S = 60.0
-PIECES = (512, 256, 128, 64, 32)  # tokens
+PIECES = (1024, 512, 256, 128, 64, 32)  # tokens
 
 
 @dataclass(eq=False, slots=True)
 class StageWork:
     """One stage: its share of the model's layers, and how far its rows have come.
 
-    `tokens` are those of the timeline for the first stage, else none. `allowed`: position before
-    which the owner has room for the pages.
+    `tokens` are those of the timeline for the first stage, else none. `chunk_tokens` are computed
+    at a time, at most. `allowed`: position before which the owner has room for the pages.
     """
 
     run: int
     layer_share: float
     n_tokens: int
+    chunk_tokens: int
     tokens: array[int]
     frontier: int = 0
     arrived: int = 0
@@ -109,7 +110,7 @@ class StageQueue:
         fits = (
             n
             for n in PIECES
-            if n <= self._tokens_max
+            if n <= min(self._tokens_max, work.chunk_tokens)
             and work.layer_share * cost.predict_ms(work_of([(at, n)])) <= limit_ms
         )
         n = min(work.due, next(fits, PIECES[-1]))

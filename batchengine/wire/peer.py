@@ -235,14 +235,15 @@ class OpenPipeline(Message, tag=30, frozen=True):
     """Request of a pipeline's owner: be its stage of layers [first, end).
 
     `run` is not to be guessed. Rows come from the worker of `previous` ("" = this is the first
-    stage) and go to that of `following` ("" = the last one), tiles to that of the sender. Payload:
-    for the first stage the tokens i32, else nothing.
+    stage) and go to that of `following` ("" = the last one), tiles to that of the sender, at most
+    `chunk_tokens` tokens at a time. Payload: for the first stage the tokens i32, else nothing.
     """
 
     run: Count
     first: Annotated[int, msgspec.Meta(ge=0, lt=LAYERS_MAX)]
     end: Annotated[int, msgspec.Meta(ge=1, le=LAYERS_MAX)]
     n_tokens: Annotated[int, msgspec.Meta(ge=256, le=1 << 24, multiple_of=256)]
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=32, le=1024)]
     previous: Text
     following: Text
 

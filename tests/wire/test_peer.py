@@ -94,6 +94,7 @@ messages: st.SearchStrategy[PeerMessage] = st.one_of(
         st.integers(0, 4095),
         st.integers(1, 4096),
         st.integers(1, 1 << 16).map(lambda pages: 256 * pages),
+        st.integers(32, 1024),
         text,
         text,
     ),

@@ -63,6 +63,7 @@ class OwnedRun:
 
     number: int
     parts: tuple[wire.Part, ...]
+    chunk_tokens: int
     session: Session
     n_pages: int
     state: str = "opening"
@@ -165,6 +166,7 @@ class Pipelines:
             and link.state is LinkState.UP
             and link.facts is not None
             and STAGES in link.facts.features
+            and not link.load.leaves
             and self._links.number(peer) is not None
         )
 
@@ -173,19 +175,21 @@ class Pipelines:
     async def fill(
         self,
         stages: Sequence[tuple[str, int, int]],
+        chunk_tokens: int,
         tokens: Sequence[int],
         session: Session,
         deadline_s: float,
         is_over: Callable[[], bool],
     ) -> tuple[int, str]:
-        """Have stages (peer, first layer, end) compute the full pages of `tokens` for a session.
+        """Have stages (peer, first layer, end) compute the full pages of `tokens` for a session,
+        in chunks of at most `chunk_tokens`.
 
         The pages are published with the salt and priority of the session. Returns how many of the
         leading ones are in the store by it, and why the others are not ("" = all are).
         """
         n_pages = len(tokens) // PAGE_TOKENS
         async with self._seats:
-            run = self._begin(stages, tokens[: page_start(n_pages)], session)
+            run = self._begin(stages, chunk_tokens, tokens[: page_start(n_pages)], session)
             try:
                 async with asyncio.timeout(min(RUN_S_MAX, deadline_s)):
                     await self._open(run)
@@ -204,14 +208,20 @@ class Pipelines:
         return run.taken, run.why
 
     def _begin(
-        self, stages: Sequence[tuple[str, int, int]], tokens: Sequence[int], session: Session
+        self,
+        stages: Sequence[tuple[str, int, int]],
+        chunk_tokens: int,
+        tokens: Sequence[int],
+        session: Session,
     ) -> OwnedRun:
         own = self._own_name
         filling = Session(next(self._keys), f"pipeline of {session.session_id}", session.tenant)
         filling.tokens, filling.salt = list(tokens), session.salt
         filling.priority = session.priority
         parts = tuple(wire.Part(name or own, first, end) for name, first, end in stages)
-        run = OwnedRun(secrets.randbits(63), parts, filling, len(tokens) // PAGE_TOKENS)
+        run = OwnedRun(
+            secrets.randbits(63), parts, chunk_tokens, filling, len(tokens) // PAGE_TOKENS
+        )
         self._owned[run.number] = run
         self._loop.kv.slots.enter(filling)
         return run
@@ -246,12 +256,20 @@ class Pipelines:
                 )
             )
             await run.until(lambda: part.peer in run.opened)
-            self._compute(run.number, part.first, part.end, tokens, len(tokens))
+            self._compute(run.number, part.first, part.end, tokens, len(tokens), run.chunk_tokens)
             return
         link = self._peers.links.get(part.peer)
         if link is None or not self.can_use(part.peer):
             raise PipelineFailed(f"{part.peer} cannot be a stage now")
-        message = OpenPipeline(run.number, part.first, part.end, len(tokens), previous, following)
+        message = OpenPipeline(
+            run.number,
+            part.first,
+            part.end,
+            len(tokens),
+            run.chunk_tokens,
+            previous,
+            following,
+        )
         payload = b"" if part.first else tokens.tobytes()
         answer = (await link.request(message, payload, timeout_s=OPEN_S)).message
         if not isinstance(answer, PipelineOpened):
@@ -310,7 +328,9 @@ class Pipelines:
         """Let the first stage compute tokens before `until`. Raises PEER_DOWN."""
         first = run.parts[0].peer
         if first != self._own_name:
-            self._peers.links[first].send(PipelineGo(run.number, until))
+            if (link := self._peers.links.get(first)) is None:
+                raise PipelineFailed(f"{first} is gone")
+            link.send(PipelineGo(run.number, until))
         elif (work := self._loop.stages.get(run.number)) is not None:
             work.allowed = until
             self._loop.wake()
@@ -331,12 +351,18 @@ class Pipelines:
     # ------------------------------------------------------------------------------- the stages
 
     def _compute(
-        self, number: int, first: int, end: int, tokens: array[int], n_tokens: int
+        self,
+        number: int,
+        first: int,
+        end: int,
+        tokens: array[int],
+        n_tokens: int,
+        chunk_tokens: int,
     ) -> None:
         """Compute a stage of this lane from now on; the first one waits for its owner's word."""
         facts = self._loop.lane.facts
         share = (end - first) / facts.n_layer if facts is not None else 1.0
-        work = StageWork(number, share, n_tokens, array("i") if first else tokens)
+        work = StageWork(number, share, n_tokens, chunk_tokens, array("i") if first else tokens)
         work.arrived, work.allowed = (0, n_tokens) if first else (n_tokens, 0)
         self._loop.stages.add(work)
         self._loop.wake()
@@ -390,7 +416,9 @@ class Pipelines:
             served.timer = asyncio.get_running_loop().call_later(
                 RUN_S_MAX, self._end_served, number, "it took too long"
             )
-            self._compute(number, message.first, message.end, tokens, message.n_tokens)
+            self._compute(
+                number, message.first, message.end, tokens, message.n_tokens, message.chunk_tokens
+            )
         link.reply(frame, PipelineOpened(why[:TEXT_CHARS_MAX]))
 
     def _end_served(self, number: int, why: str) -> None:

@@ -36,6 +36,7 @@ PLANNED_TOKENS = 8192  # of the prompt that a plan is made for
 HOSTS_MAX = 6  # a plan for so many takes half a second
 CACHED_MAX = 0.25  # share of a prompt that may have KV when a pipeline computes it from its start
 PATIENCE = 3.0  # a pipeline may take so many times the predicted time, and 10 s
+FAILED_S = 30.0  # without pipelines after one has failed
 CHANGED = 1.25  # ratio of a speed to the one planned with, from which on a plan is made anew
 
 
@@ -63,10 +64,11 @@ class PipelinePlans:
         )
         self._planned_with: dict[str, tuple[float, ...]] = {}
         self._facts: LayoutFacts | None = None
+        self._again_at = 0.0
 
     def with_peers(self, state: RouteState) -> RouteState:
         """The state with the peers that could be stages, for the router."""
-        if self._facts is None:
+        if self._facts is None or time.monotonic() < self._again_at:
             return state
         peers = tuple([self._peer(link) for link in self._usable()])
         return msgspec.structs.replace(
@@ -93,8 +95,15 @@ class PipelinePlans:
         deadline_s = PATIENCE * (0.0 if predicted is None else predicted.ttft_ms) / 1000 + 10.0
         began, generation = time.monotonic(), turn.generation
         pages, why = await self._pipelines.fill(
-            stages, tokens, session, deadline_s, lambda: generation.cancelled or generation.finished
+            stages,
+            facts.pipeline.chunk_tokens,
+            tokens,
+            session,
+            deadline_s,
+            lambda: generation.cancelled or generation.finished,
         )
+        if why and not (generation.cancelled or generation.finished):
+            self._again_at = time.monotonic() + FAILED_S
         ended, took_s = f": {why}" if why else "", time.monotonic() - began
         record.note(f"the pipeline computed {pages} pages in {took_s:.2f} s{ended}")
 

@@ -36,7 +36,7 @@ async def fill(
     is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[int, str]:
     session = Session(1 << 60, "s", "")
-    return await pipelines(engine).fill(stages, tokens, session, deadline_s, is_over)
+    return await pipelines(engine).fill(stages, 512, tokens, session, deadline_s, is_over)
 
 
 async def check_clean(*engines: Engine) -> None:
@@ -126,7 +126,7 @@ async def test_a_pipeline_that_cannot_be_says_why(site: Site, reference: Referen
         link = a.running.peers.links["b"]
         for message in (PipelineGo(5, 256), PipelineEnded(5, "no such run")):
             link.send(message)
-        twice = OpenPipeline(5, 0, 4, PAGE_TOKENS, "", "")
+        twice = OpenPipeline(5, 0, 4, PAGE_TOKENS, 512, "", "")
         tokens = bytes(4 * PAGE_TOKENS)
         answers = [(await link.request(twice, tokens, timeout_s=5)).message for _ in range(2)]
         assert [bool(answer.why) for answer in answers] == [False, True]  # type: ignore[union-attr]

@@ -1,0 +1,83 @@
+"""Stages of one lane: each has its turn, and together at most as much time as the lane's steps."""
+
+from __future__ import annotations
+
+from array import array
+
+from batchengine.config import LaneConfig
+from batchengine.lanes.stage_queue import StageQueue, StageWork
+from batchengine.lanes.worker_process import Lane
+from batchengine.policy.cost import StepCost
+from batchengine.wire import lane as wire
+
+COST = StepCost(1.0, 1.0, 1.0, 1e-4, 1e-6)  # one ms per token
+
+
+class FakeLane(Lane):
+    """A worker that takes a ms per token; it answers with `why`."""
+
+    def __init__(self) -> None:
+        super().__init__("fake")
+        self.asked: list[tuple[int, int, int, bytes]] = []
+        self.why = ""
+
+    async def run_stage(
+        self, step: wire.StageStep, payload: bytes, *, deadline_s: float
+    ) -> wire.StageDone:
+        self.asked.append((step.run, step.start, step.n_tokens, payload))
+        return wire.StageDone(step.run, 1000 * step.n_tokens, self.why)
+
+
+def work(run: int, arrived: int, n_tokens: int = 512) -> StageWork:
+    return StageWork(run, 1.0, n_tokens, 256, array("i"), arrived=arrived, allowed=n_tokens)
+
+
+async def test_pieces_fit_what_has_come_and_the_time_that_others_wait() -> None:
+    queue, lane = StageQueue(LaneConfig("x", tokens_per_step=640)), FakeLane()
+    queue.add(work(1, 0))
+    assert not await queue.run(lane, COST, idle=True)
+    one = queue.get(1)
+    assert one is not None
+    one.arrived = 300
+    assert await queue.run(lane, COST, idle=True)
+    assert await queue.run(lane, COST, idle=True)
+    assert not await queue.run(lane, COST, idle=True)
+    one.arrived, one.allowed = 512, 400
+    assert await queue.run(lane, COST, idle=False)  # at most 100 ms: 64 tokens
+    assert [asked[1:3] for asked in lane.asked] == [(0, 256), (256, 44), (300, 64)]
+
+
+async def test_stages_take_at_most_as_long_as_the_steps_of_the_lane() -> None:
+    queue, lane = StageQueue(LaneConfig("x", tokens_per_step=640)), FakeLane()
+    queue.add(work(1, 512))
+    queue.add(work(2, 512))
+    stage_ms, steps_ms = 0, 0
+    for _ in range(40):
+        if await queue.run(lane, COST, idle=False):
+            stage_ms += lane.asked[-1][2]
+        else:
+            queue.stepped(10.0)
+            steps_ms += 10
+    assert stage_ms <= steps_ms + 64 + 10
+    turns = [asked[0] for asked in lane.asked]
+    assert turns == [1, 2] * (len(turns) // 2) + [1] * (len(turns) % 2)
+    assert await queue.run(lane, COST, idle=True)  # nothing waits any more
+
+
+async def test_a_stage_that_ends_leaves_the_others() -> None:
+    queue, lane = StageQueue(LaneConfig("x", tokens_per_step=640)), FakeLane()
+    ended: list[tuple[int, str]] = []
+    queue.on_ended = lambda run, why: ended.append((run, why))
+    first = StageWork(1, 0.5, 256, 256, array("i", range(256)), arrived=256, allowed=256)
+    for each in (first, work(2, 512), work(3, 512)):
+        queue.add(each)
+    lane.why = "its numbers are not finite"
+    await queue.run(lane, COST, idle=True)
+    assert lane.asked[0][3] == array("i", range(256)).tobytes()
+    lane.why = ""
+    queue.remove(2)
+    await queue.run(lane, COST, idle=True)
+    assert [asked[0] for asked in lane.asked] == [1, 3]
+    queue.died()
+    assert ended == [(1, "its numbers are not finite"), (3, "its worker died")]
+    assert not queue
