@@ -95,6 +95,7 @@ bench: native
 	$(PY) -m bench router
 	$(PY) -m bench hop
 	$(PY) -m bench promote
+	$(PY) -m bench pipeline
 	$(PY) -m bench restart
 	$(PY) -m bench agents
 	$(PY) -m bench crash

@@ -14,6 +14,7 @@ BENCHES = {
     "store": "what calls on a store of a million pages cost, and how long they hold its lock",
     "router": "microseconds of one routing decision, by number of lanes",
     "promote": "moving a running session between lanes, against prefill and llama.cpp's files",
+    "pipeline": "prefill by two daemons of one core, each with some layers, against one core",
     "agents": "a served trace of agents, against llama-server when it is on the PATH",
     "hop": "microseconds between two workers, one way, over TCP and TLS",
     "restart": "first token of a long session after a stop or a kill, against prefill",

@@ -227,3 +227,10 @@ def test_few_tokens_are_recomputed_after_a_restart(pocket_path: Path) -> None:
     assert result["tokens_reprefilled_stop"] == 0
     assert 0 <= result["tokens_reprefilled_worker"] <= 1
     assert result["restart_vs_prefill_1k"] > 0
+
+
+@pytest.mark.timeout(180)
+def test_a_pipeline_of_two_daemons_has_the_answers_of_one(pocket_path: Path) -> None:
+    result = bench("pipeline", "--quick", "--model", str(pocket_path))
+    assert result["identical"] is True
+    assert result["speedup_2"] > 0
