@@ -37,7 +37,8 @@ from batchengine.engine.lane.supervisor import (
 from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.pages import LinkedPages
-from batchengine.engine.linked.stages import Pipelines
+from batchengine.engine.linked.pipelines import Pipelines
+from batchengine.engine.linked.stages import ServedStages
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
 from batchengine.engine.placement.plans import PipelinePlans
@@ -182,14 +183,14 @@ class Running:
             linked, self.peers, lambda: loader.linked_as, self.peers.incarnation
         )
         self.linked = LinkedPages(state, store, self.peers, self.lane_links, self.tasks.spawn)
-        self.pipelines = Pipelines(
+        served = ServedStages(
             state.lanes[0],
-            self.lane_links,
             self.peers,
             self.tasks.spawn,
             bytes_max=launch.config.store.budget_bytes // STAGES_SHARE,
             context_max=made.info.context_tokens,
         )
+        self.pipelines = Pipelines(state.lanes[0], self.lane_links, self.peers, served)
         self.plans = PipelinePlans(state.lanes[0], store, self.peers, self.pipelines, made.info)
         self.dispatcher.plans = self.plans
         self.housekeeping = Housekeeping(state, store, self.dispatcher, self.peers, self.lane_links)

@@ -1,33 +1,22 @@
-"""Pipelines of this daemon: those that compute prompts for its sessions, and the stages that it
-computes for peers.
+"""Stages that this daemon computes for pipelines of peers.
 
-A pipeline fills the store with full pages of a prompt and ends; the session then finds them by
-their content, and computes the rest itself. So whatever happens to a peer costs time and nothing
-else. The owner's pages come as tiles into arena slots of a session of its own, from where they are
-digested and sealed like computed ones.
+Owns the memory that they may take. A stage ends by its owner's word, with the link to its owner, by
+its worker, or by its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-import logging
-import secrets
 from array import array
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
-from batchengine.core import PAGE_TOKENS, BatchEngineError
+from batchengine.core import PAGE_TOKENS
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.lanes.stage_queue import StageWork
 from batchengine.peers.link import PeerLink
-from batchengine.peers.peers import STAGES, Peers
-from batchengine.peers.transitions import LinkState
-from batchengine.session import Session
-from batchengine.session_kv import page_start
+from batchengine.peers.peers import Peers
 from batchengine.wire import lane as wire
 from batchengine.wire.peer import (
     REQUEST,
@@ -39,57 +28,10 @@ from batchengine.wire.peer import (
     PipelineOpened,
 )
 
-log = logging.getLogger("batchengine.engine")
-
-LOOK_S = 0.25  # between two looks while there is no news
 OPEN_S = 5.0  # for every stage to open
 RUN_S_MAX = 600.0
-RUNS_MAX = 4  # of this daemon's sessions at a time: others wait
 SERVED_MAX = 16  # stages for peers
-WINDOW_PAGES = 16  # of one pipeline that are gathered and not sealed yet
-FIRST_KEY = 1 << 48  # above the keys of sessions with requests
 Spawn = Callable[[Coroutine[Any, Any, object], str], object]
-
-
-class PipelineFailed(Exception):
-    """Why a pipeline ended before its last page."""
-
-
-@dataclass(eq=False, slots=True)
-class OwnedRun:
-    """One pipeline for a prompt of this daemon. `session` has its pages; `given`, `accepted`,
-    `complete` and `taken` count leading pages: named to the worker, accepted by it, gathered, and
-    part of the session."""
-
-    number: int
-    parts: tuple[wire.Part, ...]
-    chunk_tokens: int
-    session: Session
-    n_pages: int
-    state: str = "opening"
-    opened: set[str] = field(default_factory=set[str])
-    is_gathering: bool = False
-    given: int = 0
-    accepted: int = 0
-    allowed: int = 0
-    complete: int = 0
-    taken: int = 0
-    why: str = ""
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def fail(self, why: str) -> None:
-        self.why = self.why or why
-        self.news.set()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds. Raises PipelineFailed when the pipeline has ended."""
-        while not condition():
-            self.news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self.news.wait()
-            if self.why:
-                raise PipelineFailed(self.why)
 
 
 @dataclass(eq=False, slots=True)
@@ -102,49 +44,27 @@ class ServedStage:
     timer: asyncio.TimerHandle | None = None
 
 
-class Pipelines:
-    """Every pipeline that this daemon has a part in. Use: `fill`; `rows` for operators."""
+class ServedStages:
+    """The stages of one lane for pipelines of peers. `rows` are for operators."""
 
     def __init__(
-        self,
-        loop: LaneLoop,
-        links: LaneLinks,
-        peers: Peers,
-        spawn: Spawn,
-        *,
-        bytes_max: int,
-        context_max: int,
+        self, loop: LaneLoop, peers: Peers, spawn: Spawn, *, bytes_max: int, context_max: int
     ) -> None:
-        """`loop` is the lane that `links` belong to. Stages for peers take at most `bytes_max`
-        bytes of memory together, and at most `context_max` tokens each."""
-        self.filled_pages = 0  # since the start
-        self.failed = 0
-        self._loop, self._links, self._peers, self._spawn = loop, links, peers, spawn
-        self._bytes_max, self._context_max = bytes_max, context_max
-        self._owned: dict[int, OwnedRun] = {}
+        """They take at most `bytes_max` bytes of memory together, and `context_max` tokens each."""
+        self.bytes_max = bytes_max
+        self._loop, self._peers, self._spawn = loop, peers, spawn
+        self._context_max = context_max
         self._served: dict[int, ServedStage] = {}
-        self._keys = itertools.count(FIRST_KEY)
-        self._seats = asyncio.Semaphore(RUNS_MAX)
-        links.on_stage = self._on_event
-        loop.stages.on_ended = self._on_stage_ended
-        loop.stages.on_step = self._on_step
-        peers.subscribe(self._on_message, lambda link, before: self._on_state(link))
 
     def __repr__(self) -> str:
-        return f"<Pipelines owned={len(self._owned)} served={len(self._served)}>"
+        return f"<ServedStages {len(self._served)}>"
+
+    def __len__(self) -> int:
+        return len(self._served)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Facts about every pipeline that is under way, for operators."""
-        found: list[dict[str, Any]] = [
-            {
-                "role": "owner",
-                "state": run.state,
-                "stages": [[part.peer, part.first, part.end] for part in run.parts],
-                "pages": run.n_pages,
-                "pages_gathered": run.complete,
-            }
-            for run in self._owned.values()
-        ]
+        """Facts about every stage."""
+        found: list[dict[str, Any]] = []
         for number, served in self._served.items():
             work = self._loop.stages.get(number)
             found.append(
@@ -158,214 +78,56 @@ class Pipelines:
             )
         return found
 
-    def can_use(self, peer: str) -> bool:
-        """Whether a peer could be a stage now."""
-        link = self._peers.links.get(peer)
-        return (
-            link is not None
-            and link.state is LinkState.UP
-            and link.facts is not None
-            and STAGES in link.facts.features
-            and not link.load.leaves
-            and self._links.number(peer) is not None
-        )
+    # ---------------------------------------------------------------------------- of the owner
 
-    # ------------------------------------------------------------------------------- the owner
-
-    async def fill(
-        self,
-        stages: Sequence[tuple[str, int, int]],
-        chunk_tokens: int,
-        tokens: Sequence[int],
-        session: Session,
-        deadline_s: float,
-        is_over: Callable[[], bool],
-    ) -> tuple[int, str]:
-        """Have stages (peer, first layer, end) compute the full pages of `tokens` for a session,
-        in chunks of at most `chunk_tokens`.
-
-        The pages are published with the salt and priority of the session. Returns how many of the
-        leading ones are in the store by it, and why the others are not ("" = all are).
-        """
-        n_pages = len(tokens) // PAGE_TOKENS
-        async with self._seats:
-            run = self._begin(stages, chunk_tokens, tokens[: page_start(n_pages)], session)
-            try:
-                async with asyncio.timeout(min(RUN_S_MAX, deadline_s)):
-                    await self._open(run)
-                    run.state = "computing"
-                    await self._follow(run, is_over)
-            except TimeoutError:
-                run.why = run.why or "it took too long"
-            except (PipelineFailed, BatchEngineError, OSError) as error:
-                run.why = run.why or str(error)
-            finally:
-                self._end(run)
-        if run.why:
-            self.failed += 1
-            log.warning("pipeline of %s: %s", session.session_id, run.why)
-        self.filled_pages += run.taken
-        return run.taken, run.why
-
-    def _begin(
-        self,
-        stages: Sequence[tuple[str, int, int]],
-        chunk_tokens: int,
-        tokens: Sequence[int],
-        session: Session,
-    ) -> OwnedRun:
-        own = self._own_name
-        filling = Session(next(self._keys), f"pipeline of {session.session_id}", session.tenant)
-        filling.tokens, filling.salt = list(tokens), session.salt
-        filling.priority = session.priority
-        parts = tuple(wire.Part(name or own, first, end) for name, first, end in stages)
-        run = OwnedRun(
-            secrets.randbits(63), parts, chunk_tokens, filling, len(tokens) // PAGE_TOKENS
-        )
-        self._owned[run.number] = run
-        self._loop.kv.slots.enter(filling)
-        return run
-
-    @property
-    def _own_name(self) -> str:
-        identity = self._peers.identity
-        return "" if identity is None else identity.name
-
-    async def _open(self, run: OwnedRun) -> None:
-        """Have the worker gather, and every stage open. Raises PipelineFailed or PEER_DOWN."""
-        async with asyncio.timeout(OPEN_S):
-            self._loop.lane.note(wire.Gather(run.number, run.parts))
-            await run.until(lambda: run.is_gathering)
-            names = ["", *(part.peer for part in run.parts), ""]
-            opening = [
-                self._open_stage(run, part, names[index], names[index + 2])
-                for index, part in enumerate(run.parts)
-            ]
-            for error in await asyncio.gather(*opening, return_exceptions=True):
-                if error is not None:
-                    raise error
-
-    async def _open_stage(
-        self, run: OwnedRun, part: wire.Part, previous: str, following: str
-    ) -> None:
-        tokens = array("i", run.session.tokens)
-        if part.peer == self._own_name:
-            self._loop.lane.note(
-                wire.OpenStage(
-                    run.number, part.first, part.end, len(tokens), previous, following, part.peer
-                )
-            )
-            await run.until(lambda: part.peer in run.opened)
-            self._compute(run.number, part.first, part.end, tokens, len(tokens), run.chunk_tokens)
+    def open(self, link: PeerLink, frame: PeerFrame, message: OpenPipeline) -> None:
+        """Answer a request for a stage, at once or when the worker has opened it."""
+        if frame.attempt != REQUEST:
+            link.abort("it sent OpenPipeline, which is a request")
             return
-        link = self._peers.links.get(part.peer)
-        if link is None or not self.can_use(part.peer):
-            raise PipelineFailed(f"{part.peer} cannot be a stage now")
-        message = OpenPipeline(
-            run.number,
-            part.first,
-            part.end,
-            len(tokens),
-            run.chunk_tokens,
-            previous,
-            following,
-        )
-        payload = b"" if part.first else tokens.tobytes()
-        answer = (await link.request(message, payload, timeout_s=OPEN_S)).message
-        if not isinstance(answer, PipelineOpened):
-            link.abort(f"it answered OpenPipeline with {type(answer).__name__}")
-            raise PipelineFailed(f"{part.peer} gave a wrong answer")
-        if answer.why:
-            raise PipelineFailed(f"{part.peer} refuses: {answer.why}")
+        tokens = array("i")
+        tokens.frombytes(frame.payload[: len(frame.payload) // 4 * 4])
+        if why := self._admit(link, message, tokens):
+            link.reply(frame, PipelineOpened(why[:TEXT_CHARS_MAX]))
+        else:
+            self._spawn(self._serve(link, frame, message, tokens), "stage for a peer")
 
-    async def _follow(self, run: OwnedRun, is_over: Callable[[], bool]) -> None:
-        """Give slots and take pages until all are sealed. Raises PipelineFailed."""
-
-        def is_done() -> bool:
-            if is_over():
-                raise PipelineFailed("its request has ended")
-            self._advance(run)
-            return run.session.kv.first_open == run.n_pages
-
-        await run.until(is_done)
-
-    def _advance(self, run: OwnedRun) -> None:
-        """Bring slots, credit and the session's pages in step with what has come."""
-        kv, session, loop = self._loop.kv, run.session, self._loop
-        if session.frontier != page_start(run.taken):
-            raise PipelineFailed("pages of it became invalid")
-        arena = kv.slots.arena
-        if arena is None:
-            raise PipelineFailed("the worker of this daemon has ended")
-        if run.complete > run.taken:
-            own = self._own_name
-            writers = frozenset(
-                loop.lane.name if part.peer == own else f"peer {part.peer}" for part in run.parts
-            )
-            for page in range(run.taken, run.complete):
-                session.advance(PAGE_TOKENS, loop.lane.name)
-                session.kv.writers[page] = writers
-                kv.sealing.digests.add(session, page, session.kv.open[page - session.kv.first_open])
-            run.taken = run.complete
-            loop.wake()
-        window = max(1, min(WINDOW_PAGES, arena.shape.slots // 4))
-        wanted = min(run.n_pages, session.kv.first_open + window)
-        while len(session.kv.codes) < wanted:
-            if not kv.slots.ensure(session, page_start(len(session.kv.codes) + 1)):
-                break
-            loop.wake()
-        first_open = session.kv.first_open
-        slots = [slot for page, slot in enumerate(session.kv.open, first_open) if page >= run.given]
-        ready = list(itertools.takewhile(kv.slots.is_reserved, slots))
-        if ready:
-            loop.lane.note(wire.GatherPages(run.number, tuple([slot.slot for slot in ready])))
-            run.given += len(ready)
-        if run.accepted > run.allowed:
-            run.allowed = run.accepted
-            self._allow(run, page_start(run.allowed))
-
-    def _allow(self, run: OwnedRun, until: int) -> None:
-        """Let the first stage compute tokens before `until`. Raises PEER_DOWN."""
-        first = run.parts[0].peer
-        if first != self._own_name:
-            if (link := self._peers.links.get(first)) is None:
-                raise PipelineFailed(f"{first} is gone")
-            link.send(PipelineGo(run.number, until))
-        elif (work := self._loop.stages.get(run.number)) is not None:
-            work.allowed = until
+    def allow(self, link: PeerLink, go: PipelineGo) -> None:
+        """Let a first stage compute as far as its owner says."""
+        served, work = self._served.get(go.run), self._loop.stages.get(go.run)
+        if served is not None and served.peer == link.name and work is not None:
+            work.allowed = max(work.allowed, min(go.until, work.n_tokens))
             self._loop.wake()
 
-    def _end(self, run: OwnedRun) -> None:
-        """Forget a pipeline here and at every stage. Sealed pages stay in the store."""
-        run.state = "ended"
-        del self._owned[run.number]
-        self._loop.stages.remove(run.number)
-        self._loop.lane.note(wire.CloseStage(run.number))  # before a frame that reuses its slots
-        for part in run.parts:
-            link = self._peers.links.get(part.peer)
-            if link is not None and link.state.is_open:
-                link.send(PipelineEnded(run.number, run.why[:TEXT_CHARS_MAX]))
-        run.taken = len(run.session.kv.sealed)
-        self._loop.close_session(run.session)
+    def end(self, link: PeerLink, number: int) -> None:
+        """End a stage by the word of its owner."""
+        served = self._served.get(number)
+        if served is not None and served.peer == link.name:
+            self._end_served(number, "")
 
-    # ------------------------------------------------------------------------------- the stages
+    def lost(self, peer: str) -> None:
+        """End the stages for a peer whose control link was lost."""
+        for number, served in list(self._served.items()):
+            if served.peer == peer:
+                self._end_served(number, "")
 
-    def _compute(
-        self,
-        number: int,
-        first: int,
-        end: int,
-        tokens: array[int],
-        n_tokens: int,
-        chunk_tokens: int,
-    ) -> None:
-        """Compute a stage of this lane from now on; the first one waits for its owner's word."""
-        facts = self._loop.lane.facts
-        share = (end - first) / facts.n_layer if facts is not None else 1.0
-        work = StageWork(number, share, n_tokens, chunk_tokens, array("i") if first else tokens)
-        work.arrived, work.allowed = (0, n_tokens) if first else (n_tokens, 0)
-        self._loop.stages.add(work)
-        self._loop.wake()
+    # --------------------------------------------------------------------------- of the worker
+
+    def opened(self, number: int) -> None:
+        """The worker has opened a stage."""
+        served = self._served.get(number)
+        if served is not None and not served.opened.done():
+            served.opened.set_result("")
+
+    def ended(self, number: int, why: str) -> None:
+        """A stage has ended by itself, or could not be opened."""
+        served = self._served.get(number)
+        if served is not None and not served.opened.done():
+            served.opened.set_result(why)
+        else:
+            self._end_served(number, why)
+
+    # -------------------------------------------------------------------------------- helpers
 
     def _admit(self, link: PeerLink, message: OpenPipeline, tokens: array[int]) -> str:
         """Have the worker open a stage for a peer; returns why that cannot be, or ""."""
@@ -383,9 +145,9 @@ class Pipelines:
         n_pages = message.n_tokens // PAGE_TOKENS
         n_bytes = n_pages * facts.payload_bytes // facts.n_layer * (message.end - message.first)
         taken = sum(served.n_bytes for served in self._served.values())
-        if len(self._served) >= SERVED_MAX or taken + n_bytes > self._bytes_max:
+        if len(self._served) >= SERVED_MAX or taken + n_bytes > self.bytes_max:
             return "it has no room for another stage"
-        if number in self._served or number in self._owned:
+        if number in self._served:
             return "it has a pipeline of this number"
         opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._served[number] = ServedStage(link.name, n_bytes, opened)
@@ -416,8 +178,9 @@ class Pipelines:
             served.timer = asyncio.get_running_loop().call_later(
                 RUN_S_MAX, self._end_served, number, "it took too long"
             )
-            self._compute(
-                number, message.first, message.end, tokens, message.n_tokens, message.chunk_tokens
+            layers = message.first, message.end
+            compute_stage(
+                self._loop, number, layers, tokens, message.n_tokens, message.chunk_tokens
             )
         link.reply(frame, PipelineOpened(why[:TEXT_CHARS_MAX]))
 
@@ -436,83 +199,24 @@ class Pipelines:
         if why and link is not None and link.state.is_open:
             link.send(PipelineEnded(number, why[:TEXT_CHARS_MAX]))
 
-    # --------------------------------------------------------------------------------- events
 
-    def _on_event(self, event: wire.StageEvent) -> None:
-        """Take the news of a stage or a gathering from the worker."""
-        run, served = self._owned.get(event.run), self._served.get(event.run)
-        if isinstance(event, wire.GatherChanged):
-            if run is not None:
-                run.is_gathering = True
-                run.accepted, run.complete = event.accepted, event.complete
-                if event.why:
-                    run.fail(event.why)
-                run.news.set()
-            return
-        if event.why:
-            self._on_stage_ended(event.run, event.why)
-            return
-        work = self._loop.stages.get(event.run)
-        if work is not None:
-            work.arrived = event.arrived
-            self._loop.wake()
-        elif run is not None:
-            run.opened.add(self._own_name)
-            run.news.set()
-        elif served is not None and not served.opened.done():
-            served.opened.set_result("")
+def compute_stage(
+    loop: LaneLoop,
+    number: int,
+    layers: tuple[int, int],
+    tokens: array[int],
+    n_tokens: int,
+    chunk_tokens: int,
+) -> None:
+    """Compute layers [first, end) for a pipeline from now on, which the lane's worker has opened.
 
-    def _on_stage_ended(self, number: int, why: str) -> None:
-        """A stage of this lane has ended by itself."""
-        if (run := self._owned.get(number)) is not None:
-            run.fail(why)
-            return
-        served = self._served.get(number)
-        if served is not None and not served.opened.done():
-            served.opened.set_result(why)
-        else:
-            self._end_served(number, why)
-
-    def _on_step(self) -> None:
-        for run in self._owned.values():
-            run.news.set()
-
-    def _on_state(self, link: PeerLink) -> None:
-        """End what needs a control link that was lost."""
-        if link.state.is_open:
-            return
-        for number, served in list(self._served.items()):
-            if served.peer == link.name:
-                self._end_served(number, "")
-        for run in self._owned.values():
-            if any(part.peer == link.name for part in run.parts):
-                run.fail(f"{link.name} is gone")
-
-    def _on_message(self, link: PeerLink, frame: PeerFrame) -> None:
-        """Take a message of a peer; one that does not fit ends the link."""
-        match frame.message:
-            case OpenPipeline() as message:
-                if frame.attempt != REQUEST:
-                    link.abort("it sent OpenPipeline, which is a request")
-                    return
-                tokens = array("i")
-                tokens.frombytes(frame.payload[: len(frame.payload) // 4 * 4])
-                if why := self._admit(link, message, tokens):
-                    link.reply(frame, PipelineOpened(why[:TEXT_CHARS_MAX]))
-                else:
-                    self._spawn(self._serve(link, frame, message, tokens), "stage for a peer")
-            case PipelineOpened():
-                link.abort("it sent PipelineOpened, which was not asked for")
-            case PipelineGo() as go:
-                served, work = self._served.get(go.run), self._loop.stages.get(go.run)
-                if served is not None and served.peer == link.name and work is not None:
-                    work.allowed = max(work.allowed, min(go.until, work.n_tokens))
-                    self._loop.wake()
-            case PipelineEnded() as ended:
-                served, run = self._served.get(ended.run), self._owned.get(ended.run)
-                if served is not None and served.peer == link.name:
-                    self._end_served(ended.run, "")
-                elif run is not None and any(part.peer == link.name for part in run.parts):
-                    run.fail(f"{link.name}: {ended.why}")
-            case _:
-                pass
+    The first stage, which has the tokens, waits for its owner's word.
+    """
+    first, end = layers
+    facts = loop.lane.facts
+    share = (end - first) / facts.n_layer if facts is not None else 1.0
+    none = array("i")
+    work = StageWork(number, share, n_tokens, chunk_tokens, none if first else tokens)
+    work.arrived, work.allowed = (0, n_tokens) if first else (n_tokens, 0)
+    loop.stages.add(work)
+    loop.wake()

@@ -16,7 +16,7 @@ import msgspec
 
 from batchengine.core import PAGE_TOKENS, BatchEngineError, ModelInfo
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.linked.stages import Pipelines
+from batchengine.engine.linked.pipelines import Pipelines
 from batchengine.engine.placement.decision_log import DecisionLog
 from batchengine.engine.turns.turn import Turn
 from batchengine.peers.link import PeerLink

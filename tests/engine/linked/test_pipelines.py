@@ -12,7 +12,7 @@ from typing import Any
 from batchengine.config import LaneConfig
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine import Engine
-from batchengine.engine.linked.stages import Pipelines
+from batchengine.engine.linked.pipelines import Pipelines
 from batchengine.session import Session
 from batchengine.wire.peer import OpenPipeline, PipelineEnded, PipelineGo, PipelineOpened
 from tests.engine.linked.pipeline_scene import are_linked, linked_engines
@@ -99,10 +99,10 @@ async def test_a_lost_stage_costs_time_only(site: Site, reference: Reference) ->
             assert pages < 12
             await until(lambda: all(are_linked(engine, 2) for engine in engines.values()))
         filling = asyncio.ensure_future(fill(a, stages, prompt))
-        await until(lambda: len(pipelines(c)._served) == 1)
+        await until(lambda: len(pipelines(c).served) == 1)
         await c.stop(0.0)
         assert "c" in (await filling)[1]
-        await until(lambda: not pipelines(b)._served)
+        await until(lambda: not pipelines(b).served)
         answer = await read(a.submit(request(prompt, 8)))
         assert answer.tokens == reference.tokens(prompt, 8)
         assert await fill(a, [("b", 0, 4)], words(8, 2 * PAGE_TOKENS)) == (2, "")
@@ -119,9 +119,9 @@ async def test_a_pipeline_that_cannot_be_says_why(site: Site, reference: Referen
         assert "layers" in (await fill(a, [("", 0, 2), ("b", 2, 5)], prompt))[1]
         assert (await fill(a, halves, prompt, deadline_s=0.05))[1] == "it took too long"
         assert (await fill(a, halves, prompt, is_over=lambda: True))[1] == "its request has ended"
-        pipelines(b)._bytes_max = 1000
+        pipelines(b).served.bytes_max = 1000
         assert "no room" in (await fill(a, halves, prompt))[1]
-        pipelines(b)._bytes_max = 1 << 30
+        pipelines(b).served.bytes_max = 1 << 30
         assert "outside" in (await fill(a, [("b", 0, 4)], [1 << 30] * PAGE_TOKENS))[1]
         link = a.running.peers.links["b"]
         for message in (PipelineGo(5, 256), PipelineEnded(5, "no such run")):
