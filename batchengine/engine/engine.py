@@ -346,7 +346,11 @@ class Engine:
         if measure:
             await peers.measure()
         status, data = peers.status(), self.running.lane_links
-        return {**status, "peers": [row | data.row(row["name"]) for row in status["peers"]]}
+        return {
+            **status,
+            "peers": [row | data.row(row["name"]) for row in status["peers"]],
+            "pipelines": self.running.pipelines.rows(),
+        }
 
     async def store_op(self, op: str) -> dict[str, Any]:
         """Run `op`: stat, verify (read every page, invalidate bad ones) or gc (collect garbage

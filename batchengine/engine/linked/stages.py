@@ -134,14 +134,14 @@ class ServedStages:
         number, loop, facts = message.run, self._loop, self._loop.lane.facts
         if facts is None or not loop.up:
             return "its worker is down"
+        if message.n_tokens > self._context_max:
+            return f"it computes at most {self._context_max} tokens"
         if len(tokens) != (0 if message.first else message.n_tokens):
             return "tokens are for the first stage"
         if tokens and not (min(tokens) >= 0 and max(tokens) < facts.vocab_size):
             return "a token is outside the vocabulary"
         if message.end > facts.n_layer or message.first >= message.end:
             return f"it has {facts.n_layer} layers"
-        if message.n_tokens > self._context_max:
-            return f"it computes at most {self._context_max} tokens"
         n_pages = message.n_tokens // PAGE_TOKENS
         n_bytes = n_pages * facts.payload_bytes // facts.n_layer * (message.end - message.first)
         taken = sum(served.n_bytes for served in self._served.values())
