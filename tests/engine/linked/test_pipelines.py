@@ -9,10 +9,14 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from batchengine.config import LaneConfig
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine import Engine
 from batchengine.engine.linked.pipelines import Pipelines
+from batchengine.peers.link import PeerLink
+from batchengine.policy.cost import CostModel
 from batchengine.session import Session
 from batchengine.wire.peer import OpenPipeline, PipelineEnded, PipelineGo, PipelineOpened
 from tests.engine.linked.pipeline_scene import are_linked, linked_engines
@@ -143,8 +147,17 @@ async def test_a_pipeline_that_cannot_be_says_why(site: Site, reference: Referen
 
 
 async def test_a_batch_prompt_goes_through_the_pipeline_and_explain_says_so(
-    site: Site, reference: Reference
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With speeds that do not depend on what else this machine does."""
+
+    async def measure(link: PeerLink) -> float:
+        link.bandwidth = 1e9
+        return 1e9
+
+    monkeypatch.setattr(PeerLink, "measure_bandwidth", measure)
+    monkeypatch.setattr(PeerLink, "rtt_us", 50.0)
+    monkeypatch.setattr(CostModel, "observe", lambda *_: None)
     async with linked_engines(site, "ab") as engines:
         a = engines["a"]
         plans = a.running.plans
@@ -153,6 +166,7 @@ async def test_a_batch_prompt_goes_through_the_pipeline_and_explain_says_so(
 
         async def decision(prompt: list[int], sla: str) -> dict[str, Any]:
             asked = request(prompt, 8, sla=sla)
+            await until(lambda: pipelines(a).can_use("b"))
             answer = await read(a.submit(asked))
             assert answer.tokens == reference.tokens(prompt, 8)
             return a.running.dispatcher.explain(asked.request_id)
