@@ -19,6 +19,8 @@ BENCHES = {
     "hop": "microseconds between two workers, one way, over TCP and TLS",
     "restart": "first token of a long session after a stop or a kill, against prefill",
     "attack": "hostile clients against a daemon, while another tenant streams",
+    "ring": "decode over two linked engines, against one engine and against sharding",
+    "failover": "kills of engines that hold a session's pages: recovery, lost and wrong tokens",
     "crash": "random kills of workers and engines: told tokens lost, wrong tokens, double owners",
 }
 

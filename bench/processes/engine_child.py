@@ -223,6 +223,13 @@ class Child:
                 case "computed":
                     loops = engine.state.lanes
                     self.report(name, tokens=sum(loop.meter.tokens for loop in loops))
+                case "peers":
+                    self.report(name, **await engine.peers())
+                case "context":
+                    most = max(loop.context_max for loop in engine.state.lanes)
+                    self.report(name, tokens=min(engine.info.context_tokens, most))
+                case "held":
+                    self.report(name, held=_held(engine))
                 case "stats":
                     self.report(name, **engine.stats())
                 case "promote" | "park" | "drop" | "fork" as op:
@@ -289,6 +296,17 @@ def _owned_twice(engine: Engine) -> int:
     for loop in engine.state.lanes:
         owners.update(key for key, session in loop.sessions.items() if session.kv.open)
     return sum(count > 1 for count in owners.values())
+
+
+def _held(engine: Engine) -> dict[str, list[tuple[str, int]]]:
+    """By session the peers that hold its pages, in order, then ("", pages here)."""
+    return {
+        session.session_id: [
+            *((segment.peer, segment.n_pages) for segment in session.kv.held),
+            ("", len(session.kv.codes) - session.kv.n_held),
+        ]
+        for session in engine.state.known()
+    }
 
 
 def _use_template(template: Template, settings: dict[str, Any]) -> list[int]:

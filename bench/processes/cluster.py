@@ -1,0 +1,159 @@
+"""Linked engines in processes of their own on this host, each with one lane, for benches that kill.
+
+Control and data links go over loopback. An engine that was killed is started again with its store
+and its port, so its peers find it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchengine.peers import certificates
+from bench.processes.engine_child import EngineProcess, Spawner
+
+LINKED_S = 30.0  # until all links are up
+POLL_S = 0.02
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nothing listens on now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """One engine: the lane's cores (and as many threads), and bytes of KV for its own sessions and
+    for those of peers, which are in the same store."""
+
+    name: str
+    cores: tuple[int, ...]
+    own_bytes: int
+    hold_bytes: int
+
+
+@dataclass
+class ClusterPlan:
+    """What all nodes have in common. `overrides` are of the configuration."""
+
+    model: Path
+    folder: Path
+    cache_dir: Path
+    context_tokens: int
+    tls: bool = True
+    entries_max: int = 16
+    overrides: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Cluster:
+    """Engines that are each other's peers. Use `cluster` below."""
+
+    def __init__(self, spawner: Spawner, plan: ClusterPlan, nodes: Sequence[NodePlan]) -> None:
+        self._spawner = spawner
+        self._plan = plan
+        self.plans = {node.name: node for node in nodes}
+        self._ports = dict(zip(self.plans, free_ports(len(nodes)), strict=True))
+        self.engines: dict[str, EngineProcess] = {}
+        for node in nodes:
+            self._folder(node.name).mkdir(parents=True)
+        self._certify()
+
+    def _folder(self, name: str) -> Path:
+        return self._plan.folder / name
+
+    def _certify(self) -> None:
+        first, *others = self.plans
+        if self._plan.tls:
+            certificates.create_authority(self._folder(first) / "peers", first)
+            for name in others:
+                bundle = certificates.issue_bundle(self._folder(first) / "peers", name)
+                certificates.import_bundle(self._folder(name) / "peers", bundle)
+        for name in self.plans:
+            for other in self.plans:
+                if other != name:
+                    address = f"127.0.0.1:{self._ports[other]}"
+                    certificates.write_peer(self._folder(name) / "peers", other, address)
+
+    def spawn(self, name: str) -> EngineProcess:
+        """Start an engine, or start it again, without waiting for it."""
+        plan, node = self._plan, self.plans[name]
+        overrides = {
+            "store.budget_bytes": node.own_bytes + node.hold_bytes,
+            "limits.context_tokens": plan.context_tokens,
+            "peers.listen": f"127.0.0.1:{self._ports[name]}",
+            "peers.dir": str(self._folder(name) / "peers"),
+            "peers.hold_bytes": node.hold_bytes,
+            "peers.tls": plan.tls,
+            "router.promote_auto": False,
+            **({} if plan.tls else {"peers.name": name}),
+            **plan.overrides,
+        }
+        lane = {
+            "name": "cpu",
+            "threads": len(node.cores),
+            "cores": node.cores,
+            "entries_max": plan.entries_max,
+        }
+        made = EngineProcess(
+            self._spawner,
+            {
+                "model": str(plan.model),
+                "folder": str(self._folder(name)),
+                "cache_dir": str(plan.cache_dir),
+                "compute": "cpu",
+                "lanes": [lane],
+                "no_quarantine": True,
+                "overrides": overrides,
+            },
+        )
+        self.engines[name] = made
+        return made
+
+    async def start(self, name: str) -> None:
+        """Start an engine and wait until it serves. Raises RuntimeError."""
+        if not await self.spawn(name).is_ready():
+            raise RuntimeError(f"the engine of {name} has ended: see its log")
+
+    async def linked(self, *names: str) -> None:
+        """Wait until these engines have a data link to every other. Raises TimeoutError."""
+        due = time.monotonic() + LINKED_S
+        for name in names or self.plans:
+            while True:
+                peers = (await self.engines[name].call("peers")).get("peers", [])
+                if sum(row.get("data") == "up" for row in peers) == len(self.plans) - 1:
+                    break
+                if time.monotonic() > due:
+                    raise TimeoutError(f"{name} has no data links: {peers}")
+                await asyncio.sleep(POLL_S)
+
+    async def restart(self, name: str) -> None:
+        """Start a killed engine again and wait for its links."""
+        await self.engines[name].over()
+        await self.start(name)
+        await self.linked(name)
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    spawner: Spawner, plan: ClusterPlan, nodes: Sequence[NodePlan]
+) -> AsyncIterator[Cluster]:
+    """Linked engines that serve; killed at the end."""
+    made = Cluster(spawner, plan, nodes)
+    try:
+        await asyncio.gather(*(made.start(name) for name in made.plans))
+        await made.linked()
+        yield made
+    finally:
+        for engine in made.engines.values():
+            engine.kill()
+            await engine.over()
