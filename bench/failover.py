@@ -28,7 +28,6 @@ import uvloop
 from bench import report
 from bench.crash import POCKET, words
 from bench.processes.cluster import Cluster, ClusterPlan, NodePlan, cluster
-from bench.processes.engine_child import engine_zygote
 
 HEAD, OTHERS = "a", ("b", "c")
 PAGE_TOKENS = 256
@@ -105,9 +104,9 @@ class Client:
                 findings.wrong += 1
                 findings.note(f"{session}: token {len(times)} is {message['token']}")
             times.append(time.monotonic())
+            findings.tokens += 1
             if self.is_over:
                 break
-        findings.tokens += len(times)
         if not self.is_over:
             findings.answers += 1
             findings.lost += count - len(times)
@@ -161,7 +160,10 @@ class Killer:
         name = self._rng.choice(sorted({peer for peers in holders.values() for peer in peers}))
         engine, is_engine = self._made.engines[name], self._rng.random() < 0.6
         began = time.monotonic()
-        engine.kill() if is_engine else engine.kill_worker(0)
+        if is_engine:
+            engine.kill()
+        else:
+            await self._made.kill_worker(name)
         self._findings.kills += 1
         waits = [self._wait(client, began, name in holders.get(client.session, ()))
                  for client in self._clients]  # fmt: skip
@@ -214,30 +216,26 @@ async def run(sizes: Sizes, kills: int, folder: Path, cache_dir: Path) -> Findin
     nodes = [NodePlan(HEAD, (core[0],), sizes.own_pages * size, 8 * size)]
     nodes += [NodePlan(name, (core[-1],), 8 * size, 512 * size) for name in OTHERS]
     findings, expected = Findings(), Expected(sizes)
-    zygote = engine_zygote()
     plan = ClusterPlan(POCKET, folder / "alone", cache_dir, CONTEXT)
-    try:
-        async with cluster(zygote, plan, [NodePlan("alone", core[:1], 1024 * size, size)]) as made:
-            await expected.compute(made, sizes.answer_tokens)
-        plan.folder = folder / "linked"
-        async with cluster(zygote, plan, nodes) as made:
-            clients = [Client(made, i, sizes, expected) for i in range(sizes.clients)]
-            lives = [asyncio.ensure_future(client.live(findings)) for client in clients]
-            killing = asyncio.ensure_future(_kill(Killer(made, clients, findings), kills))
-            try:
-                await asyncio.wait([killing, *lives], return_when=asyncio.FIRST_COMPLETED)
-                for ended in (killing, *lives):
-                    if ended.done():
-                        ended.result()
-            finally:
-                killing.cancel()
-                for client in clients:
-                    client.is_over = True
-                for life in lives:
-                    life.cancel()
-                await asyncio.gather(killing, *lives, return_exceptions=True)
-    finally:
-        zygote.close()
+    async with cluster(plan, [NodePlan("alone", core[:1], 1024 * size, size)]) as made:
+        await expected.compute(made, sizes.answer_tokens)
+    plan.folder = folder / "linked"
+    async with cluster(plan, nodes) as made:
+        clients = [Client(made, i, sizes, expected) for i in range(sizes.clients)]
+        lives = [asyncio.ensure_future(client.live(findings)) for client in clients]
+        killing = asyncio.ensure_future(_kill(Killer(made, clients, findings), kills))
+        try:
+            await asyncio.wait([killing, *lives], return_when=asyncio.FIRST_COMPLETED)
+            for ended in (killing, *lives):
+                if ended.done():
+                    ended.result()
+        finally:
+            killing.cancel()
+            for client in clients:
+                client.is_over = True
+            for life in lives:
+                life.cancel()
+            await asyncio.gather(killing, *lives, return_exceptions=True)
     return findings
 
 

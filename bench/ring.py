@@ -32,7 +32,6 @@ from bench import report
 from bench.engine import DISK
 from bench.models.synthetic import PRESETS, Shape, write_synthetic
 from bench.processes.cluster import Cluster, ClusterPlan, NodePlan, cluster
-from bench.processes.engine_child import engine_zygote
 from kv_store.layout import PageLayout
 
 PAGE_TOKENS = 256
@@ -105,7 +104,6 @@ class Bench:
     vocab: int
     cores: Sequence[int]
     context: int
-    zygote: Any
     tls: bool
     parts: int = 0
 
@@ -127,8 +125,8 @@ class Bench:
         local = [NodePlan("alone", (self.cores[0],), total * size, size)]
         words = prompt(length, length, self.vocab)
         async with (
-            cluster(self.zygote, self.plan(), ring) as linked,
-            cluster(self.zygote, self.plan(), local) as alone,
+            cluster(self.plan(), ring) as linked,
+            cluster(self.plan(), local) as alone,
         ):
             there = Talk("a", "long", words)
             here = Talk("alone", "long", words)
@@ -168,8 +166,8 @@ class Bench:
         ring = [NodePlan(n, (c,), half * size, all_pages * size) for n, c in by_core]
         apart = [NodePlan(n, (c,), all_pages * size, size) for n, c in by_core]
         async with (
-            cluster(self.zygote, self.plan(), ring) as linked,
-            cluster(self.zygote, self.plan(), apart) as shards,
+            cluster(self.plan(), ring) as linked,
+            cluster(self.plan(), apart) as shards,
         ):
             kinds = {"ring": linked, "shards": shards}
             talks = {
@@ -206,7 +204,7 @@ class Bench:
         """Tokens of the longest session that one engine of so many pages takes."""
         size = page_bytes(self.path)
         nodes = [NodePlan("alone", (self.cores[0],), own_pages * size, 0)]
-        async with cluster(self.zygote, self.plan(), nodes) as alone:
+        async with cluster(self.plan(), nodes) as alone:
             return (await alone.engines["alone"].call("context"))["tokens"]
 
 
@@ -241,17 +239,13 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     began = time.perf_counter()
     shape, name = (QUICK, "ring-quick") if args.quick else (SHAPE, "ring")
-    zygote = engine_zygote()
-    try:
-        with report.memory_folder("ring-", 8 << 30) as folder:
-            bench = Bench(
-                model(shape, name, folder), folder, shape.n_vocab,
-                sorted(os.sched_getaffinity(0)), 1 << 16, zygote, tls=not args.plain,
-            )  # fmt: skip
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                result, details = runner.run(run(bench, args))
-    finally:
-        zygote.close()
+    with report.memory_folder("ring-", 8 << 30) as folder:
+        bench = Bench(
+            model(shape, name, folder), folder, shape.n_vocab,
+            sorted(os.sched_getaffinity(0)), 1 << 16, tls=not args.plain,
+        )  # fmt: skip
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            result, details = runner.run(run(bench, args))
     details["bench_s"] = round(time.perf_counter() - began, 1)
     details["tls"] = not args.plain
     report.finish(result, details=details, json_path=args.json)

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from batchengine.lanes.worker_process import WORKER
 from batchengine.peers import certificates
-from bench.processes.engine_child import EngineProcess, Spawner
+from bench.processes.engine_child import EngineProcess, kill_child
+from bench.processes.engine_exec import ExecSpawner
 
 LINKED_S = 30.0  # until all links are up
 POLL_S = 0.02
@@ -52,14 +54,15 @@ class ClusterPlan:
     context_tokens: int
     tls: bool = True
     entries_max: int = 16
+    quiet: bool = True
     overrides: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Cluster:
     """Engines that are each other's peers. Use `cluster` below."""
 
-    def __init__(self, spawner: Spawner, plan: ClusterPlan, nodes: Sequence[NodePlan]) -> None:
-        self._spawner = spawner
+    def __init__(self, plan: ClusterPlan, nodes: Sequence[NodePlan]) -> None:
+        self._spawner = ExecSpawner()
         self._plan = plan
         self.plans = {node.name: node for node in nodes}
         self._ports = dict(zip(self.plans, free_ports(len(nodes)), strict=True))
@@ -110,9 +113,9 @@ class Cluster:
                 "model": str(plan.model),
                 "folder": str(self._folder(name)),
                 "cache_dir": str(plan.cache_dir),
-                "compute": "cpu",
+                "command": WORKER,
                 "lanes": [lane],
-                "no_quarantine": True,
+                "quiet": plan.quiet,
                 "overrides": overrides,
             },
         )
@@ -129,12 +132,21 @@ class Cluster:
         due = time.monotonic() + LINKED_S
         for name in names or self.plans:
             while True:
-                peers = (await self.engines[name].call("peers")).get("peers", [])
-                if sum(row.get("data") == "up" for row in peers) == len(self.plans) - 1:
+                status = (await self.engines[name].call("peers")).get("status", {})
+                if (
+                    sum(row.get("data") == "up" for row in status.get("peers", []))
+                    == len(self.plans) - 1
+                ):
                     break
                 if time.monotonic() > due:
-                    raise TimeoutError(f"{name} has no data links: {peers}")
+                    raise TimeoutError(f"{name} has no data links: {status}")
                 await asyncio.sleep(POLL_S)
+
+    async def kill_worker(self, name: str) -> bool:
+        """SIGKILL the worker of an engine; False if it has none now."""
+        engine = self.engines[name]
+        pid = (await engine.call("worker")).get("pid", 0)
+        return bool(pid) and kill_child(pid, engine.pid)
 
     async def restart(self, name: str) -> None:
         """Start a killed engine again and wait for its links."""
@@ -144,11 +156,9 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def cluster(
-    spawner: Spawner, plan: ClusterPlan, nodes: Sequence[NodePlan]
-) -> AsyncIterator[Cluster]:
+async def cluster(plan: ClusterPlan, nodes: Sequence[NodePlan]) -> AsyncIterator[Cluster]:
     """Linked engines that serve; killed at the end."""
-    made = Cluster(spawner, plan, nodes)
+    made = Cluster(plan, nodes)
     try:
         await asyncio.gather(*(made.start(name) for name in made.plans))
         await made.linked()

@@ -224,7 +224,9 @@ class Child:
                     loops = engine.state.lanes
                     self.report(name, tokens=sum(loop.meter.tokens for loop in loops))
                 case "peers":
-                    self.report(name, **await engine.peers())
+                    self.report(name, status=await engine.peers())
+                case "worker":
+                    self.report(name, pid=engine.state.lanes[0].lane.pid)
                 case "context":
                     most = max(loop.context_max for loop in engine.state.lanes)
                     self.report(name, tokens=min(engine.info.context_tokens, most))

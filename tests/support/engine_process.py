@@ -1,41 +1,19 @@
 """An engine in a process started by exec, which a test may kill, and what it had sent until then.
 
-Both sides are those of `bench.processes.engine_child`; workers are the product's own processes.
-`python -m tests.support.engine_process` with JSON settings as argument.
+Both sides are those of `bench.processes`; workers are the product's own processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from batchengine.engine import Engine
 from batchengine.lanes.worker_process import WORKER
 from bench.processes import engine_child
-from bench.processes.kill_switch import KillSwitch
+from bench.processes.engine_exec import ExecSpawner
 from tests.support.engines import Site
-
-
-class Spawner:
-    """Starts the process; stands in for a zygote."""
-
-    def spawn(self, settings: dict[str, Any]) -> tuple[int, int, int]:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.engine_process", json.dumps(settings)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-        )  # fmt: skip
-        with self.process.stdin as stdin, self.process.stdout as stdout:  # type: ignore[union-attr]
-            return self.process.pid, os.dup(stdin.fileno()), os.dup(stdout.fileno())
-
-    def reap(self, pid: int) -> int:
-        assert pid == self.process.pid
-        return self.process.wait()
 
 
 class EngineProcess(engine_child.EngineProcess):
@@ -77,19 +55,9 @@ async def engine_process(
             **given,
         },
     }
-    made = EngineProcess(Spawner(), settings)
+    made = EngineProcess(ExecSpawner(), settings)
     try:
         assert await made.is_ready(), "the engine died before it was ready"
         yield made
     finally:
         await made.end()
-
-
-def main(settings: dict[str, Any]) -> int:
-    child = engine_child.Child(sys.stdout.fileno(), KillSwitch(0, "engine"))
-    engine = Engine(engine_child.config_of(settings), worker_command=tuple(settings["command"]))
-    return asyncio.run(engine_child.live(child, engine, sys.stdin.fileno()))
-
-
-if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
