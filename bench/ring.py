@@ -39,6 +39,7 @@ SHAPE: Shape = dataclasses.replace(PRESETS["0.6b"], n_layer=7, n_vocab=32_000)
 QUICK: Shape = dataclasses.replace(PRESETS["0.1b"], n_layer=4)
 SPARE_PAGES = 3  # of every budget: open pages being sealed, the answer
 STUCK_S = 900.0
+ANSWER = 64  # tokens of the longest session's answer
 
 
 def model(shape: Shape, name: str, folder: Path) -> Path:
@@ -148,8 +149,6 @@ class Bench:
             "tpot_ms": samples,
             "ratio": round(statistics.median(ratios), 3),
             "range": [round(min(ratios), 3), round(max(ratios), 3)],
-            "longest": len(there.tokens),
-            "own_pages": half,
             "identical": identical,
         }
 
@@ -200,12 +199,25 @@ class Bench:
             "identical": all(ours.tokens == theirs.tokens for ours, theirs in pairs),
         }
 
-    async def one_node_tokens(self, own_pages: int) -> int:
-        """Tokens of the longest session that one engine of so many pages takes."""
+    async def longest(self, pages: int) -> dict[str, Any]:
+        """The longest session that two engines of `pages` pages each serve, and one of them."""
         size = page_bytes(self.path)
-        nodes = [NodePlan("alone", (self.cores[0],), own_pages * size, 0)]
+        nodes = [NodePlan("alone", (self.cores[0],), pages * size, size)]
         async with cluster(self.plan(), nodes) as alone:
-            return (await alone.engines["alone"].call("context"))["tokens"]
+            one = (await alone.engines["alone"].call("context"))["tokens"]
+        nodes = [NodePlan("a", (self.cores[0],), pages * size, size)]
+        nodes += [NodePlan("b", (self.cores[-1],), size, pages * size)]
+        for share in (2.0, 1.95, 1.9, 1.85, 1.8, 1.7, 1.6, 1.5, 1.25):
+            length = int(share * one) - ANSWER
+            async with cluster(self.plan(), nodes) as linked:
+                talk = Talk("a", "long", prompt(7, length, self.vocab))
+                try:
+                    await talk.turn(linked, ANSWER)
+                except RuntimeError as error:
+                    print(f"  {length} tokens on two engines of {one}: {error}")
+                    continue
+            return {"one": one, "two": len(talk.tokens), "ratio": round(len(talk.tokens) / one, 3)}
+        return {"one": one, "two": one, "ratio": 1.0}
 
 
 async def run(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -220,14 +232,14 @@ async def run(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], d
     shards = await bench.against_sharding(sessions, each, rounds, count)
     print(f"  {2 * sessions} sessions of {each} tokens: {shards['ratio']} of sharding"
           f" {shards['range']}", flush=True)  # fmt: skip
-    one = await bench.one_node_tokens(rows[-1]["own_pages"])
+    longest = await bench.longest(24)
     result = {
         "throughput_vs_sharding": shards["ratio"],
         **{f"tpot_vs_local_{row['tokens'] // 1024}k": row["ratio"] for row in rows},
-        "context_vs_one_node": round(rows[-1]["longest"] / one, 2),
+        "context_vs_one_node": longest["ratio"],
         "identical": all(row["identical"] for row in (*rows, shards)),
     }
-    return result, {"local": rows, "sharding": shards, "one_node_tokens": one}
+    return result, {"local": rows, "sharding": shards, "longest": longest}
 
 
 def main(argv: list[str]) -> int:
