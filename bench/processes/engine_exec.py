@@ -17,9 +17,11 @@ from typing import Any
 
 import uvloop
 
+from batchengine.child.command import python_command
 from batchengine.engine import Engine
 from bench.processes import engine_child
 from bench.processes.kill_switch import KillSwitch
+from bench.processes.zygote import ROOT
 
 
 class ExecSpawner:
@@ -31,8 +33,8 @@ class ExecSpawner:
     def spawn(self, settings: dict[str, Any]) -> tuple[int, int, int]:
         """(pid, file for commands, file of answers) of a new engine process."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "bench.processes.engine_exec", json.dumps(settings)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            python_command("bench.processes.engine_exec", json.dumps(settings)),
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
         )  # fmt: skip
         self._processes[process.pid] = process
         with process.stdin as stdin, process.stdout as stdout:  # type: ignore[union-attr]
