@@ -32,7 +32,7 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
 
     `pages_held`: pages that it keeps for sessions of other daemons. `leaves`: it takes no more of
     them, and the owners of those sessions are to take them back. `hold_bytes_free` is what it could
-    keep in addition, `hold_bytes_over` what it wants its owners to take back.
+    keep in addition.
     """
 
     requests_running: Count = 0
@@ -44,7 +44,6 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     read_bytes_per_s: Count = 0
     leaves: bool = False
     hold_bytes_free: Count = 0
-    hold_bytes_over: Count = 0
 
 
 class Hello(Message, tag=1, frozen=True):

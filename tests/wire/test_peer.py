@@ -59,7 +59,7 @@ count = st.integers(0, 2**63 - 1)
 u64 = st.integers(0, 2**64 - 1)
 text = st.text(max_size=40)
 counts = [count] * 7
-loads = st.builds(PeerLoad, *counts, st.booleans(), count, count)
+loads = st.builds(PeerLoad, *counts, st.booleans(), count)
 
 
 def bytes_of(size: int) -> st.SearchStrategy[bytes]:

@@ -32,7 +32,7 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.linked")
 
 REQUESTS_MAX = 64  # of one peer that are not answered
-INCOMING_MAX = 8  # pages of one peer on their way in, each in a buffer
+INCOMING_MAX = 4  # pages of one peer on their way in, each in a buffer
 READS_MAX = 4  # pages of one peer on their way out
 LATE_BYTES_MAX = 64 << 20  # of parts that fit no page any more, between two that do
 SERVE_S = 5.0  # for the worker to answer

@@ -225,6 +225,8 @@ class PageMover:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for work in works:
+                work.close()  # of tasks that did not begin
 
     def _sources(self, session: Session, move: PageMove) -> list[PageRef | HeldPlace]:
         """Where the pages of a move are: references of sealed pages, or places with peers."""

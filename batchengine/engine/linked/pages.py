@@ -69,13 +69,8 @@ class LinkedPages:
 
     def load(self, load: PeerLoad) -> PeerLoad:
         """The load that peers learn, with what is held for them."""
-        free = 0 if self._why_not() else self.given.bytes_free
-        return msgspec.structs.replace(
-            load,
-            pages_held=self.given.n_pages,
-            hold_bytes_free=max(0, free),
-            hold_bytes_over=max(0, -free),
-        )
+        free = 0 if self._why_not() else max(0, self.given.bytes_free)
+        return msgspec.structs.replace(load, pages_held=self.given.n_pages, hold_bytes_free=free)
 
     async def erase(self, tokens: Sequence[int], salt: bytes, kept: int) -> None:
         """Have peers erase the pages of a dropped session after its first `kept` tokens.

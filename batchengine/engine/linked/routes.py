@@ -162,7 +162,6 @@ class RouteKeeper:
     def _room(self, link: PeerLink, n_moving: int) -> PeerRoom:
         load = link.load
         free = max(0, load.hold_bytes_free // self._page_bytes - n_moving)
-        free -= -(-load.hold_bytes_over // self._page_bytes)
         hops = (link.rtt_us or 1000.0) / 1000
         return PeerRoom(link.name, free, hops, self._is_usable(link), load.leaves)
 

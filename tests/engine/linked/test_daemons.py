@@ -69,6 +69,31 @@ async def test_holders_that_end_cost_no_token(site: Site, reference: Reference) 
         await nothing_is_held(a, b)
 
 
+async def test_a_holder_that_leaves_gives_its_pages_to_another(
+    site: Site, reference: Reference
+) -> None:
+    """Without a pause in the stream, and without computing anything again."""
+    async with daemons(site, "abc", 20, peers__hold_bytes=16 * PAGE_BYTES) as (a, b, c):
+        ids = words(30, 256 * 22)
+        generation, reader = await started(a.engine, request(ids, 400, session="s"), 5)
+        await until(lambda: a.linked.taken.n_pages >= 4 and not a.linked.keeper.moves)
+        first, second = (b, c) if holders(a, "s")[0][0] == "b" else (c, b)
+        before = a.engine.stats()["tokens_recomputed"]
+        first.engine.leave()
+        await until(lambda: not first.linked.given.n_pages)
+        assert generation.completion_tokens < 400, "it moved while the session computed"
+        answer = await reader
+        assert answer.tokens == reference.tokens(ids, 400)
+        assert [peer for peer, _ in holders(a, "s")] == [second.name]
+        assert a.engine.stats()["tokens_recomputed"] == before
+        first.engine.leave(undo=True)
+        second.engine.leave()  # and now the session is at rest
+        await until(lambda: not second.linked.given.n_pages)
+        more = [*ids, *answer.tokens, 77]
+        answer = await read(a.engine.submit(request(more, 5, session="s")))
+        assert answer.tokens == reference.tokens(more, 5)
+
+
 async def test_sessions_that_end_or_change_while_their_pages_move(
     site: Site, reference: Reference
 ) -> None:
