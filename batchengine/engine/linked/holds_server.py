@@ -41,7 +41,7 @@ POLL_S = 0.01
 SILENCE_S = 30.0  # after which an incoming page, or a promise of room, is given up
 TOKEN_BYTES_EACH = 4
 TOKEN_BYTES = TOKEN_BYTES_EACH * PAGE_TOKENS
-TIMELINE_BYTES_MAX = 16 << 20
+TIMELINE_BYTES_MAX = 4 << 20
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 
 
@@ -317,7 +317,8 @@ class HoldServer:
         kept = await asyncio.wrap_future(self._store.ledger.shared_tokens("", tenant, ids))
         for loop in self._lanes:
             for session in loop.sessions.values():
-                if session.salt == asked.salt:
+                is_alike = session.tokens[:PAGE_TOKENS] == ids[:PAGE_TOKENS]
+                if is_alike and session.salt == asked.salt:
                     kept = max(kept, common_prefix(session.tokens, ids))
         erasing = self._store.pages.erase(ids, asked.salt, max(kept, asked.kept))
         return peer.PagesErased(await asyncio.wrap_future(erasing))

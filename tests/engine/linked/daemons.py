@@ -37,7 +37,8 @@ class Daemon:
             self.knows_at(other.name, other.engine.running.peers.port)
 
     def knows_at(self, name: str, port: int) -> None:
-        """Write the file of a peer."""
+        """Write the file of a peer, also anew."""
+        (self.site.folder / "peers.d" / f"{name}.toml").unlink(missing_ok=True)
         certificates.write_peer(self.site.folder, name, f"127.0.0.1:{port}")
 
     def page_bytes(self) -> int:
@@ -57,13 +58,15 @@ class Daemon:
 
 
 @contextlib.asynccontextmanager
-async def daemon(site: Site, name: str, n_pages: int, **overrides: object) -> AsyncIterator[Daemon]:
+async def daemon(
+    site: Site, name: str, n_pages: int, *, n_lanes: int = 1, **overrides: object
+) -> AsyncIterator[Daemon]:
     """A daemon in the folder NAME of the site, whose store has about `n_pages` pages."""
     own = site.at(name)
     own.folder.mkdir(exist_ok=True)
     async with running_engine(
         own,
-        lanes=(LaneConfig(name=f"cpu-{name}", threads=1),),
+        lanes=tuple(LaneConfig(name=f"{name}{number}", threads=1) for number in range(n_lanes)),
         peers__listen="127.0.0.1:0",
         peers__name=name,
         peers__dir=str(own.folder),
