@@ -48,24 +48,24 @@ def test_f8_two_lanes_seal_one_page_at_the_same_time() -> None:
 
 
 def test_f20_a_client_leaves_while_its_rows_are_copied() -> None:
-    """The slots of a copy that ends after its client left are freed and used again."""
+    """It left before the session had stopped: the session moves as an idle one, and no slot is
+    lost."""
 
     async def scene(stage: Stage) -> None:
         stage.plans.append(lambda lane, step: Plan(0.4) if step.import_rows else None)
         generation = stage.ask(words(2, 300), 90, "s")
         reader = stage.start(generation)
         await stage.computed(generation, 5)
-        source, target = stage.home("s"), stage.other("s")
+        target = stage.other("s")
         move = asyncio.ensure_future(stage.up.promote("", "s", to=target))
         await stage.until(lambda: bool(stage.lane(target).kv.importing.imports) and
                           not stage.lane(target).kv.importing.queue)  # fmt: skip
         await asyncio.sleep(0.02)
         generation.cancel()
         others = [stage.start(stage.ask(words(20 + i, 200), 20)) for i in range(6)]
-        with pytest.raises(BatchEngineError, match=r"cancelled|stays"):
-            await move
+        assert (await move)["result"] == "moved"
         assert [len(t.tokens) for t in await asyncio.gather(*others)] == [20] * 6
-        assert stage.home("s") == source
+        assert stage.home("s") == target
         reader.cancel()
         await stage.answer([*words(2, 300), 77], 20, "s")
 
