@@ -91,6 +91,9 @@ class PipelinePlans:
         if known * PAGE_TOKENS > CACHED_MAX * len(tokens):
             record.note(f"no pipeline: {known} pages of the prompt are in the store")
             return
+        if len(tokens) // PAGE_TOKENS > self._loop.seats.pages_budget:
+            record.note("no pipeline: the prompt has more pages than this daemon keeps")
+            return
         stages = [(stage.name, stage.first, stage.end) for stage in facts.pipeline.stages]
         deadline_s = PATIENCE * (0.0 if predicted is None else predicted.ttft_ms) / 1000 + 10.0
         began, generation = time.monotonic(), turn.generation
