@@ -9,7 +9,9 @@ speedup_2: time of one core over that of two. bubble: the share of both cores' t
 needed by one core for the same, that is 1 - speedup / 2: filling and emptying the pipeline, the
 layers' rounding, frames, and what sealing takes. apart_2: the same ratio when each daemon computes
 half of the prompts alone, which is what the machine gives two processes that share nothing; the
-engines and the reader of this bench need the same cores.
+engines and the reader of this bench need the same cores. cpu_2: the processor time of the one
+worker over that of the busier of the two, which other load on the machine changes least, and which
+does not count the time in which a stage waits.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import uvloop
 
 import kernels
@@ -170,6 +173,8 @@ async def measure(
                 await Arms(engine).run([tuple(rng.integers(3, n_vocab, 1024).tolist())], "one")
         await asyncio.sleep(1.5)  # a load report says so
         await arms.planned()
+        workers = [psutil.Process(engine.state.lanes[0].lane.pid) for engine in engines]
+        cpu: dict[str, list[list[float]]] = {"one": [], "two": [], "apart": []}
         times: dict[str, list[float]] = {"one": [], "two": [], "apart": []}
         identical, notes = True, list[str]()
         for repeat in range(repeats + 1):
@@ -179,10 +184,13 @@ async def measure(
                 helper = engines[1] if tenant == "apart" else None
                 if helper is not None:
                     helper.running.dispatcher.plans = None
+                before = [sum(worker.cpu_times()[:2]) for worker in workers]
                 seconds, found = await arms.run(prompts, tenant, helper)
+                used = [sum(worker.cpu_times()[:2]) for worker in workers]
                 answers.append(found)
                 if repeat:
                     times[tenant].append(seconds)
+                    cpu[tenant].append([b - a for a, b in zip(before, used, strict=True)])
             identical &= answers[0] == answers[1] == answers[2]
         for record in engines[0].running.dispatcher.log:
             notes += record.notes
@@ -190,6 +198,7 @@ async def measure(
     stages = [] if facts is None or facts.pipeline is None else facts.pipeline.stages
     return {
         "times_s": {name: [round(t, 3) for t in found] for name, found in times.items()},
+        "cpu_s": cpu,
         "identical": identical,
         "notes": notes,
         "stages": [(stage.name or "a", stage.first, stage.end) for stage in stages],
@@ -223,10 +232,15 @@ def main(argv: list[str]) -> int:
         print(f"  {note}")
     if shutil.which("rpc-server") is None:
         print("  llama.cpp's RPC back-end is left out: there is no rpc-server on the PATH")
+    cpu_2 = [
+        one_core[0] / max(two_cores)
+        for one_core, two_cores in zip(found["cpu_s"]["one"], found["cpu_s"]["two"], strict=True)
+    ]
     result = {
         "speedup_2": round(speedup, 3),
         "bubble": round(max(0.0, 1.0 - speedup / 2), 3),
         "apart_2": round(statistics.median(a / b for a, b in zip(one, apart, strict=True)), 3),
+        "cpu_2": round(statistics.median(cpu_2), 3),
         "identical": found["identical"],
     }
     report.finish(result, details={"gguf": path.name, **found}, json_path=args.json)
