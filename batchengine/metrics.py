@@ -147,6 +147,20 @@ class Metrics:
         self.peer_rtt_seconds = gauge(
             "peer_rtt_seconds", "Median round trip to this peer; 0 = not measured", "peer"
         )
+        self.peer_pages_taken = gauge(
+            "peer_pages_taken", "Pages of this daemon's sessions that this peer keeps", "peer"
+        )
+        self.peer_pages_given = gauge(
+            "peer_pages_given", "Pages that are kept here for sessions of this peer", "peer"
+        )
+        self.of_peer = (
+            self.peer_up,
+            self.peer_data_up,
+            self.peer_rtt_seconds,
+            self.peer_pages_taken,
+            self.peer_pages_given,
+        )
+        self.page_moves = gauge("page_moves", "Moves of pages to and from peers under way")
         self.peer_connections_refused_total = counter(
             "peer_connections_refused_total", "Connections to the peer port that came to nothing"
         )

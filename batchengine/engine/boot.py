@@ -38,6 +38,7 @@ from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.pages import LinkedPages
 from batchengine.engine.linked.pipelines import Pipelines
+from batchengine.engine.linked.rows import LinkedRows
 from batchengine.engine.linked.stages import ServedStages
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
@@ -193,7 +194,11 @@ class Running:
         self.pipelines = Pipelines(state.lanes[0], self.lane_links, self.peers, served)
         self.plans = PipelinePlans(state.lanes[0], store, self.peers, self.pipelines, made.info)
         self.dispatcher.plans = self.plans
-        self.housekeeping = Housekeeping(state, store, self.dispatcher, self.peers, self.lane_links)
+        self.linked_rows = LinkedRows(self.linked, self.lane_links, self.peers)
+        state.held_facts = self.linked_rows.of_session
+        self.housekeeping = Housekeeping(
+            state, store, self.dispatcher, self.peers, self.linked_rows
+        )
 
     def begin(self) -> None:
         """Start the lanes' tasks and all background tasks."""

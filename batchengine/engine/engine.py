@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
@@ -36,6 +37,8 @@ from kv_store.ledger.ledger import COMPACT_BYTES_MAX
 log = logging.getLogger("batchengine.engine")
 
 SHUTDOWN_S = 5.0  # for cancelled turns to end between two steps, which take far less
+GIVE_BACK_S = 10.0  # in which a peer takes at least one page back, before it is not waited for
+GIVE_BACK_POLL_S = 0.05
 SETTLE_S = 5.0  # for migrations that are under way when the daemon stops
 OPERATIONS_MAX = 4  # of a tenant at a time: the ledger reads and writes for them, one by one
 LANES_STOP_S = 40.0  # more than the shortest deadline of a step
@@ -146,7 +149,7 @@ class Engine:
         if (running := self._running) is not None:
             self.leave()
             running.requests.drain()
-            await running.requests.over(drain_s)
+            await asyncio.gather(running.requests.over(drain_s), self._given_back(drain_s))
             await running.migrator.settle(SETTLE_S)
             if self.fatal is None:
                 running.requests.cancel_all()
@@ -154,6 +157,15 @@ class Engine:
                 await running.parking.park_all()
             await self._stop_parts(running)
         self._phase = "stopped"
+
+    async def _given_back(self, timeout_s: float) -> None:
+        """Wait until peers have taken back what is kept for them, while it gets less."""
+        given, least, since = self.running.linked.given, 1 << 62, time.monotonic()
+        until = since + timeout_s
+        while given.n_pages and time.monotonic() < min(until, since + GIVE_BACK_S):
+            if given.n_pages < least:
+                least, since = given.n_pages, time.monotonic()
+            await asyncio.sleep(GIVE_BACK_POLL_S)
 
     async def _stop_parts(self, running: Running) -> None:
         for loop in self.state.lanes:
@@ -314,13 +326,12 @@ class Engine:
         """Return the numbers of /health and of the status command."""
         interrupted = 0 if self._running is None else len(self._running.recovery.interrupted)
         links = {} if self._running is None else self._running.peers.links
-        data_up = [] if self._running is None else self._running.lane_links.up
         return {
             **report.numbers(self.state),
             "sessions_interrupted": interrupted,
             "peers": len(links),
             "peers_up": sum(link.state is LinkState.UP for link in links.values()),
-            "data_links_up": len(data_up),
+            **({} if self._running is None else self._running.linked_rows.numbers()),
         }
 
     def leave(self, *, undo: bool = False) -> None:
@@ -335,9 +346,15 @@ class Engine:
         state.peer_load = msgspec.structs.replace(state.peer_load, leaves=state.leaving)
 
     def remains(self) -> dict[str, Any]:
-        """Requests that have not ended: what a daemon that leaves still waits for."""
-        rows = self.requests()
-        return {"leaving": self.state.leaving, "requests": rows, "over": not rows}
+        """What a daemon that leaves still waits for: requests that have not ended, and pages that
+        it keeps for sessions of peers."""
+        rows, given = self.requests(), self.running.linked_rows.given()
+        return {
+            "leaving": self.state.leaving,
+            "requests": rows,
+            "given": given,
+            "over": not (rows or given),
+        }
 
     async def peers(self, *, measure: bool = False) -> dict[str, Any]:
         """Facts about the links to other daemons; with `measure` after a series of bytes on each
@@ -345,12 +362,8 @@ class Engine:
         peers = self.running.peers
         if measure:
             await peers.measure()
-        status, data = peers.status(), self.running.lane_links
-        return {
-            **status,
-            "peers": [row | data.row(row["name"]) for row in status["peers"]],
-            "pipelines": self.running.pipelines.rows(),
-        }
+        status, linked = peers.status(), self.running.linked_rows
+        return {**status, "peers": [row | linked.of_peer(row["name"]) for row in status["peers"]]}
 
     async def store_op(self, op: str) -> dict[str, Any]:
         """Run `op`: stat, verify (read every page, invalidate bad ones) or gc (collect garbage

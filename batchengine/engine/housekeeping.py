@@ -15,7 +15,7 @@ from prometheus_client import Counter
 
 from batchengine import errors
 from batchengine.core import QueuedEvent, SlaClass
-from batchengine.engine.linked.lane_links import LaneLinks
+from batchengine.engine.linked.rows import LinkedRows
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
@@ -43,13 +43,13 @@ class Housekeeping:
         store: Store,
         dispatcher: Dispatcher,
         peers: Peers,
-        lane_links: LaneLinks,
+        linked: LinkedRows,
     ) -> None:
         self._state = state
         self._store = store
         self._dispatcher = dispatcher
         self._peers = peers
-        self._lane_links = lane_links
+        self._linked = linked
         self._peers_seen: set[str] = set()
         self._counted_refused = 0
         self._maintained = time.monotonic()
@@ -162,18 +162,21 @@ class Housekeeping:
 
     def _set_peers(self) -> None:
         metrics, peers = self._state.metrics, self._peers
+        metrics.page_moves.set(self._linked.numbers()["page_moves"])
         metrics.peer_connections_refused_total.inc(
             peers.connections_refused - self._counted_refused
         )
         self._counted_refused = peers.connections_refused
         for name in self._peers_seen - peers.links.keys():
-            metrics.peer_up.remove(name)
-            metrics.peer_data_up.remove(name)
-            metrics.peer_rtt_seconds.remove(name)
+            for gauge in metrics.of_peer:
+                gauge.remove(name)
         self._peers_seen = set(peers.links)
         for name, link in peers.links.items():
             metrics.peer_up.labels(name).set(link.state is LinkState.UP)
-            metrics.peer_data_up.labels(name).set(self._lane_links.number(name) is not None)
+            row = self._linked.of_peer(name)
+            metrics.peer_data_up.labels(name).set(row.get("data") == "up")
+            metrics.peer_pages_taken.labels(name).set(row["pages_taken"])
+            metrics.peer_pages_given.labels(name).set(row["pages_given"])
             metrics.peer_rtt_seconds.labels(name).set((link.rtt_us or 0.0) / 1e6)
 
     async def _audit(self) -> None:

@@ -106,6 +106,7 @@ def session_rows(state: EngineState, tenant: str | None = None) -> list[dict[str
             **_reuse(state, session),
             "lane": state.home[session.key].lane.name if session.key in state.home else "",
             **parked_facts(state, session),
+            **state.held_facts(session),
         }
         for session in state.known()
         if tenant in (None, session.tenant)
@@ -148,6 +149,7 @@ def _request_row(state: EngineState, generation: Generation, now_ms: float) -> d
         "lane": generation.lane,
         "ttft_ms": None if generation.first_token_ms is None else round(usage.ttft_ms, 3),
         "tpot_ms": None if tpot_ms is None else round(tpot_ms, 3),
+        **({} if turn is None else state.held_facts(turn.session)),
     }
 
 

@@ -26,6 +26,7 @@ from kv_store.store import Store
 ErasePages = Callable[[Sequence[int], bytes, int], Awaitable[None]]  # timeline, salt, kept tokens
 NAMED_SESSIONS_MAX = 4096  # in memory; beyond it, the oldest idle ones are in the ledger only.
 NAMED_TOKENS_MAX = 8 << 20  # the same for the tokens of all of them; about 40 bytes each
+HeldFacts = Callable[[Session], dict[str, Any]]
 
 
 class EngineState:
@@ -53,6 +54,7 @@ class EngineState:
         self.model_changed = ""  # how the file on disk differs now; or ""
         self.peer_load = PeerLoad()  # what peers learn of this daemon, at most a second old
         self.erase_at_peers: ErasePages | None = None  # set once there may be peers
+        self.held_facts: HeldFacts = lambda session: {}  # set to `LinkedRows.of_session`
         self.leaving = False  # takes no new sessions, and no pages of peers: see `Engine.leave`
         self.troubles: dict[str, str] = {}  # what is wrong, by subject: see `report.troubles`
         self._epochs_used = 0  # highest epoch of a session that `forget` removed

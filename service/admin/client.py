@@ -51,6 +51,10 @@ class Client:
             _check(reply.status, body)
         return [row["id"] for row in body["data"]]
 
+    def context_tokens(self) -> int:
+        """Tokens that a session may have."""
+        return int(self.get("/props")["default_generation_settings"]["n_ctx"])
+
     def stream_chat(self, body: Json) -> Generator[Json, None, None]:
         """The chunks of one streamed chat completion; closing the iterator cancels it."""
         wanted = {**body, "stream": True, "stream_options": {"include_usage": True}}

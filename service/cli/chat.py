@@ -6,6 +6,7 @@ import contextlib
 import io
 import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -116,6 +117,22 @@ def ask(
     client: Client, model: str, history: list[Message], session: str, options: Options
 ) -> Reply:
     """Streams one answer to stdout and returns it."""
+    turn = read(
+        client, model, history, session, options, lambda text: print(text, end="", flush=True)
+    )
+    print()
+    return turn
+
+
+def read(
+    client: Client,
+    model: str,
+    history: list[Message],
+    session: str,
+    options: Options,
+    on_text: Callable[[str], object] = str,
+) -> Reply:
+    """Streams one answer to its end and returns it; `on_text` gets each part as it comes."""
     body: dict[str, Any] = {
         "model": model,
         "messages": history,
@@ -131,12 +148,11 @@ def ask(
             for choice in chunk["choices"]:
                 if text := choice["delta"].get("content"):
                     texts.append(text)
-                    print(text, end="", flush=True)
+                    on_text(text)
                 turn.finish_reason = choice.get("finish_reason") or turn.finish_reason
             if chunk.get("usage"):
                 turn.usage = chunk["usage"]
                 turn.serving = chunk.get("batchengine", {})
                 turn.timings = chunk.get("timings", {})
-    print()
     turn.text = "".join(texts)
     return turn

@@ -19,7 +19,7 @@ from cyclopts import Parameter
 
 from batchengine import errors
 from batchengine.child.command import ROOT
-from batchengine.core import BatchEngineError
+from batchengine.core import PAGE_TOKENS, BatchEngineError
 from service.admin.client import Client, admin
 from service.cli import chat, render
 from service.cli.child import ChildDaemon, new_scratch, remove_scratch, stop_on_signals
@@ -27,7 +27,9 @@ from service.cli.options import Debug, table_lines
 
 MODEL = ROOT / "pocket" / "pocket-q4_0.gguf"
 NODES_MIN, NODES_MAX = 2, 8
-KV_PAGES = 16  # of 256 tokens, that a daemon keeps
+KV_PAGES = 12  # of 256 tokens, that a daemon keeps
+HOLD_PAGES = 8  # of them, for sessions of its peers at most
+TURN_PAGES = 4  # by which the long conversation grows in a turn
 NODE_BYTES = 256 << 20  # processes of one daemon, beside weights and KV
 READY_S = 300.0  # until all daemons serve
 PEERS = "peers"  # the folder of certificates in that of a daemon
@@ -35,6 +37,9 @@ LINKED_S = 30.0  # and then until all links are up
 WATCH_S = 0.5
 QUESTION = "Tell me a story."
 OPTIONS = chat.Options(temperature=0.0, max_tokens=48)
+LONG = "long"  # the session of the long conversation
+PLACES = ("shelf", "garden", "cellar", "window", "kitchen", "station")
+THINGS = ("parcel", "lamp", "letter", "bicycle", "map", "kettle", "coat")
 
 cluster = cyclopts.App(name="cluster", help="Several daemons on this host: demo.")
 
@@ -79,6 +84,7 @@ def demo(
         running.start(_places(nodes), keep, port)
         running.wait_linked()
         print("\n".join(["", *running.table(), ""]))
+        running.ask_two()
         running.converse()
         if not once:
             print("\n".join(["", *running.hints()]))
@@ -158,6 +164,7 @@ class _Cluster:
         own = [cores[(index * share + i) % len(cores)] for i in range(share)]
         lines = ["[[lane]]", f"cores = {own}", "[store]"]
         lines += [f"budget_bytes = {KV_PAGES * self._page_bytes}"]
+        lines += ["[peers]", f"hold_bytes = {HOLD_PAGES * self._page_bytes}"]
         for place in places:
             if place is not places[index]:
                 lines += [f"[peers.{place.name}]", f'address = "127.0.0.1:{place.peer_port}"']
@@ -197,7 +204,7 @@ class _Cluster:
             )
         return table_lines(rows, "")
 
-    def converse(self) -> None:
+    def ask_two(self) -> None:
         """Asks the first and the last daemon the same; raises DEMO_FAILED if answers differ."""
         model = self.nodes[0].client.models()[0]
         answers: list[str] = []
@@ -211,7 +218,43 @@ class _Cluster:
             answers.append(turn.text)
         if answers[0] != answers[-1]:
             raise errors.DEMO_FAILED(what="two daemons gave different answers")
-        print("the same question has the same answer on both")
+        print("the same question has the same answer on both\n")
+
+    def converse(self) -> None:
+        """Has a conversation whose KV is more than any one daemon keeps, and says after each turn
+        which daemon has how many of its pages. Raises DEMO_FAILED if some have none at the end."""
+        first = self.nodes[0]
+        model, context = first.client.models()[0], first.client.context_tokens()
+        wanted = KV_PAGES + HOLD_PAGES * (len(self.nodes) - 2)
+        print(
+            f"a conversation on {first.name} of about {wanted * PAGE_TOKENS:,} tokens of KV; a"
+            f" daemon keeps {KV_PAGES * PAGE_TOKENS:,}"
+        )
+        if context < (wanted + TURN_PAGES) * PAGE_TOKENS:
+            raise errors.DEMO_FAILED(what=f"a session may have {context:,} tokens only")
+        history: list[chat.Message] = []
+        tokens, n_notes = 0, 64
+        while tokens < wanted * PAGE_TOKENS:
+            history.append({"role": "user", "content": _notes(len(history), n_notes)})
+            turn = chat.read(first.client, model, history, LONG, OPTIONS)
+            history.append({"role": "assistant", "content": turn.text})
+            before, tokens = tokens, turn.usage["total_tokens"]
+            n_notes = max(1, n_notes * TURN_PAGES * PAGE_TOKENS // max(1, tokens - before))
+            print(f"  {tokens:>6,} tokens  {self._places()}  [{turn.facts()}]", flush=True)
+        found = {one["peer"] for one in self._route()}
+        missing = [node.name for node in self.nodes[1:] if node.name not in found]
+        if missing:
+            raise errors.DEMO_FAILED(what=f"{', '.join(missing)} keep no page of it")
+
+    def _route(self) -> list[dict[str, Any]]:
+        """Which daemon has how many pages of the long conversation, in the order of its tokens."""
+        first = self.nodes[0]
+        found = admin(first.daemon.admin_socket, "session", session=LONG)["session"]
+        return found.get("route", [{"peer": "", "pages": found["pages"]}])
+
+    def _places(self) -> str:
+        own = self.nodes[0].name
+        return ", ".join(f"{one['peer'] or own}: {one['pages']} pages" for one in self._route())
 
     def hints(self) -> list[str]:
         """Commands to play with."""
@@ -224,6 +267,7 @@ class _Cluster:
             f"  curl -s {first.client.url}/chat/completions -H 'Content-Type: application/json' \\",
             f"    -d '{body}'",
             f"  batchengine ps {sock}",
+            f"  batchengine sessions show {LONG} {sock}",
             f"  batchengine peers status {sock}",
             f"  kill -9 {other.daemon.pid}        # {other.name} dies: what the others say of it"
             " comes here",
@@ -261,6 +305,16 @@ class _Cluster:
         if before != state:
             why = f": {row['why']}" if row["why"] else ""
             print(f"{name} sees {row['name']} {state}{why}", flush=True)
+
+
+def _notes(seed: int, count: int) -> str:
+    """A message of so many short sentences."""
+    lines = [
+        f"Note {seed * 1000 + i}: the {THINGS[(seed + i) % len(THINGS)]} is in the"
+        f" {PLACES[(seed * 5 + i * 3) % len(PLACES)]}."
+        for i in range(count)
+    ]
+    return " ".join([*lines, "Where is the lamp?"])
 
 
 def _shown(name: str) -> Callable[[str], None]:

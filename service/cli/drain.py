@@ -13,6 +13,7 @@ import cyclopts
 from cyclopts import Parameter
 
 from service.admin.client import admin
+from service.cli import render
 from service.cli.options import EXIT_FAILED, Debug, Json, Socket, admin_path, show, table_lines
 
 POLL_S = 0.2
@@ -61,12 +62,29 @@ def drain(
 def _line(found: dict[str, Any]) -> str:
     """What the daemon waits for, in one line."""
     count = len(found["requests"])
-    return f"waits for {count:,} request{'s' * (count != 1)}"
+    parts = [f"{count:,} request{'s' * (count != 1)}"] if count else []
+    parts += [f"{row['pages']:,} pages kept for {row['peer']}" for row in found["given"]]
+    return f"waits for {', '.join(parts)}"
 
 
 def _end_lines(found: dict[str, Any], timeout: float) -> list[str]:
     if found["over"]:
-        return ["drained: no request is left. Stop the daemon, or `batchengine drain --undo`"]
+        return [
+            "drained: no request is left, and no page of a peer. Stop the daemon, or"
+            " `batchengine drain --undo`"
+        ]
     lines = [f"left after {timeout:g} s; no new session is taken until `batchengine drain --undo`"]
     rows = [{name: row.get(name) for name in REQUEST_COLUMNS} for row in found["requests"]]
-    return [*lines, *(table_lines(rows, "") if rows else [])]
+    lines += table_lines(rows, "") if rows else []
+    return [*lines, *(_given_line(row) for row in found["given"])]
+
+
+def _given_line(row: dict[str, Any]) -> str:
+    """Why pages of a peer's sessions are still here, as far as the peer has said."""
+    line = (
+        f"{row['pages']:,} pages are kept for sessions of {row['peer']}, which has not taken them"
+    )
+    if row["state"] != "up":
+        return f"{line}: its link is {row['state']}"
+    free = render.size(row["kv_free_bytes"])
+    return f"{line}: it has {free} of KV free, and runs {row['requests_running']:,} requests"

@@ -23,7 +23,7 @@ from cyclopts import Parameter
 import batchengine
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from service.cli import cluster, drain, peers, sessions, store
+from service.cli import cluster, drain, peers, render, sessions, store
 from service.cli.options import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -296,17 +296,27 @@ def _status_lines(status: dict[str, Any], requests: list[dict[str, Any]]) -> lis
     if "kv_tier" in stats:
         kv, ledger, durability = stats["kv_tier"], stats["ledger"], stats["durability"]
         lines.append(f"store  kv={kv}  ledger={ledger}  durability={durability}")
+    if stats.get("peers"):
+        lines.append(
+            f"peers  {stats['peers_up']} of {stats['peers']} up"
+            f"  data links={stats['data_links_up']}  pages with them={stats['pages_taken']}"
+            f"  pages for them={stats['pages_given']}  moves={stats['page_moves']}"
+        )
     lines += [f"warning  {trouble}" for trouble in stats.get("troubles", ())]
-    lines += table_lines([_request_row(row) for row in requests], "nothing is running")
+    lines += table_lines([_request_row(row, requests) for row in requests], "nothing is running")
     return lines
 
 
-def _request_row(row: dict[str, Any]) -> dict[str, Any]:
-    """One request as `ps` shows it: times as actual/predicted."""
+def _request_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """One request as `ps` shows it: times as actual/predicted; where its session's pages are, and
+    what it waits for, if that is so of any."""
     shown = {name: row.get(name) for name in REQUEST_COLUMNS}
     for name in ("ttft_ms", "tpot_ms"):
         actual, predicted = row.get(name), row.get(f"predicted_{name}")
         shown[f"{name}/predicted"] = f"{_ms(actual)}/{_ms(predicted)}"
+    held = [render.held_lines(other) for other in rows]
+    for title in dict.fromkeys(title for lines in held for title in lines):
+        shown[title] = render.held_lines(row).get(title)
     return shown
 
 

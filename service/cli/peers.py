@@ -179,7 +179,9 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
         "prefill_tok/s": row.get("prefill_tokens_per_s") or None,
         "read": read and f"{render.size(read)}/s",
         "kv_free": kv and f"{render.size(row['kv_free_bytes'])} of {render.size(kv)}",
-        "held_pages": row.get("pages_held"),
+        "keeps_for_us": row.get("pages_taken"),
+        "we_keep": row.get("pages_given"),
+        "leaves": "yes" if row.get("leaves") else None,
     }
 
 

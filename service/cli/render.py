@@ -82,6 +82,7 @@ def explain_lines(found: Facts) -> list[str]:
             + f", {found.get('tokens', 0):,} tokens"
             + (", a hand-over is on the way" if found.get("moving") else "")
         )
+        lines += [f"{title:<9} {text}" for title, text in held_lines(found).items()]
     decisions: Sequence[Facts] = found["decisions"]
     if not decisions:
         return [*lines, "decisions none is remembered: this daemon has not computed for it"]
@@ -203,6 +204,28 @@ def _restore(plan: Facts) -> str:
     if plan.get("actual_ms") is not None:
         line += f"; it took {ms(plan['actual_ms'])}"
     return line
+
+
+def held_lines(found: Facts) -> dict[str, str]:
+    """Where the pages of a session are and what it waits for, if peers have any: title -> text."""
+    lines: dict[str, str] = {}
+    if route := found.get("route"):
+        lines["pages with"] = ", ".join(f"{_peer(one['peer'])} {one['pages']:,}" for one in route)
+    if waits := found.get("waits_for"):
+        lines["waits for"] = "; ".join(f"{peer}: {why}" for peer, why in waits.items())
+    if lost := found.get("pages_lost"):
+        lines["computes"] = f"{lost:,} pages again, which were lost with a peer"
+    if move := found.get("page_move"):
+        last = move["first"] + move["pages"] - 1
+        lines["moving"] = (
+            f"pages {move['first']:,} to {last:,}, {_peer(move['source'])} ->"
+            f" {_peer(move['target'])}"
+        )
+    return lines
+
+
+def _peer(name: str) -> str:
+    return name or "here"
 
 
 def parked(row: Facts, now_s: float) -> str | None:

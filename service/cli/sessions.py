@@ -33,7 +33,10 @@ from service.operations import OPERATIONS, Operation
 
 DONE = ("moved", "already there")  # results of a move
 LISTS = ("tool_calls",)
-UNSHOWN = ("turns", "why", "parked_since", "tool_call_id")  # shown below, or in other words
+# shown below, or in other words
+UNSHOWN = (
+    "turns", "why", "parked_since", "tool_call_id", "route", "waits_for", "pages_lost", "page_move",
+)  # fmt: skip
 LISTED = ("state", "class", "lane", "tokens", "reused", "reason")
 
 sessions = cyclopts.App(name="sessions", help="Sessions: list them; show, why, park, fork, rm.")
@@ -130,6 +133,8 @@ def _listed(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     prompt = row.get("tokens_prompt")
     reused = f"{row['tokens_reused']}/{prompt}" if prompt else None
     shown |= {name: row.get(name) for name in LISTED} | {"reused": reused}
+    if any(other.get("route") for other in rows):
+        shown["pages with"] = render.held_lines(row).get("pages with")
     if any(other.get("state") == "parked" for other in rows):
         shown["parked"] = render.parked(row, time.time())
     return shown
@@ -171,6 +176,7 @@ def _show_lines(found: Answer, _: Given) -> list[str]:
     plain = {name: value for name, value in found.items() if name not in UNSHOWN}
     if (waits := render.parked(found, time.time())) is not None:
         plain["parked"] = waits
+    plain |= render.held_lines(found)
     lines: list[str] = []
     for name, value in plain.items():
         shown = ", ".join(map(str, cast("list[object]", value))) if name in LISTS else value

@@ -14,7 +14,12 @@ async def test_sessions_in_memory_go_on_and_new_ones_are_refused(
 ) -> None:
     prompt = words(31, 40)
     async with running_engine(site) as engine:
-        assert engine.remains() == {"leaving": False, "requests": [], "over": True}
+        assert engine.remains() == {
+            "leaving": False,
+            "requests": [],
+            "given": [],
+            "over": True,
+        }
         generation, reading = await started(engine, request(prompt, 400, session="old"), 3)
         engine.leave()
         engine.leave()

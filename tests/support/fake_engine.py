@@ -113,6 +113,7 @@ class FakeEngine:
         self.lane_names = ["cpu"]
         self.known: dict[tuple[str, str], GenerationRequest] = {}  # named sessions: the last turn
         self.parked: dict[str, tuple[float, str]] = {}  # session -> since when, for which call
+        self.pages_given: Mapping[str, Any] | None = None  # the row of a peer
         self.asleep: list[tuple[str, str]] = []  # of them, on disk only
         self.calls: list[tuple[Any, ...]] = []  # operations, with their arguments
         self.generations: list[FakeGeneration] = []
@@ -399,10 +400,14 @@ class FakeEngine:
 
     def leave(self, *, undo: bool = False) -> None:
         self.phase = "ready" if undo else "leaving"
+        self.calls.append(("leave", undo))
 
     def remains(self) -> Mapping[str, Any]:
         rows = [{**row, "state": "running", "session_id": "s"} for row in self.requests()]
-        return {"leaving": self.phase == "leaving", "requests": rows, "over": not rows}
+        given = [] if self.pages_given is None else [self.pages_given]
+        over = not (rows or given)
+        leaving = self.phase == "leaving"
+        return {"leaving": leaving, "requests": rows, "given": given, "over": over}
 
     def stats(self) -> Mapping[str, Any]:
         return {"running": sum(not g.finished for g in self.generations)}

@@ -56,6 +56,7 @@ def _session_facts(
         "state": session.state.value,
         **parked_facts(state, session),
         "tokens": len(session.tokens),
+        **state.held_facts(session),
         "moving": session.key in state.moves,
         "moved_ago_s": ago(note.moved_ms),
         "urgent_ago_s": ago(note.urgent_ms),

@@ -263,6 +263,7 @@ class SessionOperations:
                 "frontier": session.frontier,
                 "pages": len(session.kv.codes),
                 "pages_sealed": len(session.kv.sealed),
+                **self._state.held_facts(session),
             }
         return detail | {"why": await self.why(tenant, session_id)}
 

@@ -38,7 +38,12 @@ def test_drain_waits_for_requests_and_can_be_undone(tmp_path: Path) -> None:
         stream.join(10)
         assert answers[0]["choices"][0]["finish_reason"] == "stop"
         done = cli("drain", "--json", "--admin-socket", running.admin)
-        assert json.loads(done.stdout) == {"leaving": True, "requests": [], "over": True}
+        assert json.loads(done.stdout) == {
+            "leaving": True,
+            "requests": [],
+            "given": [],
+            "over": True,
+        }
 
 
 def test_a_drain_that_another_operator_undoes_ends(tmp_path: Path) -> None:
