@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +32,7 @@ HOLD_PAGES = 8  # of them, for sessions of its peers at most
 TURN_PAGES = 4  # by which the long conversation grows in a turn
 NODE_BYTES = 256 << 20  # processes of one daemon, beside weights and KV
 READY_S = 300.0  # until all daemons serve
-PEERS = "peers"  # the folder of certificates in that of a daemon
+PEERS, CONFIG = "peers", "batchengine.toml"  # in the folder of a daemon
 LINKED_S = 30.0  # and then until all links are up
 WATCH_S = 0.5
 QUESTION = "Tell me a story."
@@ -77,11 +77,8 @@ def demo(
     path = MODEL if model is None else model.absolute()
     check_model_file(str(path))
     stop_on_signals()
-    page_bytes = _page_bytes(path)
-    _check_memory(path, nodes, page_bytes)
-    with contextlib.ExitStack() as stack:
-        running = _Cluster(path, page_bytes, stack)
-        running.start(_places(nodes), keep, port)
+    with Cluster(path) as running:
+        running.start(nodes, keep, port)
         running.wait_linked()
         print("\n".join(["", *running.table(), ""]))
         running.ask_two()
@@ -95,67 +92,103 @@ def demo(
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The name of one daemon, and where it listens for peers."""
+@dataclass(eq=False, slots=True)
+class Node:
+    """One daemon of a cluster, which may be stopped and started again.
+
+    `peer_port` and `port`, that of HTTP, stay the same. `keeps`: its folder stays at the end.
+    """
 
     name: str
+    port: int
     peer_port: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """One daemon of the cluster."""
-
-    name: str
+    folder: Path
+    keeps: bool
     daemon: ChildDaemon
-    client: Client
+
+    @property
+    def client(self) -> Client:
+        return Client(f"http://127.0.0.1:{self.port}/v1")
+
+    @property
+    def socket(self) -> str:
+        """Its admin socket."""
+        return self.daemon.admin_socket
 
     def links(self) -> list[dict[str, Any]]:
         """Its row of every peer."""
-        return admin(self.daemon.admin_socket, "peers")["peers"]["peers"]
+        return admin(self.socket, "peers")["peers"]["peers"]
 
 
-class _Cluster:
-    """The daemons, and what is said about them."""
+class Cluster:
+    """Linked daemons, and what is said about them; a context manager that ends them."""
 
-    def __init__(self, model: Path, page_bytes: int, stack: contextlib.ExitStack) -> None:
-        """`stack` stops every daemon that was started."""
+    def __init__(self, model: Path, kv_pages: int = KV_PAGES, hold_pages: int = HOLD_PAGES) -> None:
+        """`kv_pages`: of 256 tokens, that each daemon keeps, `hold_pages` of them for its peers.
+
+        Raises BatchEngineError for a file that is no model.
+        """
         self._model = model
-        self._page_bytes = page_bytes
-        self._stack = stack
-        self.nodes: list[_Node] = []
+        self._page_bytes = _page_bytes(model)
+        self._kv_pages = kv_pages
+        self._hold_pages = hold_pages
+        self.nodes: list[Node] = []
 
-    def start(self, places: Sequence[_Place], keep: Path | None, port: int | None) -> None:
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.daemon.begin_stop()
+        for node in self.nodes:
+            node.daemon.stop()
+
+    # --------------------------------------------------------------------------- start and end
+
+    def start(self, count: int, keep: Path | None = None, port: int | None = None) -> None:
         """Starts all daemons: the first one packs the weights, which the others then map, too.
 
-        Their folders are those of `keep`, or new ones, which go with them.
+        Their folders are in `keep`, or new ones, which go with them. HTTP ports are `port` and the
+        following ones, or free ones.
         """
-        first: Path | None = None
-        started: list[tuple[_Place, ChildDaemon]] = []
-        for index, place in enumerate(places):
-            folder = new_scratch() if keep is None else _made(keep.absolute() / place.name)
-            if keep is None:
-                self._stack.callback(remove_scratch, folder)
-            first = first or folder
-            _certify(first / PEERS, place.name, folder / PEERS)
-            config = folder / "batchengine.toml"
-            config.write_text(self._settings(index, places))
-            options = ["--config", str(config), "--cache-dir", str(first / "cache")]
-            options += ["--peer-listen", f"127.0.0.1:{place.peer_port}"]
-            options += ["--peers-dir", str(folder / PEERS)]
-            options += [] if port is None else ["--port", str(port + index)]
-            daemon = ChildDaemon(
-                self._model, _shown(place.name), *options, scratch=folder, keeps=keep is not None
-            )
-            started.append((place, self._stack.enter_context(daemon)))
+        _check_memory(self._model, count, self._kv_pages * self._page_bytes)
+        free = _free_ports(2 * count)
+        places = {f"node-{index + 1}": free[index] for index in range(count)}
+        for index, (name, peer_port) in enumerate(places.items()):
+            folder = new_scratch() if keep is None else _made(keep.absolute() / name)
+            http = free[count + index] if port is None else port + index
+            try:
+                first = self.nodes[0].folder if self.nodes else folder
+                _certify(first / PEERS, name, folder / PEERS)
+                (folder / CONFIG).write_text(self._settings(index, places))
+                daemon = self._daemon(folder, peer_port, http, keep is not None, name)
+            except BaseException:
+                if keep is None:
+                    remove_scratch(folder)
+                raise
+            self.nodes.append(Node(name, http, peer_port, folder, keep is not None, daemon))
             if index == 0:
                 daemon.wait_ready(READY_S)
-        for place, daemon in started:
-            client = Client(daemon.url or daemon.wait_ready(READY_S))
-            self.nodes.append(_Node(place.name, daemon, client))
+        for node in self.nodes[1:]:
+            node.daemon.wait_ready(READY_S)
 
-    def _settings(self, index: int, places: Sequence[_Place]) -> str:
+    def restart(self, node: Node) -> int:
+        """Stops a daemon whose folder stays, and starts it again; returns its exit code."""
+        code = node.daemon.stop()
+        node.daemon = self._daemon(node.folder, node.peer_port, node.port, node.keeps, node.name)
+        node.daemon.wait_ready(READY_S)
+        return code
+
+    def _daemon(
+        self, folder: Path, peer_port: int, port: int, keeps: bool, name: str
+    ) -> ChildDaemon:
+        cache = (self.nodes[0].folder if self.nodes else folder) / "cache"
+        options = ["--config", str(folder / CONFIG), "--cache-dir", str(cache)]
+        options += ["--peer-listen", f"127.0.0.1:{peer_port}", "--peers-dir", str(folder / PEERS)]
+        options += ["--port", str(port)]
+        return ChildDaemon(self._model, _shown(name), *options, scratch=folder, keeps=keeps)
+
+    def _settings(self, index: int, places: Mapping[str, int]) -> str:
         """The configuration file of one daemon: cores, KV budget, and where its peers are."""
         from batchengine.config.machine import Machine
 
@@ -163,12 +196,21 @@ class _Cluster:
         share = max(1, len(cores) // len(places))
         own = [cores[(index * share + i) % len(cores)] for i in range(share)]
         lines = ["[[lane]]", f"cores = {own}", "[store]"]
-        lines += [f"budget_bytes = {KV_PAGES * self._page_bytes}"]
-        lines += ["[peers]", f"hold_bytes = {HOLD_PAGES * self._page_bytes}"]
-        for place in places:
-            if place is not places[index]:
-                lines += [f"[peers.{place.name}]", f'address = "127.0.0.1:{place.peer_port}"']
+        lines += [f"budget_bytes = {self._kv_pages * self._page_bytes}"]
+        lines += ["[peers]", f"hold_bytes = {self._hold_pages * self._page_bytes}"]
+        for other, (name, peer_port) in enumerate(places.items()):
+            if other != index:
+                lines += [f"[peers.{name}]", f'address = "127.0.0.1:{peer_port}"']
         return "\n".join(lines) + "\n"
+
+    def stop(self) -> None:
+        """Stops all daemons at once. Raises DEMO_FAILED for one that does not end well."""
+        alive = [node for node in self.nodes if node.daemon.exit_code is None]
+        for node in alive:
+            node.daemon.begin_stop()
+        for node in alive:
+            if (code := node.daemon.stop()) != 0:
+                raise errors.DEMO_FAILED(what=f"{node.name} ended badly: {_end(code)}")
 
     def wait_linked(self) -> None:
         """Waits until every link is up and was measured; raises DEMO_FAILED with what is not."""
@@ -197,7 +239,7 @@ class _Cluster:
                     "node": node.name,
                     "pid": node.daemon.pid,
                     "address": node.client.url,
-                    "kv": render.size(KV_PAGES * self._page_bytes),
+                    "kv": render.size(self._kv_pages * self._page_bytes),
                     "links": f"{sum(r['state'] == 'up' for r in links)} of {len(links)} up",
                     "round trip": f"{max(trips):.3f} ms" if trips else None,
                 }
@@ -225,42 +267,45 @@ class _Cluster:
         which daemon has how many of its pages. Raises DEMO_FAILED if some have none at the end."""
         first = self.nodes[0]
         model, context = first.client.models()[0], first.client.context_tokens()
-        wanted = KV_PAGES + HOLD_PAGES * (len(self.nodes) - 2)
+        wanted = self._kv_pages + self._hold_pages * (len(self.nodes) - 2)
         print(
-            f"a conversation on {first.name} of about {wanted * PAGE_TOKENS:,} tokens of KV; a"
-            f" daemon keeps {KV_PAGES * PAGE_TOKENS:,}"
+            f"a conversation on {first.name} of about {wanted * PAGE_TOKENS:,} tokens of KV; the"
+            f" budget of a daemon is {self._kv_pages * PAGE_TOKENS:,}"
         )
-        if context < (wanted + TURN_PAGES) * PAGE_TOKENS:
+        most = wanted + TURN_PAGES
+        if context < (most + 1) * PAGE_TOKENS:
             raise errors.DEMO_FAILED(what=f"a session may have {context:,} tokens only")
         history: list[chat.Message] = []
-        tokens, n_notes = 0, 64
-        while tokens < wanted * PAGE_TOKENS:
+        tokens, n_notes, missing = 0, 64, list[str]()
+        while tokens < wanted * PAGE_TOKENS or (missing and tokens < most * PAGE_TOKENS):
+            if tokens >= wanted * PAGE_TOKENS:
+                n_notes = 8
             history.append({"role": "user", "content": _notes(len(history), n_notes)})
             turn = chat.read(first.client, model, history, LONG, OPTIONS)
             history.append({"role": "assistant", "content": turn.text})
             before, tokens = tokens, turn.usage["total_tokens"]
             n_notes = max(1, n_notes * TURN_PAGES * PAGE_TOKENS // max(1, tokens - before))
-            print(f"  {tokens:>6,} tokens  {self._places()}  [{turn.facts()}]", flush=True)
-        found = {one["peer"] for one in self._route()}
-        missing = [node.name for node in self.nodes[1:] if node.name not in found]
+            route = self._route()
+            places = ", ".join(
+                f"{one['peer'] or first.name}: {one['pages']} pages" for one in route
+            )
+            print(f"  {tokens:>6,} tokens  {places}  [{turn.facts()}]", flush=True)
+            found = {one["peer"] for one in route}
+            missing = [node.name for node in self.nodes[1:] if node.name not in found]
         if missing:
             raise errors.DEMO_FAILED(what=f"{', '.join(missing)} keep no page of it")
 
     def _route(self) -> list[dict[str, Any]]:
         """Which daemon has how many pages of the long conversation, in the order of its tokens."""
         first = self.nodes[0]
-        found = admin(first.daemon.admin_socket, "session", session=LONG)["session"]
+        found = admin(first.socket, "session", session=LONG)["session"]
         return found.get("route", [{"peer": "", "pages": found["pages"]}])
-
-    def _places(self) -> str:
-        own = self.nodes[0].name
-        return ", ".join(f"{one['peer'] or own}: {one['pages']} pages" for one in self._route())
 
     def hints(self) -> list[str]:
         """Commands to play with."""
         first, other = self.nodes[0], self.nodes[1]
         body = '{"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64}'
-        sock = f"--admin-socket {first.daemon.admin_socket}"
+        sock = f"--admin-socket {first.socket}"
         return [
             "The daemons run until Ctrl-C. In another terminal:",
             f"  batchengine chat --url {first.client.url}",
@@ -289,15 +334,6 @@ class _Cluster:
                         for row in node.links():
                             self._say_change(seen, node.name, row)
                 time.sleep(WATCH_S)
-
-    def stop(self) -> None:
-        """Stops all daemons at once. Raises DEMO_FAILED for one that does not end well."""
-        alive = [node for node in self.nodes if node.daemon.exit_code is None]
-        for node in alive:
-            node.daemon.begin_stop()
-        for node in alive:
-            if (code := node.daemon.stop()) != 0:
-                raise errors.DEMO_FAILED(what=f"{node.name} ended badly: {_end(code)}")
 
     def _say_change(self, seen: dict[tuple[str, str], str], name: str, row: dict[str, Any]) -> None:
         state = "down" if row["state"] in ("dialling", "greeting") else row["state"]
@@ -332,14 +368,12 @@ def _end(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
 
 
-def _places(nodes: int) -> list[_Place]:
-    """A name and a free port for each daemon."""
+def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
-        open_ports = [
+        return [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for _ in range(nodes)
+            for _ in range(count)
         ]
-    return [_Place(f"node-{index}", port) for index, port in enumerate(open_ports, 1)]
 
 
 def _made(folder: Path) -> Path:
