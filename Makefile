@@ -85,6 +85,7 @@ soak: native
 	$(PY) -m pytest -q --hypothesis-profile soak --timeout 3600 $(RANDOM_TESTS)
 	$(PY) -m pytest -q -m slow --timeout 3600 tests/engine/linked/test_storm.py
 	$(PY) -m bench attack
+	$(PY) -m bench rolling --rounds 10
 
 bench: native
 	$(PY) -m bench engine

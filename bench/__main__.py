@@ -18,6 +18,7 @@ BENCHES = {
     "agents": "a served trace of agents, against llama-server when it is on the PATH",
     "hop": "microseconds between two workers, one way, over TCP and TLS",
     "restart": "first token of a long session after a stop or a kill, against prefill",
+    "rolling": "linked daemons under load, each drained and started again: sessions lost",
     "attack": "hostile clients against a daemon, while another tenant streams",
     "ring": "decode over two linked engines, against one engine and against sharding",
     "failover": "kills of engines that hold a session's pages: recovery, lost and wrong tokens",

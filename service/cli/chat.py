@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from batchengine.config import check_model_file
 from batchengine.core import BatchEngineError
 from service.admin.client import Client
 from service.cli.child import ChildDaemon, stop_on_signals
@@ -28,6 +27,7 @@ class Options:
     sla_class: str = "interactive"
     temperature: float = 0.7
     max_tokens: int | None = None
+    ignore_eos: bool = False
 
 
 @dataclass(slots=True)
@@ -57,6 +57,8 @@ def run(url: str, api_key: str, options: Options, model: Path | None) -> int:
     """The conversation; with `model` a daemon is started for it and stopped after it."""
     if model is None:
         return converse(Client(url, api_key), options)
+    from batchengine.config import check_model_file  # loads psutil, which few commands need
+
     check_model_file(str(model))
     stop_on_signals()
     with ChildDaemon(model, lambda line: print(line, file=sys.stderr)) as daemon:
@@ -138,6 +140,7 @@ def read(
         "messages": history,
         "temperature": options.temperature,
         "batchengine": {"session_id": session, "class": options.sla_class},
+        "ignore_eos": options.ignore_eos,
     }
     if options.max_tokens is not None:
         body["max_tokens"] = options.max_tokens

@@ -29,6 +29,7 @@ MODEL = ROOT / "pocket" / "pocket-q4_0.gguf"
 NODES_MIN, NODES_MAX = 2, 8
 KV_PAGES = 12  # of 256 tokens, that a daemon keeps
 HOLD_PAGES = 8  # of them, for sessions of its peers at most
+OPEN_PAGES = 6  # in addition, while they are computed
 TURN_PAGES = 4  # by which the long conversation grows in a turn
 NODE_BYTES = 256 << 20  # processes of one daemon, beside weights and KV
 READY_S = 300.0  # until all daemons serve
@@ -37,6 +38,7 @@ LINKED_S = 30.0  # and then until all links are up
 WATCH_S = 0.5
 QUESTION = "Tell me a story."
 OPTIONS = chat.Options(temperature=0.0, max_tokens=48)
+NOTED = chat.Options(temperature=0.0, max_tokens=64, ignore_eos=True)  # time to move pages
 LONG = "long"  # the session of the long conversation
 PLACES = ("shelf", "garden", "cellar", "window", "kitchen", "station")
 THINGS = ("parcel", "lamp", "letter", "bicycle", "map", "kettle", "coat")
@@ -195,7 +197,7 @@ class Cluster:
         cores = Machine.here().cores
         share = max(1, len(cores) // len(places))
         own = [cores[(index * share + i) % len(cores)] for i in range(share)]
-        lines = ["[[lane]]", f"cores = {own}", "[store]"]
+        lines = ["[[lane]]", f"cores = {own}", f"places = {OPEN_PAGES}", "[store]"]
         lines += [f"budget_bytes = {self._kv_pages * self._page_bytes}"]
         lines += ["[peers]", f"hold_bytes = {self._hold_pages * self._page_bytes}"]
         for other, (name, peer_port) in enumerate(places.items()):
@@ -281,7 +283,7 @@ class Cluster:
             if tokens >= wanted * PAGE_TOKENS:
                 n_notes = 8
             history.append({"role": "user", "content": _notes(len(history), n_notes)})
-            turn = chat.read(first.client, model, history, LONG, OPTIONS)
+            turn = chat.read(first.client, model, history, LONG, NOTED)
             history.append({"role": "assistant", "content": turn.text})
             before, tokens = tokens, turn.usage["total_tokens"]
             n_notes = max(1, n_notes * TURN_PAGES * PAGE_TOKENS // max(1, tokens - before))
