@@ -194,7 +194,7 @@ class Running:
         self.pipelines = Pipelines(state.lanes[0], self.lane_links, self.peers, served)
         self.plans = PipelinePlans(state.lanes[0], store, self.peers, self.pipelines, made.info)
         self.dispatcher.plans = self.plans
-        self.linked_rows = LinkedRows(self.linked, self.lane_links, self.peers)
+        self.linked_rows = LinkedRows(self.linked, self.lane_links, self.peers, self.pipelines)
         state.held_facts = self.linked_rows.of_session
         self.housekeeping = Housekeeping(
             state, store, self.dispatcher, self.peers, self.linked_rows

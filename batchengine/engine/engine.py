@@ -347,13 +347,16 @@ class Engine:
 
     def remains(self) -> dict[str, Any]:
         """What a daemon that leaves still waits for: requests that have not ended, and pages that
-        it keeps for sessions of peers."""
-        rows, given = self.requests(), self.running.linked_rows.given()
+        it keeps or computes for peers."""
+        rows, linked = self.requests(), self.running.linked_rows
+        given = linked.given()
+        stages = [row for row in linked.pipelines() if row["role"] == "stage"]
         return {
             "leaving": self.state.leaving,
             "requests": rows,
             "given": given,
-            "over": not (rows or given),
+            "stages": stages,
+            "over": not (rows or given or stages),
         }
 
     async def peers(self, *, measure: bool = False) -> dict[str, Any]:
@@ -363,7 +366,8 @@ class Engine:
         if measure:
             await peers.measure()
         status, linked = peers.status(), self.running.linked_rows
-        return {**status, "peers": [row | linked.of_peer(row["name"]) for row in status["peers"]]}
+        rows = [row | linked.of_peer(row["name"]) for row in status["peers"]]
+        return {**status, "peers": rows, "pipelines": linked.pipelines()}
 
     async def store_op(self, op: str) -> dict[str, Any]:
         """Run `op`: stat, verify (read every page, invalidate bad ones) or gc (collect garbage

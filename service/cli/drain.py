@@ -63,6 +63,7 @@ def _line(found: dict[str, Any]) -> str:
     """What the daemon waits for, in one line."""
     count = len(found["requests"])
     parts = [f"{count:,} request{'s' * (count != 1)}"] if count else []
+    parts += [f"a stage of {row['owner']}" for row in found["stages"]]
     parts += [f"{row['pages']:,} pages kept for {row['peer']}" for row in found["given"]]
     return f"waits for {', '.join(parts)}"
 
@@ -76,7 +77,12 @@ def _end_lines(found: dict[str, Any], timeout: float) -> list[str]:
     lines = [f"left after {timeout:g} s; no new session is taken until `batchengine drain --undo`"]
     rows = [{name: row.get(name) for name in REQUEST_COLUMNS} for row in found["requests"]]
     lines += table_lines(rows, "") if rows else []
+    lines += [f"a stage for {row['owner']}: {_computed(row)}" for row in found["stages"]]
     return [*lines, *(_given_line(row) for row in found["given"])]
+
+
+def _computed(row: dict[str, Any]) -> str:
+    return f"{row['tokens_computed']:,} of {row['tokens']:,} tokens are computed"
 
 
 def _given_line(row: dict[str, Any]) -> str:

@@ -301,6 +301,7 @@ def _status_lines(status: dict[str, Any], requests: list[dict[str, Any]]) -> lis
             f"peers  {stats['peers_up']} of {stats['peers']} up"
             f"  data links={stats['data_links_up']}  pages with them={stats['pages_taken']}"
             f"  pages for them={stats['pages_given']}  moves={stats['page_moves']}"
+            f"  pipelines={stats['pipelines']}"
         )
     lines += [f"warning  {trouble}" for trouble in stats.get("troubles", ())]
     lines += table_lines([_request_row(row, requests) for row in requests], "nothing is running")

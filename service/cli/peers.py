@@ -152,12 +152,24 @@ def _status_lines(found: dict[str, Any]) -> list[str]:
     rows = found["peers"]
     lines += table_lines([_row(row) for row in rows], "no peers: `batchengine peers add` adds one")
     lines += [f"{row['name']}: {row['why']}" for row in rows if row["why"]]
+    lines += [_pipeline_line(row) for row in found.get("pipelines", ())]
     lines += [
         f"{row['name']}: no data link: {row['data_why']}"
         for row in rows
         if row.get("data_why") and not row["why"]
     ]
     return lines
+
+
+def _pipeline_line(row: dict[str, Any]) -> str:
+    """A pipeline of this daemon with the layers of each, or a stage for a peer."""
+    if row["role"] == "stage":
+        done, tokens = row["tokens_computed"], row["tokens"]
+        return f"a stage for {row['owner']}: {done:,} of {tokens:,} tokens"
+    stages = ", ".join(
+        f"{peer or 'here'} layers {first} to {end - 1}" for peer, first, end in row["stages"]
+    )
+    return f"pipeline {row['state']}: {row['pages_gathered']} of {row['pages']} pages; {stages}"
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:

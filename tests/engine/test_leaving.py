@@ -18,6 +18,7 @@ async def test_sessions_in_memory_go_on_and_new_ones_are_refused(
             "leaving": False,
             "requests": [],
             "given": [],
+            "stages": [],
             "over": True,
         }
         generation, reading = await started(engine, request(prompt, 400, session="old"), 3)

@@ -407,7 +407,7 @@ class FakeEngine:
         given = [] if self.pages_given is None else [self.pages_given]
         over = not (rows or given)
         leaving = self.phase == "leaving"
-        return {"leaving": leaving, "requests": rows, "given": given, "over": over}
+        return {"leaving": leaving, "requests": rows, "given": given, "stages": [], "over": over}
 
     def stats(self) -> Mapping[str, Any]:
         return {"running": sum(not g.finished for g in self.generations)}

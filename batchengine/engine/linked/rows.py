@@ -1,4 +1,4 @@
-"""Rows for operators about pages that lie with peers and pages that are kept for them.
+"""Rows for operators about pages that lie with peers, pages that are kept for them, pipelines.
 
 Reads page tables, holds and links, and changes nothing.
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.pages import LinkedPages
+from batchengine.engine.linked.stages import Pipelines
 from batchengine.peers.peers import Peers
 from batchengine.session import Session
 from batchengine.session_kv import SELF
@@ -19,8 +20,11 @@ NO_ANSWER = "it does not answer in time"
 class LinkedRows:
     """Facts about the pages of sessions and of peers. A peer "" is this daemon."""
 
-    def __init__(self, pages: LinkedPages, links: LaneLinks, peers: Peers) -> None:
+    def __init__(
+        self, pages: LinkedPages, links: LaneLinks, peers: Peers, pipelines: Pipelines
+    ) -> None:
         self._pages = pages
+        self._pipelines = pipelines
         self._links = links
         self._peers = peers
 
@@ -72,7 +76,12 @@ class LinkedRows:
             "pages_taken": self._pages.taken.n_pages,
             "pages_given": self._pages.given.n_pages,
             "page_moves": len(self._pages.keeper.moves),
+            "pipelines": len(self._pipelines.rows()),
         }
+
+    def pipelines(self) -> list[dict[str, Any]]:
+        """One row per pipeline under way: of this daemon's prompts, and stages for peers."""
+        return self._pipelines.rows()
 
     def given(self) -> list[dict[str, Any]]:
         """One row per peer for whose sessions pages are kept, with what it says of itself."""

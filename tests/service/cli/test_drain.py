@@ -42,6 +42,7 @@ def test_drain_waits_for_requests_and_can_be_undone(tmp_path: Path) -> None:
             "leaving": True,
             "requests": [],
             "given": [],
+            "stages": [],
             "over": True,
         }
 
