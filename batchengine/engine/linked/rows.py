@@ -9,7 +9,7 @@ from typing import Any
 
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.pages import LinkedPages
-from batchengine.engine.linked.stages import Pipelines
+from batchengine.engine.linked.pipelines import Pipelines
 from batchengine.peers.peers import Peers
 from batchengine.session import Session
 from batchengine.session_kv import SELF
