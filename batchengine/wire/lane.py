@@ -218,7 +218,8 @@ class Step(Message, tag=6, frozen=True):
     codes u64 of all entries, then their tokens i32, then penalty histories i32, then the tokens
     i32 of every ImportRows (`rows` each). An empty `entries` is legal (chores only). `touch` holds
     codes of sealed pages to fault in, best effort. An entry whose attention to the pages of a peer
-    takes longer than `lap_ms` for a layer is unreachable.
+    takes longer than `lap_ms` for a layer, or for all of them than a small multiple, is
+    unreachable.
     """
 
     entries: tuple[Entry, ...]

@@ -29,6 +29,8 @@ log = logging.getLogger("batchengine.worker")
 # 512 tokens took 0.63 of the time in eight units, which follow one another round the ring.
 UNIT_BYTES = 1 << 20
 
+STEP_LAPS = 2.0  # a step waits for so many times `lap_ms` in all its layers together
+
 Send = Callable[[int, DataMessage, Payload], bool]  # link, message, payload
 
 
@@ -98,7 +100,7 @@ class RoutedAttention:
         self._groups: list[Group] = []
         self._units: list[Unit] = []
         self._laps = Laps()
-        self._lap_s = 0.0
+        self._lap_s = self._left_s = 0.0  # that a layer, and all of them, may wait
 
     @property
     def unreachable(self) -> list[int]:
@@ -108,6 +110,7 @@ class RoutedAttention:
     def begin(self, batch: StepInput, addresses: U64Array) -> None:
         """Take up a step; addresses: of its pages, 0 for one that lies with a peer."""
         self._lap_s = batch.lap_ms / 1000
+        self._left_s = STEP_LAPS * self._lap_s
         pages = np.split(addresses, np.cumsum(batch.shape[:, 2])[:-1])
         rows = (np.cumsum(batch.shape[:, 0]) - batch.shape[:, 0]).tolist()
         routes: dict[tuple[int, ...], list[int]] = {}
@@ -133,12 +136,14 @@ class RoutedAttention:
             if group.links:
                 laps.units[unit.number] = unit
                 self._send_query(unit, layer, data)
-        due = time.monotonic() + self._lap_s
+        due = time.monotonic() + min(self._lap_s, self._left_s)
         for unit in self._units:
             if not unit.group.why:
                 self._compute_own(unit, layer, out)
                 self._wait(0.0)
+        began = time.monotonic()
         self._complete(due, out)
+        self._left_s -= time.monotonic() - began
         laps.units.clear()
         self._zero(out)
 
@@ -263,7 +268,7 @@ class RoutedAttention:
                 continue
             if is_late:
                 for unit in left:
-                    self._fail(unit.group, f"it has not come round in {self._lap_s:.3f} s")
+                    self._fail(unit.group, f"it has not come round in time, {self._lap_s:.3f} s")
                 return
             now = time.monotonic()
             is_late = now >= due  # once more: what has arrived counts
