@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from batchengine.core import SUPERPAGE_PAGES
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.linked.holds_server import Spawn
 from batchengine.engine.linked.holds_taken import HoldsTaken
@@ -29,7 +30,7 @@ from batchengine.policy.routes import (
     fair_share,
     plan_route,
 )
-from batchengine.session import Session, State
+from batchengine.session import Loss, Session, State
 from batchengine.session_kv import full_pages
 
 log = logging.getLogger("batchengine.linked")
@@ -39,6 +40,7 @@ REST_S = 0.02  # between two looks
 LOCAL_SHARE = 0.85  # of the pages for sessions: the store evicts below its limit, seals need room
 REPORT_S = 0.5  # after which the load of a peer shows what was put there
 GROWING, RESTING = GrowthPolicy(), GrowthPolicy(pull=-1.0)  # at rest nothing is taken back
+BEYOND_S = 5.0  # a request is refused as too large only if no peer had room for so long
 RETRY_S = 1.0  # after a move that failed
 UNSERVED_S = 5.0  # of a session that peers do not serve though they could: its pages are lost
 
@@ -65,6 +67,8 @@ class RouteKeeper:
         self._mover = mover
         self._spawn = spawn
         self._page_bytes = page_bytes
+        self._gave_up = 0.0  # when pages of a session at rest were given up last
+        self._beyond: list[tuple[float, int]] = []  # pages that peers have or would take, and when
         self._begun: list[tuple[float, PageMove]] = []  # which loads of peers may not show yet
         self._rests: dict[Session, float] = {}  # sessions with a failed move, until when
         self._unserved: dict[Session, tuple[int, float]] = {}  # frontier, and since when
@@ -92,13 +96,20 @@ class RouteKeeper:
         rooms = self._rooms(now)
         seats = self._loop.seats
         free = sum([max(0, room.free_pages) for room in rooms if room.usable and not room.leaves])
-        seats.pages_beyond_free = free
-        seats.pages_beyond = free + self._taken.n_pages
+        resting = self._resting()
+        seats.pages_beyond_free = free + sum([session.kv.n_held for session in resting])
+        self._beyond = [(at, pages) for at, pages in self._beyond if now - at < BEYOND_S]
+        self._beyond.append((now, free + self._taken.n_pages))
+        seats.pages_beyond = max([pages for _, pages in self._beyond])
         self._rests = {one: until for one, until in self._rests.items() if until > now}
         if any(room.usable for room in rooms):
+            is_short = False
             for session, share in self._shares().items():
                 if session not in self.moves and session not in self._rests:
-                    self._plan(session, share, rooms)
+                    is_short |= self._plan(session, share, rooms)
+            if is_short and resting and now - self._gave_up >= REPORT_S:
+                self._gave_up = now
+                self._loop.between_steps(lambda: self._give_up(resting[0]))
         seats.awaits_peers = bool(self.moves)
 
     def _shares(self) -> dict[Session, int]:
@@ -110,10 +121,30 @@ class RouteKeeper:
         share = fair_share(int(seats.pages_budget * LOCAL_SHARE), list(wanted.values()))
         return dict.fromkeys(wanted, share)
 
-    def _plan(self, session: Session, share: int, rooms: tuple[PeerRoom, ...]) -> None:
+    def _resting(self) -> list[Session]:
+        """Sessions without a request whose pages lie with peers, the one at rest for longest first:
+        their pages give way to those of a session that computes."""
+        return [
+            session
+            for session in self._loop.kv.slots.reclaimable
+            if session.state is State.IDLE and session.kv.held and session not in self.moves
+        ]
+
+    def _give_up(self, session: Session) -> None:
+        """Drop the pages of a session that still has no request."""
+        slots = self._loop.kv.slots
+        if session.state is State.IDLE and session in slots.reclaimable and session.kv.held:
+            log.info("%r gives up its pages with peers", session)
+            slots.clear(session)
+            session.loss = Loss.EVICTED
+            slots.changed(session)
+
+    def _plan(self, session: Session, share: int, rooms: tuple[PeerRoom, ...]) -> bool:
+        """Begin the moves of a session that are due; True: it has too many pages here, and no peer
+        has room for them."""
         kv = session.kv
         if session.state in (State.FROZEN, State.CLOSED) or kv.later or kv.cut_off:
-            return
+            return False
         ranges = [(segment.peer, segment.n_pages) for segment in kv.held]
         local = len(kv.codes) - kv.n_held
         is_running = session.state is State.RUNNING
@@ -121,9 +152,11 @@ class RouteKeeper:
         policy = GROWING if is_running else RESTING
         view = RouteView(tuple(ranges), local, movable, share, rooms, policy)
         if not (moves := plan_route(view)):
-            return
+            is_full = not self._begun and all(room.free_pages < SUPERPAGE_PAGES for room in rooms)
+            return is_full and local > share and movable >= 2 * SUPERPAGE_PAGES
         self.moves[session] = moves[0]
         self._spawn(self._run(session, moves), "moves of pages")
+        return False
 
     def _movable(self, session: Session) -> int:
         """Sealed pages that could be handed over now."""
