@@ -13,12 +13,12 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchengine.core import BatchEngineError
+from batchengine.core import BatchEngineError, Kind
 from bench import report
 from service.admin.client import Client, admin
 from service.cli import chat
@@ -27,7 +27,8 @@ from service.cli.cluster import MODEL, Cluster, Node
 
 KV_PAGES, HOLD_PAGES = 24, 12
 LONG_TURNS = 6  # in which the long session grows by four pages each
-SHORT_TURNS = 12  # of one session
+TURNS = {"long": 24, "short": 12}  # of one session
+PAUSE_S = {"long": 1.0, "short": 0.3}  # between two turns
 TURN_S_MAX = 60.0  # for one answer, through all refusals
 DRAIN_S = 10.0
 POLL_S = 0.1
@@ -43,6 +44,7 @@ class Session:
     node: Node
     history: list[chat.Message] = field(default_factory=list[chat.Message])
     turns: int = 0
+    is_dropped: bool = False
 
 
 @dataclass
@@ -53,6 +55,7 @@ class Load:
     again: int = 0  # requests that were sent again
     stop: threading.Event = field(default_factory=threading.Event)
     failed: list[str] = field(default_factory=list[str])
+    gone: list[str] = field(default_factory=list[str])
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -66,15 +69,13 @@ def questions(name: str) -> Iterator[str]:
 
 
 def client(load: Load, node: Node, kind: str) -> None:
-    """Has one session after the other until `load.stop`; the long one goes on."""
+    """Has one session after the other until `load.stop`; a long one is dropped at its end."""
     model = node.client.models()[0]
     for number in itertools.count():
         session = Session(f"{kind}-{number}", node)
         load.sessions.append(session)
-        for question in itertools.islice(
-            questions(session.name), None if kind == "long" else SHORT_TURNS
-        ):
-            if load.stop.is_set():
+        for question in itertools.islice(questions(session.name), TURNS[kind]):
+            if load.stop.wait(PAUSE_S[kind]):
                 return
             history = [*session.history, {"role": "user", "content": question}]
             text = answer(load, session, model, history)
@@ -83,6 +84,9 @@ def client(load: Load, node: Node, kind: str) -> None:
                 return
             session.history = [*history, {"role": "assistant", "content": text}]
             session.turns += 1
+        if kind == "long":
+            load.gone += lost([session])  # before it makes room for the next one
+            session.is_dropped = bool(operate(session, "drop"))
 
 
 def answer(load: Load, session: Session, model: str, history: list[chat.Message]) -> str | None:
@@ -122,14 +126,26 @@ def restart(cluster: Cluster, node: Node) -> str:
     )
 
 
-def lost(load: Load) -> list[str]:
+def operate(session: Session, command: str) -> dict[str, Any]:
+    """Runs a command on a session, once its daemon answers. Raises BatchEngineError."""
+    deadline = time.monotonic() + TURN_S_MAX
+    while True:
+        try:
+            return admin(session.node.socket, command, session=session.name, patience_s=TURN_S_MAX)
+        except BatchEngineError as error:
+            if error.kind is Kind.NOT_FOUND or time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_S)
+
+
+def lost(sessions: Iterable[Session]) -> list[str]:
     """Sessions that their daemon does not know, or with other turns than the client got."""
     found: list[str] = []
-    for session in load.sessions:
-        if not session.turns:
+    for session in sessions:
+        if not session.turns or session.is_dropped:
             continue
         try:
-            detail = admin(session.node.socket, "session", session=session.name)["session"]
+            detail = operate(session, "session")["session"]
         except BatchEngineError as error:
             found.append(f"{session.name} on {session.node.name}: {error}")
             continue
@@ -186,7 +202,7 @@ def run(rounds: int, folder: Path, say: Callable[[str], None]) -> dict[str, Any]
             load.stop.set()
             for thread in clients:
                 thread.join(TURN_S_MAX)
-        gone = lost(load)
+        gone = [*load.gone, *lost(load.sessions)]
         cluster.stop()
     bad = wrong(load, MODEL)
     for line in [*load.failed, *gone, *bad]:

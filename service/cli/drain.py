@@ -47,7 +47,7 @@ def drain(
     found = admin(path, "drain", action="begin")["drain"]
     said = ""
     while not found["over"] and time.monotonic() < deadline:
-        if not json and (line := _line(found)) != said:
+        if not json and (line := waiting_line(found)) != said:
             said = line
             print(line, flush=True)
         time.sleep(POLL_S)
@@ -55,11 +55,11 @@ def drain(
         if not found["leaving"]:
             show(found, json, lambda: ["it was undone meanwhile: new sessions are taken again"])
             return EXIT_FAILED
-    show(found, json, lambda: _end_lines(found, timeout))
+    show(found, json, lambda: end_lines(found, timeout))
     return 0 if found["over"] else EXIT_FAILED
 
 
-def _line(found: dict[str, Any]) -> str:
+def waiting_line(found: dict[str, Any]) -> str:
     """What the daemon waits for, in one line."""
     count = len(found["requests"])
     parts = [f"{count:,} request{'s' * (count != 1)}"] if count else []
@@ -68,7 +68,8 @@ def _line(found: dict[str, Any]) -> str:
     return f"waits for {', '.join(parts)}"
 
 
-def _end_lines(found: dict[str, Any], timeout: float) -> list[str]:
+def end_lines(found: dict[str, Any], timeout: float) -> list[str]:
+    """That nothing is left, or after so many seconds what is."""
     if found["over"]:
         return [
             "drained: no request is left, and no page of a peer. Stop the daemon, or"

@@ -135,11 +135,12 @@ def status(
     """Show every peer: its link, why it is not up, speeds, and whether it computes the same."""
     path = admin_path(admin_socket)
     found = admin(path, "peers", bandwidth=bandwidth or None, patience_s=MEASURE_S)["peers"]
-    show(found, json, lambda: _status_lines(found))
+    show(found, json, lambda: status_lines(found))
     return 0
 
 
-def _status_lines(found: dict[str, Any]) -> list[str]:
+def status_lines(found: dict[str, Any]) -> list[str]:
+    """This daemon, its peers with what is wrong with their links, and pipelines under way."""
     tls = "TLS" if found["tls"] else "no TLS"
     lines = [f"{found['name'] or '(no name)'}  listens on {found['listen']}  {tls}"]
     if found["trouble"]:

@@ -1,0 +1,48 @@
+"""Lines about the pages of a session, and what a drain waits for."""
+
+from __future__ import annotations
+
+from service.cli import drain, render
+from service.cli.peers import status_lines
+
+
+def test_where_the_pages_of_a_session_are() -> None:
+    assert render.held_lines({"pages": 3}) == {}
+    found = {
+        "route": [{"peer": "b", "pages": 8}, {"peer": "", "pages": 5}],
+        "waits_for": {"b": "its link is down"},
+        "pages_lost": 4,
+        "page_move": {"source": "", "target": "c", "first": 8, "pages": 4},
+    }
+    assert render.held_lines(found) == {
+        "pages with": "b 8, here 5",
+        "waits for": "b: its link is down",
+        "computes": "4 pages again, which were lost with a peer",
+        "moving": "pages 8 to 11, here -> c",
+    }
+
+
+def test_what_a_drain_waits_for() -> None:
+    given = {"peer": "a", "pages": 8, "state": "up", "kv_free_bytes": 1 << 20}
+    given |= {"requests_running": 2}
+    stage = {"role": "stage", "owner": "c", "tokens": 900, "tokens_computed": 512}
+    found = {"requests": [{"request_id": "req_1"}], "given": [given], "stages": [stage]}
+    assert drain.waiting_line(found) == "waits for 1 request, a stage of c, 8 pages kept for a"
+    lines = drain.end_lines({**found, "over": False}, 5.0)
+    assert lines[0].startswith("left after 5 s")
+    assert "a stage for c: 512 of 900 tokens are computed" in lines
+    assert "1.0 MiB of KV free, and runs 2 requests" in lines[-1]
+    given["state"] = "suspect"
+    assert drain.end_lines({**found, "over": False}, 5.0)[-1].endswith("its link is suspect")
+
+
+def test_pipelines_under_way_are_lines_of_the_status() -> None:
+    head = {"name": "a", "listen": "x:1", "tls": True, "trouble": "", "connections_refused": 0}
+    owned = {"role": "owner", "state": "running", "pages": 9, "pages_gathered": 3}
+    owned |= {"stages": [["", 0, 2], ["b", 2, 4]]}
+    stage = {"role": "stage", "owner": "c", "tokens": 900, "tokens_computed": 512}
+    lines = status_lines({**head, "peers": [], "pipelines": [owned, stage]})
+    assert lines[-2:] == [
+        "pipeline running: 3 of 9 pages; here layers 0 to 1, b layers 2 to 3",
+        "a stage for c: 512 of 900 tokens",
+    ]
