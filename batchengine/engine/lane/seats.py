@@ -193,11 +193,13 @@ class Seats:
         ]
         if able:
             self.pages_short.set()
-        if not able or self._kv.is_sealing or self.awaits_peers:
+        if not able or self._kv.is_sealing:
             self._stalled_ms = None
             return
         now_ms = self.now_ms()
         since_ms = self._stalled_ms = now_ms if self._stalled_ms is None else self._stalled_ms
+        if self.awaits_peers:
+            return  # the time counts on: moves may fail one after the other
         stalled_s = (now_ms - since_ms) / 1000
         if len(self.running) > 1 and stalled_s > STALL_S:
             paused = [turn for turn in self.running.values() if turn.paused]
