@@ -21,6 +21,7 @@ ROOM_BYTES = 4 << 20  # `room` waits while more than this is queued
 FRAME_BYTES = 1 << 20
 LITTLE_BYTES = 4 << 10  # a greeting or a refusal
 USER_TIMEOUT_MS = 10_000  # unacknowledged bytes end the connection
+KEEPALIVE_S, PROBE_S, PROBES = 5, 2, 3  # an idle one whose other end is gone: a data link may be
 
 
 class PeerConnection(FrameProtocol[PeerMessage]):
@@ -127,8 +128,12 @@ class PeerConnection(FrameProtocol[PeerMessage]):
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set the options of every socket of a link."""
+    """Set the options of every socket of a link, control or data."""
     sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
 
