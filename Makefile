@@ -82,6 +82,7 @@ soak: native
 	$(PY) -m bench.kill_points --target engine
 	$(PY) -m bench.kill_points --target worker
 	$(PY) -m tests.simulation --seeds 5000 --start 1000
+	$(PY) -m tests.simulation --linked --seeds 3000 --start 1000
 	$(PY) -m pytest -q --hypothesis-profile soak --timeout 3600 $(RANDOM_TESTS)
 	$(PY) -m pytest -q -m slow --timeout 3600 tests/engine/linked/test_storm.py
 	$(PY) -m bench attack

@@ -6,7 +6,11 @@
     people    clients that ask, edit, cancel, move, park and fork, and check every answer
     wrong     a scene for any seed: one lane computes wrong bits until an audit drains it
     faults    what may go wrong, and how often
-    world     one seed: configuration, runs of the engine, invariants
+    world     one daemon of a seed: configuration, runs of the engine, invariants
+    linked    one seed of several daemons: what they hold for each other, faults between them
+    network   connections between daemons: delays, partitions, resets, half-open ends
+    far       data links between workers, over which pages are fetched
+    planted   defects that seeds of several daemons must find
 
 `python -m tests.simulation --seeds 1000 --start 0` runs many; a seed that fails prints how to run
 it alone. Nothing here reads a clock or draws a number that does not follow from the seed.

@@ -9,10 +9,12 @@ import asyncio
 import selectors
 import weakref
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 IDLE_S_MAX = 3600.0  # a jump beyond this is a wait that never ends
 TURNS_MAX = 3_000_000  # of the loop: far more than any seed needs
+OWNER: ContextVar[Any] = ContextVar("owner", default=None)  # the run of a daemon that code is of
 
 
 class Stuck(AssertionError):
@@ -56,12 +58,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._virtual = _NoFiles()
         super().__init__(self._virtual)
         self._delay = delay
-        self._made: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakKeyDictionary[asyncio.Task[Any], Any] = weakref.WeakKeyDictionary()
         self.set_task_factory(self._make_task)
 
     def _make_task(self, _: Any, work: Any, **how: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(work, loop=self, **how)
-        self._made[task] = len(self._made)
+        self._made[task] = OWNER.get()
         return task
 
     def unretrieved(self) -> list[BaseException]:
@@ -73,6 +75,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Every task that has not ended, oldest first: `asyncio.all_tasks` has no order."""
         return [task for task in list(self._made) if not task.done()]
 
+    def tasks_of(self, owner: Any) -> list[asyncio.Task[Any]]:
+        """The tasks that code of `owner` has made, and theirs, oldest first."""
+        return [task for task in self.tasks() if self._made[task] is owner]
+
     def time(self) -> float:
         return self._virtual.now
 
@@ -82,6 +88,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _write_to_self(self) -> None:
         """Nothing to do: no other thread wakes this loop."""
+
+    async def sock_connect(self, sock: Any, address: Any) -> None:
+        await sock.connect(address)
+
+    async def sock_accept(self, sock: Any) -> tuple[Any, Any]:
+        return await sock.accept()
+
+    async def sock_sendall(self, sock: Any, data: Any) -> None:
+        await sock.sendall(bytes(data))
+
+    async def sock_recv(self, sock: Any, n_bytes: int) -> bytes:
+        return await sock.recv(n_bytes)
+
+    async def create_connection(self, factory: Any, *, sock: Any) -> Any:  # type: ignore[override]
+        """Give a simulated socket to a protocol."""
+        return await sock.attach(factory())
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any

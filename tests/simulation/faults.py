@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from tests.simulation.seams import Tape
 
 # Chance of each kind of fault per occasion, if the seed has this kind.
@@ -25,6 +27,18 @@ FAULTS = {
 # In a part of the seeds engines die often and the disk is slow: sessions are moved and cut, and
 # pages are evicted, while pages are being read.
 COLD = {"crash": 1.0, "disk": 0.7, "evict": 6.0, "bad": 1.0}
+# Between daemons; chosen as above.
+LINK_FAULTS = {
+    "cut": 0.5,  # per second: a direction between two daemons, or both, carries nothing for a while
+    "reset": 0.5,  # per second: a connection
+    "vanish": 0.3,  # per second: one end of a connection; the other one is not told
+    "far": 0.3,  # per second: everything takes a hundred times as long, for a while
+    "mute": 0.01,  # per question for pages: no answer
+    "refuse": 0.01,
+    "late": 0.05,  # per note to a worker: it is busy
+    "lie": 0.02,  # per frame of a daemon that does not keep to the protocol
+    "flip": 0.1,  # per part of a page of a daemon that sends other bytes
+}
 # Errors that a client may get, and the faults that explain them.
 EXPLAINED: dict[str, tuple[str, ...]] = {
     "numeric_fault": ("nan",),
@@ -45,11 +59,20 @@ def choose(tape: Tape) -> tuple[bool, dict[str, float]]:
 
     Half of the kinds, each with its own rate: a failure among few kinds is easier to diagnose.
     """
-    rng = tape("faults")
-    chosen = {
-        kind: chance * rng.choice([0.3, 1.0, 3.0])
-        for kind, chance in FAULTS.items()
-        if rng.random() < 0.5
-    }
+    chosen = _draw(tape("faults"), FAULTS)
     is_cold = tape("cold").random() < 0.25
     return is_cold, chosen | COLD if is_cold else chosen
+
+
+def choose_of_links(tape: Tape) -> dict[str, float]:
+    """The chance of each kind of fault between daemons that the seed has; a quarter has none."""
+    rng = tape("link faults")
+    return {} if rng.random() < 0.25 else _draw(rng, LINK_FAULTS)
+
+
+def _draw(rng: random.Random, kinds: dict[str, float]) -> dict[str, float]:
+    return {
+        kind: chance * rng.choice([0.3, 1.0, 3.0])
+        for kind, chance in kinds.items()
+        if rng.random() < 0.5
+    }

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -16,10 +18,22 @@ import numpy as np
 
 from batchengine.child.process import ChildProcess
 from batchengine.core import BatchEngineError
+from batchengine.lanes.host_device import HostOutput
+from batchengine.lanes.host_memory import HostMemory
+from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.lanes.worker_process import Lane
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import Decoder, FrameProtocol, Payload
-from bench.models.hashlm import PAGE_TOKENS, POINTS, Faults, HashDevice, HashWorker, _offsets
+from bench.models.hashlm import (
+    LAYOUT,
+    PAGE_TOKENS,
+    POINTS,
+    Faults,
+    HashDevice,
+    HashWorker,
+    _offsets,
+)
+from tests.simulation.far import FarPages, Fetch
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -54,6 +68,30 @@ class SimDevice(HashDevice):
         super().__init__(Faults(model=model))
         self.by: int = signal.SIGKILL
         self.flip = self.spread = False
+        self.fetch: Fetch | None = None  # what the next step has of the pages of peers
+
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
+        """Compute with the pages that were fetched; an entry without them gets wrong rows."""
+        if self.fetch is None:
+            return super().compute(batch, addresses, seeds)
+        kept: list[Any] = [np.zeros(LAYOUT.payload_bytes, np.uint8)]
+        unreachable: list[int] = []
+        base = 0
+        for index, entry in enumerate(batch.entries):
+            found = self.fetch.pages.get(index, [])
+            if found is None:
+                unreachable.append(index)
+            far = [page for pages in found or () for page in pages]
+            kept += far
+            n_held = sum(segment.n_pages for segment in entry.segments)
+            far = far if found is not None else [kept[0]] * n_held
+            addresses[base : base + n_held] = [page.ctypes.data for page in far]
+            base += entry.n_pages
+        output = super().compute(batch, addresses, seeds)
+        self._views.clear()  # the fetched pages go
+        lost = {batch.entries[index].session for index in unreachable}
+        rows = tuple(row for row in output.rows if row.session not in lost)
+        return replace(output, rows=rows, unreachable=tuple(unreachable))
 
     def at(self, point: str) -> None:
         if self.dies_at(point):
@@ -76,6 +114,12 @@ class SimHashWorker(HashWorker):
     """Reports the time that its step takes in the simulation."""
 
     duration_s = 0.0
+
+    def _load(self, load: wire.Load, frame: wire.LaneFrame) -> wire.LaneMessage:
+        ready = super()._load(load, frame)
+        assert self._limits is not None
+        self._limits = replace(self._limits, has_links=load.links is not None)
+        return ready
 
     def _step(self, step: wire.Step, payload: Payload) -> wire.LaneMessage:
         done = super()._step(step, payload)
@@ -100,6 +144,8 @@ class SimProcess:
         self._decoder = Decoder(wire.LANE_LINK)
         self._answer = b""
         self._closed = False  # its frames are not read
+        self.far = FarPages(self, world.name)
+        self._noted_at = 0.0
         self.protocol = FrameProtocol(wire.LANE_LINK, lane._on_frame, lane._on_lost)
         self.protocol.connection_made(self)  # type: ignore[arg-type]
 
@@ -108,7 +154,12 @@ class SimProcess:
     def write(self, data: bytes) -> None:
         """Accept a frame of the engine; it arrives after a delay."""
         for frame in self._decoder.feed(data):
-            self._clock.call_later(TRAVEL_S, self._begin, frame)
+            now = self._clock.time()
+            if isinstance(frame.message, wire.LinkNote):  # in order, and before later steps
+                self._noted_at = max(self._noted_at, now + self.world.note_s())
+                self._clock.call_at(self._noted_at, self._take_note, frame.message)
+            else:
+                self._clock.call_at(max(self._noted_at, now + TRAVEL_S), self._begin, frame)
 
     def is_closing(self) -> bool:
         return self._closed
@@ -142,7 +193,36 @@ class SimProcess:
             self.protocol.connection_lost(None)
         self._clock.call_later(self.world.tape("kill").uniform(0.0, 0.003), self.lane.reap)
 
+    @property
+    def memory(self) -> HostMemory:
+        assert self._device.memory is not None
+        return self._device.memory
+
+    def later(self, seconds: float, do: Callable[[], None]) -> None:
+        """Do this in a while, if the process lives then."""
+
+        def if_alive() -> None:
+            if self.status is None and not self.hung:
+                do()
+
+        self._clock.call_later(seconds, if_alive)
+
+    def report(self, event: wire.LaneEvent) -> None:
+        """Tell the engine what has happened."""
+        data = wire.LANE_LINK.encode(event, incarnation=self.lane.incarnation)
+
+        def deliver() -> None:
+            if not self._closed and self.lane.process is self:
+                self.protocol.data_received(data)
+
+        self._clock.call_later(TRAVEL_S, deliver)
+
+    def _take_note(self, note: wire.LinkNote) -> None:
+        if self.status is None and not self.hung:
+            self.far.take(note)
+
     def _unmap(self) -> None:
+        self.far.kill()
         memory = self._device.memory
         if memory is None:
             return
@@ -165,15 +245,21 @@ class SimProcess:
         if isinstance(frame.message, wire.Step):
             plan = self.world.plan_step(self.lane, frame)
             self.hung = plan.hang
-        self._clock.call_later(plan.duration_s * 0.6, self._execute, frame, plan)
+            if any(entry.segments for entry in frame.message.entries):
+                self.far.fetch(frame.message, lambda fetch: self._go_on(frame, plan, fetch))
+                return
+        self._go_on(frame, plan, None)
 
-    def _execute(self, frame: wire.LaneFrame, plan: Plan) -> None:
+    def _go_on(self, frame: wire.LaneFrame, plan: Plan, fetch: Fetch | None) -> None:
+        self._clock.call_later(plan.duration_s * 0.6, self._execute, frame, plan, fetch)
+
+    def _execute(self, frame: wire.LaneFrame, plan: Plan, fetch: Fetch | None) -> None:
         if self.status is not None or self.hung:
             return
         device, worker = self._device, self._worker
         at = device.steps + 1
         device.faults = Faults(die=plan.die, at=at, nan_at=at if plan.nan else 0)
-        device.flip, device.spread = plan.flip, plan.spread
+        device.flip, device.spread, device.fetch = plan.flip, plan.spread, fetch
         device.by, worker.duration_s, self._answer = plan.by, plan.duration_s, b""
         died: Died | None = None
         try:
@@ -216,6 +302,15 @@ class SimLane(Lane):
         self.process: SimProcess | None = None
         self.abandoned = False  # the engine was killed
         self._pidfd = -1
+
+    def open_link(self, note: wire.OpenLink, sock: Any) -> None:
+        """The worker gets the connection, and this daemon's engine keeps none."""
+        if self.process is None or self.process.status is not None:
+            raise BrokenPipeError(f"{self!r} has no process")
+        end = sock.take()
+        end.is_workers = True
+        self.process.far.give(note, end)
+        self.note(note)
 
     async def _spawn(self) -> None:
         self.incarnation += 1

@@ -102,6 +102,10 @@ class Record:
 class Person:
     """One client with one conversation; `name` None asks without a session."""
 
+    fresh = FRESH  # lengths of new prompts
+    history_max = HISTORY_MAX
+    answers = TOKENS
+
     def __init__(self, world: World, number: int, name: str | None) -> None:
         self.world = world
         self.rng = world.tape(f"person {number}")
@@ -120,11 +124,15 @@ class Person:
     async def live(self, turns: int) -> None:
         for _ in range(turns):
             await asyncio.sleep(self.rng.choice([0.0, 0.001, 0.05, 0.3, 4.0]) * self.rng.random())
+            self.choose_world()
             engine_run = await self.world.engine()
             try:
                 await self._turn(engine_run)
             except Broken:
                 self.world.count("broken")
+
+    def choose_world(self) -> None:
+        """Before a turn: with which daemon it is."""
 
     async def _turn(self, engine_run: EngineRun) -> None:
         kind = self.rng.random()
@@ -141,17 +149,17 @@ class Person:
     def _prompt(self) -> list[int]:
         """A continuation, an edit in the middle, or one of few fresh prompts that share pages."""
         rng, kind, history = self.rng, self.rng.random(), self.history
-        if history and len(history) < HISTORY_MAX and kind < 0.6:
+        if history and len(history) < self.history_max and kind < 0.6:
             return history + words(rng.randrange(99), rng.randrange(1, 40))
         if history and kind < 0.8:
             return history[: rng.randrange(1, len(history))] + words(rng.randrange(9), 7)
-        return words(rng.randrange(3), rng.choice(FRESH))
+        return words(rng.randrange(3), rng.choice(self.fresh))
 
     async def _ask(self, engine_run: EngineRun) -> None:
         if engine_run.dead:
             raise Broken
         rng = self.rng
-        prompt, n = self._prompt(), rng.choice(TOKENS)
+        prompt, n = self._prompt(), rng.choice(self.answers)
         sampling = Sampling(temperature=1.0, seed=rng.randrange(3))
         self.asked += 1
         request_id = f"{self.name or 'anonymous'}-{self.number}-{self.asked}"
@@ -173,7 +181,7 @@ class Person:
         self.call = ""
         self.record.attempts.append(attempt)
         try:
-            generation = engine_run.engine.submit(request)
+            generation = engine_run.submit(request)
         except BatchEngineError as error:
             attempt.state = "failed"
             self._refused(error)

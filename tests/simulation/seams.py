@@ -333,10 +333,10 @@ def starter_uses(store: StoreSeam, lane: Callable[..., Any]) -> Iterator[None]:
 
 
 class Tape:
-    """Random numbers of one seed, an independent stream per purpose."""
+    """Random numbers of one seed, an independent stream per purpose, and per host if named."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, host: str = "") -> None:
+        self._seed = f"{seed}/{host}" if host else f"{seed}"
         self._streams: dict[str, random.Random] = {}
 
     def __call__(self, name: str) -> random.Random:

@@ -22,7 +22,7 @@ from batchengine.core import (
     SlaClass,
     TokenEvent,
 )
-from batchengine.engine import Engine, Generation
+from batchengine.engine import Generation
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.wire import lane as wire
 from bench.models.hashlm import hashlm_tokens
@@ -91,7 +91,7 @@ class Stage(World):
         await self.boot()
         async with asyncio.timeout(600):
             await type(self).script(self)
-        await self._end()
+        await self.end()
 
     # ----------------------------------------------------------------- operations of a script
 
@@ -99,10 +99,6 @@ class Stage(World):
     def now(self) -> EngineRun:
         assert self.engine_run is not None
         return self.engine_run
-
-    @property
-    def up(self) -> Engine:
-        return self.now.engine
 
     def lane(self, name: str) -> LaneLoop:
         return next(loop for loop in self.now.loops if loop.lane.name == name)
@@ -116,7 +112,7 @@ class Stage(World):
         self, prompt: Sequence[int], n: int, session: str | None = None, seed: int = 0, **how: Any
     ) -> Generation:
         self.asked += 1
-        return self.up.submit(
+        return self.now.submit(
             GenerationRequest(
                 request_id=f"ask-{self.asked}",
                 prompt=tuple(prompt),

@@ -1,10 +1,11 @@
-"""One seed: a configuration, faults, runs of the engine, and its invariants.
+"""One daemon of a seed: a configuration, faults, runs of the engine, and its invariants.
 
     safety     with faults: workers die, hang and compute wrongly; disks fill; the engine is killed
     liveness   without faults: every client must end
     baseline   without clients: every slot, pin and seat is released
 
-Every decision goes into one hash, which is the same for every run of a seed.
+Every decision goes into one hash, which is the same for every run of a seed. `linked` has seeds of
+several daemons.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import dataclasses
 import hashlib
 import logging
 import os
+import random
 import shutil
 import signal
 import tempfile
 import traceback
 from collections import Counter, deque
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from batchengine.config import Config, LaneConfig, load
-from batchengine.core import BatchEngineError, Kind
-from batchengine.engine import Engine
+from batchengine.core import BatchEngineError, GenerationRequest, Kind
+from batchengine.engine import Engine, Generation
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.recompute import KEY as RECOMPUTE
 from batchengine.engine.placement.migration import OnPoint
@@ -34,8 +36,8 @@ from batchengine.session import Session, State
 from batchengine.wire import lane as wire
 from bench.processes.store_check import check_integrity
 from tests.simulation import faults
-from tests.simulation.clock import VirtualLoop
-from tests.simulation.lanes import POINTS, Plan, SimLane
+from tests.simulation.clock import OWNER, VirtualLoop
+from tests.simulation.lanes import POINTS, TRAVEL_S, Plan, SimLane
 from tests.simulation.people import Broken, Person, Record
 from tests.simulation.seams import (
     FutureSeam,
@@ -61,6 +63,7 @@ class EngineRun:
 
     def __init__(self, world: World, number: int) -> None:
         self.world = world
+        self.host = world.name
         self.number = number
         self.dead = False
         self.waiters: set[asyncio.Task[Any]] = set()
@@ -74,7 +77,8 @@ class EngineRun:
         if self.dead:
             work.close()
             raise Broken
-        task = asyncio.ensure_future(work)
+        with self.owning():
+            task = asyncio.ensure_future(work)
         self.waiters.add(task)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
@@ -84,6 +88,20 @@ class EngineRun:
         if task.cancelled():
             raise Broken
         return task.result()
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """As the engine's."""
+        with self.owning():
+            return self.engine.submit(request)
+
+    @contextlib.contextmanager
+    def owning(self) -> Iterator[None]:
+        """The tasks that are made inside belong to this run."""
+        token = OWNER.set(self)
+        try:
+            yield
+        finally:
+            OWNER.reset(token)
 
     @property
     def loops(self) -> list[LaneLoop]:
@@ -112,7 +130,7 @@ class EngineRun:
             assert isinstance(loop.lane, SimLane)
             loop.lane.drop_pending(linger_s)
         engine._phase = "stopped"
-        for task in self.world.loop.tasks():
+        for task in self.world.loop.tasks_of(self):
             if task not in self.world.tasks:
                 task.cancel()
 
@@ -121,35 +139,89 @@ def _nothing(*, delete: bool) -> None:
     """Replaces a close that the dead process cannot do."""
 
 
+class Ground:
+    """What all daemons of one seed have in common: the clock, the trace, and what went wrong."""
+
+    def __init__(self, seed: int, lines_kept: int) -> None:
+        self.seed = seed
+        tape = Tape(seed)
+        self.loop = VirtualLoop(lambda: tape("blocking").uniform(0.0, 0.02))
+        self.loop.set_exception_handler(self._unhandled)
+        self.counts: Counter[str] = Counter()
+        self.wrongs: list[str] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.stopping = False
+        self.futures = FutureSeam()
+        self.patches = contextlib.ExitStack()
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._lines: deque[str] = deque(maxlen=lines_kept)
+
+    def trace(self, *what: object) -> None:
+        """Record one decision of the product or of the tape, with its time."""
+        line = f"{self.loop.time():.6f} " + " ".join(map(str, what))
+        self._digest.update(line.encode())
+        self._lines.append(line)
+
+    def wrong(self, what: str) -> None:
+        """Record a violation; the seed fails at its end, or at the next check."""
+        self.trace("WRONG", what)
+        self.wrongs.append(what)
+
+    def _unhandled(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised, or a task whose exception nothing has awaited was collected."""
+        self.wrong(f"{context['message']}: {context.get('exception')!r}")
+
+    def own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that outlives the engine."""
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        return task
+
+    async def gather(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Wait for all, or for the first failure, also of a check in another task."""
+        pending: set[asyncio.Task[None]] = set(tasks)
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=5.0)
+            for task in done:
+                task.result()
+            if self.wrongs:
+                raise AssertionError("; ".join(self.wrongs))
+
+    @property
+    def hash(self) -> str:
+        return self._digest.hexdigest()
+
+    @property
+    def lines(self) -> list[str]:
+        return list(self._lines)
+
+
 class World:
-    """The state of one seed. Use `simulate`."""
+    """One daemon and its clients. Use `simulate`, or `linked` for several daemons."""
 
     lines_kept = 60  # of the trace, printed after a failure
     model = ""  # the model of HashLM; another name is another model
+    name = ""  # among peers
 
-    def __init__(self, seed: int, folder: str) -> None:
+    def __init__(self, seed: int, folder: str, ground: Ground | None = None) -> None:
         self.seed = seed
         self.folder = folder
-        self.tape = Tape(seed)
-        self.loop = VirtualLoop(lambda: self.tape("blocking").uniform(0.0, 0.02))
-        self.loop.set_exception_handler(self._unhandled)
+        self.ground = ground or Ground(seed, self.lines_kept)
+        self.tape = Tape(seed, self.name)
+        self.loop = self.ground.loop
+        self.counts = self.ground.counts
+        self.tasks = self.ground.tasks
+        self._wrong = self.ground.wrongs
+        self._own = self.ground.own
         self.faulty = False  # not while an engine starts
         self.calm = False  # faults have ended
-        self.stopping = False
-        self.counts: Counter[str] = Counter()
         self.records: dict[str, Record] = {}
-        self.futures = FutureSeam()
-        self.patches = contextlib.ExitStack()
         self.engine_run: EngineRun | None = None
         self.run_count = 0
         self._up = asyncio.Event()
-        self._digest = hashlib.blake2b(digest_size=16)
-        self._lines: deque[str] = deque(maxlen=self.lines_kept)
         self._planted: OnPoint = self._on_point
-        self._wrong: list[str] = []
         self._pids = 1000
         self._people: list[Person] = []
-        self.tasks: set[asyncio.Task[None]] = set()
         self._is_cold, self._chances = faults.choose(self.tape)
         self.config = self._choose_config()
 
@@ -187,6 +259,10 @@ class World:
             },
         )
         return dataclasses.replace(config, cache_dir=self.folder, lanes=lanes)
+
+    def has(self, fault: str) -> bool:
+        """Whether the seed has faults of this kind."""
+        return fault in self._chances
 
     def decides(self, kind: str) -> bool:
         """Whether a fault of this kind happens now."""
@@ -232,6 +308,10 @@ class World:
         nan = not is_recompute and self.decides("nan")
         return Plan(duration_s, die, by, self.decides("hang"), nan)
 
+    def note_s(self) -> float:
+        """How long a message to a worker takes that is no request."""
+        return TRAVEL_S
+
     def next_pid(self) -> int:
         self._pids += 1
         return self._pids
@@ -239,22 +319,19 @@ class World:
     # --------------------------------------------------------------------------------- notes
 
     def trace(self, *what: object) -> None:
-        """Record one decision of the product or of the tape, with its time."""
-        line = f"{self.loop.time():.6f} " + " ".join(map(str, what))
-        self._digest.update(line.encode())
-        self._lines.append(line)
+        """Record one decision, as the ground does."""
+        self.ground.trace(*what)
 
     def count(self, what: str) -> None:
         self.counts[what] += 1
 
     def wrong(self, what: str) -> None:
-        """Record a violation; the seed fails at its end, or at the next check."""
-        self.trace("WRONG", what)
-        self._wrong.append(what)
+        """Record a violation, as the ground does."""
+        self.ground.wrong(what)
 
-    def _unhandled(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback raised, or a task whose exception nothing has awaited was collected."""
-        self.wrong(f"{context['message']}: {context.get('exception')!r}")
+    @property
+    def stopping(self) -> bool:
+        return self.ground.stopping
 
     def refused(self, error: BatchEngineError) -> None:
         """A client was sent an error: a fault of this seed must explain it."""
@@ -263,14 +340,6 @@ class World:
         kinds = faults.EXPLAINED.get(code)
         if kinds is None or (kinds and not any(k in self._chances for k in kinds)):
             raise AssertionError(f"nothing explains the error {code}: {error} {error.why}")
-
-    @property
-    def hash(self) -> str:
-        return self._digest.hexdigest()
-
-    @property
-    def lines(self) -> list[str]:
-        return list(self._lines)
 
     # ---------------------------------------------------------------------------------- runs
 
@@ -284,18 +353,22 @@ class World:
         self.run_count += 1
         engine_run = EngineRun(self, self.run_count)
         self.trace("boot", self.run_count)
-        self.futures.threads = engine_run.threads
-        uses = starter_uses(engine_run.seam, lambda name, command: SimLane(self, name))
-        self.patches.enter_context(
-            uses
-        )  # to the end: an audit may start a fresh worker at any time
-        await engine_run.engine.start(lambda _: None)
+        self._use_seams(engine_run)
+        with engine_run.owning():
+            await engine_run.engine.start(lambda _: None)
         self.plant(self._on_point)
         store = engine_run.seam.opened
         assert store is not None
         self.engine_run = engine_run
         await self._check_ledger(engine_run)
         self._up.set()
+
+    def _use_seams(self, engine_run: EngineRun) -> None:
+        """Have the engine of this run build its parts from the simulated ones."""
+        self.ground.futures.threads = engine_run.threads
+        uses = starter_uses(engine_run.seam, lambda name, command: SimLane(self, name))
+        # to the end: an audit may start a fresh worker at any time
+        self.ground.patches.enter_context(uses)
 
     async def crash(self) -> None:
         """The engine is killed; another one starts."""
@@ -320,12 +393,6 @@ class World:
 
         self._own(work).add_done_callback(done)
 
-    def _own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that outlives the engine."""
-        task = self.loop.create_task(work)
-        self.tasks.add(task)
-        return task
-
     async def _check_ledger(self, engine_run: EngineRun) -> None:
         """What was acknowledged is on disk."""
         power = self.config.store.durability == "power"
@@ -344,34 +411,35 @@ class World:
     async def run(self) -> None:
         """Run all phases of the seed."""
         await self.boot()
+        people, rest = self.begin()
+        try:
+            async with asyncio.timeout(LIVENESS_S):
+                await self.ground.gather([*people, rest[0]])
+        except TimeoutError:
+            raise AssertionError(f"a waiter waits for ever: {self.waiting()}") from None
+        finally:
+            for task in (*people, *rest):
+                task.cancel()
+        await asyncio.gather(rest[1], return_exceptions=True)
+        await self.end()
+
+    def begin(self) -> tuple[list[asyncio.Task[None]], list[asyncio.Task[None]]]:
+        """Let clients, and then faults and an operator, act: their tasks."""
         rng = self.tape("people")
-        names = ["a", "b", "c", "d", None, None][: rng.randrange(3, 7)]
-        self._people = [Person(self, i, name) for i, name in enumerate(names)]
+        names = self.choose_names(rng)
+        self._people = [self.person(i, name) for i, name in enumerate(names)]
         self.faulty = True
         turns = rng.randrange(2, 6)
         people = [self._own(person.live(turns)) for person in self._people]
         strikes = self._own(self._inject_faults(rng.uniform(1.0, 12.0)))
-        moves = self._own(self._move())
-        try:
-            async with asyncio.timeout(LIVENESS_S):
-                await self._gather([*people, strikes])
-        except TimeoutError:
-            raise AssertionError(f"a waiter waits for ever: {self._waiting()}") from None
-        finally:
-            for task in (*people, strikes, moves):
-                task.cancel()
-        await asyncio.gather(moves, return_exceptions=True)
-        await self._end()
+        return people, [strikes, self._own(self._move())]
 
-    async def _gather(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Wait for all, or for the first failure, also of a check in another task."""
-        pending: set[asyncio.Task[None]] = set(tasks)
-        while pending:
-            done, pending = await asyncio.wait(pending, timeout=5.0)
-            for task in done:
-                task.result()
-            if self._wrong:
-                raise AssertionError("; ".join(self._wrong))
+    def choose_names(self, rng: random.Random) -> list[str | None]:
+        """The sessions of the clients; None asks without one."""
+        return ["a", "b", "c", "d", None, None][: rng.randrange(3, 7)]
+
+    def person(self, number: int, name: str | None) -> Person:
+        return Person(self, number, name)
 
     async def _inject_faults(self, seconds: float) -> None:
         """Inject faults from outside for a time; then end all kinds of faults."""
@@ -505,6 +573,9 @@ class World:
             if both:
                 raise AssertionError(f"sessions {both} compute on two lanes at once")
 
+    def on_served(self, lane: SimLane, codes: tuple[int, ...]) -> None:
+        """A worker answers a question for pages."""
+
     def check_owners(self, engine_run: EngineRun) -> None:
         """I3: one owner of every session, one holder of every slot."""
         home = engine_run.engine.state.home
@@ -529,8 +600,18 @@ class World:
                 if home.get(key) is not loop:
                     raise AssertionError(f"session {key} computes on {loop.lane.name}, not at home")
 
-    async def _end(self) -> None:
+    async def end(self) -> None:
         """After the last client: everything is released, and everything is on disk."""
+        await self.rest()
+        self.forget()
+        await asyncio.sleep(3.0)
+        await self.check_empty()
+        self.ground.stopping = True
+        await self.stop()
+        self.check_ended()
+
+    async def rest(self) -> None:
+        """Wait for the end of all work, and check what is left."""
         engine_run = await self.engine()
         try:
             async with asyncio.timeout(QUIET_S):
@@ -540,22 +621,41 @@ class World:
             raise AssertionError(f"does not come to rest: {self._busy(engine_run)}") from None
         self._check_baseline(engine_run)
         await self._check_ledger(engine_run)
-        for session in list(engine_run.engine.state.sessions.values()):
-            engine_run.engine.state.forget(session)
-        await asyncio.sleep(3.0)
+
+    def forget(self) -> None:
+        """Close every session."""
+        state = self.up.state
+        for session in list(state.sessions.values()):
+            state.forget(session)
+
+    async def check_empty(self) -> None:
+        """Wait for the end of maintenance; then nothing may be held."""
+        engine_run = await self.engine()
         with contextlib.suppress(TimeoutError):  # the check below reports what is still held
             async with asyncio.timeout(QUIET_S):
                 while self._is_in_maintenance(engine_run):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         self._check_empty(engine_run)
-        self.stopping = True
-        await engine_run.engine.stop(0.0)
+
+    async def stop(self) -> None:
+        """Stop the engine in order."""
+        if (fatal := self.up.fatal) is not None:
+            raise AssertionError(f"the daemon must restart: {fatal!r}")
+        await self.up.stop(0.0)
+
+    def check_ended(self) -> None:
+        """Raise AssertionError if anything has failed unseen."""
         for error in self.loop.unretrieved():
             self.wrong(f"nothing awaited a task that raised {error!r}")
         if self._wrong:
             raise AssertionError("; ".join(self._wrong))
 
-    def _waiting(self) -> str:
+    @property
+    def up(self) -> Engine:
+        assert self.engine_run is not None
+        return self.engine_run.engine
+
+    def waiting(self) -> str:
         engine_run = self.engine_run
         if engine_run is None or engine_run.dead:
             return "no engine is up"
@@ -570,16 +670,16 @@ class World:
         if engine.state.moves:
             return "moves"
         for loop in engine_run.loops:
-            if (
-                not loop.lane.alive
-                or loop.kv.slots.arena is None
-                or loop.kv.is_busy
-                or loop.kv.is_sealing
-            ):
+            if not loop.lane.alive or loop.kv.slots.arena is None:
                 return f"{loop!r} {loop.kv!r}"
-            if loop.kv.sealing.in_flight or loop.kv.sealing.queued or loop.kv.importing.imports:
+            if self.is_sealing(loop) or loop.kv.importing.imports:
                 return f"{loop.kv!r}"
         return ""
+
+    def is_sealing(self, loop: LaneLoop) -> bool:
+        """Whether pages are on their way to the store."""
+        kv = loop.kv
+        return bool(kv.is_busy or kv.is_sealing or kv.sealing.in_flight or kv.sealing.queued)
 
     def _check_baseline(self, engine_run: EngineRun) -> None:
         for loop in engine_run.loops:
@@ -639,17 +739,18 @@ class _Listener(logging.Handler):
 
     BAD = ("the ledger refused a record", " ended: ", "differs", "two contents")
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, ground: Ground, may_be_full: bool) -> None:
         super().__init__(logging.WARNING)
-        self.world = world
+        self.ground = ground
+        self.may_be_full = may_be_full
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        self.world.trace("log", record.levelname, record.name)
-        full = "disk is full" in text and "ledger" in self.world._chances
+        self.ground.trace("log", record.levelname, record.name)
+        full = "disk is full" in text and self.may_be_full
         bad = record.levelno >= logging.CRITICAL or any(bad in text for bad in self.BAD)
         if bad and not full:
-            self.world.wrong(f"logged: {text}")
+            self.ground.wrong(f"logged: {text}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -675,31 +776,45 @@ def _folder() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def simulate(seed: int, *, world: type[World] = World) -> Outcome:
+class Seed(Protocol):
+    """A world of one seed, of one daemon or of several."""
+
+    ground: Ground
+
+    def has(self, fault: str) -> bool:
+        """Whether the seed has faults of this kind."""
+        ...
+
+    async def run(self) -> None:
+        """Run all phases."""
+        ...
+
+
+def simulate(seed: int, *, world: Callable[[int, str], Seed] = World) -> Outcome:
     """Run one seed to its end. A failure is in the outcome."""
     logger = logging.getLogger("batchengine")
     with _folder() as folder, contextlib.ExitStack() as patches:
         made = world(seed, folder)
-        made.futures = patches.enter_context(store_futures())
-        made.patches = patches
-        listener = _Listener(made)
+        ground = made.ground
+        ground.futures = patches.enter_context(store_futures())
+        ground.patches = patches
+        listener = _Listener(ground, made.has("ledger"))
         before = logger.propagate, logger.level
         logger.addHandler(listener)
         logger.propagate = False
-        patches.enter_context(virtual_time(made.loop))
+        patches.enter_context(virtual_time(ground.loop))
         error = ""
         try:
-            made.loop.run_until_complete(made._own(made.run()))
+            ground.loop.run_until_complete(ground.own(made.run()))
         except Exception as failure:
             error = "".join(traceback.format_exception(failure, limit=-4))
-            error = "\n".join([error, *made._wrong])
+            error = "\n".join([error, *ground.wrongs])
         finally:
             logger.removeHandler(listener)
             logger.propagate, logger.level = before
-            _end_loop(made.loop)
-        return Outcome(
-            seed, made.hash, made.counts, made.loop.time() - 1000.0, error, tuple(made.lines)
-        )
+            _end_loop(ground.loop)
+        seconds = ground.loop.time() - 1000.0
+        return Outcome(seed, ground.hash, ground.counts, seconds, error, tuple(ground.lines))
 
 
 def _end_loop(loop: VirtualLoop) -> None:
