@@ -7,10 +7,9 @@
     wrong     a scene for any seed: one lane computes wrong bits until an audit drains it
     faults    what may go wrong, and how often
     world     one daemon of a seed: configuration, runs of the engine, invariants
-    linked    one seed of several daemons: what they hold for each other, faults between them
-    network   connections between daemons: delays, partitions, resets, half-open ends
+    seed      what all daemons of a seed have in common, and how a seed is run
     far       data links between workers, over which pages are fetched
-    planted   defects that seeds of several daemons must find
+    linked/   seeds of several daemons: their network, its faults, and defects to find
 
 `python -m tests.simulation --seeds 1000 --start 0` runs many; a seed that fails prints how to run
 it alone. Nothing here reads a clock or draws a number that does not follow from the seed.

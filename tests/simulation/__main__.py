@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
-from tests.simulation.linked import LinkedWorld
+from tests.simulation.linked.world import LinkedWorld
 from tests.simulation.world import Outcome, Seed, World, simulate
 from tests.simulation.wrong import wrong_lane
 

@@ -23,10 +23,10 @@ from batchengine.core import BatchEngineError
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.wire import lane as wire
 from bench.models.hashlm import LAYOUT
-from tests.simulation.network import End
 
 if TYPE_CHECKING:
     from tests.simulation.lanes import SimProcess
+    from tests.simulation.linked.network import End
 
 Pages = NDArray[np.uint8]  # (n, payload bytes)
 OPENING_S = 5.0  # for the other end's first message

@@ -31,7 +31,7 @@ COLD = {"crash": 1.0, "disk": 0.7, "evict": 6.0, "bad": 1.0}
 LINK_FAULTS = {
     "cut": 0.5,  # per second: a direction between two daemons, or both, carries nothing for a while
     "reset": 0.5,  # per second: a connection
-    "vanish": 0.3,  # per second: one end of a connection; the other one is not told
+    "vanish": 0.3,  # per second: one end of a connection; the other one hears nothing
     "far": 0.3,  # per second: everything takes a hundred times as long, for a while
     "mute": 0.01,  # per question for pages: no answer
     "refuse": 0.01,

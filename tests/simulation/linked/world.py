@@ -27,19 +27,18 @@ from batchengine.peers import peers
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import MAGIC, Decoder
 from batchengine.wire.peer import PEER_LINK, PagePart
-from kv_store.pages.index import Page, PageState
 from tests.simulation import faults
 from tests.simulation.clock import OWNER
 from tests.simulation.lanes import TRAVEL_S, SimLane
-from tests.simulation.network import Network, simulated_sockets
+from tests.simulation.linked.network import Network, simulated_sockets
 from tests.simulation.people import Person
 from tests.simulation.seams import SimThread, Tape, starter_uses
+from tests.simulation.seed import Ground
 from tests.simulation.world import (
     LIVENESS_S,
     MODEL,
     PAGE_BYTES,
     EngineRun,
-    Ground,
     World,
 )
 
@@ -176,15 +175,11 @@ class Node(World):
 
     def is_sealing(self, loop: LaneLoop) -> bool:
         """As in one daemon, but a session at rest may have more pages than the store has room."""
-        kv = loop.kv
-        if kv.sealing.in_flight or not kv.sealing.queued:
+        sealing = loop.kv.sealing
+        moving = sealing.in_flight.keys() - sealing.read_back.waiting()
+        if moving or not sealing.queued:
             return super().is_sealing(loop)
-        states = [page.state for page in self._indexed() if not page.pins]
-        has_room = len(states) - states.count(PageState.BAD) > 1
-        return has_room or kv.sealing.has_results or kv.has_chores
-
-    def _indexed(self) -> list[Page]:
-        return list(self.up.running.store.pages.index._pages.values())
+        return sealing.has_results or loop.kv.has_chores
 
     def unlinked(self) -> str:
         """Links of this daemon that are not up."""

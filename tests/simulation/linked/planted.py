@@ -13,7 +13,7 @@ from batchengine.peers.link import PeerLink
 from batchengine.wire.peer import ReleaseHold
 from kv_store import keys
 from kv_store.pages.seal import PageSealer
-from tests.simulation.linked import LinkedWorld
+from tests.simulation.linked.world import LinkedWorld
 from tests.simulation.world import simulate
 
 

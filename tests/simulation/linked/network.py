@@ -66,7 +66,7 @@ class Network:
             one.die(ConnectionResetError(errno.ECONNRESET, "simulated reset"))
 
     def vanish(self, end: End) -> None:
-        """End a connection at one end; the other end is not told."""
+        """End a connection at one end; the other end hears nothing."""
         end.die(ConnectionResetError(errno.ECONNRESET, "simulated reset"))
 
     def kill(self, host: str) -> None:

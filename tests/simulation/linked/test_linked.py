@@ -1,7 +1,7 @@
 """Several linked daemons on a simulated network, in virtual time.
 
 Every seed has its own daemons, clients and faults; the invariants are in
-`tests/simulation/linked.py`. `python -m tests.simulation --linked` runs many seeds.
+`tests/simulation/linked/world.py`. `python -m tests.simulation --linked` runs many seeds.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import random
 import pytest
 
 from tests.simulation.__main__ import again
-from tests.simulation.linked import LinkedWorld
-from tests.simulation.planted import DEFECTS, seeds_until_found
+from tests.simulation.linked.planted import DEFECTS, seeds_until_found
+from tests.simulation.linked.world import LinkedWorld
 from tests.simulation.world import simulate
 
 SEEDS = range(14)

@@ -1,0 +1,1 @@
+"""Seeds of several daemons, linked by a simulated network."""
