@@ -90,7 +90,7 @@ def test_f28_the_daemon_is_stopped_during_migrations_and_seals() -> None:
                 stage.tasks.add(stopping[0])
 
         stage.plant(on_point)
-        stage.stopping = True
+        stage.ground.stopping = True
         try:
             await stage.up.promote("", "s0", to=stage.other("s0"))
         except BatchEngineError:
