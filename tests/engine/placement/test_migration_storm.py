@@ -17,6 +17,7 @@ import pytest
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.engine import Engine
+from batchengine.engine.placement.migration import RECOMPUTE_MAX
 from bench.models.hashlm import WORKER_COMMAND, HashTimeline
 from tests.engine.placement.test_migration_faults import slots_held, slots_open
 from tests.support.engines import Site, read, request, running_engine, until
@@ -142,8 +143,9 @@ async def storm(site: Site, seed: int, kills: int) -> dict[str, int]:
 async def test_random_operations_and_kills_change_no_token(site: Site, seed: int) -> None:
     tally = await storm(site, seed, 6)
     assert tally["moves"] >= 6 * MOVES_PER_KILL
-    # a step has at most 68 tokens; over eight seeds, a kill cost 2 to 70
-    assert tally["recomputed"] <= 6 * 2 * (CHUNK_TOKENS_MAX + ENTRIES_MAX), tally
+    # a step has at most 68 tokens, and over eight seeds a kill cost 2 to 70; a move may leave some
+    bound = 6 * 2 * (CHUNK_TOKENS_MAX + ENTRIES_MAX) + tally["moves"] * RECOMPUTE_MAX
+    assert tally["recomputed"] <= bound, tally
 
 
 @pytest.mark.slow
