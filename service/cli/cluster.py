@@ -82,11 +82,11 @@ def demo(
     with Cluster(path) as running:
         running.start(nodes, keep, port)
         running.wait_linked()
-        print("\n".join(["", *running.table(), ""]))
+        print("\n".join(["", *running.table(), ""]), flush=True)
         running.ask_two()
         running.converse()
         if not once:
-            print("\n".join(["", *running.hints()]))
+            print("\n".join(["", *running.hints()]), flush=True)
             running.watch()
         print("\nstopping")
         running.stop()
@@ -258,7 +258,7 @@ class Cluster:
             turn = chat.ask(node.client, model, history, "demo", OPTIONS)
             if not turn.text.strip():
                 raise errors.DEMO_FAILED(what=f"{node.name} answered nothing")
-            print(f"  [{turn.facts()}]\n")
+            print(f"  [{turn.facts()}]\n", flush=True)
             answers.append(turn.text)
         if answers[0] != answers[-1]:
             raise errors.DEMO_FAILED(what="two daemons gave different answers")

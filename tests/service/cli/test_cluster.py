@@ -40,7 +40,8 @@ def test_a_dead_daemon_is_reported_and_a_killed_demo_leaves_nothing(
     output = tmp_path / "out"
     with output.open("w") as out:
         demo = subprocess.Popen(
-            [*DEMO, "--nodes", "3"], cwd=ROOT, env={**os.environ, "TMPDIR": str(scratch)},
+            [*DEMO, "--nodes", "3"], cwd=ROOT,
+            env={**os.environ, "TMPDIR": str(scratch), "PYTHONUNBUFFERED": ""},
             stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
