@@ -94,9 +94,11 @@ class LinkedPages:
         try:
             if isinstance(message, peer.HoldGone):
                 self.taken.gone(link.name, message.hold)
-            elif isinstance(message, peer.PagePart) and self._pages.on_part(link, frame, message):
-                pass
-            elif not self._server.on_message(link, frame) and isinstance(message, peer.HoldReplies):
+                return
+            is_taken = (
+                isinstance(message, peer.PagePart) and self._pages.on_part(link, frame, message)
+            ) or self._server.on_message(link, frame)
+            if not is_taken and isinstance(message, peer.HoldReplies):
                 raise Misfit(f"{type(message).__name__} was not asked for")
         except Misfit as error:
             link.abort(str(error))

@@ -379,4 +379,4 @@ class Pipelines:
                 elif any(part.peer == link.name for part in run.parts):
                     run.fail(f"{link.name}: {ended.why}")
             case _:
-                pass
+                return  # it is about pages or data links, whose subscribers take it

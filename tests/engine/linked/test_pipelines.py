@@ -105,7 +105,9 @@ async def test_a_lost_stage_costs_time_only(site: Site, reference: Reference) ->
         filling = asyncio.ensure_future(fill(a, stages, prompt))
         await until(lambda: len(pipelines(c).served) == 1)
         await c.stop(0.0)
-        assert "c" in (await filling)[1]
+        pages, why = await filling
+        assert why, "of the engine or of its worker's link, whichever is noticed first"
+        assert pages < 12
         await until(lambda: not pipelines(b).served)
         answer = await read(a.submit(request(prompt, 8)))
         assert answer.tokens == reference.tokens(prompt, 8)
