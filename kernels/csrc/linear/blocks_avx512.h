@@ -75,94 +75,198 @@ SIMD_FN __m512 halves_at(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-// The four nibble vectors of a block at nibbles[r]: low nibbles are dwords 0..3, high 4..7. All low ones
+// The dots of a block, by how its weights are packed: one struct each.
+
+// The four nibble vectors of a block at block[r]: low nibbles are dwords 0..3, high 4..7. All low ones
 // come first and, when sums fill the registers, the bytes are loaded twice: keeping them would spill sums.
-template <int R, int N>
-SIMD_FN void dot_nibbles(Sums<R, N>& sums, const uint8_t* const (&nibbles)[R], const int8_t* q) {
-    const __m512i mask = _mm512_set1_epi8(15);
-    const uint8_t* again[R];
-    UNROLL for (int r = 0; r < R; ++r) {
-        again[r] = nibbles[r];
-        if (N > 2) asm("" : "+r"(again[r]));  // or the compiler keeps the first loads
+struct NibbleDots {
+    template <int R, int N>
+    SIMD_FN void dot_block(Sums<R, N>& sums, const uint8_t* const (&block)[R], const int8_t* q) {
+        const __m512i mask = _mm512_set1_epi8(15);
+        const uint8_t* again[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            again[r] = block[r];
+            if (N > 2) asm("" : "+r"(again[r]));  // or the compiler keeps the first loads
+        }
+        UNROLL for (int j = 0; j < 4; ++j) {
+            __m512i low[R];
+            UNROLL for (int r = 0; r < R; ++r)
+                low[r] = _mm512_and_si512(_mm512_load_si512(block[r] + 64 * j), mask);
+            dot<R, N>(sums, low, q, j);
+        }
+        UNROLL for (int j = 0; j < 4; ++j) {
+            __m512i high[R];
+            UNROLL for (int r = 0; r < R; ++r)
+                high[r] = _mm512_and_si512(
+                    _mm512_srli_epi16(_mm512_load_si512(again[r] + 64 * j), 4), mask);
+            dot<R, N>(sums, high, q, j + 4);
+        }
     }
-    UNROLL for (int j = 0; j < 4; ++j) {
-        __m512i low[R];
-        UNROLL for (int r = 0; r < R; ++r)
-            low[r] = _mm512_and_si512(_mm512_load_si512(nibbles[r] + 64 * j), mask);
-        dot<R, N>(sums, low, q, j);
+};
+
+struct ByteDots {
+    template <int R, int N>
+    SIMD_FN void dot_block(Sums<R, N>& sums, const uint8_t* const (&block)[R], const int8_t* q) {
+        UNROLL for (int g = 0; g < 8; ++g) {
+            __m512i weights[R];
+            UNROLL for (int r = 0; r < R; ++r) weights[r] = _mm512_load_si512(block[r] + 64 * g);
+            dot<R, N>(sums, weights, q, g);
+        }
     }
-    UNROLL for (int j = 0; j < 4; ++j) {
-        __m512i high[R];
-        UNROLL for (int r = 0; r < R; ++r)
-            high[r] = _mm512_and_si512(
-                _mm512_srli_epi16(_mm512_load_si512(again[r] + 64 * j), 4), mask);
-        dot<R, N>(sums, high, q, j + 4);
+};
+
+// The table plus 128, as the unsigned operand of the dots.
+struct TableDots {
+    template <int R, int N>
+    SIMD_FN void dot_block(Sums<R, N>& sums, const uint8_t* const (&block)[R], const int8_t* q) {
+        const __m512i mask = _mm512_set1_epi8(15);
+        const __m512i table = _mm512_xor_si512(
+            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(IQ4_VALUES))),
+            _mm512_set1_epi8(-128));
+        UNROLL for (int j = 0; j < 4; ++j) {
+            __m512i low[R], high[R];
+            UNROLL for (int r = 0; r < R; ++r) {
+                const __m512i packed = _mm512_load_si512(block[r] + 64 * j);
+                low[r] = _mm512_shuffle_epi8(table, _mm512_and_si512(packed, mask));
+                high[r] = _mm512_shuffle_epi8(
+                    table, _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask));
+            }
+            dot<R, N>(sums, low, q, j);
+            dot<R, N>(sums, high, q, j + 4);
+        }
     }
+};
+
+// Weights of dword g.
+template <int G>
+SIMD_FN __m512i five_bits(const FiveBits& from) {
+    const __m512i packed = _mm512_load_si512(&from.q[G % 4][0][0]), all = _mm512_set1_epi8(31);
+    if constexpr (G < 4) return _mm512_and_si512(packed, all);
+    const __m512i upper = _mm512_srli_epi16(packed, 3);
+    const __m512i lower = _mm512_srli_epi16(_mm512_load_si512(&from.q[4][0][0]), 2 * (G % 4));
+    // Bits 2, 3 and 4 of upper, the other ones of lower.
+    const __m512i both = _mm512_ternarylogic_epi32(upper, lower, _mm512_set1_epi8(0x1C), 0xE4);
+    return _mm512_and_si512(both, all);
 }
 
+struct FiveBitDots {
+    template <int R, int N>
+    SIMD_FN void dot_block(Sums<R, N>& sums, const FiveBits* const (&block)[R], const int8_t* q) {
+        repeat<8>(EACH(g) {
+            __m512i weights[R];
+            UNROLL for (int r = 0; r < R; ++r) weights[r] = five_bits<g>(*block[r]);
+            dot<R, N>(sums, weights, q, g);
+        });
+    }
+};
+
 // Each kind: how many blocks one packed unit holds, its size, and one block's step.
-struct WeightsQ4_0 {
-    static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ4_0);
+
+// Two blocks, each with a scale. Sums start at -8 * S << SHIFT.
+template <class Packed, class Dots, int SHIFT>
+struct PairUnit {
+    static constexpr size_t BLOCKS = 2, BYTES = sizeof(Packed);
     template <int R, int N>
     SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
                        const Panel& x, size_t cell, size_t) {
         Sums<R, N> sums;
-        start<0>(sums, x.offset + cell);
-        const uint8_t* nibbles[R];
+        start<SHIFT>(sums, x.offset + cell);
+        BlockOf<Packed> block[R];
         __m512 dw[R];
         UNROLL for (int r = 0; r < R; ++r) {
-            const auto* pair = reinterpret_cast<const PackedQ4_0*>(unit[r]);
-            nibbles[r] = &pair->q[i][0][0][0];
+            const auto* pair = reinterpret_cast<const Packed*>(unit[r]);
+            block[r] = block_at(*pair, i);
             dw[r] = halves_at(pair->d[i]);
         }
-        dot_nibbles<R, N>(sums, nibbles, x.q + cell * BLOCK_WIDTH);
+        Dots::template dot_block<R, N>(sums, block, x.q + cell * BLOCK_WIDTH);
         scale_in(acc, sums, dw, x.scale + cell);
     }
 };
+struct WeightsQ4_0 : PairUnit<PackedQ4_0, NibbleDots, 0> {};
+struct WeightsQ5_0 : PairUnit<PackedQ5_0, FiveBitDots, 1> {};
+struct WeightsQ8_0 : PairUnit<PackedQ8_0, ByteDots, 4> {};
+struct WeightsIQ4_NL : PairUnit<PackedQ4_0, TableDots, 4> {};
 
-struct WeightsQ4_1 {
-    static constexpr size_t BLOCKS = 1, BYTES = sizeof(PackedQ4_1);
+// One block with a scale and a minimum.
+template <class Packed, class Dots>
+struct MinimumUnit {
+    static constexpr size_t BLOCKS = 1, BYTES = sizeof(Packed);
     template <int R, int N>
-    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t,
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
                        const Panel& x, size_t cell, size_t) {
         Sums<R, N> sums;
         start_at_zero(sums);
-        const uint8_t* nibbles[R];
+        BlockOf<Packed> block[R];
         __m512 dw[R], mw[R];
         UNROLL for (int r = 0; r < R; ++r) {
-            const auto* from = reinterpret_cast<const PackedQ4_1*>(unit[r]);
-            nibbles[r] = &from->q[0][0][0];
+            const auto* from = reinterpret_cast<const Packed*>(unit[r]);
+            block[r] = block_at(*from, i);
             dw[r] = halves_at(from->d);
             mw[r] = halves_at(from->m);
         }
-        dot_nibbles<R, N>(sums, nibbles, x.q + cell * BLOCK_WIDTH);
+        Dots::template dot_block<R, N>(sums, block, x.q + cell * BLOCK_WIDTH);
         scale_in(acc, sums, dw, x.scale + cell);
         minimum_in(acc, mw, x.sum + cell);
     }
 };
+struct WeightsQ4_1 : MinimumUnit<PackedQ4_1, NibbleDots> {};
+struct WeightsQ5_1 : MinimumUnit<PackedQ5_1, FiveBitDots> {};
 
-struct WeightsQ8_0 {
-    static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ8_0);
-    template <int R, int N>
-    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
-                       const Panel& x, size_t cell, size_t) {
-        Sums<R, N> sums;
-        start<4>(sums, x.offset + cell);  // -128 * S
-        const PackedQ8_0* pair[R];
-        __m512 dw[R];
+SIMD_FN __m512 bytes_at(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+// Q4_K and Q5_K. d * scale and m * min are exact in fp32, and so are their products with an activation
+// scale; hence the steps are those of the definition, which scales the integers.
+template <class Packed, class Dots>
+struct Superblock {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(Packed);
+
+    // Scales of R superblocks and of their sub-blocks.
+    template <int R>
+    struct Unpacked {
+        __m512 super_d[R], super_m[R];
+        __m512 d[8][R], m[8][R];
+    };
+    static constexpr size_t TOKENS_UNPACKED = 2;
+
+    template <int R>
+    SIMD_FN void unpack_scales(const uint8_t* const (&unit)[R], Unpacked<R>& to) {
         UNROLL for (int r = 0; r < R; ++r) {
-            pair[r] = reinterpret_cast<const PackedQ8_0*>(unit[r]);
-            dw[r] = halves_at(pair[r]->d[i]);
+            const auto* super = reinterpret_cast<const Packed*>(unit[r]);
+            to.super_d[r] = halves_at(super->d);
+            to.super_m[r] = halves_at(super->m);
         }
-        UNROLL for (int g = 0; g < 8; ++g) {
-            __m512i weights[R];
-            UNROLL for (int r = 0; r < R; ++r)
-                weights[r] = _mm512_load_si512(&pair[r]->q[i][g][0][0]);
-            dot<R, N>(sums, weights, x.q + cell * BLOCK_WIDTH, g);
+    }
+    template <int R, int N, bool FIRST>
+    SIMD_FN void sub_block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R],
+                           Unpacked<R>& scales, size_t b, const Panel& x, size_t cell, size_t) {
+        BlockOf<Packed> block[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            const auto* super = reinterpret_cast<const Packed*>(unit[r]);
+            block[r] = block_at(*super, b);
+            if (FIRST) {
+                scales.d[b][r] = _mm512_mul_ps(scales.super_d[r], bytes_at(super->scale[b]));
+                scales.m[b][r] = _mm512_mul_ps(scales.super_m[r], bytes_at(super->min[b]));
+            }
         }
-        scale_in(acc, sums, dw, x.scale + cell);
+        Sums<R, N> sums;
+        start_at_zero(sums);
+        Dots::template dot_block<R, N>(sums, block, x.q + cell * BLOCK_WIDTH);
+        scale_in(acc, sums, scales.d[b], x.scale + cell);
+        minimum_in(acc, scales.m[b], x.sum + cell);
+    }
+    template <int R, int N>
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t b,
+                       const Panel& x, size_t cell, size_t halves) {
+        Unpacked<R> scales;
+        unpack_scales(unit, scales);
+        sub_block<R, N, true>(acc, unit, scales, b, x, cell, halves);
     }
 };
+struct WeightsQ4_K : Superblock<PackedQ4_K, NibbleDots> {};
+struct WeightsQ5_K : Superblock<PackedQ5_K, FiveBitDots> {};
 
 struct WeightsQ6_K {
     static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ6_K);
@@ -273,170 +377,6 @@ struct WeightsQ6_K {
         scale_in(acc, first, from.d, x.scale + cell);
     }
 };
-
-// Weights of dword g.
-template <int G>
-SIMD_FN __m512i five_bits(const FiveBits& from) {
-    const __m512i packed = _mm512_load_si512(&from.q[G % 4][0][0]), all = _mm512_set1_epi8(31);
-    if constexpr (G < 4) return _mm512_and_si512(packed, all);
-    const __m512i upper = _mm512_srli_epi16(packed, 3);
-    const __m512i lower = _mm512_srli_epi16(_mm512_load_si512(&from.q[4][0][0]), 2 * (G % 4));
-    // Bits 2, 3 and 4 of upper, the other ones of lower.
-    const __m512i both = _mm512_ternarylogic_epi32(upper, lower, _mm512_set1_epi8(0x1C), 0xE4);
-    return _mm512_and_si512(both, all);
-}
-
-template <int R, int N>
-SIMD_FN void dot_five_bits(Sums<R, N>& sums, const FiveBits* const (&from)[R], const int8_t* q) {
-    repeat<8>(EACH(g) {
-        __m512i weights[R];
-        UNROLL for (int r = 0; r < R; ++r) weights[r] = five_bits<g>(*from[r]);
-        dot<R, N>(sums, weights, q, g);
-    });
-}
-
-struct WeightsQ5_0 {
-    static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ5_0);
-    template <int R, int N>
-    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
-                       const Panel& x, size_t cell, size_t) {
-        Sums<R, N> sums;
-        start<1>(sums, x.offset + cell);  // -16 * S
-        const FiveBits* from[R];
-        __m512 dw[R];
-        UNROLL for (int r = 0; r < R; ++r) {
-            const auto* pair = reinterpret_cast<const PackedQ5_0*>(unit[r]);
-            from[r] = &pair->block[i];
-            dw[r] = halves_at(pair->d[i]);
-        }
-        dot_five_bits<R, N>(sums, from, x.q + cell * BLOCK_WIDTH);
-        scale_in(acc, sums, dw, x.scale + cell);
-    }
-};
-
-struct WeightsQ5_1 {
-    static constexpr size_t BLOCKS = 1, BYTES = sizeof(PackedQ5_1);
-    template <int R, int N>
-    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t,
-                       const Panel& x, size_t cell, size_t) {
-        Sums<R, N> sums;
-        start_at_zero(sums);
-        const FiveBits* from[R];
-        __m512 dw[R], mw[R];
-        UNROLL for (int r = 0; r < R; ++r) {
-            const auto* block = reinterpret_cast<const PackedQ5_1*>(unit[r]);
-            from[r] = &block->block;
-            dw[r] = halves_at(block->d);
-            mw[r] = halves_at(block->m);
-        }
-        dot_five_bits<R, N>(sums, from, x.q + cell * BLOCK_WIDTH);
-        scale_in(acc, sums, dw, x.scale + cell);
-        minimum_in(acc, mw, x.sum + cell);
-    }
-};
-
-// The table plus 128, as the unsigned operand of the dots.
-struct WeightsIQ4_NL {
-    static constexpr size_t BLOCKS = 2, BYTES = sizeof(PackedQ4_0);
-    template <int R, int N>
-    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
-                       const Panel& x, size_t cell, size_t) {
-        const __m512i mask = _mm512_set1_epi8(15);
-        const __m512i table = _mm512_xor_si512(
-            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(IQ4_VALUES))),
-            _mm512_set1_epi8(-128));
-        Sums<R, N> sums;
-        start<4>(sums, x.offset + cell);  // -128 * S
-        const PackedQ4_0* pair[R];
-        __m512 dw[R];
-        UNROLL for (int r = 0; r < R; ++r) {
-            pair[r] = reinterpret_cast<const PackedQ4_0*>(unit[r]);
-            dw[r] = halves_at(pair[r]->d[i]);
-        }
-        UNROLL for (int j = 0; j < 4; ++j) {
-            __m512i low[R], high[R];
-            UNROLL for (int r = 0; r < R; ++r) {
-                const __m512i packed = _mm512_load_si512(&pair[r]->q[i][j][0][0]);
-                low[r] = _mm512_shuffle_epi8(table, _mm512_and_si512(packed, mask));
-                high[r] = _mm512_shuffle_epi8(
-                    table, _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask));
-            }
-            dot<R, N>(sums, low, x.q + cell * BLOCK_WIDTH, j);
-            dot<R, N>(sums, high, x.q + cell * BLOCK_WIDTH, j + 4);
-        }
-        scale_in(acc, sums, dw, x.scale + cell);
-    }
-};
-
-SIMD_FN __m512 bytes_at(const uint8_t* p) {
-    return _mm512_cvtepi32_ps(
-        _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p))));
-}
-
-template <int R, int N>
-SIMD_FN void dot_sub_block(Sums<R, N>& sums, const PackedQ4_K* const (&super)[R], size_t b,
-                           const int8_t* q) {
-    const uint8_t* nibbles[R];
-    UNROLL for (int r = 0; r < R; ++r) nibbles[r] = &super[r]->q[b][0][0][0];
-    dot_nibbles<R, N>(sums, nibbles, q);
-}
-template <int R, int N>
-SIMD_FN void dot_sub_block(Sums<R, N>& sums, const PackedQ5_K* const (&super)[R], size_t b,
-                           const int8_t* q) {
-    const FiveBits* from[R];
-    UNROLL for (int r = 0; r < R; ++r) from[r] = &super[r]->block[b];
-    dot_five_bits<R, N>(sums, from, q);
-}
-
-// Q4_K and Q5_K. d * scale and m * min are exact in fp32, and so are their products with an activation
-// scale; hence the steps are those of the definition, which scales the integers.
-template <class Packed>
-struct Superblock {
-    static constexpr size_t BLOCKS = 8, BYTES = sizeof(Packed);
-
-    // Scales of R superblocks and of their sub-blocks.
-    template <int R>
-    struct Unpacked {
-        __m512 super_d[R], super_m[R];
-        __m512 d[8][R], m[8][R];
-    };
-    static constexpr size_t TOKENS_UNPACKED = 2;
-
-    template <int R>
-    SIMD_FN void unpack_scales(const uint8_t* const (&unit)[R], Unpacked<R>& to) {
-        UNROLL for (int r = 0; r < R; ++r) {
-            const auto* super = reinterpret_cast<const Packed*>(unit[r]);
-            to.super_d[r] = halves_at(super->d);
-            to.super_m[r] = halves_at(super->m);
-        }
-    }
-    template <int R, int N, bool FIRST>
-    SIMD_FN void sub_block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R],
-                           Unpacked<R>& scales, size_t b, const Panel& x, size_t cell, size_t) {
-        const Packed* super[R];
-        UNROLL for (int r = 0; r < R; ++r) {
-            super[r] = reinterpret_cast<const Packed*>(unit[r]);
-            if (FIRST) {
-                scales.d[b][r] = _mm512_mul_ps(scales.super_d[r], bytes_at(super[r]->scale[b]));
-                scales.m[b][r] = _mm512_mul_ps(scales.super_m[r], bytes_at(super[r]->min[b]));
-            }
-        }
-        Sums<R, N> sums;
-        start_at_zero(sums);
-        dot_sub_block(sums, super, b, x.q + cell * BLOCK_WIDTH);
-        scale_in(acc, sums, scales.d[b], x.scale + cell);
-        minimum_in(acc, scales.m[b], x.sum + cell);
-    }
-    template <int R, int N>
-    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t b,
-                       const Panel& x, size_t cell, size_t halves) {
-        Unpacked<R> scales;
-        unpack_scales(unit, scales);
-        sub_block<R, N, true>(acc, unit, scales, b, x, cell, halves);
-    }
-};
-struct WeightsQ4_K : Superblock<PackedQ4_K> {};
-struct WeightsQ5_K : Superblock<PackedQ5_K> {};
 
 }  // namespace
 }  // namespace batchengine

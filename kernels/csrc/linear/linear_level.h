@@ -99,6 +99,17 @@ template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
                      bool cold, TileResult* results);
 
+// The first weights of block i of a packed unit.
+SIMD_FN const uint8_t* block_at(const PackedQ4_0& unit, size_t i) { return unit.q[i][0][0]; }
+SIMD_FN const uint8_t* block_at(const PackedQ4_1& unit, size_t) { return unit.q[0][0]; }
+SIMD_FN const uint8_t* block_at(const PackedQ8_0& unit, size_t i) { return unit.q[i][0][0]; }
+SIMD_FN const uint8_t* block_at(const PackedQ4_K& unit, size_t i) { return unit.q[i][0][0]; }
+SIMD_FN const FiveBits* block_at(const PackedQ5_0& unit, size_t i) { return &unit.block[i]; }
+SIMD_FN const FiveBits* block_at(const PackedQ5_1& unit, size_t) { return &unit.block; }
+SIMD_FN const FiveBits* block_at(const PackedQ5_K& unit, size_t i) { return &unit.block[i]; }
+template <class Packed>
+using BlockOf = decltype(block_at(*static_cast<const Packed*>(nullptr), 0));
+
 // Sixteen float weights of one k.
 template <Kind KIND>
 SIMD_FN V16 weights_at(const uint8_t* tile, size_t k) {
