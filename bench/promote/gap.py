@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import time
 from collections.abc import Awaitable, Sequence
@@ -31,17 +30,16 @@ import numpy as np
 import uvloop
 
 import kernels
-from batchengine.config import Config, LaneConfig, LimitsConfig, ModelConfig, StoreConfig
-from batchengine.config.settings import RouterConfig
+from batchengine.config import Config
 from batchengine.core import PAGE_TOKENS, ErrorEvent, GenerationRequest, TokenEvent
 from batchengine.engine import Engine
 from batchengine.engine.placement import migration
 from bench import report
-from bench.engine import DISK, synthetic_model
+from bench.engine import synthetic_model
+from bench.promote.moves import LANES, two_lanes
 from kv_store import keys
 from kv_store.pages.allocator import NoRoom
 
-LANES = ("a", "b")
 WAYS = {"decoding": migration.COPIES_MAX, "stopped": 0}  # COPIES_MAX of both
 BASE_PAGES = 4  # computed; the pages after them have the same bytes
 SHORT = 8  # tokens by which the prompt is shorter than whole pages
@@ -241,19 +239,7 @@ def _asked(session: str, prompt: list[int], count: int, tenant: str = "") -> Gen
 
 
 async def _measure(path: Path, length: int, moves: int, between: int, folder: str) -> Situations:
-    cores = sorted(os.sched_getaffinity(0))
-    lanes = tuple(
-        LaneConfig(name, threads=1, cores=(cores[i],) if len(cores) > 1 else ())
-        for i, name in enumerate(LANES)
-    )
-    config = Config(
-        model=ModelConfig(path=str(path), id="promote"),
-        lanes=lanes,
-        store=StoreConfig(dir=folder, budget_bytes=8 << 30, allow_volatile=True),
-        limits=LimitsConfig(context_tokens=length + 2 * ANSWER),
-        router=RouterConfig(promote_auto=False, demote_idle_s=0.0),
-        cache_dir=str(DISK if DISK.is_dir() else folder),
-    )
+    config = two_lanes(path, length + 2 * ANSWER, folder)
     found = Situations(config, length, between)
     # Both directions of each way: moves 0 and 1, 4 and 5, … of one way, the others of the other.
     ways = [list(WAYS)[move // 2 % 2] for move in range(moves)]

@@ -214,20 +214,25 @@ def _move(source: LlamaContext, target: LlamaContext, path: Path) -> float:
 # ---------------------------------------------------------------------------------------- main
 
 
-async def _moves(path: Path, lengths: list[int], moves: int, folder: str) -> list[Length]:
+def two_lanes(path: Path, context_tokens: int, folder: str) -> Config:
+    """A model on two lanes of one thread each, between which no session moves by itself."""
     cores = sorted(os.sched_getaffinity(0))
     lanes = tuple(
         LaneConfig(name, threads=1, cores=(cores[i],) if len(cores) > 1 else ())
         for i, name in enumerate(LANES)
     )
-    config = Config(
+    return Config(
         model=ModelConfig(path=str(path), id="promote"),
         lanes=lanes,
         store=StoreConfig(dir=folder, budget_bytes=8 << 30, allow_volatile=True),
-        limits=LimitsConfig(context_tokens=max(lengths) + 1024),
+        limits=LimitsConfig(context_tokens=context_tokens),
         router=RouterConfig(promote_auto=False, demote_idle_s=0.0),
         cache_dir=str(DISK if DISK.is_dir() else folder),
     )
+
+
+async def _moves(path: Path, lengths: list[int], moves: int, folder: str) -> list[Length]:
+    config = two_lanes(path, max(lengths) + 1024, folder)
     bench, found = Moves(config, moves), list[Length]()
     await bench.engine.start(lambda _: None)
     try:

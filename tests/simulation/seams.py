@@ -219,6 +219,23 @@ class SimText:
 
 
 @contextlib.contextmanager
+def replaced(name: str, real: object, fake: object, *prefixes: str) -> Iterator[None]:
+    """Modules below these prefixes that call `real` by this name use `fake`."""
+    users = [
+        module
+        for path, module in sorted(sys.modules.items())
+        if path.startswith(prefixes) and getattr(module, name, None) is real
+    ]
+    try:
+        for module in users:
+            setattr(module, name, fake)
+        yield
+    finally:
+        for module in users:
+            setattr(module, name, real)
+
+
+@contextlib.contextmanager
 def virtual_time(loop: VirtualLoop) -> Iterator[None]:
     """Every clock of the product shows the loop's time."""
 
@@ -232,18 +249,8 @@ def virtual_time(loop: VirtualLoop) -> Iterator[None]:
         perf_counter_ns=lambda: int(loop.time() * 1e9),
         sleep=sleep,
     )
-    patched = [
-        module
-        for name, module in sorted(sys.modules.items())
-        if name.startswith(("batchengine.", "kv_store.")) and getattr(module, "time", None) is time
-    ]
-    try:
-        for module in patched:
-            module.time = clock  # type: ignore[attr-defined]
+    with replaced("time", time, clock, "batchengine.", "kv_store."):
         yield
-    finally:
-        for module in patched:
-            module.time = time  # type: ignore[attr-defined]
 
 
 class StoreSeam:
@@ -304,18 +311,8 @@ class FutureSeam:
 def store_futures() -> Iterator[FutureSeam]:
     """Futures of the store belong to the threads of their run."""
     real, made = kv_store.threads.new_future, FutureSeam()
-    patched = [
-        module
-        for name, module in sorted(sys.modules.items())
-        if name.startswith("kv_store.") and getattr(module, "new_future", None) is real
-    ]
-    try:
-        for module in patched:
-            module.new_future = made.new_future  # type: ignore[attr-defined]
+    with replaced("new_future", real, made.new_future, "kv_store."):
         yield made
-    finally:
-        for module in patched:
-            module.new_future = real  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import signal
@@ -16,8 +15,7 @@ import pytest
 from batchengine.core import PAGE_TOKENS
 from batchengine.wire import lane as wire
 from tests.lanes.pipeline.scene import Ended, Pipeline, event_of, page_bytes, parts_of
-from tests.lanes.ring.certificates import Authority
-from tests.lanes.ring.scene import Scene, running_scene
+from tests.lanes.ring.scene import Scene, lasting_scene, running_scene
 from tests.support.engines import words
 
 N_LAYERS = 4  # of the pocket model
@@ -40,25 +38,14 @@ def stages(
     cache_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stages]:
-    folder = tmp_path_factory.mktemp("stages")
-    is_tcp, names = request.param != "socketpair", "abcd"
-    identities = None
-    if is_tcp:
-        authority = Authority(folder)
-        identities = {name: authority.identity(name) for name in names}
-    with asyncio.Runner() as runner:
-        stack = contextlib.AsyncExitStack()
-        running = running_scene(
-            names, pocket_path, cache_dir, folder, tcp=is_tcp, identities=identities
-        )
-        scene = runner.run(stack.enter_async_context(running))
+    folder, is_tcp = tmp_path_factory.mktemp("stages"), request.param != "socketpair"
+    with lasting_scene("abcd", pocket_path, cache_dir, folder, tcp=is_tcp) as (runner, scene):
         node = scene["a"]
         expected: dict[int, list[bytes]] = {}
         for key, tokens in TOKENS.items():
             runner.run(node.prefill(key, tokens))
             expected[key] = [page_bytes(node, slot) for slot in node.timelines[key].slots]
         yield Stages(runner, scene, expected)
-        runner.run(stack.aclose())
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from batchengine.wire.frames import Decoder
 from batchengine.wire.lane import ARENA_BIT, HELD_BIT
 from kv_store.arenas.arena import Arena
 from kv_store.layout import PageLayout
+from tests.lanes.ring.certificates import Authority
 
 CHUNK = 512
 SLOTS = 96
@@ -316,6 +317,23 @@ async def running_scene(
             await node.close()
         for sock in scene.sockets:
             sock.close()
+
+
+@contextlib.contextmanager
+def lasting_scene(
+    names: str, model: Path, cache_dir: Path, folder: Path, *, tcp: bool
+) -> Iterator[tuple[asyncio.Runner, Scene]]:
+    """A scene on a loop of its own, for all tests of a module; links over TCP have TLS."""
+    identities = None
+    if tcp:
+        authority = Authority(folder)
+        identities = {name: authority.identity(name) for name in names}
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        running = running_scene(names, model, cache_dir, folder, tcp=tcp, identities=identities)
+        scene = runner.run(stack.enter_async_context(running))
+        yield runner, scene
+        runner.run(stack.aclose())
 
 
 def same_rows(found: wire.StepDone, expected: wire.StepDone) -> bool:

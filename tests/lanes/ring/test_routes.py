@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 from collections.abc import Iterator
@@ -17,8 +16,7 @@ from hypothesis import strategies as st
 from batchengine.core import PAGE_TOKENS
 from batchengine.wire import lane as wire
 from kernels import SUPERPAGE_TOKENS
-from tests.lanes.ring.certificates import Authority
-from tests.lanes.ring.scene import Entry, Piece, Scene, running_scene, same_rows
+from tests.lanes.ring.scene import Entry, Piece, Scene, lasting_scene, same_rows
 from tests.support.engines import words
 
 LENGTHS = {1: 5 * SUPERPAGE_TOKENS + 300, 2: 3 * SUPERPAGE_TOKENS + 77, 3: 700}
@@ -49,22 +47,11 @@ def ring(
     cache_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Ring]:
-    folder = tmp_path_factory.mktemp("ring")
-    is_tcp = request.param != "socketpair"
-    identities = None
-    if is_tcp:
-        authority = Authority(folder)
-        identities = {name: authority.identity(name) for name in NAMES}
-    with asyncio.Runner() as runner:
-        stack = contextlib.AsyncExitStack()
-        running = running_scene(
-            NAMES, pocket_path, cache_dir, folder, tcp=is_tcp, identities=identities
-        )
-        scene = runner.run(stack.enter_async_context(running))
+    folder, is_tcp = tmp_path_factory.mktemp("ring"), request.param != "socketpair"
+    with lasting_scene(NAMES, pocket_path, cache_dir, folder, tcp=is_tcp) as (runner, scene):
         timelines = {key: words(key, length) for key, length in LENGTHS.items()}
         runner.run(scene.prefill("d", timelines))
         yield Ring(runner, scene, {}, asyncio.Lock())
-        runner.run(stack.aclose())
 
 
 def pieces_of(rng: random.Random, n_held: int) -> list[Piece]:

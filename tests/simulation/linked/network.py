@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 from batchengine.peers import dialling, listener
 from tests.simulation.clock import OWNER, VirtualLoop
-from tests.simulation.seams import Tape
+from tests.simulation.seams import Tape, replaced
 
 WINDOW_BYTES = 256 << 10  # on their way, beyond which a sender keeps what it has
 USER_TIMEOUT_S = 10.0  # of bytes that do not arrive, as `peers.connection.prepare` sets it
@@ -450,11 +450,5 @@ def simulated_sockets(network: Network) -> Iterator[None]:
 
     known = {name: getattr(socket, name) for name in dir(socket)}
     fake = SimpleNamespace(**known | {"socket": make})
-    modules = [dialling, listener]
-    try:
-        for module in modules:
-            module.socket = fake  # type: ignore[attr-defined]
+    with replaced("socket", socket, fake, dialling.__name__, listener.__name__):
         yield
-    finally:
-        for module in modules:
-            module.socket = socket  # type: ignore[attr-defined]

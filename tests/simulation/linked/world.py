@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import random
 import secrets
-import sys
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,7 @@ from tests.simulation.clock import OWNER
 from tests.simulation.lanes import TRAVEL_S, SimLane
 from tests.simulation.linked.network import Network, simulated_sockets
 from tests.simulation.people import Person
-from tests.simulation.seams import SimThread, Tape, starter_uses
+from tests.simulation.seams import SimThread, Tape, replaced, starter_uses
 from tests.simulation.seed import Ground
 from tests.simulation.world import (
     LIVENESS_S,
@@ -479,15 +478,5 @@ def address_of(name: str) -> str:
 def _repeatable_secrets(rng: random.Random) -> Iterator[None]:
     """Random names of runs, holds and connections follow from the seed."""
     fake = SimpleNamespace(randbits=rng.getrandbits, token_bytes=rng.randbytes)
-    patched = [
-        module
-        for name, module in sorted(sys.modules.items())
-        if name.startswith("batchengine.") and getattr(module, "secrets", None) is secrets
-    ]
-    try:
-        for module in patched:
-            module.secrets = fake  # type: ignore[attr-defined]
+    with replaced("secrets", secrets, fake, "batchengine."):
         yield
-    finally:
-        for module in patched:
-            module.secrets = secrets  # type: ignore[attr-defined]
