@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
+import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ from batchengine.core import (
 )
 from batchengine.engine import Engine, Generation
 from batchengine.engine.placement.migration import OnPoint, pass_point
+from batchengine.engine.turns.stream import EVENTS_MAX
 from batchengine.lanes.worker_process import WORKER
 from bench.models.local_runner import LocalRunner
 
@@ -142,6 +146,20 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
+def suspend(pid: int) -> None:
+    """SIGSTOP; returns once every thread has stopped: until then one of them may still answer."""
+
+    def states() -> set[str]:
+        stats = [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
+        return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats}
+
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 30.0
+    while not states() <= {"T", "Z"}:
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.001)
+
+
 async def started(
     engine: Engine, asked: GenerationRequest, tokens: int
 ) -> tuple[Generation, asyncio.Future[Answer]]:
@@ -150,6 +168,17 @@ async def started(
     reader = asyncio.ensure_future(read(generation))
     await until(lambda: generation.completion_tokens > tokens)
     return generation, reader
+
+
+async def unread(engine: Engine, asked: GenerationRequest, tokens: int) -> Generation:
+    """A stream with more than `tokens` tokens, which runs until it is read or cancelled.
+
+    However fast the machine is: the turn pauses when EVENTS_MAX tokens are not read.
+    """
+    assert tokens < EVENTS_MAX <= asked.tokens_max // 2
+    generation = engine.submit(asked)
+    await until(lambda: generation.completion_tokens > tokens)
+    return generation
 
 
 _count = 0

@@ -23,7 +23,7 @@ from batchengine.core import BatchEngineError, Kind
 from batchengine.fair_queue import FairQueue
 from batchengine.text.frontend import TextFrontend
 from batchengine.text.pool import LONG_NICE, TextLimits
-from tests.support.engines import until
+from tests.support.engines import suspend, until
 
 LONG = "the small fox " * 40_000
 ENDLESS = (
@@ -196,7 +196,7 @@ async def test_a_process_that_cannot_be_ended_is_given_up(
         await text.encode("hi")
         stuck = [worker.pid for worker in text._pool._all if worker.pid]
         for pid in stuck:
-            os.kill(pid, signal.SIGSTOP)
+            suspend(pid)
         with monkeypatch.context() as patched:
             patched.setattr(subprocess.Popen, "send_signal", lambda *_: None)
             with pytest.raises(BatchEngineError, match="could not be ended"):

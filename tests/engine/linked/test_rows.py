@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from typing import Any
 
 from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemons
-from tests.support.engines import Reference, Site, read, request, started, until, words
+from tests.support.engines import Reference, Site, read, request, suspend, unread, until, words
 
 
 def row(one: Daemon) -> dict[str, Any]:
@@ -22,7 +23,7 @@ async def test_a_holder_leaves_and_all_rows_say_what_lies_where(
     another holder that stops answering, the row says who waits for it."""
     async with daemons(site, "abc", 16, peers__hold_bytes=12 * PAGE_BYTES) as (a, b, c):
         ids = words(7, 256 * 18)
-        generation, reading = await started(a.engine, request(ids, 300, session="s"), 3)
+        generation = await unread(a.engine, request(ids, 520, session="s"), 3)
         await until(lambda: bool(a.linked.taken.n_pages) and not a.linked.keeper.moves)
         holders = {one["peer"] for one in row(a)["route"]} - {""}
         first = b if "b" in holders else c
@@ -49,12 +50,13 @@ async def test_a_holder_leaves_and_all_rows_say_what_lies_where(
         assert {one["peer"] for one in row(a)["route"]} == {"", other.name}
 
         worker = other.state.lanes[0].lane.pid
-        os.kill(worker, signal.SIGSTOP)
+        suspend(worker)
+        reading = asyncio.ensure_future(read(generation))
         await until(lambda: "waits_for" in row(a))
         assert row(a)["waits_for"] == {other.name: "it does not answer in time"}
         os.kill(worker, signal.SIGCONT)
         answer = await reading
-        assert answer.tokens == reference.tokens(ids, 300)
+        assert answer.tokens == reference.tokens(ids, 520)
         metric = f'batchengine_peer_pages_taken{{peer="{other.name}"}}'
         pages = f"{metric} {a.linked.taken.pages_with(other.name):.1f}"
         await until(lambda: pages in a.engine.metrics.render()[0].decode())
@@ -64,16 +66,16 @@ async def test_a_holder_that_stops_gives_back_the_pages_of_a_session_at_rest(
     site: Site, reference: Reference
 ) -> None:
     """Two sessions push pages out; when one is gone, there is room for those of the other."""
-    async with daemons(site, "ab", 16, peers__hold_bytes=12 * PAGE_BYTES) as (a, b):
+    async with daemons(site, "ab", 20, peers__hold_bytes=12 * PAGE_BYTES) as (a, b):
         prompts = {"s": words(8, 256 * 12), "t": words(9, 256 * 12)}
         made = [
-            await started(a.engine, request(ids, 2000, session=name), 1)
+            await unread(a.engine, request(ids, 520, session=name), 1)
             for name, ids in prompts.items()
         ]
         await until(lambda: bool(a.linked.taken.n_pages) and not a.linked.keeper.moves)
-        for generation, _ in made:
+        for generation in made:
             generation.cancel()
-        answers = [await reading for _, reading in made]
+        answers = [await read(generation) for generation in made]
         rests = [name for name in prompts if a.state.sessions["", name].kv.held]
         await a.engine.drop("", "t" if rests[0] == "s" else "s")
         await b.engine.stop(20.0)
