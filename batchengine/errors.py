@@ -480,7 +480,7 @@ SESSION_QUARANTINED = Problem("BE2303", Kind.INTERNAL, "session_quarantined",
     "report it with the daemon's log; drop the session to lift the quarantine")
 NO_ROOM = Problem("BE2304", Kind.UNAVAILABLE, "kv_full",
     "there is no room for the KV of this request",
-    "its {pages} pages fill the open slots of the lane, and the store takes none of them",
+    "it has {pages} pages, and neither the lane's open slots nor the store had room for more",
     "free disk space where the store lies, shorten the prompt, or raise lane.places",
     details=("request_id",))
 STEP_MISMATCH = Problem("BE2305", Kind.INTERNAL, _DEFECT,

@@ -185,8 +185,28 @@ class SealPipeline:
                 return found
             if found is NoRoom.GROWING or seal.is_tail:
                 return None
-            if not self._slots.evict_oldest(session):
+            if not (self._slots.evict_oldest(session) or self._reopen_last(seal, session)):
                 return None
+
+    def _reopen_last(self, seal: Seal, session: Session) -> bool:
+        """Unpin the last page of the session that was published before the one of `seal`, which
+        precedes it: it takes the room, and cannot enter the table before. It is sealed again."""
+        later = [other for other in self.read_back.queued if other.session is session]
+        last = max(later, key=lambda other: other.index, default=seal)
+        if last.index <= seal.index or last.ref is None:
+            return False
+        self.read_back.queued.remove(last)
+        self._store.pages.unpin(last.ref)
+        self._end(last)
+        self._keep_open(last, session)
+        self._pending.append(last)
+        return True
+
+    def _keep_open(self, seal: Seal, session: Session) -> None:
+        """Have the seal of an open page begin anew, when it is queued again."""
+        seal.written, seal.ref, seal.again = False, None, True
+        self._slots.seals[seal.slot] = seal
+        self._slots.recount(session)
 
     def _follow(self, seal: Seal, future: Future[PageRef]) -> None:
         if seal not in self.in_flight:
@@ -313,10 +333,8 @@ class SealPipeline:
         elif in_table and (session.state is State.FROZEN or not (seal.dropped or is_wrong)):
             # No room, or a bad slot in the store: the rows are still in the arena. The table of a
             # frozen session must not be cut here: the seal fails again after the thaw.
-            seal.written, seal.ref, seal.again = False, None, True
-            self._slots.seals[slot] = seal
+            self._keep_open(seal, session)
             self._stalled.append(seal)
-            self._slots.recount(session)
         elif session.state is not State.FROZEN:
             # The rows are invalid: recompute from the start of the page.
             self._slots.truncate(session, seal.index)

@@ -33,9 +33,9 @@ class Disk(osio.Files):
 class Scene:
     """The pages of one lane whose worker the test executes; one session that runs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **limits: int) -> None:
         self.disk = Disk()
-        self.store = Store.open(folder / "store", descriptor(), settings(), files=self.disk)
+        self.store = Store.open(folder / "store", descriptor(), settings(**limits), files=self.disk)
         self.pages = LaneKv(self.store, Disputes(self.store), lambda: None, self._commit)
         self.arena: Arena = self.store.create_arena("cpu", 1, 8)
         self.pages.slots.attach(self.arena)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +109,29 @@ def test_a_retried_seal_is_not_waited_for(scene: Scene) -> None:
     scene.published(0, 1)
     scene.swap()
     assert len(scene.session.kv.sealed) == 2
+
+
+def test_pages_that_were_sealed_too_early_make_room_for_the_one_before(tmp_path: Path) -> None:
+    """The session itself pins all that the store has room for, and its table has nothing of it."""
+    scene = Scene(tmp_path, budget_bytes=3 * LAYOUT.page_bytes, extent_bytes=LAYOUT.page_bytes)
+    pages, session = scene.pages, scene.session
+    scene.disk.refuses = True
+    scene.fill(0)
+    scene.until(lambda: bool(pages.sealing.stalled))
+    scene.disk.refuses = False
+    for index in (1, 2, 3):
+        scene.fill(index)
+        scene.published(*range(1, index + 1))
+    assert not scene.frame()
+    pages.sealing.retry()
+    scene.published(0, 1, 2)
+    scene.swap()
+    assert len(session.kv.sealed) == 3
+    assert [seal.index for seal in pages.sealing.queued] == [3]
+    assert session.frontier == 4 * PAGE_TOKENS, "its rows are in the arena"
+    session.check()
+    pages.close()
+    scene.store.close()
 
 
 def test_a_turn_that_is_alone_is_refused_for_lack_of_room() -> None:

@@ -137,11 +137,18 @@ class SimFuture(Future[Any]):
     threads: Threads
 
     def result(self, timeout: float | None = None) -> Any:
+        self._complete()
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._complete()
+        return super().exception(0)
+
+    def _complete(self) -> None:
         while not self.done():
             ran = [thread.run(1) for thread in list(self.threads.all)]
             if True not in ran:
                 raise AssertionError("a thread waits for a future that no thread completes")
-        return super().result(0)
 
 
 class SimFiles(osio.Files):

@@ -339,10 +339,10 @@ class LaneLoop:
         if not self.draining:
             plan = scheduler.plan(self.seats.view(self.cost.cost), self.seats.now_ms())
         in_flight = self._steps.prepare(plan)
-        if in_flight is None or not in_flight.parts:
-            self.seats.check_stall()
-        else:
+        if self.draining or (in_flight is not None and in_flight.parts):
             self.seats.end_stall()
+        else:
+            self.seats.check_stall()
         if in_flight is None:
             self._emit()
             await self._sleep()

@@ -22,10 +22,10 @@ from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
 from batchengine.policy.cost import StepCost
 from batchengine.policy.rows import TenantRow, TurnRow
-from batchengine.session import Event, Session
+from batchengine.session import Event, Loss, Session
 
-STALL_S = 0.25  # after which one of several turns that find no slot is preempted
-STALL_ALONE_S = 5.0  # after which a turn that is alone fails
+STALL_S = 0.25  # after which one of several turns that find no slot makes way
+STALL_ALONE_S = 5.0  # after which a turn fails for which no other one can make way
 CUT_OFF_MS = 250.0  # after which a session whose holder did not answer computes again
 
 
@@ -181,10 +181,12 @@ class Seats:
         self._stalled_ms = None
 
     def check_stall(self) -> None:
-        """Preempt a running turn if none of them finds a slot and no seal in flight returns one.
+        """End the wait of turns that could compute, but find no slot or page, and no seat.
 
-        The store may have no room for the full pages in the arena (a full disk, a tiny budget),
-        which the plan does not consider. A turn that is alone and still finds no slot fails.
+        What a seal in flight or a move of pages returns is waited for. But the store may have no
+        room for the full pages in the arena (a full disk, a tiny budget), which the plan does not
+        consider, and turns that wait may hold what the first of them needs. So after STALL_S one
+        turn makes way, and after STALL_ALONE_S, when none can, the turn fails.
         """
         able = [
             turn
@@ -193,6 +195,12 @@ class Seats:
         ]
         if able:
             self.pages_short.set()
+        elif all(turn.paused for turn in self.running.values()):
+            able = [
+                turn
+                for turn in self.queue()
+                if not (turn.paused or turn.session.is_expecting or turn.session.kv.cut_off)
+            ]
         if not able or self._kv.is_sealing:
             self._stalled_ms = None
             return
@@ -201,22 +209,44 @@ class Seats:
         if self.awaits_peers:
             return  # the time counts on: moves may fail one after the other
         stalled_s = (now_ms - since_ms) / 1000
-        if len(self.running) > 1 and stalled_s > STALL_S:
+        if stalled_s > STALL_S and self._make_way(able):
+            self._stalled_ms = None
+        elif stalled_s > STALL_ALONE_S:
+            self._stalled_ms = None
+            pages, request_id = len(able[0].session.kv.codes), able[0].generation.request_id
+            self.fail(able[0], errors.NO_ROOM(pages=pages, request_id=request_id))
+
+    def _make_way(self, able: list[Turn]) -> bool:
+        """Have one turn give up its seat or its pages, for the first of those that could compute.
+
+        False: no other one has any. What is dropped is computed again, rather than in the way.
+        """
+        first = able[0]
+        if len(self.running) > (first.session.key in self.running):
             paused = [turn for turn in self.running.values() if turn.paused]
             seats = Counter(turn.session.tenant for turn in self.running.values())
             last = max(
                 paused or able,
                 key=lambda turn: (turn.rank, seats[turn.session.tenant], turn.deadline_ms),
             )
-            self._stalled_ms = None
             self.preempt(last.session.key)
-        elif stalled_s > STALL_S and (later := [turn for turn in able if turn.session.kv.later]):
-            self._stalled_ms = None
-            later[0].session.kv.drop_later()  # computed again, rather than in the way
-        elif len(self.running) == 1 and stalled_s > STALL_ALONE_S:
-            self._stalled_ms = None
-            pages, request_id = len(able[0].session.kv.codes), able[0].generation.request_id
-            self.fail(able[0], errors.NO_ROOM(pages=pages, request_id=request_id))
+            return True
+        if later := [turn for turn in able if turn.session.kv.later]:
+            later[0].session.kv.drop_later()
+            return True
+        slots = self._kv.slots
+        for turn in reversed(self.queue()):
+            session = turn.session
+            if turn is not first and session.kv.codes:
+                slots.clear(session)
+                session.loss = Loss.EVICTED
+            elif turn is first and session.kv.open:
+                slots.vacate(session)
+            else:
+                continue
+            slots.changed(session)
+            return True
+        return False
 
     # ----------------------------------------------------------------- first step of a session
 

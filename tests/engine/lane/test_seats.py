@@ -1,0 +1,58 @@
+"""Turns that wait while none computes: who makes way for the first, and how the wait ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchengine.engine.lane import seats
+from tests.engine.linked.scene import Scene
+from tests.simulation.stage import words
+from tests.support import kv_scene
+
+tmp_path = kv_scene.tmp_path
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setattr(seats, "STALL_S", 0.0)
+    made = Scene(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_turn_that_waits_gives_its_pages_with_peers_up(scene: Scene) -> None:
+    """They are all that peers have room for, and the first turn has no room without them."""
+    prompt, other = words(1, 2500), words(2, 3000)
+    scene.say(away := scene.session(1), prompt, 2)
+    scene.settle()
+    scene.push(away, "north", 2)
+    scene.seats.pages_budget, scene.seats.pages_beyond = 10, 8
+    first = scene.begin(scene.session(2), other, 2)
+    second = scene.begin(away, [*prompt, 5], 2)
+    first.deadline_ms, second.deadline_ms = 1.0, 2.0
+    before = len(scene.sent)
+    while scene.step():
+        pass
+    assert len(scene.sent) == before
+    while away.kv.held:
+        scene.seats.check_stall()
+    assert first.end is second.end is None
+    scene.seats.pages_beyond_free = 8
+    scene.run(first, second)
+    assert away.tokens[: len(prompt)] == prompt
+
+
+def test_a_turn_that_nothing_can_help_fails(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits alone for pages that peers do not give; its own open pages are of no use to it."""
+    scene.seats.pages_budget, scene.seats.pages_beyond = 4, 20
+    turn = scene.begin(scene.session(1), words(1, 3000), 2)
+    assert not scene.step()
+    monkeypatch.setattr(seats, "STALL_ALONE_S", 0.0)
+    while turn.end is None:
+        scene.seats.check_stall()
+    assert turn.end.error is not None
+    assert turn.end.error.name == "kv_full"
+    assert not scene.seats.turns
