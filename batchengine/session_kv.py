@@ -15,6 +15,7 @@ computed again.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -125,17 +126,17 @@ def whole_superpages(n_pages: int) -> int:
 class Holders(Protocol):
     """The daemons that hold pages of one lane's sessions, as page tables need them."""
 
+    @abstractmethod
     def link(self, segment: HeldSegment) -> int | None:
         """Number of the lane's data link to the holder; None: it has the pages no more."""
-        ...
 
+    @abstractmethod
     def release(self, segments: Sequence[HeldSegment]) -> None:
         """These pages are not needed for their session any more."""
-        ...
 
+    @abstractmethod
     def hold_here(self, refs: Sequence[PageRef]) -> HeldSegment:
         """Make pages of this daemon's store a segment of a route; takes over one pin each."""
-        ...
 
 
 class Cut(NamedTuple):

@@ -6,6 +6,7 @@ keep copies in a memory of its own.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -21,42 +22,42 @@ Report = Callable[[str, str, float, float], None]  # stage, detail, progress 0..
 class LaneMemory(Protocol):
     """The pages of one lane: its arena, and sealed pages read-only."""
 
+    @abstractmethod
     def check(self, step: wire.Step) -> None:
         """Raise BadStep for a chore with an impossible slot, row or epoch, before any is done."""
-        ...
 
+    @abstractmethod
     def prepare(self, step: wire.Step, imported: Sequence[I32Array]) -> tuple[int, ...]:
         """Do the chores before the computation: poison, reserve, relabel, import, touch, in order.
 
         `imported`: per ImportRows the tokens that its rows must hold. Returns the number of rows
         that were proven and copied, per ImportRows.
         """
-        ...
 
+    @abstractmethod
     def finish(self, step: wire.Step) -> tuple[tuple[bytes, ...], tuple[bool, ...]]:
         """Do the chores after the computation: a digest per Digest, an answer per Verify."""
-        ...
 
 
 class Device(Protocol):
     """Computes the steps of a model. It keeps no session state: a step carries everything."""
 
+    @abstractmethod
     def load(self, load: wire.Load, report: Report) -> wire.ModelFacts:
         """Map or pack the weights and test the arithmetic. Raises BatchEngineError."""
-        ...
 
+    @abstractmethod
     def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:
         """Map the arena; steps may run afterwards. Raises BadStep or StoreError."""
-        ...
 
+    @abstractmethod
     def connect(self, links: DataLinks) -> Ring:
         """Attend to pages over data links, for peers and through them; after attach."""
-        ...
 
+    @abstractmethod
     def run(self, batch: StepInput) -> StepOutput:
         """Run one forward pass: write the rows of every entry, sample for those with `sampling`."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End the device's threads."""
-        ...

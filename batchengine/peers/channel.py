@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from abc import abstractmethod
 from typing import Protocol
 
 from batchengine.config.peers import is_peer_name
@@ -27,13 +28,13 @@ READ_BYTES = 64 << 10
 class Channel(Protocol):
     """What lies between the frames and the socket."""
 
+    @abstractmethod
     def seal(self, data: bytes) -> bytes:
         """The bytes to send for `data`."""
-        ...
 
+    @abstractmethod
     def open(self, data: bytes) -> tuple[bytes, bytes]:
         """(what `data` from the socket says, bytes to send now). Raises ssl.SSLError."""
-        ...
 
 
 class PlainChannel:
