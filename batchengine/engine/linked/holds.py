@@ -32,17 +32,14 @@ class HoldName(NamedTuple):
 
 
 class _Hold:
-    """Pages of one hold: None until a page was added. `touched`: when one was promised or added."""
+    """Pages of one hold: None until a page was added. `n_complete` counts the leading ones that
+    were; `touched`: when one was promised or added."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.refs: list[PageRef | None] = []
+        self.n_complete = 0
         self.touched = 0.0
-
-    @property
-    def n_complete(self) -> int:
-        """Number of leading pages that were added."""
-        return self.refs.index(None) if None in self.refs else len(self.refs)
 
 
 class HoldsGiven:
@@ -152,6 +149,8 @@ class HoldsGiven:
             return False
         hold = self._holds[name]
         hold.refs[index], hold.touched = ref, time.monotonic()
+        while hold.n_complete < len(hold.refs) and hold.refs[hold.n_complete] is not None:
+            hold.n_complete += 1
         self._pinned[ref] += 1
         self._awaited -= 1
         return True
@@ -166,6 +165,7 @@ class HoldsGiven:
             return False
         dropped = hold.refs[kept:]
         del hold.refs[kept:]
+        hold.n_complete = min(hold.n_complete, kept)
         self._drop(dropped)
         if not hold.refs:
             self._forget(name)
@@ -177,7 +177,7 @@ class HoldsGiven:
         trimmed = [
             (name, hold.n_complete)
             for name, hold in self._holds.items()
-            if hold.touched < before and None in hold.refs
+            if hold.touched < before and hold.n_complete < len(hold.refs)
         ]
         return [name for name, kept in trimmed if self.trim(name, self._holds[name].epoch, kept)]
 
@@ -243,7 +243,10 @@ class HoldsGiven:
         places = [ref for hold in self._holds.values() for ref in hold.refs]
         assert Counter(ref for ref in places if ref is not None) == self._pinned
         assert places.count(None) == self._awaited
-        assert all(hold.refs for hold in self._holds.values())
+        for hold in self._holds.values():
+            assert hold.refs
+            assert None not in hold.refs[: hold.n_complete]
+            assert hold.refs[hold.n_complete : hold.n_complete + 1] in ([], [None])
         assert self._names == {name.hold: name for name in self._holds}
 
     def __iter__(self) -> Iterator[HoldName]:

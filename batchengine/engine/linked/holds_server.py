@@ -24,6 +24,7 @@ from batchengine.session import common_prefix
 from batchengine.wire import lane as wire
 from batchengine.wire import peer
 from batchengine.wire.peer import PeerFrame, PeerMessage
+from kv_store import keys
 from kv_store.errors import StoreError
 from kv_store.pages.allocator import NoRoom
 from kv_store.pages.index import PageRef
@@ -114,7 +115,7 @@ class HoldServer:
             case peer.ErasePages() as asked:
                 if len(frame.payload) % TOKEN_BYTES_EACH or len(frame.payload) > TIMELINE_BYTES_MAX:
                     raise Misfit(f"a timeline of {len(frame.payload)} bytes")
-                self._run(link, frame, self._erase(asked, array("i", bytes(frame.payload))))
+                self._run(link, frame, self._erase(asked, bytes(frame.payload)))
             case _:
                 return False
         return True
@@ -311,15 +312,17 @@ class HoldServer:
             reading.close()
             self._reading[link.name] -= 1
 
-    async def _erase(self, asked: peer.ErasePages, tokens: array[int]) -> PeerMessage:
-        """Overwrite pages of a session that its owner has dropped."""
-        tenant, ids = asked.salt.decode(errors="replace"), tokens.tolist()
+    async def _erase(self, asked: peer.ErasePages, ids: bytes) -> PeerMessage:
+        """Overwrite pages of a session that its owner has dropped; `ids`: its tokens, as in a
+        key."""
+        tenant = asked.salt.decode(errors="replace")
         kept = await asyncio.wrap_future(self._store.ledger.shared_tokens("", tenant, ids))
         for loop in self._lanes:
             for session in loop.sessions.values():
-                is_alike = session.tokens[:PAGE_TOKENS] == ids[:PAGE_TOKENS]
-                if is_alike and session.salt == asked.salt:
-                    kept = max(kept, common_prefix(session.tokens, ids))
+                if session.salt != asked.salt:
+                    continue
+                if keys.token_bytes(session.tokens[:PAGE_TOKENS]) == ids[:TOKEN_BYTES]:
+                    kept = max(kept, common_prefix(session.tokens, array("I", ids).tolist()))
         erasing = self._store.pages.erase(ids, asked.salt, max(kept, asked.kept))
         return peer.PagesErased(await asyncio.wrap_future(erasing))
 

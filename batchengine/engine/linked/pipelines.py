@@ -216,16 +216,17 @@ class Pipelines:
     async def _open_stage(
         self, run: OwnedRun, part: wire.Part, previous: str, following: str
     ) -> None:
-        tokens = array("i", run.session.tokens)
+        n_tokens = len(run.session.tokens)
+        tokens = array("i", () if part.first else run.session.tokens)  # only the first stage's
         if part.peer == self._own_name:
             self._loop.lane.note(
                 wire.OpenStage(
-                    run.number, part.first, part.end, len(tokens), previous, following, part.peer
+                    run.number, part.first, part.end, n_tokens, previous, following, part.peer
                 )
             )
             await run.until(lambda: part.peer in run.opened)
             layers, chunk_tokens = (part.first, part.end), run.chunk_tokens
-            compute_stage(self._loop, run.number, layers, tokens, len(tokens), chunk_tokens)
+            compute_stage(self._loop, run.number, layers, tokens, n_tokens, chunk_tokens)
             return
         link = self._peers.links.get(part.peer)
         if link is None or not self.can_use(part.peer):
@@ -234,13 +235,12 @@ class Pipelines:
             run.number,
             part.first,
             part.end,
-            len(tokens),
+            n_tokens,
             run.chunk_tokens,
             previous,
             following,
         )
-        payload = b"" if part.first else tokens.tobytes()
-        answer = (await link.request(message, payload, timeout_s=OPEN_S)).message
+        answer = (await link.request(message, tokens.tobytes(), timeout_s=OPEN_S)).message
         if not isinstance(answer, PipelineOpened):
             link.abort(f"it answered OpenPipeline with {type(answer).__name__}")
             raise PipelineFailed(f"{part.peer} gave a wrong answer")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.lanes.stage_queue import StageWork
@@ -138,7 +140,8 @@ class ServedStages:
             return f"it computes at most {self._context_max} tokens"
         if len(tokens) != (0 if message.first else message.n_tokens):
             return "tokens are for the first stage"
-        if tokens and not (min(tokens) >= 0 and max(tokens) < facts.vocab_size):
+        ids = np.frombuffer(tokens, np.uint32)  # one below 0 is above every vocabulary
+        if len(ids) and int(ids.max()) >= facts.vocab_size:
             return "a token is outside the vocabulary"
         if message.end > facts.n_layer or message.first >= message.end:
             return f"it has {facts.n_layer} layers"
@@ -210,13 +213,12 @@ def compute_stage(
 ) -> None:
     """Compute layers [first, end) for a pipeline from now on, which the lane's worker has opened.
 
-    The first stage, which has the tokens, waits for its owner's word.
+    `tokens` are for the first stage, which waits for its owner's word; the others get none.
     """
     first, end = layers
     facts = loop.lane.facts
     share = (end - first) / facts.n_layer if facts is not None else 1.0
-    none = array("i")
-    work = StageWork(number, share, n_tokens, chunk_tokens, none if first else tokens)
+    work = StageWork(number, share, n_tokens, chunk_tokens, tokens)
     work.arrived, work.allowed = (0, n_tokens) if first else (n_tokens, 0)
     loop.stages.add(work)
     loop.wake()

@@ -117,6 +117,8 @@ async def test_an_owner_that_lies(site: Site) -> None:
             answer = await a.ask(peer.ReadPage(HOLD, 1, 3))
             assert isinstance(answer, peer.PageSent)
             assert answer.why
+            no_tokens = b"\xff" * 4 * 300  # above every vocabulary
+            assert await a.ask(peer.ErasePages(SALT, 0), no_tokens) == peer.PagesErased(0)
         await until(lambda: not b.linked.given.n_pages)
         for message, payload, attempt in (
             (peer.PagePart(HOLD, 0, 5), b"x", 0),  # does not begin at the beginning
