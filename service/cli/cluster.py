@@ -131,7 +131,7 @@ class Cluster:
         Raises BatchEngineError for a file that is no model.
         """
         self._model = model
-        self._page_bytes = _page_bytes(model)
+        self._page_bytes = page_bytes(model)
         self._kv_pages = kv_pages
         self._hold_pages = hold_pages
         self.nodes: list[Node] = []
@@ -154,7 +154,7 @@ class Cluster:
         following ones, or free ones.
         """
         _check_memory(self._model, count, self._kv_pages * self._page_bytes)
-        free = _free_ports(2 * count)
+        free = free_ports(2 * count)
         places = {f"node-{index + 1}": free[index] for index in range(count)}
         for index, (name, peer_port) in enumerate(places.items()):
             folder = new_scratch() if keep is None else _made(keep.absolute() / name)
@@ -370,7 +370,8 @@ def _end(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """TCP ports of loopback that nothing listens on now."""
     with contextlib.ExitStack() as stack:
         return [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
@@ -402,7 +403,7 @@ def _certify(authority: Path, name: str, folder: Path) -> None:
     bundle.unlink()
 
 
-def _page_bytes(model: Path) -> int:
+def page_bytes(model: Path) -> int:
     """Bytes of one KV page of a model file. Raises BatchEngineError for one that is none."""
     from batchengine.gguf import GgufFile
     from batchengine.weights import read_spec
@@ -413,12 +414,13 @@ def _page_bytes(model: Path) -> int:
     return PageLayout(spec.n_layer, spec.attention.n_kv_head, spec.attention.head_dim).page_bytes
 
 
-def _check_memory(model: Path, nodes: int, page_bytes: int) -> None:
-    """Raises TOO_LITTLE_MEMORY unless the daemons fit beside what runs already."""
+def _check_memory(model: Path, nodes: int, kv_bytes: int) -> None:
+    """Raises TOO_LITTLE_MEMORY unless daemons with so many bytes of KV each fit beside what runs
+    already."""
     import psutil
 
     weights = model.stat().st_size
-    needed = weights + nodes * (NODE_BYTES + 2 * KV_PAGES * page_bytes)
+    needed = weights + nodes * (NODE_BYTES + 2 * kv_bytes)  # again for open pages and buffers
     free = int(psutil.virtual_memory().available)
     if free < needed:
         raise errors.TOO_LITTLE_MEMORY(

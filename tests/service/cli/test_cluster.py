@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from batchengine.core import BatchEngineError
+from service.cli import render
+from service.cli.cluster import NODE_BYTES, Cluster, page_bytes
 from tests.service.cli.test_cli import ROOT, cli, wait_for
 
 DEMO = [sys.executable, "-m", "service.cli", "cluster", "demo"]
@@ -31,6 +35,17 @@ def test_it_runs_to_its_end_and_can_use_its_folder_again(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["kept"]
     for name in ("node-1", "node-2"):
         assert (tmp_path / "kept" / name / "kv" / "meta.db").exists()
+
+
+def test_too_little_memory_is_refused_with_what_is_needed(
+    pocket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = pocket_path.stat().st_size + 3 * (NODE_BYTES + 2 * 24 * page_bytes(pocket_path))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
+    with Cluster(pocket_path, kv_pages=24) as cluster, pytest.raises(BatchEngineError) as refusal:
+        cluster.start(3)
+    assert refusal.value.code == "BE1119"
+    assert render.size(needed) in refusal.value.why
 
 
 def test_a_dead_daemon_is_reported_and_a_killed_demo_leaves_nothing(
