@@ -35,7 +35,7 @@ from bench import report
 from bench.models.llama import LlamaContext, LlamaModel
 from bench.models.llama_state import SequenceState
 from bench.models.local_runner import LocalRunner, LocalSequence
-from bench.models.synthetic import PRESETS, write_synthetic
+from bench.models.synthetic import PRESETS, Shape, write_synthetic
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"flash": False, "kv_type": "f16"},
@@ -51,18 +51,19 @@ LONG = ("prefill_8k", "prefill_32k")
 DISK = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "batchengine" / "bench"
 
 
-def synthetic_model(preset: str) -> Path:
-    """The synthetic GGUF of a preset; written once, seconds."""
+def synthetic_model(name: str, shape: Shape | None = None) -> Path:
+    """The synthetic GGUF of a preset, or of another shape by a name of its own; written once,
+    seconds."""
     try:
         DISK.mkdir(parents=True, exist_ok=True)
         folder = DISK
     except OSError:
         folder = Path(tempfile.gettempdir())
-    path = folder / f"synthetic-{preset}.gguf"
+    path = folder / f"synthetic-{name}.gguf"
     if not path.exists():
         print(f"writing {path.name}", flush=True)
         partial = path.with_suffix(f".{os.getpid()}.part")
-        write_synthetic(partial, PRESETS[preset])
+        write_synthetic(partial, shape or PRESETS[name])
         partial.rename(path)
     return path
 

@@ -28,9 +28,9 @@ import uvloop
 from bench import report
 from bench.crash import POCKET, words
 from bench.processes.cluster import Cluster, ClusterPlan, NodePlan, cluster
+from service.cli.cluster import page_bytes
 
 HEAD, OTHERS = "a", ("b", "c")
-PAGE_TOKENS = 256
 CONTEXT = 16_384
 STUCK_S = 60.0
 SETTLE_S = 30.0  # until a session has pages with others again
@@ -198,21 +198,10 @@ class Killer:
             gaps.append((at - began) * 1000)
 
 
-def page_bytes() -> int:
-    """Bytes of one page of the pocket model in the store."""
-    from batchengine.gguf import GgufFile
-    from batchengine.weights import read_spec
-    from kv_store.layout import PageLayout
-
-    with GgufFile(str(POCKET)) as gguf:
-        spec = read_spec(gguf)
-    return PageLayout(spec.n_layer, spec.attention.n_kv_head, spec.attention.head_dim).page_bytes
-
-
 async def run(sizes: Sizes, kills: int, folder: Path, cache_dir: Path) -> Findings:
     """The whole bench."""
     core = sorted(os.sched_getaffinity(0))
-    size = page_bytes()
+    size = page_bytes(POCKET)
     nodes = [NodePlan(HEAD, (core[0],), sizes.own_pages * size, 8 * size)]
     nodes += [NodePlan(name, (core[-1],), 8 * size, 512 * size) for name in OTHERS]
     findings, expected = Findings(), Expected(sizes)

@@ -24,14 +24,13 @@ from batchengine.core import PAGE_TOKENS, Sampling
 from batchengine.lanes.worker_process import Lane
 from batchengine.peers import certificates
 from batchengine.peers.identity import files_of, identity_of
-from batchengine.session_kv import ARENA_BIT
 from batchengine.wire import lane as wire
 from bench import report
+from bench.crash import POCKET
 from kernels import SUPERPAGE_TOKENS
 from kv_store.arenas.arena import Arena
 from kv_store.layout import PageLayout
 
-POCKET = Path(__file__).resolve().parents[2] / "pocket" / "pocket-q4_0.gguf"
 HELD_PAGES = SUPERPAGE_TOKENS // PAGE_TOKENS
 LENGTH = SUPERPAGE_TOKENS + 40  # of the timeline, whose last token is computed again and again
 CHUNK = 512
@@ -53,7 +52,7 @@ class Worker:
         """
         segments = () if link is None else (wire.Segment(link, HOLD, 1, 0, HELD_PAGES),)
         n_pages = -(-(start + n_tokens) // PAGE_TOKENS)
-        codes = array("Q", (ARENA_BIT | slot for slot in range(n_pages)))
+        codes = array("Q", (wire.ARENA_BIT | slot for slot in range(n_pages)))
         for segment in segments:
             for page in range(segment.n_pages):
                 codes[page] = wire.HELD_BIT | segment.link << 32 | page
@@ -100,7 +99,9 @@ async def link(owner: Worker, holder: Worker) -> None:
         note = wire.OpenLink(LINK, other.lane.name, secrets.token_bytes(16), one is owner)
         with sock:
             one.lane.open_link(note, sock)
-        one.lane.note(wire.Hold(HOLD, 1, tuple(ARENA_BIT | slot for slot in range(HELD_PAGES))))
+        one.lane.note(
+            wire.Hold(HOLD, 1, tuple(wire.ARENA_BIT | slot for slot in range(HELD_PAGES)))
+        )
     async with asyncio.timeout(20):
         seen = {await changes.get() for _ in range(4)}
     if seen != {wire.LinkChanged(LINK, True), wire.HoldChanged(HOLD, 1, True)}:

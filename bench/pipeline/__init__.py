@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -44,7 +43,6 @@ from batchengine.config import (
 )
 from batchengine.core import (
     PAGE_TOKENS,
-    DoneEvent,
     ErrorEvent,
     GenerationRequest,
     Sla,
@@ -54,6 +52,7 @@ from batchengine.core import (
 from batchengine.engine import Engine
 from bench import report
 from bench.engine import DISK, synthetic_model
+from service.cli.cluster import free_ports
 
 NAMES = ("a", "b")
 ANSWER = 4  # tokens
@@ -64,7 +63,7 @@ WARM_UP = 4  # prompts of each daemon
 async def linked(path: Path, folder: Path, context: int) -> AsyncGenerator[list[Engine]]:
     """Two engines with a data link and a planned pipeline; each worker has a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
-    ports = {name: _free_port() for name in NAMES}
+    ports = dict(zip(NAMES, free_ports(len(NAMES)), strict=True))
     engines: list[Engine] = []
     try:
         for index, name in enumerate(NAMES):
@@ -95,11 +94,6 @@ async def linked(path: Path, folder: Path, context: int) -> AsyncGenerator[list[
     finally:
         for engine in engines:
             await engine.stop(0.0)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 class Arms:
@@ -156,8 +150,6 @@ class Arms:
                 tokens.append(event.token)
             elif isinstance(event, ErrorEvent):
                 raise event.error
-            elif isinstance(event, DoneEvent):
-                pass
         return first, tokens
 
 

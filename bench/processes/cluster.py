@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -19,18 +18,10 @@ from batchengine.lanes.worker_process import WORKER
 from batchengine.peers import certificates
 from bench.processes.engine_child import EngineProcess, kill_child
 from bench.processes.engine_exec import ExecSpawner
+from service.cli.cluster import free_ports
 
 LINKED_S = 30.0  # until all links are up
 POLL_S = 0.02
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nothing listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 @dataclass(frozen=True)

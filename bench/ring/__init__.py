@@ -26,38 +26,18 @@ from typing import Any
 
 import uvloop
 
-from batchengine.gguf import GgufFile
-from batchengine.weights import read_spec
+from batchengine.core import PAGE_TOKENS
 from bench import report
-from bench.engine import DISK
-from bench.models.synthetic import PRESETS, Shape, write_synthetic
+from bench.engine import DISK, synthetic_model
+from bench.models.synthetic import PRESETS, Shape
 from bench.processes.cluster import Cluster, ClusterPlan, NodePlan, cluster
-from kv_store.layout import PageLayout
+from service.cli.cluster import page_bytes
 
-PAGE_TOKENS = 256
 SHAPE: Shape = dataclasses.replace(PRESETS["0.6b"], n_layer=7, n_vocab=32_000)
 QUICK: Shape = dataclasses.replace(PRESETS["0.1b"], n_layer=4)
 SPARE_PAGES = 3  # of every budget: open pages being sealed, the answer
 STUCK_S = 900.0
 ANSWER = 64  # tokens of the longest session's answer
-
-
-def model(shape: Shape, name: str, folder: Path) -> Path:
-    """The GGUF of a shape; written once."""
-    path = (DISK if DISK.is_dir() else folder) / f"synthetic-{name}.gguf"
-    if not path.exists():
-        partial = path.with_suffix(f".{os.getpid()}.part")
-        write_synthetic(partial, shape)
-        partial.rename(path)
-    return path
-
-
-def page_bytes(path: Path) -> int:
-    """Bytes of one page of the model in the store."""
-    with GgufFile(str(path)) as gguf:
-        spec = read_spec(gguf)
-    attention = spec.attention
-    return PageLayout(spec.n_layer, attention.n_kv_head, attention.head_dim).page_bytes
 
 
 @dataclasses.dataclass
@@ -253,7 +233,7 @@ def main(argv: list[str]) -> int:
     shape, name = (QUICK, "ring-quick") if args.quick else (SHAPE, "ring")
     with report.memory_folder("ring-", 8 << 30) as folder:
         bench = Bench(
-            model(shape, name, folder), folder, shape.n_vocab,
+            synthetic_model(name, shape), folder, shape.n_vocab,
             sorted(os.sched_getaffinity(0)), 1 << 16, tls=not args.plain,
         )  # fmt: skip
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
