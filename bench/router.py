@@ -94,6 +94,7 @@ def with_peers(rng: random.Random, call: Call, facts: LayoutFacts, n_peers: int)
             rng.choice((0, 8 << 30, 64 << 30)),
             rng.choice((0.1, 1.0)),
             LINK.bytes_per_ms,
+            rng.choice((0, 8 << 30, 64 << 30)),
         )
         for index in range(n_peers)
     )

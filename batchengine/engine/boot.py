@@ -42,7 +42,7 @@ from batchengine.engine.linked.rows import LinkedRows
 from batchengine.engine.linked.stages import ServedStages
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
-from batchengine.engine.placement.plans import PipelinePlans
+from batchengine.engine.placement.plans import PeerPlans
 from batchengine.engine.sessions.crash_marker import CrashMarker
 from batchengine.engine.sessions.operations import SessionOperations
 from batchengine.engine.sessions.parking import Parking
@@ -192,7 +192,9 @@ class Running:
             context_max=made.info.context_tokens,
         )
         self.pipelines = Pipelines(state.lanes[0], self.lane_links, self.peers, served)
-        self.plans = PipelinePlans(state.lanes[0], store, self.peers, self.pipelines, made.info)
+        self.plans = PeerPlans(
+            state.lanes[0], store, self.peers, self.pipelines, self.linked.keeper, made.info
+        )
         self.dispatcher.plans = self.plans
         self.linked_rows = LinkedRows(self.linked, self.lane_links, self.peers, self.pipelines)
         state.held_facts = self.linked_rows.of_session

@@ -208,7 +208,7 @@ class Engine:
 
     def predicted(self, request_id: str) -> dict[str, Any] | None:
         """Return the predicted lane, ttft_ms, tpot_ms and move_ms; None = no prediction."""
-        return self.running.dispatcher.predicted(request_id)
+        return self.running.dispatcher.log.predicted(request_id)
 
     # ------------------------------------------------------------------------------ sessions
 

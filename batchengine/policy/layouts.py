@@ -29,6 +29,7 @@ PIPELINE = "pipeline"  # prefill: each daemon computes some layers
 RING = "ring"  # decode: on one lane, attention where the KV is
 REMOTE = "remote"  # on one lane of a peer
 UP = "up"  # the only state of a peer in which it gets work
+LEAVING = "leaving"  # as a state: it is up, and takes nothing more
 SHARED = 2.0  # slower, when a daemon computes for its own sessions too
 
 
@@ -38,6 +39,7 @@ class Rejected(enum.StrEnum):
     DOWN = "a peer is down"
     SUSPECT = "a peer is suspect"
     REFUSED = "a peer is refused"
+    LEAVING = "a peer is leaving"
     NOT_MEASURED = "a link was never measured"
     NO_ROOM = "free KV memory is too small"
     NO_PLAN = "no pipeline is planned"
@@ -49,12 +51,14 @@ class Rejected(enum.StrEnum):
     DWELL = "it moved a moment ago"
     KEPT = "lanes here keep the promise"
     OTHER = "another strategy comes first"
+    NOT_AVAILABLE = "it is not available now"
 
 
 class PeerState(msgspec.Struct, frozen=True, gc=False):
-    """Another daemon at one moment. `state` is that of the link to it.
+    """Another daemon at one moment. `state` is that of the link to it, or LEAVING.
 
-    `load` is of its lane with most room; its `cost` has the measured speeds.
+    `load` is of its lane with most room; its `cost` has the measured speeds. `hold_bytes_free` is
+    what it would keep for sessions that run here, `kv_free_bytes` for one that runs there.
     """
 
     name: str
@@ -63,6 +67,7 @@ class PeerState(msgspec.Struct, frozen=True, gc=False):
     kv_free_bytes: int = 0
     rtt_ms: float = 0.0
     bytes_per_ms: float = 0.0  # 0 = not measured
+    hold_bytes_free: int = 0
 
     @property
     def link(self) -> LinkSpeed:
@@ -85,13 +90,14 @@ class LayoutFacts(msgspec.Struct, frozen=True, gc=False):
 
 class LayoutTimes(msgspec.Struct, frozen=True, gc=False):
     """Predicted times of one layout, and the peers that it needs. `rejected` is set if it cannot
-    be used; then the times are 0."""
+    be used; then the times are 0. `tokens_here` of a ring's context are not with peers."""
 
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
     move_ms: float = 0.0  # part of the TTFT: for KV to get where it is needed
     peers: tuple[str, ...] = ()
     rejected: Rejected | None = None
+    tokens_here: int = 0
 
 
 class LayoutWork(NamedTuple):
@@ -116,7 +122,11 @@ def not_usable(peer: PeerState | None) -> Rejected | None:
     return None if peer.bytes_per_ms > 0.0 else Rejected.NOT_MEASURED
 
 
-_BY_STATE = {"suspect": Rejected.SUSPECT, "refused": Rejected.REFUSED}
+_BY_STATE = {
+    "suspect": Rejected.SUSPECT,
+    "refused": Rejected.REFUSED,
+    LEAVING: Rejected.LEAVING,
+}
 
 
 def gather_ms(held: Held, peers: Sequence[PeerState], kv_token_bytes: int) -> float:
@@ -204,22 +214,25 @@ def through_ring(
     """Predict a session that decodes on the lane of load `here`, which holds up to
     `own_tokens_max` tokens of its KV, while peers hold the others.
 
-    `held` is what peers hold already: then the route stays as it is. Else the context is divided
-    over the number of peers with the shortest predicted time per token. KV of the prompt is sent
-    to the peers while the prompt is computed; the rest of the time to send it is exposed.
+    `held` is what peers hold already: then the route stays as it is, or grows at its end by what
+    this lane cannot hold. Else the context is divided over the number of peers with the shortest
+    predicted time per token. KV is sent to the peers while the prompt is computed; the rest of the
+    time to send it is exposed.
     """
     rank, frontier, n_tokens, tokens_out, context = work
     if held:
         route = _held_route(held, peers)
         if isinstance(route, Rejected):
             return LayoutTimes(peers=tuple(name for name, _ in held), rejected=route)
-        routes = [route] if context - sum(n for _, n in route) <= own_tokens_max else []
+        excess = context - sum([tokens for _, tokens in route]) - own_tokens_max
+        added = _growth(facts, route[-1][0], peers, excess)
+        routes = [[*route, *added]] if excess <= sum([tokens for _, tokens in added]) else []
     else:
         able = [peer for peer in peers if not_usable(peer) is None]
         if not able:
             whys = [why for peer in peers if (why := not_usable(peer)) is not None]
             return LayoutTimes(rejected=whys[0] if whys else Rejected.DOWN)
-        routes = _routes(facts, able, here, own_tokens_max, context)
+        routes, added = _routes(facts, able, here, own_tokens_max, context), []
     if not routes:
         return LayoutTimes(rejected=Rejected.NO_ROOM)
     expected = predict(here, rank, frontier, n_tokens, tokens_out)
@@ -232,10 +245,16 @@ def through_ring(
             best = token_ms, route
     assert best is not None
     token_ms, route = best
-    sent = 0.0 if held else max(n * facts.kv_token_bytes / peer.bytes_per_ms for peer, n in route)
-    move_ms = max(0.0, sent - expected.ttft_ms)
-    names = tuple(peer.name for peer, _ in route)
-    return LayoutTimes(expected.ttft_ms + move_ms, other_ms + token_ms, move_ms, names)
+    sent = added if held else route
+    sent_ms = [tokens * facts.kv_token_bytes / peer.bytes_per_ms for peer, tokens in sent]
+    move_ms = max(0.0, max(sent_ms, default=0.0) - expected.ttft_ms)
+    return LayoutTimes(
+        expected.ttft_ms + move_ms,
+        other_ms + token_ms,
+        move_ms,
+        tuple(dict.fromkeys([peer.name for peer, _ in route])),
+        tokens_here=max(0, context - sum([tokens for _, tokens in route])),
+    )
 
 
 def _held_route(held: Held, peers: Sequence[PeerState]) -> list[tuple[PeerState, int]] | Rejected:
@@ -248,6 +267,28 @@ def _held_route(held: Held, peers: Sequence[PeerState]) -> list[tuple[PeerState,
             return why or Rejected.DOWN
         route.append((peer, tokens))
     return route
+
+
+def _growth(
+    facts: LayoutFacts, last: PeerState, peers: Sequence[PeerState], excess: int
+) -> list[tuple[PeerState, int]]:
+    """Return what peers would take of `excess` tokens: the last holder of a route, then those with
+    most room."""
+    found: list[tuple[PeerState, int]] = []
+    others = [peer for peer in peers if peer is not last and not_usable(peer) is None]
+    for peer in [last, *sorted(others, key=lambda peer: (-peer.hold_bytes_free, peer.name))]:
+        wanted = -(-excess // SUPER_PAGE_TOKENS) * SUPER_PAGE_TOKENS
+        tokens = min(_room(facts, peer), wanted)
+        if tokens > 0:
+            found.append((peer, tokens))
+            excess -= tokens
+    return found
+
+
+def _room(facts: LayoutFacts, peer: PeerState) -> int:
+    """Tokens in whole super-pages that a peer would keep in addition."""
+    super_page_bytes = SUPER_PAGE_TOKENS * facts.kv_token_bytes
+    return SUPER_PAGE_TOKENS * (peer.hold_bytes_free // super_page_bytes)
 
 
 def _token_ms(
@@ -284,9 +325,7 @@ def _routes(
     """Return the divisions of a context over this daemon and the 1, 2, ... fastest peers that have
     room, in proportion to their speeds and within their memory."""
     order = sorted(able, key=lambda peer: (peer.load.cost.decode_kv_ms, peer.rtt_ms, peer.name))
-    super_page_bytes = SUPER_PAGE_TOKENS * facts.kv_token_bytes
-    rooms = [(peer, SUPER_PAGE_TOKENS * (peer.kv_free_bytes // super_page_bytes)) for peer in order]
-    rooms = [(peer, room) for peer, room in rooms if room]
+    rooms = [(peer, room) for peer in order if (room := _room(facts, peer))]
     own_speed = 1.0 / here.cost.decode_kv_ms
     found: list[list[tuple[PeerState, int]]] = []
     for count in range(1, len(rooms) + 1):

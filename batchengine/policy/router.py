@@ -32,7 +32,7 @@ With peers, the rules above have chosen the local strategy, and these compare it
 `layouts` predicts. Peers that are not up, or whose link was never measured, get nothing.
 
  7. The context exceeds every lane here: the ring or the peer's lane of least strain, for any class.
-    If a lane here has no other reason to refuse, it owns the ring.
+    If a lane here that can own a ring has no other reason to refuse, it owns the ring.
  8. A session on a ring stays there while its prediction is within `tolerance` of a lane here. If
     the request is latency-sensitive it leaves, unless the lane, after gathering the KV, is beyond
     the limit of rule 5 with the ring as the best.
@@ -164,13 +164,14 @@ class LaneState(msgspec.Struct, frozen=True, gc=False):
     alive: bool = True
     tier: str = ANY
     pool: str = ""
-    context_max: int = 1 << 30  # tokens whose KV the lane can hold for one session
+    context_max: int = 1 << 30  # tokens whose KV is held here for one session of the lane
     full: bool = False  # its queue has the maximal length
+    owns_rings: bool = True  # pages of its sessions may lie with peers
 
 
 class RouteState(msgspec.Struct, frozen=True, gc=False):
     """Every lane and peer at one moment. Without `facts` no strategy over peers is considered, and
-    with them those of `strategies`."""
+    with them those of `strategies`: the others are not available."""
 
     lanes: tuple[LaneState, ...]
     policy: RoutePolicy = RoutePolicy()
@@ -213,6 +214,7 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
     tpot_ms: float = 0.0
     move_ms: float = 0.0
     strain: float = 0.0
+    tokens_here: int = 0  # of a ring's context
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -450,11 +452,16 @@ class _Comparison:
         strategies, found = self._state.strategies, list[Outlook]()
         if REMOTE in strategies:
             found = [self._remote(peer, here) for peer in self._state.peers]
-        if RING in strategies and lane is not None:
+        if RING in strategies and lane is not None and lane.owns_rings:
             found.append(self._ring(lane, here))
         if PIPELINE in strategies and lane is not None and here is not None:
             found.append(self._pipeline(lane, here))
         used = self._used([outlook for outlook in found if isinstance(outlook.why, Reason)])
+        found += [
+            Outlook(strategy, (), Rejected.NOT_AVAILABLE)
+            for kind, strategy in ((PIPELINE, PIPELINED), (RING, RINGED), (REMOTE, ON_PEER))
+            if kind not in strategies
+        ]
         outlooks = tuple([one if one in used else _not_used(one) for one in found])
         if not used:
             left = self._urgent and self._held and here is not None
@@ -494,7 +501,7 @@ class _Comparison:
         able = [
             (lane.load.step_ms + lane.load.prefill_ms[-1], index, lane)
             for index, (lane, candidate) in enumerate(zip(lanes, local.candidates, strict=True))
-            if candidate.excluded == NO_FIT and not lane.full
+            if candidate.excluded == NO_FIT and not lane.full and lane.owns_rings
         ]
         return min(able)[2] if able else None
 
@@ -507,7 +514,14 @@ class _Comparison:
         strain = _strain(self._request, times.ttft_ms, times.tpot_ms)
         why = times.rejected or rule(times, strain)
         return Outlook(
-            strategy, times.peers, why, times.ttft_ms, times.tpot_ms, times.move_ms, strain
+            strategy,
+            times.peers,
+            why,
+            times.ttft_ms,
+            times.tpot_ms,
+            times.move_ms,
+            strain,
+            times.tokens_here,
         )
 
     def _limit(self, strain: float) -> float:

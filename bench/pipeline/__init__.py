@@ -108,8 +108,7 @@ class Arms:
         """Compute on each daemon alone until its speed is known, and wait for the plan."""
         async with asyncio.timeout(60):
             while True:
-                facts = self.plans.facts() if self.plans is not None else None
-                if facts is not None and facts.pipeline is not None:
+                if self.plans is not None and self.plans.facts().pipeline is not None:
                     return
                 await asyncio.sleep(0.05)
 

@@ -165,10 +165,10 @@ def _where(one: Facts) -> str:
 
 def _layout(found: Facts) -> str:
     """A strategy over peers, and their names."""
-    if found["decode"] == "remote":
-        return f"lane of peer {found['peers'][0]}"
-    parts = [f"{found[name]} {name}" for name in ("prefill", "decode") if found[name] != "local"]
     peers = found["peers"]
+    if found["decode"] == "remote":
+        return f"lane of peer {peers[0]}" if peers else "lane of a peer"
+    parts = [f"{found[name]} {name}" for name in ("prefill", "decode") if found[name] != "local"]
     return " and ".join(parts) + (f" with {', '.join(peers)}" if peers else "")
 
 

@@ -70,7 +70,9 @@ FACTS = LayoutFacts(SHAPE, KV_BYTES, PLAN)
 
 def peer(name: str = "b", **given_fields: object) -> PeerState:
     fields = {"load": load(CPU), "kv_free_bytes": 100 << 30, "rtt_ms": 0.1, "bytes_per_ms": LAN}
-    return PeerState(name, **(fields | given_fields))  # type: ignore[arg-type]
+    fields |= given_fields
+    fields.setdefault("hold_bytes_free", fields["kv_free_bytes"])
+    return PeerState(name, **fields)  # type: ignore[arg-type]
 
 
 def state(
@@ -372,6 +374,7 @@ def peer_calls(draw: st.DrawFn) -> Call:
             draw(st.sampled_from((0, 4096, 100_000))) * KV_BYTES,
             draw(st.sampled_from((0.05, 5.0))),
             draw(st.sampled_from((LAN, LAN / 100, 0.0))),
+            draw(st.sampled_from((0, 4096, 100_000))) * KV_BYTES,
         )
         for name in names
     )

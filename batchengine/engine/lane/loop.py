@@ -116,8 +116,8 @@ class LaneLoop:
 
     @property
     def context_max(self) -> int:
-        """Tokens whose KV the store and peers can hold for one session of this lane."""
-        return page_start(self.seats.pages_budget + self.seats.pages_beyond)
+        """Tokens whose KV the store can hold for one session of this lane."""
+        return page_start(self.seats.pages_budget)
 
     # ----------------------------------------------------------------- called by the engine
 

@@ -40,6 +40,8 @@ REST_S = 0.02  # between two looks
 LOCAL_SHARE = 0.85  # of the pages for sessions: the store evicts below its limit, seals need room
 REPORT_S = 0.5  # after which the load of a peer shows what was put there
 GROWING, RESTING = GrowthPolicy(), GrowthPolicy(pull=-1.0)  # at rest nothing is taken back
+GATHERING = GrowthPolicy(pull=GROWING.low)  # as soon as there is room
+ALL_PAGES = 1 << 62
 BEYOND_S = 5.0  # a request is refused as too large only if no peer had room for so long
 RETRY_S = 1.0  # after a move that failed
 UNSERVED_S = 5.0  # of a session that peers do not serve though they could: its pages are lost
@@ -67,6 +69,8 @@ class RouteKeeper:
         self._mover = mover
         self._spawn = spawn
         self._page_bytes = page_bytes
+        self._wanted: dict[Session, int] = {}  # pages that are to be here
+        self._free = Counter[str]()  # pages that a peer would take, with those that would give way
         self._gave_up = 0.0  # when pages of a session at rest were given up last
         self._beyond: list[tuple[float, int]] = []  # pages that peers have or would take, and when
         self._begun: list[tuple[float, PageMove]] = []  # which loads of peers may not show yet
@@ -87,6 +91,19 @@ class RouteKeeper:
             short.clear()
             await asyncio.sleep(REST_S)
 
+    def want(self, session: Session, pages: int | None) -> None:
+        """Keep at most so many pages of a session here, the others with peers, or ALL_PAGES as far
+        as there is room; None = as many as its share."""
+        if pages is None:
+            self._wanted.pop(session, None)
+        else:
+            self._wanted[session] = pages
+            self._loop.seats.pages_short.set()
+
+    def bytes_free(self, peer: str) -> int:
+        """What a peer would keep for sessions of this daemon in addition, at most LOOK_S old."""
+        return self._free[peer] * self._page_bytes
+
     def look(self) -> None:
         """Begin the moves that are due, and give up what does not come."""
         now = time.monotonic()
@@ -97,11 +114,17 @@ class RouteKeeper:
         seats = self._loop.seats
         free = sum([max(0, room.free_pages) for room in rooms if room.usable and not room.leaves])
         resting = self._resting()
+        self._free = Counter({room.name: room.free_pages for room in rooms if room.usable})
+        for session in resting:
+            for segment in session.kv.held:
+                self._free[segment.peer] += segment.n_pages
         seats.pages_beyond_free = free + sum([session.kv.n_held for session in resting])
         self._beyond = [(at, pages) for at, pages in self._beyond if now - at < BEYOND_S]
         self._beyond.append((now, free + self._taken.n_pages))
         seats.pages_beyond = max([pages for _, pages in self._beyond])
         self._rests = {one: until for one, until in self._rests.items() if until > now}
+        for session in [one for one in self._wanted if one.state is State.CLOSED]:
+            del self._wanted[session]
         if any(room.usable for room in rooms):
             is_short = False
             for session, share in self._shares().items():
@@ -150,6 +173,10 @@ class RouteKeeper:
         is_running = session.state is State.RUNNING
         movable = self._movable(session) if is_running else 0
         policy = GROWING if is_running else RESTING
+        if (wanted := self._wanted.get(session)) == ALL_PAGES:
+            policy = GATHERING
+        elif wanted is not None:
+            share = min(share, wanted)
         view = RouteView(tuple(ranges), local, movable, share, rooms, policy)
         if not (moves := plan_route(view)):
             is_full = not self._begun and all(room.free_pages < SUPERPAGE_PAGES for room in rooms)

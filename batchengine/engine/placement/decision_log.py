@@ -187,6 +187,12 @@ class DecisionLog:
         mine = (r for r in self if (r.request_id, r.tenant) == (request_id, tenant))
         return next(mine, None)  # clients choose ids, so two tenants may use the same one
 
+    def predicted(self, request_id: str) -> dict[str, Any] | None:
+        """Return the predicted lane, ttft_ms, tpot_ms and move_ms; None = no prediction."""
+        record = self.of_request(request_id)
+        found = None if record is None else record.decision.predicted
+        return None if found is None else asdict(found)
+
     def latest(self, session_id: str, tenant: str) -> DecisionRecord | None:
         """The latest decision about a session."""
         return next((r for r in self if (r.session_id, r.tenant) == (session_id, tenant)), None)

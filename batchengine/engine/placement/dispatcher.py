@@ -30,7 +30,7 @@ from batchengine.engine.placement.explain import explain
 from batchengine.engine.placement.lane_view import LaneViews
 from batchengine.engine.placement.migration import Migrator
 from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
-from batchengine.engine.placement.plans import CACHED_MAX, PipelinePlans
+from batchengine.engine.placement.plans import CACHED_MAX, PeerPlans
 from batchengine.engine.placement.restore import Restores
 from batchengine.engine.placement.session_times import TimesOfSessions
 from batchengine.engine.state import EngineState
@@ -60,7 +60,7 @@ class Dispatcher:
         self._times = TimesOfSessions(state)
         self._evacuating: set[LaneLoop] = set()
         self._policy = _policy(state.config)
-        self.plans: PipelinePlans | None = None  # over peers, if there may be any
+        self.plans: PeerPlans | None = None  # over peers, if there may be any
 
     def __repr__(self) -> str:
         return f"<Dispatcher decisions={len(self.log)} moving={len(self._state.moves)}>"
@@ -92,7 +92,7 @@ class Dispatcher:
         self, session: Session, home: LaneLoop, prompt: tuple[int, ...]
     ) -> router.RouteSession:
         """Return how much of the prompt has KV, and on which lane."""
-        reused = min(common_prefix(session.tokens, prompt), session.frontier, len(prompt) - 1)
+        reused = min(common_prefix(session.tokens, list(prompt)), session.frontier, len(prompt) - 1)
         note, now_ms = self._times.of(session), self._state.now_ms()
         return router.RouteSession(
             home.lane.name,
@@ -100,6 +100,7 @@ class Dispatcher:
             max(0, reused - session.kv.sealed_tokens),
             now_ms - note.moved_ms,
             now_ms - note.urgent_ms,
+            *(((), 0.0) if self.plans is None else self.plans.held(session, reused)),
         )
 
     # ------------------------------------------------------------------------------ admission
@@ -173,9 +174,7 @@ class Dispatcher:
         known = None if home is None else self._known(session, home, request.prompt)
         state = self.state(session.tenant)
         decision = router.route(asked, known, state)
-        loop = self._state.lane(decision.lane) or home
-        if loop is None:
-            loop = min(self._state.lanes, key=lambda lane: lane.assigned)
+        loop = self._state.lane(decision.lane) or home or _any_lane(self._state, decision)
         record = DecisionRecord(
             request.request_id,
             session.session_id,
@@ -207,6 +206,8 @@ class Dispatcher:
             return "router.promote_auto is off"
         if session.key in self._state.moves:
             return "a hand-over is on the way"
+        if session.kv.held and home.up:
+            return "peers hold pages of it"
         return ""
 
     def _remark(self, session: Session, request: GenerationRequest, record: DecisionRecord) -> None:
@@ -233,12 +234,6 @@ class Dispatcher:
             labels = (record.sla_class, record.lane)
             metrics.ttft_predicted_seconds.labels(*labels).observe(predicted.ttft_ms / 1000)
             metrics.tpot_predicted_seconds.labels(*labels).observe(predicted.tpot_ms / 1000)
-
-    def predicted(self, request_id: str) -> dict[str, Any] | None:
-        """Return the predicted lane, ttft_ms, tpot_ms and move_ms; None = no prediction."""
-        record = self.log.of_request(request_id)
-        found = None if record is None else record.decision.predicted
-        return None if found is None else msgspec.structs.asdict(found)
 
     # ---------------------------------------------------------------------------------- moves
 
@@ -446,6 +441,13 @@ class Dispatcher:
     def explain(self, given: str, tenant: str | None = None) -> dict[str, Any]:
         """Return the decisions about a request or session; see `explain.explain`."""
         return explain(self._state, self.log, self._times, given, tenant)
+
+
+def _any_lane(state: EngineState, decision: router.Decision) -> LaneLoop:
+    """The lane where a request waits that none can take now."""
+    if decision.reason is router.Reason.NO_FIT:
+        return state.lanes[0]  # its sessions may have pages with peers
+    return min(state.lanes, key=lambda lane: lane.assigned)
 
 
 def _policy(config: Config) -> router.RoutePolicy:

@@ -144,6 +144,7 @@ class LaneViews:
             config.pool,
             loop.context_max,
             waiting.total() >= self._queue_max(loop),
+            loop is self._state.lanes[0],  # the linked lane
         )
         return _Counted(state, mark, now_ms, rows, turns, waiting)
 

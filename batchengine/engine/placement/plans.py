@@ -1,5 +1,5 @@
-"""What the router knows of peers: their speeds, the links to them, and the pipeline that would be
-used now; and the use of it for a prompt.
+"""What the router knows of peers: their speeds, the links to them, what they would keep, and the
+pipeline that would be used now; and what a decision for a strategy over peers begins.
 
 Owns the measurement of links and the plan, which is made anew in a thread when speeds or peers
 have changed.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 
 import msgspec
@@ -17,16 +18,20 @@ import msgspec
 from batchengine.core import PAGE_TOKENS, BatchEngineError, ModelInfo
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.linked.pipelines import Pipelines
-from batchengine.engine.placement.decision_log import DecisionLog
+from batchengine.engine.linked.routes import ALL_PAGES, RouteKeeper
+from batchengine.engine.placement.decision_log import DecisionLog, DecisionRecord
 from batchengine.engine.turns.turn import Turn
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import Peers
+from batchengine.peers.transitions import LinkState
 from batchengine.policy import layouts, pipeline
-from batchengine.policy.cost import LaneLoad, LinkSpeed, StepCost
-from batchengine.policy.layouts import LayoutFacts, PeerState
+from batchengine.policy.cost import LaneLoad, LinkSpeed, StepCost, work_of
+from batchengine.policy.layouts import Held, LayoutFacts, PeerState
 from batchengine.policy.pipeline import LayerCost, LayerKind, PipelineModel, PromptWork, StageHost
 from batchengine.policy.ring import shape_of
-from batchengine.policy.router import RouteState
+from batchengine.policy.router import RINGED, Decision, Reason, RouteState
+from batchengine.session import Session
+from batchengine.session_kv import SELF
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")
@@ -40,14 +45,19 @@ FAILED_S = 30.0  # without pipelines after one has failed
 CHANGED = 1.25  # ratio of a speed to the one planned with, from which on a plan is made anew
 
 
-class PipelinePlans:
-    """The router's view of the peers that could be stages. Use: `with_peers`,
-    `fill_prefix`; `run` as a task."""
+class PeerPlans:
+    """The router's view of the peers. Use: `with_peers`, `held`, `prepare`; `run` as a task."""
 
     def __init__(
-        self, loop: LaneLoop, store: Store, peers: Peers, pipelines: Pipelines, info: ModelInfo
+        self,
+        loop: LaneLoop,
+        store: Store,
+        peers: Peers,
+        pipelines: Pipelines,
+        keeper: RouteKeeper,
+        info: ModelInfo,
     ) -> None:
-        self._store = store
+        self._store, self._keeper = store, keeper
         self._loop, self._peers, self._pipelines = loop, peers, pipelines
         facts, details = loop.lane.facts, info.details
         n_layer, payload = info.n_layer, 0 if facts is None else facts.payload_bytes
@@ -63,26 +73,61 @@ class PipelinePlans:
             n_layer, int(details["n_head"]), int(details["n_kv_head"]), int(details["head_dim"])
         )
         self._planned_with: dict[str, tuple[float, ...]] = {}
-        self._facts: LayoutFacts | None = None
+        self._facts = LayoutFacts(self._shape, self._kv_token_bytes)
         self._again_at = 0.0
 
     def with_peers(self, state: RouteState) -> RouteState:
-        """The state with the peers that could be stages, for the router."""
-        if self._facts is None or time.monotonic() < self._again_at:
-            return state
-        peers = tuple([self._peer(link) for link in self._usable()])
+        """The state with the peers, for the router."""
+        is_paused = time.monotonic() < self._again_at
         return msgspec.structs.replace(
-            state, peers=peers, facts=self._facts, strategies=(layouts.PIPELINE,)
+            state,
+            peers=tuple([self._peer(link) for _, link in sorted(self._peers.links.items())]),
+            facts=self._facts,
+            strategies=(layouts.RING,) if is_paused else (layouts.PIPELINE, layouts.RING),
         )
 
-    async def fill_prefix(self, turn: Turn, decisions: DecisionLog) -> None:
-        """Have a pipeline fill the store with full pages of the prompt, if the decision says so.
+    def held(self, session: Session, tokens: int) -> tuple[Held, float]:
+        """Which of the leading `tokens` of a session peers hold, as (peer, tokens), and the time
+        in ms to bring them here, or to compute them if a peer gets no work now."""
+        found: list[tuple[str, int]] = []
+        for segment in session.kv.held:
+            n = min(tokens, segment.n_pages * PAGE_TOKENS)
+            if n and segment.peer != SELF:
+                found.append((segment.peer, n))
+            tokens -= n
+        if not found:
+            return (), 0.0
+        links = filter(None, map(self._peers.links.get, {name for name, _ in found}))
+        peers = [self._peer(link) for link in links]
+        ms = layouts.gather_ms(tuple(found), peers, self._kv_token_bytes)
+        if math.isinf(ms):
+            ms = self._cost(None).predict_ms(work_of([(0, sum([n for _, n in found]))]))
+        return tuple(found), ms
+
+    async def prepare(self, turn: Turn, decisions: DecisionLog) -> None:
+        """Begin what the decision about the turn says: where its pages are to be, and a pipeline
+        that fills the store with full pages of the prompt.
 
         Whatever comes of it, the turn may begin: it finds what was computed by its content.
         """
         record = decisions.of_request(turn.generation.request_id)
-        if record is None:
-            return
+        if record is not None:
+            self._arrange(turn.session, record.decision)
+            await self._fill_prefix(turn, record)
+
+    def _arrange(self, session: Session, decision: Decision) -> None:
+        """Have the session's pages placed as the decision says."""
+        if decision.reason is Reason.RING_HOME:
+            return  # as they lie
+        wanted: int | None = None
+        if decision.strategy.decode == layouts.LOCAL and session.kv.held:
+            wanted = ALL_PAGES
+        elif decision.reason is Reason.RING_DEPTH:
+            ring = next(one for one in decision.outlooks if one.strategy == RINGED)
+            wanted = ring.tokens_here // PAGE_TOKENS
+        self._keeper.want(session, wanted)
+
+    async def _fill_prefix(self, turn: Turn, record: DecisionRecord) -> None:
         facts, decision, session = record.state.facts, record.decision, turn.session
         if decision.strategy.prefill != layouts.PIPELINE or facts is None or facts.pipeline is None:
             return
@@ -110,8 +155,8 @@ class PipelinePlans:
         ended, took_s = f": {why}" if why else "", time.monotonic() - began
         record.note(f"the pipeline computed {pages} pages in {took_s:.2f} s{ended}")
 
-    def facts(self) -> LayoutFacts | None:
-        """What predictions need, with the pipeline in use; None before the first plan."""
+    def facts(self) -> LayoutFacts:
+        """What predictions need, with the pipeline in use."""
         return self._facts
 
     async def run(self) -> None:
@@ -141,9 +186,10 @@ class PipelinePlans:
     def _peer(self, link: PeerLink) -> PeerState:
         load, cost = link.load, self._cost(link)
         entries = load.requests_running + load.requests_waiting
+        leaves = link.state is LinkState.UP and load.leaves
         return PeerState(
             link.name,
-            link.state.value,
+            layouts.LEAVING if leaves else link.state.value,
             LaneLoad(
                 cost,
                 seated=load.requests_running,
@@ -153,6 +199,7 @@ class PipelinePlans:
             load.kv_free_bytes,
             (link.rtt_us or 0.0) / 1000,
             (link.bandwidth or 0.0) / 1000,
+            self._keeper.bytes_free(link.name),
         )
 
     def _speeds(self) -> dict[str, tuple[float, ...]]:

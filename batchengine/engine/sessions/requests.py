@@ -380,7 +380,7 @@ class Requests:
         session, loop = turn.session, self._state.home[turn.session.key]
         self._recovery.begin(turn, loop.lane)
         if (plans := self._dispatcher.plans) is not None:
-            await plans.fill_prefix(turn, self._dispatcher.log)
+            await plans.prepare(turn, self._dispatcher.log)
 
         def is_worth_reading(tokens: int, cold_tokens: int, cold_bytes: int) -> bool:
             plan = self._dispatcher.restores.plan(turn, loop, tokens, cold_tokens, cold_bytes)

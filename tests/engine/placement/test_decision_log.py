@@ -28,7 +28,7 @@ def record(context: int, *peers: PeerState) -> DecisionRecord:
 
 
 def test_a_ring_is_shown_with_its_peers_and_the_rejected_strategies_with_their_numbers() -> None:
-    peer = PeerState("b", "up", LaneLoad(COST), 50_000 * KV_BYTES, 0.1, 1.25e6)
+    peer = PeerState("b", "up", LaneLoad(COST), 50_000 * KV_BYTES, 0.1, 1.25e6, 50_000 * KV_BYTES)
     shown = record(60_000, peer, PeerState("c", "suspect")).as_dict(1000.0)
     json.dumps(shown, allow_nan=False)
     assert shown["strategy"] == {"prefill": "local", "decode": "ring", "peers": ["b"]}

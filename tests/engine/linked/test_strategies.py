@@ -1,0 +1,100 @@
+"""Strategies over peers between engines: what the router decides happens, and is explained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from batchengine.core import PAGE_TOKENS
+from batchengine.peers.link import PeerLink
+from batchengine.policy.cost import CostModel, StepCost
+from tests.engine.linked.daemons import Daemon, daemons
+from tests.support.engines import Reference, Site, read, request, started, until, words
+
+SLOW_KV = StepCost(1.0, 0.1, 1.0, 0.01, 1e-6)  # attention to KV is most of a step
+
+
+@pytest.fixture(autouse=True)
+def same_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds that do not depend on what else this machine does."""
+
+    async def measure(link: PeerLink) -> float:
+        link.bandwidth = 1e9
+        return 1e9
+
+    monkeypatch.setattr(PeerLink, "measure_bandwidth", measure)
+    monkeypatch.setattr(PeerLink, "rtt_us", 50.0)
+    monkeypatch.setattr(CostModel, "observe", lambda *_: None)
+
+
+async def measured(one: Daemon) -> None:
+    """Wait until the bandwidth of every link of a daemon is known."""
+    links = one.engine.running.peers.links.values()
+    await until(lambda: all(link.bandwidth for link in links))
+
+
+def explained(one: Daemon, given: str) -> dict[str, Any]:
+    return one.engine.running.dispatcher.explain(given)
+
+
+def outlook(found: dict[str, Any], decode: str) -> dict[str, Any]:
+    return next(row for row in found["outlooks"] if row["decode"] == decode)
+
+
+def held(one: Daemon, name: str) -> int:
+    """Pages of a session with peers."""
+    return one.state.sessions["", name].kv.n_held
+
+
+async def test_a_context_larger_than_this_daemon_goes_on_a_ring(
+    site: Site, reference: Reference
+) -> None:
+    async with daemons(site, "ab", 16) as (a, _):
+        await measured(a)
+        ids = words(1, PAGE_TOKENS * a.pages() + 600)
+        asked = request(ids, 20, session="s")
+        answer = await read(a.engine.submit(asked))
+        assert answer.tokens == reference.tokens(ids, 20)
+        found = explained(a, asked.request_id)
+        assert found["reason_id"] == "ring_context"
+        assert found["strategy"] == {"prefill": "local", "decode": "ring", "peers": ["b"]}
+        assert found["candidates"][0]["excluded"] == "the context does not fit"
+        ring = outlook(found, "ring")
+        assert ring["tpot_ms"] > 0
+        assert ring["tokens_here"] <= PAGE_TOKENS * a.pages()
+        assert outlook(found, "remote")["rejected"] == "it is not available now"
+        more = request([*ids, *answer.tokens, 7], 5, session="s")
+        await read(a.engine.submit(more))
+        found = explained(a, more.request_id)
+        assert found["reason_id"] == "ring_context"
+        assert found["session"]["reused_tokens"] == len(ids) + len(answer.tokens) - 1
+
+
+async def test_a_deep_batch_puts_pages_with_peers_and_an_urgent_turn_brings_them_back(
+    site: Site, reference: Reference
+) -> None:
+    async with daemons(site, "ab", 64) as (a, _):
+        await measured(a)
+        a.state.lanes[0].cost.cost = SLOW_KV
+        dispatcher = a.engine.running.dispatcher
+        dispatcher._policy = replace(dispatcher._policy, ring_depth_min=0)
+        ids = words(5, 12 * PAGE_TOKENS)
+        asked = request(ids, 8000, session="s", sla="batch")
+        generation, reader = await started(a.engine, asked, 0)
+        await until(lambda: held(a, "s") >= 4)
+        found = explained(a, asked.request_id)
+        assert found["reason_id"] == "ring_depth"
+        assert found["strategy"]["decode"] == "ring"
+        before = generation.completion_tokens
+        await until(lambda: generation.completion_tokens > before + 5)
+        generation.cancel()
+        answer = await reader
+        assert answer.tokens == reference.tokens(ids, len(answer.tokens))
+        ids = [*ids, *answer.tokens, 7]
+        asked = request(ids, 30, session="s", sla="interactive")
+        answer = await read(a.engine.submit(asked))
+        assert answer.tokens == reference.tokens(ids, 30)
+        assert explained(a, asked.request_id)["reason_id"] == "from_ring"
+        await until(lambda: not held(a, "s"))
