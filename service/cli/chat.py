@@ -132,7 +132,7 @@ def read(
     history: list[Message],
     session: str,
     options: Options,
-    on_text: Callable[[str], object] = str,
+    on_text: Callable[[str], object] = lambda text: None,
 ) -> Reply:
     """Streams one answer to its end and returns it; `on_text` gets each part as it comes."""
     body: dict[str, Any] = {

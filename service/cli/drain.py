@@ -63,7 +63,7 @@ def waiting_line(found: dict[str, Any]) -> str:
     """What the daemon waits for, in one line."""
     count = len(found["requests"])
     parts = [f"{count:,} request{'s' * (count != 1)}"] if count else []
-    parts += [f"a stage of {row['owner']}" for row in found["stages"]]
+    parts += [f"a stage computed for {row['owner']}" for row in found["stages"]]
     parts += [f"{row['pages']:,} pages kept for {row['peer']}" for row in found["given"]]
     return f"waits for {', '.join(parts)}"
 

@@ -304,21 +304,18 @@ def _status_lines(status: dict[str, Any], requests: list[dict[str, Any]]) -> lis
             f"  pipelines={stats['pipelines']}"
         )
     lines += [f"warning  {trouble}" for trouble in stats.get("troubles", ())]
-    lines += table_lines([_request_row(row, requests) for row in requests], "nothing is running")
+    lines += table_lines([_request_row(row) for row in requests], "nothing is running")
     return lines
 
 
-def _request_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _request_row(row: dict[str, Any]) -> dict[str, Any]:
     """One request as `ps` shows it: times as actual/predicted; where its session's pages are, and
-    what it waits for, if that is so of any."""
+    what it waits for, if peers have any."""
     shown = {name: row.get(name) for name in REQUEST_COLUMNS}
     for name in ("ttft_ms", "tpot_ms"):
         actual, predicted = row.get(name), row.get(f"predicted_{name}")
         shown[f"{name}/predicted"] = f"{_ms(actual)}/{_ms(predicted)}"
-    held = [render.held_lines(other) for other in rows]
-    for title in dict.fromkeys(title for lines in held for title in lines):
-        shown[title] = render.held_lines(row).get(title)
-    return shown
+    return shown | render.held_lines(row)
 
 
 def _ms(value: float | None) -> str:

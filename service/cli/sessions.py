@@ -117,26 +117,27 @@ def list_sessions(
 ) -> int:
     """List sessions: where they are, how long, what their last turn reused."""
     rows: list[Answer] = admin(admin_path(admin_socket), "sessions", stored=all)["sessions"]
+    has_keys = any(row.get("tenant") for row in rows)
     show(
         {"sessions": rows},
         json,
-        lambda: table_lines([_listed(row, rows) for row in rows], "no sessions yet"),
+        lambda: table_lines([_listed(row, has_keys) for row in rows], "no sessions yet"),
     )
     return 0
 
 
-def _listed(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of the table; columns that no session needs are left out."""
+def _listed(row: dict[str, Any], has_keys: bool) -> dict[str, Any]:
+    """One row of the table, with the columns that it needs; `has_keys`: some session has a key."""
     shown = {"session": row["session_id"]}
-    if any(other.get("tenant") for other in rows):
+    if has_keys:
         shown["key"] = row.get("tenant")
     prompt = row.get("tokens_prompt")
     reused = f"{row['tokens_reused']}/{prompt}" if prompt else None
     shown |= {name: row.get(name) for name in LISTED} | {"reused": reused}
-    if any(other.get("route") for other in rows):
-        shown["pages with"] = render.held_lines(row).get("pages with")
-    if any(other.get("state") == "parked" for other in rows):
-        shown["parked"] = render.parked(row, time.time())
+    if (places := render.held_lines(row).get("pages with")) is not None:
+        shown["pages with"] = places
+    if (waits := render.parked(row, time.time())) is not None:
+        shown["parked"] = waits
     return shown
 
 

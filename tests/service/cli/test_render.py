@@ -27,7 +27,9 @@ def test_what_a_drain_waits_for() -> None:
     given |= {"requests_running": 2}
     stage = {"role": "stage", "owner": "c", "tokens": 900, "tokens_computed": 512}
     found = {"requests": [{"request_id": "req_1"}], "given": [given], "stages": [stage]}
-    assert drain.waiting_line(found) == "waits for 1 request, a stage of c, 8 pages kept for a"
+    assert drain.waiting_line(found) == (
+        "waits for 1 request, a stage computed for c, 8 pages kept for a"
+    )
     lines = drain.end_lines({**found, "over": False}, 5.0)
     assert lines[0].startswith("left after 5 s")
     assert "a stage for c: 512 of 900 tokens are computed" in lines
