@@ -22,7 +22,7 @@ BENCHES = {
     "attack": "hostile clients against a daemon, while another tenant streams",
     "ring": "decode over two linked engines, against one engine and against sharding",
     "failover": "kills of engines that hold a session's pages: recovery, lost and wrong tokens",
-    "crash": "random kills of workers and engines: told tokens lost, wrong tokens, double owners",
+    "crash": "random kills of workers and engines: sent tokens lost, wrong tokens, double owners",
 }
 
 

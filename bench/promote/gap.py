@@ -22,7 +22,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from batchengine.engine import Engine
 from batchengine.engine.placement import migration
 from bench import report
 from bench.engine import synthetic_model
-from bench.promote.moves import LANES, two_lanes
+from bench.promote.moves import LANES, Stream, two_lanes
 from kv_store import keys
 from kv_store.pages.allocator import NoRoom
 
@@ -66,21 +66,6 @@ class Gap:
     owner_ms: float  # P4 to P5: the commit of the new owner
     rest_ms: float  # the first step there
     total_ms: float
-
-
-@dataclass
-class Stream:
-    """The tokens of one reader, and when each came (s)."""
-
-    tokens: list[int] = field(default_factory=list[int])
-    times: list[float] = field(default_factory=list[float])
-
-    async def until(self, count: int) -> None:
-        while len(self.tokens) < count:  # noqa: ASYNC110  a poll of 1 ms is far below a token
-            await asyncio.sleep(0.001)
-
-    def intervals(self) -> list[float]:
-        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
 
 
 async def first_of(reading: asyncio.Future[None], waiting: Awaitable[None]) -> None:

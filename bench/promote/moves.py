@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import statistics
 import tempfile
@@ -55,6 +56,9 @@ class Stream:
     times: list[float] = field(default_factory=list[float])
     prefill_ms: float = 0.0  # from the start of the computation to the first token
     lane: str = ""
+
+    def intervals(self) -> list[float]:
+        return [b - a for a, b in itertools.pairwise(self.times)]
 
     async def until(self, count: int) -> None:
         while len(self.tokens) < count:  # noqa: ASYNC110  a poll of 1 ms is far below a token
