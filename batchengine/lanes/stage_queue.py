@@ -47,7 +47,7 @@ class StageWork:
 
 
 class StageQueue:
-    """The stages of one lane. The lane's loop sends the frames.
+    """The stages of one lane, one after the other in turn; the lane's loop calls `run`.
 
     `on_ended(run, why)` is called when a stage has ended by itself, `on_step` before each look of
     the loop for something to do.

@@ -246,7 +246,7 @@ class HoldServer:
     async def _serve(self, name: HoldName, epoch: int) -> PeerMessage:
         try:
             self.holds.check_epoch(name, epoch)
-            answered = self._tell(name)
+            answered = self._ask_worker(name)
         except HoldRefused as refusal:
             return peer.HoldServed(0, str(refusal))
         n_pages = self._served[name]
@@ -257,7 +257,7 @@ class HoldServer:
             why = "the worker does not answer"
         return peer.HoldServed(0 if why else n_pages, _short(why))
 
-    def _tell(self, name: HoldName) -> asyncio.Future[str]:
+    def _ask_worker(self, name: HoldName) -> asyncio.Future[str]:
         """Have the worker serve the pages of a hold that are there; resolves with why not, or "".
 
         While there is no worker, it waits for the next. Raises HoldRefused.
@@ -282,7 +282,7 @@ class HoldServer:
         if name not in self.holds:
             self._end([name])
         elif served is not None and served > self.holds.n_complete(name):
-            self._tell(name)
+            self._ask_worker(name)
 
     async def _read(self, link: PeerLink, asked: peer.ReadPage) -> PeerMessage:
         try:
@@ -366,7 +366,7 @@ class HoldServer:
                     answered.set_result("its worker has ended")
         self._answers.clear()
         for name in list(self._served):
-            self._tell(name)
+            self._ask_worker(name)
 
     def expire(self, now: float) -> None:
         """Give up pages that do not come, and room that is not used."""

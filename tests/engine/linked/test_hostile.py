@@ -150,14 +150,14 @@ Lie = Callable[[pytest.MonkeyPatch, Daemon], None]
 def says_that_it_serves(patch: pytest.MonkeyPatch, liar: Daemon) -> None:
     """The worker is never asked to serve the pages."""
 
-    def tell(name: object) -> asyncio.Future[str]:
+    def ask_worker(name: object) -> asyncio.Future[str]:
         server = liar.linked._server
         server._served[name] = len(server.holds.pages(name))  # type: ignore[index, arg-type]
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         done.set_result("")
         return done
 
-    patch.setattr(liar.linked._server, "_tell", tell)
+    patch.setattr(liar.linked._server, "_ask_worker", ask_worker)
     patch.setattr(routes, "UNSERVED_S", 0.5)
 
 
