@@ -99,9 +99,11 @@ bench: native
 	$(PY) -m bench hop
 	$(PY) -m bench promote
 	$(PY) -m bench pipeline
+	$(PY) -m bench ring
 	$(PY) -m bench restart
 	$(PY) -m bench agents
 	$(PY) -m bench crash
+	$(PY) -m bench failover
 
 clean:
 	rm -rf build .venv kernels/_native*.so
