@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 PAGE_TOKENS = 256  # tokens per KV page; part of the format (docs/numerics.md, 7)
 SUPERPAGE_PAGES = 4  # whose attention is folded as one: pages move between daemons in these
 ID_PREFIX_CHARS_MIN = 4  # a shorter prefix of an id matches nothing
+LOGPROBS_MAX = 20
 FORM_CHAT, FORM_TEXT = "chat", "text"  # of a request, and of the events of its answer
 
 
@@ -101,6 +104,10 @@ class Sla:
     priority: int = 0
 
 
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Bias = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], Annotated[float, Meta(ge=-100.0, le=100.0)]]
+
+
 class Sampling(msgspec.Struct, frozen=True):
     """Sampling parameters; floats are binary32 values already (docs/numerics.md, 10).
 
@@ -110,17 +117,18 @@ class Sampling(msgspec.Struct, frozen=True):
     field needs a default, so that older records are read.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    penalty_tokens: int = 256
-    seed: int = 0
-    logprobs: int = -1  # -1 = none, 0 = chosen token only, n = also the n best
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
+    top_k: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.0, le=10.0)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    penalty_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] = 256
+    seed: Annotated[int, Meta(ge=0)] = 0
+    # -1 = none, 0 = chosen token only, n = also the n best
+    logprobs: Annotated[int, Meta(ge=-1, le=LOGPROBS_MAX)] = -1
+    logit_bias: Annotated[tuple[Bias, ...], Meta(max_length=1024)] = ()
 
     @property
     def history_tokens(self) -> int:

@@ -102,9 +102,9 @@ async def demote(engine: EngineApi, subject: Subject, to: str | None = None) -> 
 async def _move(
     engine: EngineApi, move: Callable[..., Awaitable[Facts]], subject: Subject, to: str | None
 ) -> Facts:
-    """Moves a session to lane `to`, or to the best one; raises 400 for a lane that does not exist,
-    409 where there is nothing to move."""
-    lanes = [str(lane["name"]) for lane in engine.lanes()]
+    """Moves a session to lane `to`, or its turn to peer `to`, or to the best lane; raises 400 for a
+    lane that does not exist, 409 where there is nothing to move."""
+    lanes = [str(lane["name"]) for lane in engine.lanes()] + list(engine.peer_names())
     if to is not None and to not in lanes:
         raise errors.UNKNOWN_LANE(given=printable(to), lanes=" or ".join(lanes))
     if len(lanes) < 2:
@@ -177,7 +177,7 @@ async def _undecided(engine: EngineApi, subject: Subject) -> Facts:
 # ------------------------------------------------------------------------------------ the table
 
 LANE = Argument(
-    "to", "to", "--to", "The lane; without it the best one for the purpose.", "lane",
+    "to", "to", "--to", "The lane, or a peer; without it the best lane for the purpose.", "lane",
     "leave --to out for the best one, or name one that `batchengine ps` shows",
 )  # fmt: skip
 TOOL_CALL = Argument(

@@ -19,6 +19,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from batchengine import errors
 from batchengine.config import Config, LaneConfig
@@ -43,6 +44,7 @@ from batchengine.engine.linked.stages import ServedStages
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
 from batchengine.engine.placement.plans import PeerPlans
+from batchengine.engine.remote.turns import RemoteTurns
 from batchengine.engine.sessions.crash_marker import CrashMarker
 from batchengine.engine.sessions.operations import SessionOperations
 from batchengine.engine.sessions.parking import Parking
@@ -56,6 +58,7 @@ from batchengine.kv import Disputes
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.peers.peers import LocalFacts, Peers
 from batchengine.policy import cost
+from batchengine.session import Session
 from batchengine.text.frontend import TextFrontend
 from batchengine.weights import read_spec
 from batchengine.wire import lane as wire
@@ -197,10 +200,23 @@ class Running:
         )
         self.dispatcher.plans = self.plans
         self.linked_rows = LinkedRows(self.linked, self.lane_links, self.peers, self.pipelines)
-        state.held_facts = self.linked_rows.of_session
+        self.remote = RemoteTurns(
+            state,
+            store,
+            self.peers,
+            self.linked,
+            self.dispatcher.log,
+            made.info,
+            self.requests.submit,
+            self.tasks.spawn,
+        )
+        state.held_facts = self._linked_facts
         self.housekeeping = Housekeeping(
             state, store, self.dispatcher, self.peers, self.linked_rows
         )
+
+    def _linked_facts(self, session: Session) -> dict[str, Any]:
+        return {**self.linked_rows.of_session(session), **self.remote.facts(session)}
 
     def begin(self) -> None:
         """Start the lanes' tasks and all background tasks."""

@@ -298,6 +298,7 @@ class Engine:
     async def promote(self, tenant: str, session_id: str, to: str | None = None) -> dict[str, Any]:
         """Move a session to lane `to`, or to the best fast one, between two of its tokens.
 
+        `to` may be a peer, which then computes the turn that runs.
         Returns a MoveReport as a dict. Raises BatchEngineError: then nothing has changed.
         """
         return await self._relocate(tenant, session_id, to, FAST)
@@ -314,9 +315,16 @@ class Engine:
             if await self.presence(tenant, session_id) is Presence.STORED:
                 raise errors.SESSION_AT_REST(session_id=session_id)
             raise errors.UNKNOWN_SESSION(given=session_id)
-        return (await self.running.dispatcher.relocate(session, to, tier)).as_dict()
+        moved = await self.running.remote.away.relocate(session, to)
+        if moved is None:
+            moved = await self.running.dispatcher.relocate(session, to, tier)
+        return moved.as_dict()
 
     # ------------------------------------------------------------------------------- operator
+
+    def peer_names(self) -> list[str]:
+        """Names of the peers, whether they are linked now or not."""
+        return [] if self._running is None else sorted(self._running.peers.links)
 
     def lanes(self) -> list[dict[str, Any]]:
         """One row per lane."""

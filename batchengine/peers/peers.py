@@ -44,7 +44,8 @@ WATCH_S = 1.0  # from one look at the folder to the next
 DATA_LINKS = "data"  # a feature: it opens data links between workers
 HOLDS = "holds"  # a feature: it keeps pages for sessions of peers
 STAGES = "stages"  # a feature: its workers can be stages of a pipeline
-FEATURES = (DATA_LINKS, HOLDS, STAGES)
+TURNS = "turns"  # a feature: it computes turns of peers
+FEATURES = (DATA_LINKS, HOLDS, STAGES, TURNS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from batchengine.core import LOGPROBS_MAX, Sampling, SlaClass
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
 VERSION = 2
@@ -24,6 +25,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 HOLD_PAGES_MAX = 1 << 20
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 PageDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+TimelineLength = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+TURN_TOKENS_MAX = 16_384  # in one TurnTokens: 64 KiB
 Microseconds = Count  # of the sender's monotonic clock
 
 
@@ -267,12 +270,73 @@ class PipelineEnded(Message, tag=33, frozen=True):
     why: Text = ""
 
 
+class RunTurn(Message, tag=40, frozen=True):
+    """Request: compute a turn of the sender's too, from the end of `n_tokens` tokens, which follow
+    as TurnTokens, for at most `tokens_max` tokens.
+
+    `run` is above those of earlier requests. `salt` is that of the content keys of its pages. The
+    sender decides which token is the last one.
+    """
+
+    run: Count
+    n_tokens: TimelineLength
+    tokens_max: TimelineLength
+    sampling: Sampling
+    sla_class: SlaClass
+    salt: Annotated[bytes, msgspec.Meta(max_length=1024)]
+
+
+class TurnAccepted(Message, tag=41, frozen=True):
+    """Reply to RunTurn: the turn is computed there too, or `why` it is not."""
+
+    why: Text = ""
+
+
+class TokenChoice(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """The logprob of a sampled token, and the `top` best (token, logprob) if asked."""
+
+    logprob: float
+    top: Annotated[tuple[tuple[Count, float], ...], msgspec.Meta(max_length=LOGPROBS_MAX)] = ()
+
+
+class TurnTokens(Message, tag=42, frozen=True):
+    """Either way: tokens of the turn's timeline from position `first` on. Payload: token ids i32.
+
+    `is_of_owner`: it is a turn of the sender. `choices`: one for each token if the turn has
+    logprobs and they come to its owner, else none.
+    """
+
+    run: Count
+    is_of_owner: bool
+    first: Count
+    choices: Annotated[tuple[TokenChoice, ...], msgspec.Meta(max_length=TURN_TOKENS_MAX)] = ()
+
+
+class TurnGo(Message, tag=43, frozen=True):
+    """Of the owner: tokens before position `until` may be sent."""
+
+    run: Count
+    until: Count
+
+
+class TurnEnded(Message, tag=44, frozen=True):
+    """Either way: the turn is not computed there any more, or need not be; `why` if it failed.
+
+    `is_of_owner`: it is a turn of the sender.
+    """
+
+    run: Count
+    is_of_owner: bool
+    why: Text = ""
+
+
 PeerMessage = (
     Hello | Heartbeat | Declined | Bulk | BulkReceived
     | OpenData | DataExpected | DataRefused | DataReady
     | ReserveHold | OfferPage | PagePart | ServeHold | ReleaseHold | HoldGone | ReadPage
     | ErasePages | HoldReplies
     | OpenPipeline | PipelineOpened | PipelineGo | PipelineEnded
+    | RunTurn | TurnAccepted | TurnTokens | TurnGo | TurnEnded
 )  # fmt: skip
 PeerFrame = Frame[PeerMessage]
 PEER_LINK = LinkSchema[PeerMessage](
@@ -282,4 +346,5 @@ PEER_LINK = LinkSchema[PeerMessage](
     ReserveHold, HoldReserved, OfferPage, PageAnswer, PagePart, PageStored, ServeHold, HoldServed,
     ReleaseHold, HoldGone, ReadPage, PageSent, ErasePages, PagesErased,
     OpenPipeline, PipelineOpened, PipelineGo, PipelineEnded,
+    RunTurn, TurnAccepted, TurnTokens, TurnGo, TurnEnded,
 )  # fmt: skip

@@ -351,6 +351,9 @@ class FakeEngine:
         others = (TokenLogprob(299, b"\xf0\x9f", -math.inf),)
         return TokenEvent(index, text, chosen, (chosen, *others)[:logprobs])
 
+    def peer_names(self) -> Sequence[str]:
+        return []
+
     def lanes(self) -> Sequence[Mapping[str, Any]]:
         return [
             {"name": name, "kind": "cpu", "state": "ready", "pid": 4242} for name in self.lane_names

@@ -12,7 +12,21 @@ import pytest
 from hypothesis import strategies as st
 
 from batchengine import errors
+from batchengine.core import Sampling
 from batchengine.wire.frames import HEADER, MAGIC, Decoder, Frame, LinkSchema, M, WireError
+
+
+def number(least: float, most: float) -> st.SearchStrategy[float]:
+    """Binary32 numbers, with both ends."""
+    return st.floats(least, most, width=32)
+
+
+penalty = number(-2, 2)
+samplings = st.builds(
+    Sampling, number(0, 2), st.integers(0, 1 << 20), number(0, 1), number(0, 1), number(0, 10),
+    penalty, penalty, st.integers(0, 1 << 24), st.integers(0, 2**64 - 1), st.integers(-1, 20),
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), number(-100, 100)), max_size=3).map(tuple),
+)  # fmt: skip
 
 
 def pack(schema: LinkSchema[M], frame: Frame[M]) -> bytes:

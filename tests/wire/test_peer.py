@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchengine import errors
+from batchengine.core import Sampling, SlaClass
 from batchengine.wire import frames, peer
 from batchengine.wire.frames import Decoder, Frame
 from batchengine.wire.peer import (
@@ -43,7 +44,13 @@ from batchengine.wire.peer import (
     ReadPage,
     ReleaseHold,
     ReserveHold,
+    RunTurn,
     ServeHold,
+    TokenChoice,
+    TurnAccepted,
+    TurnEnded,
+    TurnGo,
+    TurnTokens,
 )
 from tests.wire import checks
 from tests.wire.checks import (
@@ -52,6 +59,7 @@ from tests.wire.checks import (
     check_random_bytes,
     check_round_trip,
     refused,
+    samplings,
 )
 
 forge = partial(checks.forge, version=peer.VERSION)
@@ -66,6 +74,8 @@ def bytes_of(size: int) -> st.SearchStrategy[bytes]:
     return st.binary(min_size=size, max_size=size)
 
 
+finite = st.floats(allow_nan=False)
+choices = st.builds(TokenChoice, finite, st.lists(st.tuples(count, finite), max_size=3).map(tuple))
 messages: st.SearchStrategy[PeerMessage] = st.one_of(
     st.builds(Hello, text, text, text, text, text, st.lists(text, max_size=3).map(tuple), loads),
     st.builds(Heartbeat, count, count, count, loads),
@@ -103,6 +113,19 @@ messages: st.SearchStrategy[PeerMessage] = st.one_of(
     st.builds(PipelineEnded, count, text),
     st.builds(ErasePages, st.binary(max_size=99), count),
     st.builds(PagesErased, count, text),
+    st.builds(
+        RunTurn,
+        count,
+        st.integers(1, 1 << 24),
+        st.integers(1, 1 << 24),
+        samplings,
+        st.sampled_from(SlaClass),
+        st.binary(max_size=99),
+    ),
+    st.builds(TurnAccepted, text),
+    st.builds(TurnTokens, count, st.booleans(), count, st.lists(choices, max_size=3).map(tuple)),
+    st.builds(TurnGo, count, count),
+    st.builds(TurnEnded, count, st.booleans(), text),
 )
 whole_frames = st.builds(
     Frame, messages, st.binary(max_size=200), u64, u64, st.sampled_from([0, 1, 2])
@@ -121,7 +144,7 @@ def test_random_bytes_raise_wire_errors_only(noise: bytes, chunk: int) -> None:
     check_random_bytes(PEER_LINK, noise, chunk)
 
 
-@given(st.integers(1, 33), st.binary(max_size=120))
+@given(st.integers(1, 44), st.binary(max_size=120))
 @settings(deadline=None)
 def test_random_meta_parts_are_messages_or_wire_errors(kind: int, meta: bytes) -> None:
     try:
@@ -163,6 +186,8 @@ HOSTILE = [
     (forge(12, b"\x97\x0c\x01\x01\x01" + b"\xc4\x1f" + bytes(31) + b"\xc4\x10" + bytes(16)
            + b"\xc4\x00"), errors.FRAME_META),  # a short key
     (forge(18, b"\x93\x12\x01\x01"), errors.FRAME_META),
+    (forge(42, b"\x95\x2a\x01\xc2\xff\x90"), errors.FRAME_META),  # a position below 0
+    (forge(44, b"\x94\x2c\x01\x01\xa0"), errors.FRAME_META),  # no boolean
     (forge(99, b"\x91\x63"), errors.FRAME_KIND),
     (forge(4, b"\x91\x04", version=peer.VERSION + 1), errors.FRAME_VERSION),
     (forge(4, b"\x91\x04", payload_len=2**32 - 1), errors.PAYLOAD_TOO_LONG),
@@ -177,6 +202,23 @@ def test_every_defect_has_its_error(data: bytes, error: errors.Problem | None) -
         return
     with refused(error):
         list(Decoder(PEER_LINK).feed(data))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        RunTurn(1, 0, 1, Sampling(), SlaClass.BATCH, b""),
+        RunTurn(1, 1 << 25, 1, Sampling(), SlaClass.BATCH, b""),
+        RunTurn(1, 1, 1, Sampling(temperature=float("nan")), SlaClass.BATCH, b""),
+        RunTurn(1, 1, 1, Sampling(logit_bias=((-1, 0.0),)), SlaClass.BATCH, b""),
+        RunTurn(1, 1, 1, Sampling(logprobs=21), SlaClass.BATCH, b""),
+        RunTurn(1, 1, 1, Sampling(), SlaClass.BATCH, bytes(1025)),
+        TurnTokens(1, False, 0, (TokenChoice(0.0, ((1, 0.0),) * 21),)),
+    ],
+)
+def test_a_turn_that_no_worker_could_compute(asked: PeerMessage) -> None:
+    with refused(errors.FRAME_META):
+        list(Decoder(PEER_LINK).feed(PEER_LINK.encode(asked)))
 
 
 def test_a_huge_length_allocates_nothing() -> None:

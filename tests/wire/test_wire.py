@@ -76,16 +76,13 @@ from tests.wire.checks import (
     check_round_trip,
     pack,
     refused,
+    samplings,
 )
 
 forge = partial(checks.forge, version=LANE_LINK.version, kind=9, meta=b"\x91\x09")
 u31 = st.integers(0, 2**31 - 1)
 u64 = st.integers(0, 2**64 - 1)
 number = st.floats(allow_nan=False, width=32)
-samplings = st.builds(
-    Sampling, number, u31, number, number, number, number, number, u31, u64, st.integers(-1, 20),
-    st.lists(st.tuples(u31, number), max_size=3).map(tuple),
-)  # fmt: skip
 segments = st.lists(st.builds(Segment, u31, u64, u64, u31, u31), max_size=3).map(tuple)
 entries = st.builds(Entry, u64, u31, u31, u31, u31, st.none() | samplings, u31, segments)
 slots = st.lists(u31, max_size=4).map(tuple)

@@ -88,7 +88,7 @@ class LaneLoop:
         self._metrics = metrics
         self._emissions = Emissions(text.piece)
         self._transfers = Transfers(lane.name, self.kv, self.seats)
-        self._steps = StepWriter(
+        self.steps = StepWriter(
             lane.name,
             self.kv,
             self.seats,
@@ -134,17 +134,8 @@ class LaneLoop:
         self.wake()
 
     def resume(self, turn: Turn) -> None:
-        """Continue a turn whose stream has room again, unless the stream is full once more."""
-        turn.paused = turn.generation.paused_since_ms is not None
-        self.seats.forget_row(turn)
-        self.wake()
-
-    def raise_priority(self, turn: Turn, rank: int, horizon_ms: float, tpot_ms: float) -> None:
-        """Give the turn the rank and targets of a request queued behind it, where tighter."""
-        turn.rank = min(turn.rank, rank)
-        turn.horizon_ms = min(turn.horizon_ms, horizon_ms)
-        turn.deadline_ms = min(turn.deadline_ms, self.seats.now_ms() + horizon_ms)
-        turn.tpot_ms = min(turn.tpot_ms, tpot_ms)
+        """Continue a turn whose stream has room again, unless it is full once more, or away."""
+        turn.paused = turn.is_away or turn.generation.paused_since_ms is not None
         self.seats.forget_row(turn)
         self.wake()
 
@@ -172,6 +163,15 @@ class LaneLoop:
     def between_steps(self, change: Callable[[], None]) -> None:
         """Have `change`, which may change tables of sessions, called before the next step."""
         self._changes.append(change)
+        self.wake()
+
+    def between_own_steps(self, session: Session, change: Callable[[], None]) -> None:
+        """Have `change` called when no step computes the session, which may be now."""
+        if self._in_flight is None or not self._in_flight.holds(session):
+            change()
+            self._emissions.flush()
+        else:
+            self._changes.append(change)
         self.wake()
 
     def ask_recompute(self, recompute: PageRecompute) -> None:
@@ -338,7 +338,7 @@ class LaneLoop:
         plan = NO_PLAN
         if not self.draining:
             plan = scheduler.plan(self.seats.view(self.cost.cost), self.seats.now_ms())
-        in_flight = self._steps.prepare(plan)
+        in_flight = self.steps.prepare(plan)
         if self.draining or (in_flight is not None and in_flight.parts):
             self.seats.end_stall()
         else:
@@ -358,7 +358,7 @@ class LaneLoop:
         check_answer(in_flight, done)
         self._in_flight = None
         self.stages.stepped(done.elapsed_us / 1000)
-        if self._steps.commit(in_flight, done):
+        if self.steps.commit(in_flight, done):
             self.recheck()
         if in_flight.parts:
             self.meter.add_overhead(self.seats.now_ms() - began_ms - done.elapsed_us / 1000)

@@ -156,6 +156,14 @@ class Seats:
             self._waiting_rows = None
         return turn, False
 
+    def raise_priority(self, turn: Turn, rank: int, horizon_ms: float, tpot_ms: float) -> None:
+        """Give the turn the rank and targets of a request queued behind it, where tighter."""
+        turn.rank = min(turn.rank, rank)
+        turn.horizon_ms = min(turn.horizon_ms, horizon_ms)
+        turn.deadline_ms = min(turn.deadline_ms, self.now_ms() + horizon_ms)
+        turn.tpot_ms = min(turn.tpot_ms, tpot_ms)
+        self.forget_row(turn)
+
     # ------------------------------------------------------------------------------- cut off
 
     def cut_off(self, turn: Turn) -> None:

@@ -7,7 +7,7 @@ the frame.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from batchengine import errors
 from batchengine.core import PAGE_TOKENS
@@ -212,6 +212,7 @@ class StepWriter:
                 self._suspects.clear(session)
             if wants:
                 self._add_token(turn, next(rows), now_ms)
+                self._meter.generated += 1
         n_fills = len(in_flight.fills)
         for (turn, index, slot), digest in zip(
             in_flight.fills, done.digests[:n_fills], strict=True
@@ -233,13 +234,31 @@ class StepWriter:
             self._journal.note()
         return bool(nonfinite)
 
+    def take(self, turn: Turn, first: int, rows: Sequence[wire.SampledRow]) -> bool:
+        """Append tokens from position `first` on that another daemon has computed, up to the turn's
+        end; False: one of them is not what was computed here.
+
+        After that, or when `Turn.shared_with` was reset, none are taken. The session is in no step.
+        """
+        if not turn.shared_with:
+            return True
+        session, now_ms = turn.session, self._seats.now_ms()
+        for position, row in enumerate(rows, first):
+            if position < len(session.tokens):
+                if session.tokens[position] != row.token:
+                    turn.shared_with = ""
+                    return False
+            elif self._seats.holds(turn):
+                self._add_token(turn, row, now_ms)
+        self._seats.forget_row(turn)
+        return True
+
     def _add_token(self, turn: Turn, row: wire.SampledRow, now_ms: float) -> None:
         """Append a sampled token to the timeline, queue it for the reader, and end the turn after
         its last token."""
         session, generation = turn.session, turn.generation
         session.tokens.append(row.token)
         generation.completion_tokens += 1
-        self._meter.generated += 1
         if generation.first_token_ms is None:
             generation.first_token_ms = now_ms
         generation.last_token_ms = now_ms

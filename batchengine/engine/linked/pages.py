@@ -41,19 +41,18 @@ class LinkedPages:
         bytes_max = state.config.peers.hold_bytes or state.config.store.budget_bytes // 2
         self.given = HoldsGiven(store.pages.unpin, page_bytes, bytes_max)
         self.taken = HoldsTaken(store, loop, peers.links, links)
-        pages = PeerPages(store, peers.links)
+        self.pages = PeerPages(store, peers.links)
         self.keeper = RouteKeeper(
             loop,
             peers.links,
             links,
             self.taken,
-            PageMover(store, loop, self.taken, pages, links),
+            PageMover(store, loop, self.taken, self.pages, links),
             spawn,
             page_bytes,
         )
         self._state = state
         self._peers = peers
-        self._pages = pages
         self._server = HoldServer(store, loop, self.given, state.lanes, spawn, self._why_not)
         self.keeper.expire.append(self._server.expire)
         for other in state.lanes:
@@ -96,7 +95,7 @@ class LinkedPages:
                 self.taken.gone(link.name, message.hold)
                 return
             is_taken = (
-                isinstance(message, peer.PagePart) and self._pages.on_part(link, frame, message)
+                isinstance(message, peer.PagePart) and self.pages.on_part(link, frame, message)
             ) or self._server.on_message(link, frame)
             if not is_taken and isinstance(message, peer.HoldReplies):
                 raise Misfit(f"{type(message).__name__} was not asked for")

@@ -251,7 +251,7 @@ class Dispatcher:
         note.urgent_ms = self._state.now_ms()
         turn = home.running.get(session.key) or home.waiting.get(session.key)
         if turn is not None:
-            home.raise_priority(turn, asked.rank, asked.ttft_ms, asked.tpot_ms)
+            home.seats.raise_priority(turn, asked.rank, asked.ttft_ms, asked.tpot_ms)
         known = self._known(session, home, tuple(session.tokens)) if session.tokens else None
         decision = router.route(asked, known, self.state())
         to = self._state.lane(decision.lane)

@@ -175,6 +175,9 @@ class Migrator:
             raise Abort("it was in a step that killed a worker, and proves itself where it is")
         if session.state is State.CLOSED:
             raise Abort(CLOSED)
+        shared = [turn for turn in self._state.turns.values() if turn.shared_with]
+        if peer := next((turn.shared_with for turn in shared if turn.session is session), ""):
+            raise Abort(f"peer {peer} computes its turn too")
         named = self._state.sessions.get((session.tenant, session.session_id)) is session
         if named and session.logged == NOT_LOGGED:  # its epoch is not known yet
             raise Abort("it is being read from the ledger")

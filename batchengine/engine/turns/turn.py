@@ -68,7 +68,9 @@ class Turn:
         self.pages_max = pages_for(len(request.prompt) + request.tokens_max)
         self.sampling = request.sampling
         self.history_tokens = request.sampling.history_tokens
-        self.paused = False  # computes nothing, since its reader is slow
+        self.paused = False  # computes nothing, since its reader is slow, or since it `is_away`
+        self.shared_with = ""  # the peer that computes it too: it stays on its lane
+        self.is_away = False  # only that peer computes it
         self.needs_match = False  # its session lost KV: match the prompt with the store again
         self.stop_early = bool(request.stop)  # text decides the end: emit tokens at their commit
         self.suspect_until = 0

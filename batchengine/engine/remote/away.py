@@ -1,0 +1,445 @@
+"""Turns of this daemon that a peer computes.
+
+A turn goes to a peer and comes back without a pause, since both compute the same tokens: each side
+gives the other those that it lacks, and the side that is to stop does so once the other has caught
+up. The reader's stream, the ledger, text and the end of the turn stay here. Whatever happens to the
+peer, the turn goes on from the tokens that its stream has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from batchengine import errors
+from batchengine.core import BatchEngineError, ModelInfo
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.linked.holds_server import Misfit
+from batchengine.engine.linked.holds_taken import TakenHold
+from batchengine.engine.linked.pages import LinkedPages
+from batchengine.engine.linked.peer_pages import KnownPage, MoveFailed
+from batchengine.engine.placement.decision_log import NOTES_MAX, DecisionLog, move_dict
+from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
+from batchengine.engine.remote.exchange import Exchange, give
+from batchengine.engine.remote.served import CREDIT_TOKENS, Spawn
+from batchengine.engine.state import EngineState
+from batchengine.engine.turns.turn import Turn
+from batchengine.peers.link import PeerLink
+from batchengine.peers.peers import HOLDS, TURNS, Peers
+from batchengine.peers.transitions import LinkState
+from batchengine.session import Session
+from batchengine.session_kv import page_start
+from batchengine.wire.lane import SampledRow
+from batchengine.wire.peer import (
+    TEXT_CHARS_MAX,
+    TURN_TOKENS_MAX,
+    RunTurn,
+    TurnAccepted,
+    TurnEnded,
+    TurnGo,
+    TurnTokens,
+)
+from kv_store import keys
+from kv_store.errors import StoreError
+from kv_store.pages.index import PageRef
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.remote")
+
+ANSWER_S = 5.0  # for a peer to say whether it computes a turn
+LOOK_S = 0.25  # between two looks while there is no news
+LAG_TOKENS = 1  # a side that lacks no more than this has caught up
+RACE_MESSAGES = 4  # after which a peer has caught up as far as it ever will
+SILENT_S = 2.0  # without tokens of a peer, after which the turn is computed here too
+
+
+class CameBack(Exception):
+    """Why a turn is computed here alone again; "" = it is over, or was to come back."""
+
+
+class AwayTurn:
+    """One turn that a peer computes too, or alone."""
+
+    def __init__(self, number: int, link: PeerLink, turn: Turn, lane: LaneLoop) -> None:
+        self.number = number
+        self.link = link
+        self.turn = turn
+        self.lane = lane
+        self.state = "copying pages"
+        self.hold: TakenHold | None = None
+        self.exchange: Exchange | None = None  # set when the peer was asked
+        self.allowed = 0  # position before which the peer may send
+        self.messages = 0
+        self.untried: list[tuple[int, list[SampledRow]]] | None = []  # None: see `AwayTurns.take`
+        self.heard = time.monotonic()
+        self.why = ""
+        self.is_recalled = False
+        self.left: tuple[int, float] | None = (
+            None  # tokens when the lane stopped, and ms of the last
+        )
+        self.gap_ms: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self.is_over = asyncio.Event()
+        self.news = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<AwayTurn {self.number} {self.turn!r} {self.state} {self.link.name}>"
+
+    def fail(self, why: str) -> None:
+        """Have the turn come back, for the first of all reasons."""
+        self.why = self.why or why
+        self.news.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds. Raises CameBack when the turn has ended or must come
+        back."""
+        while True:
+            if self.why or self.turn.end is not None:
+                raise CameBack(self.why)
+            if condition():
+                return
+            self.news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self.news.wait()
+
+
+class AwayTurns:
+    """Every turn of this daemon that a peer computes. Use: `relocate`; `facts` for operators."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        store: Store,
+        peers: Peers,
+        linked: LinkedPages,
+        decisions: DecisionLog,
+        info: ModelInfo,
+        spawn: Spawn,
+    ) -> None:
+        self._state = state
+        self._store = store
+        self._peers = peers
+        self._linked = linked
+        self._decisions = decisions
+        self._info = info
+        self._spawn = spawn
+        self._runs: dict[int, AwayTurn] = {}
+        self._numbers = itertools.count(1)
+        self._last = 0  # highest number that was given
+
+    def __repr__(self) -> str:
+        return f"<AwayTurns {list(self._runs.values())}>"
+
+    def facts(self, session: Session) -> dict[str, Any]:
+        """For operators: the peer that computes the session's turn; {} if none does."""
+        run = self._run_of(session)
+        if run is None:
+            return {}
+        name = run.link.name
+        lane = {"lane": f"peer:{name}"} if run.turn.is_away else {}
+        return {**lane, "remote": {"peer": name, "state": run.state}}
+
+    # ------------------------------------------------------------------------- called by the engine
+
+    async def relocate(self, session: Session, to: str | None) -> MoveReport | None:
+        """Have the session's turn computed by peer `to`, or here again if it is away.
+
+        None: `to` is no peer, and the turn computes here. Raises BatchEngineError: then nothing has
+        changed.
+        """
+        run = self._run_of(session)
+        is_peer = to in self._peers.links and self._state.lane(to) is None
+        if run is not None and to == run.link.name:
+            await self._gap(run)
+            return self._report(run, f"peer:{to}", f"peer:{to}", MoveOutcome.ALREADY)
+        if run is not None:
+            run.is_recalled = True
+            run.news.set()
+            await run.is_over.wait()
+            if not is_peer:
+                return self._report(run, f"peer:{run.link.name}", run.lane)
+        return await self._send(session, self._peers.links[to]) if to and is_peer else None
+
+    async def _send(self, session: Session, link: PeerLink) -> MoveReport:
+        turn = next((one for one in self._state.turns.values() if one.session is session), None)
+        lane = self._state.home.get(session.key)
+        why = self._why_not(session, turn, link)
+        if why or turn is None or lane is None:
+            raise errors.NOT_MOVED(where="where it is", why=why or "it computes nothing now")
+        began_ms, self._last = self._state.now_ms(), next(self._numbers)
+        run = self._runs[self._last] = AwayTurn(self._last, link, turn, lane)
+        turn.shared_with = link.name
+        self._spawn(self._follow(run), "turn at a peer")
+        gap_ms = await self._gap(run)
+        total_ms = round(self._state.now_ms() - began_ms, 3)
+        return self._report(run, lane, f"peer:{link.name}", gap_ms=gap_ms, total_ms=total_ms)
+
+    async def _gap(self, run: AwayTurn) -> float:
+        """Wait until the peer alone computes. Raises NOT_MOVED if that does not happen."""
+        try:
+            return await asyncio.shield(run.gap_ms)
+        except CameBack as back:
+            why = str(back) or "the turn ended before that"
+            raise errors.NOT_MOVED(where=f"on lane {run.lane.lane.name}", why=why) from back
+
+    def _why_not(self, session: Session, turn: Turn | None, link: PeerLink) -> str:
+        """Why the session's turn cannot go to a peer now; "" = it can."""
+        facts, name = link.facts, link.name
+        if turn is None or not turn.reported or turn.end is not None:
+            return "it computes nothing now"
+        if turn.shared_with:
+            return f"it is a turn of peer {turn.shared_with}"
+        if session.key in self._state.moves:
+            return "a hand-over is on the way"
+        if session.kv.n_held or session.kv.later:
+            return f"peers hold {session.kv.n_held} of its pages"
+        if link.state is not LinkState.UP or facts is None:
+            return f"the link to {name} is not up: {link.why}"
+        if TURNS not in facts.features or link.load.leaves:
+            return f"{name} takes no turns"
+        if self._linked.taken.is_avoided(name):
+            return f"{name} did not do what it said a moment ago"
+        return ""
+
+    def _report(
+        self,
+        run: AwayTurn,
+        source: LaneLoop | str,
+        target: LaneLoop | str,
+        outcome: MoveOutcome = MoveOutcome.MOVED,
+        gap_ms: float = 0.0,
+        total_ms: float = 0.0,
+    ) -> MoveReport:
+        """Report a move, also in the session's latest decision."""
+        session = run.turn.session
+        report = MoveReport(
+            session.session_id,
+            source if isinstance(source, str) else source.lane.name,
+            target if isinstance(target, str) else target.lane.name,
+            MoveCause.PROMOTION,
+            tokens=len(session.tokens),
+            gap_ms=gap_ms,
+            total_ms=total_ms,
+            outcome=outcome,
+        )
+        record = self._decisions.latest(session.session_id, session.tenant)
+        is_move = outcome is MoveOutcome.MOVED
+        if is_move and record is not None and len(record.moves) < NOTES_MAX:
+            record.moves.append(move_dict(report))
+        return report
+
+    def _run_of(self, session: Session) -> AwayTurn | None:
+        return next((run for run in self._runs.values() if run.turn.session is session), None)
+
+    # ------------------------------------------------------------------------------- of the peer
+
+    def take(self, link: PeerLink, message: TurnTokens, payload: bytes) -> None:
+        """Take tokens of a turn from the peer that computes it. Raises Misfit.
+
+        They wait in `untried` until the first of them was computed here too, and is the same.
+        """
+        run = self._runs.get(message.run)
+        if run is None or run.link is not link:
+            self._check_late(message.run)
+            return
+        if (exchange := run.exchange) is None:
+            raise Misfit("tokens of a turn that it was not asked to compute")
+        turn, was = run.turn, run.turn.session.tokens
+        rows = exchange.take(
+            message, payload, run.allowed, with_choices=turn.sampling.logprobs >= 0
+        )
+        if not run.messages:
+            self._release_hold(run)
+        run.messages += 1
+        run.heard = time.monotonic()
+        if run.untried is None:
+            give(run.lane, turn, message.first, rows, lambda: self._differs(run))
+        else:
+            run.untried.append((message.first, rows))
+        if run.left is not None and len(was) > run.left[0] and not run.gap_ms.done():
+            run.gap_ms.set_result(self._state.now_ms() - run.left[1])
+        self._give(run, exchange)
+        run.news.set()
+
+    def end(self, link: PeerLink, number: int, why: str) -> None:
+        """A peer computes a turn no more. Raises Misfit."""
+        run = self._runs.get(number)
+        if run is None or run.link is not link:
+            self._check_late(number)
+        else:
+            run.fail(f"{link.name}: {why or 'it has ended'}")
+
+    def lost(self, link: PeerLink) -> None:
+        """The link to a peer is lost: its turns are computed here again."""
+        for run in self._runs.values():
+            if run.link is link:
+                run.fail(f"the link to {link.name} is lost")
+
+    def _check_late(self, number: int) -> None:
+        """Raise Misfit about a turn that no peer was asked for; of one that is over, all is
+        late."""
+        if number > self._last:
+            raise Misfit(f"turn {number} was not asked for")
+
+    def _differs(self, run: AwayTurn) -> None:
+        """A token of the peer is not the one that was computed here."""
+        name = run.link.name
+        log.error("%r: %s computed another token; it gets no turns for now", run.turn, name)
+        self._linked.taken.avoid(name, lied=True)
+        run.fail(f"{name} computed another token")
+
+    # ---------------------------------------------------------------------------- one turn
+
+    async def _follow(self, run: AwayTurn) -> None:
+        """Have a peer compute a turn, until that or the turn ends."""
+        try:
+            await self._copy_pages(run)
+            exchange = await self._ask(run)
+            run.state = "racing"
+            await run.until(lambda: self._peer_is_level(run, exchange))
+            await self._stop_here(run, exchange)
+            await run.until(lambda: self._is_wanted_back(run, exchange))
+            self._go_on_here(run)
+            await run.until(lambda: self._is_level(run.turn.session))
+        except CameBack as back:
+            run.fail(str(back))
+        except (BatchEngineError, OSError) as error:
+            run.fail(str(error))
+        finally:
+            self._end(run)
+
+    async def _copy_pages(self, run: AwayTurn) -> None:
+        """Give the peer's store the session's sealed pages, as a hold until the peer's first token.
+
+        What does not get there is computed again by the peer.
+        """
+        session, link, facts = run.turn.session, run.link, run.link.facts
+        refs = list(session.kv.sealed)
+        if not refs or facts is None or HOLDS not in facts.features:
+            return
+        run.lane.kv.slots.know_keys(session, len(refs))
+        hold = run.hold = self._linked.taken.begin(link.name)
+        try:
+            await self._linked.pages.reserve(hold, len(refs))
+            for page, ref in enumerate(refs):
+                if run.why or run.turn.end is not None:
+                    return
+                known = self._page(session, page, ref)
+                await self._linked.pages.put(hold, page, known, ref)
+        except (MoveFailed, BatchEngineError, StoreError, OSError, ValueError) as error:
+            log.info("%r: pages are computed again by %s: %s", session, link.name, error)
+
+    def _page(self, session: Session, page: int, ref: PageRef) -> KnownPage:
+        parent = session.kv.keys[page - 1] if page else keys.ROOT_KEY
+        tokens = keys.token_bytes(session.tokens[page_start(page) : page_start(page + 1)])
+        return KnownPage(parent, tokens, session.salt, self._store.pages.digest(ref))
+
+    async def _ask(self, run: AwayTurn) -> Exchange:
+        """Ask the peer to compute the turn, and send it all tokens so far. Raises CameBack."""
+        turn, link, session = run.turn, run.link, run.turn.session
+        run.state = "asking"
+        await run.until(lambda: True)
+        request, n_tokens = turn.generation.request, len(session.tokens)
+        tokens_max = request.tokens_max - turn.generation.completion_tokens
+        run.exchange = Exchange(run.number, n_tokens, self._info.vocab_size, is_owner=True)
+        run.allowed = n_tokens + CREDIT_TOKENS
+        asked = RunTurn(
+            run.number, n_tokens, tokens_max, turn.sampling, request.sla.sla_class, session.salt
+        )
+        reply = (await link.request(asked, timeout_s=ANSWER_S)).message
+        if not isinstance(reply, TurnAccepted) or reply.why:
+            why = getattr(reply, "why", "") or f"it answers with {type(reply).__name__}"
+            raise CameBack(f"{link.name}: {why}")
+        for first in range(0, n_tokens, TURN_TOKENS_MAX):
+            await link.room()
+            await run.until(lambda: True)
+            end = min(n_tokens, first + TURN_TOKENS_MAX)
+            run.exchange.send(link, session.tokens[first:end], first)
+        return run.exchange
+
+    def _peer_is_level(self, run: AwayTurn, exchange: Exchange) -> bool:
+        if run.untried is not None:
+            if not run.untried or run.untried[0][0] >= len(run.turn.session.tokens):
+                return False
+            for first, rows in run.untried:
+                give(run.lane, run.turn, first, rows, lambda: self._differs(run))
+            run.untried = None
+        lag = len(run.turn.session.tokens) - exchange.came
+        return lag <= LAG_TOKENS or run.messages >= RACE_MESSAGES
+
+    async def _stop_here(self, run: AwayTurn, exchange: Exchange) -> None:
+        """Leave the turn to the peer, once the step that computes it here has ended."""
+        turn, lane = run.turn, run.lane
+        turn.is_away = turn.paused = True
+        lane.seats.forget_row(turn)
+        run.state = "away"
+        boundary = asyncio.Event()
+
+        def reached() -> None:
+            run.left = len(turn.session.tokens), turn.generation.last_token_ms or 0.0
+            boundary.set()
+            run.news.set()
+
+        lane.between_steps(reached)
+        await run.until(boundary.is_set)
+        self._give(run, exchange)
+
+    def _is_wanted_back(self, run: AwayTurn, exchange: Exchange) -> bool:
+        """Whether the turn is to be computed here again; gives the peer what it waits for."""
+        self._give(run, exchange)
+        is_waited_for = exchange.came < run.allowed
+        is_silent = is_waited_for and time.monotonic() - run.heard > SILENT_S
+        return run.is_recalled or run.link.load.leaves or is_silent
+
+    def _go_on_here(self, run: AwayTurn) -> None:
+        """Compute the turn here too, from the pages that it has."""
+        turn = run.turn
+        turn.is_away, turn.needs_match = False, True
+        run.lane.resume(turn)
+        run.state = "coming back"
+
+    def _is_level(self, session: Session) -> bool:
+        return session.to_compute <= LAG_TOKENS + 1
+
+    def _give(self, run: AwayTurn, exchange: Exchange) -> None:
+        """Send the peer what it lacks, and let it send more unless the reader is slow."""
+        turn, tokens = run.turn, run.turn.session.tokens
+        if turn.end is not None or run.why:
+            return
+        with contextlib.suppress(BatchEngineError):  # the link is lost, and `lost` says so
+            while (first := exchange.known) < len(tokens):
+                part = tokens[first : first + TURN_TOKENS_MAX]
+                exchange.send(run.link, part, first)
+            allowed = exchange.came + CREDIT_TOKENS
+            if not turn.generation.full and allowed - run.allowed >= CREDIT_TOKENS // 2:
+                run.allowed = allowed
+                run.link.send(TurnGo(run.number, allowed))
+
+    def _end(self, run: AwayTurn) -> None:
+        """Compute the turn here alone, if it has not ended; the peer stops."""
+        turn, link = run.turn, run.link
+        if turn.is_away and turn.end is None:
+            self._go_on_here(run)
+        turn.is_away, turn.shared_with = False, ""
+        del self._runs[run.number]
+        if link.state.is_open:
+            with contextlib.suppress(BatchEngineError):
+                link.send(TurnEnded(run.number, True, run.why[:TEXT_CHARS_MAX]))
+        self._release_hold(run)
+        if run.why:
+            log.info("%r is computed here again: %s", turn, run.why)
+        if not run.gap_ms.done():
+            run.gap_ms.set_exception(CameBack(run.why))
+            run.gap_ms.exception()  # also if no request waits for it
+        run.is_over.set()
+
+    def _release_hold(self, run: AwayTurn) -> None:
+        """Have the peer unpin the pages of `_copy_pages`: its turn has them, or needs none."""
+        hold, run.hold = run.hold, None
+        if hold is not None:
+            self._linked.taken.trim(hold)

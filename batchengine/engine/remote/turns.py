@@ -1,0 +1,88 @@
+"""Turns of this daemon at peers, and of peers here: the parts, and who gets which message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchengine.core import ModelInfo
+from batchengine.engine.linked.holds_server import Misfit
+from batchengine.engine.linked.pages import LinkedPages
+from batchengine.engine.placement.decision_log import DecisionLog
+from batchengine.engine.remote.away import AwayTurns
+from batchengine.engine.remote.exchange import misplaced
+from batchengine.engine.remote.served import ServedTurns, Spawn, Submit
+from batchengine.engine.state import EngineState
+from batchengine.peers.link import PeerLink
+from batchengine.peers.peers import Peers
+from batchengine.peers.transitions import LinkState
+from batchengine.session import Session
+from batchengine.wire.peer import (
+    ONE_WAY,
+    REQUEST,
+    TEXT_CHARS_MAX,
+    PeerFrame,
+    RunTurn,
+    TurnAccepted,
+    TurnEnded,
+    TurnGo,
+    TurnTokens,
+)
+from kv_store.store import Store
+
+
+class RemoteTurns:
+    """Turns that this daemon and its peers compute for each other."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        store: Store,
+        peers: Peers,
+        linked: LinkedPages,
+        decisions: DecisionLog,
+        info: ModelInfo,
+        submit: Submit,
+        spawn: Spawn,
+    ) -> None:
+        self.away = AwayTurns(state, store, peers, linked, decisions, info, spawn)
+        self.served = ServedTurns(state, submit, info, spawn)
+        peers.subscribe(self._on_message, self._on_state)
+
+    def __repr__(self) -> str:
+        return f"<RemoteTurns {self.away!r} {self.served!r}>"
+
+    def facts(self, session: Session) -> dict[str, Any]:
+        """For operators: who else computes the session's turn, or for whom it is; or {}."""
+        return {**self.away.facts(session), **self.served.facts(session)}
+
+    def _on_message(self, link: PeerLink, frame: PeerFrame) -> None:
+        """Take a message of a peer; one that does not fit ends the link."""
+        message = frame.message
+        try:
+            match message:
+                case RunTurn():
+                    misplaced(frame, REQUEST)
+                    why = self.served.ask(link, message)
+                    link.reply(frame, TurnAccepted(why[:TEXT_CHARS_MAX]))
+                case TurnTokens():
+                    misplaced(frame, ONE_WAY)
+                    taker = self.served if message.is_of_owner else self.away
+                    taker.take(link, message, bytes(frame.payload))
+                case TurnGo():
+                    self.served.allow(link, message)
+                case TurnEnded():
+                    if message.is_of_owner:
+                        self.served.end(link, message.run)
+                    else:
+                        self.away.end(link, message.run, message.why)
+                case TurnAccepted():
+                    raise Misfit("TurnAccepted, which was not asked for")
+                case _:
+                    pass  # it is about pages, pipelines or data links
+        except Misfit as error:
+            link.abort(str(error))
+
+    def _on_state(self, link: PeerLink, before: LinkState) -> None:
+        if before.is_open and not link.state.is_open:
+            self.served.lost(link)
+            self.away.lost(link)

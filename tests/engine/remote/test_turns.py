@@ -1,0 +1,145 @@
+"""Turns that a peer computes: no token changes, whichever daemon computes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+
+import pytest
+
+from batchengine.core import BatchEngineError, Sampling, TokenEvent
+from batchengine.engine.linked import holds_taken
+from batchengine.engine.remote import served
+from batchengine.engine.remote.exchange import Exchange
+from batchengine.engine.turns.stream import Generation
+from batchengine.peers.link import PeerLink
+from batchengine.wire.peer import TokenChoice
+from tests.engine.linked.daemons import Daemon, daemons
+from tests.support.engines import Reference, Site, read, request, started, suspend, until, words
+
+LONG = 6000  # tokens: more than are computed in any of these tests
+PROMPT = words(3, 256 * 3 + 20)
+SEEDED = Sampling(0.8, 40, seed=7, repetition_penalty=1.25, presence_penalty=0.5, logprobs=2)
+
+
+def lane(one: Daemon) -> str:
+    """Where the only request computes, as `ps` shows it."""
+    return one.engine.requests()[0]["lane"]
+
+
+class Liar(Exchange):
+    """The side of a served that sends tokens which it has not computed."""
+
+    def send(
+        self,
+        link: PeerLink,
+        tokens: Sequence[int],
+        first: int,
+        choices: Sequence[TokenChoice] = (),
+    ) -> None:
+        super().send(link, [(token + 1) % 1000 for token in tokens], first, choices)
+
+
+async def more(generation: Generation, tokens: int) -> None:
+    """Wait until the stream has so many tokens more."""
+    until_tokens = generation.completion_tokens + tokens
+    await until(lambda: generation.completion_tokens >= until_tokens)
+
+
+async def test_a_turn_goes_to_a_peer_and_comes_back(site: Site, reference: Reference) -> None:
+    """Several times, sampled with penalties; the next turn of the session continues it."""
+    async with daemons(site, "ab", 40) as (a, b):
+        asked = request(PROMPT, LONG, session="s", sampling=SEEDED)
+        generation, reading = await started(a.engine, asked, 3)
+        home, session = lane(a), a.state.sessions["", "s"]
+        await until(lambda: len(session.kv.sealed) >= 3)
+        for _ in range(3):
+            assert (await a.engine.promote("", "s", "b"))["result"] == "moved"
+            assert (lane(a), a.engine.sessions()[0]["lane"]) == ("peer:b", "peer:b")
+            (served,) = b.engine.requests()
+            assert served["owner"] == "a"
+            assert served["cached_tokens"] >= 256 * 3, "its pages came by content"
+            assert b.engine.sessions()[0]["tenant"] == "peer:a"
+            await more(generation, 20)
+            assert (await a.engine.promote("", "s", "b"))["result"] == "already there"
+            await a.engine.promote("", "s", home)
+            assert lane(a) == home
+            await until(lambda: not b.engine.requests())
+            await more(generation, 5)
+        moves = a.engine.explain("s")["decisions"][0]["moves"]
+        assert [move["to"] for move in moves][:2] == ["peer:b", home]
+        await a.engine.promote("", "s", "b")
+        await more(generation, 5)
+        generation.cancel()
+        answer = await reading
+        tokens = [event for event in answer.events if isinstance(event, TokenEvent)]
+        assert all(event.logprob and len(event.top) == 2 for event in tokens)
+        assert answer.tokens == reference.tokens(PROMPT, len(answer.tokens), SEEDED)
+        await until(lambda: not b.engine.requests())
+        assert not b.engine.remains()["given"]
+        timeline = list(a.state.sessions["", "s"].tokens)
+        answer = await read(a.engine.submit(request([*timeline, 50], 5, session="s")))
+        assert answer.tokens == reference.tokens([*timeline, 50], 5)
+
+
+async def test_the_peer_decides_no_end(site: Site, reference: Reference) -> None:
+    """The last token, by its number, is sent by the peer; the turn ends as it would here."""
+    async with daemons(site, "ab", 40) as (a, b):
+        n = 400
+        generation, reading = await started(a.engine, request(PROMPT, n, session="s"), 1)
+        with contextlib.suppress(BatchEngineError):  # the turn may be over before that
+            await a.engine.promote("", "s", "b")
+        answer = await reading
+        assert (answer.reason, len(answer.tokens)) == ("length", n)
+        assert answer.tokens == reference.tokens(PROMPT, n)
+        assert generation.finished
+        await until(lambda: not b.engine.requests())
+
+
+async def test_a_peer_that_is_lost_stops_or_lies(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever happens to the peer, the turn goes on here with the same tokens."""
+    async with daemons(site, "ab", 40) as (a, b):
+        generation, reading = await started(a.engine, request(PROMPT, LONG, session="s"), 3)
+        home, link = lane(a), a.engine.running.peers.links["b"]
+        await a.engine.promote("", "s", "b")
+        link.abort("the test ends it")
+        await until(lambda: lane(a) == home and not b.engine.requests())
+        await until(lambda: a.is_linked(b) and b.is_linked(a))
+        await more(generation, 5)
+
+        await a.engine.promote("", "s", "b")
+        worker = b.state.lanes[0].lane.pid
+        suspend(worker)
+        await until(lambda: lane(a) == home)
+        await more(generation, 5)
+        os.kill(worker, signal.SIGCONT)
+        await until(lambda: not b.engine.requests())
+
+        monkeypatch.setattr(holds_taken, "AVOIDED_S", 0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(served, "Exchange", Liar)
+            with pytest.raises(BatchEngineError, match="another token"):
+                await a.engine.promote("", "s", "b")
+        await until(lambda: not b.engine.requests())
+        await a.engine.promote("", "s", "b")
+        await more(generation, 5)
+
+        b.engine.leave()
+        await until(lambda: lane(a) == home and not b.engine.requests())
+        await until(lambda: link.load.leaves)
+        with pytest.raises(BatchEngineError, match="b takes no turns"):
+            await a.engine.promote("", "s", "b")
+        b.engine.leave(undo=True)
+        await until(lambda: not link.load.leaves)
+        await a.engine.promote("", "s", "b")
+        await more(generation, 5)
+        await b.engine.stop(0.0)
+        await more(generation, 5)
+        generation.cancel()
+        answer = await reading
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(PROMPT, len(answer.tokens))
