@@ -191,6 +191,7 @@ class Running:
             state.lanes[0],
             self.peers,
             self.tasks.spawn,
+            lambda: state.leaving,
             bytes_max=launch.config.store.budget_bytes // STAGES_SHARE,
             context_max=made.info.context_tokens,
         )

@@ -140,16 +140,15 @@ class Housekeeping:
                 self._counted[key] = value
         stat = self._store.stat()
         used, budget = float(stat["used_bytes"]), float(stat["budget_bytes"])
+        linked = self._state.lanes[0]
         self._state.peer_load = PeerLoad(
             requests_running=sum(len(loop.running) for loop in self._state.lanes),
             requests_waiting=self._state.waiting,
             kv_bytes=int(budget),
             kv_free_bytes=max(0, int(budget - used)),
-            prefill_tokens_per_s=sum(
-                round(1000 / loop.cost.cost.prefill_token_ms)
-                for loop in self._state.lanes
-                if loop.meter.steps
-            ),
+            prefill_tokens_per_s=round(1000 / linked.cost.cost.prefill_token_ms)
+            if linked.meter.steps
+            else 0,
             read_bytes_per_s=round(float(stat["read_bytes_per_s"])),
             leaves=self._state.leaving,
         )

@@ -92,8 +92,8 @@ class RouteKeeper:
             await asyncio.sleep(REST_S)
 
     def want(self, session: Session, pages: int | None) -> None:
-        """Keep at most so many pages of a session here, the others with peers, or ALL_PAGES as far
-        as there is room; None = as many as its share."""
+        """Keep at most so many pages of a session here, the others with peers, or ALL_PAGES if its
+        share has room for them; None = as many as its share."""
         if pages is None:
             self._wanted.pop(session, None)
         else:
@@ -174,7 +174,7 @@ class RouteKeeper:
         movable = self._movable(session) if is_running else 0
         policy = GROWING if is_running else RESTING
         if (wanted := self._wanted.get(session)) == ALL_PAGES:
-            policy = GATHERING
+            policy = GATHERING if len(kv.codes) <= share * GROWING.low else policy
         elif wanted is not None:
             share = min(share, wanted)
         view = RouteView(tuple(ranges), local, movable, share, rooms, policy)

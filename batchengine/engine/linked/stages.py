@@ -50,12 +50,22 @@ class ServedStages:
     """The stages of one lane for pipelines of peers. `rows` are for operators."""
 
     def __init__(
-        self, loop: LaneLoop, peers: Peers, spawn: Spawn, *, bytes_max: int, context_max: int
+        self,
+        loop: LaneLoop,
+        peers: Peers,
+        spawn: Spawn,
+        is_leaving: Callable[[], bool],
+        *,
+        bytes_max: int,
+        context_max: int,
     ) -> None:
-        """They take at most `bytes_max` bytes of memory together, and `context_max` tokens each."""
+        """They take at most `bytes_max` bytes of memory together, and `context_max` tokens each.
+
+        None is opened while `is_leaving`.
+        """
         self.bytes_max = bytes_max
         self._loop, self._peers, self._spawn = loop, peers, spawn
-        self._context_max = context_max
+        self._is_leaving, self._context_max = is_leaving, context_max
         self._served: dict[int, ServedStage] = {}
 
     def __repr__(self) -> str:
@@ -136,6 +146,8 @@ class ServedStages:
         number, loop, facts = message.run, self._loop, self._loop.lane.facts
         if facts is None or not loop.up:
             return "its worker is down"
+        if self._is_leaving():
+            return "it is leaving"
         if message.n_tokens > self._context_max:
             return f"it computes at most {self._context_max} tokens"
         if len(tokens) != (0 if message.first else message.n_tokens):

@@ -319,6 +319,8 @@ class Dispatcher:
         if loop is None:
             raise errors.NO_OTHER_LANE(lane=name or "here")
         cause = MoveCause.PROMOTION if tier == router.FAST else MoveCause.DEMOTION
+        if tier == router.FAST and self.plans is not None:
+            self.plans.gather(session)
         # Shielded: a migration that has begun ends even if the caller is cancelled.
         moved = await asyncio.shield(asyncio.ensure_future(self.move(session, loop, cause)))
         if moved.outcome in (MoveOutcome.STAYED, MoveOutcome.FAILED):
@@ -415,6 +417,8 @@ class Dispatcher:
             return
         if router.is_urgent(record.request, self._policy):
             note.urgent_ms = now_ms
+            if self.plans is not None:
+                self.plans.gather(session)
         if finish in ("stop", "length"):
             self._lanes.learn_answer(generation.completion_tokens, generation.request.tokens_max)
         first_ms, tpot_ms = generation.first_token_ms, generation.tpot_ms

@@ -127,6 +127,12 @@ class PeerPlans:
             wanted = ring.tokens_here // PAGE_TOKENS
         self._keeper.want(session, wanted)
 
+    def gather(self, session: Session) -> None:
+        """Bring the session's pages here as soon as there is room for all: a person waits for it,
+        or will."""
+        if session.kv.held:
+            self._keeper.want(session, ALL_PAGES)
+
     async def _fill_prefix(self, turn: Turn, record: DecisionRecord) -> None:
         facts, decision, session = record.state.facts, record.decision, turn.session
         if decision.strategy.prefill != layouts.PIPELINE or facts is None or facts.pipeline is None:

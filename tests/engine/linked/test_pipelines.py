@@ -128,8 +128,16 @@ async def test_a_pipeline_that_cannot_be_says_why(site: Site, reference: Referen
         pipelines(b).served.bytes_max = 1000
         assert "no room" in (await fill(a, halves, prompt))[1]
         pipelines(b).served.bytes_max = 1 << 30
-        assert "outside" in (await fill(a, [("b", 0, 4)], [1 << 30] * PAGE_TOKENS))[1]
         link = a.running.peers.links["b"]
+        b.leave()
+        asked = OpenPipeline(4, 0, 4, PAGE_TOKENS, 512, "", "")
+        answer = (await link.request(asked, bytes(4 * PAGE_TOKENS), timeout_s=5)).message
+        assert isinstance(answer, PipelineOpened)
+        assert answer.why == "it is leaving"
+        assert "b" in (await fill(a, halves, prompt))[1]
+        b.leave(undo=True)
+        await until(lambda: pipelines(a).can_use("b"))
+        assert "outside" in (await fill(a, [("b", 0, 4)], [1 << 30] * PAGE_TOKENS))[1]
         for message in (PipelineGo(5, 256), PipelineEnded(5, "no such run")):
             link.send(message)
         twice = OpenPipeline(5, 0, 4, PAGE_TOKENS, 512, "", "")
