@@ -343,7 +343,8 @@ class Engine:
         }
 
     def leave(self, *, undo: bool = False) -> None:
-        """Take no new sessions, and have peers take back the pages that are held for them.
+        """Take no new sessions, have peers take back the pages that are held for them, and compute
+        the turns that run here as far as they have room.
 
         Sessions in memory go on. With `undo`, take new sessions again.
         """
@@ -352,6 +353,8 @@ class Engine:
             log.info("new sessions are %s", "taken again" if undo else "not taken any more")
         state.leaving = not undo
         state.peer_load = msgspec.structs.replace(state.peer_load, leaves=state.leaving)
+        if state.leaving and self._phase == "ready":  # else turns end with the daemon
+            self.running.remote.away.leave()
 
     def remains(self) -> dict[str, Any]:
         """What a daemon that leaves still waits for: requests that have not ended, and pages that

@@ -140,7 +140,7 @@ def _request_row(state: EngineState, generation: Generation, now_ms: float) -> d
         "request_id": generation.request_id,
         "session_id": generation.session_id,
         "class": generation.request.sla.sla_class.value,
-        "state": "paused" if turn is not None and turn.paused else phase,
+        "state": "paused" if turn is not None and turn.paused and not turn.is_away else phase,
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -87,7 +87,7 @@ class AwayTurn:
         self.news = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<AwayTurn {self.number} {self.turn!r} {self.state} {self.link.name}>"
+        return f"<AwayTurn {self.number} {self.link.name} {self.state} {self.turn!r}>"
 
     def fail(self, why: str) -> None:
         """Have the turn come back, for the first of all reasons."""
@@ -165,19 +165,46 @@ class AwayTurns:
                 return self._report(run, f"peer:{run.link.name}", run.lane)
         return await self._send(session, self._peers.links[to]) if to and is_peer else None
 
+    def leave(self) -> None:
+        """Have peers compute the turns that run here, as far as they have room for them."""
+        for turn in list(self._state.turns.values()):
+            if (link := self._best_peer(turn)) is not None:
+                self._begin(turn, self._state.home[turn.session.key], link)
+
+    def _best_peer(self, turn: Turn) -> PeerLink | None:
+        """The peer with room for a turn that computes least, or None."""
+        need = turn.pages_max * self._store.pages.layout.page_bytes
+        able = [
+            link
+            for link in self._peers.links.values()
+            if link.load.kv_free_bytes >= need and not self._why_not(turn.session, turn, link)
+        ]
+        return min(able, key=self._turns_of, default=None)
+
+    def _turns_of(self, link: PeerLink) -> int:
+        """Turns that a peer computes, as far as it has said, and those that are on their way."""
+        own = sum(run.link is link for run in self._runs.values())
+        return link.load.requests_running + link.load.requests_waiting + own
+
     async def _send(self, session: Session, link: PeerLink) -> MoveReport:
         turn = next((one for one in self._state.turns.values() if one.session is session), None)
         lane = self._state.home.get(session.key)
         why = self._why_not(session, turn, link)
         if why or turn is None or lane is None:
             raise errors.NOT_MOVED(where="where it is", why=why or "it computes nothing now")
-        began_ms, self._last = self._state.now_ms(), next(self._numbers)
-        run = self._runs[self._last] = AwayTurn(self._last, link, turn, lane)
-        turn.shared_with = link.name
-        self._spawn(self._follow(run), "turn at a peer")
+        began_ms = self._state.now_ms()
+        run = self._begin(turn, lane, link)
         gap_ms = await self._gap(run)
         total_ms = round(self._state.now_ms() - began_ms, 3)
         return self._report(run, lane, f"peer:{link.name}", gap_ms=gap_ms, total_ms=total_ms)
+
+    def _begin(self, turn: Turn, lane: LaneLoop, link: PeerLink) -> AwayTurn:
+        """Have a peer compute a turn, for which `_why_not` has no reason against it."""
+        self._last = next(self._numbers)
+        run = self._runs[self._last] = AwayTurn(self._last, link, turn, lane)
+        turn.shared_with = link.name
+        self._spawn(self._follow(run), "turn at a peer")
+        return run
 
     async def _gap(self, run: AwayTurn) -> float:
         """Wait until the peer alone computes. Raises NOT_MOVED if that does not happen."""

@@ -55,7 +55,7 @@ async def test_a_turn_goes_to_a_peer_and_comes_back(site: Site, reference: Refer
         generation, reading = await started(a.engine, asked, 3)
         home, session = lane(a), a.state.sessions["", "s"]
         await until(lambda: len(session.kv.sealed) >= 3)
-        for _ in range(3):
+        for _ in range(2):
             assert (await a.engine.promote("", "s", "b"))["result"] == "moved"
             assert (lane(a), a.engine.sessions()[0]["lane"]) == ("peer:b", "peer:b")
             (served,) = b.engine.requests()
@@ -143,3 +143,24 @@ async def test_a_peer_that_is_lost_stops_or_lies(
         answer = await reading
         assert answer.error is None
         assert answer.tokens == reference.tokens(PROMPT, len(answer.tokens))
+
+
+async def test_a_daemon_that_leaves_gives_its_turns_to_peers(
+    site: Site, reference: Reference
+) -> None:
+    async with daemons(site, "abc", 80) as (a, b, c):
+        prompts = {name: words(ord(name), 30) for name in "st"}
+        read_by = [
+            await started(a.engine, request(ids, LONG, session=name), 3)
+            for name, ids in prompts.items()
+        ]
+        a.engine.leave()
+        await until(lambda: {row["lane"] for row in a.engine.requests()} == {"peer:b", "peer:c"})
+        assert len(b.engine.requests()) == len(c.engine.requests()) == 1
+        for generation, _ in read_by:
+            await more(generation, 5)
+            generation.cancel()
+        for (_, reading), ids in zip(read_by, prompts.values(), strict=True):
+            answer = await reading
+            assert answer.tokens == reference.tokens(ids, len(answer.tokens))
+        await until(lambda: a.engine.remains()["over"])
