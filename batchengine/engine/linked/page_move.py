@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from batchengine.core import BatchEngineError
@@ -176,12 +177,21 @@ class PageMover:
                 *page, data, origin=source.taken.peer, priority=session.priority
             )
             if not isinstance(found, NoRoom):
-                refs[at] = await asyncio.wrap_future(found)
+                try:
+                    refs[at] = await asyncio.wrap_future(found)
+                except asyncio.CancelledError:
+                    found.add_done_callback(self._unpin)  # it is stored all the same
+                    raise
                 return
             if found is NoRoom.FULL and not self._loop.kv.slots.evict_oldest(session):
                 break
             await asyncio.sleep(POLL_S)
         raise MoveFailed("this daemon's store has no room")
+
+    def _unpin(self, stored: Future[PageRef]) -> None:
+        """Give up a page that came too late for its move."""
+        if stored.exception() is None:
+            self._store.pages.unpin(stored.result())
 
     def _taken_back(
         self,
