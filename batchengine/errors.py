@@ -495,6 +495,12 @@ WORKER_KILLER = Problem("BE2307", Kind.INTERNAL, "session_quarantined",
     "it was stopped so that other sessions can go on",
     "report it with the daemon's log; do not send the same prompt again",
     details=("request_id",))
+NO_ROOM_AT_PEERS = Problem("BE2308", Kind.UNAVAILABLE, "kv_full",
+    "there is no room for the KV of this request now",
+    "it needs up to {pages_max} KV pages; this daemon and the peers that it reaches have {budget}",
+    "send it again later, or shorten the prompt or max_tokens; `batchengine peers status` shows"
+    " which peers are away",
+    details=("request_id",), retry_ms=5000)
 
 # ----------------------------------------------------------------------------------- 24: sessions
 SESSION_DAMAGED = Problem("BE2401", Kind.INTERNAL, "session_damaged",

@@ -15,13 +15,14 @@ import msgspec
 from batchengine.core import LOGPROBS_MAX, Sampling, SlaClass
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 2
+VERSION = 3
 ONE_WAY, REQUEST, REPLY = 0, 1, 2  # of `attempt` in the header
 TEXT_CHARS_MAX = 256
 LAYERS_MAX = 4096
 
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Difference = Annotated[int, msgspec.Meta(ge=1 - (1 << 63), le=(1 << 63) - 1)]
 HOLD_PAGES_MAX = 1 << 20
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 PageDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -35,7 +36,8 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
 
     `pages_held`: pages that it keeps for sessions of other daemons. `leaves`: it takes no more of
     them, and the owners of those sessions are to take them back. `hold_bytes_free` is what it could
-    keep in addition.
+    keep in addition; below 0 its own sessions need so much of that room, and the owners are to take
+    pages back.
     """
 
     requests_running: Count = 0
@@ -46,7 +48,7 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     prefill_tokens_per_s: Count = 0
     read_bytes_per_s: Count = 0
     leaves: bool = False
-    hold_bytes_free: Count = 0
+    hold_bytes_free: Difference = 0
 
 
 class Hello(Message, tag=1, frozen=True):

@@ -23,6 +23,7 @@ from batchengine.policy import scheduler
 from batchengine.policy.cost import StepCost
 from batchengine.policy.rows import TenantRow, TurnRow
 from batchengine.session import Event, Loss, Session
+from batchengine.session_kv import pages_for
 
 STALL_S = 0.25  # after which one of several turns that find no slot makes way
 STALL_ALONE_S = 5.0  # after which a turn fails for which no other one can make way
@@ -40,13 +41,15 @@ class Seats:
         metrics: Metrics,
         weights: Mapping[str, float],
     ) -> None:
-        """`pages_budget`: pages that the sessions with a seat may hold together; `weights`: of
-        the tenants' shares."""
+        """`pages_budget`: pages that the sessions with a seat may hold together, if none are kept
+        for peers; `weights`: of the tenants' shares."""
         self.running: dict[int, Turn] = {}
         self.waiting: dict[int, Turn] = {}
         self.expected = 0  # seats kept for sessions that migrate to this lane, or may return to it
         self.pages_budget = pages_budget
+        self.pages_lent = 0  # of these, kept for sessions of peers now
         self.pages_beyond = 0  # that sessions have with peers, or may have in addition
+        self.pages_beyond_max = 0  # that sessions could have with peers that keep nothing else
         self.pages_beyond_free = 0  # of these, the ones that no session has yet
         self._cut_off: dict[Turn, float] = {}  # until when a turn waits for its holders, in ms
         self.pages_short = asyncio.Event()  # set while running turns find no page
@@ -96,6 +99,38 @@ class Seats:
 
     def turn_of(self, session: Session) -> Turn | None:
         return self.running.get(session.key) or self.waiting.get(session.key)
+
+    # --------------------------------------------------------------------------------- pages
+
+    @property
+    def pages_here(self) -> int:
+        """Pages of this daemon that the sessions with a seat may hold together now."""
+        return max(0, self.pages_budget - self.pages_lent)
+
+    def pages_needed(self, ahead: int = 0) -> int:
+        """Most pages of this daemon that one turn needs for its present work and `ahead` pages
+        more, of the turns for which it has room if it keeps none for peers."""
+        needed = 0
+        for turn in self.turns:
+            n_pages = min(pages_for(len(turn.session.tokens) + 1), turn.pages_max)
+            if n_pages <= self.pages_budget:
+                n_pages = min(n_pages + ahead, turn.pages_max, self.pages_budget)
+                needed = max(needed, n_pages - turn.session.kv.n_held)
+        return needed
+
+    @property
+    def pages_lacking(self) -> int:
+        """Pages kept for peers that the present work of a turn needs; at most 0 if none does."""
+        return self.pages_needed() - self.pages_here - self.pages_beyond_free
+
+    def too_large(self, turn: Turn) -> BatchEngineError:
+        """Return why a waiting turn cannot run: never here, or not with what peers have now."""
+        request_id, budget = turn.generation.request_id, self.pages_budget + self.pages_beyond
+        if turn.pages_max > self.pages_budget + self.pages_beyond_max:
+            return errors.REQUEST_TOO_LARGE(pages_max=turn.pages_max, budget=budget)
+        return errors.NO_ROOM_AT_PEERS(
+            pages_max=turn.pages_max, budget=budget, request_id=request_id
+        )
 
     # -------------------------------------------------------------------------------- changes
 
@@ -214,7 +249,7 @@ class Seats:
             return
         now_ms = self.now_ms()
         since_ms = self._stalled_ms = now_ms if self._stalled_ms is None else self._stalled_ms
-        if self.awaits_peers:
+        if self.awaits_peers or (self.pages_lent and self.pages_lacking > 0):
             return  # the time counts on: moves may fail one after the other
         stalled_s = (now_ms - since_ms) / 1000
         if stalled_s > STALL_S and self._make_way(able):
@@ -308,7 +343,7 @@ class Seats:
             chunk_tokens_max=config.chunk_tokens_max,
             step_ms_max=config.step_ms_max,
             slots_free=self._kv.slots.available,
-            pages_free=max(0, self.pages_budget - held) + self.pages_beyond_free,
+            pages_free=max(0, self.pages_here - held) + self.pages_beyond_free,
             pages_budget=self.pages_budget + self.pages_beyond,
             cost=cost,
             running=running,

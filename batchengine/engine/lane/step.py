@@ -64,8 +64,7 @@ class StepWriter:
         for key in plan.preempt:
             seats.preempt(key)
         for key in plan.shed:
-            turn, budget = seats.waiting[key], seats.pages_budget + seats.pages_beyond
-            seats.fail(turn, errors.REQUEST_TOO_LARGE(pages_max=turn.pages_max, budget=budget))
+            seats.fail(seats.waiting[key], seats.too_large(seats.waiting[key]))
         for key in plan.admit:
             self._admit(key)
         for key in plan.aged:

@@ -181,6 +181,14 @@ class HoldsGiven:
         ]
         return [name for name, kept in trimmed if self.trim(name, self._holds[name].epoch, kept)]
 
+    def give_up(self, n_pages: int) -> list[HoldName]:
+        """End the newest holds until so many pages fewer are kept; returns them, for owners."""
+        ended, kept_max = list[HoldName](), self.n_pages - n_pages
+        for name in reversed(list(self._holds)):
+            if self.n_pages > kept_max:
+                ended += self._remove([name])
+        return ended
+
     # ------------------------------------------------------------------------------------- peers
 
     def peer_up(self, peer: str, incarnation: int) -> list[HoldName]:

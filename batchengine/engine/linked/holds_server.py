@@ -39,6 +39,8 @@ LATE_BYTES_MAX = 64 << 20  # of parts that fit no page any more, between two tha
 SERVE_S = 5.0  # for the worker to answer
 ROOM_S = 5.0  # while the store grows
 POLL_S = 0.01
+RECALL_S = 2.0  # for owners to take back pages whose room sessions of this daemon lack
+AHEAD_PAGES = 16  # that a turn will need soon: their room is asked for before it is lacking
 SILENCE_S = 30.0  # after which an incoming page, or a promise of room, is given up
 TOKEN_BYTES_EACH = 4
 TOKEN_BYTES = TOKEN_BYTES_EACH * PAGE_TOKENS
@@ -76,6 +78,8 @@ class HoldServer:
         """`loop` is the lane that serves; `lanes` all lanes, whose sessions at rest give pages up.
         `refuses`: why no more pages are taken, or ""."""
         self.holds = holds
+        self._bytes_max = holds.bytes_max
+        self._lacks_since: float | None = None  # own turns lack the room of holds
         self._store = store
         self._loop = loop
         self._lanes = lanes
@@ -378,11 +382,30 @@ class HoldServer:
             self._trimmed(name)
             self.changed()
 
+    def recall(self, now: float) -> list[HoldName]:
+        """Lower the bound of all holds to what turns of this daemon do not need, so that owners
+        take pages back. While a turn lacks room, for RECALL_S, the newest holds end; returns those,
+        for their owners."""
+        layout, allocator = self._store.pages.layout, self._store.pages.allocator
+        needed = max([loop.seats.pages_needed(AHEAD_PAGES) for loop in self._lanes])
+        lacking = max([loop.seats.pages_lacking for loop in self._lanes])
+        room = (allocator.slots_max - needed) * layout.page_bytes
+        self.holds.bytes_max = max(0, min(self._bytes_max, room))
+        if lacking <= 0 or not self.holds.n_pages:
+            self._lacks_since = None
+        elif self._lacks_since is None:
+            self._lacks_since = now
+        elif now - self._lacks_since >= RECALL_S:
+            ended = self.holds.give_up(lacking)
+            self._end(ended)
+            self.changed()
+            return ended
+        return []
+
     def changed(self) -> None:
         """Take what holds pin from what sessions of this daemon may have."""
         for loop in self._lanes:
-            n_pages = self._store.pages.allocator.slots_max - self.holds.n_pages
-            loop.seats.pages_budget = max(0, n_pages)
+            loop.seats.pages_lent = self.holds.n_pages
 
     def _end(self, names: list[HoldName]) -> None:
         for name in names:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from batchengine.core import BatchEngineError
-from batchengine.engine.linked.holds import HoldsGiven
+from batchengine.engine.linked.holds import HoldName, HoldsGiven
 from batchengine.engine.linked.holds_server import HoldServer, Misfit, Spawn
 from batchengine.engine.linked.holds_taken import HoldsTaken, OtherLane
 from batchengine.engine.linked.lane_links import LaneLinks
@@ -54,7 +54,7 @@ class LinkedPages:
         self._state = state
         self._peers = peers
         self._server = HoldServer(store, loop, self.given, state.lanes, spawn, self._why_not)
-        self.keeper.expire.append(self._server.expire)
+        self.keeper.expire += [self._server.expire, self._recall]
         for other in state.lanes:
             other.kv.slots.holders = self.taken if other is loop else OtherLane(self.taken)
         loop.on_recheck = self._look_at_holds
@@ -68,7 +68,7 @@ class LinkedPages:
 
     def load(self, load: PeerLoad) -> PeerLoad:
         """The load that peers learn, with what is held for them."""
-        free = 0 if self._why_not() else max(0, self.given.bytes_free)
+        free = 0 if self._why_not() else self.given.bytes_free
         return msgspec.structs.replace(load, pages_held=self.given.n_pages, hold_bytes_free=free)
 
     async def erase(self, tokens: Sequence[int], salt: bytes, kept: int) -> None:
@@ -114,9 +114,15 @@ class LinkedPages:
         self.taken.worker_began()
 
     def _look_at_holds(self) -> None:
-        """End holds with pages that became invalid, and say so to their owners."""
-        for name in self._server.pages_invalid():
+        """End holds with pages that became invalid."""
+        self._tell_owners(self._server.pages_invalid(), "a page of it became invalid")
+
+    def _recall(self, now: float) -> None:
+        """End holds whose owners did not take them back when their room was lacking here."""
+        self._tell_owners(self._server.recall(now), "its holder needs the room")
+
+    def _tell_owners(self, ended: Sequence[HoldName], why: str) -> None:
+        for name in ended:
+            log.info("%s of peer %s has ended: %s", f"hold {name.hold:x}", name.peer, why)
             with contextlib.suppress(BatchEngineError, KeyError):  # it is not there any more
-                self._peers.links[name.peer].send(
-                    peer.HoldGone(name.hold, "a page of it became invalid")
-                )
+                self._peers.links[name.peer].send(peer.HoldGone(name.hold, why))

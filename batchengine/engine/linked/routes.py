@@ -43,6 +43,7 @@ GROWING, RESTING = GrowthPolicy(), GrowthPolicy(pull=-1.0)  # at rest nothing is
 GATHERING = GrowthPolicy(pull=GROWING.low)  # as soon as there is room
 ALL_PAGES = 1 << 62
 BEYOND_S = 5.0  # a request is refused as too large only if no peer had room for so long
+UNKNOWN_PAGES = 1 << 40  # that peers have which are not linked
 RETRY_S = 1.0  # after a move that failed
 UNSERVED_S = 5.0  # of a session that peers do not serve though they could: its pages are lost
 
@@ -73,7 +74,7 @@ class RouteKeeper:
         self._free = Counter[str]()  # pages that a peer would take, with those that would give way
         self._gave_up = 0.0  # when pages of a session at rest were given up last
         self._beyond: list[tuple[float, int]] = []  # pages that peers have or would take, and when
-        self._begun: list[tuple[float, PageMove]] = []  # which loads of peers may not show yet
+        self._begun: list[tuple[float, str, int]] = []  # see `_note`
         self._rests: dict[Session, float] = {}  # sessions with a failed move, until when
         self._unserved: dict[Session, tuple[int, float]] = {}  # frontier, and since when
 
@@ -122,6 +123,11 @@ class RouteKeeper:
         self._beyond = [(at, pages) for at, pages in self._beyond if now - at < BEYOND_S]
         self._beyond.append((now, free + self._taken.n_pages))
         seats.pages_beyond = max([pages for _, pages in self._beyond])
+        links = self._peers.values()
+        if all(link.state.is_open for link in links):
+            seats.pages_beyond_max = sum([link.load.kv_bytes // self._page_bytes for link in links])
+        else:
+            seats.pages_beyond_max = UNKNOWN_PAGES
         self._rests = {one: until for one, until in self._rests.items() if until > now}
         for session in [one for one in self._wanted if one.state is State.CLOSED]:
             del self._wanted[session]
@@ -141,7 +147,7 @@ class RouteKeeper:
         seats, sessions = self._loop.seats, self._loop.sessions.values()
         wanted = {session: len(session.kv.codes) for session in sessions if session.kv.held}
         wanted |= {turn.session: turn.pages_max for turn in seats.turns}
-        share = fair_share(int(seats.pages_budget * LOCAL_SHARE), list(wanted.values()))
+        share = fair_share(int(seats.pages_here * LOCAL_SHARE), list(wanted.values()))
         return dict.fromkeys(wanted, share)
 
     def _resting(self) -> list[Session]:
@@ -196,21 +202,26 @@ class RouteKeeper:
         try:
             for move in moves:
                 self.moves[session] = move
-                self._begun.append((time.monotonic(), move))
+                self._note(move.target, move.n_pages)
                 if not await self._mover.move(session, move):
                     self._rests[session] = time.monotonic() + RETRY_S
                     return
+                self._note(move.source, -move.n_pages)
         finally:
             del self.moves[session]
             self._loop.seats.pages_short.set()
+
+    def _note(self, peer: str, n_pages: int) -> None:
+        """Remember what was put with a peer, or taken from it: its load may not show it yet."""
+        self._begun.append((time.monotonic(), peer, n_pages))
 
     # ---------------------------------------------------------------------------------- peers
 
     def _rooms(self, now: float) -> tuple[PeerRoom, ...]:
         moving = Counter[str]()
-        self._begun = [(at, move) for at, move in self._begun if now - at < REPORT_S]
-        for _, move in self._begun:
-            moving[move.target] += move.n_pages
+        self._begun = [begun for begun in self._begun if now - begun[0] < REPORT_S]
+        for _, name, n_pages in self._begun:
+            moving[name] += n_pages
         return tuple(
             [
                 self._room(link, moving[link.name])
@@ -221,7 +232,7 @@ class RouteKeeper:
 
     def _room(self, link: PeerLink, n_moving: int) -> PeerRoom:
         load = link.load
-        free = max(0, load.hold_bytes_free // self._page_bytes - n_moving)
+        free = load.hold_bytes_free // self._page_bytes - n_moving
         hops = (link.rtt_us or 1000.0) / 1000
         return PeerRoom(link.name, free, hops, self._is_usable(link), load.leaves)
 

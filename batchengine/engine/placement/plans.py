@@ -142,7 +142,7 @@ class PeerPlans:
         if known * PAGE_TOKENS > CACHED_MAX * len(tokens):
             record.note(f"no pipeline: {known} pages of the prompt are in the store")
             return
-        if len(tokens) // PAGE_TOKENS > self._loop.seats.pages_budget:
+        if len(tokens) // PAGE_TOKENS > self._loop.seats.pages_here:
             record.note("no pipeline: the prompt has more pages than this daemon keeps")
             return
         stages = [(stage.name, stage.first, stage.end) for stage in facts.pipeline.stages]

@@ -45,6 +45,23 @@ def test_a_turn_that_waits_gives_its_pages_with_peers_up(scene: Scene) -> None:
     assert away.tokens[: len(prompt)] == prompt
 
 
+def test_a_turn_is_refused_for_good_only_if_peers_could_never_have_room(scene: Scene) -> None:
+    scene.seats.pages_budget, scene.seats.pages_lent, scene.seats.pages_beyond_max = 8, 6, 5
+    away = scene.begin(scene.session(2), words(2, 3000), 2)
+    never = scene.begin(scene.session(3), words(3, 3500), 2)
+    scene.step()
+    ends = [turn.end.error.name if turn.end and turn.end.error else "" for turn in (away, never)]
+    assert ends == ["kv_full", "kv_too_small"]
+    fits = scene.begin(scene.session(1), words(1, 1500), 2)
+    assert (scene.seats.pages_needed(), scene.seats.pages_needed(9)) == (6, 6)
+    assert scene.seats.pages_lacking == 4
+    while scene.step():
+        pass
+    assert fits.end is None, "it waits for what is kept for peers"
+    scene.seats.pages_lent = 0
+    scene.run(fits)
+
+
 def test_a_turn_that_nothing_can_help_fails(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits alone for pages that peers do not give; its own open pages are of no use to it."""
     scene.seats.pages_budget, scene.seats.pages_beyond = 4, 20

@@ -102,6 +102,34 @@ async def test_a_holder_that_leaves_gives_its_pages_to_another(
         assert answer.tokens == reference.tokens(more, 5)
 
 
+async def test_a_holder_has_room_for_its_own_turns(site: Site, reference: Reference) -> None:
+    """A turn that fits its store is not refused for pages that it keeps for a peer's session, which
+    computes them again."""
+    async with (
+        daemon(site, "a", 24, peers__hold_bytes=PAGE_BYTES) as a,
+        daemon(site, "b", 24) as b,
+    ):
+        a.knows(b)
+        b.knows(a)
+        await until(lambda: a.is_linked(b) and a.beyond() >= 8)
+        ids, own = words(40, 256 * a.pages() + 300), words(41, 256 * (b.pages() - 1))
+        answer = await read(a.engine.submit(request(ids, 10, session="s")))
+        assert answer.tokens == reference.tokens(ids, 10)
+        await until(lambda: not a.linked.keeper.moves)
+        assert b.linked.given.n_pages >= 4
+        answer = await read(b.engine.submit(request(own, 10)))
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(own, 10)
+        answer = await read(b.engine.submit(request(words(42, 256 * 60), 10)))
+        assert answer.error is not None
+        assert answer.error.name == "kv_too_small", "with all that both have, too"
+        await until(lambda: a.beyond() >= 8)  # there is room again
+        more = [*ids, 77]
+        answer = await read(a.engine.submit(request(more, 10, session="s")))
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(more, 10)
+
+
 async def test_sessions_that_end_or_change_while_their_pages_move(
     site: Site, reference: Reference
 ) -> None:

@@ -129,7 +129,9 @@ def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None
     for _ in range(data.draw(st.integers(1, 40))):
         act = data.draw(
             st.sampled_from(
-                ["reserve"] * 4 + ["arrive"] * 6 + ["trim", "unused", "up", "up", "down", "bad"]
+                ["reserve"] * 4
+                + ["arrive"] * 6
+                + ["trim", "unused", "up", "up", "down", "bad", "give up"]
             )
         )
         peer = data.draw(st.sampled_from(["north", "south"]))
@@ -157,6 +159,11 @@ def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None
         elif act == "down":
             held.peer_down(peer)
             assert not any(n.peer == peer for n in held)
+        elif act == "give up":
+            n_pages = data.draw(st.integers(0, 4))
+            kept_max = max(0, held.n_pages - n_pages)
+            held.give_up(n_pages)
+            assert held.n_pages <= kept_max
         elif act == "bad":
             held.invalid(PageRef(data.draw(st.integers(0, 9)), 1).__ne__)
         held.check()
