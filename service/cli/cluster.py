@@ -326,16 +326,19 @@ class Cluster:
         alive = list(self.nodes)
         with contextlib.suppress(KeyboardInterrupt):
             while alive:
-                for node in list(alive):
-                    if (code := node.daemon.exit_code) is not None:
-                        alive.remove(node)
-                        node.daemon.stop()  # removes its folder
-                        print(f"{node.name} has ended: {_end(code)}", flush=True)
-                        continue
-                    with contextlib.suppress(BatchEngineError):  # it ends just now
-                        for row in node.links():
-                            self._say_change(seen, node.name, row)
+                alive = [node for node in alive if self._look_at(node, seen)]
                 time.sleep(WATCH_S)
+
+    def _look_at(self, node: Node, seen: dict[tuple[str, str], str]) -> bool:
+        """Prints what has changed at a daemon; False: it has ended."""
+        if (code := node.daemon.exit_code) is not None:
+            node.daemon.stop()  # removes its folder, unless that is kept
+            print(f"{node.name} has ended: {_end(code)}", flush=True)
+            return False
+        with contextlib.suppress(BatchEngineError):  # it ends just now
+            for row in node.links():
+                self._say_change(seen, node.name, row)
+        return True
 
     def _say_change(self, seen: dict[tuple[str, str], str], name: str, row: dict[str, Any]) -> None:
         state = "down" if row["state"] in ("dialling", "greeting") else row["state"]
