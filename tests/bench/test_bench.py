@@ -39,9 +39,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def run_bench(name: str, json_path: Path, cache: Path) -> dict[str, object]:
+def run_bench(name: str, json_path: Path, cache: Path, *more: str) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, "-m", "bench", name, "--quick", "--json", str(json_path)],
+        [sys.executable, "-m", "bench", name, "--quick", "--json", str(json_path), *more],
         cwd=ROOT,
         env=os.environ | {"XDG_CACHE_HOME": str(cache)},
         capture_output=True,
@@ -59,7 +59,7 @@ def run_bench(name: str, json_path: Path, cache: Path) -> dict[str, object]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_quick_bench_reports_every_row(name: str, tmp_path: Path, cache: Path) -> None:
-    result = run_bench(name, tmp_path / "result.json", cache)
+    result = run_bench(name, tmp_path / "result.json", cache, "--model", "small")
     for row in ROWS[name]:
         entry = result[row]
         assert isinstance(entry, dict)

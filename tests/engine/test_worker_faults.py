@@ -20,6 +20,7 @@ from tests.support.engines import (
     request,
     running_engine,
     started,
+    suspend,
     until,
     words,
 )
@@ -90,7 +91,7 @@ async def test_a_stopped_worker_that_continues_late_changes_nothing(
     prompt = words(3, 300)
     async with running_engine(site) as engine:
         _, task = await started(engine, request(prompt, 150), 20)
-        os.kill(int(engine.lanes()[0]["pid"]), signal.SIGSTOP)
+        suspend(int(engine.lanes()[0]["pid"]))
         assert (await task).tokens == reference.tokens(prompt, 150)
         assert engine.lanes()[0]["incarnation"] == 2
 

@@ -28,7 +28,7 @@ from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner
 from kv_store.errors import StoreError
 from kv_store.layout import PageLayout
 from tests.support.arena_rows import valid_rows
-from tests.support.engines import words
+from tests.support.engines import suspend, words
 
 LAYOUT = PageLayout(4, 2, 64)
 LIMITS = StepLimits(tokens_max=600, entries_max=4, context_tokens=2048, vocab_size=2048)
@@ -241,7 +241,7 @@ async def test_a_deadline_ends_a_worker_that_does_not_answer(
 ) -> None:
     lane = Lane("cpu")
     await lane.start(load_message(pocket_path, cache_dir))
-    os.kill(lane.pid, signal.SIGSTOP)
+    suspend(lane.pid)
     with pytest.raises(LaneDied, match="deadline") as caught:
         await lane.run(*frame_of([]), deadline_s=0.2)
     assert caught.value.blames_step
@@ -275,7 +275,7 @@ async def test_an_engine_that_was_suspended_extends_the_deadline_once(
 
     lane = Lane("cpu")
     await lane.start(load_message(pocket_path, cache_dir))
-    os.kill(lane.pid, signal.SIGSTOP)
+    suspend(lane.pid)
     reply = lane._send(wire.Ping(), b"", 0.4, 0)
     time.sleep(1.5)  # noqa: ASYNC251  the engine's own stop
     began = time.monotonic()
@@ -309,7 +309,7 @@ def test_a_worker_never_outlives_its_engine(pocket_path: Path, cache_dir: Path) 
     assert parent.stdout is not None
     with parent.stdout:
         worker = int(parent.stdout.readline())
-    os.kill(worker, signal.SIGSTOP)  # not even a stopped one
+    suspend(worker)  # not even a stopped one
     parent.kill()
     parent.wait()
     for _ in range(500):

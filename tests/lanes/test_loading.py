@@ -26,6 +26,7 @@ from tests.support.engines import (
     request,
     running_engine,
     started,
+    suspend,
     until,
     words,
 )
@@ -87,7 +88,7 @@ async def test_a_worker_that_cannot_be_ended_is_given_up(
     lane = Lane("cpu")
     await lane.start(load_message(pocket_path, cache_dir))
     stuck = lane.pid
-    os.kill(stuck, signal.SIGSTOP)
+    suspend(stuck)
     with monkeypatch.context() as patched:
         patched.setattr(subprocess.Popen, "send_signal", lambda *_: None)
         lane.kill("missed a deadline")

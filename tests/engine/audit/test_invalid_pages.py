@@ -22,7 +22,16 @@ from kv_store.pages.index import PageRef
 from kv_store.threads import new_future
 from tests.engine.placement.test_migration import LANES, other
 from tests.engine.placement.test_migration_faults import lanes_of, plant, start
-from tests.support.engines import Reference, Site, read, request, running_engine, until, words
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    suspend,
+    until,
+    words,
+)
 from tests.support.faulty_worker import SEGV
 
 PAGES = 3
@@ -74,7 +83,7 @@ def die_at(loop: LaneLoop, wanted: Callable[[Any], bool]) -> asyncio.Event:
         if not wanted(step):
             return real(step, payload, **how)
         loop.lane.post = real  # type: ignore[method-assign]
-        os.kill(loop.lane.pid, signal.SIGSTOP)
+        suspend(loop.lane.pid)
         reply = real(step, payload, **how)
         os.kill(loop.lane.pid, signal.SIGSEGV)
         os.kill(loop.lane.pid, signal.SIGCONT)

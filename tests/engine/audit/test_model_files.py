@@ -28,7 +28,7 @@ from tests.support.engines import (
     read,
     request,
     running_engine,
-    started,
+    unread,
     until,
     words,
 )
@@ -54,7 +54,7 @@ async def test_a_replaced_model_file_ends_admission_and_no_running_turn(
     own, prompt = with_own_model(site), words(31, 40)
     monkeypatch.setattr(scrub, "WATCH_S", 0.05)
     async with running_engine(own) as engine:
-        generation, task = await started(engine, request(prompt, 300), 2)
+        generation = await unread(engine, request(prompt, 520), 2)
         shutil.copyfile(site.model, site.folder / "new")
         (site.folder / "new").rename(own.model)
         await until(lambda: engine.phase == "degraded")
@@ -64,7 +64,7 @@ async def test_a_replaced_model_file_ends_admission_and_no_running_turn(
         assert caught.value.name == "model_changed"
         assert caught.value.kind is Kind.UNAVAILABLE
         assert "restart" in caught.value.fix
-        assert (await task).tokens == reference.tokens(prompt, 300)
+        assert (await read(generation)).tokens == reference.tokens(prompt, 520)
 
 
 async def test_the_model_file_is_checked_when_a_session_is_reopened(site: Site) -> None:
@@ -182,9 +182,10 @@ async def test_weights_overwritten_in_place_drain_lanes_and_touched_ones_do_not(
         packed.touch()
         await asyncio.sleep(0.5)
         assert engine.phase == "ready"
-        _, task = await started(engine, request(words(33, 20), 2000), 2)
+        generation = await unread(engine, request(words(33, 20), 2000), 2)
         overwrite(packed, 4096, bytes(64))
-        answer = await task
+        await until(lambda: generation.finished)
+        answer = await read(generation)
         assert answer.error is not None
         assert answer.error.name == "model_changed"
         assert engine.lanes()[0]["state"] == "drained"

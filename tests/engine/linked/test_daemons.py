@@ -10,7 +10,7 @@ import pytest
 
 from batchengine.core import BatchEngineError
 from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemon, daemons
-from tests.support.engines import Reference, Site, read, request, started, until, words
+from tests.support.engines import Reference, Site, read, request, started, unread, until, words
 
 
 def holders(one: Daemon, name: str) -> list[tuple[str, int]]:
@@ -83,15 +83,15 @@ async def test_a_holder_that_leaves_gives_its_pages_to_another(
     """Without a pause in the stream, and without computing anything again."""
     async with daemons(site, "abc", 20, peers__hold_bytes=16 * PAGE_BYTES) as (a, b, c):
         ids = words(30, 256 * 22)
-        _, reader = await started(a.engine, request(ids, 900, session="s"), 0)
+        generation = await unread(a.engine, request(ids, 520, session="s"), 0)
         await until(lambda: a.linked.taken.n_pages >= 4 and not a.linked.keeper.moves)
         first, second = (b, c) if holders(a, "s")[0][0] == "b" else (c, b)
         before = a.engine.stats()["tokens_recomputed"]
         first.engine.leave()
         await until(lambda: not first.linked.given.n_pages)
-        assert not reader.done(), "it moved while the session computed"
-        answer = await reader
-        assert answer.tokens == reference.tokens(ids, 900)
+        assert not generation.finished, "it moved while the session computed"
+        answer = await read(generation)
+        assert answer.tokens == reference.tokens(ids, 520)
         assert [peer for peer, _ in holders(a, "s")] == [second.name]
         assert a.engine.stats()["tokens_recomputed"] == before
         first.engine.leave(undo=True)

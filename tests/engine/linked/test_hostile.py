@@ -17,7 +17,7 @@ from batchengine.wire.peer import REPLY, REQUEST, PeerMessage
 from kv_store import keys
 from tests.engine.linked.daemons import Daemon, daemon, daemons
 from tests.peers.scene import Scripted, dial
-from tests.support.engines import Reference, Site, read, request, started, until, words
+from tests.support.engines import Reference, Site, read, request, unread, until, words
 
 HOLD = 99
 SALT = b"tenant"
@@ -209,8 +209,8 @@ LIES: tuple[Lie, ...] = (
 
 async def test_a_holder_that_lies(site: Site, reference: Reference) -> None:
     """Whatever it says, the session goes on without it, or with it once it is honest."""
-    async with daemons(site, "ab", 24) as (a, b):
-        ids = words(5, 256 * 22)
+    async with daemons(site, "ab", 16) as (a, b):
+        ids = words(5, 256 * 14)
         for number, lie in enumerate(LIES):
             with pytest.MonkeyPatch.context() as patch:
                 lie(patch, b)
@@ -221,8 +221,13 @@ async def test_a_holder_that_lies(site: Site, reference: Reference) -> None:
                 assert not a.linked.taken.n_pages
                 await a.engine.drop("", f"s{number}")
                 await until(lambda: not a.linked.keeper.moves)
-        ids = words(6, 256 * 22)
-        _, reader = await started(a.engine, request(ids, 150, session="s"), 5)
+
+
+async def test_a_holder_that_sends_other_bytes_back(site: Site, reference: Reference) -> None:
+    """Its pages are computed again, and it gets no others."""
+    async with daemons(site, "ab", 22) as (a, b):
+        ids = words(6, 256 * 18 + 128)
+        generation = await unread(a.engine, request(ids, 520, session="s"), 5)
         await until(lambda: a.linked.taken.n_pages >= 8)
         session = a.state.sessions["", "s"]
         back = PageMove("b", "", session.kv.n_held - 4, 4)
@@ -233,7 +238,7 @@ async def test_a_holder_that_lies(site: Site, reference: Reference) -> None:
             back = PageMove("b", "", session.kv.n_held - 4, 4)
             assert not await a.linked.keeper._mover.move(session, back)
         assert a.linked.taken.is_avoided("b")
-        answer = await reader
+        answer = await read(generation)
         assert answer.error is None
-        assert answer.tokens == reference.tokens(ids, 150)
+        assert answer.tokens == reference.tokens(ids, 520)
         assert not a.linked.taken.n_pages

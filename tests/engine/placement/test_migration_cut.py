@@ -22,6 +22,7 @@ from tests.support.engines import (
     read,
     request,
     running_engine,
+    suspend,
     until,
     words,
 )
@@ -53,7 +54,7 @@ class Cut:
         self.pid = self.source.lane.pid
         pages = self.source.kv
         if when == "yet to be sent":
-            os.kill(self.pid, signal.SIGSTOP)
+            suspend(self.pid)
             await asyncio.sleep(0.05)  # its answers are committed, the next step is sent
         else:
             self._stop_at_the_frame()
@@ -77,7 +78,7 @@ class Cut:
 
         def post(step: Any, payload: bytes, **limits: Any) -> Any:
             if step.relabel:
-                os.kill(self.pid, signal.SIGSTOP)
+                suspend(self.pid)
             return real(step, payload, **limits)
 
         lane.post = post  # type: ignore[method-assign]

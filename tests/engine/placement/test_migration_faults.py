@@ -28,6 +28,7 @@ from tests.support.engines import (
     read,
     request,
     started,
+    suspend,
     until,
     words,
 )
@@ -315,7 +316,7 @@ async def test_a_migration_to_a_lane_that_hangs_fails(
     async with two_lanes(site) as engine:
         generation, reader = await start(engine, "s", prompt, 900)
         _, target = lanes_of(engine, "s")
-        os.kill(target.lane.pid, signal.SIGSTOP)
+        suspend(target.lane.pid)
         before = generation.completion_tokens
         assert "does not answer" in await try_to_move(engine, "s")
         assert generation.completion_tokens > before + 20

@@ -31,6 +31,7 @@ from tests.support.engines import (
     request,
     running_engine,
     started,
+    unread,
     until,
     words,
 )
@@ -166,13 +167,13 @@ async def test_a_running_turn_is_taken_over_by_the_newest_reader(
 ) -> None:
     prompt = words(3, 40)
     async with running_engine(site) as engine:
-        _, reader = await started(engine, request(prompt, 300, session="s", sampling=WARM), 30)
+        first = await unread(engine, request(prompt, 520, session="s", sampling=WARM), 30)
         second = await engine.resume("", "s", 0)
         answer = await read(second)
-        lost = await reader
+        lost = await read(first)
         assert lost.error is not None
         assert lost.error.name == "resumed_elsewhere"
-        assert answer.tokens == reference.tokens(prompt, 300, WARM)
+        assert answer.tokens == reference.tokens(prompt, 520, WARM)
 
 
 async def test_a_resumed_turn_has_the_format_of_its_request(site: Site) -> None:

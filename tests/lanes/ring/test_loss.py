@@ -16,7 +16,7 @@ from batchengine.wire import lane as wire
 from kernels import SUPERPAGE_TOKENS
 from tests.lanes.ring.certificates import Authority
 from tests.lanes.ring.scene import Entry, Piece, Scene, running_scene, same_rows
-from tests.support.engines import words
+from tests.support.engines import suspend, words
 
 LENGTH = 3 * SUPERPAGE_TOKENS + 40
 BY_B = Entry(1, LENGTH - 1, 1, [Piece("b", 0, 3)])
@@ -58,7 +58,7 @@ async def test_a_stopped_holder_costs_its_entries_and_one_lap(
 ) -> None:
     async with scene_of(pocket_path, cache_dir, tmp_path) as (scene, alone):
         await expect(scene, alone)
-        os.kill(scene["b"].lane.pid, signal.SIGSTOP)
+        suspend(scene["b"].lane.pid)
         for _ in range(2):
             took = await expect(scene, alone, BY_B, BY_B_AND_C, lap_ms=400)
             assert 0.4 <= took < 2.0
@@ -91,7 +91,7 @@ async def test_a_lap_under_way_ends_with_its_holder(
     end: Callable[[Scene], Awaitable[None]], pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:
     async with scene_of(pocket_path, cache_dir, tmp_path) as (scene, alone):
-        os.kill(scene["b"].lane.pid, signal.SIGSTOP)  # so that it is in the middle of a lap
+        suspend(scene["b"].lane.pid)  # so that it is in the middle of a lap
         began = time.monotonic()
         step = scene["a"].start_step(*ALL, scene=scene)
         await asyncio.sleep(0.3)
