@@ -136,7 +136,8 @@ class CpuDevice(HostDevice):
         digests = stepper.row_digests(seeds)
         if unreachable:
             nonfinite = [index for index in nonfinite if index not in unreachable]
-        return HostOutput(rows, tuple(nonfinite), digests, tuple(unreachable))
+        waited_us = routed.waited_us if routed else 0
+        return HostOutput(rows, tuple(nonfinite), digests, tuple(unreachable), waited_us)
 
     def close(self) -> None:
         """End the pool's threads."""

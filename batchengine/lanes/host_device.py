@@ -28,6 +28,7 @@ class HostOutput:
     nonfinite: tuple[int, ...]
     row_digests: U64Array
     unreachable: tuple[int, ...] = ()
+    waited_us: int = 0
 
 
 class HostDevice(ABC):
@@ -67,7 +68,7 @@ class HostDevice(ABC):
         output = self.compute(batch, addresses, rows.seeds)
         unusable = output.nonfinite + output.unreachable
         memory.record_rows(batch, rows, output.row_digests, unusable)
-        return StepOutput(output.rows, output.nonfinite, output.unreachable)
+        return StepOutput(output.rows, output.nonfinite, output.unreachable, output.waited_us)
 
 
 def _addresses(memory: HostMemory, batch: StepInput) -> U64Array:

@@ -66,11 +66,13 @@ class StepInput:
 @dataclass(slots=True)
 class StepOutput:
     """rows: one per entry that wanted a token and whose rows are finite; nonfinite: the indices of
-    the entries with a row that is not; unreachable: of those that a peer did not serve."""
+    the entries with a row that is not; unreachable: of those that a peer did not serve; waited_us:
+    for peers."""
 
     rows: tuple[wire.SampledRow, ...]
     nonfinite: tuple[int, ...]
     unreachable: tuple[int, ...] = ()
+    waited_us: int = 0
 
 
 def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:

@@ -188,9 +188,10 @@ class Worker:
             output.nonfinite,
             digests,
             verified,
-            elapsed_us,
+            elapsed_us - output.waited_us,
             imported,
             output.unreachable,
+            output.waited_us,
         )
 
 

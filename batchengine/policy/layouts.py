@@ -29,7 +29,7 @@ PIPELINE = "pipeline"  # prefill: each daemon computes some layers
 RING = "ring"  # decode: on one lane, attention where the KV is
 REMOTE = "remote"  # on one lane of a peer
 UP = "up"  # the only state of a peer in which it gets work
-LEAVING = "leaving"  # as a state: it is up, and takes nothing more
+LEAVING, SLOW = "leaving", "slow"  # as states: it is up, and gets nothing more
 SHARED = 2.0  # slower, when a daemon computes for its own sessions too
 
 
@@ -40,6 +40,7 @@ class Rejected(enum.StrEnum):
     SUSPECT = "a peer is suspect"
     REFUSED = "a peer is refused"
     LEAVING = "a peer is leaving"
+    SLOW = "a peer is slower than predicted"
     NOT_MEASURED = "a link was never measured"
     NO_ROOM = "free KV memory is too small"
     NO_PLAN = "no pipeline is planned"
@@ -55,7 +56,7 @@ class Rejected(enum.StrEnum):
 
 
 class PeerState(msgspec.Struct, frozen=True, gc=False):
-    """Another daemon at one moment. `state` is that of the link to it, or LEAVING.
+    """Another daemon at one moment. `state` is that of the link to it, LEAVING or SLOW.
 
     `load` is of its lane with most room; its `cost` has the measured speeds. `hold_bytes_free` is
     what it would keep for sessions that run here, `kv_free_bytes` for one that runs there.
@@ -126,6 +127,7 @@ _BY_STATE = {
     "suspect": Rejected.SUSPECT,
     "refused": Rejected.REFUSED,
     LEAVING: Rejected.LEAVING,
+    SLOW: Rejected.SLOW,
 }
 
 

@@ -13,6 +13,8 @@ ranges, so they stay contiguous. `plan_route` says what to move now; nothing is 
     it has `low` of it.
  4. A range that fits the holder of the range before it goes there: one hop less.
 
+Rule 1 also applies to a holder that is slow (`SlowPeers`): steps wait longer for it than predicted.
+
 Rules 2 and 3 cannot alternate: after a push, the session has less than a super-page below `low` of
 its share here, after a pull at most `low`, and it pushes above all of its share. Rule 4 leaves the
 target room, and makes every route shorter. A rule applies only if no earlier one does.
@@ -69,6 +71,48 @@ class PageMove(msgspec.Struct, frozen=True, gc=False):
     target: str
     first: int
     n_pages: int
+
+
+class SlowPeers:
+    """Which peers make steps wait for longer than predicted.
+
+    A peer is slow after steps waited `RATIO` times the prediction, and FLOOR_MS per layer, in every
+    look for `AFTER_S`. Then it is avoided for REST_S, each time for twice as long.
+    """
+
+    RATIO = 4.0
+    FLOOR_MS = 10.0
+    AFTER_S = 1.5
+    REST_S, REST_S_MAX = 30.0, 600.0
+
+    def __init__(self) -> None:
+        self._since: dict[str, tuple[float, float]] = {}  # first and last look of a series
+        self._until: dict[str, tuple[float, float, str]] = {}  # until when, for how long, and why
+
+    def look(
+        self, peer: str, waited_ms: float, predicted_ms: float, layers: int, now: float
+    ) -> str:
+        """Note what steps waited for a peer on average; returns why it is slow since now, or ""."""
+        if waited_ms < max(self.RATIO * predicted_ms, self.FLOOR_MS * layers):
+            self._since.pop(peer, None)
+            return ""
+        if self.why(peer, now):
+            return ""
+        first, last = self._since.get(peer, (now, now))
+        first = now if now - last > self.AFTER_S else first  # nothing was measured meanwhile
+        self._since[peer] = first, now
+        if now - first < self.AFTER_S:
+            return ""
+        why = f"steps wait {waited_ms:.0f} ms for it, {predicted_ms:.1f} ms was predicted"
+        rest_s = min(self.REST_S_MAX, 2 * self._until.get(peer, (0.0, self.REST_S / 2, ""))[1])
+        self._until[peer] = now + rest_s, rest_s, why
+        del self._since[peer]
+        return why
+
+    def why(self, peer: str, now: float) -> str:
+        """Why a peer is avoided now; "" = it is not."""
+        until, _, why = self._until.get(peer, (0.0, 0.0, ""))
+        return why if now < until else ""
 
 
 def fair_share(pages_max: int, wanted: Sequence[int]) -> int:

@@ -248,7 +248,8 @@ class StepDone(Message, tag=7, frozen=True):
     `nonfinite` = indices of entries with NaN or Inf: no token, their new rows are unusable.
     `digests` answers Step.digest in order; `verified` answers Step.verify in order; `imported` =
     leading rows proven and copied per Step.import, in order. `unreachable` = indices of
-    entries that a peer did not serve: as those of `nonfinite`.
+    entries that a peer did not serve: as those of `nonfinite`. `elapsed_us` is without
+    `waited_us`, in which the worker had nothing to do until a peer answered.
     """
 
     rows: tuple[SampledRow, ...]
@@ -258,6 +259,7 @@ class StepDone(Message, tag=7, frozen=True):
     elapsed_us: int
     imported: tuple[int, ...] = ()
     unreachable: tuple[int, ...] = ()
+    waited_us: int = 0
 
 
 class Failed(Message, tag=8, frozen=True):

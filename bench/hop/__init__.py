@@ -67,7 +67,7 @@ class Worker:
         )
         if done.unreachable:
             raise RuntimeError("the peer did not answer")
-        return float(done.elapsed_us)
+        return float(done.elapsed_us + done.waited_us)
 
 
 async def start_worker(folder: Path, identity: wire.LinkIdentity) -> Worker:

@@ -213,6 +213,8 @@ def held_lines(found: Facts) -> dict[str, str]:
         lines["pages with"] = ", ".join(f"{_peer(one['peer'])} {one['pages']:,}" for one in route)
     if waits := found.get("waits_for"):
         lines["waits for"] = "; ".join(f"{peer}: {why}" for peer, why in waits.items())
+    if slow := found.get("slow"):
+        lines["leaves"] = "; ".join(f"{peer}: {why}" for peer, why in slow.items())
     if lost := found.get("pages_lost"):
         lines["computes"] = f"{lost:,} pages again, which were lost with a peer"
     if move := found.get("page_move"):

@@ -16,6 +16,7 @@ from batchengine.policy.routes import (
     PageMove,
     PeerRoom,
     RouteView,
+    SlowPeers,
     fair_share,
     plan_route,
 )
@@ -71,6 +72,29 @@ def test_a_holder_that_needs_room_gives_the_end_of_its_range_to_the_next() -> No
     leaving = room("a", 5, leaves=True)
     found = plan_route(view(30, 32, leaving, room("b", 8), room("c", 9), ranges=ranges))
     assert found == (PageMove("a", "b", 8, 8), PageMove("a", "c", 0, 8))
+
+
+def test_a_peer_is_slow_after_some_time_and_each_time_avoided_for_longer() -> None:
+    slow, layers = SlowPeers(), 4
+
+    def looks(first: float, waited_ms: float, seconds: float = 2.0) -> list[str]:
+        times = [first + 0.25 * n for n in range(int(seconds * 4))]
+        found = [slow.look("b", waited_ms, 20.0, layers, now) for now in times]
+        return [why for why in found if why]
+
+    assert not looks(0.0, 79.0), "below four times the prediction"
+    assert not looks(10.0, 500.0, 1.0), "for too short a time"
+    assert not looks(20.0, 10.0)
+    assert not looks(22.0, 500.0, 1.0)
+    assert looks(30.0, 500.0) == ["steps wait 500 ms for it, 20.0 ms was predicted"]
+    assert slow.why("b", 40.0)
+    assert not slow.why("b", 62.0)
+    assert not slow.why("c", 40.0)
+    assert looks(70.0, 500.0)
+    assert slow.why("b", 130.0), "the second time for twice as long"
+    assert not slow.why("b", 132.0)
+    assert not slow.look("d", 39.0, 0.0, layers, 0.0)
+    assert not slow.look("d", 39.0, 0.0, layers, 9.0), "so short a wait is no reason"
 
 
 def test_pages_come_back_when_there_is_room() -> None:

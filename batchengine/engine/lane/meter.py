@@ -30,6 +30,7 @@ class StepMeter:
         self.overhead_ms = 0.0  # time of a step outside the worker, on average
         self.cost = cost
         self._seconds = seconds
+        self._waits: dict[str, tuple[int, float]] = {}
         self._last: tuple[InFlightStep, wire.StepDone, list[tuple[int, int]]] | None = None
 
     def committed(
@@ -38,6 +39,18 @@ class StepMeter:
         """Record a committed step; `computed` has (first position, tokens) of each entry."""
         self.steps += 1
         self._last = (in_flight, done, computed)
+        held = [segment for turn, _, _ in in_flight.parts for segment in turn.session.kv.held]
+        for peer in {segment.peer for segment in held}:
+            n_steps, waited_ms = self._waits.get(peer, (0, 0.0))
+            self._waits[peer] = n_steps + 1, waited_ms + done.waited_us / 1000
+
+    def take_waits(self) -> dict[str, float]:
+        """Average ms that a step with pages at a peer waited, by peer, since the last call.
+
+        A step that waited counts for every peer that it needed.
+        """
+        waits, self._waits = self._waits, {}
+        return {peer: waited_ms / n_steps for peer, (n_steps, waited_ms) in waits.items()}
 
     def learn(self) -> None:
         """Evaluate the last committed step; called while the worker computes the next one."""

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from batchengine.core import SUPERPAGE_PAGES
+from batchengine.core import PAGE_TOKENS, SUPERPAGE_PAGES
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.linked.holds_server import Spawn
 from batchengine.engine.linked.holds_taken import HoldsTaken
@@ -27,6 +27,7 @@ from batchengine.policy.routes import (
     PageMove,
     PeerRoom,
     RouteView,
+    SlowPeers,
     fair_share,
     plan_route,
 )
@@ -72,6 +73,7 @@ class RouteKeeper:
         self._page_bytes = page_bytes
         self._wanted: dict[Session, int] = {}  # pages that are to be here
         self._free = Counter[str]()  # pages that a peer would take, with those that would give way
+        self._slow = SlowPeers()
         self._gave_up = 0.0  # when pages of a session at rest were given up last
         self._beyond: list[tuple[float, int]] = []  # pages that peers have or would take, and when
         self._begun: list[tuple[float, str, int]] = []  # see `_note`
@@ -111,11 +113,14 @@ class RouteKeeper:
         for expire in self.expire:
             expire(now)
         self._lose_unserved(now)
+        self._look_at_waits(now)
         rooms = self._rooms(now)
         seats = self._loop.seats
         free = sum([max(0, room.free_pages) for room in rooms if room.usable and not room.leaves])
         resting = self._resting()
-        self._free = Counter({room.name: room.free_pages for room in rooms if room.usable})
+        self._free = Counter(
+            {room.name: room.free_pages for room in rooms if room.usable and not room.leaves}
+        )
         for session in resting:
             for segment in session.kv.held:
                 self._free[segment.peer] += segment.n_pages
@@ -181,7 +186,7 @@ class RouteKeeper:
         policy = GROWING if is_running else RESTING
         if (wanted := self._wanted.get(session)) == ALL_PAGES:
             policy = GATHERING if len(kv.codes) <= share * GROWING.low else policy
-        elif wanted is not None:
+        elif wanted is not None and any(room.usable and not room.leaves for room in rooms):
             share = min(share, wanted)
         view = RouteView(tuple(ranges), local, movable, share, rooms, policy)
         if not (moves := plan_route(view)):
@@ -234,7 +239,27 @@ class RouteKeeper:
         load = link.load
         free = load.hold_bytes_free // self._page_bytes - n_moving
         hops = (link.rtt_us or 1000.0) / 1000
-        return PeerRoom(link.name, free, hops, self._is_usable(link), load.leaves)
+        leaves = load.leaves or bool(self.why_slow(link.name))
+        return PeerRoom(link.name, free, hops, self._is_usable(link), leaves)
+
+    def why_slow(self, peer: str) -> str:
+        """Why pages are moved away from a peer that serves them too slowly; "" = it does not."""
+        return self._slow.why(peer, time.monotonic())
+
+    def _look_at_waits(self, now: float) -> None:
+        """Compare what steps waited for each peer with its prediction."""
+        cost, facts = self._loop.cost.cost, self._loop.lane.facts
+        for name, waited_ms in self._loop.meter.take_waits().items():
+            link = self._peers.get(name)
+            if link is None or facts is None:
+                continue
+            ratio = 1.0
+            if rate := link.load.prefill_tokens_per_s:
+                ratio = 1000.0 / rate / cost.prefill_token_ms
+            read_ms = ratio * cost.decode_kv_ms * PAGE_TOKENS * self._taken.pages_with(name)
+            predicted_ms = facts.n_layer * (link.rtt_us or 0.0) / 1000 + read_ms
+            if why := self._slow.look(name, waited_ms, predicted_ms, facts.n_layer, now):
+                log.warning("pages are moved away from peer %s: %s", name, why)
 
     def _is_usable(self, link: PeerLink) -> bool:
         return (

@@ -33,6 +33,7 @@ class LinkedRows:
         pages are all here.
 
         `route`: (peer, pages) in the order of the tokens. `pages_lost`: that are computed again.
+        `slow`: holders from which pages are moved away, and why.
         """
         kv, move = session.kv, self._pages.keeper.moves.get(session)
         if not (kv.held or kv.later or move):
@@ -49,6 +50,9 @@ class LinkedRows:
             holders = {segment.peer: None for segment in kv.held if segment.peer != SELF}
             silent = [peer for peer in holders if self._links.number(peer) is None]
             found["waits_for"] = {peer: self._why(peer) for peer in silent or holders}
+        slow = {segment.peer: self._pages.keeper.why_slow(segment.peer) for segment in kv.held}
+        if slow := {peer: why for peer, why in slow.items() if why}:
+            found["slow"] = slow
         if kv.later:
             found["pages_lost"] = kv.later[0].first - len(kv.codes) - len(kv.pending)
         if move:

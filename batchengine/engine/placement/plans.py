@@ -192,10 +192,13 @@ class PeerPlans:
     def _peer(self, link: PeerLink) -> PeerState:
         load, cost = link.load, self._cost(link)
         entries = load.requests_running + load.requests_waiting
-        leaves = link.state is LinkState.UP and load.leaves
+        state = link.state.value
+        if link.state is LinkState.UP:
+            is_slow = bool(self._keeper.why_slow(link.name))
+            state = layouts.LEAVING if load.leaves else layouts.SLOW if is_slow else state
         return PeerState(
             link.name,
-            layouts.LEAVING if leaves else link.state.value,
+            state,
             LaneLoad(
                 cost,
                 seated=load.requests_running,

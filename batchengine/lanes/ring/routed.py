@@ -101,16 +101,23 @@ class RoutedAttention:
         self._units: list[Unit] = []
         self._laps = Laps()
         self._lap_s = self._left_s = 0.0  # that a layer, and all of them, may wait
+        self._waited_s = 0.0
 
     @property
     def unreachable(self) -> list[int]:
         """Entries of the step that cannot be completed."""
         return sorted([entry for group in self._groups if group.why for entry in group.entries])
 
+    @property
+    def waited_us(self) -> int:
+        """Time in which the step could only wait for its laps, whatever was served meanwhile."""
+        return round(self._waited_s * 1e6)
+
     def begin(self, batch: StepInput, addresses: U64Array) -> None:
         """Take up a step; addresses: of its pages, 0 for one that lies with a peer."""
         self._lap_s = batch.lap_ms / 1000
         self._left_s = STEP_LAPS * self._lap_s
+        self._waited_s = 0.0
         pages = np.split(addresses, np.cumsum(batch.shape[:, 2])[:-1])
         rows = (np.cumsum(batch.shape[:, 0]) - batch.shape[:, 0]).tolist()
         routes: dict[tuple[int, ...], list[int]] = {}
@@ -273,6 +280,7 @@ class RoutedAttention:
             now = time.monotonic()
             is_late = now >= due  # once more: what has arrived counts
             self._wait(max(0.0, due - now))
+            self._waited_s += time.monotonic() - now
 
     def _fold(self, unit: Unit, out: kernels.Rows) -> None:
         attention, layer = self._attention, self._laps.layer

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from batchengine.core import PAGE_TOKENS
 from batchengine.peers.link import PeerLink
 from batchengine.policy.cost import CostModel, StepCost
+from batchengine.policy.routes import SlowPeers
 from tests.engine.linked.daemons import Daemon, daemons
 from tests.support.engines import Reference, Site, read, request, started, until, words
 
@@ -73,7 +74,7 @@ async def test_a_context_larger_than_this_daemon_goes_on_a_ring(
 
 
 async def test_a_deep_batch_puts_pages_with_peers_and_an_urgent_turn_brings_them_back(
-    site: Site, reference: Reference
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with daemons(site, "ab", 64) as (a, _):
         await measured(a)
@@ -87,6 +88,15 @@ async def test_a_deep_batch_puts_pages_with_peers_and_an_urgent_turn_brings_them
         found = explained(a, asked.request_id)
         assert found["reason_id"] == "ring_depth"
         assert found["strategy"]["decode"] == "ring"
+        with monkeypatch.context() as patch:
+            patch.setattr(a.state.lanes[0].meter, "take_waits", lambda: {"b": 5000.0})
+            await until(lambda: "slow" in explained(a, "s"))
+            assert explained(a, "s")["slow"]["b"].startswith("steps wait 5000 ms for it, ")
+            state = dispatcher.state()
+            assert [peer.state for peer in state.peers] == ["slow"]
+            await until(lambda: not held(a, "s"))
+        a.linked.keeper._slow = SlowPeers()
+        await until(lambda: held(a, "s") >= 4)
         before = generation.completion_tokens
         await until(lambda: generation.completion_tokens > before + 5)
         generation.cancel()

@@ -100,6 +100,7 @@ async def test_a_lap_under_way_ends_with_its_holder(
         done = await step
         assert time.monotonic() - began < 2.0, "far below the deadline of a lap"
         assert done.unreachable == (0, 3)
+        assert done.waited_us > 0
         assert same_rows(done, without(alone, BY_B, BY_B_AND_C))
         await expect(scene, alone, BY_B, BY_B_AND_C)
         os.kill(scene["b"].lane.pid or os.getpid(), signal.SIGCONT)
