@@ -41,7 +41,7 @@ class FakeLoop:
     tier: str = "any"
     step_cost: StepCost = SLOW
     queue_max: int = 0
-    seats: int = 8
+    n_seats: int = 8
     alive: bool = True
     running: dict[int, Any] = field(default_factory=dict)
     waiting: dict[int, Any] = field(default_factory=dict)
@@ -57,9 +57,12 @@ class FakeLoop:
     def __post_init__(self) -> None:
         self.lane = SimpleNamespace(name=self.name, alive=self.alive)
         self.config = LaneConfig(
-            name=self.name, tier=self.tier, entries_max=self.seats, queue_max=self.queue_max
+            name=self.name, tier=self.tier, entries_max=self.n_seats, queue_max=self.queue_max
         )
         self.cost = CostModel(self.step_cost)
+        self.seats = SimpleNamespace(
+            raise_priority=lambda turn, *given: self.raised.append((turn, *given))
+        )
 
     def __hash__(self) -> int:
         return id(self)
@@ -67,9 +70,6 @@ class FakeLoop:
     @property
     def up(self) -> bool:
         return self.lane.alive
-
-    def raise_priority(self, turn: object, *given: object) -> None:
-        self.raised.append((turn, *given))
 
 
 @dataclass
@@ -223,7 +223,7 @@ def test_the_seat_of_a_paused_turn_counts_as_free_once(monkeypatch: pytest.Monke
     h = dispatcher_scene(monkeypatch)
     session = h.session("s1")
     asked = h.generation(session).request
-    h.occupy(h.bulk, h.bulk.seats)
+    h.occupy(h.bulk, h.bulk.n_seats)
     alone_ms = h.dispatch.wait_ms(asked, cast("LaneLoop", h.bulk))
     assert alone_ms > 0.0  # every seat computes
     h.occupy(h.bulk, 1)
