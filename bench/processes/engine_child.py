@@ -37,7 +37,6 @@ from batchengine.core import (
 from batchengine.engine import Engine, Generation
 from batchengine.engine.sessions import recovery as reopen_module
 from batchengine.lanes import cpu, worker, worker_process
-from batchengine.session_kv import page_start
 from bench.models import hashlm
 from bench.processes.kill_switch import KillSwitch
 from bench.processes.store_check import check_integrity
@@ -230,9 +229,7 @@ class Child:
                     self.report(name, pid=engine.state.lanes[0].lane.pid)
                 case "context":
                     loops = engine.state.lanes
-                    most = max(
-                        loop.context_max + page_start(loop.seats.pages_beyond) for loop in loops
-                    )
+                    most = max(loop.context_max for loop in loops)
                     self.report(name, tokens=min(engine.info.context_tokens, most))
                 case "held":
                     self.report(name, held=_held(engine))

@@ -37,6 +37,7 @@ SHAPE: Shape = dataclasses.replace(PRESETS["0.6b"], n_layer=7, n_vocab=32_000)
 QUICK: Shape = dataclasses.replace(PRESETS["0.1b"], n_layer=4)
 SPARE_PAGES = 3  # of every budget: open pages being sealed, the answer
 STUCK_S = 900.0
+ROOM_S, POLL_S = 3.0, 0.05
 ANSWER = 64  # tokens of the longest session's answer
 
 
@@ -191,6 +192,7 @@ class Bench:
             length = int(share * one) - ANSWER
             async with cluster(self.plan(), nodes) as linked:
                 talk = Talk("a", "long", prompt(7, length, self.vocab))
+                await _has_room(linked, "a", length + ANSWER)
                 try:
                     await talk.turn(linked, ANSWER)
                 except RuntimeError as error:
@@ -198,6 +200,15 @@ class Bench:
                     continue
             return {"one": one, "two": len(talk.tokens), "ratio": round(len(talk.tokens) / one, 3)}
         return {"one": one, "two": one, "ratio": 1.0}
+
+
+async def _has_room(made: Cluster, name: str, tokens: int) -> None:
+    """Wait until an engine has heard that its peers have room for such a context, for ROOM_S."""
+    due = time.monotonic() + ROOM_S
+    while (await made.engines[name].call("context"))["tokens"] < tokens:
+        if time.monotonic() > due:
+            return
+        await asyncio.sleep(POLL_S)
 
 
 async def run(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -44,7 +44,7 @@ GROWING, RESTING = GrowthPolicy(), GrowthPolicy(pull=-1.0)  # at rest nothing is
 GATHERING = GrowthPolicy(pull=GROWING.low)  # as soon as there is room
 ALL_PAGES = 1 << 62
 BEYOND_S = 5.0  # a request is refused as too large only if no peer had room for so long
-UNKNOWN_PAGES = 1 << 40  # that peers have which are not linked
+UNKNOWN_PAGES = 1 << 40  # of peers that are away
 RETRY_S = 1.0  # after a move that failed
 UNSERVED_S = 5.0  # of a session that peers do not serve though they could: its pages are lost
 
@@ -128,11 +128,7 @@ class RouteKeeper:
         self._beyond = [(at, pages) for at, pages in self._beyond if now - at < BEYOND_S]
         self._beyond.append((now, free + self._taken.n_pages))
         seats.pages_beyond = max([pages for _, pages in self._beyond])
-        links = self._peers.values()
-        if all(link.state.is_open for link in links):
-            seats.pages_beyond_max = sum([link.load.kv_bytes // self._page_bytes for link in links])
-        else:
-            seats.pages_beyond_max = UNKNOWN_PAGES
+        seats.pages_beyond_max = self._pages_of_peers()
         self._rests = {one: until for one, until in self._rests.items() if until > now}
         for session in [one for one in self._wanted if one.state is State.CLOSED]:
             del self._wanted[session]
@@ -234,6 +230,13 @@ class RouteKeeper:
                 if link.state.is_open
             ]
         )
+
+    def _pages_of_peers(self) -> int:
+        """Pages that all peers have in all; UNKNOWN_PAGES while one has not said so."""
+        bytes_of = [link.load.kv_bytes * link.state.is_open for link in self._peers.values()]
+        if not all(bytes_of):
+            return UNKNOWN_PAGES
+        return sum([n_bytes // self._page_bytes for n_bytes in bytes_of])
 
     def _room(self, link: PeerLink, n_moving: int) -> PeerRoom:
         load = link.load
