@@ -74,6 +74,7 @@ def test_the_invariance_bench_finds_no_difference(tmp_path: Path, cache: Path) -
     assert result["identical"] == result["sequences"], result
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif("avx512-vnni" not in kernels.isa_levels(), reason="both builds are the same")
 def test_canonical_cost_reports_every_row(tmp_path: Path, cache: Path) -> None:

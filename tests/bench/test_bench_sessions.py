@@ -157,7 +157,7 @@ def zygote() -> Iterator[Zygote]:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize(("target", "every"), [("engine", 700), ("worker", 900)])
+@pytest.mark.parametrize(("target", "every"), [("engine", 1300), ("worker", 1700)])
 def test_deaths_at_some_points_of_the_script_change_no_token(
     zygote: Zygote, target: str, every: int
 ) -> None:
