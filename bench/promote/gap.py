@@ -7,8 +7,9 @@ token before the call. Beside it, of as many tokens before the call, the same fi
 that is not quiet it is above 1. Two ways take turns: rows are copied while the session decodes, and
 after it has stopped, as if it did not decode.
 
-Three situations: nothing else computes; the open page fills up during the move; each lane decodes
-another session. The unit of the third includes that session, of 1K tokens.
+Four situations: nothing else computes; the open page fills up during the move; each lane decodes
+another session, of 1K tokens, which the unit includes; with `--hosts`, the stream goes to another
+daemon and back.
 
 The KV is prepared once per length: pages that one prompt computed stand at every later position,
 since no time depends on their values. The streams are forks of one session, one of which is not
@@ -22,7 +23,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ import numpy as np
 import uvloop
 
 import kernels
-from batchengine.config import Config
+from batchengine.config import Config, PeersConfig
 from batchengine.core import PAGE_TOKENS, ErrorEvent, GenerationRequest, TokenEvent
 from batchengine.engine import Engine
 from batchengine.engine.placement import migration
+from batchengine.peers import certificates
 from bench import report
 from bench.engine import synthetic_model
 from bench.promote.moves import LANES, Stream, two_lanes
@@ -48,6 +50,8 @@ ANSWER = 4096  # tokens asked for: more than any stream is read
 BETWEEN = 10  # tokens between two moves;
 BETWEEN_QUICK = 200  # of a model whose tokens take less time than a move
 BEFORE = 8  # times per token before a move, of which the median is its unit
+HOSTS = "other host"
+POINTS = ("P2", "P4", "P5")
 BUSY_TOKENS = 1024  # of context of the other session on each lane
 
 
@@ -151,6 +155,11 @@ class Situations:
         longest = max((stream.tokens for stream in self._streams), key=len)
         return all(one.tokens == longest[: len(one.tokens)] for one in self._streams)
 
+    def add(self, other: Situations) -> None:
+        """Take over the streams and gaps of another engine with the same sessions."""
+        self._streams += other._streams
+        self.gaps += other.gaps
+
     async def beside_others(self, first: int, ways: Sequence[str]) -> None:
         """As `moved`, while each lane decodes another session."""
         others: list[asyncio.Future[None]] = []
@@ -193,12 +202,12 @@ class Situations:
     ) -> Gap:
         """Move the session of `stream` to the other lane."""
         rows = [row for row in self.engine.sessions() if row["session_id"] == self._name]
-        to = LANES[1 - LANES.index(rows[0]["lane"])]
+        to, self._points = self._other(rows[0]["lane"]), dict.fromkeys(POINTS, 0.0)
         began = len(stream.times)
         migration.COPIES_MAX = WAYS[way]
         sent = await self.engine.promote("", self._name, to)
         await first_of(reading, stream.until(len(stream.times) + 1))
-        intervals, at = stream.intervals(), self._points
+        intervals, at = stream.intervals(), self._points  # of a host: none
         near, before = intervals[began - 1 :], intervals[: began - 1]
         tpot = statistics.median(before[-BEFORE:])
         rows_ms, owner_ms = at["P4"] - at["P2"], at["P5"] - at["P4"]
@@ -216,11 +225,68 @@ class Situations:
             total_ms=sent["total_ms"],
         )
 
+    def _other(self, lane: str) -> str:
+        """Where a stream goes that computes on a lane."""
+        return LANES[1 - LANES.index(lane)]
+
+
+class Hosts(Situations):
+    """Two engines with a lane each, and moves of streams between them."""
+
+    def __init__(self, config: Config, length: int, between: int, folder: Path) -> None:
+        """Their stores and their files of peers are in `folder`."""
+        self._folders = {name: folder / name for name in LANES}
+        configs = [self._of(config, name) for name in LANES]
+        super().__init__(configs[0], length, between)
+        self._engines = [self.engine, Engine(configs[1])]
+
+    def _of(self, config: Config, name: str) -> Config:
+        folder = self._folders[name]
+        folder.mkdir()
+        return replace(
+            config,
+            lanes=tuple(lane for lane in config.lanes if lane.name == name),
+            store=replace(config.store, dir=str(folder)),
+            peers=PeersConfig("127.0.0.1:0", name, str(folder), tls=False),
+        )
+
+    def _other(self, lane: str) -> str:
+        return LANES[1] if lane == LANES[0] else LANES[0]
+
+    async def start(self) -> None:
+        """Start both engines, and wait until they are linked."""
+        for engine in self._engines:
+            await engine.start(lambda _: None)
+        for name, other, engine in zip(LANES, LANES[::-1], self._engines[::-1], strict=True):
+            address = f"127.0.0.1:{engine.running.peers.port}"
+            certificates.write_peer(self._folders[name], other, address)
+        while any(engine.stats()["peers_up"] < 1 for engine in self._engines):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        for engine in self._engines:
+            await engine.stop(0.0)
+
 
 def _asked(session: str, prompt: list[int], count: int, tenant: str = "") -> GenerationRequest:
     return GenerationRequest(
         session, tuple(prompt), count, ignore_eos=True, session_id=session, tenant=tenant
     )
+
+
+async def _measure_hosts(
+    path: Path, length: int, moves: int, between: int, folder: Path
+) -> Situations:
+    found = Hosts(two_lanes(path, length + 2 * ANSWER, ""), length, between, folder)
+    try:
+        await found.start()
+        await found.prepare()
+        await found.still(FIRST + moves * between)
+        await found.moved(HOSTS, FIRST, ["decoding"] * moves)
+        _print(found, HOSTS)
+        return found
+    finally:
+        await found.stop()
 
 
 async def _measure(path: Path, length: int, moves: int, between: int, folder: str) -> Situations:
@@ -244,7 +310,12 @@ async def _measure(path: Path, length: int, moves: int, between: int, folder: st
         await found.engine.stop(0.0)
 
 
-KEYS = {"alone": "", "page": "_page", "beside others": "_busy"}  # in the result, by situation
+KEYS = {
+    "alone": "",
+    "page": "_page",
+    "beside others": "_busy",
+    HOSTS: "_host",
+}  # in the result, by situation
 
 
 def _print(found: Situations, situation: str) -> None:
@@ -265,7 +336,8 @@ def _print(found: Situations, situation: str) -> None:
 
 def _by_way(found: Situations, situation: str) -> list[tuple[str, list[Gap]]]:
     mine = [gap for gap in found.gaps if gap.situation == situation]
-    return [(way, [gap for gap in mine if gap.way == way]) for way in WAYS]
+    ways = [(way, [gap for gap in mine if gap.way == way]) for way in WAYS]
+    return [(way, gaps) for way, gaps in ways if gaps]
 
 
 def _figures(found: Situations) -> dict[str, Any]:
@@ -285,6 +357,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="a small model at 2K tokens")
     parser.add_argument("--moves", type=int, default=0, help="per situation: default 12, quick 4")
     parser.add_argument("--tokens", type=int, nargs="*", help="lengths: default 8192 32768")
+    parser.add_argument("--hosts", action="store_true", help="two engines, too")
     parser.add_argument("--model", help="GGUF to serve (default: a synthetic 0.6B shape)")
     parser.add_argument("--json", help="write figures to this file")
     args = parser.parse_args(argv)
@@ -301,6 +374,13 @@ def main(argv: list[str]) -> int:
         ):
             between = BETWEEN_QUICK if args.quick else BETWEEN
             found = runner.run(_measure(path, length, moves, between, str(folder)))
+        if args.hosts:
+            with (
+                report.memory_folder("promote-", 10 << 30) as folder,
+                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+            ):
+                measuring = _measure_hosts(path, length, moves, between, Path(folder))
+                found.add(runner.run(measuring))
         identical &= found.identical
         result |= _figures(found)
         rows[length] = [asdict(gap) for gap in found.gaps]

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from batchengine import errors
 from batchengine.config import LaneConfig
@@ -35,6 +35,7 @@ from batchengine.policy.cost import CostModel, StepCost
 from batchengine.session import Event, Session, State
 from batchengine.session_kv import page_start
 from batchengine.text.frontend import TextFrontend
+from batchengine.wire import lane as wire
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")
@@ -88,7 +89,7 @@ class LaneLoop:
         self._metrics = metrics
         self._emissions = Emissions(text.piece)
         self._transfers = Transfers(lane.name, self.kv, self.seats)
-        self.steps = StepWriter(
+        self._steps = StepWriter(
             lane.name,
             self.kv,
             self.seats,
@@ -165,13 +166,13 @@ class LaneLoop:
         self._changes.append(change)
         self.wake()
 
-    def between_own_steps(self, session: Session, change: Callable[[], None]) -> None:
-        """Have `change` called when no step computes the session, which may be now."""
-        if self._in_flight is None or not self._in_flight.holds(session):
-            change()
-            self._emissions.flush()
-        else:
-            self._changes.append(change)
+    def take_tokens(self, turn: Turn, first: int, rows: Sequence[wire.SampledRow]) -> None:
+        """Give a turn tokens of another daemon: see `StepWriter.take`."""
+        in_step = self._in_flight is not None and self._in_flight.holds(turn.session)
+        taken = self._steps.take(turn, first, rows, in_step=in_step)
+        if taken < len(rows):
+            self._changes.append(lambda: self.take_tokens(turn, first + taken, rows[taken:]))
+        self._emissions.flush()
         self.wake()
 
     def ask_recompute(self, recompute: PageRecompute) -> None:
@@ -338,7 +339,7 @@ class LaneLoop:
         plan = NO_PLAN
         if not self.draining:
             plan = scheduler.plan(self.seats.view(self.cost.cost), self.seats.now_ms())
-        in_flight = self.steps.prepare(plan)
+        in_flight = self._steps.prepare(plan)
         if self.draining or (in_flight is not None and in_flight.parts):
             self.seats.end_stall()
         else:
@@ -358,7 +359,7 @@ class LaneLoop:
         check_answer(in_flight, done)
         self._in_flight = None
         self.stages.stepped(done.elapsed_us / 1000)
-        if self.steps.commit(in_flight, done):
+        if self._steps.commit(in_flight, done):
             self.recheck()
         if in_flight.parts:
             self.meter.add_overhead(self.seats.now_ms() - began_ms - done.elapsed_us / 1000)

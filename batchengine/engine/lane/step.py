@@ -17,6 +17,7 @@ from batchengine.engine.lane.meter import StepMeter
 from batchengine.engine.lane.seats import Seats
 from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.turns.journal import Journal
+from batchengine.engine.turns.stream import Generation
 from batchengine.engine.turns.turn import Turn, TurnEnd
 from batchengine.kv import LaneKv
 from batchengine.metrics import Metrics
@@ -210,8 +211,11 @@ class StepWriter:
             if session.suspect and session.frontier >= turn.suspect_until:
                 self._suspects.clear(session)
             if wants:
-                self._add_token(turn, next(rows), now_ms)
                 self._meter.generated += 1
+                if session.frontier < len(session.tokens):  # another daemon was faster
+                    self._compare(turn, session.frontier, next(rows))
+                else:
+                    self._add_token(turn, next(rows), now_ms)
         n_fills = len(in_flight.fills)
         for (turn, index, slot), digest in zip(
             in_flight.fills, done.digests[:n_fills], strict=True
@@ -233,24 +237,47 @@ class StepWriter:
             self._journal.note()
         return bool(nonfinite)
 
-    def take(self, turn: Turn, first: int, rows: Sequence[wire.SampledRow]) -> bool:
-        """Append tokens from position `first` on that another daemon has computed, up to the turn's
-        end; False: one of them is not what was computed here.
+    def take(
+        self, turn: Turn, first: int, rows: Sequence[wire.SampledRow], *, in_step: bool
+    ) -> int:
+        """Append tokens from position `first` on that another daemon has computed, and compare
+        those that are there. After a difference, or without `Turn.shared_with`, none are taken.
 
-        After that, or when `Turn.shared_with` was reset, none are taken. The session is in no step.
+        Returns how many are done with. While a step computes the session (`in_step`), the others
+        are those from the first one on that may end the turn.
         """
-        if not turn.shared_with:
-            return True
         session, now_ms = turn.session, self._seats.now_ms()
-        for position, row in enumerate(rows, first):
-            if position < len(session.tokens):
-                if session.tokens[position] != row.token:
-                    turn.shared_with = ""
-                    return False
-            elif self._seats.holds(turn):
-                self._add_token(turn, row, now_ms)
         self._seats.forget_row(turn)
-        return True
+        for n, row in enumerate(rows):
+            position, end = first + n, len(session.tokens)
+            if not (turn.shared_with and self._seats.holds(turn)):
+                break
+            if position < end:
+                self._compare(turn, position, row)
+            elif position > end or (in_step and self._may_end(turn, row.token)):
+                return n
+            else:
+                self._add_token(turn, row, now_ms)
+        return len(rows)
+
+    def _compare(self, turn: Turn, position: int, row: wire.SampledRow) -> None:
+        """Compare a token that was computed by two daemons."""
+        if turn.session.tokens[position] != row.token:
+            turn.shared_with = ""
+            turn.on_difference()
+
+    def _may_end(self, turn: Turn, token: int) -> bool:
+        """Whether the turn may end with this token, which is the next one."""
+        generation = turn.generation
+        return turn.stop_early or bool(
+            self._finish(generation, token, generation.completion_tokens + 1)
+        )
+
+    def _finish(self, generation: Generation, token: int, n_tokens: int) -> str:
+        """Why an answer ends with its token number `n_tokens`; "" = it goes on."""
+        if not generation.request.ignore_eos and token in self._end_tokens:
+            return "stop"
+        return "length" if n_tokens >= generation.request.tokens_max else ""
 
     def _add_token(self, turn: Turn, row: wire.SampledRow, now_ms: float) -> None:
         """Append a sampled token to the timeline, queue it for the reader, and end the turn after
@@ -261,11 +288,8 @@ class StepWriter:
         if generation.first_token_ms is None:
             generation.first_token_ms = now_ms
         generation.last_token_ms = now_ms
-        finish, row_seen = "", row
-        if not generation.request.ignore_eos and row.token in self._end_tokens:
-            finish, row_seen = "stop", None
-        elif generation.completion_tokens >= generation.request.tokens_max:
-            finish = "length"
+        finish = self._finish(generation, row.token, generation.completion_tokens)
+        row_seen = None if finish == "stop" else row
         if turn.stop_early and row_seen is not None:
             if self._emissions.emit(turn, row_seen):
                 finish = "stop"

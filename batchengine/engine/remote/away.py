@@ -25,7 +25,7 @@ from batchengine.engine.linked.pages import LinkedPages
 from batchengine.engine.linked.peer_pages import KnownPage, MoveFailed
 from batchengine.engine.placement.decision_log import NOTES_MAX, DecisionLog, move_dict
 from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
-from batchengine.engine.remote.exchange import Exchange, give
+from batchengine.engine.remote.exchange import Exchange
 from batchengine.engine.remote.served import CREDIT_TOKENS, Spawn
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
@@ -161,7 +161,7 @@ class AwayTurns:
             run.is_recalled = True
             run.news.set()
             await run.is_over.wait()
-            if not is_peer:
+            if to in (None, run.lane.lane.name):
                 return self._report(run, f"peer:{run.link.name}", run.lane)
         return await self._send(session, self._peers.links[to]) if to and is_peer else None
 
@@ -202,7 +202,7 @@ class AwayTurns:
         """Have a peer compute a turn, for which `_why_not` has no reason against it."""
         self._last = next(self._numbers)
         run = self._runs[self._last] = AwayTurn(self._last, link, turn, lane)
-        turn.shared_with = link.name
+        turn.shared_with, turn.on_difference = link.name, lambda: self._differs(run)
         self._spawn(self._follow(run), "turn at a peer")
         return run
 
@@ -285,7 +285,7 @@ class AwayTurns:
         run.messages += 1
         run.heard = time.monotonic()
         if run.untried is None:
-            give(run.lane, turn, message.first, rows, lambda: self._differs(run))
+            run.lane.take_tokens(turn, message.first, rows)
         else:
             run.untried.append((message.first, rows))
         if run.left is not None and len(was) > run.left[0] and not run.gap_ms.done():
@@ -332,7 +332,7 @@ class AwayTurns:
             await self._stop_here(run, exchange)
             await run.until(lambda: self._is_wanted_back(run, exchange))
             self._go_on_here(run)
-            await run.until(lambda: self._is_level(run.turn.session))
+            await run.until(lambda: self._is_level(run.turn))
         except CameBack as back:
             run.fail(str(back))
         except (BatchEngineError, OSError) as error:
@@ -394,7 +394,7 @@ class AwayTurns:
             if not run.untried or run.untried[0][0] >= len(run.turn.session.tokens):
                 return False
             for first, rows in run.untried:
-                give(run.lane, run.turn, first, rows, lambda: self._differs(run))
+                run.lane.take_tokens(run.turn, first, rows)
             run.untried = None
         lag = len(run.turn.session.tokens) - exchange.came
         return lag <= LAG_TOKENS or run.messages >= RACE_MESSAGES
@@ -430,8 +430,8 @@ class AwayTurns:
         run.lane.resume(turn)
         run.state = "coming back"
 
-    def _is_level(self, session: Session) -> bool:
-        return session.to_compute <= LAG_TOKENS + 1
+    def _is_level(self, turn: Turn) -> bool:
+        return turn.paused or turn.session.to_compute <= LAG_TOKENS + 1
 
     def _give(self, run: AwayTurn, exchange: Exchange) -> None:
         """Send the peer what it lacks, and let it send more unless the reader is slow."""
@@ -444,7 +444,7 @@ class AwayTurns:
                 exchange.send(run.link, part, first)
             allowed = exchange.came + CREDIT_TOKENS
             if not turn.generation.full and allowed - run.allowed >= CREDIT_TOKENS // 2:
-                run.allowed = allowed
+                run.allowed, run.heard = allowed, time.monotonic()
                 run.link.send(TurnGo(run.number, allowed))
 
     def _end(self, run: AwayTurn) -> None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.linked.holds_server import Misfit
-from batchengine.engine.turns.turn import Turn
 from batchengine.peers.link import PeerLink
 from batchengine.wire.lane import SampledRow
 from batchengine.wire.peer import TURN_TOKENS_MAX, PeerFrame, TokenChoice, TurnTokens
@@ -72,25 +70,6 @@ class Exchange:
         message = TurnTokens(self._run, self._is_owner, first, tuple(choices))
         link.send(message, array("i", tokens).tobytes())
         self.went = first + len(tokens)
-
-
-def give(
-    lane: LaneLoop,
-    turn: Turn,
-    first: int,
-    rows: Sequence[SampledRow],
-    on_difference: Callable[[], None],
-) -> None:
-    """Give a turn of a lane the tokens from position `first` on, between two steps that compute it.
-
-    Those that it has are compared.
-    """
-
-    def take() -> None:
-        if not lane.steps.take(turn, first, rows):
-            on_difference()
-
-    lane.between_own_steps(turn.session, take)
 
 
 def tokens_of(payload: bytes, n_vocab: int) -> array[int]:

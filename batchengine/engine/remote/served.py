@@ -24,7 +24,7 @@ from batchengine.core import (
     TokenEvent,
 )
 from batchengine.engine.linked.holds_server import Misfit
-from batchengine.engine.remote.exchange import Exchange, give, tokens_of
+from batchengine.engine.remote.exchange import Exchange, tokens_of
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation
 from batchengine.peers.link import PeerLink
@@ -139,13 +139,7 @@ class ServedTurns:
         turn = self._state.turns.get(served.generation)
         if turn is not None:
             lane = self._state.home[turn.session.key]
-            give(
-                lane,
-                turn,
-                message.first,
-                rows,
-                lambda: self._end(served, "its tokens are others here"),
-            )
+            lane.take_tokens(turn, message.first, rows)
 
     def allow(self, link: PeerLink, go: TurnGo) -> None:
         """Let tokens before a position be sent."""
@@ -198,6 +192,7 @@ class ServedTurns:
             return
         turn = self._state.turns[served.generation]
         turn.shared_with, turn.session.salt = peer, asked.salt  # before it looks for its pages
+        turn.on_difference = lambda: self._end(served, "its tokens are others here")
         self._spawn(self._relay(served, served.generation), "turn of a peer")
 
     async def _relay(self, served: ServedTurn, generation: Generation) -> None:

@@ -7,6 +7,7 @@ reader's stream. Plain state; the lane loop is the only writer.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
 
 from batchengine import errors
@@ -70,6 +71,7 @@ class Turn:
         self.history_tokens = request.sampling.history_tokens
         self.paused = False  # computes nothing, since its reader is slow, or since it `is_away`
         self.shared_with = ""  # the peer that computes it too: it stays on its lane
+        self.on_difference: Callable[[], None] = lambda: None  # from that peer's tokens
         self.is_away = False  # only that peer computes it
         self.needs_match = False  # its session lost KV: match the prompt with the store again
         self.stop_early = bool(request.stop)  # text decides the end: emit tokens at their commit

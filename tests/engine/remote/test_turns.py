@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -82,6 +83,32 @@ async def test_a_turn_goes_to_a_peer_and_comes_back(site: Site, reference: Refer
         timeline = list(a.state.sessions["", "s"].tokens)
         answer = await read(a.engine.submit(request([*timeline, 50], 5, session="s")))
         assert answer.tokens == reference.tokens([*timeline, 50], 5)
+
+
+async def test_a_slow_reader_stops_the_peer(site: Site, reference: Reference) -> None:
+    """The peer computes no more than it has credit for; a reader that goes on gets all of it."""
+    async with daemons(site, "ab", 40) as (a, b):
+        shown: list[int] = []
+        generation = a.engine.submit(request(PROMPT, LONG, session="s"))
+
+        async def read_on(tokens: int) -> None:
+            while len(shown) < tokens:
+                events = await generation.events()
+                shown.extend(event.token for event in events if isinstance(event, TokenEvent))
+
+        await read_on(5)
+        moving = asyncio.ensure_future(a.engine.promote("", "s", "b"))
+        while not moving.done():
+            await read_on(len(shown) + 1)
+        await moving
+        await until(lambda: [row["state"] for row in b.engine.requests()] == ["paused"])
+        assert lane(a) == "peer:b"
+        await read_on(len(shown) + 1000)
+        home = a.state.lanes[0].lane.name
+        await a.engine.promote("", "s", home)
+        await read_on(len(shown) + 5)
+        generation.cancel()
+        assert shown == reference.tokens(PROMPT, len(shown))
 
 
 async def test_the_peer_decides_no_end(site: Site, reference: Reference) -> None:
