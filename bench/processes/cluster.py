@@ -1,7 +1,7 @@
 """Linked engines in processes of their own on this host, each with one lane, for benches that kill.
 
-Control and data links go over loopback. An engine that was killed is started again with its store
-and its port, so its peers find it.
+Control and data links go over loopback, or over a network of `networks`. An engine that was killed
+is started again with its store and its address, so its peers find it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from batchengine.lanes.worker_process import WORKER
 from batchengine.peers import certificates
 from bench.processes.engine_child import EngineProcess, kill_child
 from bench.processes.engine_exec import ExecSpawner
-from service.cli.cluster import free_ports
+from bench.processes.networks import Loopback, Network
 
 LINKED_S = 30.0  # until all links are up
+ROOM_S = 3.0
 POLL_S = 0.02
 
 
@@ -52,11 +53,11 @@ class ClusterPlan:
 class Cluster:
     """Engines that are each other's peers. Use `cluster` below."""
 
-    def __init__(self, plan: ClusterPlan, nodes: Sequence[NodePlan]) -> None:
+    def __init__(self, plan: ClusterPlan, nodes: Sequence[NodePlan], network: Network) -> None:
         self._spawner = ExecSpawner()
         self._plan = plan
         self.plans = {node.name: node for node in nodes}
-        self._ports = dict(zip(self.plans, free_ports(len(nodes)), strict=True))
+        self._network = network
         self.engines: dict[str, EngineProcess] = {}
         for node in nodes:
             self._folder(node.name).mkdir(parents=True)
@@ -75,7 +76,7 @@ class Cluster:
         for name in self.plans:
             for other in self.plans:
                 if other != name:
-                    address = f"127.0.0.1:{self._ports[other]}"
+                    address = self._network.reached(other)
                     certificates.write_peer(self._folder(name) / "peers", other, address)
 
     def spawn(self, name: str) -> EngineProcess:
@@ -84,7 +85,7 @@ class Cluster:
         overrides = {
             "store.budget_bytes": node.own_bytes + node.hold_bytes,
             "limits.context_tokens": plan.context_tokens,
-            "peers.listen": f"127.0.0.1:{self._ports[name]}",
+            "peers.listen": self._network.listens(name),
             "peers.dir": str(self._folder(name) / "peers"),
             "peers.hold_bytes": node.hold_bytes,
             "peers.tls": plan.tls,
@@ -104,6 +105,7 @@ class Cluster:
                 "model": str(plan.model),
                 "folder": str(self._folder(name)),
                 "cache_dir": str(plan.cache_dir),
+                "prefix": self._network.prefix(name),
                 "command": WORKER,
                 "lanes": [lane],
                 "quiet": plan.quiet,
@@ -133,6 +135,14 @@ class Cluster:
                     raise TimeoutError(f"{name} has no data links: {status}")
                 await asyncio.sleep(POLL_S)
 
+    async def has_room(self, name: str, tokens: int) -> None:
+        """Wait until an engine has heard that peers have room for such a context, for ROOM_S."""
+        due = time.monotonic() + ROOM_S
+        while (await self.engines[name].call("context"))["tokens"] < tokens:
+            if time.monotonic() > due:
+                return
+            await asyncio.sleep(POLL_S)
+
     async def kill_worker(self, name: str) -> bool:
         """SIGKILL the worker of an engine; False if it has none now."""
         engine = self.engines[name]
@@ -147,14 +157,18 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def cluster(plan: ClusterPlan, nodes: Sequence[NodePlan]) -> AsyncIterator[Cluster]:
-    """Linked engines that serve; killed at the end."""
-    made = Cluster(plan, nodes)
-    try:
-        await asyncio.gather(*(made.start(name) for name in made.plans))
-        await made.linked()
-        yield made
-    finally:
-        for engine in made.engines.values():
-            engine.kill()
-            await engine.over()
+async def cluster(
+    plan: ClusterPlan, nodes: Sequence[NodePlan], network: Network | None = None
+) -> AsyncIterator[Cluster]:
+    """Linked engines that serve, over loopback if no network is given; killed at the end."""
+    network = network or Loopback()
+    async with network.opened([node.name for node in nodes]):
+        made = Cluster(plan, nodes, network)
+        try:
+            await asyncio.gather(*(made.start(name) for name in made.plans))
+            await made.linked()
+            yield made
+        finally:
+            for engine in made.engines.values():
+                engine.kill()
+                await engine.over()

@@ -2,7 +2,9 @@
 
 Slower to start than the forks of `zygote`, and needed where lanes pin their threads to cores: the
 threads of a clone do not have the ids that the C library remembers. Both sides of the pipes are
-those of `engine_child`. `python -m bench.processes.engine_exec` with JSON settings as argument.
+those of `engine_child`. `settings["prefix"]` are words before the command, which must end in an
+exec, so that the pid is the engine's. `python -m bench.processes.engine_exec` with JSON settings as
+argument.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ class ExecSpawner:
 
     def spawn(self, settings: dict[str, Any]) -> tuple[int, int, int]:
         """(pid, file for commands, file of answers) of a new engine process."""
+        command = python_command("bench.processes.engine_exec", json.dumps(settings))
         process = subprocess.Popen(
-            python_command("bench.processes.engine_exec", json.dumps(settings)),
+            [*settings["prefix"], *command],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
         )  # fmt: skip
         self._processes[process.pid] = process

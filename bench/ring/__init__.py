@@ -7,6 +7,10 @@ sessions and has about half of their KV with the other, against two engines that
 both kinds take turns. `context_vs_one_node`: tokens of the longest session that ran, against the
 longest that one engine with the same memory takes. All tokens are compared.
 
+`margin`: as in docs, time that a holder computes over time that its hop takes, over a link limited
+to what 10 Gb/s are for a node that reads KV at 150 GB/s: 10 Gb/s times the rate at which this core
+reads KV over 150 GB/s. It needs root, for namespaces; without, the row is left out.
+
 The model has layers of the 0.6B shape, but 7 instead of 28, and a smaller vocabulary: the cost of a
 ring is per layer, and prefill of 32K tokens takes a quarter of the time.
 """
@@ -27,18 +31,22 @@ from typing import Any
 import uvloop
 
 from batchengine.core import PAGE_TOKENS
+from batchengine.gguf import GgufFile
+from batchengine.weights import read_spec
 from bench import report
 from bench.engine import DISK, synthetic_model
 from bench.models.synthetic import PRESETS, Shape
 from bench.processes.cluster import Cluster, ClusterPlan, NodePlan, cluster
+from bench.processes.networks import Namespaces, namespaces_work
 from service.cli.cluster import page_bytes
 
 SHAPE: Shape = dataclasses.replace(PRESETS["0.6b"], n_layer=7, n_vocab=32_000)
 QUICK: Shape = dataclasses.replace(PRESETS["0.1b"], n_layer=4)
 SPARE_PAGES = 3  # of every budget: open pages being sealed, the answer
 STUCK_S = 900.0
-ROOM_S, POLL_S = 3.0, 0.05
 ANSWER = 64  # tokens of the longest session's answer
+NODE_READ_GB_S = 150.0  # the node and the link for which a margin is known by calculation
+NODE_LINK_MBIT = 10_000.0
 
 
 @dataclasses.dataclass
@@ -180,6 +188,64 @@ class Bench:
             "identical": all(ours.tokens == theirs.tokens for ours, theirs in pairs),
         }
 
+    async def margin(self, length: int, rounds: int, count: int) -> dict[str, Any]:
+        """Time per token over a limited link, half of the KV with the peer, and the hop's margin.
+
+        The attention to half of the tokens costs what a local session of `length` tokens takes
+        longer than one of half as many; the hop's bytes are counted by the kernel.
+        """
+        size, pages = page_bytes(self.path), -(-length // PAGE_TOKENS)
+        more = -(-(rounds * count + PAGE_TOKENS) // PAGE_TOKENS) + SPARE_PAGES
+        local = [NodePlan("alone", (self.cores[0],), 2 * (pages + more) * size, size)]
+        words = prompt(length, length, self.vocab)
+        async with cluster(self.plan(), local) as alone:
+            whole, part = Talk("alone", "long", words), Talk("alone", "half", words[: length // 2])
+            samples = dict[str, list[float]](whole=[], half=[], limited=[])
+            for talk in (whole, part):
+                await talk.turn(alone, 8)
+            for _ in range(rounds):
+                for talk, name in ((whole, "whole"), (part, "half")):
+                    await talk.turn(alone, count)
+                    samples[name].append(talk.tpot_ms)
+            with GgufFile(str(self.path)) as gguf:
+                n_layer = read_spec(gguf).n_layer
+            whole_ms, half_ms = (statistics.median(samples[name]) for name in ("whole", "half"))
+            compute_us = 1000 * (whole_ms - half_ms) / n_layer
+            read_gb_s = size * (length / 2 / PAGE_TOKENS) / n_layer / compute_us / 1000
+            network = Namespaces(NODE_LINK_MBIT * read_gb_s / NODE_READ_GB_S)
+            ring = [
+                NodePlan("a", (self.cores[0],), (pages // 2 + SPARE_PAGES) * size, size),
+                NodePlan("b", (self.cores[-1],), size * 2 * SPARE_PAGES, (pages + more) * size),
+            ]
+            async with cluster(self.plan(), ring, network) as linked:
+                there = Talk("a", "long", words)
+                await linked.has_room("a", length + rounds * count)
+                await there.turn(linked, 8)
+                sent = 0
+                for _ in range(rounds):
+                    before = network.bytes_sent("a") + network.bytes_sent("b")
+                    await there.turn(linked, count)
+                    sent += network.bytes_sent("a") + network.bytes_sent("b") - before
+                    samples["limited"].append(there.tpot_ms)
+                segments = (await linked.engines["a"].call("held"))["held"]["long"]
+        lap_bytes = sent / (rounds * count * n_layer)
+        transfer_us = 8 * lap_bytes / network.rate_mbit
+        held = sum(pages for peer, pages in segments if peer)
+        compute_us *= held * PAGE_TOKENS / (length / 2)
+        return {
+            "tokens": length,
+            "held": held,
+            "tpot_ms": samples,
+            "read_gb_s": round(read_gb_s, 2),
+            "rate_mbit": round(network.rate_mbit),
+            "lap_bytes": round(lap_bytes),
+            "compute_us": round(compute_us, 1),
+            "transfer_us": round(transfer_us, 1),
+            "margin": round(compute_us / transfer_us, 2),
+            "ratio": round(statistics.median(samples["limited"]) / whole_ms, 3),
+            "identical": there.tokens == whole.tokens,
+        }
+
     async def longest(self, pages: int) -> dict[str, Any]:
         """The longest session that two engines of `pages` pages each serve, and one of them."""
         size = page_bytes(self.path)
@@ -192,7 +258,7 @@ class Bench:
             length = int(share * one) - ANSWER
             async with cluster(self.plan(), nodes) as linked:
                 talk = Talk("a", "long", prompt(7, length, self.vocab))
-                await _has_room(linked, "a", length + ANSWER)
+                await linked.has_room("a", length + ANSWER)
                 try:
                     await talk.turn(linked, ANSWER)
                 except RuntimeError as error:
@@ -202,19 +268,10 @@ class Bench:
         return {"one": one, "two": one, "ratio": 1.0}
 
 
-async def _has_room(made: Cluster, name: str, tokens: int) -> None:
-    """Wait until an engine has heard that its peers have room for such a context, for ROOM_S."""
-    due = time.monotonic() + ROOM_S
-    while (await made.engines[name].call("context"))["tokens"] < tokens:
-        if time.monotonic() > due:
-            return
-        await asyncio.sleep(POLL_S)
-
-
 async def run(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     lengths = [1024 * k for k in (args.lengths or ([4] if args.quick else [8, 32]))]
     rounds, count = (3, 24) if args.quick else (7, 32)
-    rows = list[dict[str, Any]]()
+    rows: list[dict[str, Any]] = []
     for length in lengths:
         rows.append(await bench.against_local(length, rounds, count))
         print(f"  {length} tokens: {rows[-1]['ratio']} of a local token {rows[-1]['range']},"
@@ -223,14 +280,21 @@ async def run(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], d
     shards = await bench.against_sharding(sessions, each, rounds, count)
     print(f"  {2 * sessions} sessions of {each} tokens: {shards['ratio']} of sharding"
           f" {shards['range']}", flush=True)  # fmt: skip
+    limited = await bench.margin(lengths[0], rounds, count) if namespaces_work() else None
+    if limited is not None:
+        print("  limited link: {tokens} tokens, {held} pages there, {rate_mbit} Mbit/s, a hop"
+              " computes {compute_us} us and sends {lap_bytes} bytes in {transfer_us} us: margin"
+              " {margin}, {ratio} of a local token".format(**limited), flush=True)  # fmt: skip
     longest = await bench.longest(24)
     result = {
         "throughput_vs_sharding": shards["ratio"],
         **{f"tpot_vs_local_{row['tokens'] // 1024}k": row["ratio"] for row in rows},
         "context_vs_one_node": longest["ratio"],
-        "identical": all(row["identical"] for row in (*rows, shards)),
+        "margin": limited and limited["margin"],
+        "identical": all(row["identical"] for row in [*rows, shards, limited or shards]),
     }
-    return result, {"local": rows, "sharding": shards, "longest": longest}
+    details = {"local": rows, "sharding": shards, "limited": limited, "longest": longest}
+    return result, details
 
 
 def main(argv: list[str]) -> int:
