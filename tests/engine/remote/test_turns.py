@@ -103,7 +103,7 @@ async def test_a_slow_reader_stops_the_peer(site: Site, reference: Reference) ->
         await moving
         await until(lambda: [row["state"] for row in b.engine.requests()] == ["paused"])
         assert lane(a) == "peer:b"
-        await read_on(len(shown) + 1000)
+        await read_on(len(shown) + 600)
         home = a.state.lanes[0].lane.name
         await a.engine.promote("", "s", home)
         await read_on(len(shown) + 5)
@@ -114,7 +114,7 @@ async def test_a_slow_reader_stops_the_peer(site: Site, reference: Reference) ->
 async def test_the_peer_decides_no_end(site: Site, reference: Reference) -> None:
     """The last token, by its number, is sent by the peer; the turn ends as it would here."""
     async with daemons(site, "ab", 40) as (a, b):
-        n = 400
+        n = 150
         generation, reading = await started(a.engine, request(PROMPT, n, session="s"), 1)
         with contextlib.suppress(BatchEngineError):  # the turn may be over before that
             await a.engine.promote("", "s", "b")
