@@ -109,7 +109,7 @@ class CpuDevice(HostDevice):
         stepper.set(batch.tokens, batch.shape, addresses, routed.attend if routed else None)
         wanted = ends[wanting]
         nonfinite = stepper.run(wanted)
-        unreachable = routed.unreachable if routed else []
+        unreachable = routed.end() if routed else []
         rows: tuple[wire.SampledRow, ...] = ()
         if wanting:
             logits = stepper.logits(len(wanting))

@@ -103,10 +103,10 @@ class RoutedAttention:
         self._lap_s = self._left_s = 0.0  # that a layer, and all of them, may wait
         self._waited_s = 0.0
 
-    @property
-    def unreachable(self) -> list[int]:
-        """Entries of the step that cannot be completed."""
-        return sorted([entry for group in self._groups if group.why for entry in group.entries])
+    def end(self) -> list[int]:
+        """End the step; returns its entries that cannot be completed."""
+        groups, self._groups, self._units = self._groups, [], []
+        return sorted([entry for group in groups if group.why for entry in group.entries])
 
     @property
     def waited_us(self) -> int:
