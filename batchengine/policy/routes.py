@@ -36,7 +36,7 @@ class GrowthPolicy(msgspec.Struct, frozen=True, gc=False):
 
     low: float = 0.75
     pull: float = 0.5
-    tail_pages: int = SUPERPAGE_PAGES  # sealed pages at the end that are never pushed
+    tail_pages: int = SUPERPAGE_PAGES  # at the end, sealed or open, that are never pushed
     merge_room: int = 4 * SUPERPAGE_PAGES  # that rule 4 leaves at the target
 
 
@@ -168,7 +168,7 @@ def _push(view: RouteView, rooms: dict[str, PeerRoom]) -> Iterator[PageMove]:
     if view.local_pages <= view.share_pages:
         return
     excess = view.local_pages - int(view.share_pages * view.policy.low)
-    movable = max(0, view.sealed_pages - view.policy.tail_pages)
+    movable = min(view.sealed_pages, max(0, view.local_pages - view.policy.tail_pages))
     n_pages = min(_superpages_up(excess), _superpages(movable))
     first = sum(pages for _, pages in view.ranges)
     prefers = (view.ranges[-1][0],) if view.ranges else ()

@@ -55,7 +55,9 @@ def test_the_last_holder_is_filled_first_and_the_rest_goes_on() -> None:
 def test_what_may_not_get_pages_gets_none() -> None:
     peers = room("down", 90, usable=False), room("leaving", 90, leaves=True), room("full", 3)
     assert plan_route(view(40, 32, *peers)) == ()
-    assert plan_route(RouteView((), 40, 7, 32, (room("a", 90),))) == ()  # the tail stays
+    assert plan_route(RouteView((), 7, 7, 4, (room("a", 90),))) == ()  # the tail stays
+    open_after = plan_route(RouteView((), 15, 7, 8, (room("a", 90),)))
+    assert open_after == (PageMove(HERE, "a", 0, 4),), "open pages are the tail"
 
 
 def test_a_holder_that_needs_room_gives_the_end_of_its_range_to_the_next() -> None:
