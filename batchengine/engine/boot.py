@@ -196,10 +196,6 @@ class Running:
             context_max=made.info.context_tokens,
         )
         self.pipelines = Pipelines(state.lanes[0], self.lane_links, self.peers, served)
-        self.plans = PeerPlans(
-            state.lanes[0], store, self.peers, self.pipelines, self.linked.keeper, made.info
-        )
-        self.dispatcher.plans = self.plans
         self.linked_rows = LinkedRows(self.linked, self.lane_links, self.peers, self.pipelines)
         self.remote = RemoteTurns(
             state,
@@ -211,6 +207,16 @@ class Running:
             self.requests.submit,
             self.tasks.spawn,
         )
+        self.plans = PeerPlans(
+            state.lanes[0],
+            store,
+            self.peers,
+            self.pipelines,
+            self.linked.keeper,
+            made.info,
+            self.remote.away.expect,
+        )
+        self.dispatcher.plans = self.plans
         state.held_facts = self._linked_facts
         self.housekeeping = Housekeeping(
             state, store, self.dispatcher, self.peers, self.linked_rows

@@ -298,7 +298,8 @@ class Engine:
     async def promote(self, tenant: str, session_id: str, to: str | None = None) -> dict[str, Any]:
         """Move a session to lane `to`, or to the best fast one, between two of its tokens.
 
-        `to` may be a peer, which then computes the turn that runs.
+        `to` may be a peer, which then computes the turn that runs. Without `to` it is a peer if
+        lanes here are predicted to break the turn's promise and the peer less so.
         Returns a MoveReport as a dict. Raises BatchEngineError: then nothing has changed.
         """
         return await self._relocate(tenant, session_id, to, FAST)
@@ -315,7 +316,11 @@ class Engine:
             if await self.presence(tenant, session_id) is Presence.STORED:
                 raise errors.SESSION_AT_REST(session_id=session_id)
             raise errors.UNKNOWN_SESSION(given=session_id)
-        moved = await self.running.remote.away.relocate(session, to)
+        reason = ""
+        if to is None and tier == FAST:
+            peer, reason = self.running.dispatcher.peer_for(session)
+            to = peer or None
+        moved = await self.running.remote.away.relocate(session, to, reason)
         if moved is None:
             moved = await self.running.dispatcher.relocate(session, to, tier)
         return moved.as_dict()

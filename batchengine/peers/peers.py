@@ -45,6 +45,7 @@ DATA_LINKS = "data"  # a feature: it opens data links between workers
 HOLDS = "holds"  # a feature: it keeps pages for sessions of peers
 STAGES = "stages"  # a feature: its workers can be stages of a pipeline
 TURNS = "turns"  # a feature: it computes turns of peers
+PEER_TENANT = "peer:"  # and its name: tenant of its turns that run here; no API key is named so
 FEATURES = (DATA_LINKS, HOLDS, STAGES, TURNS)
 
 

@@ -69,6 +69,7 @@ class PeerState(msgspec.Struct, frozen=True, gc=False):
     rtt_ms: float = 0.0
     bytes_per_ms: float = 0.0  # 0 = not measured
     hold_bytes_free: int = 0
+    takes_turns: bool = True
 
     @property
     def link(self) -> LinkSpeed:
@@ -150,6 +151,8 @@ def gather_ms(held: Held, peers: Sequence[PeerState], kv_token_bytes: int) -> fl
 def on_peer(peer: PeerState, facts: LayoutFacts, work: LayoutWork, held: Held) -> LayoutTimes:
     """Predict a peer's lane: KV that it does not hold is sent to it first, from here."""
     why = not_usable(peer)
+    if why is None and not peer.takes_turns:
+        why = Rejected.NOT_AVAILABLE
     there = sum([tokens for name, tokens in held if name == peer.name])
     if why is None and (work.context_tokens - there) * facts.kv_token_bytes > peer.kv_free_bytes:
         why = Rejected.NO_ROOM

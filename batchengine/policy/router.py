@@ -31,8 +31,8 @@ load, and else only rule 6 reads the load, to leave a loaded lane.
 With peers, the rules above have chosen the local strategy, and these compare it with others, which
 `layouts` predicts. Peers that are not up, or whose link was never measured, get nothing.
 
- 7. The context exceeds every lane here: the ring or the peer's lane of least strain, for any class.
-    If a lane here that can own a ring has no other reason to refuse, it owns the ring.
+ 7. The context exceeds every lane here: the ring, for any class, if a lane here that can own a ring
+    has no other reason to refuse.
  8. A session on a ring stays there while its prediction is within `tolerance` of a lane here. If
     the request is latency-sensitive it leaves, unless the lane, after gathering the KV, is beyond
     the limit of rule 5 with the ring as the best.
@@ -43,9 +43,10 @@ With peers, the rules above have chosen the local strategy, and these compare it
     `pipeline_gain` times as long or longer, unless more than `pipeline_cached_max` of the prompt
     has KV already. This is independent of rules 8 and 9.
 11. Without ring and pipeline, a peer's lane is taken if the local strain is above 1 and that of the
-    peer is less by `tolerance` * max(1, its own). A session on a peer's lane stays there while it
-    is within the limit of rule 5, or moved less than `dwell_ms_min` ago and is not urgent; this
-    comes before rules 8 to 10.
+    peer is less by `tolerance` * max(1, its own). The turn begins on the lane of rules 1 to 6: its
+    first token is computed there, and others until the peer has caught up. A session on a peer's
+    lane stays there while it is within the limit of rule 5, or moved less than `dwell_ms_min` ago
+    and is not urgent; this comes before rules 8 to 10.
 
 More load of a peer never makes a strategy with it preferred: its predictions grow, and no rule
 reads its load otherwise.
@@ -104,7 +105,6 @@ class Reason(enum.StrEnum):
     RING_HOME = "its KV is on a ring"
     FROM_RING = "latency-sensitive: from the ring to one lane"
     PIPELINE = "throughput-tolerant prompt that fills the pipeline"
-    PEER_ONLY = "no lane here can take it: a peer's lane"
     PEER_SPILL = "lanes here would break the promise: a peer's lane"
     PEER_HOME = "its KV is on this peer"
 
@@ -220,7 +220,8 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
 class Decision(msgspec.Struct, frozen=True):
     """Lane of a request. `lane` "" = none can take it; `predicted` is None exactly then.
 
-    For REMOTE `lane` is the name of the peer. `peers` are those that the strategy needs.
+    For REMOTE `lane` is the name of the peer, and `begins_on` that of the lane here where a turn
+    begins which goes there. `peers` are those that the strategy needs.
     """
 
     strategy: Strategy
@@ -230,6 +231,7 @@ class Decision(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...] = ()
     peers: tuple[str, ...] = ()
     outlooks: tuple[Outlook, ...] = ()
+    begins_on: str = ""
 
 
 LOCAL_STRATEGY = Strategy()
@@ -479,6 +481,7 @@ class _Comparison:
             self._local.candidates,
             tuple(dict.fromkeys(decode.peers + prefill.peers)),
             outlooks,
+            self._local.lane if decode.strategy == ON_PEER else "",
         )
 
     def _used(self, able: Sequence[Outlook]) -> Sequence[Outlook]:
@@ -569,12 +572,12 @@ class _Comparison:
         return self._outlook(PIPELINED, times, rule)
 
     def _remote(self, peer: PeerState, here: Candidate | None) -> Outlook:
-        """Rules 7 and 11."""
+        """Rule 11."""
         is_home = self._session is not None and self._session.lane == peer.name
 
         def rule(times: LayoutTimes, strain: float) -> Reason | Rejected:
             if here is None:
-                return Reason.PEER_HOME if is_home else Reason.PEER_ONLY
+                return Reason.PEER_HOME if is_home else Rejected.NOT_AVAILABLE
             if is_home:
                 limit = self._limit(min(strain, here.strain))
                 if not self._urgent:
@@ -588,10 +591,25 @@ class _Comparison:
             gains = self._limit(strain) < here.strain
             return Reason.PEER_SPILL if gains else Rejected.SLOWER
 
-        held = self._held
+        held, work = self._held, self._work
         if is_home and self._session is not None:
             held = ((peer.name, self._session.reused_tokens),)
-        return self._outlook(ON_PEER, layouts.on_peer(peer, self._facts, self._work, held), rule)
+        elif here is not None:
+            frontier = self._request.prompt_tokens - 1
+            work = work._replace(frontier=frontier, n_tokens=1)
+        times = layouts.on_peer(peer, self._facts, work, held)
+        if here is not None and not is_home and times.rejected is None:
+            times = _begun_here(times, here, work.tokens_out)
+        return self._outlook(ON_PEER, times, rule)
+
+
+def _begun_here(there: LayoutTimes, here: Candidate, tokens_out: int) -> LayoutTimes:
+    """Return the times of a turn that begins on a lane here, with `there` as those of the peer from
+    the first token on: until the peer has its own first token, the turn is as slow as here."""
+    here_ms = here.tpot_ms * tokens_out
+    alone = there.ttft_ms / here_ms if there.ttft_ms < here_ms else 1.0
+    tpot_ms = alone * here.tpot_ms + (1.0 - alone) * there.tpot_ms
+    return replace(there, ttft_ms=here.ttft_ms, tpot_ms=tpot_ms)
 
 
 def _not_used(outlook: Outlook) -> Outlook:

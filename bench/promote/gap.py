@@ -248,6 +248,7 @@ class Hosts(Situations):
             lanes=tuple(lane for lane in config.lanes if lane.name == name),
             store=replace(config.store, dir=str(folder)),
             peers=PeersConfig("127.0.0.1:0", name, str(folder), tls=False),
+            router=replace(config.router, promote_auto=False),  # only the moves that are measured
         )
 
     def _other(self, lane: str) -> str:

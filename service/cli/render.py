@@ -26,7 +26,8 @@ def move_line(move: Facts) -> str:
     if move["rows_recomputed"]:
         line += f", {move['rows_recomputed']:,} computed again"
     gap = f", {ms(move['gap_ms'])} between two tokens" if move["gap_ms"] else ""
-    return f"{line}{gap}, {ms(move['total_ms'])} in all"
+    why = f" ({move['reason']})" if move.get("reason") else ""
+    return f"{line}{gap}, {ms(move['total_ms'])} in all{why}"
 
 
 def why_lines(found: Facts) -> list[str]:

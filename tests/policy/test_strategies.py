@@ -146,20 +146,17 @@ def test_a_context_beyond_every_lane_goes_on_a_ring(rank: int) -> None:
     assert set(three.peers) == {"b", "c"}
 
 
-def test_a_peer_that_holds_the_whole_context_is_compared_with_the_ring() -> None:
+def test_a_turn_that_cannot_begin_here_goes_to_no_peer() -> None:
+    """Not even to one that could hold the whole context."""
     fast = peer(load=load(GPU))
     decision = route(long_request(0), None, state(fast, context_max=40_000))
-    assert (decision.strategy, decision.lane) == (Strategy(REMOTE, REMOTE), "b")
-    assert decision.reason is Reason.PEER_ONLY
-    assert outlook(decision, RING).why is Rejected.OTHER
-
-
-def test_a_daemon_with_full_queues_sends_requests_to_a_peer_but_owns_no_ring() -> None:
-    full = state(peer())
+    assert (decision.lane, decision.reason) == ("cpu", Reason.RING_CONTEXT)
+    assert outlook(decision, REMOTE, REMOTE).why is Rejected.NOT_AVAILABLE
+    full = state(fast)
     full = replace(full, lanes=(replace(full.lanes[0], full=True),))
     decision = route(request(2), None, full)
-    assert (decision.lane, decision.reason) == ("b", Reason.PEER_ONLY)
-    assert [o.strategy.decode for o in decision.outlooks] == [REMOTE]
+    assert (decision.lane, decision.reason) == ("", Reason.FULL)
+    assert [o.why for o in decision.outlooks] == [Rejected.NOT_AVAILABLE]
 
 
 # ---- rules 8 and 9: rings ----
@@ -292,13 +289,33 @@ def test_a_peer_takes_requests_whose_promise_would_be_broken_here() -> None:
     fast = peer(load=load(GPU))
     kept = route(request(1), None, state(fast))
     assert (kept.lane, outlook(kept, REMOTE, REMOTE).why) == ("cpu", Rejected.KEPT)
-    spilled = route(request(1, 1900), None, state(fast))
-    assert (spilled.lane, spilled.reason) == ("b", Reason.PEER_SPILL)
+    tight = replace(request(2), tpot_ms=5.0)
+    alone = route(tight, None, state())
+    spilled = route(tight, None, state(fast))
+    assert (spilled.lane, spilled.begins_on) == ("b", "cpu")
+    assert spilled.reason is Reason.PEER_SPILL
     assert spilled.strategy == Strategy(REMOTE, REMOTE)
-    same = route(request(1, 1900), None, state(peer()))
+    assert spilled.predicted is not None
+    assert alone.predicted is not None
+    assert spilled.predicted.ttft_ms == alone.predicted.ttft_ms
+    assert spilled.predicted.tpot_ms < alone.predicted.tpot_ms
+    same = route(tight, None, state(peer()))
     assert (same.lane, outlook(same, REMOTE, REMOTE).why) == ("cpu", Rejected.SLOWER)
+    without = route(tight, None, state(replace(fast, takes_turns=False)))
+    assert outlook(without, REMOTE, REMOTE).why is Rejected.NOT_AVAILABLE
     moved = RouteSession("cpu", 0, dwell_ms=10.0)
-    assert route(request(1, 1900), moved, state(fast)).lane == "cpu"
+    assert route(tight, moved, state(fast)).lane == "cpu"
+
+
+def test_a_peer_makes_neither_first_tokens_nor_short_answers_faster() -> None:
+    fast = peer(load=load(GPU))
+    late = route(request(1, 1900), None, state(fast))  # a long prompt, computed here
+    assert late.predicted is not None
+    assert late.predicted.ttft_ms > request(1).ttft_ms
+    assert (late.lane, outlook(late, REMOTE, REMOTE).why) == ("cpu", Rejected.SLOWER)
+    far = replace(fast, rtt_ms=10_000.0)
+    short = route(replace(request(1), tpot_ms=5.0), None, state(far))
+    assert (short.lane, outlook(short, REMOTE, REMOTE).why) == ("cpu", Rejected.SLOWER)
 
 
 def test_a_session_on_a_peer_stays_there_while_it_is_near_the_best() -> None:

@@ -67,26 +67,14 @@ class Dispatcher:
 
     # -------------------------------------------------------------------- inputs of the router
 
-    def state(self, tenant: str | None = None) -> router.RouteState:
-        """Return all lanes with estimated loads, as full as they are for a tenant, and the
-        policy."""
+    def state(
+        self, session: Session | None = None, *, tenant: str | None = None, explicit: bool = False
+    ) -> router.RouteState:
+        """Return all lanes with estimated loads, as full as they are for a tenant, the policy, and
+        the peers for a session: with their lanes if it may move by itself, or `explicit`."""
         state = router.RouteState(self._lanes.all(tenant), self._policy)
-        return state if self.plans is None else self.plans.with_peers(state)
-
-    def _asked(self, request: GenerationRequest) -> router.RouteRequest:
-        sla = request.sla
-        targets = self._state.config.sla.of(sla.sla_class)
-        n_prompt = len(request.prompt)
-        return router.RouteRequest(
-            scheduler.RANK[sla.sla_class],
-            n_prompt,
-            self._lanes.tokens_out(request),
-            n_prompt + request.tokens_max,
-            max(1.0, targets.ttft_ms if sla.ttft_ms is None else sla.ttft_ms),
-            max(0.1, targets.tpot_ms if sla.tpot_ms is None else sla.tpot_ms),
-            math.inf if sla.ttlt_ms is None else max(1.0, sla.ttlt_ms),
-            request.promote,
-        )
+        remote = explicit or self._state.config.router.promote_auto
+        return state if self.plans is None else self.plans.with_peers(state, session, remote=remote)
 
     def _known(
         self, session: Session, home: LaneLoop, prompt: tuple[int, ...]
@@ -170,11 +158,12 @@ class Dispatcher:
         The lane may be another than the session's home: then `move` it there first.
         """
         request, home = generation.request, self._state.home.get(session.key)
-        asked = self._asked(request)
+        asked = _asked(self._state, self._lanes, request)
         known = None if home is None else self._known(session, home, request.prompt)
-        state = self.state(session.tenant)
+        state = self.state(session, tenant=session.tenant)
         decision = router.route(asked, known, state)
-        loop = self._state.lane(decision.lane) or home or _any_lane(self._state, decision)
+        name = decision.begins_on or decision.lane
+        loop = self._state.lane(name) or home or _any_lane(self._state, decision)
         record = DecisionRecord(
             request.request_id,
             session.session_id,
@@ -188,7 +177,7 @@ class Dispatcher:
             loop.lane.name,
         )
         if home is not None and loop is not home:
-            held = self._held_back(session, home)
+            held = _held_back(self._state, session, home)
             if held:
                 record.note(f"it stays on {home.lane.name}: {held}")
                 loop, record.lane = home, home.lane.name
@@ -199,16 +188,6 @@ class Dispatcher:
         n = max(1, asked.prompt_tokens - (0 if known is None else known.reused_tokens))
         self._lanes.joined(loop, session.tenant, asked.rank, asked.prompt_tokens - n, n)
         return loop
-
-    def _held_back(self, session: Session, home: LaneLoop) -> str:
-        """Return why a session that should move stays; "" = it moves."""
-        if not self._state.config.router.promote_auto and home.up:
-            return "router.promote_auto is off"
-        if session.key in self._state.moves:
-            return "a hand-over is on the way"
-        if session.kv.held and home.up:
-            return "peers hold pages of it"
-        return ""
 
     def _remark(self, session: Session, request: GenerationRequest, record: DecisionRecord) -> None:
         """Record the time of an urgent request; note a background one that follows one shortly."""
@@ -241,9 +220,9 @@ class Dispatcher:
         """Apply priority inheritance for a request queued behind the session's running turn.
 
         If the request is urgent, the running turn gets its rank and targets, and the session moves
-        now to the lane that the request would be routed to.
+        now to the lane that the request would be routed to; that of a peer computes the turn only.
         """
-        asked = self._asked(generation.request)
+        asked = _asked(self._state, self._lanes, generation.request)
         home = self._state.home.get(session.key)
         if home is None or not router.is_urgent(asked, self._policy):
             return
@@ -253,9 +232,12 @@ class Dispatcher:
         if turn is not None:
             home.seats.raise_priority(turn, asked.rank, asked.ttft_ms, asked.tpot_ms)
         known = self._known(session, home, tuple(session.tokens)) if session.tokens else None
-        decision = router.route(asked, known, self.state())
-        to = self._state.lane(decision.lane)
-        if to is not None and to is not home and not self._held_back(session, home):
+        decision = router.route(asked, known, self.state(session))
+        if decision.strategy == router.ON_PEER and self.plans is not None and turn is not None:
+            self.plans.send_away(turn, decision.lane)
+            return
+        to = self._state.lane(decision.begins_on or decision.lane)
+        if to is not None and to is not home and not _held_back(self._state, session, home):
             self._spawn(self.move(session, to, MoveCause.PROMOTION), "move")
 
     async def move(self, session: Session, to: LaneLoop, cause: MoveCause) -> MoveReport:
@@ -327,6 +309,25 @@ class Dispatcher:
             where = f"on lane {name}" if name else "on no lane"
             raise errors.NOT_MOVED(where=where, why=moved.why)
         return moved
+
+    def peer_for(self, session: Session) -> tuple[str, str]:
+        """Return the peer for a promote of the turn that runs, and why; ("", "") = a lane here."""
+        turn = next((one for one in self._state.turns.values() if one.session is session), None)
+        home = self._state.home.get(session.key)
+        if turn is None or home is None or not turn.reported or turn.shared_with:
+            return ("" if turn is None else turn.shared_with), ""  # it stays there
+        tokens, generation, request = session.tokens, turn.generation, turn.generation.request
+        asked = msgspec.structs.replace(
+            _asked(self._state, self._lanes, request),
+            prompt_tokens=len(tokens),
+            tokens_out=max(1, self._lanes.tokens_out(request) - generation.completion_tokens),
+            ttft_ms=math.inf,  # it has its first token
+            promote=True,
+        )
+        known = self._known(session, home, tuple(tokens))
+        decision = router.route(asked, known, self.state(session, explicit=True))
+        is_remote = decision.strategy == router.ON_PEER
+        return (decision.lane, decision.reason) if is_remote else ("", "")
 
     def lane_for(self, session: Session, tier: str) -> LaneLoop | None:
         """Return the best other lane of a tier for an explicit promote or demote, or None."""
@@ -445,6 +446,33 @@ class Dispatcher:
     def explain(self, given: str, tenant: str | None = None) -> dict[str, Any]:
         """Return the decisions about a request or session; see `explain.explain`."""
         return explain(self._state, self.log, self._times, given, tenant)
+
+
+def _asked(state: EngineState, lanes: LaneViews, request: GenerationRequest) -> router.RouteRequest:
+    sla = request.sla
+    targets = state.config.sla.of(sla.sla_class)
+    n_prompt = len(request.prompt)
+    return router.RouteRequest(
+        scheduler.RANK[sla.sla_class],
+        n_prompt,
+        lanes.tokens_out(request),
+        n_prompt + request.tokens_max,
+        max(1.0, targets.ttft_ms if sla.ttft_ms is None else sla.ttft_ms),
+        max(0.1, targets.tpot_ms if sla.tpot_ms is None else sla.tpot_ms),
+        math.inf if sla.ttlt_ms is None else max(1.0, sla.ttlt_ms),
+        request.promote,
+    )
+
+
+def _held_back(state: EngineState, session: Session, home: LaneLoop) -> str:
+    """Return why a session that should move stays; "" = it moves."""
+    if not state.config.router.promote_auto and home.up:
+        return "router.promote_auto is off"
+    if session.key in state.moves:
+        return "a hand-over is on the way"
+    if session.kv.held and home.up:
+        return "peers hold pages of it"
+    return ""
 
 
 def _any_lane(state: EngineState, decision: router.Decision) -> LaneLoop:

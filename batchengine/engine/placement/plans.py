@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -22,14 +23,14 @@ from batchengine.engine.linked.routes import ALL_PAGES, RouteKeeper
 from batchengine.engine.placement.decision_log import DecisionLog, DecisionRecord
 from batchengine.engine.turns.turn import Turn
 from batchengine.peers.link import PeerLink
-from batchengine.peers.peers import Peers
+from batchengine.peers.peers import PEER_TENANT, TURNS, Peers
 from batchengine.peers.transitions import LinkState
 from batchengine.policy import layouts, pipeline
 from batchengine.policy.cost import LaneLoad, LinkSpeed, StepCost, work_of
 from batchengine.policy.layouts import Held, LayoutFacts, PeerState
 from batchengine.policy.pipeline import LayerCost, LayerKind, PipelineModel, PromptWork, StageHost
 from batchengine.policy.ring import shape_of
-from batchengine.policy.router import RINGED, Decision, Reason, RouteState
+from batchengine.policy.router import ON_PEER, RINGED, Decision, Reason, RouteState
 from batchengine.session import Session
 from batchengine.session_kv import SELF
 from kv_store.store import Store
@@ -45,6 +46,9 @@ FAILED_S = 30.0  # without pipelines after one has failed
 CHANGED = 1.25  # ratio of a speed to the one planned with, from which on a plan is made anew
 
 
+SendAway = Callable[[Turn, str], object]  # has a peer compute a turn: see `AwayTurns.expect`
+
+
 class PeerPlans:
     """The router's view of the peers. Use: `with_peers`, `held`, `prepare`; `run` as a task."""
 
@@ -56,8 +60,9 @@ class PeerPlans:
         pipelines: Pipelines,
         keeper: RouteKeeper,
         info: ModelInfo,
+        send_away: SendAway,
     ) -> None:
-        self._store, self._keeper = store, keeper
+        self._store, self._keeper, self.send_away = store, keeper, send_away
         self._loop, self._peers, self._pipelines = loop, peers, pipelines
         facts, details = loop.lane.facts, info.details
         n_layer, payload = info.n_layer, 0 if facts is None else facts.payload_bytes
@@ -76,14 +81,23 @@ class PeerPlans:
         self._facts = LayoutFacts(self._shape, self._kv_token_bytes)
         self._again_at = 0.0
 
-    def with_peers(self, state: RouteState) -> RouteState:
-        """The state with the peers, for the router."""
-        is_paused = time.monotonic() < self._again_at
+    def with_peers(
+        self, state: RouteState, session: Session | None = None, *, remote: bool = True
+    ) -> RouteState:
+        """The state with the peers, for the router. With `remote` their lanes can be chosen, unless
+        the session has pages with peers or is itself a peer's."""
+        strategies = (layouts.RING,)
+        if time.monotonic() >= self._again_at:
+            strategies += (layouts.PIPELINE,)
+        if session is not None and (session.kv.held or session.tenant.startswith(PEER_TENANT)):
+            remote = False
+        if remote:
+            strategies += (layouts.REMOTE,)
         return msgspec.structs.replace(
             state,
             peers=tuple([self._peer(link) for _, link in sorted(self._peers.links.items())]),
             facts=self._facts,
-            strategies=(layouts.RING,) if is_paused else (layouts.PIPELINE, layouts.RING),
+            strategies=strategies,
         )
 
     def held(self, session: Session, tokens: int) -> tuple[Held, float]:
@@ -105,14 +119,16 @@ class PeerPlans:
         return tuple(found), ms
 
     async def prepare(self, turn: Turn, decisions: DecisionLog) -> None:
-        """Begin what the decision about the turn says: where its pages are to be, and a pipeline
-        that fills the store with full pages of the prompt.
+        """Begin what the decision about the turn says: where its pages are to be, that a peer
+        computes it, and a pipeline that fills the store with full pages of the prompt.
 
         Whatever comes of it, the turn may begin: it finds what was computed by its content.
         """
         record = decisions.of_request(turn.generation.request_id)
         if record is not None:
             self._arrange(turn.session, record.decision)
+            if record.decision.strategy == ON_PEER:
+                self.send_away(turn, record.decision.lane)
             await self._fill_prefix(turn, record)
 
     def _arrange(self, session: Session, decision: Decision) -> None:
@@ -209,6 +225,7 @@ class PeerPlans:
             (link.rtt_us or 0.0) / 1000,
             (link.bandwidth or 0.0) / 1000,
             self._keeper.bytes_free(link.name),
+            link.facts is not None and TURNS in link.facts.features,
         )
 
     def _speeds(self) -> dict[str, tuple[float, ...]]:

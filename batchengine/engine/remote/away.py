@@ -14,6 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from batchengine import errors
@@ -30,7 +31,7 @@ from batchengine.engine.remote.served import CREDIT_TOKENS, Spawn
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
 from batchengine.peers.link import PeerLink
-from batchengine.peers.peers import HOLDS, TURNS, Peers
+from batchengine.peers.peers import HOLDS, PEER_TENANT, TURNS, Peers
 from batchengine.peers.transitions import LinkState
 from batchengine.session import Session
 from batchengine.session_kv import page_start
@@ -109,7 +110,8 @@ class AwayTurn:
 
 
 class AwayTurns:
-    """Every turn of this daemon that a peer computes. Use: `relocate`; `facts` for operators."""
+    """Every turn of this daemon that a peer computes. Use: `relocate`, `expect`; `facts` for
+    operators."""
 
     def __init__(
         self,
@@ -146,11 +148,32 @@ class AwayTurns:
 
     # ------------------------------------------------------------------------- called by the engine
 
-    async def relocate(self, session: Session, to: str | None) -> MoveReport | None:
+    def expect(self, turn: Turn, peer: str) -> None:
+        """Have a peer compute a turn, as the router has decided, once its first token was computed
+        here. If that is refused, the turn stays, and `explain` says why."""
+        self._spawn(self._send_begun(turn, peer), "turn for a peer")
+
+    async def _send_begun(self, turn: Turn, peer: str) -> None:
+        generation = turn.generation
+        while not turn.reported or generation.first_token_ms is None:
+            if turn.end is not None:
+                return
+            await asyncio.sleep(LOOK_S)
+        if turn.shared_with:
+            return
+        try:
+            await self.relocate(turn.session, peer)
+        except BatchEngineError as error:
+            if (record := self._decisions.of_request(generation.request_id)) is not None:
+                record.note(f"it does not go to {peer}: {error.why or error.what}")
+
+    async def relocate(
+        self, session: Session, to: str | None, reason: str = ""
+    ) -> MoveReport | None:
         """Have the session's turn computed by peer `to`, or here again if it is away.
 
-        None: `to` is no peer, and the turn computes here. Raises BatchEngineError: then nothing has
-        changed.
+        `reason` is for the report. None: `to` is no peer, and the turn computes here. Raises
+        BatchEngineError: then nothing has changed.
         """
         run = self._run_of(session)
         is_peer = to in self._peers.links and self._state.lane(to) is None
@@ -163,7 +186,9 @@ class AwayTurns:
             await run.is_over.wait()
             if to in (None, run.lane.lane.name):
                 return self._report(run, f"peer:{run.link.name}", run.lane)
-        return await self._send(session, self._peers.links[to]) if to and is_peer else None
+        if not to or not is_peer:
+            return None
+        return replace(await self._send(session, self._peers.links[to]), reason=reason)
 
     def leave(self) -> None:
         """Have peers compute the turns that run here, as far as they have room for them."""
@@ -220,7 +245,9 @@ class AwayTurns:
         if turn is None or not turn.reported or turn.end is not None:
             return "it computes nothing now"
         if turn.shared_with:
-            return f"it is a turn of peer {turn.shared_with}"
+            return f"peer {turn.shared_with} computes it too"
+        if session.tenant.startswith(PEER_TENANT):
+            return f"it is a turn of {session.tenant}"
         if session.key in self._state.moves:
             return "a hand-over is on the way"
         if session.kv.n_held or session.kv.later:

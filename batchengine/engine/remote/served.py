@@ -28,6 +28,7 @@ from batchengine.engine.remote.exchange import Exchange, tokens_of
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation
 from batchengine.peers.link import PeerLink
+from batchengine.peers.peers import PEER_TENANT
 from batchengine.session import Session
 from batchengine.wire.peer import (
     TEXT_CHARS_MAX,
@@ -43,7 +44,6 @@ log = logging.getLogger("batchengine.remote")
 SERVED_MAX = 4  # of one peer
 CREDIT_TOKENS = 256  # that may be sent before the owner allows more
 READ_S = 30.0  # for the tokens of a timeline to come
-PEER_TENANT = "peer:"  # and the peer's name; no API key has such a name
 
 Submit = Callable[[GenerationRequest], Generation]
 Spawn = Callable[[Coroutine[Any, Any, object], str], object]

@@ -59,9 +59,18 @@ class Daemon:
 
 @contextlib.asynccontextmanager
 async def daemon(
-    site: Site, name: str, n_pages: int, *, n_lanes: int = 1, **overrides: object
+    site: Site,
+    name: str,
+    n_pages: int,
+    *,
+    n_lanes: int = 1,
+    promote_auto: bool = False,
+    **overrides: object,
 ) -> AsyncIterator[Daemon]:
-    """A daemon in the folder NAME of the site, whose store has about `n_pages` pages."""
+    """A daemon in the folder NAME of the site, whose store has about `n_pages` pages.
+
+    Unless `promote_auto`, it gives no turns to peers by itself, however slow the machine is.
+    """
     own = site.at(name)
     own.folder.mkdir(exist_ok=True)
     async with running_engine(
@@ -72,6 +81,7 @@ async def daemon(
         peers__dir=str(own.folder),
         peers__tls=False,
         store__budget_bytes=n_pages * PAGE_BYTES,
+        router__promote_auto=promote_auto,
         **overrides,
     ) as engine:
         yield Daemon(name, own, engine)
@@ -79,12 +89,14 @@ async def daemon(
 
 @contextlib.asynccontextmanager
 async def daemons(
-    site: Site, names: str, n_pages: int, **overrides: object
+    site: Site, names: str, n_pages: int, *, promote_auto: bool = False, **overrides: object
 ) -> AsyncIterator[list[Daemon]]:
     """Daemons with one-letter names, each linked with every other."""
     async with contextlib.AsyncExitStack() as stack:
         made = [
-            await stack.enter_async_context(daemon(site, name, n_pages, **overrides))
+            await stack.enter_async_context(
+                daemon(site, name, n_pages, promote_auto=promote_auto, **overrides)
+            )
             for name in names
         ]
         for one in made:

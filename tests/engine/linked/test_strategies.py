@@ -14,6 +14,8 @@ from batchengine.policy.routes import SlowPeers
 from tests.engine.linked.daemons import Daemon, daemons
 from tests.support.engines import Reference, Site, read, request, unread, until, words
 
+NO_PROMISE = StepCost(1.0, 1.0, 1000.0, 1e-3, 1e-6)  # a lane where each token is late
+IN_TIME = StepCost(1.0, 0.01, 1.0, 1e-5, 1e-8)
 SLOW_KV = StepCost(1.0, 0.1, 1.0, 0.01, 1e-6)  # attention to KV is most of a step
 
 
@@ -106,3 +108,72 @@ async def test_a_deep_batch_puts_pages_with_peers_and_an_urgent_turn_brings_them
         assert answer.tokens == reference.tokens(ids, 30)
         assert explained(a, asked.request_id)["reason_id"] == "from_ring"
         await until(lambda: not held(a, "s"))
+
+
+async def busy_beside_idle(a: Daemon, b: Daemon) -> None:
+    """Make `a` predict that it breaks every promise alone, and `b` is a hundred times as fast."""
+    for one, cost in ((a, NO_PROMISE), (b, IN_TIME)):
+        one.state.lanes[0].cost.cost = cost
+        await read(one.engine.submit(request(words(9, 20), 2)))
+    await measured(a)
+    link = a.engine.running.peers.links["b"]
+    await until(lambda: link.load.prefill_tokens_per_s == 100_000)
+
+
+async def test_a_turn_goes_to_an_idle_peer_once_it_has_begun(
+    site: Site, reference: Reference
+) -> None:
+    """By the router's own decision; once brought back, also when it is promoted without a
+    destination, and when an urgent request waits behind it."""
+    async with daemons(site, "ab", 64, promote_auto=True) as (a, b):
+        await busy_beside_idle(a, b)
+        ids = words(6, PAGE_TOKENS + 30)
+        asked = request(ids, 12_000, session="s", sla="interactive")
+        generation, reader = await started(a.engine, asked, 0)
+        await until(lambda: a.engine.requests()[0]["lane"] == "peer:b")
+        found = explained(a, asked.request_id)
+        assert (found["lane"], found["reason_id"]) == ("a0", "peer_spill")
+        assert found["strategy"] == {"prefill": "remote", "decode": "remote", "peers": ["b"]}
+        chosen = outlook(found, "remote")
+        assert (chosen["peers"], chosen["rejected"]) == (["b"], "")
+        assert chosen["strain"] < found["candidates"][0]["strain"]
+        await until(lambda: bool(explained(a, asked.request_id)["moves"]))
+        assert explained(a, asked.request_id)["moves"][0]["to"] == "peer:b"
+        before = generation.completion_tokens
+        await until(lambda: generation.completion_tokens > before + 5)
+        await a.engine.demote("", "s")
+        assert a.engine.requests()[0]["lane"] == "a0"
+        moved = await a.engine.promote("", "s")
+        assert (moved["result"], moved["target"]) == ("moved", "peer:b")
+        assert moved["reason"] == "lanes here would break the promise: a peer's lane"
+        assert (await a.engine.promote("", "s"))["result"] == "already there"
+        await a.engine.demote("", "s")
+        behind = a.engine.submit(request(ids, 5, session="s", sla="interactive"))
+        await until(lambda: a.engine.sessions()[0]["lane"] == "peer:b")  # so that it waits less
+        behind.cancel()
+        generation.cancel()
+        answer = await reader
+        assert answer.tokens == reference.tokens(ids, len(answer.tokens))
+        await until(lambda: not b.engine.requests())
+
+
+async def test_no_turn_goes_to_a_peer_that_leaves(site: Site) -> None:
+    """If it leaves before the decision, another is made; if after it, `explain` has the reason."""
+    async with daemons(site, "ab", 64, promote_auto=True) as (a, b):
+        await busy_beside_idle(a, b)
+        link = a.engine.running.peers.links["b"]
+        b.engine.leave()
+        await until(lambda: link.load.leaves)
+        asked = request(words(6, 30), 12_000, session="s", sla="interactive")
+        generation, reader = await started(a.engine, asked, 5)
+        found = explained(a, asked.request_id)
+        assert found["strategy"]["decode"] == "local"
+        assert outlook(found, "remote")["rejected"] == "a peer is leaving"
+        (turn,) = a.state.turns.values()
+        a.engine.running.plans.send_away(turn, "b")
+        await until(lambda: bool(explained(a, asked.request_id)["notes"]))
+        notes = explained(a, asked.request_id)["notes"]
+        assert notes == ["it does not go to b: b takes no turns"]
+        assert a.engine.requests()[0]["lane"] == "a0"
+        generation.cancel()
+        await reader
