@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+
+import pytest
 
 from batchengine.config import LaneConfig
 from batchengine.engine.linked.pages import LinkedPages
 from batchengine.engine.state import EngineState
+from batchengine.lanes.worker_process import Lane
 from batchengine.peers import certificates
+from batchengine.wire import lane as wire
 from tests.support.engines import Site, WatchedEngine, running_engine, until
 
 PAGE_BYTES = 327_680  # of the pocket model
+STEP_S = 0.004  # see `slow_down`
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,3 +114,23 @@ async def daemons(
             room = sum(other.linked.given.bytes_max for other in made if other is not one)
             await until(lambda: one.beyond() * PAGE_BYTES >= room)  # noqa: B023
         yield made
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every step take STEP_S or longer: a turn of thousands of tokens does not end before its
+    scene on any machine."""
+    post = Lane.post
+
+    def slowly(
+        self: Lane, step: wire.Step, payload: bytes, *, deadline_s: float, attempt: int = 0
+    ) -> Coroutine[None, None, wire.StepDone]:
+        answer = post(self, step, payload, deadline_s=deadline_s, attempt=attempt)
+
+        async def late() -> wire.StepDone:
+            with contextlib.closing(answer):
+                await asyncio.sleep(STEP_S)
+                return await answer
+
+        return late()
+
+    monkeypatch.setattr(Lane, "post", slowly)

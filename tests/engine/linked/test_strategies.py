@@ -11,8 +11,8 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.peers.link import PeerLink
 from batchengine.policy.cost import CostModel, StepCost
 from batchengine.policy.routes import SlowPeers
-from tests.engine.linked.daemons import Daemon, daemons
-from tests.support.engines import Reference, Site, read, request, unread, until, words
+from tests.engine.linked.daemons import Daemon, daemons, slow_down
+from tests.support.engines import Reference, Site, read, request, started, unread, until, words
 
 NO_PROMISE = StepCost(1.0, 1.0, 1000.0, 1e-3, 1e-6)  # a lane where each token is late
 IN_TIME = StepCost(1.0, 0.01, 1.0, 1e-5, 1e-8)
@@ -121,14 +121,15 @@ async def busy_beside_idle(a: Daemon, b: Daemon) -> None:
 
 
 async def test_a_turn_goes_to_an_idle_peer_once_it_has_begun(
-    site: Site, reference: Reference
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the router's own decision; once brought back, also when it is promoted without a
     destination, and when an urgent request waits behind it."""
+    slow_down(monkeypatch)
     async with daemons(site, "ab", 64, promote_auto=True) as (a, b):
         await busy_beside_idle(a, b)
         ids = words(6, PAGE_TOKENS + 30)
-        asked = request(ids, 12_000, session="s", sla="interactive")
+        asked = request(ids, 8000, session="s", sla="interactive")
         generation, reader = await started(a.engine, asked, 0)
         await until(lambda: a.engine.requests()[0]["lane"] == "peer:b")
         found = explained(a, asked.request_id)
@@ -157,14 +158,17 @@ async def test_a_turn_goes_to_an_idle_peer_once_it_has_begun(
         await until(lambda: not b.engine.requests())
 
 
-async def test_no_turn_goes_to_a_peer_that_leaves(site: Site) -> None:
+async def test_no_turn_goes_to_a_peer_that_leaves(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If it leaves before the decision, another is made; if after it, `explain` has the reason."""
+    slow_down(monkeypatch)
     async with daemons(site, "ab", 64, promote_auto=True) as (a, b):
         await busy_beside_idle(a, b)
         link = a.engine.running.peers.links["b"]
         b.engine.leave()
         await until(lambda: link.load.leaves)
-        asked = request(words(6, 30), 12_000, session="s", sla="interactive")
+        asked = request(words(6, 30), 8000, session="s", sla="interactive")
         generation, reader = await started(a.engine, asked, 5)
         found = explained(a, asked.request_id)
         assert found["strategy"]["decode"] == "local"

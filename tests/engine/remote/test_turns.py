@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,37 +15,20 @@ from batchengine.engine.linked import holds_taken
 from batchengine.engine.remote import served
 from batchengine.engine.remote.exchange import Exchange
 from batchengine.engine.turns.stream import Generation
-from batchengine.lanes.worker_process import Lane
 from batchengine.peers.link import PeerLink
-from batchengine.wire import lane as wire
 from batchengine.wire.peer import TokenChoice
-from tests.engine.linked.daemons import Daemon, daemons
+from tests.engine.linked.daemons import Daemon, daemons, slow_down
 from tests.support.engines import Reference, Site, read, request, started, suspend, until, words
 
 LONG = 6000  # tokens: more than are computed in any of these tests
-STEP_S = 0.004  # at least: so long a turn does not end before its scene on any machine
 PROMPT = words(3, 256 * 3 + 20)
 SEEDED = Sampling(0.8, 40, seed=7, repetition_penalty=1.25, presence_penalty=0.5, logprobs=2)
 
 
 @pytest.fixture(autouse=True)
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step takes STEP_S or longer."""
-    post = Lane.post
-
-    def slowly(
-        self: Lane, step: wire.Step, payload: bytes, *, deadline_s: float, attempt: int = 0
-    ) -> Coroutine[None, None, wire.StepDone]:
-        answer = post(self, step, payload, deadline_s=deadline_s, attempt=attempt)
-
-        async def late() -> wire.StepDone:
-            with contextlib.closing(answer):
-                await asyncio.sleep(STEP_S)
-                return await answer
-
-        return late()
-
-    monkeypatch.setattr(Lane, "post", slowly)
+    """Every step has a least time."""
+    slow_down(monkeypatch)
 
 
 def lane(one: Daemon) -> str:
