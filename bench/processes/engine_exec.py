@@ -2,7 +2,7 @@
 
 Slower to start than the forks of `zygote`, and needed where lanes pin their threads to cores: the
 threads of a clone do not have the ids that the C library remembers. Both sides of the pipes are
-those of `engine_child`. `settings["prefix"]` are words before the command, which must end in an
+those of `engine_child`. `settings["prefix"]` may be words before the command, which end in an
 exec, so that the pid is the engine's. `python -m bench.processes.engine_exec` with JSON settings as
 argument.
 """
@@ -36,7 +36,7 @@ class ExecSpawner:
         """(pid, file for commands, file of answers) of a new engine process."""
         command = python_command("bench.processes.engine_exec", json.dumps(settings))
         process = subprocess.Popen(
-            [*settings["prefix"], *command],
+            [*settings.get("prefix", ()), *command],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
         )  # fmt: skip
         self._processes[process.pid] = process
