@@ -30,6 +30,7 @@ from batchengine.kv.slots import Slots
 from batchengine.lanes.host_device import HostOutput
 from batchengine.lanes.step_input import StepInput
 from batchengine.session import Session
+from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaShape
 from tests.simulation.lanes import SimDevice
 from tests.simulation.stage import Plan, Script, Stage, play, words
@@ -240,7 +241,7 @@ def sanitise(patch: pytest.MonkeyPatch) -> None:
         rows = {row.session: row for row in output.rows}
         for index in output.nonfinite:
             key = batch.entries[index].session
-            rows[key] = loop_module.wire.SampledRow(key, 20, 0.0, ())
+            rows[key] = wire.SampledRow(key, 20, 0.0, ())
         wanting = [e.session for e in batch.entries if e.sampling is not None]
         return HostOutput(tuple(rows[key] for key in wanting), (), output.row_digests)
 
@@ -249,7 +250,7 @@ def sanitise(patch: pytest.MonkeyPatch) -> None:
 
 def test_incident_j_a_nan_ends_its_turn() -> None:
     """SGLang #33187: sanitised to a constant, random tokens."""
-    shown(a_row_of_nan, sanitise, "not reported")
+    shown(a_row_of_nan, sanitise, "wrong token")
 
 
 async def a_nan_after_a_page_was_published(stage: Stage) -> None:
