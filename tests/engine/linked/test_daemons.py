@@ -42,7 +42,7 @@ async def test_a_context_larger_than_one_budget(site: Site, reference: Reference
         for answer, prompt in zip(answers, (ids, other, other), strict=True):
             assert answer.error is None
             assert answer.tokens == reference.tokens(prompt, 40)
-        assert [peer for peer, _ in holders(a, "s")] == ["b"]
+        assert {peer for peer, _ in holders(a, "s")} == {"b"}  # in one hold or more
         await until(lambda: not a.linked.keeper.moves)
         await until(lambda: a.linked.taken.n_pages == b.linked.given.n_pages)
         assert a.linked.taken.n_pages >= 8
