@@ -215,14 +215,17 @@ class Cluster:
                 raise errors.DEMO_FAILED(what=f"{node.name} ended badly: {_end(code)}")
 
     def wait_linked(self) -> None:
-        """Waits until every link is up and was measured; raises DEMO_FAILED with what is not."""
+        """Waits until every link, also for data, is up and measured.
+
+        Raises DEMO_FAILED with what is not.
+        """
         deadline = time.monotonic() + LINKED_S
         while True:
             missing = [
-                f"{node.name} to {row['name']}: {row['why'] or row['state']}"
+                f"{node.name} to {row['name']}: {row['why'] or row['data_why'] or row['state']}"
                 for node in self.nodes
                 for row in node.links()
-                if row["state"] != "up" or row["rtt_ms"] is None
+                if row["state"] != "up" or row["data"] != "up" or row["rtt_ms"] is None
             ]
             if not missing:
                 return
