@@ -51,13 +51,11 @@ def memory_folder(prefix: str, room_bytes: int) -> Iterator[Path]:
 def machine() -> dict[str, Any]:
     """The machine of the figures."""
     model = platform.processor() or "?"
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 model = line.split(":", 1)[1].strip()
                 break
-    except OSError:
-        pass
     return {
         "cpu": model,
         "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),

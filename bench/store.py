@@ -135,7 +135,7 @@ def run(folder: str, pages: int, calls: int) -> tuple[dict[str, float], dict[str
     store, timelines, refs = build(folder, pages)
     build_s = time.perf_counter() - start
     lock = TimedLock()
-    store.core.lock = lock  # type: ignore[assignment]
+    store.core.lock = lock  # type: ignore[assignment]  # as an RLock
     gc.collect()
     gc.freeze()
     pool, meter, rng = store.pages, Meter(lock), np.random.default_rng(2)

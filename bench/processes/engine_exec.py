@@ -40,7 +40,7 @@ class ExecSpawner:
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
         )  # fmt: skip
         self._processes[process.pid] = process
-        with process.stdin as stdin, process.stdout as stdout:  # type: ignore[union-attr]
+        with process.stdin as stdin, process.stdout as stdout:  # type: ignore[union-attr]  # pipes
             return process.pid, os.dup(stdin.fileno()), os.dup(stdout.fileno())
 
     def reap(self, pid: int) -> int:

@@ -107,7 +107,7 @@ class Situations:
         first = GenerationRequest("first", tuple(prompt[: BASE_PAGES * PAGE_TOKENS + 1]), 1)
         await self._read(first, Stream())
         pages = self.engine.running.store.pages
-        while len(refs := pages.match_prefix(prompt, b"")) < BASE_PAGES:  # noqa: ASYNC110
+        while len(refs := pages.match_prefix(prompt, b"")) < BASE_PAGES:  # noqa: ASYNC110  no event
             await asyncio.sleep(0.01)
         bodies: list[tuple[bytes, bytes]] = []
         for ref in refs:
@@ -261,7 +261,7 @@ class Hosts(Situations):
         for name, other, engine in zip(LANES, LANES[::-1], self._engines[::-1], strict=True):
             address = f"127.0.0.1:{engine.running.peers.port}"
             certificates.write_peer(self._folders[name], other, address)
-        while any(engine.stats()["peers_up"] < 1 for engine in self._engines):  # noqa: ASYNC110
+        while any(engine.stats()["peers_up"] < 1 for engine in self._engines):  # noqa: ASYNC110  no event
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:

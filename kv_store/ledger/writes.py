@@ -79,7 +79,7 @@ class Op(msgspec.Struct, frozen=True):
     def write(self, db: sqlite3.Connection) -> int | None:
         """Write the record; returns the change in the number of sessions, None = 0. Raises
         LedgerRefused when it breaks a rule; the caller rolls back."""
-        raise NotImplementedError
+        raise NotImplementedError  # every record has its own; a Struct has no abstract methods
 
 
 class OpenSession(Op, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import abstractmethod
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -71,15 +72,17 @@ class ExtentOwner(Protocol):
     """The interface of a pool to other pools: the size of its extents, and giving one back."""
 
     @property
-    def file_bytes(self) -> int: ...
+    @abstractmethod
+    def file_bytes(self) -> int:
+        """Bytes of one extent's file."""
 
+    @abstractmethod
     def give_extent(self) -> bool:
         """Evict one extent's pages and delete the file (page thread); False: all are in use."""
-        ...
 
+    @abstractmethod
     def poison_one(self) -> bool:
         """Overwrite one freed slot (page thread, when idle); False: none is left."""
-        ...
 
 
 class StoreCore:

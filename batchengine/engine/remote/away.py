@@ -80,9 +80,7 @@ class AwayTurn:
         self.heard = time.monotonic()
         self.why = ""
         self.is_recalled = False
-        self.left: tuple[int, float] | None = (
-            None  # tokens when the lane stopped, and ms of the last
-        )
+        self.left: tuple[int, float] | None = None  # tokens when the lane stopped, ms of the last
         self.gap_ms: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self.is_over = asyncio.Event()
         self.news = asyncio.Event()

@@ -78,7 +78,7 @@ class RemoteTurns:
                 case TurnAccepted():
                     raise Misfit("TurnAccepted, which was not asked for")
                 case _:
-                    pass  # it is about pages, pipelines or data links
+                    return  # about pages, pipelines or data links: others take it
         except Misfit as error:
             link.abort(str(error))
 

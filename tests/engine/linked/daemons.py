@@ -14,11 +14,25 @@ from batchengine.engine.linked.pages import LinkedPages
 from batchengine.engine.state import EngineState
 from batchengine.lanes.worker_process import Lane
 from batchengine.peers import certificates
+from batchengine.peers.link import PeerLink
+from batchengine.policy.cost import CostModel
 from batchengine.wire import lane as wire
 from tests.support.engines import Site, WatchedEngine, running_engine, until
 
 PAGE_BYTES = 327_680  # of the pocket model
 STEP_S = 0.004  # see `slow_down`
+
+
+def fix_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds of links and lanes that do not depend on what else this machine does."""
+
+    async def measure(link: PeerLink) -> float:
+        link.bandwidth = 1e9
+        return 1e9
+
+    monkeypatch.setattr(PeerLink, "measure_bandwidth", measure)
+    monkeypatch.setattr(PeerLink, "rtt_us", 50.0)
+    monkeypatch.setattr(CostModel, "observe", lambda *_: None)
 
 
 @dataclasses.dataclass(eq=False)

@@ -15,10 +15,9 @@ from batchengine.config import LaneConfig
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine import Engine
 from batchengine.engine.linked.pipelines import Pipelines
-from batchengine.peers.link import PeerLink
-from batchengine.policy.cost import CostModel
 from batchengine.session import Session
 from batchengine.wire.peer import OpenPipeline, PipelineEnded, PipelineGo, PipelineOpened
+from tests.engine.linked.daemons import fix_speeds
 from tests.engine.linked.pipeline_scene import are_linked, linked_engines
 from tests.support.engines import Reference, Site, read, request, until, words
 
@@ -159,15 +158,7 @@ async def test_a_pipeline_that_cannot_be_says_why(site: Site, reference: Referen
 async def test_a_batch_prompt_goes_through_the_pipeline_and_explain_says_so(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With speeds that do not depend on what else this machine does."""
-
-    async def measure(link: PeerLink) -> float:
-        link.bandwidth = 1e9
-        return 1e9
-
-    monkeypatch.setattr(PeerLink, "measure_bandwidth", measure)
-    monkeypatch.setattr(PeerLink, "rtt_us", 50.0)
-    monkeypatch.setattr(CostModel, "observe", lambda *_: None)
+    fix_speeds(monkeypatch)
     async with linked_engines(site, "ab") as engines:
         a = engines["a"]
         plans = a.running.plans

@@ -8,10 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from batchengine.core import PAGE_TOKENS
-from batchengine.peers.link import PeerLink
-from batchengine.policy.cost import CostModel, StepCost
+from batchengine.policy.cost import StepCost
 from batchengine.policy.routes import SlowPeers
-from tests.engine.linked.daemons import Daemon, daemons, slow_down
+from tests.engine.linked.daemons import Daemon, daemons, fix_speeds, slow_down
 from tests.support.engines import Reference, Site, read, request, started, unread, until, words
 
 NO_PROMISE = StepCost(1.0, 1.0, 1000.0, 1e-3, 1e-6)  # a lane where each token is late
@@ -21,15 +20,7 @@ SLOW_KV = StepCost(1.0, 0.1, 1.0, 0.01, 1e-6)  # attention to KV is most of a st
 
 @pytest.fixture(autouse=True)
 def same_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speeds that do not depend on what else this machine does."""
-
-    async def measure(link: PeerLink) -> float:
-        link.bandwidth = 1e9
-        return 1e9
-
-    monkeypatch.setattr(PeerLink, "measure_bandwidth", measure)
-    monkeypatch.setattr(PeerLink, "rtt_us", 50.0)
-    monkeypatch.setattr(CostModel, "observe", lambda *_: None)
+    fix_speeds(monkeypatch)
 
 
 async def measured(one: Daemon) -> None:
