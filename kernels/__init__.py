@@ -56,6 +56,7 @@ from kernels._native import (
     sample,
     set_isa,
     step_digests,
+    store_rows,
     take_rows,
     xxh3_64,
 )
@@ -114,6 +115,7 @@ __all__ = [
     "sample",
     "set_isa",
     "step_digests",
+    "store_rows",
     "take_rows",
     "xxh3_64",
 ]

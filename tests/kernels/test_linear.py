@@ -23,16 +23,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kernels as k
+from bench.models.tensors import (
+    BLOCK_BYTES,
+    SCALES_AT,
+    aligned,
+    packed,
+    random_tensor,
+    random_values,
+)
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK_BYTES = {
-    "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "iq4_nl": 18,
-    "q4_k": 144, "q5_k": 176, "q6_k": 210,
-}  # fmt: skip
-# Where a block's scales stand, if not at its start alone: d, then m or dmin.
-SCALES_AT = {"q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 GGUF_TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in k.KINDS}
 SHAPES = [
     # rows, cols, tokens: ragged tiles, one block, an odd block count, ragged segments, many groups
@@ -47,58 +49,11 @@ SHAPES = [
 ODD_SHAPES = [(16, 32, 1), (33, 96, 7), (20, 1056, 4), (17, 2080, 19)]  # not for superblocks
 
 
-def aligned(count: int) -> U8:
-    raw = np.zeros(count + 64, np.uint8)
-    start = -k.address_of(raw) % 64
-    return raw[start : start + count]
-
-
-def random_tensor(kind: str, rows: int, cols: int, rng: np.random.Generator) -> U8:
-    """Bytes of a legal tensor, more extreme than a quantiser makes them: every weight pattern,
-    scales of both signs, some subnormal, some zero."""
-    if kind in ("f16", "bf16", "f32"):
-        values = rng.standard_normal((rows, cols)).astype(np.float32)
-        values[rng.random((rows, cols)) < 0.02] *= np.float32(1e-6)
-        if kind == "f16":
-            return values.astype(np.float16).view(np.uint8).reshape(-1)
-        bits = values.view(np.uint32)
-        return (
-            (bits >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
-            if kind == "bf16"
-            else (values.view(np.uint8).reshape(-1))
-        )
-    stride = BLOCK_BYTES[kind]
-    width = 256 if kind.endswith("_k") else 32
-    blocks = rng.integers(0, 256, (rows * cols // width, stride), dtype=np.uint8)
-    for at in SCALES_AT.get(kind, (0,)):
-        scales = (rng.standard_normal(len(blocks)) * 0.01).astype(np.float16)
-        scales[rng.random(len(blocks)) < 0.05] = np.float16(2.0**-23)
-        scales[rng.random(len(blocks)) < 0.05] = np.float16(0)
-        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return blocks.reshape(-1)
-
-
 def dequantised_by_library(kind: str, tensor: U8, rows: int, cols: int) -> F32:
     """The tensor dequantised by the format's own library."""
     if kind == "f32":
         return tensor.view(np.float32).reshape(rows, cols)
     return dequantize(tensor.reshape(rows, -1), GGUF_TYPES[kind]).reshape(rows, cols)
-
-
-def packed(pool: k.Pool, kind: str, tensor: U8, rows: int, cols: int) -> k.Matrix:
-    buffer = aligned(k.packed_bytes(kind, rows, cols))
-    k.pack(pool, kind, rows, cols, tensor, buffer)
-    return k.Matrix(kind, rows, cols, buffer)
-
-
-def random_values(tokens: int, cols: int, rng: np.random.Generator) -> F32:
-    """Activations with outliers, a zero block, a block below the quantiser's floor, and -0."""
-    x = rng.standard_normal((tokens, cols)).astype(np.float32)
-    x[:, ::61] *= np.float32(30)
-    x[0, :32] = 0
-    x[tokens // 2, cols - 32 :] = np.float32(1e-32)
-    x[tokens - 1, 3] = np.float32(-0.0)
-    return x
 
 
 def rows_of(values: F32) -> k.Rows:

@@ -53,6 +53,18 @@ void store_v(const HeadPage& page, size_t head_dim, size_t t, const TokenKv* kv,
     }
 }
 
+// How many tokens from `token` on, before `last`, are of its entry and its K tile.
+size_t run_length(const Batch& batch, size_t token, size_t last) {
+    const BatchEntry& entry = batch.entries[batch.entry_of[token]];
+    const size_t end = std::min(last, entry.first_token + entry.n_tokens);
+    return std::min(end - token, TILE_TOKENS - batch.position(token) % TILE_TOKENS);
+}
+
+// The page that holds a token of the batch.
+uint8_t* page_of(const Batch& batch, size_t token) {
+    return batch.page(batch.entries[batch.entry_of[token]], batch.position(token));
+}
+
 struct PlaceJob {
     const Rows& qkv;
     const Batch& batch;
@@ -90,8 +102,7 @@ struct PlaceJob {
     }
 
     HeadPage head_page(size_t token, size_t head) const {
-        const BatchEntry& entry = batch.entries[batch.entry_of[token]];
-        return HeadPage(batch.page(entry, batch.position(token)), shape, layer, head);
+        return HeadPage(page_of(batch, token), shape, layer, head);
     }
 
     void quantise_kv(size_t token, const float* k, const float* v, const TokenKv& out) const {
@@ -130,13 +141,6 @@ struct PlaceJob {
         }
     }
 
-    // How many tokens from `token` on, before `last`, are of its entry and its K tile.
-    size_t run_length(size_t token, size_t last) const {
-        const BatchEntry& entry = batch.entries[batch.entry_of[token]];
-        const size_t end = std::min(last, entry.first_token + entry.n_tokens);
-        return std::min(end - token, TILE_TOKENS - batch.position(token) % TILE_TOKENS);
-    }
-
     // One KV head and the query heads of its group, for tokens [first, last).
     void place(size_t head, size_t first, size_t last) const {
         const size_t group = queries.n_head / shape.n_kv_head, head_dim = shape.head_dim;
@@ -146,7 +150,7 @@ struct PlaceJob {
         TokenKv kv[TILE_TOKENS];
         prefetch_row(first, head);
         for (size_t token = first, count; token < last; token += count) {
-            count = run_length(token, last);
+            count = run_length(batch, token, last);
             if (token + count < last) prefetch_row(token + count, head);
             for (size_t i = 0; i < count; i++) {
                 const float* x = qkv.row(token + i);
@@ -237,6 +241,23 @@ void row_digests(const Batch& batch, const PageShape& shape, const uint64_t* see
     for (size_t first = 0; first < batch.n_tokens; first += TILE_TOKENS)
         digest_group(batch, shape, first, std::min(first + TILE_TOKENS, batch.n_tokens), seeds,
                      digests);
+}
+
+void store_rows(Pool& pool, KvRows& rows, const Batch& batch) {
+    const PageShape& shape = rows.shape;
+    for_each(pool, shape.n_layer * shape.n_kv_head, batch.n_tokens == 1, [&](size_t item) {
+        const size_t layer = item / shape.n_kv_head, head = item % shape.n_kv_head;
+        TokenKv kv[TILE_TOKENS];
+        for (size_t token = 0, count; token < batch.n_tokens; token += count) {
+            count = run_length(batch, token, batch.n_tokens);
+            for (size_t i = 0; i < count; i++)
+                kv[i] = TokenKv(rows.head(token + i, layer, head), shape.head_dim);
+            const HeadPage page(page_of(batch, token), shape, layer, head);
+            const size_t t = batch.position(token) % PAGE_TOKENS;
+            store_k(page, shape.head_dim, t, kv, count);
+            store_v(page, shape.head_dim, t, kv, count);
+        }
+    });
 }
 
 void step_digests(Pool& pool, const KvRows& rows, size_t tokens, const uint64_t* seeds,

@@ -116,7 +116,16 @@ void bind_vector(nb::module_& module) {
             nb::arg("source"),
             nb::sig("def __init__(self, source: typing_extensions.Buffer) -> None"))
         .def_prop_ro("size", [](const Vector& self) { return self.size; })
-        .def("__len__", [](const Vector& self) { return self.size; });
+        .def("__len__", [](const Vector& self) { return self.size; })
+        .def(
+            "view",
+            [](nb::handle_t<Vector> handle) {
+                const Vector& self = nb::cast<const Vector&>(handle);
+                return nb::ndarray<nb::numpy, const float, nb::ndim<1>>(self.data.data(),
+                                                                        {self.size}, handle);
+            },
+            nb::sig("def view(self) -> numpy.typing.NDArray[numpy.float32]"),
+            "numpy alias of the values, read-only.");
 }
 
 }  // namespace

@@ -46,7 +46,8 @@ void bind_rope(nb::module_& module) {
             },
             nb::arg("position"), "The n_rot/2 cosines, then the n_rot/2 sines of a position.")
         .def_prop_ro("head_dim", [](const RopeTable& self) { return self.head_dim; })
-        .def_prop_ro("n_rot", [](const RopeTable& self) { return 2 * self.half; });
+        .def_prop_ro("n_rot", [](const RopeTable& self) { return 2 * self.half; })
+        .def_prop_ro("style", [](const RopeTable& self) { return self.neox ? "neox" : "norm"; });
 }
 
 void bind_shape(nb::module_& module) {
@@ -178,7 +179,18 @@ void bind_batch(nb::module_& module) {
                        "The page rows of one step, gathered while place_kv has them: tokens_max * "
                        "row_bytes of the shape.")
         .def(nb::init<size_t, const PageShape&>(), nb::arg("tokens_max"), nb::arg("shape"))
-        .def_prop_ro("tokens_max", [](const KvRows& self) { return self.tokens_max; });
+        .def_prop_ro("tokens_max", [](const KvRows& self) { return self.tokens_max; })
+        .def(
+            "view",
+            [](nb::handle_t<KvRows> handle, size_t tokens) {
+                KvRows& self = nb::cast<KvRows&>(handle);
+                require_tokens(tokens, self.tokens_max, "KvRows.view");
+                return nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(
+                    self.bytes.data(), {tokens, self.shape.row_bytes()}, handle);
+            },
+            nb::arg("tokens"),
+            nb::sig("def view(self, tokens: int) -> numpy.typing.NDArray[numpy.uint8]"),
+            "numpy alias (tokens, row_bytes) of the first rows; writing to it writes the rows.");
 }
 
 void attention_checks(const Pool& pool, const Queries& queries, const Batch& batch,
@@ -301,6 +313,17 @@ void bind_place(nb::module_& module) {
         nb::sig("def step_digests(pool: Pool, rows: KvRows, seeds: numpy.typing.ArrayLike) -> "
                 "numpy.typing.NDArray[numpy.uint64]"),
         "As row_digests, of the first tokens of a step that place_kv has copied for every layer.");
+    module.def(
+        "store_rows",
+        [](Pool& pool, KvRows& rows, const Batch& batch) {
+            require_open(pool);
+            require_tokens(batch.n_tokens, rows.tokens_max, "store_rows");
+            require_written_pages(batch, "store_rows");
+            const nb::gil_scoped_release release;
+            store_rows(pool, rows, batch);
+        },
+        nb::arg("pool"), nb::arg("rows"), nb::arg("batch"),
+        "Writes the rows of a step, which another device has computed, to the pages of the batch.");
     module.def(
         "xxh3_64",
         [](nb::object data, uint64_t seed) {

@@ -112,7 +112,16 @@ void bind_matrix(nb::module_& module) {
         .def_prop_ro("bytes",
                      [](const HeldMatrix& self) {
                          return packed_bytes(self.view.kind, self.view.rows, self.view.cols);
-                     });
+                     })
+        .def(
+            "view",
+            [](nb::handle_t<HeldMatrix> handle) {
+                const Matrix& self = nb::cast<const HeldMatrix&>(handle).view;
+                return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(
+                    self.data, {packed_bytes(self.kind, self.rows, self.cols)}, handle);
+            },
+            nb::sig("def view(self) -> numpy.typing.NDArray[numpy.uint8]"),
+            "numpy alias of the packed bytes (tiles.h has the layout), read-only.");
 }
 
 LinearPart checked_part(const char* op, const Activations& x, const HeldMatrix& matrix,

@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "bind/bind_common.h"
+#include "common/ca.h"
 #include "sample/sampling.h"
 
 namespace batchengine {
@@ -86,7 +87,7 @@ void bind_sample(nb::module_& module) {
         "philox",
         [](uint64_t seed, uint64_t position, uint32_t draw) {
             uint32_t out[4];
-            philox(seed, position, draw, out);
+            ca::philox(seed, position, draw, out);
             return std::make_tuple(out[0], out[1], out[2], out[3]);
         },
         nb::arg("seed"), nb::arg("position"), nb::arg("draw"),

@@ -411,6 +411,15 @@ CA_FN float penalised(float x, int32_t count, float repetition, float frequency,
     return sub_rn(sub_rn(y, mul_rn(static_cast<float>(count), frequency)), presence);
 }
 
+// The lowest logit after penalties, so that none is minus infinity.
+constexpr float LOGIT_LOWEST = -0x1.fffffep127f;
+
+// An unsigned integer that rises as the logit falls; equal for both zeros.
+CA_FN uint32_t falling_key(float x) {
+    const uint32_t bits = bits_of(add_rn(x, 0.0f));
+    return bits & 0x80000000u ? bits : ~bits & 0x7FFFFFFFu;
+}
+
 // The weight of a candidate, 1 for the largest logit.
 CA_FN float weight_of(float x, float largest, float temperature) {
     return expc(div_rn(sub_rn(x, largest), temperature));
@@ -427,6 +436,24 @@ CA_FN int64_t share_of(int64_t total, uint32_t fraction) {
 
 // top_p in [0, 1) as a fraction of 2^32, rounded down.
 CA_FN uint32_t fraction_of(float p) { return static_cast<uint32_t>(mul_rn(p, 0x1p32f)); }
+
+// Philox4x32-10, key = seed, counter = (position, draw, 0).
+CA_FN void philox(uint64_t seed, uint64_t position, uint32_t draw, uint32_t out[4]) {
+    uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+    out[0] = static_cast<uint32_t>(position);
+    out[1] = static_cast<uint32_t>(position >> 32);
+    out[2] = draw;
+    out[3] = 0;
+    for (int round = 0; round < 10; round++) {
+        const uint64_t a = uint64_t{0xD2511F53u} * out[0], b = uint64_t{0xCD9E8D57u} * out[2];
+        out[0] = static_cast<uint32_t>(b >> 32) ^ out[1] ^ key[0];
+        out[1] = static_cast<uint32_t>(b);
+        out[2] = static_cast<uint32_t>(a >> 32) ^ out[3] ^ key[1];
+        out[3] = static_cast<uint32_t>(a);
+        key[0] += 0x9E3779B9u;
+        key[1] += 0xBB67AE85u;
+    }
+}
 
 // ln of the sum of expc(x - largest) over a row, from the sum of their integer weights.
 CA_FN float log_of_sum(int64_t sum) { return logc(mul_rn(float_rn(sum), 0x1p-30f)); }

@@ -13,10 +13,11 @@
 #include <string>
 #include <utility>
 
+#include "common/ca.h"
+
 namespace batchengine {
 
-constexpr size_t BLOCK_WIDTH = 32;     // quantisation group of activations and of Q4_0 weights
-constexpr size_t TILE_ROWS = 16;       // rows of a packed tile: one fp32 lane of a zmm each
+constexpr size_t BLOCK_WIDTH = ca::BLOCK;  // quantisation group of activations and Q4_0 weights
 constexpr size_t GROUP_TOKENS = 16;    // tokens that sit together in an activation panel
 #if defined(BATCHENGINE_FREE_ORDER)
 constexpr size_t SEGMENT_BLOCKS = size_t{1} << 20;  // never: see free_order.h

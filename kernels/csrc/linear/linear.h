@@ -9,6 +9,7 @@
 
 #include "common/pool.h"
 #include "common/types.h"
+#include "linear/tiles.h"
 
 namespace batchengine {
 

@@ -9,7 +9,6 @@
 namespace batchengine {
 namespace {
 
-constexpr float LOGIT_LOWEST = -0x1.fffffep127f;
 // A top_k up to this is selected in one scan, before any weight is computed.
 constexpr int32_t SCAN_MAX = 256;
 constexpr size_t CHUNK = 1024;
@@ -32,12 +31,6 @@ struct Cut {
     size_t ties;
 };
 
-// An unsigned integer that rises as the float falls; equal for both zeros.
-uint32_t falling_key(float x) {
-    const uint32_t bits = ca::bits_of(x + 0.0f);
-    return bits & 0x80000000u ? bits : ~bits & 0x7FFFFFFFu;
-}
-
 // Step 2. Returns false when a logit became NaN or +infinity.
 bool apply_penalties(const SampleSpec& spec, size_t vocab, const float* logits, Scratch& scratch) {
     scratch.logits.assign(logits, logits + vocab);
@@ -54,7 +47,7 @@ bool apply_penalties(const SampleSpec& spec, size_t vocab, const float* logits, 
         i = end;
     }
     const auto settle = [&](int32_t token) {
-        if (x[token] < LOGIT_LOWEST) x[token] = LOGIT_LOWEST;
+        if (x[token] < ca::LOGIT_LOWEST) x[token] = ca::LOGIT_LOWEST;
         return ca::is_finite(x[token]);
     };
     for (const auto& [token, bias] : spec.bias)
@@ -119,7 +112,7 @@ Cut cut_behind(const float* x, size_t n, int64_t target, Scratch& scratch, Mass&
     rest.resize(n);
     size_t count = 0;
     const auto find_digit = [&](int shift, auto&& visit) {
-        const auto digit = [&](size_t i) { return (falling_key(x[i]) >> shift) % (1u << DIGIT); };
+        const auto digit = [&](size_t i) { return (ca::falling_key(x[i]) >> shift) % (1u << DIGIT); };
         int64_t histogram[1u << DIGIT] = {};
         visit([&](size_t i) { histogram[digit(i)] += mass(i); });
         uint32_t last = 0;
@@ -163,7 +156,7 @@ void restrict_weights(const SampleSpec& spec, const float* x, size_t n, Scratch&
         if (spec.top_k < candidates)
             keep(cut_behind(x, n, spec.top_k, scratch, [&](size_t i) { return w[i] > 0; }), 0);
     }
-    Cut cut{LOGIT_LOWEST, n};
+    Cut cut{ca::LOGIT_LOWEST, n};
     if (spec.top_p < 1.0f) {
         const int64_t share = ca::share_of(total(scratch), ca::fraction_of(spec.top_p));
         cut = cut_behind(x, n, std::max<int64_t>(share, 1), scratch, [&](size_t i) { return w[i]; });
@@ -197,7 +190,7 @@ int32_t draw(const SampleSpec& spec, const float* x, size_t vocab, float top, Sc
     weigh(x, n, top, spec.temperature, scratch);
     restrict_weights(spec, x, n, scratch);
     uint32_t random[4];
-    philox(spec.seed, spec.position, spec.draw, random);
+    ca::philox(spec.seed, spec.position, spec.draw, random);
     const size_t i = index_at(ca::share_of(total(scratch), random[0]), scratch);
     return few ? scratch.ids[i] : static_cast<int32_t>(i);
 }
@@ -238,22 +231,6 @@ Sampled sample_row(const SampleSpec& spec, const float* logits, size_t vocab, Sc
 }
 
 }  // namespace
-
-void philox(uint64_t seed, uint64_t position, uint32_t draw, uint32_t out[4]) {
-    uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-    uint32_t c[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), draw, 0};
-    for (int round = 0; round < 10; round++) {
-        const uint64_t a = uint64_t{0xD2511F53u} * c[0], b = uint64_t{0xCD9E8D57u} * c[2];
-        const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ key[0],
-                                  static_cast<uint32_t>(b),
-                                  static_cast<uint32_t>(a >> 32) ^ c[3] ^ key[1],
-                                  static_cast<uint32_t>(a)};
-        std::copy_n(next, 4, c);
-        key[0] += 0x9E3779B9u;
-        key[1] += 0xBB67AE85u;
-    }
-    std::copy_n(c, 4, out);
-}
 
 std::vector<Sampled> sample(Pool& pool, const Rows& logits, const std::vector<SampleSpec>& specs) {
     std::vector<Sampled> out(specs.size());

@@ -43,9 +43,6 @@ struct Sampled {
     std::vector<std::pair<int32_t, float>> top;  // token, log-probability; best first
 };
 
-// Philox4x32-10, key = seed, counter = (position, draw, 0).
-void philox(uint64_t seed, uint64_t position, uint32_t draw, uint32_t out[4]);
-
 // Row i of logits with specs[i]. Token ids in specs were checked against the width.
 std::vector<Sampled> sample(Pool& pool, const Rows& logits, const std::vector<SampleSpec>& specs);
 

@@ -201,6 +201,17 @@ void sampling() {
     print("integer_weight", [] {
         return ca::integer_weight(source.between(0, 1) * ca::power_of_two(-source.below(40)));
     });
+    print("falling_key", [] {
+        const float x = source.between(-9, 9);
+        return int64_t{ca::falling_key(source.below(8) ? x : x * 0.0f)};
+    });
+    print("philox", [] {
+        uint32_t out[4];
+        const uint64_t seed = source.next(), position = source.next();
+        ca::philox(seed, position, static_cast<uint32_t>(source.next()), out);
+        return static_cast<int64_t>(uint64_t{out[0]} << 32 | out[1]) ^
+               static_cast<int64_t>(uint64_t{out[2]} << 32 | out[3]);
+    });
     print("share_of", [] {
         const auto total = static_cast<int64_t>(source.next() >> 2);
         return ca::share_of(total, static_cast<uint32_t>(source.next()));

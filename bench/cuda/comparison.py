@@ -1,0 +1,160 @@
+"""Random cases of all GPU kernels against the CPU, planted faults, and what the compiler made.
+
+`identical`: cases with the bits of the CPU. `planted_caught`: of the results with one bit changed
+on their way back, and of the kernels with a fault that the emulator runs, those that were found.
+`targets_compiled`: targets for which every source compiles, without a float operation that it
+does not write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kernels
+from bench import report
+from bench.cuda.cases import Differs, cases
+from bench.cuda.ptx import faults
+from bench.simt import planted
+from bench.simt.emulator import ROOT, Emulator, compile_kernels
+from kernels.cuda.compile import TARGETS, CompileError, compile_unit, cubins, units
+from kernels.cuda.driver import CudaGpu
+from kernels.cuda.gpu import Argument, Gpu
+
+BUILD = ROOT / "build"
+EMULATED, QUICK, ON_DEVICE = 300, 30, 10_000  # cases
+FLIPPED = (
+    "quantise",
+    "attention",
+    "sample",
+    "embed q4_0",
+)  # cases that compare all they copy first
+
+
+@dataclass(slots=True)
+class Flipping(Gpu):
+    """Another GPU, with one bit of every result changed."""
+
+    gpu: Gpu
+
+    def allocate(self, n_bytes: int) -> int:
+        return self.gpu.allocate(n_bytes)
+
+    def free(self, address: int) -> None:
+        self.gpu.free(address)
+
+    def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
+        self.gpu.copy_in(address, array)
+
+    def copy_out(self, address: int, array: NDArray[np.generic]) -> None:
+        self.gpu.copy_out(address, array)
+        array.reshape(-1).view(np.uint8)[0] ^= 1
+
+    def launch(
+        self,
+        kernel: str,
+        blocks: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+    ) -> None:
+        self.gpu.launch(kernel, blocks, threads, arguments)
+
+
+def compare_cases(gpu: Gpu, pool: kernels.Pool, count: int) -> list[str]:
+    """`count` cases, of every kernel in turn: what differed."""
+    table, differences = list(cases().items()), []
+    for i in range(count):
+        name, case = table[i % len(table)]
+        if isinstance(gpu, Emulator):
+            gpu.seed = i
+        try:
+            case(gpu, pool, np.random.default_rng([i, *name.encode()]))
+        except Differs as difference:
+            differences.append(f"case {i}, {name}: {difference}")
+    return differences
+
+
+def plant(gpu: Gpu, pool: kernels.Pool) -> dict[str, bool]:
+    """Whether each planted fault was found."""
+    found: dict[str, bool] = {}
+    for name in FLIPPED:
+        try:
+            cases()[name](Flipping(gpu), pool, np.random.default_rng(1))
+            found[f"one bit of {name}"] = False
+        except Differs:
+            found[f"one bit of {name}"] = True
+    if isinstance(gpu, Emulator):
+        faulty = Emulator(compile_kernels(BUILD / "simt", [planted.SOURCE]))
+        for name in planted.PLANTED:
+            found[name] = all(planted.is_caught(faulty, name, seed) for seed in planted.SEEDS)
+    return found
+
+
+def compile_targets(targets: Sequence[str]) -> dict[str, list[str]]:
+    """What is wrong with each target."""
+
+    def wrong(source: Path, target: str) -> list[str]:
+        try:
+            made = compile_unit(source, target)
+        except CompileError as error:
+            return [str(error)]
+        return faults(made.ptx, made.report)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        made = {t: [pool.submit(wrong, source, t) for source in units()] for t in targets}
+        return {t: [fault for one in of for fault in one.result()] for t, of in made.items()}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench cuda", description=__doc__)
+    parser.add_argument("--emulated", action="store_true", help="on an emulated GPU")
+    parser.add_argument("--cases", type=int, help=f"default: {EMULATED}, on a GPU {ON_DEVICE}")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} cases, one target")
+    parser.add_argument("--json")
+    options = parser.parse_args(argv)
+    gpu, device = open_gpu(options.emulated)
+    count = options.cases or (
+        QUICK if options.quick else EMULATED if options.emulated else ON_DEVICE
+    )
+    pool = kernels.Pool(len(os.sched_getaffinity(0)))
+    print(f"{count} cases on {device['name']}", flush=True)
+    differences = compare_cases(gpu, pool, count)
+    caught = plant(gpu, pool)
+    compiled = compile_targets(("sm_90",) if options.quick else TARGETS)
+    missed = [f"not found: {name}" for name, is_found in caught.items() if not is_found]
+    wrong = [fault for found in compiled.values() for fault in found]
+    for line in (*differences, *missed, *wrong):
+        print(line)
+    result = {
+        "cases": count,
+        "identical": count - len(differences),
+        "planted": len(caught),
+        "planted_caught": sum(caught.values()),
+        "targets_compiled": sum(not found for found in compiled.values()),
+    }
+    details: Mapping[str, Any] = {"device": device, "planted": caught, "compiled": compiled}
+    report.finish(result, details=details, json_path=options.json)
+    return 1 if differences or missed or wrong else 0
+
+
+def open_gpu(emulated: bool, sources: Sequence[Path] = ()) -> tuple[Gpu, dict[str, Any]]:
+    """A GPU with the kernels and those of more sources, and what it is. Raises GpuFault."""
+    every = [*units(), *sources]
+    if emulated:
+        return Emulator(compile_kernels(BUILD / "simt", every)), {"name": "the emulator"}
+    gpu = CudaGpu(0, lambda target: cubins(target, BUILD / "cuda", every))
+    facts = gpu.facts
+    return gpu, {
+        "name": facts.name,
+        "memory_bytes": facts.memory_bytes,
+        "multiprocessors": facts.multiprocessors,
+        "target": facts.target,
+    }

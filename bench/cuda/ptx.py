@@ -1,0 +1,59 @@
+"""What the compiler made of a kernel: float operations that differ from what its source writes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+from kernels.cuda.compile import compile_unit
+
+ROUNDED = ("add", "sub", "mul", "div", "sqrt", "fma")
+# Operations on floats that are exact, or that the source names: no result depends on the compiler.
+EXACT = ("mov", "ld", "st", "selp", "setp", "set", "abs", "neg", "min", "max", "cvt")
+# Kernels that put registers into local memory, with the bytes of the compiler's report.
+STACK_BYTES = {("attend", "sm_100"): 8, ("linear_few_q6_k", "sm_100"): 8}
+ENTRY = re.compile(r"\.entry (\w+)\(")
+FLOAT = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\w*[\w.:]*\.(?:b?f|tf|e)\d+[\w.]*)\s", re.MULTILINE)
+STACK = re.compile(
+    r"function '(\w+)' for '(\w+)'\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", re.DOTALL
+)
+
+
+def kernels_of(ptx: str) -> dict[str, str]:
+    """The text of each kernel of a PTX module."""
+    parts = ENTRY.split(ptx)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def float_operations(ptx: str) -> Counter[str]:
+    """Instructions on floats with their whole names, and how often they stand in the text."""
+    return Counter(match[1] for match in FLOAT.finditer(ptx))
+
+
+def faults(ptx: str, report: str) -> list[str]:
+    """What no module may hold: floats that are not binary32 rounded to nearest, local memory."""
+    found: list[str] = []
+    for kernel, text in kernels_of(ptx).items():
+        for name in float_operations(text):
+            operation, *rest = name.split(".")
+            if operation in ROUNDED:
+                fine = rest in (["rn", "f32"], ["rn", "f32x2"])
+            else:
+                other = re.compile(r"b?f16|bf16|tf32|f64|e\dm\d|approx|ftz|sat").match
+                fine = operation in EXACT and not any(other(part) for part in rest)
+            if not fine:
+                found.append(f"{kernel}: {name}")
+    for kernel, target, stack, spilled in STACK.findall(report):
+        if int(stack) > STACK_BYTES.get((kernel, target), 0):
+            found.append(f"{kernel}: {stack} bytes of stack, {spilled} bytes spilled")
+    return found
+
+
+def contracted(source: Path, target: str) -> list[str]:
+    """Kernels of a source that would have other operations if the compiler might merge a * b + c.
+
+    Every float operation is written by a function that the compiler may not merge, so none may be.
+    """
+    plain, free = (kernels_of(compile_unit(source, target, fma=fma).ptx) for fma in (False, True))
+    return [name for name in plain if float_operations(plain[name]) != float_operations(free[name])]

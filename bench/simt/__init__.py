@@ -1,0 +1,1 @@
+"""A GPU emulated on the CPU, and kernels with planted faults."""

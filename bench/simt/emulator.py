@@ -1,0 +1,122 @@
+"""A GPU that is emulated: kernels of kernels/cuda/src, compiled for the CPU by a C++ compiler.
+
+`compile_kernels` builds it once per source text. Faults of kernels are `EmulatorFault`s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.cuda.gpu import Argument, Gpu, GpuFault, words_of
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+KERNELS = ROOT / "kernels/cuda/src"
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror")
+INCLUDE = (f"-I{ROOT / 'kernels/csrc'}", f"-I{KERNELS}", f"-I{HERE}", "-DBATCHENGINE_SIMT")
+
+
+class EmulatorFault(GpuFault):
+    """A kernel did what a GPU does not define, or a launch is impossible."""
+
+
+def compile_kernels(
+    folder: Path, sources: Iterable[Path] | None = None, *, is_checked: bool = True
+) -> Path:
+    """The shared library of kernel sources (default: all) in `folder`, built unless it is there."""
+    sources = sorted(KERNELS.glob("*.cu")) if sources is None else list(sources)
+    flags = (*FLAGS, *INCLUDE, *(() if is_checked else ("-DSIMT_UNCHECKED",)))
+    text = hashlib.sha256(" ".join(flags).encode())
+    shared = [ROOT / "kernels/csrc" / name for name in ("common/ca.h", "linear/tiles.h")]
+    for path in (*sorted(KERNELS.glob("*.h")), *sorted(HERE.glob("simt.*")), *shared, *sources):
+        text.update(path.read_bytes())
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"simt-{text.hexdigest()[:16]}.so"
+    if not library.exists():
+        objects: list[str] = []
+        for path in (HERE / "simt.cpp", *sources):
+            made = folder / f"{path.stem}-{text.hexdigest()[:16]}.o"
+            command = [str(COMPILER), *flags, "-c", "-x", "c++", str(path), "-o", str(made)]
+            subprocess.run(command, check=True)
+            objects.append(str(made))
+        part = library.with_suffix(".part")
+        subprocess.run([str(COMPILER), "-shared", *objects, "-o", str(part)], check=True)
+        part.replace(library)
+    return library
+
+
+class Emulator(Gpu):
+    """An emulated GPU; a launch has ended when it returns. Raises EmulatorFault.
+
+    `seed`: the order of blocks and threads (0 rising, 1 falling, else shuffled).
+    """
+
+    def __init__(self, library: Path, seed: int = 0) -> None:
+        self.seed = seed
+        self._c = c = ctypes.CDLL(str(library))
+        c.simt_error.restype = ctypes.c_char_p
+        c.simt_kernels.restype = ctypes.c_char_p
+        c.simt_allocate.restype = ctypes.c_uint64
+
+    def kernels(self) -> list[str]:
+        """Names of the kernels."""
+        return str(self._c.simt_kernels().decode()).split()
+
+    def allocate(self, n_bytes: int) -> int:
+        """The address of `n_bytes` of any value, aligned to 256."""
+        address: int = self._c.simt_allocate(ctypes.c_size_t(n_bytes))
+        if not address:
+            raise MemoryError
+        return address
+
+    def free(self, address: int) -> None:
+        """Ends an allocation."""
+        self._check(self._c.simt_free(ctypes.c_uint64(address)))
+
+    def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
+        """Copies a contiguous array to memory of the device."""
+        pointer = ctypes.c_void_p(array.ctypes.data)
+        self._check(
+            self._c.simt_copy_in(ctypes.c_uint64(address), pointer, ctypes.c_size_t(array.nbytes))
+        )
+
+    def copy_out(self, address: int, array: NDArray[np.generic]) -> None:
+        """Copies memory of the device into a contiguous array."""
+        pointer = ctypes.c_void_p(array.ctypes.data)
+        self._check(
+            self._c.simt_copy_out(pointer, ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes))
+        )
+
+    def launch(
+        self,
+        kernel: str,
+        blocks: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+    ) -> None:
+        """Run a kernel to its end. Raises EmulatorFault."""
+        words = words_of(arguments)
+        grid = np.array(blocks, np.int32)
+        self._check(
+            self._c.simt_launch(
+                kernel.encode(),
+                ctypes.c_void_p(grid.ctypes.data),
+                ctypes.c_int(threads),
+                ctypes.c_void_p(words.ctypes.data),
+                ctypes.c_size_t(len(words)),
+                ctypes.c_uint64(self.seed),
+            )
+        )
+
+    def _check(self, failed: int) -> None:
+        if failed:
+            raise EmulatorFault(self._c.simt_error().decode())

@@ -1,0 +1,181 @@
+// Kernels with one fault each, and one without, for the tests of the emulator.
+#include "gpu.h"
+
+namespace {
+
+constexpr int N = 64;
+
+// Sums of N values, from the right neighbour's and the own one: through shared memory.
+template <bool has_barrier>
+GPU_FN void add_neighbours(gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    __shared__ gpu::Shared<int32_t, N> shared;
+    const int i = gpu::thread();
+    shared[i] = x[i];
+    if (has_barrier) gpu::barrier();
+    y[i] = shared[i] + shared[(i + 1) % N];
+}
+
+}  // namespace
+
+KERNEL(right, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) { add_neighbours<true>(x, y); }
+
+KERNEL(missing_barrier, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) { add_neighbours<false>(x, y); }
+
+// The second round overwrites what others still read.
+KERNEL(missing_second_barrier, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    __shared__ gpu::Shared<int32_t, N> shared;
+    const int i = gpu::thread();
+    int32_t sum = 0;
+    for (int round = 0; round < 2; round++) {
+        shared[i] = x[i] + round;
+        gpu::barrier();
+        sum += shared[(i + 1) % N];
+    }
+    y[i] = sum;
+}
+
+KERNEL(barrier_of_half, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    if (gpu::thread() < N / 2) gpu::barrier();
+    y[gpu::thread()] = x[gpu::thread()];
+}
+
+KERNEL(two_barriers, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    if (gpu::thread() < N / 2)
+        gpu::barrier();
+    else
+        gpu::barrier();
+    y[gpu::thread()] = x[gpu::thread()];
+}
+
+KERNEL(shuffle_of_half, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    int32_t value = x[gpu::thread()];
+    if (gpu::lane() < 16) value = gpu::shuffle_xor(value, 1);
+    y[gpu::thread()] = value;
+}
+
+KERNEL(out_of_bounds, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    y[gpu::thread()] = x[gpu::thread() + 1];
+}
+
+KERNEL(out_of_shared, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    __shared__ gpu::Shared<int32_t, N - 1> shared;
+    shared[gpu::thread()] = x[gpu::thread()];
+    gpu::barrier();
+    y[gpu::thread()] = shared[0];
+}
+
+KERNEL(misaligned, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    const gpu::Words4 words = gpu::in_as<gpu::Words4>(x + 1)[0];
+    y[gpu::thread()] = static_cast<int32_t>(words.word[0]);
+}
+
+KERNEL(unwritten_shared, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    __shared__ gpu::Shared<int32_t, N> shared;
+    if (gpu::thread() > 0) shared[gpu::thread()] = x[gpu::thread()];
+    gpu::barrier();
+    y[gpu::thread()] = shared[0];
+}
+
+KERNEL(two_writers, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    y[gpu::thread() % (N / 2)] = x[gpu::thread()];
+}
+
+// Blocks of one launch have no order.
+KERNEL(across_blocks, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    const int i = gpu::thread();
+    if (gpu::block() == 0) y[i] = x[i];
+    if (gpu::block() == 1) y[N + i] = y[i];
+}
+
+KERNEL(no_wait_for_copy, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    __shared__ gpu::Shared<gpu::Words4, N / 4> shared;
+    const int i = gpu::thread();
+    if (i < N / 4) gpu::copy_async(shared[i], gpu::in_as<gpu::Words4>(x) + i);
+    gpu::copies_commit();
+    gpu::barrier();
+    const gpu::Words4 words = shared[i / 4];
+    gpu::copies_wait<0>();
+    y[i] = static_cast<int32_t>(words.word[i % 4]);
+}
+
+// The thread that waited sees its copy; the others do not before a barrier.
+KERNEL(no_barrier_after_copy, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    __shared__ gpu::Shared<gpu::Words4, N / 4> shared;
+    const int i = gpu::thread();
+    if (i < N / 4) gpu::copy_async(shared[i], gpu::in_as<gpu::Words4>(x) + i);
+    gpu::copies_commit();
+    gpu::copies_wait<0>();
+    const gpu::Words4 words = shared[i / 4];
+    y[i] = static_cast<int32_t>(words.word[i % 4]);
+}
+
+KERNEL(copied, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    __shared__ gpu::Shared<gpu::Words4, N / 4> shared;
+    const int i = gpu::thread();
+    if (i < N / 4) gpu::copy_async(shared[i], gpu::in_as<gpu::Words4>(x) + i);
+    gpu::copies_commit();
+    gpu::copies_wait<0>();
+    gpu::barrier();
+    const gpu::Words4 words = shared[i / 4];
+    y[i] = static_cast<int32_t>(words.word[i % 4]);
+}
+
+namespace {
+
+// Products of A (16 rows of 32 bytes) and B (8 columns of 32 bytes), both as dwords of consecutive k.
+// `swap`: the registers of A in the order of rows instead of k.
+template <bool swap, bool is_unsigned>
+GPU_FN void multiply(gpu::In<uint32_t> a, gpu::In<uint32_t> b, gpu::Out<int32_t> c) {
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4;
+    uint32_t left[4], right[2];
+    int32_t sum[4] = {0, 0, 0, 0};
+    for (int i = 0; i < 4; i++) {
+        const int low = i % 2, high = i / 2;
+        left[swap ? 2 * low + high : i] = a[(g + 8 * low) * 8 + t + 4 * high];
+    }
+    for (int i = 0; i < 2; i++) right[i] = b[g * 8 + t + 4 * i];
+    if (is_unsigned)
+        gpu::mma_k32_us(sum, left, right);
+    else
+        gpu::mma_k32_ss(sum, left, right);
+    for (int i = 0; i < 4; i++) c[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sum[i];
+}
+
+}  // namespace
+
+KERNEL(product_ss, 32, gpu::In<uint32_t> a, gpu::In<uint32_t> b, gpu::Out<int32_t> c) {
+    multiply<false, false>(a, b, c);
+}
+KERNEL(product_us, 32, gpu::In<uint32_t> a, gpu::In<uint32_t> b, gpu::Out<int32_t> c) {
+    multiply<false, true>(a, b, c);
+}
+KERNEL(wrong_fragments, 32, gpu::In<uint32_t> a, gpu::In<uint32_t> b, gpu::Out<int32_t> c) {
+    multiply<true, false>(a, b, c);
+}
+
+// As product_ss, in two halves of k.
+KERNEL(product_k16, 32, gpu::In<uint32_t> a, gpu::In<uint32_t> b, gpu::Out<int32_t> c) {
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4;
+    int32_t sum[4] = {0, 0, 0, 0};
+    for (int half = 0; half < 2; half++) {
+        const uint32_t left[2] = {a[g * 8 + t + 4 * half], a[(g + 8) * 8 + t + 4 * half]};
+        gpu::mma_k16_ss(sum, left, b[g * 8 + t + 4 * half]);
+    }
+    for (int i = 0; i < 4; i++) c[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sum[i];
+}
+
+KERNEL(counts, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    __shared__ gpu::Shared<int32_t, 4> shared;
+    if (gpu::thread() < 4) shared[gpu::thread()] = 0;
+    gpu::barrier();
+    gpu::atomic_add(shared[x[gpu::thread()] & 3], 1);
+    gpu::barrier();
+    if (gpu::thread() < 4) gpu::atomic_add(y[gpu::thread()], int32_t(shared[gpu::thread()]));
+}
+
+KERNEL(count_and_write, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    if (gpu::thread() == 3)
+        y[0] = x[0];
+    else
+        gpu::atomic_add(y[0], 1);
+}

@@ -1,0 +1,51 @@
+"""Kernels with one fault each (planted.cu), and what the emulator says of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from bench.cuda.arrays import Arrays
+from bench.simt.emulator import Emulator, EmulatorFault
+
+SOURCE = Path(__file__).parent / "planted.cu"
+N = 64
+SEEDS = (0, 1, 2, 3)
+X = np.arange(1, N + 1, dtype=np.int32)
+PLANTED = {
+    "missing_barrier": "races|nothing has written",
+    "missing_second_barrier": "races",
+    "barrier_of_half": "ends while others wait|a thread has ended",
+    "two_barriers": "at the barrier of line",
+    "shuffle_of_half": "another word|lanes that do not come",
+    "out_of_bounds": "outside: 4 bytes at offset 256 of 256",
+    "out_of_shared": "outside: 4 bytes at offset 252 of 252",
+    "misaligned": "misaligned",
+    "unwritten_shared": "nothing has written",
+    "two_writers": "races with thread",
+    "across_blocks": "races with thread",
+    "no_wait_for_copy": "nothing has written",
+    "no_barrier_after_copy": "nothing has written|races",
+    "count_and_write": "races",
+}
+
+
+def outcome(gpu: Emulator, kernel: str, seed: int, blocks: int = 1) -> list[int]:
+    """What the kernel writes for X. Raises EmulatorFault."""
+    gpu.seed = seed
+    with Arrays(gpu) as arrays:
+        x, y = arrays.put(X), arrays.zeros(np.int32, 2 * N)
+        gpu.launch(kernel, (blocks, 1, 1), N, [x.address, y.address])
+        return y.read().tolist()
+
+
+def is_caught(gpu: Emulator, kernel: str, seed: int) -> bool:
+    """Whether the emulator finds the fault of a kernel of PLANTED, and names it."""
+    try:
+        outcome(gpu, kernel, seed, 2 if kernel == "across_blocks" else 1)
+    except EmulatorFault as fault:
+        text = str(fault)
+        return text.startswith(kernel) and re.search(PLANTED[kernel], text) is not None
+    return False

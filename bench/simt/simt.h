@@ -1,0 +1,445 @@
+// The words of gpu.h on the CPU: every thread of a block is a fiber, so that the source of a kernel runs
+// unchanged and its faults are found.
+//
+// Faults, each an exception that names the kernel, the thread and the place: an access outside an
+// allocation or a shared array, a misaligned one, a read of shared memory that nothing has written, two
+// accesses to one byte without a barrier between them (in shared memory, and in global memory within and
+// across blocks), a collective word that some threads do not reach, reach elsewhere, or never leave.
+// With SIMT_UNCHECKED only the last kind is found, and pointers are plain: for running whole models.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#define GPU_FN [[maybe_unused]] inline
+#define GPU_UNROLL
+#define GPU_UNROLL_4
+#define __shared__ static
+#define KERNEL(name, threads, ...)                                                                 \
+    static void name(__VA_ARGS__);                                                                 \
+    static const simt::Kernel name##_kernel(#name, threads, &name);                                \
+    static void name(__VA_ARGS__)
+
+namespace simt {
+
+constexpr int WARP = 32;
+constexpr int THREADS_MAX = 1024;
+
+struct Fault : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+[[noreturn]] void fail(const std::string& what);  // adds the kernel, the block and the thread
+
+// Where the thread that runs is.
+struct Place {
+    int block[3];
+    int blocks[3];
+    int thread;
+    int threads;
+    uint32_t barriers;       // that this thread has passed in this block
+    uint32_t warp_barriers;  // of its warp
+    uint64_t run;            // number of this run of a block, ever rising
+    uint64_t launch;
+};
+extern Place here;
+
+// Global memory of the device: an allocation and who touched each byte in the launch that runs.
+// Who accessed a byte last: one thread, or several of a warp, a block or the grid that nothing orders.
+enum class Scope : uint8_t { thread, warp, block, grid };
+struct Mark {
+    uint32_t thread = 0;  // 1 + number in the launch; 0: none
+    uint32_t barriers = 0;
+    uint32_t warp_barriers = 0;
+    Scope scope = Scope::thread;
+};
+enum class Access { read, write, atomic };
+struct Cell {
+    Mark marks[3];  // by Access
+};
+struct Allocation {
+    uint8_t* base;
+    size_t bytes;
+    std::vector<Cell> cells;  // of each byte; made when first touched
+    uint64_t launch = 0;      // that the cells are of
+};
+const Allocation* find(uint64_t address);
+
+void touch(const Allocation* at, const void* p, size_t bytes, size_t alignment, Access access);
+
+// Collective words. `kind` and `line` must be those of every thread.
+void barrier(int line);
+using Words = uint64_t[12];
+// Exchanges the words of 32 lanes: `compute` gets all of them once and may change them.
+void exchange(Words& words, int kind, int line, void (*compute)(Words* lanes));
+void warp_barrier(int line);
+
+// Copies that wait.
+void copy_later(std::function<void()> copy);
+void copies_commit();
+void copies_wait(int n);
+
+// A kernel by name; arguments come as 64-bit words.
+struct Kernel {
+    template <class... P>
+    Kernel(const char* name, int threads_max, void (*body)(P...)) {
+        add(name, threads_max, sizeof...(P), [body](const uint64_t* words) {
+            call(body, words, std::index_sequence_for<P...>());
+        });
+    }
+    static void add(const char* name, int threads_max, size_t n,
+                    std::function<void(const uint64_t*)> call);
+
+  private:
+    template <class T>
+    static T argument(uint64_t word) {
+        if constexpr (std::is_same_v<T, float>) {
+            const auto bits = static_cast<uint32_t>(word);
+            float x;
+            std::memcpy(&x, &bits, sizeof x);
+            return x;
+        } else if constexpr (std::is_pointer_v<T>) {
+            return reinterpret_cast<T>(word);
+        } else {
+            return T(word);
+        }
+    }
+    template <class... P, size_t... I>
+    static void call(void (*body)(P...), const uint64_t* words, std::index_sequence<I...>) {
+        body(argument<P>(words[I])...);
+    }
+};
+
+#if !defined(SIMT_UNCHECKED)
+
+// One element of memory: reading and assigning are accesses.
+template <class T>
+class Element {
+  public:
+    Element(T* at, const Allocation* allocation) : at_(at), allocation_(allocation) {}
+    Element(const Element&) = default;
+    operator T() const {
+        touch(allocation_, at_, sizeof(T), alignof(T), Access::read);
+        return *at_;
+    }
+    Element& operator=(T value) {
+        touch(allocation_, at_, sizeof(T), alignof(T), Access::write);
+        *at_ = value;
+        return *this;
+    }
+    Element& operator=(const Element& other) { return *this = static_cast<T>(other); }
+    Element& operator+=(T value) { return *this = static_cast<T>(static_cast<T>(*this) + value); }
+    T* atomic() const {
+        touch(allocation_, at_, sizeof(T), alignof(T), Access::atomic);
+        return at_;
+    }
+    T* place() const { return at_; }
+    const Allocation* allocation() const { return allocation_; }
+
+  private:
+    T* at_;
+    const Allocation* allocation_;
+};
+
+// A pointer that knows its allocation.
+template <class T>
+class Pointer {
+  public:
+    Pointer() = default;
+    explicit Pointer(uint64_t address)
+        : at_(reinterpret_cast<T*>(address)), allocation_(address ? find(address) : nullptr) {}
+    Pointer(T* at, const Allocation* allocation) : at_(at), allocation_(allocation) {}
+    template <class U>
+        requires std::is_same_v<const U, T>
+    Pointer(const Pointer<U>& other) : at_(other.get()), allocation_(other.allocation()) {}
+
+    using Value = std::remove_const_t<T>;
+    auto operator[](int64_t i) const {
+        if constexpr (std::is_const_v<T>) {
+            touch(allocation_, at_ + i, sizeof(T), alignof(T), Access::read);
+            return Value(at_[i]);
+        } else {
+            return Element<T>(at_ + i, allocation_);
+        }
+    }
+    auto operator*() const { return (*this)[0]; }
+    Pointer operator+(int64_t n) const { return {at_ + n, allocation_}; }
+    Pointer& operator+=(int64_t n) { return at_ += n, *this; }
+    explicit operator bool() const { return at_ != nullptr; }
+    T* get() const { return at_; }
+    const Allocation* allocation() const { return allocation_; }
+
+  private:
+    T* at_ = nullptr;
+    const Allocation* allocation_ = nullptr;
+};
+
+#endif
+
+}  // namespace simt
+
+namespace gpu {
+
+constexpr int WARP = simt::WARP;
+
+struct alignas(8) Words2 {
+    uint32_t word[2];
+};
+struct alignas(16) Words4 {
+    uint32_t word[4];
+};
+
+#if defined(SIMT_UNCHECKED)
+
+template <class T>
+using In = const T*;
+template <class T>
+using Out = T*;
+template <class T>
+const T* in_at(uint64_t address) {
+    return reinterpret_cast<const T*>(address);
+}
+template <class T>
+T* out_at(uint64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+template <class To, class From>
+const To* in_as(const From* from) {
+    return reinterpret_cast<const To*>(from);
+}
+template <class To, class From>
+To* out_as(From* from) {
+    return reinterpret_cast<To*>(from);
+}
+template <class T, int n>
+struct alignas(16) Shared {
+    T value[n];
+    T& operator[](int i) { return value[i]; }
+};
+template <class T>
+T atomic_add(T& at, T value) {
+    const T before = at;
+    at += value;
+    return before;
+}
+template <class T>
+T atomic_max(T& at, T value) {
+    const T before = at;
+    if (value > at) at = value;
+    return before;
+}
+template <int n>
+uint32_t shared_word(Shared<Words4, n>& from, int i) {
+    return from[i / 4].word[i % 4];
+}
+template <int n>
+uint32_t shared_dword(Shared<uint8_t, n>& from, int i) {
+    uint32_t word;
+    std::memcpy(&word, from.value + 4 * i, 4);
+    return word;
+}
+template <class T, class From>
+void copy_async(T& to, const From* from) {
+    simt::copy_later([&to, from] { std::memcpy(&to, from, 16); });
+}
+
+#else
+
+template <class T>
+using In = simt::Pointer<const T>;
+template <class T>
+using Out = simt::Pointer<T>;
+template <class T>
+In<T> in_at(uint64_t address) {
+    return In<T>(address);
+}
+template <class T>
+Out<T> out_at(uint64_t address) {
+    return Out<T>(address);
+}
+template <class To, class From>
+In<To> in_as(simt::Pointer<From> from) {
+    return In<To>(reinterpret_cast<const To*>(from.get()), from.allocation());
+}
+template <class To, class From>
+Out<To> out_as(simt::Pointer<From> from) {
+    return Out<To>(reinterpret_cast<To*>(from.get()), from.allocation());
+}
+
+// Shared memory of the block that runs: static in the kernel, so it begins anew with each block.
+template <class T, int n>
+class alignas(16) Shared {
+  public:
+    simt::Element<T> operator[](int i) {
+        if (run_ != simt::here.run) {
+            std::memset(static_cast<void*>(value_), 0xA5, sizeof value_);
+            memory_ = {reinterpret_cast<uint8_t*>(value_), sizeof value_, {}};
+            memory_.cells.resize(sizeof value_);
+            memory_.launch = 0;  // not global: a byte that was not written has no value
+            run_ = simt::here.run;
+        }
+        return {value_ + i, &memory_};
+    }
+
+  private:
+    T value_[n];
+    simt::Allocation memory_;
+    uint64_t run_ = 0;
+};
+template <class T>
+T atomic_add(simt::Element<T> at, T value) {
+    T* const p = at.atomic();
+    const T before = *p;
+    *p += value;
+    return before;
+}
+template <class T>
+T atomic_max(simt::Element<T> at, T value) {
+    T* const p = at.atomic();
+    const T before = *p;
+    if (value > before) *p = value;
+    return before;
+}
+template <int n>
+uint32_t shared_word(Shared<Words4, n>& from, int i) {
+    const simt::Element<Words4> words = from[i / 4];
+    const uint32_t* const word = words.place()->word + i % 4;
+    simt::touch(words.allocation(), word, sizeof *word, alignof(uint32_t), simt::Access::read);
+    return *word;
+}
+template <int n>
+uint32_t shared_dword(Shared<uint8_t, n>& from, int i) {
+    const simt::Element<uint8_t> byte = from[4 * i];
+    simt::touch(byte.allocation(), byte.place(), 4, 4, simt::Access::read);
+    uint32_t word;
+    std::memcpy(&word, byte.place(), 4);
+    return word;
+}
+template <class T, class From>
+void copy_async(simt::Element<T> to, simt::Pointer<From> from) {
+    simt::touch(from.allocation(), from.get(), 16, 16, simt::Access::read);
+    simt::copy_later([to, from] {
+        simt::touch(to.allocation(), to.place(), 16, 16, simt::Access::write);
+        std::memcpy(static_cast<void*>(to.place()), from.get(), 16);
+    });
+}
+
+#endif
+
+GPU_FN int thread() { return simt::here.thread; }
+GPU_FN int threads() { return simt::here.threads; }
+GPU_FN int lane() { return simt::here.thread % WARP; }
+GPU_FN int warp() { return simt::here.thread / WARP; }
+GPU_FN int warps() { return simt::here.threads / WARP; }
+GPU_FN int block() { return simt::here.block[0]; }
+GPU_FN int block_y() { return simt::here.block[1]; }
+GPU_FN int block_z() { return simt::here.block[2]; }
+GPU_FN int blocks() { return simt::here.blocks[0]; }
+
+GPU_FN void barrier(int line = __builtin_LINE()) { simt::barrier(line); }
+GPU_FN void warp_barrier(int line = __builtin_LINE()) { simt::warp_barrier(line); }
+
+// Words that exchange values; every thread of a warp must be in the same.
+enum Word { SHUFFLE, SHUFFLE_XOR, BALLOT, K32_SS, K32_US, K16_SS, K16_US };
+
+template <class T>
+T exchanged(T value, int other, Word kind, int line) {
+    static_assert(sizeof(T) <= 8);
+    simt::Words words = {};
+    std::memcpy(&words[0], &value, sizeof value);
+    words[1] = static_cast<uint64_t>(other);
+    simt::exchange(words, kind, line, [](simt::Words* lanes) {
+        for (int i = 0; i < WARP; i++) lanes[i][2] = lanes[lanes[i][1] % WARP][0];
+    });
+    std::memcpy(&value, &words[2], sizeof value);
+    return value;
+}
+template <class T>
+T shuffle(T value, int lane, int line = __builtin_LINE()) {
+    return exchanged(value, lane, SHUFFLE, line);
+}
+template <class T>
+T shuffle_xor(T value, int mask, int line = __builtin_LINE()) {
+    return exchanged(value, lane() ^ mask, SHUFFLE_XOR, line);
+}
+GPU_FN uint32_t ballot(bool x, int line = __builtin_LINE()) {
+    simt::Words words = {x};
+    simt::exchange(words, BALLOT, line, [](simt::Words* lanes) {
+        uint64_t all = 0;
+        for (int i = 0; i < WARP; i++) all |= lanes[i][0] << i;
+        for (int i = 0; i < WARP; i++) lanes[i][0] = all;
+    });
+    return static_cast<uint32_t>(words[0]);
+}
+GPU_FN int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
+GPU_FN bool any(bool x, int line = __builtin_LINE()) { return ballot(x, line) != 0; }
+
+GPU_FN int32_t dot4_ss(uint32_t a, uint32_t b, int32_t acc) {
+    for (int i = 0; i < 32; i += 8)
+        acc += static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i);
+    return acc;
+}
+GPU_FN int32_t dot4_us(uint32_t a, uint32_t b, int32_t acc) {
+    for (int i = 0; i < 32; i += 8)
+        acc += static_cast<uint8_t>(a >> i) * static_cast<int8_t>(b >> i);
+    return acc;
+}
+
+// c += A * B of a warp with k bytes a row, from the fragments as gpu.h lays them out. The words of a lane:
+// c[4], then a[k / 8], then b[k / 16].
+template <int k, bool is_unsigned>
+void multiply(simt::Words* lanes) {
+    constexpr int A = 4, B = 4 + k / 8;
+    for (int row = 0; row < 16; row++)
+        for (int column = 0; column < 8; column++) {
+            int32_t sum = 0;
+            for (int i = 0; i < k; i++) {
+                const int t = i % 16 / 4, shift = i % 4 * 8, half = i / 16;
+                const uint64_t a = lanes[row % 8 * 4 + t][A + row / 8 + 2 * half] >> shift;
+                const uint64_t b = lanes[column * 4 + t][B + half] >> shift;
+                const int left = is_unsigned ? static_cast<uint8_t>(a) : static_cast<int8_t>(a);
+                sum += left * static_cast<int8_t>(b);
+            }
+            uint64_t& c = lanes[row % 8 * 4 + column / 2][row / 8 * 2 + column % 2];
+            c = static_cast<uint32_t>(static_cast<int32_t>(c) + sum);
+        }
+}
+template <int k, bool is_unsigned, int n_a, int n_b>
+void mma(int32_t (&c)[4], const uint32_t (&a)[n_a], const uint32_t (&b)[n_b], Word kind, int line) {
+    simt::Words words = {};
+    for (int i = 0; i < 4; i++) words[i] = static_cast<uint32_t>(c[i]);
+    for (int i = 0; i < n_a; i++) words[4 + i] = a[i];
+    for (int i = 0; i < n_b; i++) words[4 + n_a + i] = b[i];
+    simt::exchange(words, kind, line, multiply<k, is_unsigned>);
+    for (int i = 0; i < 4; i++) c[i] = static_cast<int32_t>(words[i]);
+}
+GPU_FN void mma_k32_ss(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                       int line = __builtin_LINE()) {
+    mma<32, false>(c, a, b, K32_SS, line);
+}
+GPU_FN void mma_k32_us(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                       int line = __builtin_LINE()) {
+    mma<32, true>(c, a, b, K32_US, line);
+}
+GPU_FN void mma_k16_ss(int32_t (&c)[4], const uint32_t (&a)[2], uint32_t b,
+                       int line = __builtin_LINE()) {
+    const uint32_t columns[1] = {b};
+    mma<16, false>(c, a, columns, K16_SS, line);
+}
+GPU_FN void mma_k16_us(int32_t (&c)[4], const uint32_t (&a)[2], uint32_t b,
+                       int line = __builtin_LINE()) {
+    const uint32_t columns[1] = {b};
+    mma<16, true>(c, a, columns, K16_US, line);
+}
+
+GPU_FN void copies_commit() { simt::copies_commit(); }
+template <int n>
+void copies_wait() {
+    simt::copies_wait(n);
+}
+
+}  // namespace gpu

@@ -1,0 +1,137 @@
+"""Kernels compiled for a target by NVRTC, and a folder of cubins that are ready.
+
+A target is a compute capability, such as `sm_90`. Compiling needs the packages of the extra `cuda`
+and no device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100")  # those that are tested; others of this age compile
+SOURCES = Path(__file__).resolve().parent / "src"
+INCLUDES = (SOURCES, SOURCES.parents[1] / "csrc")
+# No option may change a rounding: ca.h writes each one, and nothing is merged or approximated.
+OPTIONS: dict[str, Any] = {
+    "std": "c++20",
+    "fma": False,
+    "ftz": False,
+    "prec_div": True,
+    "prec_sqrt": True,
+    "ptxas_options": "-v",  # the report has registers, stack frame and spills of each kernel
+}
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class CompileError(Exception):
+    """The compiler refused a source, or it is not installed; the text is its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One source compiled for one target."""
+
+    cubin: bytes
+    ptx: str
+    report: str  # of the assembler
+
+
+def units() -> list[Path]:
+    """The sources; each is compiled alone."""
+    return sorted(SOURCES.glob("*.cu"))
+
+
+def compile_unit(source: Path, target: str, **changes: Any) -> Compiled:
+    """One source for one target, with `changes` of OPTIONS. Raises CompileError."""
+    core, nvrtc = _package("cuda.core"), _package("cuda.bindings.nvrtc")
+    include = [str(folder) for folder in INCLUDES]
+    settings = {"name": source.name, "arch": target, "include_path": include, **OPTIONS, **changes}
+    report = io.StringIO()
+    try:
+        program = core.Program(source.read_text(), "c++", core.ProgramOptions(**settings))
+        cubin = bytes(program.compile("cubin", logs=report).code)
+        ptx = bytes(nvrtc.nvrtcGetPTXSize(program.handle)[1])
+        nvrtc.nvrtcGetPTX(program.handle, ptx)
+        program.close()
+    except Exception as error:  # cuda-core's errors have no public class
+        raise CompileError(f"{source.name} for {target}: {error}") from error
+    return Compiled(cubin, ptx.rstrip(b"\0").decode(), report.getvalue())
+
+
+def cubins(target: str, folder: Path, sources: Iterable[Path] | None = None) -> dict[str, bytes]:
+    """Cubins of the sources (default: all) by their names, from `folder` or compiled into it.
+
+    Uses all cores of this process. Raises CompileError, and OSError if the folder cannot be used.
+    """
+    sources = units() if sources is None else sources
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        made = {path.stem: pool.submit(_cubin, path, target, folder) for path in sources}
+        return {name: cubin.result() for name, cubin in made.items()}
+
+
+def _cubin(source: Path, target: str, folder: Path) -> bytes:
+    path = folder / f"{source.stem}-{target}-{_key(source, target)}.cubin"
+    try:
+        kept = path.read_bytes()
+    except FileNotFoundError:
+        kept = b""
+    digest, cubin = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
+    if digest == hashlib.sha256(cubin).digest():
+        return cubin
+    cubin = compile_unit(source, target).cubin
+    fd, part = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=folder)
+    try:
+        with open(fd, "wb") as file:
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+        os.rename(part, path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+    return cubin
+
+
+def _key(source: Path, target: str) -> str:
+    """What a cubin is made of: texts, options, target, compiler."""
+    key = hashlib.sha256(repr((OPTIONS, target, _compiler())).encode())
+    for path in texts(source):
+        text = path.read_bytes()
+        key.update(len(text).to_bytes(8, "little") + text)
+    return key.hexdigest()[:32]
+
+
+def texts(source: Path) -> list[Path]:
+    """A source and every file that it includes, in the order of their first mention."""
+    found = [source]
+    for path in found:
+        for name in re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE):
+            for folder in INCLUDES:
+                if (folder / name).is_file() and folder / name not in found:
+                    found.append(folder / name)
+    return found
+
+
+def _compiler() -> tuple[int, int]:
+    try:
+        major, minor = _package("cuda.bindings.nvrtc").nvrtcVersion()[1:]
+    except Exception as error:  # the library is not there
+        raise CompileError(str(error)) from error
+    return int(major), int(minor)
+
+
+def _package(name: str) -> Any:
+    """A module of the extra `cuda`, which has no types."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise CompileError(f"{error}: install batchengine[cuda]") from error

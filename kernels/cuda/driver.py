@@ -1,0 +1,197 @@
+"""A GPU through the CUDA driver: one context, one stream, kernels by name from cubins.
+
+Needs the extra `cuda` and a device. Nothing is imported before a `CudaGpu` is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.cuda.gpu import Argument, Gpu, GpuFault, words_of
+
+STAGING_BYTES = 64 << 20  # pinned: what is copied in before the first wait
+CHUNK_BYTES = 8 << 20  # the device reads one chunk while the next is written
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What a device is."""
+
+    name: str
+    memory_bytes: int
+    multiprocessors: int
+    capability: tuple[int, int]
+
+    @property
+    def target(self) -> str:
+        """What to compile for."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A function of a cubin, and its number of parameters."""
+
+    function: Any
+    parameters: int
+
+
+class CudaGpu(Gpu):
+    """One device, for the thread that made it. Every failure but of memory is a GpuFault."""
+
+    def __init__(self, index: int, cubins_for: Callable[[str], Mapping[str, bytes]]) -> None:
+        """`cubins_for`: the cubins for a target. Raises GpuFault if there is no such device."""
+        try:
+            self._driver: Any = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise GpuFault(f"{error}: install batchengine[cuda]") from error
+        self._call("cuInit", 0)
+        device = self._call("cuDeviceGet", index)
+        self._context = self._call("cuDevicePrimaryCtxRetain", device)
+        self._call("cuCtxSetCurrent", self._context)
+        self.facts = self._facts_of(device)
+        self._stream = self._call("cuStreamCreate", 1)  # it does not wait for the default stream
+        cubins = cubins_for(self.facts.target)
+        self._modules = [self._call("cuModuleLoadData", cubin) for cubin in cubins.values()]
+        self._kernels: dict[str, Kernel] = {}
+        self._staging_address = int(self._call("cuMemHostAlloc", STAGING_BYTES, 0))
+        memory = (ctypes.c_uint8 * STAGING_BYTES).from_address(self._staging_address)
+        self._staging = np.ctypeslib.as_array(memory)
+        self._staged = 0
+
+    def _facts_of(self, device: Any) -> DeviceFacts:
+        names = self._driver.CUdevice_attribute
+
+        def attribute(name: str) -> int:
+            key = getattr(names, f"CU_DEVICE_ATTRIBUTE_{name}")
+            return int(self._call("cuDeviceGetAttribute", key, device))
+
+        name: bytes = self._call("cuDeviceGetName", 256, device)
+        return DeviceFacts(
+            name.rstrip(b"\0").decode(),
+            int(self._call("cuDeviceTotalMem", device)),
+            attribute("MULTIPROCESSOR_COUNT"),
+            (attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
+        )
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """What a function of the driver returns beside its status."""
+        try:
+            status, *values = getattr(self._driver, name)(*arguments)
+        except Exception as error:  # no driver library; an argument that is none of the driver's
+            raise GpuFault(f"{name}: {error}") from error
+        if status == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryError(name)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise GpuFault(f"{name}: {getattr(status, 'name', status)}")
+        return values[0] if len(values) == 1 else values
+
+    # -- memory
+
+    def allocate(self, n_bytes: int) -> int:
+        """The address of `n_bytes` of any value, aligned to 256. Raises MemoryError."""
+        return int(self._call("cuMemAlloc", n_bytes))
+
+    def free(self, address: int) -> None:
+        """End an allocation, when what was called before has ended."""
+        self._call("cuMemFree", address)
+
+    def free_bytes(self) -> int:
+        """Memory of the device that is free."""
+        return int(self._call("cuMemGetInfo")[0])
+
+    def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
+        """Copy a contiguous array to the device, through pinned memory."""
+        data = array.reshape(-1).view(np.uint8)
+        for start in range(0, data.size, CHUNK_BYTES):
+            part = data[start : start + CHUNK_BYTES]
+            at = self._stage(part.size)
+            self._staging[at : at + part.size] = part
+            source = self._staging_address + at
+            self._call("cuMemcpyHtoDAsync", address + start, source, part.size, self._stream)
+
+    def copy_out(self, address: int, array: NDArray[np.generic]) -> None:
+        """Fill a contiguous array, and wait for it."""
+        data = array.reshape(-1).view(np.uint8)
+        for start in range(0, data.size, CHUNK_BYTES):
+            part = data[start : start + CHUNK_BYTES]
+            at = self._stage(part.size)
+            target = self._staging_address + at
+            self._call("cuMemcpyDtoHAsync", target, address + start, part.size, self._stream)
+            self.synchronize()
+            part[:] = self._staging[at : at + part.size]
+
+    def _stage(self, n_bytes: int) -> int:
+        """Where `n_bytes` of pinned memory begin that no copy uses."""
+        if self._staged + n_bytes > STAGING_BYTES:
+            self.synchronize()
+        at = self._staged
+        self._staged += -(-n_bytes // ALIGNMENT) * ALIGNMENT
+        return at
+
+    def synchronize(self) -> None:
+        """Wait for everything that was called."""
+        self._call("cuStreamSynchronize", self._stream)
+        self._staged = 0
+
+    # -- kernels
+
+    def launch(
+        self,
+        kernel: str,
+        blocks: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+    ) -> None:
+        """Start a kernel; its failure is raised by a later call."""
+        found = self._kernels.get(kernel) or self._find(kernel)
+        if len(arguments) != found.parameters:
+            raise GpuFault(f"{kernel}: {found.parameters} parameters, not {len(arguments)}")
+        # The driver reads as many bytes of each word as the parameter has.
+        words = words_of(arguments)
+        pointers = words.ctypes.data + 8 * np.arange(len(words), dtype=np.uint64)
+        shape = (*blocks, threads, 1, 1, 0)
+        self._call("cuLaunchKernel", found.function, *shape, self._stream, pointers.ctypes.data, 0)
+
+    def _find(self, kernel: str) -> Kernel:
+        for module in self._modules:
+            status, function = self._driver.cuModuleGetFunction(module, kernel.encode())
+            if status == self._driver.CUresult.CUDA_SUCCESS:
+                parameters = 0
+                while self._driver.cuFuncGetParamInfo(function, parameters)[0] == status:
+                    parameters += 1
+                return self._kernels.setdefault(kernel, Kernel(function, parameters))
+        raise GpuFault(f"no kernel {kernel}")
+
+    # -- time
+
+    def seconds(self, run: Callable[[], None], repeats: int) -> float:
+        """Seconds that the launches of `run` take on the device, the mean of `repeats` replays.
+
+        The launches are captured in a graph, so that no time of the host is between them.
+        """
+        self._call("cuStreamBeginCapture", self._stream, self._driver.CUstreamCaptureMode(0))
+        run()
+        captured = self._call("cuStreamEndCapture", self._stream)
+        graph = self._call("cuGraphInstantiate", captured, 0)
+        start, end = (self._call("cuEventCreate", 0) for _ in range(2))
+        self._call("cuGraphLaunch", graph, self._stream)
+        self._call("cuEventRecord", start, self._stream)
+        for _ in range(repeats):
+            self._call("cuGraphLaunch", graph, self._stream)
+        self._call("cuEventRecord", end, self._stream)
+        self.synchronize()
+        milliseconds = float(self._call("cuEventElapsedTime", start, end))
+        for event in (start, end):
+            self._call("cuEventDestroy", event)
+        self._call("cuGraphExecDestroy", graph)
+        self._call("cuGraphDestroy", captured)
+        return milliseconds / 1000 / repeats

@@ -1,0 +1,185 @@
+"""Buffers of a forward pass in memory of a GPU, named as those of `kernels`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kernels
+from kernels.cuda.gpu import Gpu
+
+BLOCK = 32  # values with one scale
+TILE_ROWS = 16  # query rows of a block of `attend`
+TILE_BYTES = 32  # of an AttendTile of attention.cu
+ACCUMULATOR_BYTES = 64 << 20  # of one launch of `attend`, unless one tile has more
+
+I32 = NDArray[np.int32]
+U64 = NDArray[np.uint64]
+
+
+class Scratch:
+    """Memory for an array of one step. It grows to the largest one."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._size = 0
+        self.address = 0
+
+    def reserve(self, n_bytes: int) -> int:
+        """The address of `n_bytes` of any value, until the next call. Raises MemoryError."""
+        if n_bytes > self._size:
+            if self._size:
+                self._gpu.free(self.address)
+                self._size = 0
+            self.address = self._gpu.allocate(n_bytes)
+            self._size = n_bytes
+        return self.address
+
+    def put(self, array: NDArray[np.generic]) -> int:
+        """The address of a copy of an array, until the next call. Raises MemoryError."""
+        address = self.reserve(max(1, array.nbytes))
+        if array.nbytes:
+            self._gpu.copy_in(address, np.ascontiguousarray(array))
+        return address
+
+
+class Rows:
+    """fp32 rows (tokens_max, width), without gaps."""
+
+    def __init__(self, gpu: Gpu, tokens_max: int, width: int) -> None:
+        self.tokens_max, self.width = tokens_max, width
+        self.address = gpu.allocate(4 * tokens_max * width)
+
+
+class Activations:
+    """Quantised activations of one step, as activations.h has them.
+
+    Float matrices read fp32 rows at `values`: those that were quantised, or, with `keep_float`,
+    the normed ones, which have memory of their own.
+    """
+
+    def __init__(self, gpu: Gpu, tokens_max: int, width: int, keep_float: bool) -> None:
+        self.tokens_max, self.width = tokens_max, width
+        blocks = -(-width // BLOCK)
+        self.q = gpu.allocate(tokens_max * blocks * BLOCK)
+        self.scale = gpu.allocate(4 * tokens_max * blocks)
+        self.sums = gpu.allocate(4 * tokens_max * blocks)
+        self.nonfinite = gpu.allocate(tokens_max)
+        self.kept = gpu.allocate(4 * tokens_max * width) if keep_float else 0
+        self.values = self.kept
+
+    @property
+    def addresses(self) -> list[int]:
+        return [self.q, self.scale, self.sums, self.nonfinite]
+
+
+class Queries:
+    """Quantised queries of one step."""
+
+    def __init__(self, gpu: Gpu, tokens_max: int, n_head: int, head_dim: int) -> None:
+        self.n_head, self.head_dim = n_head, head_dim
+        self.q = gpu.allocate(tokens_max * n_head * head_dim)
+        self.scale = gpu.allocate(4 * tokens_max * n_head * (head_dim // BLOCK))
+
+
+class KvRows:
+    """The page rows of one step; `host` holds those that `step_digests` has copied."""
+
+    def __init__(self, gpu: Gpu, tokens_max: int, shape: kernels.PageShape) -> None:
+        self.host = kernels.KvRows(tokens_max, shape)
+        self.address = gpu.allocate(tokens_max * shape.row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of query rows of a step. A launch takes `count` tiles from `first` on, which have
+    up to `superpages` super-pages; `accumulators` is the most of a launch."""
+
+    table: int
+    launches: list[tuple[int, int, int]]  # first, count, superpages
+    accumulators: int
+
+    def address_of(self, tile: int) -> int:
+        """Where the table of tiles holds one."""
+        return self.table + TILE_BYTES * tile
+
+
+class Batch:
+    """The tokens of one step and the pages they read and write, by addresses of the GPU."""
+
+    def __init__(self, gpu: Gpu, tokens_max: int, entries_max: int, pages_max: int) -> None:
+        self._limits = tokens_max, entries_max, pages_max
+        self._positions, self._written = Scratch(gpu), Scratch(gpu)
+        self._pages, self._tiles = Scratch(gpu), Scratch(gpu)
+        self._entries: list[tuple[int, int, int]] = []
+        self._of_heads: dict[tuple[int, int, int], Tiles] = {}
+        self.n_tokens = 0
+
+    def set(
+        self, tokens: I32, entries: I32, page_addresses: U64, *, absent_pages: bool = False
+    ) -> None:
+        """As `kernels.Batch.set`; no page may be absent. ValueError if they do not fit."""
+        counts, starts, n_pages = (entries[:, i] for i in range(3))
+        sizes = len(tokens), len(entries), len(page_addresses)
+        if absent_pages or any(n > most for n, most in zip(sizes, self._limits, strict=True)):
+            raise ValueError(f"a step of {sizes} tokens, entries and pages")
+        if int(counts.sum()) != len(tokens) or int(n_pages.sum()) != len(page_addresses):
+            raise ValueError("the entries have other counts of tokens or pages")
+        first_row = np.cumsum(counts) - counts
+        positions = np.arange(len(tokens)) + np.repeat(starts - first_row, counts)
+        first_page = np.repeat(np.cumsum(n_pages) - n_pages, counts)
+        written = page_addresses[first_page + positions // kernels.PAGE_TOKENS]
+        self._positions.put(positions.astype(np.int32))
+        self._written.put(written)
+        self._pages.put(page_addresses)
+        self._entries = [(int(n), int(start), int(pages)) for n, start, pages in entries.tolist()]
+        self._of_heads.clear()
+        self.n_tokens = len(tokens)
+
+    @property
+    def positions(self) -> int:
+        """int32 of each token."""
+        return self._positions.address
+
+    @property
+    def written(self) -> int:
+        """The page of each token, by address."""
+        return self._written.address
+
+    @property
+    def pages(self) -> int:
+        """The pages of all entries, by address."""
+        return self._pages.address
+
+    def tiles(self, n_head: int, n_kv_head: int, head_dim: int) -> Tiles:
+        """The query rows of the step in tiles for `attend`, the same for every layer."""
+        key = n_head, n_kv_head, head_dim
+        found = self._of_heads.get(key)
+        if found is None:
+            found = self._of_heads[key] = self._make_tiles(*key)
+        return found
+
+    def _make_tiles(self, n_head: int, n_kv_head: int, head_dim: int) -> Tiles:
+        group = n_head // n_kv_head
+        most = ACCUMULATOR_BYTES // (4 * TILE_ROWS * (head_dim + 2))
+        table: list[tuple[int, ...]] = []
+        launches: list[tuple[int, int, int]] = []
+        first = used = deepest = largest = first_token = first_page = 0
+        for n, start, n_pages in self._entries:
+            for row in range(0, n * group, TILE_ROWS):
+                rows = min(TILE_ROWS, n * group - row)
+                superpages = (start + (row + rows - 1) // group) // kernels.SUPERPAGE_TOKENS + 1
+                if used and used + superpages * n_kv_head > most:
+                    launches.append((first, len(table) - first, deepest))
+                    first, used, deepest = len(table), 0, 0
+                tile = first_token, start, first_page, row, rows, superpages, used, 0
+                table.append(tile)
+                used += superpages * n_kv_head
+                deepest, largest = max(deepest, superpages), max(largest, used)
+            first_token += n
+            first_page += n_pages
+        launches.append((first, len(table) - first, deepest))
+        address = self._tiles.put(np.array(table, np.int32))
+        return Tiles(address, launches, largest * TILE_ROWS)

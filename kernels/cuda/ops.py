@@ -1,0 +1,254 @@
+"""The functions of `kernels` that a forward pass calls, on a GPU: each launches what it names.
+
+Arguments are those of `kernels`, without the pool, with buffers of this module. Weights are named
+by the objects of `kernels` that hold them, once `upload` has copied them. The bits are the CPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kernels
+from kernels.cuda.gpu import Gpu
+from kernels.cuda.memory import (
+    I32,
+    U64,
+    Activations,
+    Batch,
+    KvRows,
+    Queries,
+    Rows,
+    Scratch,
+)
+
+FLOATS = ("f16", "bf16", "f32")
+KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
+STORE, ADD, GATE = range(3)  # what follows a product: `Then` of linear.cu
+TILE = 16  # rows of a tile of packed weights
+FEW_TOKENS = 16  # up to here each block reads a tile of weights for 8 tokens, else for 64
+THREADS = 256
+LOG2_E = 1.4426950408889634
+
+Held = kernels.Matrix | kernels.Vector | kernels.RopeTable
+
+
+class CudaOps:
+    """The kernels bound to one GPU, and to a pool for what the CPU does."""
+
+    def __init__(self, gpu: Gpu, pool: kernels.Pool) -> None:
+        self._gpu = gpu
+        self._pool = pool
+        self._held: dict[Held, int] = {}
+        self._indices, self._bad = Scratch(gpu), Scratch(gpu)
+        self._m, self._l, self._o = Scratch(gpu), Scratch(gpu), Scratch(gpu)
+        self.make_rows = partial(Rows, gpu)
+        self.make_activations = partial(Activations, gpu)
+        self.make_queries = partial(Queries, gpu)
+        self.make_batch = partial(Batch, gpu)
+        self.make_kv_rows = partial(KvRows, gpu)
+
+    # -- weights
+
+    def upload(self, weight: kernels.Matrix | kernels.Vector) -> None:
+        """Copy a weight to the GPU, unless it is there. Raises MemoryError."""
+        if weight not in self._held:
+            self._held[weight] = self._copy(weight.view())
+
+    def upload_rope(self, table: kernels.RopeTable, positions: int) -> None:
+        """Copy the cosines and sines of the first positions. Raises MemoryError."""
+        rows = [table.row(position) for position in range(positions)]
+        self._held[table] = self._copy(np.array(rows, np.float32))
+
+    def _copy(self, values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
+        address = self._gpu.allocate(values.nbytes)
+        self._gpu.copy_in(address, values)
+        return address
+
+    def _address(self, held: Held | None) -> int:
+        return 0 if held is None else self._held[held]
+
+    # -- rows
+
+    def embed(self, matrix: kernels.Matrix, tokens: I32, out: Rows) -> None:
+        """As `kernels.embed`."""
+        kind, ids = KIND_INDEX[matrix.kind], self._indices.put(tokens)
+        arguments = [self._address(matrix), kind, matrix.cols, ids, out.address, out.width]
+        self._gpu.launch("embed", (len(tokens), 1, 1), THREADS, arguments)
+
+    def norm_quantise(
+        self, x: Rows, w: kernels.Vector, eps: float, tokens: int, out: Activations
+    ) -> None:
+        """As `kernels.norm_quantise`."""
+        out.values = out.kept
+        kept = [out.kept, x.width if out.kept else 0]
+        arguments = [x.address, x.width, self._address(w), eps, x.width, *out.addresses, *kept]
+        self._gpu.launch("norm_quantise", (tokens, 1, 1), THREADS, arguments)
+
+    def quantise(self, x: Rows, tokens: int, out: Activations) -> None:
+        """As `kernels.quantise`; float matrices read the rows of `x` itself."""
+        out.values = x.address
+        arguments = [x.address, x.width, x.width, *out.addresses]
+        self._gpu.launch("quantise", (tokens, 1, 1), THREADS, arguments)
+
+    def take_rows(self, x: Rows, indices: I32, out: Rows) -> None:
+        """As `kernels.take_rows`."""
+        at = self._indices.put(indices)
+        arguments = [x.address, x.width, at, x.width, out.address, out.width]
+        self._gpu.launch("take_rows", (len(indices), 1, 1), THREADS, arguments)
+
+    def nonfinite_rows(self, x: Rows, tokens: int) -> list[int]:
+        """As `kernels.nonfinite_rows`; waits for the GPU."""
+        bad = np.zeros(tokens, np.uint8)
+        address = self._bad.put(bad)
+        arguments = [x.address, x.width, x.width, address]
+        self._gpu.launch("nonfinite_rows", (tokens, 1, 1), THREADS, arguments)
+        self._gpu.copy_out(address, bad)
+        return np.flatnonzero(bad).tolist()
+
+    # -- products
+
+    def linear(
+        self,
+        x: Activations,
+        matrices: Sequence[kernels.Matrix],
+        biases: Sequence[kernels.Vector | None],
+        tokens: int,
+        out: Rows,
+    ) -> None:
+        """As `kernels.linear`."""
+        column = 0
+        for matrix, bias in zip(matrices, biases, strict=True):
+            self._product(x, matrix, bias, tokens, STORE, out, column)
+            column += matrix.rows
+
+    def linear_add(
+        self,
+        x: Activations,
+        matrix: kernels.Matrix,
+        bias: kernels.Vector | None,
+        tokens: int,
+        out: Rows,
+    ) -> None:
+        """As `kernels.linear_add`."""
+        self._product(x, matrix, bias, tokens, ADD, out)
+
+    def linear_gated(
+        self,
+        x: Activations,
+        gate: kernels.Matrix,
+        up: kernels.Matrix,
+        gate_bias: kernels.Vector | None,
+        up_bias: kernels.Vector | None,
+        tokens: int,
+        out: Rows,
+    ) -> None:
+        """As `kernels.linear_gated`."""
+        self._product(x, gate, gate_bias, tokens, STORE, out)
+        self._product(x, up, up_bias, tokens, GATE, out)
+
+    def _product(
+        self,
+        x: Activations,
+        matrix: kernels.Matrix,
+        bias: kernels.Vector | None,
+        tokens: int,
+        then: int,
+        out: Rows,
+        column: int = 0,
+    ) -> None:
+        """The product of one matrix, to columns of `out` from `column` on."""
+        tiles = -(-matrix.rows // TILE)
+        grid, threads = (tiles, -(-tokens // 8), 1), THREADS
+        if matrix.kind in FLOATS:
+            kernel, threads = f"linear_{matrix.kind}", 128
+            source = [x.values, x.width]
+        else:
+            kernel, source = f"linear_few_{matrix.kind}", [x.q, x.scale, x.sums]
+            if tokens > FEW_TOKENS:
+                kernel, threads = f"linear_many_{matrix.kind}", 128
+                grid = -(-tiles // 4), -(-tokens // 64), 1
+        weights = [self._address(matrix), matrix.rows, matrix.cols]
+        after = [self._address(bias), then, out.address + 4 * column, out.width]
+        arguments = [*weights, *source, x.nonfinite, tokens, *after]
+        self._gpu.launch(kernel, grid, threads, arguments)
+
+    # -- attention
+
+    def place_kv(
+        self,
+        qkv: Rows,
+        batch: Batch,
+        shape: kernels.PageShape,
+        layer: int,
+        n_head: int,
+        q_norm: kernels.Vector | None,
+        k_norm: kernels.Vector | None,
+        eps: float,
+        rope: kernels.RopeTable | None,
+        scale: float,
+        queries: Queries,
+        rows: KvRows,
+    ) -> None:
+        """As `kernels.place_kv`, with rows in any case."""
+        is_neox = rope is not None and rope.style == "neox"
+        self._gpu.launch(
+            "place_kv",
+            (batch.n_tokens, n_head + 2 * shape.n_kv_head, 1),
+            64,
+            [
+                *(qkv.address, qkv.width, batch.positions, batch.written),
+                *(layer, shape.n_layer, n_head, shape.n_kv_head, shape.head_dim),
+                *(self._address(q_norm), self._address(k_norm), eps),
+                *(self._address(rope), 0 if rope is None else rope.n_rot, int(is_neox)),
+                *(LOG2_E * scale, queries.q, queries.scale, rows.address),
+            ],
+        )
+
+    def attend(
+        self, queries: Queries, batch: Batch, shape: kernels.PageShape, layer: int, out: Rows
+    ) -> None:
+        """As `kernels.attend`."""
+        heads = [queries.n_head, shape.n_kv_head, shape.head_dim]
+        tiles = batch.tiles(queries.n_head, shape.n_kv_head, shape.head_dim)
+        results = [
+            self._m.reserve(4 * tiles.accumulators),
+            self._l.reserve(4 * tiles.accumulators),
+            self._o.reserve(4 * tiles.accumulators * shape.head_dim),
+        ]
+        for first, count, superpages in tiles.launches:
+            table = tiles.address_of(first)
+            self._gpu.launch(
+                "attend",
+                (count, shape.n_kv_head, superpages),
+                128,
+                [queries.q, queries.scale, table, batch.pages, layer, *heads, *results],
+            )
+            self._gpu.launch(
+                "fold_attention",
+                (count, shape.n_kv_head, 16),
+                shape.head_dim,
+                [table, *results, *heads, out.address, out.width],
+            )
+
+    # -- what goes back to the CPU
+
+    def step_digests(self, rows: KvRows, seeds: U64) -> U64:
+        """As `kernels.step_digests`, of a copy that `rows.host` then holds; waits for the GPU."""
+        self._gpu.copy_out(rows.address, rows.host.view(len(seeds)))
+        return kernels.step_digests(self._pool, rows.host, seeds)
+
+    def sample(self, logits: Rows, rows: Sequence[kernels.SampleSpec]) -> list[kernels.Sampled]:
+        """As `kernels.sample`, on the CPU."""
+        on_host = kernels.Rows(len(rows), logits.width)
+        on_host.view(len(rows))[:] = self.read_rows(logits, len(rows))
+        return kernels.sample(self._pool, on_host, rows)
+
+    def read_rows(self, rows: Rows, n: int) -> NDArray[np.float32]:
+        """A copy of the first rows; waits for the GPU."""
+        values = np.empty((n, rows.width), np.float32)
+        self._gpu.copy_out(rows.address, values)
+        return values

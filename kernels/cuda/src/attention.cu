@@ -1,0 +1,387 @@
+// Attention (rule 7): pages of one super-page against 16 or 32 query rows, then the ordered fold.
+//
+// `attend` gives a super-page, a KV head and a tile of query rows to a block: scores by integer products,
+// soften in shared memory, the numerators by two products of 7-bit digits, pages folded in order.
+// `attend_many` has two tiles of 16 rows a block, which read K and V once. `fold_attention` folds the
+// super-pages in order; `gather_partials` makes the accumulators of spans of them. No sum of floats crosses
+// threads.
+#include "kv8.h"
+
+namespace gpu {
+
+// Query rows of one entry: row r is token r / group of the entry, head r % group of the KV head's group.
+// A span of the entry's super-pages is attended to.
+struct AttendTile {
+    int32_t first_token;      // of the entry, in the step
+    int32_t start_position;   // of the entry
+    int32_t first_page;       // of the entry, in `pages`
+    int32_t first_row;        // of the tile, in the entry
+    int32_t rows;             // 1..16; 1..32 for attend_many
+    int32_t superpages;       // of the span that its last row sees
+    int32_t first_result;     // index of its accumulators: [each 16 rows][super-page][KV head][16]
+    int32_t first_superpage;  // of the span
+};
+
+// Where gather_partials puts the accumulators of a tile.
+struct PartialsTile {
+    int32_t start;       // index of the entry's first accumulator: [term][token][head]
+    int32_t tokens;      // of the entry
+    int32_t superpages;  // of the span
+};
+
+}  // namespace gpu
+
+namespace {
+
+constexpr int TOKENS = gpu::PAGE_TOKENS;
+constexpr int STRIDE = TOKENS + 4;  // dwords of a row in shared memory; spreads rows over the banks
+constexpr int LOW = TOKENS / 4;     // dword of the low digits of the weights
+
+template <int tiles>
+constexpr int WARPS = 4 * tiles;
+
+// Per row: the bits of 256 scores, then in their place the high digits of the weights and the low ones.
+template <int tiles>
+using Scores = gpu::Shared<uint32_t, 16 * tiles * STRIDE>;
+template <int tiles>
+using PerRow = gpu::Shared<float, 16 * tiles>;
+
+// What a row sees of the page that starts at `page_start`: 0..256 tokens.
+GPU_FN int visible_of(const gpu::AttendTile& tile, int group, int row, int page_start) {
+    const int n = tile.start_position + (tile.first_row + row) / group + 1 - page_start;
+    return row >= tile.rows || n <= 0 ? 0 : n < TOKENS ? n : TOKENS;
+}
+
+// The accumulator of a row in the first super-page of its tile.
+GPU_FN int64_t result_index(const gpu::AttendTile& tile, int row, int n_kv_head, int kv_head) {
+    const int first = tile.first_result + row / 16 * tile.superpages * n_kv_head + kv_head;
+    return int64_t{first} * 16 + row % 16;
+}
+
+// Queries of a step; a row's begin at group `first[...]`, eight dwords each. Rows past the last of a tile
+// read the last one.
+template <int tiles>
+struct Queries {
+    gpu::In<uint32_t> q;
+    gpu::In<float> scale;
+    int first[2 * tiles];  // of rows g, g + 8, ...
+};
+
+// Scores of 8 tokens for each step of a warp; row r, token n: chain over the groups of the head.
+template <int tiles>
+GPU_FN void score_page(gpu::In<uint8_t> head, const gpu::HeadLayout& at,
+                       const Queries<tiles>& queries, int seen, Scores<tiles>& scores) {
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4;
+    const gpu::In<uint32_t> k = gpu::in_as<uint32_t>(head);
+    const gpu::In<uint16_t> k_scale = gpu::in_as<uint16_t>(head + at.k_scales());
+    for (int token = gpu::warp() * 8; token < seen; token += WARPS<tiles> * 8) {
+        float acc[tiles][4];
+        GPU_UNROLL
+        for (int i = 0; i < tiles * 4; i++) acc[i / 4][i % 4] = 0.0f;
+        for (int group = 0; group < at.groups(); group++) {
+            const uint32_t b[2] = {k[at.k_dword(token + g, group * 8 + t)],
+                                   k[at.k_dword(token + g, group * 8 + t + 4)]};
+            const float d[2] = {
+                ca::half_to_float(k_scale[at.k_scale(token + 2 * t, group)]),
+                ca::half_to_float(k_scale[at.k_scale(token + 2 * t + 1, group)])};
+            GPU_UNROLL
+            for (int tile = 0; tile < tiles; tile++) {
+                const int first = queries.first[2 * tile] + group;
+                const int second = queries.first[2 * tile + 1] + group;
+                int32_t dot[4] = {0, 0, 0, 0};
+                const uint32_t a[4] = {queries.q[first * 8 + t], queries.q[second * 8 + t],
+                                       queries.q[first * 8 + t + 4], queries.q[second * 8 + t + 4]};
+                gpu::mma_k32_ss(dot, a, b);
+                GPU_UNROLL
+                for (int i = 0; i < 4; i++)
+                    acc[tile][i] = ca::step(acc[tile][i], dot[i], d[i % 2],
+                                            queries.scale[i < 2 ? first : second]);
+            }
+        }
+        GPU_UNROLL
+        for (int i = 0; i < tiles * 4; i++)
+            scores[(g + i / 2 * 8) * STRIDE + token + 2 * t + i % 2] = ca::bits_of(acc[i / 4][i % 4]);
+    }
+}
+
+template <class T>
+GPU_FN T max_of_warp(T x) {
+    for (int mask = 16; mask >= 1; mask /= 2) {
+        const T other = gpu::shuffle_xor(x, mask);
+        x = other > x ? other : x;
+    }
+    return x;
+}
+
+// Scores of a row -> weights, m, l and unit; a row that sees nothing has l = 0. One warp, a lane computes
+// four tokens of each 128; the weights of tokens that the row does not see are 0.
+template <int tiles>
+GPU_FN void soften_row(gpu::In<uint8_t> head, const gpu::HeadLayout& at, int row, int n,
+                       Scores<tiles>& scores, PerRow<tiles>& m, PerRow<tiles>& l,
+                       PerRow<tiles>& unit) {
+    constexpr int EACH = TOKENS / gpu::WARP;
+    const gpu::In<uint16_t> v_scale = gpu::in_as<uint16_t>(head + at.v_scales());
+    const auto token_of = [](int i) { return (i / 4 * gpu::WARP + gpu::lane()) * 4 + i % 4; };
+    float score[EACH], p[EACH];
+    bool finite = true;
+    float top = ca::float_of(0xFF7FFFFFu);  // the lowest
+    GPU_UNROLL
+    for (int i = 0; i < EACH; i++) {
+        score[i] = token_of(i) < n ? ca::float_of(scores[row * STRIDE + token_of(i)]) : top;
+        finite = finite && ca::is_finite(score[i]);
+        if (finite && score[i] > top) top = score[i];
+    }
+    gpu::warp_barrier();  // the scores are read
+    finite = !gpu::any(!finite);
+    const float peak = ca::add_rn(ca::ceil_exact(max_of_warp(top)), 0.0f);
+    int32_t sum = 0;
+    uint32_t largest = 0;
+    GPU_UNROLL
+    for (int i = 0; i < EACH; i++) {
+        p[i] = 0.0f;
+        if (token_of(i) >= n || !finite) continue;
+        const float e = ca::exp2c(ca::sub_rn(score[i], peak));
+        sum += ca::round_to_int(ca::mul_rn(e, 0x1p22f));
+        p[i] = ca::mul_rn(e, ca::half_to_float(v_scale[token_of(i)]));
+        if (ca::magnitude_bits(p[i]) > largest) largest = ca::magnitude_bits(p[i]);
+    }
+    largest = max_of_warp(largest);
+    for (int mask = 16; mask >= 1; mask /= 2) sum += gpu::shuffle_xor(sum, mask);
+    finite = finite && largest < ca::INFINITY_BITS;
+    const ca::WeightUnit weights = ca::weight_unit(largest);
+    GPU_UNROLL
+    for (int i = 0; i < EACH; i += 4) {
+        uint32_t high = 0, low = 0;
+        GPU_UNROLL
+        for (int j = 0; j < 4; j++) {
+            const int32_t weight =
+                finite ? ca::round_to_int(ca::mul_rn(p[i + j], weights.inverse)) : int32_t{0};
+            high |= static_cast<uint32_t>(weight >> 7) << (8 * j);
+            low |= static_cast<uint32_t>(weight & 127) << (8 * j);
+        }
+        scores[row * STRIDE + token_of(i) / 4] = high;
+        scores[row * STRIDE + LOW + token_of(i) / 4] = low;
+    }
+    if (gpu::lane() == 0) {
+        m[row] = finite ? peak : 0.0f;
+        l[row] = finite ? ca::mul_rn(ca::float_rn(sum), 0x1p-22f) : ca::canonical_nan();
+        unit[row] = finite ? weights.unit : 0.0f;
+    }
+}
+
+// Accumulators of `tiles` times 16 rows, a KV head and a super-page.
+template <int tiles>
+GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::AttendTile& tile,
+                        gpu::In<uint64_t> pages, int layer, int n_head, int n_kv_head,
+                        int head_dim, gpu::Out<float> m_out, gpu::Out<float> l_out,
+                        gpu::Out<float> o_out) {
+    constexpr int PARTS_MAX = gpu::HEAD_DIM_MAX / 8 / WARPS<tiles>;  // groups of 8 dims of a warp
+    constexpr int PAIRS = 2 * tiles;
+    __shared__ Scores<tiles> scores;
+    __shared__ PerRow<tiles> m, l, unit;  // of the page
+    const int kv_head = gpu::block_y(), group = n_head / n_kv_head;
+    const int superpage = tile.first_superpage + gpu::block_z();
+    if (gpu::block_z() >= tile.superpages) return;
+    const gpu::HeadLayout at = {head_dim};
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4, parts = head_dim / 8;
+    Queries<tiles> queries = {gpu::in_as<uint32_t>(q), q_scale, {}};
+    GPU_UNROLL
+    for (int i = 0; i < PAIRS; i++) {
+        const int row = tile.first_row + (g + 8 * i < tile.rows ? g + 8 * i : tile.rows - 1);
+        const int head_row =
+            (tile.first_token + row / group) * n_head + kv_head * group + row % group;
+        queries.first[i] = head_row * at.groups();
+    }
+    // The accumulators of rows g, g + 8, ...; o of the dims that this lane computes.
+    float total_m[PAIRS], total_l[PAIRS], o[PARTS_MAX][2 * PAIRS];
+    GPU_UNROLL
+    for (int i = 0; i < PAIRS; i++) total_m[i] = total_l[i] = 0.0f;
+    GPU_UNROLL
+    for (int part = 0; part < PARTS_MAX; part++)
+        GPU_UNROLL
+        for (int i = 0; i < 2 * PAIRS; i++) o[part][i] = 0.0f;
+    for (int p = 0; p < ca::SUPERPAGE_PAGES; p++) {
+        const int page = superpage * ca::SUPERPAGE_PAGES + p, page_start = page * TOKENS;
+        const int seen = visible_of(tile, group, tile.rows - 1, page_start);
+        if (seen == 0) break;  // the last row sees the most
+        const gpu::In<uint8_t> head = gpu::in_at<uint8_t>(pages[tile.first_page + page]) +
+                                      gpu::head_offset(at, layer, n_kv_head, kv_head);
+        score_page<tiles>(head, at, queries, seen, scores);
+        gpu::barrier();
+        for (int row = gpu::warp(); row < 16 * tiles; row += WARPS<tiles>)
+            soften_row<tiles>(head, at, row, visible_of(tile, group, row, page_start), scores, m, l,
+                              unit);
+        gpu::barrier();
+        const gpu::In<uint32_t> v = gpu::in_as<uint32_t>(head + at.v());
+        float shrink[PAIRS], units[PAIRS];
+        bool is_larger[PAIRS], sees[PAIRS];
+        GPU_UNROLL
+        for (int i = 0; i < PAIRS; i++) {
+            const int row = g + 8 * i;
+            const float now_m = m[row], now_l = l[row];
+            units[i] = unit[row];
+            sees[i] = visible_of(tile, group, row, page_start) > 0;
+            is_larger[i] = now_m > total_m[i];
+            shrink[i] = ca::exp2c(is_larger[i] ? ca::sub_rn(total_m[i], now_m)
+                                               : ca::sub_rn(now_m, total_m[i]));
+            if (p == 0) {
+                total_m[i] = now_m, total_l[i] = now_l;
+            } else if (sees[i]) {
+                total_l[i] = is_larger[i] ? ca::fma_rn(total_l[i], shrink[i], now_l)
+                                          : ca::fma_rn(now_l, shrink[i], total_l[i]);
+                if (is_larger[i]) total_m[i] = now_m;
+            }
+        }
+        GPU_UNROLL
+        for (int part = 0; part < PARTS_MAX; part++) {
+            const int dims = (part * WARPS<tiles> + gpu::warp()) * 8;
+            if (part * WARPS<tiles> + gpu::warp() >= parts) break;
+            int32_t upper[tiles][4], lower[tiles][4];
+            GPU_UNROLL
+            for (int i = 0; i < tiles * 4; i++) upper[i / 4][i % 4] = lower[i / 4][i % 4] = 0;
+            for (int token = 0; token < seen; token += 32) {
+                const uint32_t b[2] = {v[at.v_dword(token / 4 + t, dims + g)],
+                                       v[at.v_dword(token / 4 + t + 4, dims + g)]};
+                GPU_UNROLL
+                for (int i = 0; i < tiles; i++) {
+                    const int row = (16 * i + g) * STRIDE + token / 4 + t, next = row + 8 * STRIDE;
+                    const uint32_t a[4] = {scores[row], scores[next], scores[row + 4],
+                                           scores[next + 4]};
+                    const uint32_t c[4] = {scores[row + LOW], scores[next + LOW],
+                                           scores[row + LOW + 4], scores[next + LOW + 4]};
+                    gpu::mma_k32_us(upper[i], a, b);
+                    gpu::mma_k32_us(lower[i], c, b);
+                }
+            }
+            GPU_UNROLL
+            for (int i = 0; i < 2 * PAIRS; i++) {
+                const int r = i / 2;
+                const float next =
+                    ca::numerator(upper[i / 4][i % 4] * 128 + lower[i / 4][i % 4], units[r]);
+                if (p == 0)
+                    o[part][i] = next;
+                else if (sees[r])
+                    o[part][i] = is_larger[r] ? ca::fma_rn(o[part][i], shrink[r], next)
+                                              : ca::fma_rn(next, shrink[r], o[part][i]);
+            }
+        }
+        gpu::barrier();  // m, l, unit and the weights are read
+    }
+    const auto result_of = [&](int row) {
+        return result_index(tile, row, n_kv_head, kv_head) + int64_t{gpu::block_z()} * n_kv_head * 16;
+    };
+    GPU_UNROLL
+    for (int part = 0; part < PARTS_MAX; part++) {
+        if (part * WARPS<tiles> + gpu::warp() >= parts) break;
+        const int dims = (part * WARPS<tiles> + gpu::warp()) * 8;
+        GPU_UNROLL
+        for (int i = 0; i < 2 * PAIRS; i++)
+            if (i < 4 || tile.rows > 16)
+                o_out[result_of(g + i / 2 * 8) * head_dim + dims + 2 * t + i % 2] = o[part][i];
+    }
+    if (gpu::warp() == 0 && t == 0)
+        for (int i = 0; i < PAIRS; i++)
+            if (i < 2 || tile.rows > 16) {
+                m_out[result_of(g + 8 * i)] = total_m[i];
+                l_out[result_of(g + 8 * i)] = total_l[i];
+            }
+}
+
+struct Accumulator {
+    float m;
+    float l;
+    float o;  // of one dim
+};
+
+// A row of a tile in the accumulators of its first super-page; `stride` rows to that of the next one.
+struct ResultRow {
+    gpu::In<float> m, l, o;
+    int64_t first;
+    int stride;
+    int head_dim;
+
+    GPU_FN Accumulator at(int superpage, int d) const {
+        const int64_t i = first + int64_t{superpage} * stride;
+        return {m[i], l[i], o[i * head_dim + d]};
+    }
+    // n >= 1 super-pages folded in order.
+    GPU_FN Accumulator folded(int n, int d) const {
+        Accumulator sum = at(0, d);
+        for (int s = 1; s < n; s++) {
+            const Accumulator next = at(s, d);
+            ca::fold(sum.m, sum.l, &sum.o, next.m, next.l, &next.o, 1);
+        }
+        return sum;
+    }
+};
+
+GPU_FN int superpages_at(int position) { return position / (TOKENS * ca::SUPERPAGE_PAGES) + 1; }
+
+}  // namespace
+
+// Accumulators of every tile, KV head and super-page of its span: m, l [accumulator][16], o
+// [accumulator][16][head_dim]. pages: addresses of the pages of all entries; for queries of some KV heads of
+// a page only, layer is 0 and an address is that of the first of them. Grid: (tiles, KV heads, the most
+// super-pages of a tile).
+#define ATTEND(name, tiles)                                                                          \
+    KERNEL(name, WARPS<tiles> * gpu::WARP, gpu::In<int8_t> q, gpu::In<float> q_scale,             \
+           gpu::In<gpu::AttendTile> tile, gpu::In<uint64_t> pages, int layer, int n_head,            \
+           int n_kv_head, int head_dim, gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o) {   \
+        attend_rows<tiles>(q, q_scale, tile[gpu::block()], pages, layer, n_head, n_kv_head,          \
+                           head_dim, m, l, o);                                                       \
+    }
+ATTEND(attend, 1)
+ATTEND(attend_many, 2)
+#undef ATTEND
+
+// Folds the super-pages of every row in order and divides: out row = token, head_dim values per head. The
+// spans begin at super-page 0 and have all that the rows see. Grid: (tiles, KV heads, rows of a tile), one
+// thread per dim at most.
+KERNEL(fold_attention, 256, gpu::In<gpu::AttendTile> tiles, gpu::In<float> m_in, gpu::In<float> l_in,
+       gpu::In<float> o_in, int n_head, int n_kv_head, int head_dim, gpu::Out<float> out, int stride) {
+    const gpu::AttendTile tile = tiles[gpu::block()];
+    const int kv_head = gpu::block_y(), row = gpu::block_z(), group = n_head / n_kv_head;
+    if (row >= tile.rows) return;
+    const int in_entry = tile.first_row + row;
+    const int n = superpages_at(tile.start_position + in_entry / group);
+    const int64_t to = int64_t{tile.first_token + in_entry / group} * stride +
+                       (kv_head * group + in_entry % group) * head_dim;
+    const ResultRow from = {m_in, l_in, o_in, result_index(tile, row, n_kv_head, kv_head), n_kv_head * 16,
+                            head_dim};
+    for (int d = gpu::thread(); d < head_dim; d += gpu::threads()) {
+        const Accumulator sum = from.folded(n, d);
+        float value;
+        ca::finish(sum.l, &sum.o, 1, &value);
+        out[to + d] = value;
+    }
+}
+
+// The accumulators of spans as `Partials` has them: [entry][term][token][head], a term per super-page, but
+// one for a span that begins at super-page 0; zeros where a token sees nothing. Grid: as fold_attention.
+KERNEL(gather_partials, 256, gpu::In<gpu::AttendTile> tiles, gpu::In<gpu::PartialsTile> places,
+       gpu::In<float> m_in, gpu::In<float> l_in, gpu::In<float> o_in, int n_head, int n_kv_head,
+       int head_dim, gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o) {
+    const gpu::AttendTile tile = tiles[gpu::block()];
+    const gpu::PartialsTile place = places[gpu::block()];
+    const int kv_head = gpu::block_y(), row = gpu::block_z(), group = n_head / n_kv_head;
+    if (row >= tile.rows) return;
+    const int in_entry = tile.first_row + row, token = in_entry / group;
+    const int seen = superpages_at(tile.start_position + token) - tile.first_superpage;
+    const bool is_folded = tile.first_superpage == 0;
+    const int terms = is_folded ? 1 : place.superpages;
+    const ResultRow from = {m_in, l_in, o_in, result_index(tile, row, n_kv_head, kv_head), n_kv_head * 16,
+                            head_dim};
+    for (int term = 0; term < terms; term++) {
+        const int64_t to = place.start + (int64_t{term} * place.tokens + token) * n_head +
+                           kv_head * group + in_entry % group;
+        for (int d = gpu::thread(); d < head_dim; d += gpu::threads()) {
+            Accumulator sum = {0.0f, 0.0f, 0.0f};
+            if (is_folded)
+                sum = from.folded(seen < place.superpages ? seen : place.superpages, d);
+            else if (term < seen)
+                sum = from.at(term, d);
+            o[to * head_dim + d] = sum.o;
+            if (d == 0) m[to] = sum.m, l[to] = sum.l;
+        }
+    }
+}

@@ -1,0 +1,156 @@
+"""The functions of `cuda.bindings.driver` that CudaGpu calls, over an emulated GPU.
+
+Work that was queued on the stream happens at the next synchronisation, so that an early change of
+pinned memory is seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from bench.simt.emulator import Emulator, EmulatorFault
+
+SHAPE = {
+    "MULTIPROCESSOR_COUNT": 132,
+    "COMPUTE_CAPABILITY_MAJOR": 9,
+    "COMPUTE_CAPABILITY_MINOR": 0,
+}
+
+
+class Status(enum.Enum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NO_DEVICE = 100
+    CUDA_ERROR_NOT_FOUND = 500
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+
+
+class Attributes:
+    """`CUdevice_attribute`: each stands for itself."""
+
+    def __getattr__(self, name: str) -> str:
+        return name.removeprefix("CU_DEVICE_ATTRIBUTE_")
+
+
+class FakeDriver:
+    """`fail[name]` is the status of the next calls of a function."""
+
+    CUresult = Status
+    CUdevice_attribute = Attributes()
+    CUstreamCaptureMode = int
+
+    def __init__(self, gpu: Emulator) -> None:
+        self.gpu = gpu
+        self.fail: dict[str, Status] = {}
+        self.calls: list[str] = []
+        self.pinned: list[NDArray[np.uint8]] = []
+        self.queue: list[Callable[[], None]] = []
+        self.capturing: list[Callable[[], None]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append(name)
+            if name in self.fail:
+                return self.fail[name], None
+            given = getattr(self, "_" + name)(*arguments) if hasattr(type(self), "_" + name) else 0
+            if isinstance(given, Status):
+                return given, None
+            return (Status.CUDA_SUCCESS, *given) if isinstance(given, tuple) else (Status(0), given)
+
+        return call
+
+    def _cuDeviceGetName(self, n: int, device: int) -> bytes:
+        return b"Emulated".ljust(n, b"\0")
+
+    def _cuDeviceTotalMem(self, device: int) -> int:
+        return 1 << 30
+
+    def _cuDeviceGetAttribute(self, attribute: str, device: int) -> int:
+        return SHAPE[attribute]
+
+    def _cuMemGetInfo(self) -> tuple[int, int]:
+        return 1 << 29, 1 << 30
+
+    def _cuMemHostAlloc(self, n_bytes: int, flags: int) -> int:
+        self.pinned.append(np.zeros(n_bytes, np.uint8))
+        return self.pinned[-1].ctypes.data
+
+    def _cuMemAlloc(self, n_bytes: int) -> int:
+        return self.gpu.allocate(n_bytes)
+
+    def _cuMemFree(self, address: int) -> tuple[()]:
+        self._cuStreamSynchronize(0)
+        self.gpu.free(address)
+        return ()
+
+    def _cuMemcpyHtoDAsync(self, to: int, source: int, n: int, stream: int) -> tuple[()]:
+        self.queue.append(lambda: self.gpu.copy_in(to, memory(source, n)))
+        return ()
+
+    def _cuMemcpyDtoHAsync(self, to: int, source: int, n: int, stream: int) -> tuple[()]:
+        self.queue.append(lambda: self.gpu.copy_out(source, memory(to, n)))
+        return ()
+
+    def _cuStreamSynchronize(self, stream: int) -> Status:
+        work, self.queue = self.queue, []
+        try:
+            for one in work:
+                one()
+        except EmulatorFault:
+            return Status.CUDA_ERROR_ILLEGAL_ADDRESS
+        return Status.CUDA_SUCCESS
+
+    def _cuModuleGetFunction(self, module: str, name: bytes) -> str | Status:
+        known = name.decode() in self.gpu.kernels()
+        return name.decode() if known else Status.CUDA_ERROR_NOT_FOUND
+
+    def _cuFuncGetParamInfo(self, kernel: str, index: int) -> tuple[int, int] | Status:
+        with pytest.raises(EmulatorFault, match="parameters") as fault:
+            self.gpu.launch(kernel, (1, 1, 1), 32, [])
+        known = re.findall(r"(\d+) parameters", str(fault.value))
+        return (8 * index, 8) if index < int(known[0]) else Status.CUDA_ERROR_NOT_FOUND
+
+    def _cuLaunchKernel(self, kernel: str, *given: int) -> tuple[()]:
+        x, y, z, threads, _, _, shared, _, parameters, _ = given
+        assert shared == 0
+        n = next(n for n in range(99) if isinstance(self._cuFuncGetParamInfo(kernel, n), Status))
+        words = [
+            int(memory(int(at), 8).view(np.uint64)[0])
+            for at in memory(parameters, 8 * n).view(np.uint64)
+        ]
+        self.queue.append(lambda: self.gpu.launch(kernel, (x, y, z), threads, words))
+        return ()
+
+    def _cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[()]:
+        self.capturing, self.queue = self.queue, []
+        return ()
+
+    def _cuStreamEndCapture(self, stream: int) -> tuple[list[Callable[[], None]]]:
+        captured, self.queue = self.queue, self.capturing
+        return (captured,)
+
+    def _cuGraphInstantiate(self, graph: Any, flags: int) -> tuple[Any]:
+        return (graph,)
+
+    def _cuGraphLaunch(self, graph: list[Callable[[], None]], stream: int) -> tuple[()]:
+        self.queue += graph
+        return ()
+
+    def _cuEventElapsedTime(self, start: int, end: int) -> float:
+        return 6.0
+
+
+def memory(address: int, n: int) -> NDArray[np.uint8]:
+    """`n` bytes of this process."""
+    return np.frombuffer((ctypes.c_uint8 * n).from_address(address), np.uint8)

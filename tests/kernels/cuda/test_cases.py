@@ -1,0 +1,28 @@
+"""Every GPU kernel gives the bits of the CPU's, in any order of blocks and threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kernels
+from bench.cuda.cases import Differs, cases, compare
+from bench.simt.emulator import Emulator
+
+CASES = cases()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", CASES)
+def test_random_cases(gpu: Emulator, pool: kernels.Pool, name: str, seed: int) -> None:
+    gpu.seed = seed
+    CASES[name](gpu, pool, np.random.default_rng([seed, *name.encode()]))
+
+
+def test_the_comparison_can_fail() -> None:
+    a = np.array([0.0, 1.0], np.float32)
+    compare(a, a.copy(), "same")
+    with pytest.raises(Differs, match="1 of 8 bytes, first in element 0"):
+        compare(a, np.array([-0.0, 1.0], np.float32), "signs of zero")
+    with pytest.raises(Differs, match="8 bytes, not 4"):
+        compare(a, a[:1], "sizes")

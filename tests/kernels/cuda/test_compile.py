@@ -1,0 +1,150 @@
+"""Every kernel compiles for every target, with the float operations that its source writes.
+
+`linear.cu` takes ten times as long as all others: two of its targets are outside the default suite.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import kernels.cuda.compile as module
+from bench.cuda.ptx import contracted, faults, float_operations, kernels_of
+from kernels.cuda.compile import (
+    TARGETS,
+    Compiled,
+    CompileError,
+    compile_unit,
+    cubins,
+    texts,
+    units,
+)
+
+ALL = [(unit, target) for unit in units() for target in TARGETS]
+SLOW = {("linear", "sm_89"), ("linear", "sm_100")}
+CASES = [
+    pytest.param(
+        unit,
+        target,
+        id=f"{unit.stem}-{target}",
+        marks=pytest.mark.slow if (unit.stem, target) in SLOW else (),
+    )
+    for unit, target in ALL
+]
+HEAD = 'extern "C" __global__ void planted(float* x, int i) '
+PLANTED = {
+    "approx": ("x[0] = __fdividef(x[1], x[2]);", "div.approx"),
+    "sine": ("x[0] = __sinf(x[1]);", "sin.approx"),
+    "toward_zero": ("x[0] = __fadd_rz(x[1], x[2]);", "add.rz.f32"),
+    "double": ("x[0] = float(double(x[1]) * x[2] + x[3]);", "mul.rn.f64"),
+    "half": (
+        'unsigned short h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x[1])); x[0] = h;',
+        "cvt.rn.f16.f32",
+    ),
+    "local": (
+        "float y[64]; for (int k = 0; k < 64; k++) y[k] = x[k];"
+        "x[0] = y[i]; y[i] = 1; x[1] = y[i / 2];",
+        "256 bytes of stack",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Path, str], Future[Compiled]]]:
+    """What the tests of this run need, compiled beside each other."""
+    wanted = {
+        (item.callspec.params["unit"], item.callspec.params["target"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test_compiles.__name__
+    }
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield {case: pool.submit(compile_unit, *case) for case in sorted(wanted)}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("unit", "target"), CASES)
+def test_compiles(
+    compiled: dict[tuple[Path, str], Future[Compiled]], unit: Path, target: str
+) -> None:
+    made = compiled[unit, target].result()
+    assert made.cubin[:4] == b"\x7fELF"
+    assert not faults(made.ptx, made.report)
+    assert kernels_of(made.ptx)
+    assert made.report.count("bytes stack frame") == len(kernels_of(made.ptx))
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        pytest.param(u, id=u.stem, marks=() if u.stem in ("kv", "rows") else pytest.mark.slow)
+        for u in units()
+    ],
+)
+def test_there_is_nothing_to_contract(unit: Path) -> None:
+    assert not contracted(unit, "sm_80")
+
+
+def test_contraction_is_found(tmp_path: Path) -> None:
+    source = tmp_path / "planted.cu"
+    source.write_text(HEAD + "{ x[0] = x[1] * x[2] + x[3]; }")
+    assert contracted(source, "sm_80") == ["planted"]
+    merged = compile_unit(source, "sm_80", fma=True)
+    assert float_operations(merged.ptx)["fma.rn.f32"] == 1
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_other_arithmetic_is_found(tmp_path: Path, name: str) -> None:
+    source = tmp_path / "planted.cu"
+    source.write_text(HEAD + "{" + PLANTED[name][0] + "}")
+    made = compile_unit(source, "sm_90")
+    assert any(PLANTED[name][1] in fault for fault in faults(made.ptx, made.report))
+
+
+def test_flushed_subnormals_are_found(tmp_path: Path) -> None:
+    source = tmp_path / "planted.cu"
+    source.write_text(HEAD + "{ x[0] = x[1] * x[2]; }")
+    made = compile_unit(source, "sm_90", ftz=True)
+    assert faults(made.ptx, made.report) == ["planted: mul.rn.ftz.f32"]
+
+
+def test_cubins_are_kept_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, folder, count = tmp_path / "planted.cu", tmp_path / "cubins", []
+    source.write_text(HEAD + "{ x[0] = x[1] * x[2]; }")
+
+    def counting(source: Path, target: str) -> Compiled:
+        count.append(target)
+        return compile_unit(source, target)
+
+    monkeypatch.setattr(module, "compile_unit", counting)
+    first = cubins("sm_90", folder, [source])
+    assert cubins("sm_90", folder, [source]) == first
+    assert count == ["sm_90"]
+    (kept,) = folder.iterdir()
+    assert (folder.stat().st_mode & 0o777, kept.stat().st_mode & 0o777) == (0o700, 0o600)
+    assert kept.read_bytes()[32:] == first["planted"]
+    for damaged in (b"", kept.read_bytes()[:-1], b"x" + kept.read_bytes()[1:]):
+        kept.write_bytes(damaged)
+        assert cubins("sm_90", folder, [source]) == first
+    assert len(count) == 4
+    source.write_text(HEAD + "{ x[0] = x[1] + x[2]; }")
+    assert cubins("sm_90", folder, [source]) != first
+    cubins("sm_80", folder, [source])
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_every_included_file_is_part_of_the_key() -> None:
+    names = {path.name for path in texts(module.SOURCES / "linear.cu")}
+    assert names == {"linear.cu", "activations.h", "blocks.h", "gpu.h", "tiles.h", "ca.h"}
+
+
+def test_the_error_of_a_refused_source_has_the_log(tmp_path: Path) -> None:
+    source = tmp_path / "planted.cu"
+    source.write_text(HEAD + "{ x[0] = y; }")
+    with pytest.raises(
+        CompileError, match=r'planted.cu for sm_90: [^"]*identifier "y" is undefined'
+    ):
+        compile_unit(source, "sm_90")

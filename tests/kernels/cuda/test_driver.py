@@ -1,0 +1,125 @@
+"""The CUDA driver behind a Gpu: over a driver that an emulated GPU stands for, and on a device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kernels
+import kernels.cuda.driver as module
+from bench.cuda.arrays import Arrays
+from bench.cuda.cases import cases
+from bench.simt.emulator import ROOT, Emulator
+from kernels.cuda.compile import cubins
+from kernels.cuda.driver import CudaGpu
+from kernels.cuda.gpu import GpuFault
+from tests.kernels.cuda.fake_driver import FakeDriver, Status
+
+SOME = ("quantise", "attention", "sample", "linear q4_0", "linear f16", "embed q6_k")
+
+
+@pytest.fixture
+def driver(gpu: Emulator, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The driver, with little pinned memory."""
+    gpu.seed = 0
+    fake = FakeDriver(gpu)
+    monkeypatch.setattr(module, "STAGING_BYTES", 4096)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1500)
+    monkeypatch.setattr(module.importlib, "import_module", {"cuda.bindings.driver": fake}.get)
+    return fake
+
+
+def opened(driver: FakeDriver) -> CudaGpu:
+    return CudaGpu(0, lambda target: {"all": target.encode()})
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_cases_through_the_driver(driver: FakeDriver, pool: kernels.Pool, name: str) -> None:
+    cases()[name](opened(driver), pool, np.random.default_rng(3))
+
+
+def test_facts_choose_the_target(driver: FakeDriver) -> None:
+    targets: list[str] = []
+
+    def load(target: str) -> dict[str, bytes]:
+        targets.append(target)
+        return {}
+
+    facts = CudaGpu(0, load).facts
+    assert (facts.name, facts.memory_bytes, facts.multiprocessors) == ("Emulated", 1 << 30, 132)
+    assert targets == [facts.target] == ["sm_90"]
+
+
+def test_what_was_copied_in_may_change_at_once(driver: FakeDriver) -> None:
+    gpu = opened(driver)
+    values = np.arange(5000, dtype=np.int32)
+    with Arrays(gpu) as arrays:
+        array = arrays.put(values)
+        values[:] = 0
+        assert array.read().tolist() == list(range(5000))
+        empty = np.empty(0, np.int32)
+        gpu.copy_in(array.address, empty)
+        gpu.copy_out(array.address, empty)
+
+
+def test_no_memory_is_a_memory_error_and_the_device_goes_on(driver: FakeDriver) -> None:
+    gpu = opened(driver)
+    driver.fail["cuMemAlloc"] = Status.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(MemoryError):
+        gpu.allocate(1)
+    driver.fail.clear()
+    gpu.free(gpu.allocate(1))
+    assert gpu.free_bytes() == 1 << 29
+
+
+def test_other_failures_are_faults(driver: FakeDriver) -> None:
+    gpu = opened(driver)
+    with pytest.raises(GpuFault, match="no kernel none"):
+        gpu.launch("none", (1, 1, 1), 32, [])
+    with pytest.raises(GpuFault, match="take_rows: 6 parameters, not 1"):
+        gpu.launch("take_rows", (1, 1, 1), 32, [1])
+    gpu.launch("take_rows", (1, 1, 1), 32, [8, 1, 8, 1, 8, 1])  # no such memory
+    with pytest.raises(GpuFault, match="cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        gpu.synchronize()
+    driver.fail["cuInit"] = Status.CUDA_ERROR_NO_DEVICE
+    with pytest.raises(GpuFault, match="cuInit: CUDA_ERROR_NO_DEVICE"):
+        opened(driver)
+
+
+def test_seconds_are_the_mean_of_replays(driver: FakeDriver) -> None:
+    gpu = opened(driver)
+    with Arrays(gpu) as arrays:
+        x = arrays.put(np.ones(4, np.float32))
+        y, at = arrays.zeros(np.float32, 4), arrays.zeros(np.int32, 1)
+        arguments = [x.address, 4, at.address, 4, y.address, 4]
+        run = lambda: gpu.launch("take_rows", (1, 1, 1), 32, arguments)  # noqa: E731
+        assert gpu.seconds(run, 3) == 0.002
+        assert y.read().tolist() == [1, 1, 1, 1]
+    assert driver.calls.count("cuGraphLaunch") == 4
+
+
+def test_the_cpu_path_does_not_import_cuda() -> None:
+    code = "import sys, service.cli.main, batchengine.lanes.worker; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True
+    )
+    assert not {name for name in loaded.stdout.split() if name.split(".")[0] == "cuda"}
+
+
+@pytest.fixture(scope="module")
+def device() -> CudaGpu:
+    try:
+        return CudaGpu(0, lambda target: cubins(target, Path(ROOT) / "build/cuda"))
+    except GpuFault as fault:
+        pytest.skip(f"no GPU: {fault}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", cases())
+def test_cases_on_a_device(device: CudaGpu, pool: kernels.Pool, name: str) -> None:
+    for seed in range(4):
+        cases()[name](device, pool, np.random.default_rng([seed, *name.encode()]))
