@@ -1,20 +1,28 @@
-"""The base class of devices whose pages are in host memory.
+"""The base class of devices whose pages are in host memory, and what their steps share.
 
 Translates slot codes to addresses before the arithmetic, and records the new rows after it.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+import kernels
+from batchengine import errors
+from batchengine.gguf import GgufFile
 from batchengine.lanes.device import LaneMemory, Report
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
 from batchengine.lanes.step_input import StepInput, StepOutput, U64Array
+from batchengine.model import Model, Stepper, sample_spec
+from batchengine.weights import open_weights
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT, HELD_BIT
 from kv_store.layout import PageLayout
@@ -69,6 +77,75 @@ class HostDevice(ABC):
         unusable = output.nonfinite + output.unreachable
         memory.record_rows(batch, rows, output.row_digests, unusable)
         return StepOutput(output.rows, output.nonfinite, output.unreachable, output.waited_us)
+
+
+def load_model(load: wire.Load, pool: kernels.Pool, report: Report, share: float) -> Model:
+    """Map (or pack) the weights and test the arithmetic of the CPU; `share` of the load's progress.
+
+    Raises BatchEngineError.
+    """
+    started = time.perf_counter()
+
+    def progress(fraction: float) -> None:
+        report("map weights", "", share * fraction, time.perf_counter() - started)
+
+    with GgufFile(load.model_path) as gguf:
+        weights = open_weights(gguf, pool, cache_dir=Path(load.cache_dir), progress=progress)
+    mapped = time.perf_counter()
+    size = f"{weights.packed_bytes / 2**20:.1f} MiB"
+    report("map weights", size, share, mapped - started)
+    if faults := kernels.arithmetic_faults(pool):
+        raise errors.ARITHMETIC_WRONG(why="; ".join(faults))
+    return Model(weights)
+
+
+def facts_of(model: Model, pool: kernels.Pool, isa: str) -> wire.ModelFacts:
+    """Facts of a loaded model, with the golden hash of the CPU's kernels."""
+    spec, attention = model.spec, model.spec.attention
+    identity: dict[str, str | int | float] = {
+        "model_hash": model.weights.fingerprint.hex(),
+        "arch": spec.arch,
+        "rope_digest": str(model.rope.digest()),
+        "rope_style": attention.rope.style,
+        "n_rot": attention.rope.n_rot,
+        "eps": spec.eps,
+        "attention_scale": attention.scale,
+    }
+    return wire.ModelFacts(
+        arith_id=kernels.arith_id(pool),
+        isa=isa,
+        threads=pool.threads,
+        n_layer=len(model.layers),
+        n_kv_head=attention.n_kv_head,
+        head_dim=attention.head_dim,
+        payload_bytes=model.shape.payload_bytes,
+        vocab_size=spec.n_vocab,
+        identity=identity,
+    )
+
+
+def sampled(
+    stepper: Stepper, batch: StepInput, wanting: Sequence[int], nonfinite: Sequence[int]
+) -> tuple[list[wire.SampledRow], list[int]]:
+    """A token for each entry of `wanting` that is finite, whose rows of the step were taken; and
+    all entries that are not."""
+    if not wanting:
+        return [], list(nonfinite)
+    logits = stepper.logits(len(wanting))
+    specs = [
+        sample_spec(e.sampling, position=e.start + e.n_tokens, history=history)
+        for e, history in zip(batch.entries, batch.histories, strict=True)
+        if e.sampling is not None
+    ]
+    choices = stepper.ops.sample(logits, specs)
+    bad = set(nonfinite)
+    bad.update(i for i, choice in zip(wanting, choices, strict=True) if choice.nonfinite)
+    rows = [
+        wire.SampledRow(batch.entries[i].session, choice.token, choice.logprob, tuple(choice.top))
+        for i, choice in zip(wanting, choices, strict=True)
+        if i not in bad
+    ]
+    return rows, sorted(bad)
 
 
 def _addresses(memory: HostMemory, batch: StepInput) -> U64Array:

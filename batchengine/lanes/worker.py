@@ -26,6 +26,7 @@ from batchengine.lanes.ring.ring import Ring
 from batchengine.lanes.step_input import StepLimits, StepOutput, unpack
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import BlockingLink, Payload, Truncated
+from kernels.cuda.gpu import GpuFault
 from kv_store.layout import PageLayout
 
 log = logging.getLogger("batchengine.worker")
@@ -39,8 +40,14 @@ def _cpu() -> Device:
     return CpuDevice()
 
 
-Devices = Mapping[type[wire.CpuResources], Callable[[], Device]]
-DEVICES: Devices = {wire.CpuResources: _cpu}
+def _cuda() -> Device:
+    from batchengine.lanes.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+Devices = Mapping[type[wire.Resources], Callable[[], Device]]
+DEVICES: Devices = {wire.CpuResources: _cpu, wire.CudaResources: _cuda}
 
 
 class Worker:
@@ -79,6 +86,8 @@ class Worker:
             except BatchEngineError as error:
                 fatal = isinstance(frame.message, wire.Load | wire.Attach)
                 answer = _failed(error, fatal)
+            except GpuFault as error:
+                answer = _failed(errors.GPU_FAILED(why=str(error)), True)
             except Exception as error:
                 # A defect of this program: the engine kills the process and may blame the step.
                 log.exception("worker failed in %s", type(frame.message).__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchengine.model.forward import Model, Stepper
-from batchengine.model.ops import CpuOps
+from batchengine.model.ops import CpuOps, Ops
 from batchengine.model.sampling import sample_spec
 
-__all__ = ["CpuOps", "Model", "Stepper", "sample_spec"]
+__all__ = ["CpuOps", "Model", "Ops", "Stepper", "sample_spec"]

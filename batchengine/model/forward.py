@@ -20,11 +20,9 @@ import numpy.typing as npt
 
 import kernels
 from batchengine.model.layers import Attend, Attention, AttentionBuffers, DenseBuffers, DenseFfn
-from batchengine.model.ops import CpuOps, is_float
+from batchengine.model.ops import I32, U64, Ops, is_float
 from batchengine.weights import Weights
 
-I32 = npt.NDArray[np.int32]
-U64 = npt.NDArray[np.uint64]
 F32 = npt.NDArray[np.float32]
 
 
@@ -64,13 +62,14 @@ class Layer:
 
 
 def make_layers(
-    ops: CpuOps, model: Model, rows: kernels.KvRows, tokens_max: int, wanted_max: int
+    ops: Ops, model: Model, rows: kernels.KvRows, tokens_max: int, wanted_max: int
 ) -> dict[int, Layer]:
     """The layers of a lane by index; layers of equal specs share their buffers."""
     specs = {i: model.spec.layers[i] for i in model.layers}
     weights = model.weights.layer
     attention = {
         spec: AttentionBuffers(
+            ops,
             spec,
             [weights[i].mixer for i, layer in specs.items() if layer.mixer == spec],
             tokens_max,
@@ -80,7 +79,10 @@ def make_layers(
     }
     dense = {
         spec: DenseBuffers(
-            spec, [weights[i].ffn for i, layer in specs.items() if layer.ffn == spec], tokens_max
+            ops,
+            spec,
+            [weights[i].ffn for i, layer in specs.items() if layer.ffn == spec],
+            tokens_max,
         )
         for spec in {layer.ffn for layer in specs.values()}
     }
@@ -114,7 +116,7 @@ class Stepper:
 
     def __init__(
         self,
-        ops: CpuOps,
+        ops: Ops,
         model: Model,
         *,
         tokens_max: int,
@@ -125,20 +127,20 @@ class Stepper:
         self.ops = ops
         self.model = model
         self.logits_max = logits_max or entries_max
-        self.batch = kernels.Batch(tokens_max, entries_max, pages_max)
-        self._rows = kernels.KvRows(tokens_max, model.shape)
-        self._layers = make_layers(ops, model, self._rows, tokens_max, self.logits_max)
+        self.batch = ops.make_batch(tokens_max, entries_max, pages_max)
+        self.rows = ops.make_kv_rows(tokens_max, model.shape)
+        self._layers = make_layers(ops, model, self.rows, tokens_max, self.logits_max)
         n_embd, weights = model.spec.n_embd, model.weights
         keep_float = any(
             is_float(matrix)
             for w in weights.layer.values()
             for matrix in (*w.mixer.qkv, w.ffn.gate, w.ffn.up)
         )
-        self.hidden = kernels.Rows(tokens_max, n_embd)  # residual stream, a row per token
-        self._normed = kernels.Activations(tokens_max, n_embd, keep_float)
-        self._last = kernels.Rows(self.logits_max, n_embd)  # wanted rows of `hidden`
-        self._last_q8 = kernels.Activations(self.logits_max, n_embd, is_float(weights.head))
-        self.logits_rows = kernels.Rows(self.logits_max, model.spec.n_vocab)  # of logits()
+        self.hidden = ops.make_rows(tokens_max, n_embd)  # residual stream, a row per token
+        self._normed = ops.make_activations(tokens_max, n_embd, keep_float)
+        self._last = ops.make_rows(self.logits_max, n_embd)  # wanted rows of `hidden`
+        self._last_q8 = ops.make_activations(self.logits_max, n_embd, is_float(weights.head))
+        self.logits_rows = ops.make_rows(self.logits_max, model.spec.n_vocab)  # of logits()
         self._tokens: I32 = np.zeros(0, np.int32)
         self._ends: I32 = np.zeros(0, np.int32)
         self._attend: Attend | None = None
@@ -211,7 +213,7 @@ class Stepper:
 
     def row_digests(self, seeds: U64) -> U64:
         """Seeded digests of the page rows that this step wrote, one per token, after run()."""
-        return self.ops.step_digests(self._rows, seeds)
+        return self.ops.step_digests(self.rows, seeds)
 
     def take(self, wanted: I32) -> None:
         """Moves rows of the residual stream to where logits() reads them."""

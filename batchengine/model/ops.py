@@ -1,19 +1,105 @@
-"""The operations of a lane: the kernels bound to one thread pool."""
+"""The operations of a lane, and the buffers that they read and write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 import kernels
 
+I32 = NDArray[np.int32]
+U64 = NDArray[np.uint64]
+Weight = kernels.Matrix
+Bias = kernels.Vector | None
+
+
+class Ops(Protocol):
+    """The functions of `kernels` that a forward pass calls, on one device.
+
+    Their arguments are those of `kernels`, without the pool, and their results have the same bits.
+    Buffers are made by the Ops that uses them: on another device than the CPU, the class of that
+    device takes the place of the one that is named here, and only Ops look into it.
+    """
+
+    def make_rows(self, tokens_max: int, width: int) -> kernels.Rows: ...
+    def make_activations(
+        self, tokens_max: int, width: int, keep_float: bool
+    ) -> kernels.Activations: ...
+    def make_queries(self, tokens_max: int, n_head: int, head_dim: int) -> kernels.Queries: ...
+    def make_batch(self, tokens_max: int, entries_max: int, pages_max: int) -> kernels.Batch: ...
+    def make_kv_rows(self, tokens_max: int, shape: kernels.PageShape) -> kernels.KvRows: ...
+
+    def embed(self, matrix: Weight, tokens: I32, out: kernels.Rows) -> None: ...
+    def norm_quantise(
+        self, x: kernels.Rows, w: kernels.Vector, eps: float, tokens: int, out: kernels.Activations
+    ) -> None: ...
+    def quantise(self, x: kernels.Rows, tokens: int, out: kernels.Activations) -> None: ...
+    def linear(
+        self,
+        x: kernels.Activations,
+        matrices: list[Weight],
+        biases: list[Bias],
+        tokens: int,
+        out: kernels.Rows,
+    ) -> None: ...
+    def linear_add(
+        self, x: kernels.Activations, matrix: Weight, bias: Bias, tokens: int, out: kernels.Rows
+    ) -> None: ...
+    def linear_gated(
+        self,
+        x: kernels.Activations,
+        gate: Weight,
+        up: Weight,
+        gate_bias: Bias,
+        up_bias: Bias,
+        tokens: int,
+        out: kernels.Rows,
+    ) -> None: ...
+    def place_kv(
+        self,
+        qkv: kernels.Rows,
+        batch: kernels.Batch,
+        shape: kernels.PageShape,
+        layer: int,
+        n_head: int,
+        q_norm: kernels.Vector | None,
+        k_norm: kernels.Vector | None,
+        eps: float,
+        rope: kernels.RopeTable | None,
+        scale: float,
+        queries: kernels.Queries,
+        rows: kernels.KvRows | None = None,
+    ) -> None: ...
+    def attend(
+        self,
+        queries: kernels.Queries,
+        batch: kernels.Batch,
+        shape: kernels.PageShape,
+        layer: int,
+        out: kernels.Rows,
+    ) -> None: ...
+    def step_digests(self, rows: kernels.KvRows, seeds: U64) -> U64: ...
+    def take_rows(self, x: kernels.Rows, indices: I32, out: kernels.Rows) -> None: ...
+    def nonfinite_rows(self, x: kernels.Rows, tokens: int) -> list[int]: ...
+    def sample(
+        self, logits: kernels.Rows, rows: Sequence[kernels.SampleSpec]
+    ) -> list[kernels.Sampled]: ...
+
 
 class CpuOps:
-    """The kernels bound to one pinned thread pool; other kinds of lanes offer the same names."""
+    """`Ops` of the CPU: the kernels bound to one pinned thread pool."""
 
     def __init__(self, pool: kernels.Pool) -> None:
         self.pool = pool
+        self.make_rows = kernels.Rows
+        self.make_activations = kernels.Activations
+        self.make_queries = kernels.Queries
+        self.make_batch = kernels.Batch
+        self.make_kv_rows = kernels.KvRows
         self.embed = partial(kernels.embed, pool)
         self.norm_quantise = partial(kernels.norm_quantise, pool)
         self.quantise = partial(kernels.quantise, pool)

@@ -19,11 +19,10 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.step_input import I32Array
 from batchengine.model import Stepper
 from batchengine.wire import lane as wire
-from batchengine.wire.data import Hidden
+from batchengine.wire.data import WINDOW_PAGES, Hidden
 from batchengine.wire.frames import Payload
 
 F32 = npt.NDArray[np.float32]
-WAITING_BYTES_MAX = 64 << 20  # rows that have arrived and are not computed
 
 
 class StageEnded(Exception):
@@ -64,7 +63,6 @@ class StageLayers:
         self._page_bytes = self._layer_bytes * len(self._layers)
         self._n_embd = stepper.model.spec.n_embd
         self._rows: deque[F32] = deque()
-        self._waiting_bytes = 0
         try:
             self._memory = mmap.mmap(-1, self._page_bytes * (note.n_tokens // PAGE_TOKENS))
         except OSError as error:
@@ -86,9 +84,8 @@ class StageLayers:
             raise StageEnded(f"rows from {message.start} came by link {link}, not {self.arrived}")
         if not 1 <= n <= self.note.n_tokens - self.arrived or len(data) != 4 * n * self._n_embd:
             raise StageEnded(f"{n} rows in {len(data)} bytes")
-        self._waiting_bytes += len(data)
-        if self._waiting_bytes > WAITING_BYTES_MAX:
-            raise StageEnded(f"{self._waiting_bytes} bytes of rows wait")
+        if self.arrived + n - self.frontier > WINDOW_PAGES * PAGE_TOKENS:
+            raise StageEnded(f"{self.arrived + n - self.frontier} rows wait")
         self._rows.append(np.frombuffer(data, np.float32).reshape(n, self._n_embd))
         self.arrived += n
 
@@ -122,7 +119,6 @@ class StageLayers:
             into[at : at + n] = rows[:n]
             if n < len(rows):
                 self._rows.appendleft(rows[n:])
-            self._waiting_bytes -= rows[:n].nbytes
             at += n
 
     def tiles(self, page: int) -> Iterator[tuple[int, memoryview]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import kernels
-from batchengine.model.ops import CpuOps, is_float
+from batchengine.model.ops import Ops, is_float
 from batchengine.weights import AttentionSpec, AttentionWeights
 
 # Queries of a step, KV layer, and where its rows go: attention to pages that lie elsewhere too.
@@ -22,24 +22,25 @@ class AttentionBuffers:
 
     def __init__(
         self,
+        ops: Ops,
         spec: AttentionSpec,
         weights: Iterable[AttentionWeights],
         tokens_max: int,
         wanted_max: int,
     ) -> None:
         keep_float = any(is_float(w.output) for w in weights)
-        self.qkv = kernels.Rows(tokens_max, spec.q_rows + 2 * spec.kv_rows)
-        self.queries = kernels.Queries(tokens_max, spec.n_head, spec.head_dim)
-        self.mixed = kernels.Rows(tokens_max, spec.q_rows)
-        self.wanted = kernels.Rows(wanted_max, spec.q_rows)
-        self.mixed_q8 = kernels.Activations(tokens_max, spec.q_rows, keep_float)
+        self.qkv = ops.make_rows(tokens_max, spec.q_rows + 2 * spec.kv_rows)
+        self.queries = ops.make_queries(tokens_max, spec.n_head, spec.head_dim)
+        self.mixed = ops.make_rows(tokens_max, spec.q_rows)
+        self.wanted = ops.make_rows(wanted_max, spec.q_rows)
+        self.mixed_q8 = ops.make_activations(tokens_max, spec.q_rows, keep_float)
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     """One attention layer of a lane; kv_layer is its index among those that a page has rows of."""
 
-    ops: CpuOps
+    ops: Ops
     spec: AttentionSpec
     weights: AttentionWeights
     eps: float

@@ -6,24 +6,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import kernels
-from batchengine.model.ops import CpuOps, is_float
+from batchengine.model.ops import Ops, is_float
 from batchengine.weights import DenseSpec, DenseWeights
 
 
 class DenseBuffers:
     """Rows of one step, shared by the feed-forward parts of one spec."""
 
-    def __init__(self, spec: DenseSpec, weights: Iterable[DenseWeights], tokens_max: int) -> None:
+    def __init__(
+        self, ops: Ops, spec: DenseSpec, weights: Iterable[DenseWeights], tokens_max: int
+    ) -> None:
         keep_float = any(is_float(w.down) for w in weights)
-        self.gated = kernels.Rows(tokens_max, spec.n_ff)
-        self.gated_q8 = kernels.Activations(tokens_max, spec.n_ff, keep_float)
+        self.gated = ops.make_rows(tokens_max, spec.n_ff)
+        self.gated_q8 = ops.make_activations(tokens_max, spec.n_ff, keep_float)
 
 
 @dataclass(frozen=True, slots=True)
 class DenseFfn:
     """The feed-forward part of one layer of a lane."""
 
-    ops: CpuOps
+    ops: Ops
     weights: DenseWeights
     eps: float
     buffers: DenseBuffers

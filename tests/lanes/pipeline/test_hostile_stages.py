@@ -103,10 +103,10 @@ def test_what_does_not_fit_ends_one_pipeline_only(
 
 
 async def flood(scene: Scene, m: Peer, width: int) -> None:
-    """More rows than may wait."""
+    """More rows than may wait: those of 16 pages."""
     await open_stage(scene, 60)
-    n = 4096
-    for start in range(0, (66 << 20) // width, n):
+    n = PAGE_TOKENS
+    for start in range(0, 17 * PAGE_TOKENS, n):
         await m.send(Hidden(60, start, n), bytes(n * width))
     why = ""
     while not why:

@@ -1,0 +1,279 @@
+"""The arithmetic of a GPU lane: weights and copies of pages in the memory of a GPU.
+
+Host memory stays the truth. A step copies the pages that it needs to the GPU, unless they are
+there, computes, and copies its new rows back to the arena, where they are recorded as those of a
+CPU lane. No row is on the GPU only.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kernels
+from batchengine import errors
+from batchengine.core import PAGE_TOKENS
+from batchengine.lanes.device import LaneMemory, Report
+from batchengine.lanes.host_device import HostDevice, HostOutput, facts_of, load_model, sampled
+from batchengine.lanes.host_memory import HostMemory
+from batchengine.lanes.page_cache import PageCache
+from batchengine.lanes.step_input import I32Array, StepInput, StepOutput, U64Array
+from batchengine.model import CpuOps, Model, Ops, Stepper
+from batchengine.wire import lane as wire
+from batchengine.wire.lane import ARENA_BIT
+from kernels.cuda.compile import CompileError, cubins
+from kernels.cuda.driver import CudaGpu
+from kernels.cuda.gpu import Argument, Gpu, GpuFault
+from kernels.cuda.memory import KvRows, Rows
+from kernels.cuda.ops import CudaOps
+from kv_store.layout import PageLayout
+
+log = logging.getLogger("batchengine.worker")
+
+TEST_TOKENS = 17  # of the self-test: one more than the kernels for few tokens take
+SCRATCH_SHARE = 16  # of the memory: for the buffers of a step that grow with it
+
+CUBINS_DIR = "cuda"  # in the folder of packed weights
+
+OpenGpu = Callable[[wire.CudaResources, Path], Gpu]
+
+
+def open_gpu(resources: wire.CudaResources, cache_dir: Path) -> Gpu:
+    """The GPU of a lane, with its kernels compiled or from `cache_dir`. Raises GPU_UNUSABLE."""
+    try:
+        return CudaGpu(resources.index, lambda target: cubins(target, cache_dir / CUBINS_DIR))
+    except (GpuFault, CompileError, OSError) as error:
+        raise errors.GPU_UNUSABLE(index=resources.index, why=str(error)) from error
+
+
+class DeviceMemory(HostMemory):
+    """Host memory whose changes make copies of its pages invalid."""
+
+    def __init__(self, attach: wire.Attach, layout: PageLayout, cache: PageCache) -> None:
+        super().__init__(attach, layout)
+        self._cache = cache
+
+    def prepare(self, step: wire.Step, imported: Sequence[I32Array]) -> tuple[int, ...]:
+        """Do the chores before the computation; see LaneMemory."""
+        counts = super().prepare(step, imported)
+        changed = [
+            *step.poison,
+            *(slot.slot for slot in step.reserve),
+            *(rows.to.slot for rows in step.import_rows),
+        ]
+        self._cache.forget([ARENA_BIT | slot for slot in changed])
+        self._cache.forget(step.freed)
+        return counts
+
+    def finish(self, step: wire.Step) -> tuple[tuple[bytes, ...], tuple[bool, ...]]:
+        """Do the chores after the computation; see LaneMemory."""
+        self._cache.forget([ARENA_BIT | of.slot for of in step.digest if of.rows < PAGE_TOKENS])
+        return super().finish(step)
+
+
+class CudaDevice(HostDevice):
+    """A whole model on a GPU. The CPU samples, and hashes the rows that come back."""
+
+    def __init__(self, open_gpu: OpenGpu = open_gpu) -> None:
+        super().__init__()
+        self._open_gpu = open_gpu
+        self._pool: kernels.Pool | None = None
+        self._stepper: Stepper | None = None
+        self._cache: PageCache | None = None
+        self._on_host: kernels.Batch | None = None
+
+    def load(self, load: wire.Load, report: Report) -> wire.ModelFacts:
+        """Copy the weights to the GPU, and compare what it computes with the CPU."""
+        resources = load.device
+        if not isinstance(resources, wire.CudaResources):
+            raise RuntimeError("a GPU lane is loaded with the resources of another device")
+        started = time.perf_counter()
+        pool = self._pool = kernels.Pool(resources.threads, resources.cores, resources.spin_us)
+        model = load_model(load, pool, report, 0.6)
+        gpu = self._open_gpu(resources, Path(load.cache_dir))
+        context_pages = -(-load.context_tokens // PAGE_TOKENS)
+        pages_max = load.entries_max * (context_pages + 1)
+        limits = load.tokens_max, load.entries_max, pages_max
+        counted = _Counted(gpu)
+        try:
+            ops = _upload(counted, pool, model, load.context_tokens, report, started)
+            _self_test(ops, counted, model, pool)
+            self._stepper = _stepper(ops, model, *limits)
+        except MemoryError:
+            why = f"the weights and buffers need more than its {resources.vram_bytes >> 20} MiB"
+            raise errors.GPU_UNUSABLE(index=resources.index, why=why) from None
+        payload_bytes = model.shape.payload_bytes
+        room = resources.vram_bytes * (SCRATCH_SHARE - 1) // SCRATCH_SHARE - counted.used
+        if room < context_pages * payload_bytes:
+            why = f"{max(0, room) >> 20} MiB are left for KV, and one context has {context_pages}"
+            why += f" pages of {payload_bytes >> 10} KiB"
+            raise errors.GPU_UNUSABLE(index=resources.index, why=why)
+        self._cache = PageCache(gpu, payload_bytes, room // payload_bytes)
+        self._on_host = kernels.Batch(*limits)
+        detail = f"self-test ok, room for {self._cache.pages_max} pages"
+        report("gpu kernels", detail, 0.95, time.perf_counter() - started)
+        return facts_of(model, pool, f"cuda {resources.index}")
+
+    def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:
+        """Map the arena of this worker."""
+        if self._cache is None:
+            raise RuntimeError("attach before load")
+        self.memory = DeviceMemory(attach, layout, self._cache)
+        return self.memory
+
+    def run(self, batch: StepInput) -> StepOutput:
+        """Compute a step, in parts if the pages of all its entries do not fit in the memory."""
+        if self._cache is None:
+            raise RuntimeError("run before load")
+        while True:
+            try:
+                return self._run_parts(batch, self._cache.pages_max)
+            except MemoryError:
+                if not self._cache.shrink():
+                    raise
+                log.warning("no memory on the GPU: it holds %d pages now", self._cache.pages_max)
+
+    def _run_parts(self, batch: StepInput, pages_max: int) -> StepOutput:
+        rows: list[wire.SampledRow] = []
+        nonfinite: list[int] = []
+        for first, part in parts_of(batch, pages_max):
+            output = super().run(part)
+            rows += output.rows
+            nonfinite += [first + index for index in output.nonfinite]
+        return StepOutput(tuple(rows), tuple(nonfinite))
+
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
+        """Run one forward pass on the GPU, and copy its rows to the pages of the host."""
+        stepper, cache, pool, on_host = self._stepper, self._cache, self._pool, self._on_host
+        if stepper is None or cache is None or pool is None or on_host is None:
+            raise RuntimeError("compute before load")
+        ends = np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1)
+        wanting = [i for i, entry in enumerate(batch.entries) if entry.sampling is not None]
+        stepper.set(batch.tokens, batch.shape, cache.addresses(batch.codes, addresses))
+        nonfinite = stepper.run(ends[wanting])
+        rows, nonfinite = sampled(stepper, batch, wanting, nonfinite)
+        digests = stepper.row_digests(seeds)
+        on_host.set(batch.tokens, batch.shape, addresses)
+        kernels.store_rows(pool, cast(KvRows, stepper.rows).host, on_host)
+        return HostOutput(tuple(rows), tuple(nonfinite), digests)
+
+    def close(self) -> None:
+        """End the pool's threads."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+class _Counted(Gpu):
+    """A GPU whose allocations are counted in `used`."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self._sizes = gpu, dict[int, int]()
+        self.used = 0
+
+    def allocate(self, n_bytes: int) -> int:
+        address = self._gpu.allocate(n_bytes)
+        self._sizes[address] = n_bytes
+        self.used += n_bytes
+        return address
+
+    def free(self, address: int) -> None:
+        self.used -= self._sizes.pop(address)
+        self._gpu.free(address)
+
+    def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
+        self._gpu.copy_in(address, array)
+
+    def copy_out(self, address: int, array: NDArray[np.generic]) -> None:
+        self._gpu.copy_out(address, array)
+
+    def launch(
+        self,
+        kernel: str,
+        blocks: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+    ) -> None:
+        self._gpu.launch(kernel, blocks, threads, arguments)
+
+
+def parts_of(batch: StepInput, pages_max: int) -> Iterator[tuple[int, StepInput]]:
+    """The step as steps of up to `pages_max` different pages, or of one entry; and where each
+    begins."""
+    counts, pages = batch.shape[:, 0], batch.shape[:, 2]
+    if len(batch.codes) <= pages_max:
+        yield 0, batch
+        return
+    first_token, first_page = np.cumsum(counts) - counts, np.cumsum(pages) - pages
+    first, held = 0, set[int]()
+    for index in range(len(batch.entries) + 1):
+        if index < len(batch.entries):
+            at = first_page[index]
+            own = set(batch.codes[at : at + pages[index]].tolist())
+            if index == first or len(held | own) <= pages_max:
+                held |= own
+                continue
+        else:
+            own = set[int]()
+        token, page = first_token[first], first_page[first]
+        end_token, end_page = token + counts[first:index].sum(), page + pages[first:index].sum()
+        yield (
+            first,
+            replace(
+                batch,
+                entries=batch.entries[first:index],
+                shape=batch.shape[first:index],
+                tokens=batch.tokens[token:end_token],
+                codes=batch.codes[page:end_page],
+                histories=batch.histories[first:index],
+            ),
+        )
+        first, held = index, own
+
+
+def _stepper(ops: Any, model: Model, tokens: int, entries: int, pages: int) -> Stepper:
+    return Stepper(cast(Ops, ops), model, tokens_max=tokens, entries_max=entries, pages_max=pages)
+
+
+def _upload(
+    gpu: Gpu, pool: kernels.Pool, model: Model, positions: int, report: Report, started: float
+) -> CudaOps:
+    """The kernels with the weights of a model. Raises MemoryError."""
+    ops = CudaOps(gpu, pool)
+    tensors = model.weights.tensors()
+    for index, tensor in enumerate(tensors):
+        ops.upload(tensor)
+        progress = 0.6 + 0.3 * index / len(tensors)
+        report("upload weights", "", progress, time.perf_counter() - started)
+    ops.upload_rope(model.rope, positions)
+    return ops
+
+
+def _self_test(ops: CudaOps, gpu: Gpu, model: Model, pool: kernels.Pool) -> None:
+    """Raise ARITHMETIC_WRONG unless the GPU gives the bits of the CPU for two small steps."""
+    page = gpu.allocate(model.shape.payload_bytes)
+    gpu.copy_in(page, np.zeros(model.shape.payload_bytes, np.uint8))
+    on_host = mmap.mmap(-1, model.shape.payload_bytes)
+    on_gpu = _stepper(ops, model, TEST_TOKENS, 1, 1)
+    on_cpu = _stepper(CpuOps(pool), model, TEST_TOKENS, 1, 1)
+    rng = np.random.default_rng(1)
+    start = 0
+    for n in (TEST_TOKENS, 1):
+        tokens = rng.integers(0, model.spec.n_vocab, n).astype(np.int32)
+        seeds, entry = np.arange(n, dtype=np.uint64), np.array([[n, start, 1]], np.int32)
+        for stepper, address in ((on_gpu, page), (on_cpu, kernels.address_of(on_host))):
+            stepper.set(tokens, entry, np.array([address], np.uint64))
+            stepper.run(np.array([n - 1], np.int32))
+        got = ops.read_rows(cast(Rows, on_gpu.logits(1)), 1)
+        same = got.tobytes() == on_cpu.logits(1).view(1).tobytes()
+        if not (same and np.array_equal(on_gpu.row_digests(seeds), on_cpu.row_digests(seeds))):
+            raise errors.GPU_DISAGREES(tokens=n)
+        start += n
+    gpu.free(page)

@@ -1,0 +1,147 @@
+"""A lane on an emulated GPU beside a CPU lane: tokens, pages and records of the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from batchengine.config import LaneConfig
+from bench.simt.emulator import COMPILER, ROOT, compile_kernels
+from tests.lanes.emulated_worker import ABSENT, FULL, GOOD, LOSSY, WRONG
+from tests.support.engines import (
+    Reference,
+    Site,
+    WatchedEngine,
+    read,
+    request,
+    running_engine,
+    started,
+    until,
+    words,
+)
+
+EMULATED = (sys.executable, "-m", "tests.lanes.emulated_worker")
+MIB = 1 << 20
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    """The emulator's library is there before a worker has a deadline."""
+    compile_kernels(ROOT / "build/simt", is_checked=False)
+
+
+@asynccontextmanager
+async def gpu_engine(
+    site: Site, device: int = GOOD, vram_bytes: int = 64 * MIB, *, context: int = 2048
+) -> AsyncIterator[WatchedEngine]:
+    """An engine with the lanes `cpu` and `gpu`; sessions move on request only."""
+    lanes = (
+        LaneConfig(name="cpu", threads=1, tier="bulk"),
+        LaneConfig(
+            name="gpu", kind="cuda", threads=1, tier="fast", device=device, vram_bytes=vram_bytes
+        ),
+    )
+    async with running_engine(
+        site, EMULATED, lanes, router__promote_auto=False, limits__context_tokens=context
+    ) as engine:
+        yield engine
+
+
+def gpu_state(engine: WatchedEngine) -> str:
+    return str(engine.lanes()[1]["state"])
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """As `until`, for what waits for an emulated GPU."""
+    async with asyncio.timeout(110):
+        while not condition():  # noqa: ASYNC110  the engine has no event for every fact
+            await asyncio.sleep(0.01)
+
+
+async def moved(engine: WatchedEngine, session: str, to: str) -> None:
+    report = await engine.promote("", session, to=to)
+    assert report["result"] == "moved", report
+
+
+async def prepared(engine: WatchedEngine, prompts: list[list[int]]) -> list[list[int]]:
+    """Sessions s0, s1, ... with the KV of prompts, on the GPU; returns the prompts to continue."""
+    longer: list[list[int]] = []
+    for i, prompt in enumerate(prompts):
+        answer = await read(engine.submit(request(prompt, 1, session=f"s{i}")))
+        longer.append([*prompt, *answer.tokens, 7])
+    await eventually(lambda: gpu_state(engine) == "ready")
+    for i in range(len(prompts)):
+        await moved(engine, f"s{i}", "gpu")
+    return longer
+
+
+async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Reference) -> None:
+    async with gpu_engine(site) as engine:
+        (prompt,) = await prepared(engine, [words(1, 250)])
+        generation, reader = await started(engine, request(prompt, 1500, session="s0"), 2)
+        for lane in ("cpu", "gpu", "cpu"):
+            await moved(engine, "s0", lane)
+            n = generation.completion_tokens
+            await eventually(lambda n=n: generation.completion_tokens > n + 2)
+        generation.cancel()
+        answer = await reader
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
+
+
+async def test_a_page_of_the_gpu_is_the_page_of_the_cpu(site: Site) -> None:
+    """Both lanes compute a prompt; the store compares what the second one seals with the first."""
+    prompt = words(2, 270)
+    digests: list[dict[bytes, bytes]] = []
+    for lane in ("cpu", "gpu"):
+        async with gpu_engine(site.at(lane)) as engine:
+            await eventually(lambda: gpu_state(engine) == "ready")
+            await read(engine.submit(request([5], 1, session="s")))
+            if lane == "gpu":
+                await moved(engine, "s", lane)
+            await read(engine.submit(request(prompt, 2, session="s")))
+            await until(lambda: engine.stats()["pages_sealed"] >= 1)
+            index = engine.running.store.pages.index
+            digests.append({page.key: page.digest for page in index if page.key})
+    assert digests[0] == digests[1] != {}
+
+
+async def test_sessions_that_do_not_fit_the_gpu_together_take_turns(
+    site: Site, reference: Reference
+) -> None:
+    """Steps are computed in parts, and pages give way to others, when memory is refused too."""
+    prompts = [words(3 + i, 600) for i in range(3)]
+    async with gpu_engine(site, FULL, 24 * MIB, context=1024) as engine:
+        longer = await prepared(engine, prompts)
+        asked = [request(p, 4, session=f"s{i}") for i, p in enumerate(longer)]
+        answers = await asyncio.gather(*(read(engine.submit(one)) for one in asked))
+        for prompt, answer in zip(longer, answers, strict=True):
+            assert answer.error is None
+            assert answer.tokens == reference.tokens(prompt, 4)
+        assert engine.lanes()[1]["incarnation"] == 1
+
+
+async def test_a_gpu_that_fails_is_started_again(site: Site, reference: Reference) -> None:
+    """No session is suspected of it."""
+    async with gpu_engine(site, LOSSY) as engine:
+        (prompt,) = await prepared(engine, [words(7, 40)])
+        answer = await read(engine.submit(request(prompt, 60, session="s0")))
+        assert answer.tokens == reference.tokens(prompt, 60)
+        assert int(str(engine.lanes()[1]["incarnation"])) > 1
+
+
+@pytest.mark.parametrize("device", [ABSENT, WRONG])
+async def test_without_a_gpu_the_cpu_serves_and_health_says_why(
+    site: Site, reference: Reference, device: int
+) -> None:
+    prompt = words(8, 40)
+    async with gpu_engine(site, device) as engine:
+        answer = await read(engine.submit(request(prompt, 5)))
+        assert answer.tokens == reference.tokens(prompt, 5)
+        await eventually(lambda: engine.lanes()[1]["why"] != "")
+        assert engine.phase == "degraded"

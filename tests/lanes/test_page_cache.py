@@ -1,0 +1,132 @@
+"""A GPU lane without a GPU: its page cache, a step in parts, and a device that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kernels
+from batchengine import errors
+from batchengine.core import BatchEngineError
+from batchengine.lanes.cuda import open_gpu, parts_of
+from batchengine.lanes.page_cache import PageCache
+from batchengine.lanes.step_input import StepInput
+from batchengine.wire import lane as wire
+from kernels.cuda.gpu import Argument, Gpu
+
+BYTES = 64
+
+
+class FakeGpu(Gpu):
+    """Arrays by address; room for so many pages."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages, self.made = pages, 0
+        self.held: dict[int, np.ndarray[Any, Any]] = {}
+
+    def allocate(self, n_bytes: int) -> int:
+        if len(self.held) == self.pages:
+            raise MemoryError
+        self.made += 1
+        self.held[256 * self.made] = np.zeros(n_bytes, np.uint8)
+        return 256 * self.made
+
+    def free(self, address: int) -> None:
+        del self.held[address]
+
+    def copy_in(self, address: int, array: np.ndarray[Any, Any]) -> None:
+        self.held[address][:] = array
+
+    def copy_out(self, address: int, array: np.ndarray[Any, Any]) -> None:
+        array[:] = self.held[address]
+
+    def launch(
+        self,
+        kernel: str,
+        blocks: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+    ) -> None:
+        raise AssertionError
+
+
+class Scene:
+    """Host pages of values 0, 1, ... with codes 10, 11, ..., and a cache of them."""
+
+    def __init__(self, pages_max: int, fit: int = 100) -> None:
+        self.host = np.arange(8, dtype=np.uint8).repeat(BYTES).reshape(8, BYTES).copy()
+        self.gpu = FakeGpu(fit)
+        self.cache = PageCache(self.gpu, BYTES, pages_max)
+
+    def use(self, *pages: int) -> list[int]:
+        """Values of the copies that a step of these pages sees."""
+        base = kernels.address_of(self.host.data)
+        codes = np.array([10 + page for page in pages], np.uint64)
+        at = np.array([base + BYTES * page for page in pages], np.uint64)
+        return [int(self.gpu.held[int(a)][-1]) for a in self.cache.addresses(codes, at)]
+
+
+def test_a_page_is_copied_once_until_it_is_freed() -> None:
+    scene = Scene(4)
+    assert scene.use(0, 1, 0) == [0, 1, 0]
+    scene.host[0] = 77
+    assert scene.use(0, 1) == [0, 1]
+    assert scene.cache.copied == 2
+    scene.cache.forget([10, 999])
+    assert scene.use(0, 1) == [77, 1]
+    assert (scene.cache.copied, scene.gpu.made) == (3, 2)
+
+
+def test_the_least_recently_used_page_gives_way_never_one_of_the_step() -> None:
+    scene = Scene(3)
+    scene.use(0, 1, 2)
+    scene.use(0)
+    assert scene.use(3, 2, 0) == [3, 2, 0]  # for page 1
+    assert scene.cache.copied == 4
+    scene.use(0)
+    assert scene.cache.copied == 4
+    with pytest.raises(MemoryError):
+        scene.use(4, 5, 6, 7)
+
+
+def test_a_cache_that_does_not_fit_becomes_smaller() -> None:
+    scene = Scene(100, fit=4)
+    assert scene.use(0, 1, 2, 3) == [0, 1, 2, 3]
+    assert scene.use(4, 1) == [4, 1]
+    with pytest.raises(MemoryError):
+        scene.use(0, 1, 2, 3, 4)
+    assert scene.cache.shrink()
+    assert (scene.cache.pages_max, scene.gpu.held) == (3, {})
+    assert not scene.cache.shrink()
+    assert scene.use(0, 1, 2) == [0, 1, 2]
+
+
+def step_of(*entries: tuple[int, list[int]]) -> StepInput:
+    """Entries of (tokens, codes)."""
+    shape = np.array([[n, 0, len(codes)] for n, codes in entries], np.int32)
+    made = tuple(wire.Entry(i, 1, 0, n, len(codes), None) for i, (n, codes) in enumerate(entries))
+    tokens = np.arange(int(shape[:, 0].sum()), dtype=np.int32)
+    codes = np.array([code for _, codes in entries for code in codes], np.uint64)
+    return StepInput(made, shape, tokens, codes, [None] * len(made), [])
+
+
+def test_a_step_is_divided_between_entries() -> None:
+    step = step_of((1, [1, 2]), (2, [1, 3]), (1, [4]), (3, [5, 6, 7, 8]), (1, [9]))
+    parts = list(parts_of(step, 3))
+    assert [first for first, _ in parts] == [0, 2, 3, 4]
+    assert [len(part.entries) for _, part in parts] == [2, 1, 1, 1]
+    assert [part.codes.tolist() for _, part in parts] == [[1, 2, 1, 3], [4], [5, 6, 7, 8], [9]]
+    assert [part.tokens.tolist() for _, part in parts] == [[0, 1, 2], [3], [4, 5, 6], [7]]
+    assert [len(part.histories) for _, part in parts] == [2, 1, 1, 1]
+    assert [first for first, _ in parts_of(step, 10)] == [0]
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(BatchEngineError, match="GPU 63 cannot be used") as refusal:
+        open_gpu(wire.CudaResources(63, 1 << 30, 1, (), 0), tmp_path)
+    assert refusal.value.code == errors.GPU_UNUSABLE.code
+    assert refusal.value.why

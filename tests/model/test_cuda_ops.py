@@ -1,0 +1,98 @@
+"""The forward pass over an emulated GPU: the bits of the CPU, for logits, rows and pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+import kernels
+from batchengine.model import Ops, Stepper
+from bench.models.local_runner import LocalRunner, LocalSequence
+from bench.models.synthetic import write_synthetic
+from bench.models.tensors import aligned
+from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
+from kernels.cuda import memory
+from kernels.cuda.ops import CudaOps
+from tests.model.test_model import MIXED
+
+SHAPE = replace(MIXED, n_layer=2, bias=0.3)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Emulator:
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    return Emulator(compile_kernels(ROOT / "build/simt", is_checked=False))
+
+
+class OnDevice:
+    """The model of a runner on an emulated GPU, with pages there and a copy of them on the host."""
+
+    def __init__(self, gpu: Emulator, runner: LocalRunner) -> None:
+        self.gpu, self.model = gpu, runner.model
+        self.pool = runner.pool
+        weights = self.model.weights
+        self.ops = CudaOps(gpu, self.pool)
+        for weight in weights.tensors():
+            self.ops.upload(weight)
+        self.ops.upload_rope(self.model.rope, 2048)
+        ops = cast(Ops, self.ops)
+        self.stepper = Stepper(ops, self.model, tokens_max=80, entries_max=4, pages_max=64)
+        self.host_batch = kernels.Batch(80, 4, 64)
+
+    def page(self, value: int) -> tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]:
+        """A page of the GPU, and one of the host."""
+        n_bytes = self.model.shape.payload_bytes
+        address = self.gpu.allocate(n_bytes)
+        self.gpu.copy_in(address, np.full(n_bytes, value, np.uint8))
+        own = aligned(n_bytes)
+        own[:] = 0
+        return address, own
+
+
+@pytest.mark.parametrize("accumulator_bytes", [memory.ACCUMULATOR_BYTES, 1])
+def test_a_step_gives_the_bits_of_the_cpu(
+    gpu: Emulator,
+    tmp_path: Path,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    accumulator_bytes: int,
+) -> None:
+    monkeypatch.setattr(memory, "ACCUMULATOR_BYTES", accumulator_bytes)  # 1: a launch a tile
+    path = tmp_path / "model.gguf"
+    write_synthetic(path, SHAPE)
+    rng = np.random.default_rng(5)
+    with LocalRunner(path, cache_dir=cache_dir, tokens_max=80, entries_max=4) as runner:
+        device = OnDevice(gpu, runner)
+        lanes = [LocalSequence(), LocalSequence()]
+        pages = [[device.page(255), device.page(255)] for _ in lanes]
+        for counts in ((60, 3), (19, 1), (1, 1)):
+            new = [rng.integers(0, SHAPE.n_vocab, n).tolist() for n in counts]
+            starts = [lane.frontier for lane in lanes]
+            want = runner.step(list(zip(lanes, new, strict=True))).copy()
+            table = np.array(
+                [(n, start, 2) for n, start in zip(counts, starts, strict=True)], np.int32
+            )
+            tokens = np.concatenate(new).astype(np.int32)
+            on_gpu = np.array([address for own in pages for address, _ in own], np.uint64)
+            device.stepper.set(tokens, table, on_gpu)
+            ends = np.cumsum(table[:, 0], dtype=np.int32) - np.int32(1)
+            assert device.stepper.run(ends) == []
+            rows: Any = device.stepper.logits(2)
+            got = np.empty((2, SHAPE.n_vocab), np.float32)
+            gpu.copy_out(rows.address, got)
+            assert got.tobytes() == want.tobytes()
+            seeds = np.arange(len(tokens), dtype=np.uint64)
+            assert np.array_equal(
+                device.stepper.row_digests(seeds), runner.stepper.row_digests(seeds)
+            )
+            host = [kernels.address_of(page) for own in pages for _, page in own]
+            device.host_batch.set(tokens, table, np.array(host, np.uint64))
+            kept: Any = device.stepper.rows
+            kernels.store_rows(device.pool, kept.host, device.host_batch)
+        for lane, own in zip(lanes, pages, strict=True):
+            assert own[0][1].tobytes() == runner.page(lane, 0)
