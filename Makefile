@@ -7,7 +7,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 # llama.cpp is compiled for its tokenizer and as the peer of tests and benches; its tools are not needed.
 LLAMA_ARGS := -DLLAVA_BUILD=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
 SANITIZE_ENV = PYTHONPATH=$(CURDIR)/build/sanitize LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
-LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; d = p["dependencies"] + p["optional-dependencies"]["dev"]; print("\n".join(x for x in d if x.startswith("llama") == (sys.argv[1] == "llama")))'
+LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; x = p["optional-dependencies"]; d = p["dependencies"] + x["cuda"] + x["dev"]; print("\n".join(x for x in d if x.startswith("llama") == (sys.argv[1] == "llama")))'
 CMAKE := .venv/bin/cmake -S kernels -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DCMAKE_BUILD_TYPE=Release
 NATIVE := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 
@@ -61,7 +61,7 @@ check-arm: native
 	$(PY) -m tools.check_arm
 
 demo: native
-	$(PY) -m service.cli.demo
+	$(PY) -m service.cli.local.demo
 
 test: native
 	$(PY) -m pytest -q
@@ -84,7 +84,7 @@ soak: native
 	$(PY) -m tests.simulation --seeds 5000 --start 1000
 	$(PY) -m tests.simulation --linked --seeds 3000 --start 1000
 	$(PY) -m pytest -q --hypothesis-profile soak --timeout 3600 $(RANDOM_TESTS)
-	$(PY) -m pytest -q -m slow --timeout 3600 tests/engine/linked tests/bench
+	$(PY) -m pytest -q -m slow --timeout 3600 tests/engine/linked tests/bench tests/kernels/cuda
 	$(PY) -m bench attack
 	$(PY) -m bench rolling --rounds 10
 

@@ -462,6 +462,15 @@ LINK_FILES = Problem("BE2208", Kind.INTERNAL, "peers_config",
     "the certificate of the data links cannot be used",
     "{why}",
     "check the files of [peers], or make new ones with `batchengine peers init`")
+GPU_UNUSABLE = Problem("BE2209", Kind.INTERNAL, "gpu_unusable",
+    "GPU {index} cannot be used", "{why}",
+    "check the driver and [[lane]] device and vram_bytes, or remove the lane of kind cuda")
+GPU_DISAGREES = Problem("BE2210", Kind.INTERNAL, _DEFECT,
+    "the GPU computes other numbers than the CPU",
+    "a step of {tokens} tokens differs",
+    "remove the lane of kind cuda; check the GPU and its driver")
+GPU_FAILED = Problem("BE2211", Kind.INTERNAL, "gpu_failed", "a GPU failed", "{why}",
+    "look into the kernel's log; the lane starts again with a new process")
 WORKER_FAILED = Problem("BE2299", Kind.INTERNAL, _DEFECT, "the worker failed", "{defect}")
 
 # -------------------------------------------------------------------------------- 23: computation

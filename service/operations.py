@@ -177,7 +177,8 @@ async def _undecided(engine: EngineApi, subject: Subject) -> Facts:
 # ------------------------------------------------------------------------------------ the table
 
 LANE = Argument(
-    "to", "to", "--to", "The lane, or a peer; without it the best lane for the purpose.", "lane",
+    "to", "to", "--to",
+    "The lane, or a peer, which computes a turn that has begun; without it the best one.", "lane",
     "leave --to out for the best one, or name one that `batchengine ps` shows",
 )  # fmt: skip
 TOOL_CALL = Argument(

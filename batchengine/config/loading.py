@@ -175,8 +175,20 @@ def _check_together(source: Source, config: Config) -> None:
                 f"entries_max = {lane.entries_max} decodes",
                 fix=f"at least {floor}",
             )
+        if lane.kind == "cuda" and not lane.vram_bytes:
+            raise source.contradiction(
+                f"lane.{index}.vram_bytes",
+                "is needed for a lane of kind cuda",
+                fix="how much memory of the GPU the lane may take",
+            )
         if len(set(lane.cores)) != len(lane.cores):
             raise source.contradiction(f"lane.{index}.cores", "names a core twice")
+    if config.peers.listen and config.lanes[0].kind == "cuda":
+        raise source.contradiction(
+            "lane.0.kind",
+            "= cuda, and the first lane is the one that links to other daemons",
+            fix="put a CPU lane first",
+        )
     names = [lane.name for lane in config.lanes if lane.name]
     if len(set(names)) != len(names):
         raise source.contradiction("lane", "has two entries of the same name")
@@ -312,6 +324,13 @@ def _derive_lanes(
 ) -> tuple[LaneConfig, ...]:
     """Names, tiers and cores of lanes that left them open."""
     derived: list[LaneConfig] = []
+    # A GPU lane needs the processor for samples and hashes only.
+    lanes = tuple(
+        dataclasses.replace(lane, threads=lane.threads or len(lane.cores) or 1)
+        if lane.kind == "cuda"
+        else lane
+        for lane in lanes
+    )
     names = {lane.name for lane in lanes if lane.name}
     cores_of = _share_cores(lanes, machine.cores)
     for index, lane in enumerate(lanes):

@@ -71,10 +71,15 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class LaneConfig:
-    """[[lane]]: one compute resource. 0 or () = derived from the machine."""
+    """[[lane]]: one compute resource. 0 or () = derived from the machine.
+
+    device, vram_bytes: of a lane of kind cuda, its GPU's index and what it takes of its memory.
+    """
 
     name: str = ""
-    kind: str = field(default="cpu", metadata=_one_of("cpu"))
+    kind: str = field(default="cpu", metadata=_one_of("cpu", "cuda"))
+    device: int = field(default=0, metadata=_within(0, 63))
+    vram_bytes: int = field(default=0, metadata=_within(0, 1 << 50))
     threads: int = field(default=0, metadata=_within(0, 1024))
     cores: tuple[int, ...] = ()
     entries_max: int = field(default=64, metadata=_within(1, 1024))

@@ -107,7 +107,7 @@ class LaneFactory:
     async def lane(
         self, lane: Lane, config: LaneConfig, disputes: Disputes | None = None
     ) -> LaneLoop:
-        """Return the loop of a lane whose worker has loaded, with a new arena attached."""
+        """Return the loop of a lane, with a new arena attached if its worker has loaded."""
         info = self.info
         loop = LaneLoop(
             lane,
@@ -122,13 +122,16 @@ class LaneFactory:
             cost=cost.prior_cost(info.file_bytes, info.n_params, config.threads),
             weights={key.name: key.weight for key in self.launch.config.auth},
         )
-        await self.supervisor.attach(lane, config, loop.kv)
+        if lane.alive:
+            await self.supervisor.attach(lane, config, loop.kv)
         return loop
 
     @contextlib.asynccontextmanager
     async def fresh_worker(self) -> AsyncGenerator[LaneLoop]:
         """Start a lane with a new worker that serves no request: one more vote in an audit."""
-        config = dataclasses.replace(self.launch.config.lanes[0], name=FRESH, places=FRESH_SLOTS)
+        config = dataclasses.replace(
+            self.launch.config.lanes[0], name=FRESH, kind="cpu", places=FRESH_SLOTS
+        )
         lane = Lane(FRESH, command=self.launch.command)
         try:
             await self.loader.load(lane, config)
@@ -300,12 +303,17 @@ async def _load(
     loader: ModelLoader,
     undo: contextlib.AsyncExitStack,
 ) -> tuple[TextFrontend, wire.ModelFacts]:
-    """Load the tokenizer while the workers load one by one; report the first worker's stages."""
+    """Load the tokenizer while the workers load one by one; report the first worker's stages.
+
+    Lanes on GPUs but the first lane load later, as restarts: the daemon serves before.
+    """
     config, started = launch.config, time.monotonic()
     opening = asyncio.ensure_future(TextFrontend.open(config.model.path, reader=launch.reader))
     facts: list[wire.ModelFacts] = []
     try:
         for index, (lane, lane_config) in enumerate(zip(lanes, config.lanes, strict=True)):
+            if index and lane_config.kind == "cuda":
+                continue
             undo.push_async_callback(lane.close)
             report = functools.partial(_report_loading, launch, index)
             try:

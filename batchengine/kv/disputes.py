@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from batchengine.kv.slots import Seal
 from kv_store.store import Store
@@ -23,7 +23,8 @@ class Disputes:
         self.audits = 0  # number of audits; each invalidates all open rows
         self.disputed: deque[Seal] = deque()
         self.has_disputed = asyncio.Event()
-        self.watchers: list[Callable[[set[bytes]], None]] = []  # get the keys of invalid pages
+        self.watchers: list[Callable[[set[bytes]], None]] = []  # get the keys of wrong pages
+        self.lost: list[Callable[[Sequence[bytes]], None]] = []  # get those of all invalid pages
 
     def __repr__(self) -> str:
         return f"<Disputes disputed={len(self.disputed)} audits={self.audits}>"
@@ -51,7 +52,7 @@ class Disputes:
         for watcher in self.watchers:
             watcher(wrong)
 
-    def invalidate_descendants(self, keys: Iterable[bytes]) -> None:
+    def invalidate_descendants(self, keys: Sequence[bytes]) -> None:
         """Invalidate what this run computed from these pages, which the store does not serve now.
 
         Pages of earlier runs stay: their bytes were checked. Without the lost page the chain is
@@ -61,6 +62,8 @@ class Disputes:
         after = self._with_descendants(lost) - lost
         self._drop_seals(after)
         self._store.pages.invalidate(*self._store.pages.of_this_run(after))
+        for watcher in self.lost:
+            watcher(keys)
 
     def _with_descendants(self, keys: set[bytes]) -> set[bytes]:
         """Return `keys` and the keys of all descendants, resident or being sealed."""

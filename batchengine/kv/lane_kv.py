@@ -20,7 +20,7 @@ from batchengine.kv.invalidation import Invalidation
 from batchengine.kv.prefix import PrefixMatcher
 from batchengine.kv.sealing import SealPipeline
 from batchengine.kv.slots import Labels, Seal, Slots
-from batchengine.kv.touching import PageTouches
+from batchengine.kv.touching import FreedPages, PageTouches
 from batchengine.session import Session
 from batchengine.wire import lane as wire
 from kv_store.store import Store
@@ -34,6 +34,7 @@ class Chores(NamedTuple):
     import_tokens: bytes
     touch: tuple[int, ...]
     digest: tuple[wire.Digest, ...]
+    freed: tuple[int, ...]
     row_imports: list[RowImport]  # of each `import_rows`
     touches: list[asyncio.Future[None]]  # that resolve after the frame
     digests: list[DueDigest]  # of each `digest`
@@ -43,7 +44,7 @@ class LaneKv:
     """The parts of one lane's KV. Each part depends only on parts created before it.
 
     `wake` is called from any thread when the lane's loop has something to do; `commit` when a
-    manifest row waits for a commit.
+    manifest row waits for a commit. `kind` is the lane's: a GPU has copies of sealed pages.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LaneKv:
         disputes: Disputes,
         wake: Callable[[], None],
         commit: Callable[[], None],
+        kind: str = "cpu",
     ) -> None:
         self.disputes = disputes
         self.arenas = DeadArenas()
@@ -63,6 +65,9 @@ class LaneKv:
         self.invalidation = Invalidation(store, self.slots, self.held, self.sealing, disputes)
         self.importing = RowImporter(store, self.slots, self.sealing.digests, self.arenas, wake)
         self.touches = PageTouches(store.pages.layout.page_bytes, wake)
+        self._freed = FreedPages()
+        if kind == "cuda":
+            store.pages.watch_freed(self._freed.add)
 
     def __repr__(self) -> str:
         return f"<LaneKv {self.slots!r} {self.sealing!r} {self.importing!r}>"
@@ -88,6 +93,7 @@ class LaneKv:
             tokens,
             tuple(touch),
             tuple([wire.Digest(slot.slot, rows) for _, _, rows, slot in digests]),
+            self._freed.take(),
             row_imports,
             touches,
             digests,

@@ -1,8 +1,9 @@
-"""Touching: a lane faults sealed pages in before a session migrates to it."""
+"""Sealed pages that a lane faults in before a session migrates to it, and copies that it drops."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -52,3 +53,23 @@ class PageTouches:
         """Resolve all queued touches, after the worker's exit."""
         queue, self._queue = self._queue, deque()
         self.touched([done for _, done in queue])
+
+
+class FreedPages:
+    """Codes of freed pages, for a lane with copies of pages: its next frame names them, before a
+    code names another page."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._codes = set[int]()
+
+    def add(self, code: int) -> None:
+        """Remember a code. Any thread."""
+        with self._lock:
+            self._codes.add(code)
+
+    def take(self) -> tuple[int, ...]:
+        """Take the codes for the next frame."""
+        with self._lock:
+            codes, self._codes = self._codes, set[int]()
+        return tuple(codes)

@@ -200,9 +200,9 @@ def plan(
     Any subset of `hosts` in any order may be the stages, if there are links between neighbours
     and from each to the owner; a plan of one stage is legal. For each subset and last stage the
     layers and the order minimise the longest work of a stage (`_Search`), then the least total
-    time decides. Any other pipeline of N stages and C chunks takes at least C / (C + 2N - 2) times
-    as long. Takes 5 to 50 ms for two to four hosts, and about three times as long with each
-    further one.
+    time decides. Any other pipeline of N stages whose chunks have 1/C of the tokens each takes at
+    least C / (C + 2N - 2) times as long. Takes 5 to 50 ms for two to four hosts, and about three
+    times as long with each further one.
     Raises ValueError for prompts without tokens.
     """
     if not prompts or min(prompt.n_tokens for prompt in prompts) < 1:

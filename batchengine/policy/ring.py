@@ -1,6 +1,6 @@
 """Ring decode: how long a token of a session takes whose KV lies on several daemons.
 
-Owns the closed form of one lap, and the ratio of computing to sending on a hop.
+Owns the closed form of one lap.
 
 In each layer the owner sends its queries along the route. A holder passes them on at once, attends
 to its own KV meanwhile, folds its partial results into the accumulators that come from the holder
@@ -19,7 +19,6 @@ tests/policy/test_ring.py compares it with a simulation of every message.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -121,18 +120,3 @@ def times(
         )
         ready_ms += sent_ms + onward.latency_ms
     return RingTimes(shape.layers * lap_ms, shape.layers * (lap_ms - own_ms))
-
-
-def margin(shape: RingShape, tokens: int, kv_token_ms: float, link: LinkSpeed) -> float:
-    """Return computing over sending of one unit on one hop; above 1 the link can be hidden.
-
-    Computing is the measured time of a head group, sending that of its query and its accumulators.
-    Independent of the batch.
-    """
-    unit_ms = tokens * kv_token_ms / (shape.layers * shape.kv_heads)
-    return unit_ms * link.bytes_per_ms / (shape.query_bytes + shape.accumulator_bytes)
-
-
-def break_even_tokens(shape: RingShape, kv_token_ms: float, link: LinkSpeed) -> int:
-    """Return the least number of tokens on one daemon for which `margin` is 1 or more."""
-    return math.ceil(1.0 / margin(shape, 1, kv_token_ms, link))

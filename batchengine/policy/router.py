@@ -44,9 +44,7 @@ With peers, the rules above have chosen the local strategy, and these compare it
     has KV already. This is independent of rules 8 and 9.
 11. Without ring and pipeline, a peer's lane is taken if the local strain is above 1 and that of the
     peer is less by `tolerance` * max(1, its own). The turn begins on the lane of rules 1 to 6: its
-    first token is computed there, and others until the peer has caught up. A session on a peer's
-    lane stays there while it is within the limit of rule 5, or moved less than `dwell_ms_min` ago
-    and is not urgent; this comes before rules 8 to 10.
+    first token is computed there, and others until the peer has caught up.
 
 More load of a peer never makes a strategy with it preferred: its predictions grow, and no rule
 reads its load otherwise.
@@ -106,7 +104,6 @@ class Reason(enum.StrEnum):
     FROM_RING = "latency-sensitive: from the ring to one lane"
     PIPELINE = "throughput-tolerant prompt that fills the pipeline"
     PEER_SPILL = "lanes here would break the promise: a peer's lane"
-    PEER_HOME = "its KV is on this peer"
 
 
 class RoutePolicy(msgspec.Struct, frozen=True, gc=False):
@@ -143,8 +140,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
 class RouteSession(msgspec.Struct, frozen=True, gc=False):
     """A session that has KV. `lane` holds its open page; sealed pages are shared by all lanes.
 
-    `lane` is a peer's name for a session that was last computed there. `held`: leading tokens that
-    peers hold; `gather_ms` is the time to bring these here (`layouts.gather_ms`).
+    `held`: leading tokens that peers hold; `gather_ms` is the time to bring these here
+    (`layouts.gather_ms`).
     """
 
     lane: str
@@ -436,7 +433,7 @@ class _Comparison:
         facts: LayoutFacts,
         local: Decision,
     ) -> None:
-        self._request, self._session, self._state, self._facts = request, session, state, facts
+        self._request, self._state, self._facts = request, state, facts
         self._policy, self._local = state.policy, local
         self._urgent = is_urgent(request, self._policy)
         self._tolerant = not self._urgent and request.rank > RANK_STANDARD
@@ -491,9 +488,8 @@ class _Comparison:
         best = min(able, key=lambda outlook: outlook.strain)
         if self._local.predicted is None:
             return (best,)
-        home = [one for one in able if one.why is Reason.PEER_HOME]
         here = [one for one in able if one.strategy != ON_PEER]  # the ring before the pipeline
-        return home or here or (best,)
+        return here or (best,)
 
     def _owner(self) -> LaneState | None:
         """Return the lane that would own a ring: the chosen one, or the idlest of those that the
@@ -573,17 +569,10 @@ class _Comparison:
 
     def _remote(self, peer: PeerState, here: Candidate | None) -> Outlook:
         """Rule 11."""
-        is_home = self._session is not None and self._session.lane == peer.name
 
         def rule(times: LayoutTimes, strain: float) -> Reason | Rejected:
             if here is None:
-                return Reason.PEER_HOME if is_home else Rejected.NOT_AVAILABLE
-            if is_home:
-                limit = self._limit(min(strain, here.strain))
-                if not self._urgent:
-                    limit = max(1.0, limit)
-                stays = self._dwells or strain <= limit
-                return Reason.PEER_HOME if stays else Rejected.SLOWER
+                return Rejected.NOT_AVAILABLE
             if here.strain <= 1.0:
                 return Rejected.KEPT
             if self._dwells:
@@ -591,14 +580,12 @@ class _Comparison:
             gains = self._limit(strain) < here.strain
             return Reason.PEER_SPILL if gains else Rejected.SLOWER
 
-        held, work = self._held, self._work
-        if is_home and self._session is not None:
-            held = ((peer.name, self._session.reused_tokens),)
-        elif here is not None:
+        work = self._work
+        if here is not None:
             frontier = self._request.prompt_tokens - 1
             work = work._replace(frontier=frontier, n_tokens=1)
-        times = layouts.on_peer(peer, self._facts, work, held)
-        if here is not None and not is_home and times.rejected is None:
+        times = layouts.on_peer(peer, self._facts, work, self._held)
+        if here is not None and times.rejected is None:
             times = _begun_here(times, here, work.tokens_out)
         return self._outlook(ON_PEER, times, rule)
 

@@ -72,6 +72,13 @@ class Weights:
     packed_bytes: int
     cache_path: Path
 
+    def tensors(self) -> list[kernels.Matrix | kernels.Vector]:
+        """Every tensor that a forward pass reads; a tied head is not repeated."""
+        ends = [self.embedding, self.output_norm, self.head_bias]
+        if self.head is not self.embedding:
+            ends.append(self.head)
+        return _tensors_of([*ends, *self.layer.values()])
+
     def __repr__(self) -> str:
         return (
             f"<Weights {self.spec.name} {self.fingerprint.hex()[:12]} layers={self.layers.start}.."
@@ -305,3 +312,17 @@ def _packed(plan: Any, file: cache.CacheFile) -> Any:
         return [_packed(part, file) for part in cast(list[Any], plan)]
     parts = {field.name: getattr(plan, field.name) for field in fields(plan)}
     return type(plan)(**{name: _packed(part, file) for name, part in parts.items()})
+
+
+def _tensors_of(group: Any) -> list[kernels.Matrix | kernels.Vector]:
+    """The tensors of a group of `_packed`, and of the groups in it."""
+    if isinstance(group, kernels.Matrix | kernels.Vector):
+        return [group]
+    if group is None:
+        return []
+    parts = (
+        cast(list[Any], group)
+        if isinstance(group, list)
+        else [getattr(group, field.name) for field in fields(group)]
+    )
+    return [tensor for part in parts for tensor in _tensors_of(part)]

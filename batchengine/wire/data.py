@@ -16,6 +16,8 @@ import msgspec
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
 VERSION = 2
+# Pages of a pipeline that are computed by some of its stages and not yet with its owner, at most.
+WINDOW_PAGES = 16
 
 
 class QueryEntry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):

@@ -17,7 +17,7 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 5
+VERSION = 6
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -33,6 +33,22 @@ class CpuResources(
     threads: int
     cores: tuple[int, ...]
     spin_us: int
+
+
+class CudaResources(
+    msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, tag="cuda"
+):
+    """A GPU as a lane's device: its index, and how much of its memory the lane may take. What the
+    processor does for it has `threads`, as those of CpuResources."""
+
+    index: int
+    vram_bytes: int
+    threads: int
+    cores: tuple[int, ...]
+    spin_us: int
+
+
+Resources = CpuResources | CudaResources
 
 
 class LinkIdentity(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -55,7 +71,7 @@ class Load(Message, tag=1, frozen=True):
 
     model_path: str
     cache_dir: str
-    device: CpuResources
+    device: Resources
     tokens_max: int
     entries_max: int
     context_tokens: int
@@ -217,8 +233,9 @@ class Step(Message, tag=6, frozen=True):
     Order: poison, reserve, relabel, import, touch, forward + sample, digest, verify. Payload: slot
     codes u64 of all entries, then their tokens i32, then penalty histories i32, then the tokens
     i32 of every ImportRows (`rows` each). An empty `entries` is legal (chores only). `touch` holds
-    codes of sealed pages to fault in, best effort. An entry whose attention to the pages of a peer
-    takes longer than `lap_ms` for a layer, or for all of them than a small multiple, is
+    codes of sealed pages to fault in, best effort; `freed` the codes of pages of the store that
+    have been freed, for a device with copies of pages. An entry whose attention to the pages of a
+    peer takes longer than `lap_ms` for a layer, or for all of them than a small multiple, is
     unreachable.
     """
 
@@ -231,6 +248,7 @@ class Step(Message, tag=6, frozen=True):
     import_rows: tuple[ImportRows, ...] = ()
     touch: tuple[int, ...] = ()
     lap_ms: int = 2000
+    freed: tuple[int, ...] = ()
 
 
 class SampledRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):

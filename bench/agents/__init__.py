@@ -34,7 +34,7 @@ import numpy as np
 import kernels
 from bench import report
 from bench.engine import synthetic_model
-from service.cli.child import ChildDaemon
+from service.cli.local.child import ChildDaemon
 
 LETTERS = "abcdefgijklmnopqrsuvwxyz"  # without the pair that the synthetic vocabulary merges
 TURN_SECONDS_MAX = 1800.0

@@ -38,7 +38,7 @@ import psutil
 
 from bench import report
 from bench.attack import clients
-from service.cli.child import ChildDaemon
+from service.cli.local.child import ChildDaemon
 
 MODEL = Path(__file__).resolve().parents[2] / "pocket" / "pocket-q4_0.gguf"
 PROMPTS = 12

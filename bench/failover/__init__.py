@@ -28,7 +28,7 @@ import uvloop
 from bench import report
 from bench.crash import POCKET, words
 from bench.processes.cluster import Cluster, ClusterPlan, NodePlan, cluster
-from service.cli.cluster import page_bytes
+from service.cli.local.cluster import page_bytes
 
 HEAD, OTHERS = "a", ("b", "c")
 CONTEXT = 16_384

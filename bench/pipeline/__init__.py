@@ -52,7 +52,7 @@ from batchengine.core import (
 from batchengine.engine import Engine
 from bench import report
 from bench.engine import DISK, synthetic_model
-from service.cli.cluster import free_ports
+from service.cli.local.cluster import free_ports
 
 NAMES = ("a", "b")
 ANSWER = 4  # tokens

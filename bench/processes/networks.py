@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Protocol
 
-from service.cli.cluster import free_ports
+from service.cli.local.cluster import free_ports
 
 LOOPBACK = "127.0.0.1"
 SUBNET = "10.213.77"

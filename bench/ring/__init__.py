@@ -38,7 +38,7 @@ from bench.engine import DISK, synthetic_model
 from bench.models.synthetic import PRESETS, Shape
 from bench.processes.cluster import Cluster, ClusterPlan, NodePlan, cluster
 from bench.processes.networks import Namespaces, namespaces_work
-from service.cli.cluster import page_bytes
+from service.cli.local.cluster import page_bytes
 
 SHAPE: Shape = dataclasses.replace(PRESETS["0.6b"], n_layer=7, n_vocab=32_000)
 QUICK: Shape = dataclasses.replace(PRESETS["0.1b"], n_layer=4)

@@ -22,8 +22,8 @@ from batchengine.core import BatchEngineError, Kind
 from bench import report
 from service.admin.client import Client, admin
 from service.cli import chat
-from service.cli.child import ChildDaemon, stop_on_signals
-from service.cli.cluster import MODEL, Cluster, Node
+from service.cli.local.child import ChildDaemon, stop_on_signals
+from service.cli.local.cluster import MODEL, Cluster, Node
 
 KV_PAGES, HOLD_PAGES = 24, 12
 LONG_TURNS = 6  # in which the long session grows by four pages each

@@ -18,7 +18,7 @@ import enum
 import heapq
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -149,6 +149,7 @@ class PageIndex:
         self.pinned = 0  # pages with a pin
         self.superseded = 0  # pages of priority SUPERSEDED
         self.tails = 0  # resident parked tails
+        self.on_freed: list[Callable[[int], None]] = []  # called with each slot that is freed
         self.dirty_lru: set[int] = set()  # slots whose priority or age the manifest lacks
 
     def __len__(self) -> int:
@@ -251,6 +252,8 @@ class PageIndex:
             page.key = page.parent = page.tokens = page.digest = page.checksum = b""
             page.lanes = frozenset()
             page.lru_seq, page.hashed = 0, False
+            for freed in self.on_freed:
+                freed(page.page_id)
             self._set_priority(page, 0)
             self.dirty_lru.discard(page.page_id)
             if page.gen < GEN_MAX:  # a slot whose generations are used up is never used again

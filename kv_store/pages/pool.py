@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kv_store import keys
@@ -291,6 +291,15 @@ class PagePool:
         with self.core.lock:
             self.index.get(ref)
             return self.allocator.info(ref.page_id).slot_code(ref.page_id)
+
+    def watch_freed(self, freed: Callable[[int], None]) -> None:
+        """Call `freed` from any thread with the slot code of each page whose slot is freed."""
+
+        def watch(page_id: int) -> None:
+            freed(self.allocator.info(page_id).slot_code(page_id))
+
+        with self.core.lock:
+            self.index.on_freed.append(watch)
 
     def proof(self, ref: PageRef) -> PageProof:
         """The data with which a lane checks a sealed or published page through its own mapping."""

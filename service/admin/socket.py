@@ -163,14 +163,14 @@ class AdminSocket:
             log.error("an admin connection failed", exc_info=error)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        with contextlib.suppress(
+            ConnectionError, ValueError
+        ):  # ValueError: a line beyond the limit
             if _peer_uid(writer) not in (0, os.getuid()):
                 return
             while line := await reader.readline():
                 writer.write(msgspec.json.encode(await self._answer(line)) + b"\n")
                 await writer.drain()
-        except (ConnectionError, ValueError):  # ValueError: a line beyond the limit
-            pass
 
     async def _answer(self, line: bytes) -> dict[str, object]:
         try:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from batchengine.core import BatchEngineError
 from service.admin.client import Client
-from service.cli.child import ChildDaemon, stop_on_signals
+from service.cli.local.child import ChildDaemon, stop_on_signals
 
 Message = dict[str, str]
 

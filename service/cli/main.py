@@ -23,7 +23,8 @@ from cyclopts import Parameter
 import batchengine
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from service.cli import cluster, drain, peers, render, sessions, store
+from service.cli import drain, peers, plan, render, sessions, store
+from service.cli.local import cluster
 from service.cli.options import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -341,6 +342,7 @@ sessions.add(app)
 store.add(app)
 peers.add(app)
 drain.add(app)
+plan.add(app)
 cluster.add(app)
 
 

@@ -15,8 +15,9 @@ def move_line(move: Facts) -> str:
     """One hand-over, from the report of promote and demote or from a decision's log."""
     source, target = move.get("source", move.get("from")), move.get("target", move.get("to"))
     result = str(move["result"])
+    why = f" ({move['reason']})" if move.get("reason") else ""
     if result == "already there":
-        return f"is on {target} already"
+        return f"is on {target} already{why}"
     if result != "moved":
         return f"stays on {source}: {result.removeprefix('aborted: ')}"
     line = (
@@ -26,7 +27,6 @@ def move_line(move: Facts) -> str:
     if move["rows_recomputed"]:
         line += f", {move['rows_recomputed']:,} computed again"
     gap = f", {ms(move['gap_ms'])} between two tokens" if move["gap_ms"] else ""
-    why = f" ({move['reason']})" if move.get("reason") else ""
     return f"{line}{gap}, {ms(move['total_ms'])} in all{why}"
 
 

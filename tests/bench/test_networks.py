@@ -9,7 +9,7 @@ import pytest
 
 from bench.processes.cluster import ClusterPlan, NodePlan, cluster
 from bench.processes.networks import Namespaces, Network, Relays, namespaces_work
-from service.cli.cluster import page_bytes
+from service.cli.local.cluster import page_bytes
 from tests.support.engines import Reference, Site, words
 
 N_PROMPT, N_TOKENS = 256 * 28, 12

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from service.admin.client import Client, admin
-from service.cli.child import ChildDaemon
+from service.cli.local.child import ChildDaemon
 from service.cli.main import run
 from tests.peers.scene import certify
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from batchengine.policy.cost import LinkSpeed
@@ -45,6 +45,19 @@ class Case(NamedTuple):
     owner: str
     model: PipelineModel
     prompts: tuple[PromptWork, ...]
+
+
+# The last chunk of 512 has one token.
+ONE_TOKEN_OVER = Case(
+    (
+        StageHost("a", (LayerCost(0.0, 0.5, 0.0), LayerCost(0.0, 0.125, 0.0))),
+        StageHost("b", (LayerCost(0.0, 0.25, 0.0), LayerCost(0.0, 0.0625, 0.0))),
+    ),
+    {("a", "b"): LinkSpeed(20000.0, 1.0)},
+    "b",
+    PipelineModel((LayerKind(1000, 0), LayerKind(1000, 2000)), (1, 1, 0), 4096, 0, 0),
+    (PromptWork(0, 513),),
+)
 
 
 def mesh(names: Sequence[str], link: LinkSpeed = LAN) -> dict[tuple[str, str], LinkSpeed]:
@@ -182,10 +195,11 @@ def longest_run(given_case: Case, stages: Sequence[PipelineStage], total: Prefil
 
 @settings(deadline=None)
 @given(cases())
+@example(ONE_TOKEN_OVER)
 def test_the_split_is_the_best_of_all_for_its_hosts(given_case: Case) -> None:
     """The search finds the least longest run of all orders and splits with the same hosts and the
     same last one. The total time is at most (C + 2N - 2) / C times that of any other pipeline of N
-    stages and C chunks."""
+    stages whose chunks have 1/C of the tokens."""
     found = plan(*given_case)
     n_prompts = len(given_case.prompts) if found is None else found.n_prompts
     every = list(all_stages(given_case, n_prompts))
@@ -206,10 +220,10 @@ def test_the_split_is_the_best_of_all_for_its_hosts(given_case: Case) -> None:
     for size in CHUNKS:
         if size < 2 * max(n for _, n in prompts) or size == CHUNKS[0]:
             blocks = blocks_of(prompts, size)
-            chunks = total_of(blocks).chunks
+            parts = total_of(blocks).tokens / size
             for stages in every:
                 total_ms = times(stages, blocks).total_ms
-                bounds.append(total_ms * (chunks + 2 * len(stages) - 2) / chunks)
+                bounds.append(total_ms * (parts + 2 * len(stages) - 2) / parts)
     assert found.times.total_ms <= min(bounds) * (1 + 1e-9)
 
 

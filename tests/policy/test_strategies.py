@@ -318,22 +318,6 @@ def test_a_peer_makes_neither_first_tokens_nor_short_answers_faster() -> None:
     assert (short.lane, outlook(short, REMOTE, REMOTE).why) == ("cpu", Rejected.SLOWER)
 
 
-def test_a_session_on_a_peer_stays_there_while_it_is_near_the_best() -> None:
-    known = RouteSession("b", 1800, gather_ms=50.0)
-    decision = route(request(1, 1900), known, state(peer()))
-    assert (decision.lane, decision.reason) == ("b", Reason.PEER_HOME)
-    assert PLAN is not None
-    n = 20 * PLAN.chunk_tokens
-    tolerant = route(request(2, n), RouteSession("b", n - 100, gather_ms=500.0), state(peer()))
-    assert tolerant.reason is Reason.PEER_HOME  # and not the pipeline
-    crowd = peer(load=load(CPU, decodes=60, waiting=20, prefill_ms=60_000.0))
-    back = route(request(1, 1900), known, state(crowd))
-    assert back.lane == "cpu"
-    dwelling = replace(known, dwell_ms=10.0)
-    assert route(request(1, 1900), dwelling, state(crowd)).reason is Reason.PEER_HOME
-    assert route(request(1, 1900), dwelling, state(peer(state="suspect"))).lane == "cpu"
-
-
 def test_kv_that_a_peer_lacks_is_sent_to_it() -> None:
     work = layouts.LayoutWork(2, 10_000, 100, 50, 10_150)
     cold = layouts.on_peer(peer(), FACTS, work, ())

@@ -11,7 +11,7 @@ import pytest
 
 from bench.processes.engine_child import engine_zygote
 from service.admin.client import Client
-from service.cli.child import ChildDaemon
+from service.cli.local.child import ChildDaemon
 from tests.lanes.test_confinement import run_apart
 from tests.support.engines import Site, read, request, running_engine, words
 

@@ -26,7 +26,7 @@ import pytest
 
 from batchengine.core import BatchEngineError
 from service.admin.client import Client, admin
-from service.cli.child import ChildDaemon
+from service.cli.local.child import ChildDaemon
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION = [{"role": "user", "content": "Hello! Who are you?"}]
@@ -283,7 +283,7 @@ def test_the_demo_leaves_no_process_and_no_file(
     """SIGTERM cleans up; after SIGKILL the kernel signals the child, which drains and ends."""
     scratch = tmp_path_factory.mktemp("s")  # a short path: unix sockets live in it
     demo = subprocess.Popen(
-        [sys.executable, "-m", "service.cli.demo"],
+        [sys.executable, "-m", "service.cli.local.demo"],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(scratch)},
         stdout=subprocess.PIPE,
@@ -307,7 +307,7 @@ def test_the_demo_leaves_no_process_and_no_file(
 
 def test_the_demo_prints_every_step() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "service.cli.demo"],
+        [sys.executable, "-m", "service.cli.local.demo"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from batchengine.text.vocab import Tokenizer
-from service.cli.child import ChildDaemon
+from service.cli.local.child import ChildDaemon
 from service.daemon import CONNECTIONS_SPARE
 from tests.service.http.test_hostile import BAD_BODIES, bad_requests, worst_bodies
 

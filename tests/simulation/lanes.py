@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -145,21 +146,21 @@ class SimProcess:
         self._answer = b""
         self._closed = False  # its frames are not read
         self.far = FarPages(self, world.name)
-        self._noted_at = 0.0
+        self._frames = deque[wire.LaneFrame]()  # on their way
+        self._last_at = 0.0  # when the last of them arrives
         self.protocol = FrameProtocol(wire.LANE_LINK, lane._on_frame, lane._on_lost)
         self.protocol.connection_made(self)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------------ as a transport
 
     def write(self, data: bytes) -> None:
-        """Accept a frame of the engine; it arrives after a delay."""
+        """Accept a frame of the engine; it arrives after a delay, and after those before it."""
         for frame in self._decoder.feed(data):
-            now = self._clock.time()
-            if isinstance(frame.message, wire.LinkNote):  # in order, and before later steps
-                self._noted_at = max(self._noted_at, now + self.world.note_s())
-                self._clock.call_at(self._noted_at, self._take_note, frame.message)
-            else:
-                self._clock.call_at(max(self._noted_at, now + TRAVEL_S), self._begin, frame)
+            is_note = isinstance(frame.message, wire.LinkNote)
+            travel_s = self.world.note_s() if is_note else TRAVEL_S
+            self._last_at = max(self._last_at, self._clock.time() + travel_s)
+            self._frames.append(frame)
+            self._clock.call_at(self._last_at, self._arrive)
 
     def is_closing(self) -> bool:
         return self._closed
@@ -217,9 +218,14 @@ class SimProcess:
 
         self._clock.call_later(TRAVEL_S, deliver)
 
-    def _take_note(self, note: wire.LinkNote) -> None:
-        if self.status is None and not self.hung:
-            self.far.take(note)
+    def _arrive(self) -> None:
+        frame = self._frames.popleft()
+        if self.status is not None or self.hung:
+            return
+        if isinstance(frame.message, wire.LinkNote):
+            self.far.take(frame.message)
+        else:
+            self._begin(frame)
 
     def _unmap(self) -> None:
         self.far.kill()
@@ -236,8 +242,6 @@ class SimProcess:
     # -------------------------------------------------------------------------------- frames
 
     def _begin(self, frame: wire.LaneFrame) -> None:
-        if self.status is not None or self.hung:
-            return
         if isinstance(frame.message, wire.Shutdown):
             self.end(0)
             return

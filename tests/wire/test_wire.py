@@ -33,6 +33,7 @@ from batchengine.wire.lane import (
     CloseLink,
     CloseStage,
     CpuResources,
+    CudaResources,
     Digest,
     Entry,
     Failed,
@@ -101,7 +102,9 @@ messages: st.SearchStrategy[LaneMessage] = st.one_of(
     st.just(Ping()),
     st.builds(
         Load, st.text(max_size=30), st.text(max_size=30),
-        st.builds(CpuResources, u31, st.lists(u31, max_size=4).map(tuple), u31), u31, u31, u31,
+        st.builds(CpuResources, u31, st.lists(u31, max_size=4).map(tuple), u31)
+        | st.builds(CudaResources, u31, u64, u31, st.lists(u31, max_size=4).map(tuple), u31),
+        u31, u31, u31,
         st.none() | st.builds(LinkIdentity, st.text(max_size=9), st.text(max_size=9)),
     ),
     st.builds(
@@ -118,7 +121,7 @@ messages: st.SearchStrategy[LaneMessage] = st.one_of(
         few(whole_slots), few(st.builds(Digest, u31, u31)),
         few(st.builds(Verify, u64, u64, digest)),
         few(st.builds(Relabel, u31, u31, digest, u64, u31, u31)),
-        few(st.builds(ImportRows, whole_slots, u31, sources)), few(u64), u31,
+        few(st.builds(ImportRows, whole_slots, u31, sources)), few(u64), u31, few(u64),
     ),
     st.builds(
         StepDone,

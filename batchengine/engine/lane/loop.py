@@ -70,7 +70,7 @@ class LaneLoop:
         those of the tenants' shares."""
         self._event_loop = asyncio.get_running_loop()
         self.lane = lane
-        self.kv = LaneKv(store, disputes, self._wake_threadsafe, journal.note)
+        self.kv = LaneKv(store, disputes, self._wake_threadsafe, journal.note, config.kind)
         self.config = config
         self.cost = CostModel(cost)
         self.meter = StepMeter(self.cost, metrics.step_seconds.labels(lane.name))
@@ -101,7 +101,6 @@ class LaneLoop:
             metrics=metrics,
         )
         self._wake_event = lane.signal
-        self.on_recheck: Callable[[], None] = lambda: None
         self._cancelled: list[Turn] = []
         self._changes: list[Callable[[], None]] = []
         self._in_flight: InFlightStep | None = None
@@ -158,7 +157,6 @@ class LaneLoop:
     def recheck(self) -> None:
         """Have every session drop its invalid and lost pages before the next step."""
         self.is_rechecking = True
-        self.on_recheck()
         self.wake()
 
     def between_steps(self, change: Callable[[], None]) -> None:
@@ -246,7 +244,8 @@ class LaneLoop:
                 await self._recover(death)
             except BatchEngineError as error:
                 log.error("lane %s: %s", self.lane.name, error)
-                self.lane.kill(f"refused a step ({error.code})")
+                blames_step = error.code != errors.GPU_FAILED.code
+                self.lane.kill(f"refused a step ({error.code})", blames_step=blames_step)
                 await self._recover(await self.lane.died())
         self._emit()
 

@@ -27,6 +27,7 @@ from batchengine.session_kv import pages_for
 
 STALL_S = 0.25  # after which one of several turns that find no slot makes way
 STALL_ALONE_S = 5.0  # after which a turn fails for which no other one can make way
+RELAPSES_MAX = 8  # after which a turn fails that computes again and again what others displace
 CUT_OFF_MS = 250.0  # after which a session whose holder did not answer computes again
 
 
@@ -229,7 +230,8 @@ class Seats:
         What a seal in flight or a move of pages returns is waited for. But the store may have no
         room for the full pages in the arena (a full disk, a tiny budget), which the plan does not
         consider, and turns that wait may hold what the first of them needs. So after STALL_S one
-        turn makes way, and after STALL_ALONE_S, when none can, the turn fails.
+        turn makes way, and after STALL_ALONE_S, when none can, the turn fails. Turns that displace
+        each other compute in between; the first of them that gets no further fails.
         """
         able = [
             turn
@@ -252,9 +254,10 @@ class Seats:
         if self.awaits_peers or (self.pages_lent and self.pages_lacking > 0):
             return  # the time counts on: moves may fail one after the other
         stalled_s = (now_ms - since_ms) / 1000
-        if stalled_s > STALL_S and self._make_way(able):
+        is_futile = able[0].note_stall() > RELAPSES_MAX
+        if stalled_s > STALL_S and not is_futile and self._make_way(able):
             self._stalled_ms = None
-        elif stalled_s > STALL_ALONE_S:
+        elif stalled_s > STALL_ALONE_S or is_futile:
             self._stalled_ms = None
             pages, request_id = len(able[0].session.kv.codes), able[0].generation.request_id
             self.fail(able[0], errors.NO_ROOM(pages=pages, request_id=request_id))

@@ -118,6 +118,7 @@ class StepWriter:
             chores.import_rows,
             chores.touch,
             int(max(LAP_MS_MIN, min(LAP_MS_MAX, LAP_FACTOR * plan.predicted_ms))),
+            chores.freed,
         )
         payload = b"".join(
             (codes.tobytes(), tokens.tobytes(), history.tobytes(), chores.import_tokens)

@@ -75,12 +75,19 @@ class ModelLoader:
         return wire.Load(
             model_path=str(Path(self._config.model.path).absolute()),
             cache_dir=str(Path(self._config.cache_dir or ".").absolute()),
-            device=wire.CpuResources(max(1, config.threads), config.cores, SPIN_US),
+            device=_resources(config),
             tokens_max=config.tokens_per_step,
             entries_max=config.entries_max,
             context_tokens=self._context_tokens,
             links=links,
         )
+
+
+def _resources(config: LaneConfig) -> wire.Resources:
+    threads = max(1, config.threads)
+    if config.kind == "cuda":
+        return wire.CudaResources(config.device, config.vram_bytes, threads, config.cores, SPIN_US)
+    return wire.CpuResources(threads, config.cores, SPIN_US)
 
 
 class WorkerSupervisor:

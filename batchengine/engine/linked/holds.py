@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from kv_store.pages.index import PageRef
@@ -31,13 +31,20 @@ class HoldName(NamedTuple):
     hold: int
 
 
+class KeptPage(NamedTuple):
+    """A pinned page of the store, and its content key."""
+
+    ref: PageRef
+    key: bytes
+
+
 class _Hold:
     """Pages of one hold: None until a page was added. `n_complete` counts the leading ones that
     were; `touched`: when one was promised or added."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
-        self.refs: list[PageRef | None] = []
+        self.pages: list[KeptPage | None] = []
         self.n_complete = 0
         self.touched = 0.0
 
@@ -53,7 +60,8 @@ class HoldsGiven:
         self._holds: dict[HoldName, _Hold] = {}
         self._names: dict[int, HoldName] = {}  # by the number, under which a worker knows the hold
         self._incarnations: dict[str, int] = {}  # of peers whose link is up
-        self._pinned: Counter[PageRef] = Counter()  # by holds; one page may be in several
+        self._holders: dict[bytes, Counter[HoldName]] = {}  # of the page with a key
+        self._filling: dict[HoldName, None] = {}  # holds whose last pages may be awaited
         self._awaited = 0  # pages that are reserved and not added
 
     def __repr__(self) -> str:
@@ -64,7 +72,7 @@ class HoldsGiven:
     @property
     def n_pages(self) -> int:
         """Distinct pages that are kept, and those that were promised."""
-        return len(self._pinned) + self._awaited
+        return len(self._holders) + self._awaited
 
     @property
     def bytes_held(self) -> int:
@@ -84,7 +92,7 @@ class HoldsGiven:
     def pages(self, name: HoldName) -> list[PageRef]:
         """References of what can be attended to. Raises HoldRefused for no such hold."""
         hold = self._find(name)
-        return [ref for ref in hold.refs[: hold.n_complete] if ref is not None]
+        return [page.ref for page in hold.pages[: hold.n_complete] if page is not None]
 
     def n_complete(self, name: HoldName) -> int:
         """Number of pages that can be attended to."""
@@ -102,9 +110,9 @@ class HoldsGiven:
     def awaits(self, name: HoldName, epoch: int, index: int) -> bool:
         """Whether this page was promised room and has not come."""
         hold = self._holds.get(name)
-        if hold is None or hold.epoch != epoch or not 0 <= index < len(hold.refs):
+        if hold is None or hold.epoch != epoch or not 0 <= index < len(hold.pages):
             return False
-        return hold.refs[index] is None
+        return hold.pages[index] is None
 
     def __contains__(self, name: HoldName) -> bool:
         return name in self._holds
@@ -134,24 +142,25 @@ class HoldsGiven:
             hold = self._holds[name] = _Hold(epoch)
             self._names[name.hold] = name
         hold.epoch, hold.touched = epoch, time.monotonic()
-        index = len(hold.refs)
-        hold.refs += [None] * n_pages
+        self._filling[name] = None
+        index = len(hold.pages)
+        hold.pages += [None] * n_pages
         self._awaited += n_pages
         return index
 
-    def add(self, name: HoldName, epoch: int, index: int, ref: PageRef) -> bool:
+    def add(self, name: HoldName, epoch: int, index: int, page: KeptPage) -> bool:
         """Put a page into its place, with one pin that the hold takes over.
 
         False: the place is gone, taken or of another epoch, and the pin was given back.
         """
         if not self.awaits(name, epoch, index):
-            self._unpin(ref)
+            self._unpin(page.ref)
             return False
         hold = self._holds[name]
-        hold.refs[index], hold.touched = ref, time.monotonic()
-        while hold.n_complete < len(hold.refs) and hold.refs[hold.n_complete] is not None:
+        hold.pages[index], hold.touched = page, time.monotonic()
+        while hold.n_complete < len(hold.pages) and hold.pages[hold.n_complete] is not None:
             hold.n_complete += 1
-        self._pinned[ref] += 1
+        self._holders.setdefault(page.key, Counter())[name] += 1
         self._awaited -= 1
         return True
 
@@ -161,25 +170,27 @@ class HoldsGiven:
         False for an older epoch, no such hold, or nothing to drop.
         """
         hold = self._holds.get(name)
-        if hold is None or epoch < hold.epoch or kept >= len(hold.refs):
+        if hold is None or epoch < hold.epoch or kept >= len(hold.pages):
             return False
-        dropped = hold.refs[kept:]
-        del hold.refs[kept:]
+        dropped = hold.pages[kept:]
+        del hold.pages[kept:]
         hold.n_complete = min(hold.n_complete, kept)
-        self._drop(dropped)
-        if not hold.refs:
+        self._drop(name, dropped)
+        if not hold.pages:
             self._forget(name)
         return True
 
     def unused(self, before: float) -> list[HoldName]:
         """Give up places that were promised and not used since `before`, and what follows them;
         returns the holds, of which some may be gone."""
-        trimmed = [
-            (name, hold.n_complete)
-            for name, hold in self._holds.items()
-            if hold.touched < before and hold.n_complete < len(hold.refs)
-        ]
-        return [name for name, kept in trimmed if self.trim(name, self._holds[name].epoch, kept)]
+        trimmed = list[HoldName]()
+        for name in list(self._filling):
+            hold = self._holds.get(name)
+            if hold is None or hold.n_complete == len(hold.pages):
+                del self._filling[name]
+            elif hold.touched < before and self.trim(name, hold.epoch, hold.n_complete):
+                trimmed.append(name)
+        return trimmed
 
     def give_up(self, n_pages: int) -> list[HoldName]:
         """End the newest holds until so many pages fewer are kept; returns them, for owners."""
@@ -204,17 +215,15 @@ class HoldsGiven:
         self._incarnations.pop(peer, None)
         return self._end(peer, lambda name: True)
 
-    def invalid(self, is_resident: Callable[[PageRef], bool]) -> list[HoldName]:
-        """End the holds with a page that is not valid any more; returns them, for their owners.
+    def invalid(self, keys: Iterable[bytes]) -> list[HoldName]:
+        """End the holds that have a page with one of these keys, which is not valid any more;
+        returns them, for their owners.
 
         The owner computes the range again, or has the valid pages held anew.
         """
-        ended = [
-            name
-            for name, hold in self._holds.items()
-            if not all(ref is None or is_resident(ref) for ref in hold.refs)
-        ]
-        return self._remove(ended)
+        return self._remove(
+            list(dict.fromkeys(name for key in keys for name in self._holders.get(key, ())))
+        )
 
     # ------------------------------------------------------------------------------------ helpers
 
@@ -229,32 +238,41 @@ class HoldsGiven:
 
     def _remove(self, names: list[HoldName]) -> list[HoldName]:
         for name in names:
-            self._drop(self._holds[name].refs)
+            self._drop(name, self._holds[name].pages)
             self._forget(name)
         return names
 
     def _forget(self, name: HoldName) -> None:
         del self._holds[name], self._names[name.hold]
 
-    def _drop(self, refs: list[PageRef | None]) -> None:
-        for ref in refs:
-            if ref is None:
+    def _drop(self, name: HoldName, pages: list[KeptPage | None]) -> None:
+        for page in pages:
+            if page is None:
                 self._awaited -= 1
                 continue
-            self._pinned[ref] -= 1
-            if not self._pinned[ref]:
-                del self._pinned[ref]
-            self._unpin(ref)
+            holders = self._holders[page.key]
+            holders[name] -= 1
+            if not holders[name]:
+                del holders[name]
+            if not holders:
+                del self._holders[page.key]
+            self._unpin(page.ref)
 
     def check(self) -> None:
         """Compare the counts with the holds. Raises AssertionError."""
-        places = [ref for hold in self._holds.values() for ref in hold.refs]
-        assert Counter(ref for ref in places if ref is not None) == self._pinned
-        assert places.count(None) == self._awaited
-        for hold in self._holds.values():
-            assert hold.refs
-            assert None not in hold.refs[: hold.n_complete]
-            assert hold.refs[hold.n_complete : hold.n_complete + 1] in ([], [None])
+        holders, n_awaited = dict[bytes, Counter[HoldName]](), 0
+        for name, hold in self._holds.items():
+            for page in hold.pages:
+                if page is None:
+                    n_awaited += 1
+                else:
+                    holders.setdefault(page.key, Counter())[name] += 1
+            assert hold.pages
+            assert None not in hold.pages[: hold.n_complete]
+            assert hold.pages[hold.n_complete : hold.n_complete + 1] in ([], [None])
+            assert name in self._filling or hold.n_complete == len(hold.pages)
+        assert holders == self._holders
+        assert n_awaited == self._awaited
         assert self._names == {name.hold: name for name in self._holds}
 
     def __iter__(self) -> Iterator[HoldName]:

@@ -13,12 +13,12 @@ import logging
 import time
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from batchengine.core import PAGE_TOKENS, BatchEngineError
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.linked.holds import HoldName, HoldRefused, HoldsGiven
+from batchengine.engine.linked.holds import HoldName, HoldRefused, HoldsGiven, KeptPage
 from batchengine.peers.link import PeerLink
 from batchengine.session import common_prefix
 from batchengine.wire import lane as wire
@@ -170,7 +170,7 @@ class HoldServer:
                 self._store.pages.unpin(ref)
                 log.error("peer %s has another content of a page than this daemon", link.name)
                 return peer.PageAnswer(False, "the page has another content here")
-            if self.holds.add(name, offer.epoch, offer.index, ref):
+            if self.holds.add(name, offer.epoch, offer.index, self._kept(ref, offer, tokens)):
                 return peer.PageAnswer(False)
             return peer.PageAnswer(False, "its place is gone")
         incoming = self._incoming[link.name]
@@ -181,6 +181,9 @@ class HoldServer:
         page_bytes = self._store.pages.layout.page_bytes
         incoming[offer.hold, offer.index] = Incoming(offer, tokens, page_bytes)
         return peer.PageAnswer(True)
+
+    def _kept(self, ref: PageRef, offer: peer.OfferPage, tokens: bytes) -> KeptPage:
+        return KeptPage(ref, self._store.pages.key_of(offer.parent, tokens, offer.salt))
 
     async def _find(self, offer: peer.OfferPage, tokens: bytes) -> PageRef | None:
         """The page in the store, pinned and readable, if it is there."""
@@ -225,7 +228,11 @@ class HoldServer:
             return peer.PageStored(_short(str(error)))
         finally:
             self._incoming[link.name].pop((offer.hold, offer.index), None)
-        if not self.holds.add(_name(link, offer.hold), offer.epoch, offer.index, ref):
+        if not self._store.pages.is_resident(ref):  # it became invalid since it was stored
+            self._store.pages.unpin(ref)
+            return peer.PageStored("the page is not valid any more")
+        page = self._kept(ref, offer, incoming.tokens)
+        if not self.holds.add(_name(link, offer.hold), offer.epoch, offer.index, page):
             return peer.PageStored("its place is gone")
         return peer.PageStored()
 
@@ -354,9 +361,10 @@ class HoldServer:
         self._end(self.holds.peer_down(name))
         self.changed()
 
-    def pages_invalid(self) -> list[HoldName]:
-        """End the holds with a page that became invalid; returns them, for their owners."""
-        ended = self.holds.invalid(self._store.pages.is_resident)
+    def pages_invalid(self, keys: Iterable[bytes]) -> list[HoldName]:
+        """End the holds with a page of these keys, which became invalid; returns them, for their
+        owners."""
+        ended = self.holds.invalid(keys)
         self._end(ended)
         if ended:
             self.changed()

@@ -57,7 +57,7 @@ class LinkedPages:
         self.keeper.expire += [self._server.expire, self._recall]
         for other in state.lanes:
             other.kv.slots.holders = self.taken if other is loop else OtherLane(self.taken)
-        loop.on_recheck = self._look_at_holds
+        loop.kv.disputes.lost.append(self._end_holds)
         state.erase_at_peers = self.erase
         links.on_hold = self._server.on_hold
         links.on_worker = self._worker_began
@@ -113,9 +113,9 @@ class LinkedPages:
         self._server.worker_began()
         self.taken.worker_began()
 
-    def _look_at_holds(self) -> None:
-        """End holds with pages that became invalid."""
-        self._tell_owners(self._server.pages_invalid(), "a page of it became invalid")
+    def _end_holds(self, keys: Sequence[bytes]) -> None:
+        """End holds with pages of these keys, which became invalid."""
+        self._tell_owners(self._server.pages_invalid(keys), "a page of it became invalid")
 
     def _recall(self, now: float) -> None:
         """End holds whose owners did not take them back when their room was lacking here."""

@@ -28,6 +28,7 @@ from batchengine.peers.transitions import LinkState
 from batchengine.session import Session
 from batchengine.session_kv import page_start
 from batchengine.wire import lane as wire
+from batchengine.wire.data import WINDOW_PAGES
 from batchengine.wire.peer import (
     TEXT_CHARS_MAX,
     OpenPipeline,
@@ -41,7 +42,6 @@ log = logging.getLogger("batchengine.engine")
 
 LOOK_S = 0.25  # between two looks while there is no news
 RUNS_MAX = 4  # of this daemon's sessions at a time: others wait
-WINDOW_PAGES = 16  # of one pipeline that are gathered and not sealed yet
 FIRST_KEY = 1 << 48  # above the keys of sessions with requests
 
 

@@ -220,7 +220,8 @@ class Dispatcher:
         """Apply priority inheritance for a request queued behind the session's running turn.
 
         If the request is urgent, the running turn gets its rank and targets, and the session moves
-        now to the lane that the request would be routed to; that of a peer computes the turn only.
+        now to the lane that the request would be routed to. A peer computes the turn only; if it
+        refuses, the session moves to the best lane here.
         """
         asked = _asked(self._state, self._lanes, generation.request)
         home = self._state.home.get(session.key)
@@ -233,12 +234,16 @@ class Dispatcher:
             home.seats.raise_priority(turn, asked.rank, asked.ttft_ms, asked.tpot_ms)
         known = self._known(session, home, tuple(session.tokens)) if session.tokens else None
         decision = router.route(asked, known, self.state(session))
-        if decision.strategy == router.ON_PEER and self.plans is not None and turn is not None:
-            self.plans.send_away(turn, decision.lane)
-            return
         to = self._state.lane(decision.begins_on or decision.lane)
-        if to is not None and to is not home and not _held_back(self._state, session, home):
-            self._spawn(self.move(session, to, MoveCause.PROMOTION), "move")
+
+        def move_here() -> None:
+            if to is not None and to is not home and not _held_back(self._state, session, home):
+                self._spawn(self.move(session, to, MoveCause.PROMOTION), "move")
+
+        if decision.strategy == router.ON_PEER and self.plans is not None and turn is not None:
+            self.plans.send_away(turn, decision.lane, move_here)
+        else:
+            move_here()
 
     async def move(self, session: Session, to: LaneLoop, cause: MoveCause) -> MoveReport:
         """Migrate the session to lane `to`, and `learn` from it. A defect is reported as FAILED."""
@@ -248,14 +253,9 @@ class Dispatcher:
             home = self._state.home.get(session.key)
             where = "none" if home is None else home.lane.name
             log.exception("session %s stays on %s", session.session_id, where)
-            moved = MoveReport(
-                session.session_id,
-                where,
-                to.lane.name,
-                cause,
-                outcome=MoveOutcome.FAILED,
-                why=f"a defect ({type(error).__name__}): the log has the details",
-            )
+            why = f"a defect ({type(error).__name__}): the log has the details"
+            failed, name = MoveOutcome.FAILED, to.lane.name
+            moved = MoveReport(session.session_id, where, name, cause, outcome=failed, why=why)
         self.learn(session, moved)
         return moved
 

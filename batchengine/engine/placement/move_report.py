@@ -45,7 +45,7 @@ class MoveReport:
     total_ms: float = 0.0
     outcome: MoveOutcome = MoveOutcome.MOVED
     why: str = ""
-    reason: str = ""  # why a peer was chosen, if the caller named no target
+    reason: str = ""  # why a peer was chosen, or refused, if the caller named no target
 
     @property
     def result(self) -> str:

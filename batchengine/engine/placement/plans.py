@@ -46,7 +46,7 @@ FAILED_S = 30.0  # without pipelines after one has failed
 CHANGED = 1.25  # ratio of a speed to the one planned with, from which on a plan is made anew
 
 
-SendAway = Callable[[Turn, str], object]  # has a peer compute a turn: see `AwayTurns.expect`
+SendAway = Callable[[Turn, str, Callable[[], object]], object]  # see `AwayTurns.expect`
 
 
 class PeerPlans:
@@ -128,7 +128,7 @@ class PeerPlans:
         if record is not None:
             self._arrange(turn.session, record.decision)
             if record.decision.strategy == ON_PEER:
-                self.send_away(turn, record.decision.lane)
+                self.send_away(turn, record.decision.lane, lambda: None)  # it is on the best lane
             await self._fill_prefix(turn, record)
 
     def _arrange(self, session: Session, decision: Decision) -> None:

@@ -34,7 +34,7 @@ from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import HOLDS, PEER_TENANT, TURNS, Peers
 from batchengine.peers.transitions import LinkState
 from batchengine.session import Session
-from batchengine.session_kv import page_start
+from batchengine.session_kv import SELF, page_start
 from batchengine.wire.lane import SampledRow
 from batchengine.wire.peer import (
     TEXT_CHARS_MAX,
@@ -54,6 +54,8 @@ log = logging.getLogger("batchengine.remote")
 
 ANSWER_S = 5.0  # for a peer to say whether it computes a turn
 LOOK_S = 0.25  # between two looks while there is no news
+NO_TURN = "no turn of it runs, and a peer computes nothing else: ask while an answer streams"
+NOT_BEGUN = "its turn waits here, and a peer computes one that has begun: ask again when it has"
 LAG_TOKENS = 1  # a side that lacks no more than this has caught up
 RACE_MESSAGES = 4  # after which a peer has caught up as far as it ever will
 SILENT_S = 2.0  # without tokens of a peer, after which the turn is computed here too
@@ -146,12 +148,12 @@ class AwayTurns:
 
     # ------------------------------------------------------------------------- called by the engine
 
-    def expect(self, turn: Turn, peer: str) -> None:
+    def expect(self, turn: Turn, peer: str, refused: Callable[[], object]) -> None:
         """Have a peer compute a turn, as the router has decided, once its first token was computed
-        here. If that is refused, the turn stays, and `explain` says why."""
-        self._spawn(self._send_begun(turn, peer), "turn for a peer")
+        here. If that is refused, `explain` says why, and `refused` is called while it runs."""
+        self._spawn(self._send_begun(turn, peer, refused), "turn for a peer")
 
-    async def _send_begun(self, turn: Turn, peer: str) -> None:
+    async def _send_begun(self, turn: Turn, peer: str, refused: Callable[[], object]) -> None:
         generation = turn.generation
         while not turn.reported or generation.first_token_ms is None:
             if turn.end is not None:
@@ -164,6 +166,8 @@ class AwayTurns:
         except BatchEngineError as error:
             if (record := self._decisions.of_request(generation.request_id)) is not None:
                 record.note(f"it does not go to {peer}: {error.why or error.what}")
+            if turn.end is None:
+                refused()
 
     async def relocate(
         self, session: Session, to: str | None, reason: str = ""
@@ -214,7 +218,7 @@ class AwayTurns:
         lane = self._state.home.get(session.key)
         why = self._why_not(session, turn, link)
         if why or turn is None or lane is None:
-            raise errors.NOT_MOVED(where="where it is", why=why or "it computes nothing now")
+            raise errors.NOT_MOVED(where="where it is", why=why or NO_TURN)
         began_ms = self._state.now_ms()
         run = self._begin(turn, lane, link)
         gap_ms = await self._gap(run)
@@ -240,8 +244,10 @@ class AwayTurns:
     def _why_not(self, session: Session, turn: Turn | None, link: PeerLink) -> str:
         """Why the session's turn cannot go to a peer now; "" = it can."""
         facts, name = link.facts, link.name
-        if turn is None or not turn.reported or turn.end is not None:
-            return "it computes nothing now"
+        if turn is None or turn.end is not None:
+            return NO_TURN
+        if not turn.reported:
+            return NOT_BEGUN
         if turn.shared_with:
             return f"peer {turn.shared_with} computes it too"
         if session.tenant.startswith(PEER_TENANT):
@@ -249,7 +255,8 @@ class AwayTurns:
         if session.key in self._state.moves:
             return "a hand-over is on the way"
         if session.kv.n_held or session.kv.later:
-            return f"peers hold {session.kv.n_held} of its pages"
+            names = sorted({segment.peer for segment in session.kv.held} - {SELF})
+            return f"peers keep {session.kv.n_held} of its pages: {', '.join(names)}"
         if link.state is not LinkState.UP or facts is None:
             return f"the link to {name} is not up: {link.why}"
         if TURNS not in facts.features or link.load.leaves:

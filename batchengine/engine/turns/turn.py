@@ -44,6 +44,16 @@ class TurnEnd(NamedTuple):
     error: BatchEngineError | None = None
 
 
+class Stall(NamedTuple):
+    """Where a turn found no room last. `computed`: of its session, then; `relapses`: see
+    `Turn.note_stall`."""
+
+    computed: int = 0
+    frontier: int = 0
+    served_ms: float = 0.0
+    relapses: int = 0
+
+
 class Turn:
     """One generation on one session. Times are milliseconds of the engine's clock."""
 
@@ -77,6 +87,7 @@ class Turn:
         self.stop_early = bool(request.stop)  # text decides the end: emit tokens at their commit
         self.suspect_until = 0
         self.disputes = 0  # audits of pages that it shares
+        self._stall = Stall()
         self.cached_row: TurnRow | None = None  # valid while the turn waits for a seat
         self.reported = False  # `start` was called, which sets the next three:
         self.reused = 0  # leading tokens that had KV
@@ -150,6 +161,18 @@ class Turn:
         if not running:
             self.cached_row = row
         return row
+
+    def note_stall(self) -> int:
+        """Note that the lane has no room for what the turn would compute now. Returns how often it
+        had lost KV, computed it again and found no room, since its session got further than ever.
+        """
+        last, session = self._stall, self.session
+        if session.computed > last.computed:
+            self._stall = Stall(session.computed, session.frontier, self.served_ms)
+        elif self.served_ms > last.served_ms:  # it has computed since the last stall
+            relapses = last.relapses + (session.frontier <= last.frontier)
+            self._stall = Stall(last.computed, session.frontier, self.served_ms, relapses)
+        return self._stall.relapses
 
     def history_len(self) -> int:
         """Number of tokens at the end of the timeline that the penalties of the next token use."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchengine.engine.lane import seats
+from batchengine.session_kv import page_start
 from tests.engine.linked.scene import Scene
 from tests.simulation.stage import words
 from tests.support import kv_scene
@@ -73,3 +74,34 @@ def test_a_turn_that_nothing_can_help_fails(scene: Scene, monkeypatch: pytest.Mo
     assert turn.end.error is not None
     assert turn.end.error.name == "kv_full"
     assert not scene.seats.turns
+
+
+@pytest.mark.parametrize("gets_further", [False, True])
+def test_a_turn_that_is_computed_again_without_getting_further_fails(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, gets_further: bool
+) -> None:
+    """Each time that it finds no room, its pages are given to another turn."""
+    monkeypatch.setattr(seats, "STALL_S", 1e9)
+    scene.disk.refuses = True
+    slots, session = scene.kv.slots, scene.session(1)
+    taken = [slot for _ in range(scene.arena.n_free - 2) if (slot := slots.take()) is not None]
+    turn = scene.begin(session, words(1, 5000), 2)
+    stalls = 0
+    while turn.end is None and stalls < seats.RELAPSES_MAX + 2:
+        n_pages = scene.arena.n_free + len(session.kv.open)
+        while session.frontier < page_start(n_pages) or scene.kv.is_sealing:
+            scene.step()
+        stalls += 1
+        for _ in range(3):  # looks at the same stall
+            scene.seats.check_stall()
+        slots.clear(session)
+        slots.changed(session)
+        if gets_further:
+            slots.free(taken.pop())
+    assert stalls == seats.RELAPSES_MAX + 2
+    if gets_further:
+        assert turn.end is None
+    else:
+        assert turn.end is not None
+        assert turn.end.error is not None
+        assert turn.end.error.name == "kv_full"

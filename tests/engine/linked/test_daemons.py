@@ -65,6 +65,8 @@ async def test_holders_that_end_cost_no_token(site: Site, reference: Reference) 
         ids = words(4, 256 * 25 - 20)
         generation = await unread(a.engine, request(ids, 520, session="s"), 0)
         await until(lambda: {peer for peer, _ in holders(a, "s")} == {"b", "c"})
+        with pytest.raises(BatchEngineError, match=r"peers keep \d+ of its pages: b, c"):
+            await a.engine.promote("", "s", "b")
         os.kill(b.state.lanes[0].lane.pid, signal.SIGKILL)
         before = generation.completion_tokens
         reader = asyncio.ensure_future(read(generation))
@@ -105,7 +107,7 @@ async def test_a_holder_that_leaves_gives_its_pages_to_another(
 
 async def test_a_holder_has_room_for_its_own_turns(site: Site, reference: Reference) -> None:
     """A turn that fits its store is not refused for pages that it keeps for a peer's session, which
-    computes them again."""
+    computes them again. So it does when one of them becomes invalid with the holder."""
     async with (
         daemon(site, "a", 24, peers__hold_bytes=PAGE_BYTES) as a,
         daemon(site, "b", 24) as b,
@@ -128,6 +130,12 @@ async def test_a_holder_has_room_for_its_own_turns(site: Site, reference: Refere
         more = [*ids, 77]
         answer = await read(a.engine.submit(request(more, 10, session="s")))
         assert answer.error is None
+        assert answer.tokens == reference.tokens(more, 10)
+        hold = next(iter(b.linked.given))
+        wrong = b.linked.given.pages(hold)[0]
+        b.engine.running.store.pages.invalidate(wrong, slot_failed=True)
+        await until(lambda: hold not in b.linked.given)
+        answer = await read(a.engine.submit(request(more, 10, session="s")))
         assert answer.tokens == reference.tokens(more, 10)
 
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchengine.engine.linked import holds
-from batchengine.engine.linked.holds import HoldName, HoldRefused, HoldsGiven
+from batchengine.engine.linked.holds import HoldName, HoldRefused, HoldsGiven, KeptPage
 from kv_store.pages.index import PageRef
 
 PAGE = 1000
+
+
+def key(number: int) -> bytes:
+    """The content key of a page."""
+    return bytes([number])
 
 
 class Pool:
@@ -22,9 +29,9 @@ class Pool:
     def __init__(self) -> None:
         self.pins: Counter[PageRef] = Counter()
 
-    def pin(self, number: int) -> PageRef:
+    def pin(self, number: int) -> KeptPage:
         self.pins[ref := PageRef(number, 1)] += 1
-        return ref
+        return KeptPage(ref, key(number))
 
     def unpin(self, ref: PageRef) -> None:
         assert self.pins[ref] > 0, "a pin is given back twice"
@@ -45,13 +52,14 @@ def test_pages_are_attended_to_as_far_as_they_are_complete() -> None:
     held = given_by(pool)
     assert held.reserve(NAME, 3, 4) == 0
     assert held.bytes_held == 4 * PAGE
-    refs = [pool.pin(number) for number in range(4)]
-    assert held.add(NAME, 3, 1, refs[1])
+    pages = [pool.pin(number) for number in range(4)]
+    refs = [page.ref for page in pages]
+    assert held.add(NAME, 3, 1, pages[1])
     assert held.pages(NAME) == []
-    assert held.add(NAME, 3, 0, refs[0])
+    assert held.add(NAME, 3, 0, pages[0])
     assert held.pages(NAME) == refs[:2]
-    assert held.add(NAME, 3, 2, refs[2])
-    assert held.add(NAME, 3, 3, refs[3])
+    assert held.add(NAME, 3, 2, pages[2])
+    assert held.add(NAME, 3, 3, pages[3])
     assert held.reserve(NAME, 4, 2) == 4  # growth under the next epoch
     assert held.pages(NAME) == refs
     assert held.trim(NAME, 4, 3)
@@ -114,8 +122,50 @@ def test_one_page_in_two_holds_costs_its_bytes_once() -> None:
     assert held.bytes_held == PAGE
     assert held.trim(NAME, 1, 0)
     assert pool.pins[PageRef(5, 1)] == 1
-    assert held.invalid(lambda ref: False) == [NAME._replace(hold=2)]
+    assert held.invalid([key(4), key(5), key(5)]) == [NAME._replace(hold=2)]
     assert not +pool.pins
+
+
+class Looks(dict[HoldName, Any]):
+    """A table of holds that counts the holds that are looked at."""
+
+    n = 0
+
+    def get(self, name: HoldName, default: Any = None) -> Any:
+        self.n += 1
+        return super().get(name, default)
+
+    def __getitem__(self, name: HoldName) -> Any:
+        self.n += 1
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[HoldName]:
+        for name in super().__iter__():
+            self.n += 1
+            yield name
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+
+def test_holds_without_news_are_not_looked_at() -> None:
+    """Neither when pages become invalid, nor when room that is not used is given up."""
+    pool = Pool()
+    held = given_by(pool, 1000)
+    for number in range(200):
+        held.reserve(name := NAME._replace(hold=number), 1, 2)
+        held.add(name, 1, 0, pool.pin(number))
+        if number:
+            held.add(name, 1, 1, pool.pin(number))
+    held.unused(0.0)
+    held._holds = looks = Looks(held._holds)
+    assert held.unused(time.monotonic() + 1) == [NAME._replace(hold=0)]
+    assert held.invalid([key(7)]) == [NAME._replace(hold=7)]
+    assert looks.n < 20
+    held.check()
 
 
 @settings(deadline=None)
@@ -124,7 +174,7 @@ def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None
     """Requests of two peers with ups, downs, stale epochs, and imports that end at any time."""
     pool = Pool()
     held = HoldsGiven(pool.unpin, PAGE, data.draw(st.integers(1, 20)) * PAGE)
-    own = [pool.pin(number) for number in range(5)]  # pins of others: never given back here
+    own = [pool.pin(number).ref for number in range(5)]  # pins of others: never given back here
     arriving: list[tuple[HoldName, int, int]] = []
     for _ in range(data.draw(st.integers(1, 40))):
         act = data.draw(
@@ -165,7 +215,9 @@ def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None
             held.give_up(n_pages)
             assert held.n_pages <= kept_max
         elif act == "bad":
-            held.invalid(PageRef(data.draw(st.integers(0, 9)), 1).__ne__)
+            number = data.draw(st.integers(0, 9))
+            held.invalid([key(number)])
+            assert not any(PageRef(number, 1) in held.pages(name) for name in held)
         held.check()
         assert held.bytes_held <= held.bytes_max
     for peer in ("north", "south"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from batchengine.core import PAGE_TOKENS
+from batchengine.core import PAGE_TOKENS, BatchEngineError
+from batchengine.engine.remote import served
 from batchengine.policy.cost import StepCost
 from batchengine.policy.routes import SlowPeers
 from tests.engine.linked.daemons import Daemon, daemons, fix_speeds, slow_down
@@ -165,10 +167,49 @@ async def test_no_turn_goes_to_a_peer_that_leaves(
         assert found["strategy"]["decode"] == "local"
         assert outlook(found, "remote")["rejected"] == "a peer is leaving"
         (turn,) = a.state.turns.values()
-        a.engine.running.plans.send_away(turn, "b")
-        await until(lambda: bool(explained(a, asked.request_id)["notes"]))
+        refused = asyncio.Event()
+        a.engine.running.plans.send_away(turn, "b", refused.set)
+        await until(refused.is_set)
         notes = explained(a, asked.request_id)["notes"]
         assert notes == ["it does not go to b: b takes no turns"]
         assert a.engine.requests()[0]["lane"] == "a0"
         generation.cancel()
         await reader
+
+
+async def test_a_refusal_of_the_chosen_peer_leads_to_the_best_lane_here(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the turn is promoted without a destination, and when an urgent request waits behind it;
+    the session stays if there is no other lane. The answer says why."""
+    slow_down(monkeypatch)
+    monkeypatch.setattr(served, "SERVED_MAX", 0)
+    why = "b: it computes 0 turns of this daemon already"
+    async with daemons(site, "ab", 64, n_lanes=2, promote_auto=True) as (a, b):
+        lanes = {loop.lane.name: loop for loop in a.state.lanes}
+        lanes["a1"].cost.cost = NO_PROMISE
+        await busy_beside_idle(a, b)
+        ids = words(6, 30)
+        asked = request(ids, 8000, session="s")
+        generation, reader = await started(a.engine, asked, 0)
+        await until(lambda: bool(explained(a, asked.request_id)["notes"]))
+        assert explained(a, asked.request_id)["notes"] == [f"it does not go to b: {why}"]
+        with pytest.raises(BatchEngineError, match="computes 0 turns"):
+            await a.engine.promote("", "s", "b")
+        home = a.engine.sessions()[0]["lane"]
+        (other,) = lanes.keys() - {home}
+        moved = await a.engine.promote("", "s")
+        assert (moved["result"], moved["target"]) == ("moved", other)
+        assert moved["reason"] == f"not to peer b: {why}"
+        assert a.engine.sessions()[0]["lane"] == other
+        lanes[other].cost.cost = StepCost(*(2 * ms for ms in NO_PROMISE))
+        behind = a.engine.submit(request(ids, 5, session="s", sla="interactive"))
+        await until(lambda: a.engine.sessions()[0]["lane"] == home)
+        behind.cancel()
+        lanes[other].draining = "the test has it so"
+        moved = await a.engine.promote("", "s")
+        assert moved["result"].startswith(f"aborted: not to peer b: {why}; no other lane is up")
+        assert a.engine.sessions()[0]["lane"] == moved["target"] == home
+        generation.cancel()
+        answer = await reader
+        assert answer.tokens == reference.tokens(ids, len(answer.tokens))

@@ -131,6 +131,22 @@ async def test_the_peer_decides_no_end(site: Site, reference: Reference) -> None
         await until(lambda: not b.engine.requests())
 
 
+async def test_a_peer_computes_only_a_turn_that_has_begun(site: Site) -> None:
+    """The refusal says why, and when to ask again."""
+    async with daemons(site, "ab", 40) as (a, _):
+        await read(a.engine.submit(request(PROMPT[:20], 2, session="s")))
+        with pytest.raises(BatchEngineError, match="ask while an answer streams"):
+            await a.engine.promote("", "s", "b")
+        loop = a.state.lanes[0]
+        await loop.pause()
+        generation = a.engine.submit(request(PROMPT[:20], 2, session="t"))
+        await until(lambda: bool(a.state.turns))
+        with pytest.raises(BatchEngineError, match="ask again when it has"):
+            await a.engine.promote("", "t", "b")
+        loop.unpause()
+        assert (await read(generation)).error is None
+
+
 async def test_a_peer_that_is_lost_stops_or_lies(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,8 +204,8 @@ class Node(World):
             taken = owner._taken.get(name.hold)
             if taken is None:
                 raise AssertionError(f"{self.name} keeps {name}, which {name.peer} does not use")
-            if taken.n_pages != len(given._holds[name].refs):
-                raise AssertionError(f"{self.name} keeps {given._holds[name].refs} of {taken}")
+            if taken.n_pages != len(given._holds[name].pages):
+                raise AssertionError(f"{self.name} keeps {given._holds[name].pages} of {taken}")
         for taken in self.pages.taken._taken.values():
             holds = nodes[taken.peer].pages.given
             if all(name.hold != taken.hold for name in holds):

@@ -16,7 +16,7 @@ from batchengine.child.command import ROOT
 from batchengine.core import BatchEngineError
 from service.admin.client import Client
 from service.cli import chat
-from service.cli.child import ChildDaemon, stop_on_signals
+from service.cli.local.child import ChildDaemon, stop_on_signals
 
 MODEL = ROOT / "pocket" / "pocket-q4_0.gguf"
 FIRST = "Hello! Who are you?"

@@ -15,7 +15,7 @@ import pytest
 
 from batchengine.core import BatchEngineError
 from service.cli import render
-from service.cli.cluster import NODE_BYTES, Cluster, page_bytes
+from service.cli.local.cluster import NODE_BYTES, Cluster, page_bytes
 from tests.service.cli.test_cli import ROOT, cli, wait_for
 
 DEMO = [sys.executable, "-m", "service.cli", "cluster", "demo"]

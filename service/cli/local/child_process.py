@@ -13,7 +13,7 @@ import psutil
 
 from batchengine.child import guard
 from service.cli import main
-from service.cli.child import remove_scratch
+from service.cli.local.child import remove_scratch
 
 
 def run(arguments: list[str]) -> None:

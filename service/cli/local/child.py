@@ -56,7 +56,7 @@ class ChildDaemon:
         command += ["--store", str(self.scratch / "kv"), "--allow-volatile-store"]
         command += ["--admin-socket", self.admin_socket, *extra]
         removed = "" if keeps else str(self.scratch)
-        program = python_command("service.cli.child_process", str(os.getpid()), removed)
+        program = python_command("service.cli.local.child_process", str(os.getpid()), removed)
         try:
             self._process = subprocess.Popen(
                 [*program, *command],

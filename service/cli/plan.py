@@ -1,0 +1,225 @@
+"""`batchengine plan MODEL`: what fits where and how fast it should be, before anything is loaded.
+
+Reads the header of the model, measures this machine for about a second, and computes the rest.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from service.cli.options import ConfigFile, Debug, Json, show, table_lines
+
+CONTEXTS = (2048, 8192, 32768, 131072)
+MEASURE_S = 0.3
+ENGINE_BYTES = 512 << 20  # the engine, text processes and workers beside weights and KV
+GIB = 1 << 30
+GpuName = Literal["a100-40", "a100-80", "l4", "l40s", "rtx4090", "h100", "h200", "b200"]
+# Memory bytes, read GB/s, and int8 TOPS without sparsity, of the data sheets.
+GPUS: dict[GpuName, tuple[int, float, float]] = {
+    "a100-40": (40 * GIB, 1555, 624),
+    "a100-80": (80 * GIB, 2039, 624),
+    "l4": (24 * GIB, 300, 242),
+    "l40s": (48 * GIB, 864, 733),
+    "rtx4090": (24 * GIB, 1008, 661),
+    "h100": (80 * GIB, 3350, 1979),
+    "h200": (141 * GIB, 4800, 1979),
+    "b200": (180 * GIB, 8000, 4500),
+}
+# Of the data sheet: reading by a copy, and the bound that the fp32 step of every block sets.
+GPU_READ_SHARE, GPU_LINEAR_SHARE, GPU_ATTENTION_SHARE = 0.7, 0.13, 0.1
+GPU_RESERVE_BYTES = 2 * GIB
+GPU_STEP_MS = 1.0
+
+
+def add(app: App) -> None:
+    """Adds the command of this module to `app`."""
+    app.command(plan)
+
+
+def plan(
+    model: Annotated[Path, Parameter(help="The GGUF file.")],
+    /,
+    *,
+    config: ConfigFile = None,
+    gpu: Annotated[
+        GpuName | None, Parameter(help="Plan for a GPU too, by its data sheet, not measured.")
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """What of a model fits this machine, and how fast it should be, before it is loaded."""
+    from batchengine import config as configuration
+    from batchengine.policy import capacity
+
+    loaded = configuration.load(None if config is None else str(config), {"model.path": str(model)})
+    configuration.check_model_file(str(model))
+    facts, size = read_model(model, loaded.limits.context_tokens)
+    machine, here = measure(loaded)
+    processors = [here]
+    if gpu is not None:
+        processors.append(gpu_processor(gpu))
+    disk_bytes = loaded.store.budget_bytes
+    plans = [capacity.capacity(size, one, disk_bytes, CONTEXTS) for one in processors]
+    answer: dict[str, Any] = {
+        "model": facts,
+        "machine": machine,
+        "lanes": [_as_json(one) for one in plans],
+    }
+    show(answer, json, lambda: _lines(facts, machine, plans))
+    return 0 if plans[0].fits or (gpu is not None and plans[-1].fits) else 1
+
+
+def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
+    """Facts of a model to show, and its `ModelSize`; BatchEngineError as `serve` would raise it."""
+    import kernels
+    from batchengine.gguf import GgufFile
+    from batchengine.policy.capacity import ModelSize
+    from batchengine.weights import plan_tensors, read_spec
+    from kv_store.layout import PAGE_TOKENS, PageLayout
+
+    with GgufFile(path) as gguf:
+        spec = read_spec(gguf)
+        tensors = plan_tensors(gguf, spec)
+        file_bytes = path.stat().st_size
+    sizes = {m.name: kernels.packed_bytes(m.kind, m.rows, m.cols) for m in tensors.matrices}
+    weight_bytes = sum(sizes.values()) + 4 * sum(v.size for v in tensors.vectors)
+    products = sum(m.rows * m.cols for m in tensors.matrices)
+    embedding = tensors.embedding
+    step_bytes = weight_bytes
+    if not spec.tied:  # a tied one is the head too, which every step reads
+        step_bytes -= sizes[embedding.name]
+        products -= embedding.rows * embedding.cols
+    attention = spec.attention
+    layout = PageLayout(spec.n_layer, attention.n_kv_head, attention.head_dim)
+    context = min(context_tokens or spec.context_trained, spec.context_trained)
+    size = ModelSize(
+        weight_bytes,
+        step_bytes,
+        products,
+        spec.n_layer * attention.n_head * attention.head_dim,
+        layout.page_bytes,
+        PAGE_TOKENS,
+        context,
+    )
+    facts: dict[str, Any] = {
+        "name": spec.name or path.stem,
+        "arch": spec.arch,
+        "quantisation": spec.quantisation,
+        "layers": spec.n_layer,
+        "file_bytes": file_bytes,
+        "packed_bytes": weight_bytes,
+        "kv_bytes_per_token": layout.page_bytes // PAGE_TOKENS,
+        "context_trained": spec.context_trained,
+        "context_tokens": context,
+    }
+    return facts, size
+
+
+def measure(loaded: Any) -> tuple[dict[str, Any], Any]:
+    """Facts of this machine, its peaks as measured now, and the `Processor` of its cores."""
+    import psutil
+
+    import kernels
+    from batchengine.config import disk_bytes
+    from batchengine.policy.capacity import cpu_processor
+
+    threads = sum(len(lane.cores) or lane.threads for lane in loaded.lanes)
+    read_gbps = kernels.peak_read_gbps(threads)
+    int8_gops = kernels.peak_int8_gops(threads, MEASURE_S)
+    memory = psutil.virtual_memory()
+    free, total = disk_bytes(loaded.store.dir) or (0, 0)
+    machine: dict[str, Any] = {
+        "threads": threads,
+        "isa": kernels.isa(),
+        "read_gbps": round(read_gbps, 1),
+        "int8_gops": round(int8_gops),
+        "memory_bytes": int(memory.total),
+        "memory_free_bytes": int(memory.available),
+        "store": loaded.store.dir,
+        "store_budget_bytes": loaded.store.budget_bytes,
+        "disk_free_bytes": free,
+        "disk_bytes": total,
+    }
+    usable = max(0, int(memory.total) - ENGINE_BYTES)
+    return machine, cpu_processor(f"cpu, {threads} threads", read_gbps, int8_gops, usable)
+
+
+def gpu_processor(name: GpuName) -> Any:
+    """A GPU of the table."""
+    from batchengine.policy.capacity import Processor
+
+    memory_bytes, read_gbps, tops = GPUS[name]
+    return Processor(
+        f"gpu {name}, by its data sheet",
+        GPU_READ_SHARE * read_gbps,
+        GPU_LINEAR_SHARE * tops * 1000,
+        GPU_ATTENTION_SHARE * tops * 1000,
+        GPU_STEP_MS,
+        memory_bytes - GPU_RESERVE_BYTES,
+    )
+
+
+def _as_json(one: Any) -> dict[str, Any]:
+    return {
+        "processor": one.processor._asdict(),
+        "fits": one.fits,
+        "kv_bytes": one.kv_bytes,
+        "contexts": [context._asdict() for context in one.contexts],
+    }
+
+
+def _lines(facts: dict[str, Any], machine: dict[str, Any], plans: list[Any]) -> list[str]:
+    """The plan as a terminal shows it."""
+    lines = [
+        f"model    {facts['name']}  {facts['quantisation']}  {facts['layers']} layers"
+        f"  {_gib(facts['packed_bytes'])} packed  KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a"
+        f" token  context {facts['context_tokens']:,}",
+        f"machine  {machine['threads']} cores, {machine['isa']}: reads {machine['read_gbps']} GB/s,"
+        f" computes {machine['int8_gops']:,} GOPS of int8 (measured now)",
+        f"memory   {_gib(machine['memory_bytes'])}, {_gib(machine['memory_free_bytes'])} free",
+        f"disk     {_gib(machine['disk_free_bytes'])} free at {machine['store']}; the store takes"
+        f" {_gib(machine['store_budget_bytes'])} at most, packed weights"
+        f" {_gib(facts['packed_bytes'])}",
+    ]
+    for one in plans:
+        lines += ["", *_lane_lines(facts, one)]
+    lines += ["", "Speeds are predictions from the peaks above; `bench engine` measures them."]
+    return lines
+
+
+def _lane_lines(facts: dict[str, Any], one: Any) -> list[str]:
+    name = one.processor.name
+    if not one.fits:
+        return [
+            f"{name}: does not fit. Weights take {_gib(facts['packed_bytes'])},"
+            f" there is room for {_gib(one.processor.memory_bytes)}"
+        ]
+    rows = [
+        {
+            "context": f"{context.context_tokens:,}",
+            "sessions": f"{context.sessions:,}",
+            "on disk": f"{context.sessions_on_disk:,}",
+            "prefill": _seconds(context.prefill_ms),
+            "ms/token": f"{context.tpot_ms:.1f}",
+            "at once": f"{context.batch}:",
+            "ms/token each": f"{context.batch_tpot_ms:.1f}",
+            "tokens/s": f"{context.batch_tokens_per_s:,.0f}",
+        }
+        for context in one.contexts
+    ]
+    return [f"{name}: {_gib(one.kv_bytes)} for KV", *table_lines(rows, "")]
+
+
+def _gib(n_bytes: float) -> str:
+    if n_bytes < GIB:
+        return f"{n_bytes / (1 << 20):.0f} MiB"
+    return f"{n_bytes / GIB:.1f} GiB"
+
+
+def _seconds(ms: float) -> str:
+    if ms < 1000:
+        return f"{ms:.0f} ms"
+    return f"{ms / 1000:.1f} s" if ms < 60_000 else f"{ms / 60_000:.1f} min"

@@ -1,0 +1,65 @@
+"""`batchengine plan`: from the header of a model and the peaks of a machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchengine.policy.capacity import cpu_processor
+from service.cli import main, plan
+
+POCKET = Path(__file__).resolve().parents[3] / "pocket/pocket-q4_0.gguf"
+MACHINE = {
+    "threads": 2, "isa": "any", "read_gbps": 30.0, "int8_gops": 900, "memory_bytes": 16 << 30,
+    "memory_free_bytes": 8 << 30, "store": "/kv", "store_budget_bytes": 4 << 30,
+    "disk_free_bytes": 9 << 30, "disk_bytes": 99 << 30,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with known peaks."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(plan, "measure", lambda loaded: (MACHINE, processor(16 << 30)))
+
+
+def processor(memory_bytes: int) -> Any:
+    return cpu_processor("cpu, 2 threads", 30.0, 900.0, memory_bytes)
+
+
+def test_the_plan_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["plan", str(POCKET), "--gpu", "h200", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["layers"] == 4
+    cpu, gpu = found["lanes"]
+    assert cpu["fits"]
+    assert [c["context_tokens"] for c in cpu["contexts"]] == [2048, 8192, 16384]
+    assert gpu["contexts"][0]["sessions"] > cpu["contexts"][0]["sessions"]
+    assert main.run(["plan", str(POCKET)]) == 0
+    text = capsys.readouterr().out
+    assert "cpu, 2 threads: " in text
+    assert "gpu" not in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_model_that_does_not_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "measure", lambda loaded: (MACHINE, processor(1 << 20)))
+    assert main.run(["plan", str(POCKET)]) == 1
+    assert "does not fit. Weights take 2 MiB, there is room for 1 MiB" in capsys.readouterr().out
+
+
+def test_what_serve_would_refuse_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = tmp_path / "notes.gguf"
+    other.write_text("not a model, but some text of another kind")
+    assert main.run(["plan", str(other)]) == 1
+    assert "BE1302" in capsys.readouterr().err
+    assert main.run(["plan", str(tmp_path / "absent.gguf")]) == 2
+    assert main.run(["plan", str(POCKET), "--gpu", "voodoo2"]) == 2
+    assert "h200" in capsys.readouterr().err
