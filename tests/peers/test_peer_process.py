@@ -60,8 +60,8 @@ async def test_a_stopped_peer_is_suspect_then_down_and_comes_back(tmp_path: Path
         psutil.Process(pid).send_signal(signal.SIGSTOP)
         suspect_s = await time_until(a, SUSPECT, began, 5)
         down_s = await time_until(a, DOWN, began, 5)
-        assert suspect_s < 1.2
-        assert 2.5 < down_s < 3.5
+        assert suspect_s < 2.0  # 1 s, and what the machine takes
+        assert 2.5 < down_s < 5.0  # 3 s
         assert a.link("c").state is UP, "another link never notices"
         frame = await a.link("c").request(Bulk(), b"1", timeout_s=1)
         assert frame.message == BulkReceived(1)
