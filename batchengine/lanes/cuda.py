@@ -80,7 +80,7 @@ class DeviceMemory(HostMemory):
 
 
 class CudaDevice(HostDevice):
-    """A whole model on a GPU. The CPU samples, and hashes the rows that come back."""
+    """A whole model on a GPU. The CPU hashes the rows that come back."""
 
     def __init__(self, open_gpu: OpenGpu = open_gpu) -> None:
         super().__init__()

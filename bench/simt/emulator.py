@@ -36,7 +36,10 @@ def compile_kernels(
     sources = sorted(KERNELS.glob("*.cu")) if sources is None else list(sources)
     flags = (*FLAGS, *INCLUDE, *(() if is_checked else ("-DSIMT_UNCHECKED",)))
     text = hashlib.sha256(" ".join(flags).encode())
-    shared = [ROOT / "kernels/csrc" / name for name in ("common/ca.h", "linear/tiles.h")]
+    shared = [
+        ROOT / "kernels/csrc" / name
+        for name in ("common/ca.h", "linear/tiles.h", "sample/sample_row.h")
+    ]
     for path in (*sorted(KERNELS.glob("*.h")), *sorted(HERE.glob("simt.*")), *shared, *sources):
         text.update(path.read_bytes())
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,16 @@ TILE = 16  # rows of a tile of packed weights
 FEW_TOKENS = 16  # up to here each block reads a tile of weights for 8 tokens, else for 64
 THREADS = 256
 LOG2_E = 1.4426950408889634
+SAMPLE_THREADS = 1024
+SAMPLE_ROW = np.dtype(  # the integers of a SampleRow of sample_row.h that are used here
+    {
+        "names": ["logprobs", "first_history", "n_history", "first_bias", "n_bias"],
+        "formats": [np.int32] * 5,
+        "offsets": [28, 52, 56, 60, 64],
+        "itemsize": 72,
+    }
+)
+BIAS = np.dtype([("token", np.int32), ("value", np.float32)])
 
 Held = kernels.Matrix | kernels.Vector | kernels.RopeTable
 
@@ -45,6 +55,8 @@ class CudaOps:
         self._held: dict[Held, int] = {}
         self._indices, self._bad = Scratch(gpu), Scratch(gpu)
         self._m, self._l, self._o = Scratch(gpu), Scratch(gpu), Scratch(gpu)
+        self._given = [Scratch(gpu) for _ in range(4)]  # parameters of `sample`
+        self._adjusted, self._weights, self._out = Scratch(gpu), Scratch(gpu), Scratch(gpu)
         self.make_rows = partial(Rows, gpu)
         self.make_activations = partial(Activations, gpu)
         self.make_queries = partial(Queries, gpu)
@@ -242,10 +254,41 @@ class CudaOps:
         return kernels.step_digests(self._pool, rows.host, seeds)
 
     def sample(self, logits: Rows, rows: Sequence[kernels.SampleSpec]) -> list[kernels.Sampled]:
-        """As `kernels.sample`, on the CPU."""
-        on_host = kernels.Rows(len(rows), logits.width)
-        on_host.view(len(rows))[:] = self.read_rows(logits, len(rows))
-        return kernels.sample(self._pool, on_host, rows)
+        """As `kernels.sample`: all of it on the GPU. ValueError for a token of a history or a bias
+        outside the vocabulary; waits for the GPU."""
+        n, vocab = len(rows), logits.width
+        if n == 0:
+            return []
+        table = np.frombuffer(bytearray().join([spec.row for spec in rows]), SAMPLE_ROW)
+        table["first_history"] = np.cumsum(table["n_history"]) - table["n_history"]
+        table["first_bias"] = np.cumsum(table["n_bias"]) - table["n_bias"]
+        history = np.concatenate([spec.history for spec in rows])
+        bias = np.array([pair for spec in rows for pair in spec.bias], BIAS)
+        for ids in (history, bias["token"]):
+            if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab):
+                raise ValueError("sample: a token that is not in the vocabulary")
+        given = table, history, bias["token"], bias["value"]
+        n_best = max(0, int(table["logprobs"].max()))
+        got = np.empty(2 * n * (1 + n_best), np.int32)
+        tokens = self._out.reserve(got.nbytes)
+        logprobs, top_tokens = tokens + 4 * n, tokens + 8 * n
+        arguments = [
+            *(logits.address, logits.width, vocab),
+            *[to.put(array) for to, array in zip(self._given, given, strict=True)],
+            *(self._adjusted.reserve(4 * n * vocab), self._weights.reserve(4 * n * vocab)),
+            *(tokens, logprobs, top_tokens, top_tokens + 4 * n * n_best, n_best),
+        ]
+        self._gpu.launch("sample", (n, 1, 1), SAMPLE_THREADS, arguments)
+        self._gpu.copy_out(tokens, got)
+        chosen, chances = got[:n].tolist(), got.view(np.float32)[n : 2 * n].tolist()
+        best_ids, best = got[2 * n :].reshape(2, n, n_best)
+        best_chances = best.view(np.float32)
+        counts = np.where(got[:n] < 0, 0, table["logprobs"].clip(0, vocab)).tolist()
+        top = [
+            list(zip(best_ids[i, :count].tolist(), best_chances[i, :count].tolist(), strict=True))
+            for i, count in enumerate(counts)
+        ]
+        return [kernels.Sampled(*one) for one in zip(chosen, chances, top, strict=True)]
 
     def read_rows(self, rows: Rows, n: int) -> NDArray[np.float32]:
         """A copy of the first rows; waits for the GPU."""

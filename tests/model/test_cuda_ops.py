@@ -96,3 +96,47 @@ def test_a_step_gives_the_bits_of_the_cpu(
             kernels.store_rows(device.pool, kept.host, device.host_batch)
         for lane, own in zip(lanes, pages, strict=True):
             assert own[0][1].tobytes() == runner.page(lane, 0)
+
+
+def some_spec(rng: np.random.Generator, vocab: int) -> kernels.SampleSpec:
+    """Any mixture of what a request may ask for."""
+    n_history, n_bias = int(rng.choice([0, 0, 3, 50])), int(rng.choice([0, 0, 1, 5]))
+    values = rng.choice([-np.inf, -1.5, 2.0], n_bias).tolist()
+    return kernels.SampleSpec(
+        temperature=float(rng.choice([0.0, 0.7, 3.0])),
+        top_k=int(rng.choice([0, 5])),
+        top_p=float(rng.choice([1.0, 0.8])),
+        min_p=float(rng.choice([0.0, 0.1])),
+        repetition_penalty=float(rng.choice([1.0, 1.3])),
+        presence_penalty=float(rng.choice([0.0, 0.5])),
+        frequency_penalty=float(rng.choice([0.0, 0.2])),
+        seed=int(rng.integers(1 << 62)),
+        position=int(rng.integers(1000)),
+        draw=int(rng.integers(3)),
+        history=rng.integers(0, vocab, n_history).astype(np.int32),
+        bias=list(zip(rng.integers(0, vocab, n_bias).tolist(), values, strict=True)),
+        logprobs=int(rng.choice([-1, 0, 3, 20])),
+    )
+
+
+def contents(rows: list[kernels.Sampled]) -> list[tuple[Any, ...]]:
+    return [(row.token, row.nonfinite, row.logprob, row.top) for row in rows]
+
+
+@pytest.mark.parametrize("vocab", [7, 900])
+def test_sampling_gives_the_tokens_of_the_cpu(gpu: Emulator, vocab: int) -> None:
+    pool, rng = kernels.Pool(1), np.random.default_rng(vocab)
+    ops = CudaOps(gpu, pool)
+    for n in (5, 24, 1):  # with buffers that grow, and that are used again
+        specs = [some_spec(rng, vocab) for _ in range(n)]
+        logits, rows = ops.make_rows(n, vocab), kernels.Rows(n, vocab)
+        values = (4 * rng.standard_normal((n, vocab))).astype(np.float32)
+        if n > 5:
+            values[3, 2] = np.nan
+        gpu.copy_in(logits.address, values)
+        rows.view(n)[:] = values
+        assert contents(ops.sample(logits, specs)) == contents(kernels.sample(pool, rows, specs))
+    assert ops.sample(logits, []) == []
+    for asked in ({"history": np.array([vocab], np.int32)}, {"bias": [(-1, 1.0)]}):
+        with pytest.raises(ValueError, match="not in the vocabulary"):
+            ops.sample(logits, [kernels.SampleSpec(**cast(Any, asked))])

@@ -12,6 +12,7 @@
 
 #include "bind/bind_common.h"
 #include "common/ca.h"
+#include "sample/sample_row.h"
 #include "sample/sampling.h"
 
 namespace batchengine {
@@ -30,6 +31,26 @@ void check_spec(const SampleSpec& spec) {
     require(spec.logprobs >= -1 && spec.logprobs <= 20, "SampleSpec: logprobs must lie in -1..20");
     for (const auto& [token, bias] : spec.bias)
         require(!std::isnan(bias) && bias < HUGE_VALF, "SampleSpec: a bias is NaN or +infinity");
+}
+
+// Its history and biases are counted; where they begin is the caller's.
+SampleRow row_of(const SampleSpec& spec) {
+    return {.temperature = spec.temperature,
+            .top_p = spec.top_p,
+            .min_p = spec.min_p,
+            .repetition = spec.repetition_penalty,
+            .frequency = spec.frequency_penalty,
+            .presence = spec.presence_penalty,
+            .top_k = spec.top_k,
+            .logprobs = spec.logprobs,
+            .seed = spec.seed,
+            .position = spec.position,
+            .draw = spec.draw,
+            .first_history = 0,
+            .n_history = static_cast<int32_t>(spec.history.size()),
+            .first_bias = 0,
+            .n_bias = static_cast<int32_t>(spec.bias.size()),
+            .unused = 0};
 }
 
 void bind_sample_types(nb::module_& module) {
@@ -55,8 +76,30 @@ void bind_sample_types(nb::module_& module) {
             nb::arg("presence_penalty") = 0.0f, nb::arg("frequency_penalty") = 0.0f,
             nb::arg("seed") = 0, nb::arg("position") = 0, nb::arg("draw") = 0,
             nb::arg("history").none() = nb::none(),
-            nb::arg("bias") = std::vector<std::pair<int32_t, float>>{}, nb::arg("logprobs") = -1);
+            nb::arg("bias") = std::vector<std::pair<int32_t, float>>{}, nb::arg("logprobs") = -1)
+        .def_prop_ro(
+            "row",
+            [](const SampleSpec& spec) {
+                const SampleRow row = row_of(spec);
+                return nb::bytes(&row, sizeof row);
+            },
+            "The bytes of a SampleRow (sample_row.h) whose history and biases begin at 0.")
+        .def_prop_ro(
+            "history",
+            [](SampleSpec& spec) {
+                return nb::ndarray<nb::numpy, const int32_t, nb::ndim<1>>(spec.history.data(),
+                                                                          {spec.history.size()});
+            },
+            nb::rv_policy::reference_internal, "numpy alias of the tokens that penalties see.")
+        .def_ro("bias", &SampleSpec::bias, "(token, bias), in order.");
     nb::class_<Sampled>(module, "Sampled", "A drawn token; token is -1 when the row had a NaN or an infinity.")
+        .def(
+            "__init__",
+            [](Sampled* self, int32_t token, float logprob,
+               std::vector<std::pair<int32_t, float>> top) {
+                new (self) Sampled{token, token < 0, logprob, std::move(top)};
+            },
+            nb::arg("token"), nb::arg("logprob"), nb::arg("top"))
         .def_ro("token", &Sampled::token)
         .def_ro("nonfinite", &Sampled::nonfinite)
         .def_ro("logprob", &Sampled::logprob)

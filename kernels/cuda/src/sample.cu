@@ -4,32 +4,11 @@
 // digit by digit of the key, from a histogram of weights; the token drawn is found by sums of weights over
 // runs of ids. All sums are of integers.
 #include "gpu.h"
-
-namespace gpu {
-
-// Parameters of a row. Tokens of its history and biases are below the vocabulary.
-struct alignas(8) SampleRow {
-    float temperature;
-    float top_p;  // 1: all
-    float min_p;  // 0: all
-    float repetition;
-    float frequency;
-    float presence;
-    int32_t top_k;     // 0: all
-    int32_t logprobs;  // -1: none, 0: of the token, n: and of the n best, at most TOP_MAX
-    uint64_t seed;
-    uint64_t position;
-    uint32_t draw;
-    int32_t first_history;  // index of its first token in `history`
-    int32_t n_history;
-    int32_t first_bias;  // index of its first bias
-    int32_t n_bias;
-    int32_t unused;
-};
-
-}  // namespace gpu
+#include "sample/sample_row.h"
 
 namespace {
+
+using batchengine::SampleRow;
 
 constexpr int THREADS_MAX = 1024;
 constexpr int TOP_MAX = gpu::WARP;
@@ -188,7 +167,7 @@ GPU_FN uint64_t best_of(Logits x, int n, PerWarp& shared) {
 }
 
 // Step 2: the logits with their biases and penalties, into `x`. `counts` is overwritten.
-GPU_FN void adjust(gpu::In<float> logits, int n, const gpu::SampleRow& row, gpu::In<int32_t> history,
+GPU_FN void adjust(gpu::In<float> logits, int n, const SampleRow& row, gpu::In<int32_t> history,
                    gpu::In<int32_t> bias_tokens, gpu::In<float> bias_values, gpu::Out<int32_t> counts,
                    gpu::Out<float> x) {
     for (int i = gpu::thread(); i < n; i += gpu::threads()) {
@@ -222,7 +201,7 @@ GPU_FN void adjust(gpu::In<float> logits, int n, const gpu::SampleRow& row, gpu:
 
 // Steps 4 to 6: a token of n logits whose largest is `top`. `weights` is overwritten.
 template <class Logits>
-GPU_FN int draw_token(Logits x, int n, float top, const gpu::SampleRow& row, gpu::Out<int32_t> weights,
+GPU_FN int draw_token(Logits x, int n, float top, const SampleRow& row, gpu::Out<int32_t> weights,
                       Bins& bins, PerWarp& shared) {
     const auto weight = [&](int i) { return static_cast<uint64_t>(int32_t(weights[i])); };
     uint64_t sum = 0, candidates = 0;
@@ -266,7 +245,7 @@ GPU_FN int draw_token(Logits x, int n, float top, const gpu::SampleRow& row, gpu
 // A token for every row of logits, -1 where there is none, with log-probabilities: of the token, and of the
 // n best in order, where the row asks for them. `adjusted` and `weights` are [rows][vocab] of any value.
 // Grid: rows.
-KERNEL(sample, THREADS_MAX, gpu::In<float> logits, int stride, int vocab, gpu::In<gpu::SampleRow> rows,
+KERNEL(sample, THREADS_MAX, gpu::In<float> logits, int stride, int vocab, gpu::In<SampleRow> rows,
        gpu::In<int32_t> history, gpu::In<int32_t> bias_tokens, gpu::In<float> bias_values,
        gpu::Out<float> adjusted, gpu::Out<int32_t> weights, gpu::Out<int32_t> token_out,
        gpu::Out<float> logprob_out, gpu::Out<int32_t> top_tokens, gpu::Out<float> top_logprobs,
@@ -276,7 +255,7 @@ KERNEL(sample, THREADS_MAX, gpu::In<float> logits, int stride, int vocab, gpu::I
     __shared__ gpu::Shared<uint64_t, TOP_MAX> best;
     __shared__ gpu::Shared<int32_t, 1> n_best;
     const int64_t index = gpu::block();
-    const gpu::SampleRow row = rows[index];
+    const SampleRow row = rows[index];
     const gpu::In<float> raw = logits + index * stride;
     const gpu::Out<float> own = adjusted + index * vocab;
     const gpu::Out<int32_t> own_weights = weights + index * vocab;
