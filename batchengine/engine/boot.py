@@ -23,7 +23,7 @@ from typing import Any
 
 from batchengine import errors
 from batchengine.config import Config, LaneConfig
-from batchengine.core import ModelInfo, Stage
+from batchengine.core import PAGE_TOKENS, ModelInfo, Stage
 from batchengine.engine.audit.audit import Audit
 from batchengine.engine.audit.model_files import identity_of
 from batchengine.engine.audit.scrub import Maintenance
@@ -57,7 +57,8 @@ from batchengine.gguf import GgufFile
 from batchengine.kv import Disputes
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.peers.peers import LocalFacts, Peers
-from batchengine.policy import cost
+from batchengine.policy import capacity
+from batchengine.policy.cost import StepCost
 from batchengine.session import Session
 from batchengine.text.frontend import TextFrontend
 from batchengine.weights import read_spec
@@ -102,13 +103,13 @@ class LaneFactory:
         self.disputes = Disputes(self.store)
         self.suspects = Suspects(self.store, self.journal)
         budget_bytes = self.launch.config.store.budget_bytes
-        self.supervisor = WorkerSupervisor(self.loader, self.store, budget_bytes)
+        self.prior = functools.partial(prior_cost, self.info)
+        self.supervisor = WorkerSupervisor(self.loader, self.store, budget_bytes, self.prior)
 
     async def lane(
         self, lane: Lane, config: LaneConfig, disputes: Disputes | None = None
     ) -> LaneLoop:
         """Return the loop of a lane, with a new arena attached if its worker has loaded."""
-        info = self.info
         loop = LaneLoop(
             lane,
             self.store,
@@ -119,7 +120,7 @@ class LaneFactory:
             suspects=self.suspects,
             supervisor=self.supervisor,
             metrics=self.launch.state.metrics,
-            cost=cost.prior_cost(info.file_bytes, info.n_params, config.threads),
+            cost=self.prior(config, lane.facts),
             weights={key.name: key.weight for key in self.launch.config.auth},
         )
         if lane.alive:
@@ -408,6 +409,28 @@ def inspect_model(config: Config) -> ModelInfo:
             "head_dim": spec.attention.head_dim,
         },
     )
+
+
+def prior_cost(info: ModelInfo, config: LaneConfig, facts: wire.ModelFacts | None) -> StepCost:
+    """What steps of a lane are assumed to cost; `facts` are its worker's, if it has loaded."""
+    n_layer = info.n_layer
+    n_head, n_kv_head, head_dim = (
+        int(info.details[name]) for name in ("n_head", "n_kv_head", "head_dim")
+    )
+    size = capacity.ModelSize(
+        info.file_bytes,
+        info.file_bytes,
+        info.n_params,
+        n_layer * n_head * head_dim,
+        PageLayout(n_layer, n_kv_head, head_dim).payload_bytes,
+        PAGE_TOKENS,
+        info.context_tokens,
+    )
+    gpu = None if facts is None else facts.gpu
+    if gpu is None:
+        return capacity.prior_cost(size, capacity.unmeasured_cpu(config.threads))
+    found = capacity.found_gpu(gpu.name, gpu.multiprocessors, gpu.memory_bytes)
+    return capacity.prior_cost(size, found)
 
 
 def tokenizer_hash(path: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -120,7 +121,9 @@ class CudaDevice(HostDevice):
         self._on_host = kernels.Batch(*limits)
         detail = f"self-test ok, room for {self._cache.pages_max} pages"
         report("gpu kernels", detail, 0.95, time.perf_counter() - started)
-        return facts_of(model, pool, f"cuda {resources.index}")
+        gpu_facts = wire.GpuFacts(gpu.facts.name, gpu.facts.multiprocessors, gpu.facts.memory_bytes)
+        facts = facts_of(model, pool, f"cuda {resources.index}")
+        return msgspec.structs.replace(facts, gpu=gpu_facts)
 
     def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:
         """Map the arena of this worker."""
@@ -175,7 +178,7 @@ class _Counted(Gpu):
     """A GPU whose allocations are counted in `used`."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self._sizes = gpu, dict[int, int]()
+        self._gpu, self._sizes, self.facts = gpu, dict[int, int](), gpu.facts
         self.used = 0
 
     def allocate(self, n_bytes: int) -> int:

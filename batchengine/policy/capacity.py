@@ -4,12 +4,16 @@ A roofline model, which measures nothing of the model itself: a decode step read
 and the KV of its sessions, and computes one product per weight and session; prefill computes a
 product per weight and token, and two per pair of tokens and query value. `Processor` has what of
 the peaks kernels reach. Speeds are predictions, within a factor of two as a rule; `CostModel`
-replaces them once steps run.
+begins with them (`prior_cost`) and replaces them once steps run.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from batchengine.policy.cost import StepCost
 
 BATCH = 16  # sessions of the batch that plans are made for
 # What kernels reach of a measured peak (`bench kernels`, `bench engine` on Zen 4, bench/results/).
@@ -18,6 +22,14 @@ LINEAR_SHARE = 0.65
 ATTENTION_SHARE = 0.55
 STEP_MS = 0.3
 CHUNK_TOKENS = 512  # of one prefill step
+# Of a core that was not measured, and in all: reading in GB/s, int8 in GOPS.
+CORE_READ_GBPS, READ_GBPS_MAX, CORE_GOPS = 10.0, 60.0, 150.0
+CORE_ATTENTION_GOPS = CORE_GOPS * ATTENTION_SHARE / LINEAR_SHARE
+# Of a GPU's data sheet: reading by a copy, and the bound that the fp32 step of every block sets.
+GPU_READ_SHARE, GPU_LINEAR_SHARE, GPU_ATTENTION_SHARE = 0.7, 0.13, 0.1
+GPU_RESERVE_BYTES = 2 << 30
+GPU_STEP_MS = 1.0
+ENTRY_MS = 0.01  # of a decode beside its products: its logits are read and sampled by the CPU
 
 
 class ModelSize(NamedTuple):
@@ -43,6 +55,29 @@ class Processor(NamedTuple):
     attention_gops: float
     step_ms: float
     memory_bytes: int
+
+
+class GpuSheet(NamedTuple):
+    """A GPU by its data sheet. `tops`: int8 operations without sparsity."""
+
+    memory_bytes: int
+    read_gbps: float
+    tops: float
+    multiprocessors: int
+
+
+GPUS: Mapping[str, GpuSheet] = {
+    "a100-40": GpuSheet(40 << 30, 1555, 624, 108),
+    "a100-80": GpuSheet(80 << 30, 2039, 624, 108),
+    "l4": GpuSheet(24 << 30, 300, 242, 58),
+    "l40s": GpuSheet(48 << 30, 864, 733, 142),
+    "rtx4090": GpuSheet(24 << 30, 1008, 661, 128),
+    "h100": GpuSheet(80 << 30, 3350, 1979, 132),
+    "h200": GpuSheet(141 << 30, 4800, 1979, 132),
+    "b200": GpuSheet(180 << 30, 8000, 4500, 148),
+}
+# Of a GPU that has no sheet, per multiprocessor: less than any with a sheet has.
+UNKNOWN_READ_GBPS, UNKNOWN_TOPS = 5.0, 3.0
 
 
 class ContextPlan(NamedTuple):
@@ -82,6 +117,71 @@ def cpu_processor(
         ATTENTION_SHARE * peak_int8_gops,
         STEP_MS,
         memory_bytes,
+    )
+
+
+def unmeasured_cpu(threads: int) -> Processor:
+    """So many cores of a CPU: typical rates, wrong by a factor of three at worst."""
+    threads = max(1, threads)
+    return Processor(
+        f"cpu, {threads} threads, not measured",
+        min(READ_GBPS_MAX, CORE_READ_GBPS * threads),
+        CORE_GOPS * threads,
+        CORE_ATTENTION_GOPS * threads,
+        STEP_MS,
+        0,
+    )
+
+
+def gpu_processor(name: str) -> Processor:
+    """A whole GPU of the table, by its name there."""
+    return _by_sheet(name, GPUS[name])
+
+
+def found_gpu(name: str, multiprocessors: int, memory_bytes: int) -> Processor:
+    """A GPU as its driver describes it: by its data sheet, in proportion to what it has of it, as
+    a partition has less; or by its multiprocessors, if no sheet has its name."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    words |= {word.removesuffix("gb") for word in words}
+    named = [key for key in GPUS if words.issuperset(key.removeprefix("rtx").split("-"))]
+    if named:
+        sheet = GPUS[named[0]]
+        computes = min(1.0, multiprocessors / sheet.multiprocessors)
+        reads = min(1.0, memory_bytes / sheet.memory_bytes)
+    else:
+        n = max(1, multiprocessors)
+        sheet, computes, reads = GpuSheet(0, UNKNOWN_READ_GBPS * n, UNKNOWN_TOPS * n, n), 1.0, 1.0
+    return _by_sheet(
+        name,
+        GpuSheet(memory_bytes, reads * sheet.read_gbps, computes * sheet.tops, multiprocessors),
+    )
+
+
+def _by_sheet(name: str, sheet: GpuSheet) -> Processor:
+    return Processor(
+        f"gpu {name}, by its data sheet",
+        GPU_READ_SHARE * sheet.read_gbps,
+        GPU_LINEAR_SHARE * sheet.tops * 1000,
+        GPU_ATTENTION_SHARE * sheet.tops * 1000,
+        GPU_STEP_MS,
+        sheet.memory_bytes - GPU_RESERVE_BYTES,
+    )
+
+
+def prior_cost(model: ModelSize, processor: Processor) -> StepCost:
+    """What steps are assumed to cost until they were measured.
+
+    Each coefficient is what the work costs alone: reads and products, which overlap, are added, so
+    a step is predicted at most twice as long as by `decode_ms`.
+    """
+    token_ms = _compute_ms(processor.linear_gops, model.products)
+    pair_ms = _compute_ms(processor.attention_gops, 2 * model.attention_values)
+    return StepCost(
+        processor.step_ms + _read_ms(processor, model.step_weight_bytes),
+        token_ms,
+        token_ms + ENTRY_MS,
+        max(_read_ms(processor, model.page_bytes / model.page_tokens), pair_ms),
+        pair_ms,
     )
 
 

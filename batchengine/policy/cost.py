@@ -70,18 +70,6 @@ def work_of(entries: Iterable[tuple[int, int]]) -> StepWork:
     return StepWork(prefill, decodes, kv, pairs)
 
 
-def prior_cost(weight_bytes: int, n_params: int, threads: int) -> StepCost:
-    """Estimate coefficients before the first step, from typical rates of CPU cores.
-
-    A step reads the weights once (10 GB/s per core, 60 in all); a token costs two operations per
-    weight at 150 GOPS per core. Wrong by a factor of three at worst; the first steps correct it.
-    """
-    read_ms = weight_bytes / (min(60.0, 10.0 * max(1, threads)) * 1e6)
-    token_ms = 2.0 * n_params / (150e6 * max(1, threads))
-    token_ms = max(token_ms, 1e-4)
-    return StepCost(read_ms + 0.1, token_ms, token_ms + 0.01, token_ms / 2e4, token_ms / 2e4)
-
-
 class CostModel:
     """Fits `StepCost` to observed steps by multiplying coefficients by powers of the error.
 
@@ -109,14 +97,18 @@ class CostModel:
 
     def __init__(self, prior: StepCost) -> None:
         """Raises ValueError unless all coefficients of `prior` are positive: 0 would stay 0."""
-        values = tuple(prior)
-        if not all(math.isfinite(c) and c > 0.0 for c in values):
-            raise ValueError(f"a prior coefficient is not positive: {prior}")
-        self._age = [1.0] * len(values)  # sum of prediction shares, per coefficient
+        self._age = [1.0] * len(prior)  # sum of prediction shares, per coefficient
         self.error_ratio = 0.25  # estimated median of |log(observed / predicted)|
         self._streak = 0.0  # steps beyond the limit in a row, signed by side
-        self.cost = prior
         self.steps = 0
+        self.assume(prior)
+
+    def assume(self, prior: StepCost) -> None:
+        """Begin with another prior, unless steps were observed."""
+        if not all(math.isfinite(c) and c > 0.0 for c in prior):
+            raise ValueError(f"a prior coefficient is not positive: {prior}")
+        if not self.steps:
+            self.cost = prior
 
     def __repr__(self) -> str:
         return f"<CostModel steps={self.steps} error={self.error_ratio:.0%} {self.cost}>"

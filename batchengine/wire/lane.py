@@ -17,7 +17,7 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 6
+VERSION = 7
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -87,11 +87,19 @@ class Loading(Message, tag=2, frozen=True):
     seconds: float
 
 
+class GpuFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """The GPU of a lane, as its driver describes it."""
+
+    name: str
+    multiprocessors: int
+    memory_bytes: int
+
+
 class ModelFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """Facts of a loaded model on a device: its arithmetic and the form of its pages.
 
     `identity` holds the fields of the KV representation; lanes whose identities differ must not
-    share pages.
+    share pages. `gpu` is what computes, None = the processor.
     """
 
     arith_id: str
@@ -103,6 +111,7 @@ class ModelFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     payload_bytes: int
     vocab_size: int
     identity: dict[str, str | int | float]
+    gpu: GpuFacts | None = None
 
 
 class Ready(Message, tag=3, frozen=True):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cuda.gpu import Argument, Gpu, GpuFault, words_of
+from kernels.cuda.gpu import Argument, DeviceFacts, Gpu, GpuFault, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -65,6 +65,7 @@ class Emulator(Gpu):
 
     def __init__(self, library: Path, seed: int = 0) -> None:
         self.seed = seed
+        self.facts = DeviceFacts("an emulated GPU", 1 << 30, 1, (0, 0))
         self._c = c = ctypes.CDLL(str(library))
         c.simt_error.restype = ctypes.c_char_p
         c.simt_kernels.restype = ctypes.c_char_p

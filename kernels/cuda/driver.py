@@ -14,26 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cuda.gpu import Argument, Gpu, GpuFault, words_of
+from kernels.cuda.gpu import Argument, DeviceFacts, Gpu, GpuFault, words_of
 
 STAGING_BYTES = 64 << 20  # pinned: what is copied in before the first wait
 CHUNK_BYTES = 8 << 20  # the device reads one chunk while the next is written
 ALIGNMENT = 256
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceFacts:
-    """What a device is."""
-
-    name: str
-    memory_bytes: int
-    multiprocessors: int
-    capability: tuple[int, int]
-
-    @property
-    def target(self) -> str:
-        """What to compile for."""
-        return f"sm_{self.capability[0]}{self.capability[1]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,21 @@ Argument = int | float  # an integer or an address; a float is passed as binary3
 
 class GpuFault(Exception):
     """The device failed, or a launch is impossible: nothing that it holds can be used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What a device is."""
+
+    name: str
+    memory_bytes: int
+    multiprocessors: int
+    capability: tuple[int, int]
+
+    @property
+    def target(self) -> str:
+        """What to compile for."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"
 
 
 def words_of(arguments: Sequence[Argument]) -> NDArray[np.uint64]:
@@ -29,6 +45,8 @@ def words_of(arguments: Sequence[Argument]) -> NDArray[np.uint64]:
 
 class Gpu(Protocol):
     """One device. Copies and launches take effect in the order of their calls."""
+
+    facts: DeviceFacts
 
     @abstractmethod
     def allocate(self, n_bytes: int) -> int:

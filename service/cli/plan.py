@@ -16,22 +16,8 @@ CONTEXTS = (2048, 8192, 32768, 131072)
 MEASURE_S = 0.3
 ENGINE_BYTES = 512 << 20  # the engine, text processes and workers beside weights and KV
 GIB = 1 << 30
+# Those of `capacity.GPUS`, which is imported when it is needed.
 GpuName = Literal["a100-40", "a100-80", "l4", "l40s", "rtx4090", "h100", "h200", "b200"]
-# Memory bytes, read GB/s, and int8 TOPS without sparsity, of the data sheets.
-GPUS: dict[GpuName, tuple[int, float, float]] = {
-    "a100-40": (40 * GIB, 1555, 624),
-    "a100-80": (80 * GIB, 2039, 624),
-    "l4": (24 * GIB, 300, 242),
-    "l40s": (48 * GIB, 864, 733),
-    "rtx4090": (24 * GIB, 1008, 661),
-    "h100": (80 * GIB, 3350, 1979),
-    "h200": (141 * GIB, 4800, 1979),
-    "b200": (180 * GIB, 8000, 4500),
-}
-# Of the data sheet: reading by a copy, and the bound that the fp32 step of every block sets.
-GPU_READ_SHARE, GPU_LINEAR_SHARE, GPU_ATTENTION_SHARE = 0.7, 0.13, 0.1
-GPU_RESERVE_BYTES = 2 * GIB
-GPU_STEP_MS = 1.0
 
 
 def add(app: App) -> None:
@@ -60,7 +46,7 @@ def plan(
     machine, here = measure(loaded)
     processors = [here]
     if gpu is not None:
-        processors.append(gpu_processor(gpu))
+        processors.append(capacity.gpu_processor(gpu))
     disk_bytes = loaded.store.budget_bytes
     plans = [capacity.capacity(size, one, disk_bytes, CONTEXTS) for one in processors]
     answer: dict[str, Any] = {
@@ -145,21 +131,6 @@ def measure(loaded: Any) -> tuple[dict[str, Any], Any]:
     }
     usable = max(0, int(memory.total) - ENGINE_BYTES)
     return machine, cpu_processor(f"cpu, {threads} threads", read_gbps, int8_gops, usable)
-
-
-def gpu_processor(name: GpuName) -> Any:
-    """A GPU of the table."""
-    from batchengine.policy.capacity import Processor
-
-    memory_bytes, read_gbps, tops = GPUS[name]
-    return Processor(
-        f"gpu {name}, by its data sheet",
-        GPU_READ_SHARE * read_gbps,
-        GPU_LINEAR_SHARE * tops * 1000,
-        GPU_ATTENTION_SHARE * tops * 1000,
-        GPU_STEP_MS,
-        memory_bytes - GPU_RESERVE_BYTES,
-    )
 
 
 def _as_json(one: Any) -> dict[str, Any]:

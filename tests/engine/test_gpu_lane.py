@@ -82,6 +82,12 @@ async def prepared(engine: WatchedEngine, prompts: list[list[int]]) -> list[list
 
 async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Reference) -> None:
     async with gpu_engine(site) as engine:
+        lane = engine.state.lanes[1]
+        before = lane.cost.cost
+        await eventually(lambda: gpu_state(engine) == "ready")
+        assert lane.cost.cost != before  # its prior is that of the GPU, not of one core
+        assert lane.lane.facts is not None
+        assert lane.lane.facts.gpu is not None
         (prompt,) = await prepared(engine, [words(1, 250)])
         generation, reader = await started(engine, request(prompt, 1500, session="s0"), 2)
         for lane in ("cpu", "gpu", "cpu"):

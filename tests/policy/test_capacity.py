@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchengine.policy.capacity import (
     BATCH,
+    ENTRY_MS,
+    GPU_STEP_MS,
+    GPUS,
     ModelSize,
     Processor,
     capacity,
     cpu_processor,
     decode_ms,
+    found_gpu,
+    gpu_processor,
     prefill_ms,
+    prior_cost,
+    unmeasured_cpu,
 )
+from batchengine.policy.cost import CostModel, StepCost, StepWork, work_of
+from service.cli.plan import GpuName
 
 GIB = 1 << 30
 MODEL = ModelSize(
@@ -81,3 +93,74 @@ def test_the_prediction_of_a_measured_model() -> None:
     machine = cpu_processor("2 cores", 33.1, 943.0, 16 * GIB)
     assert 0.6 < prefill_ms(model, machine, 8192) / (8192 / 237 * 1000) < 1.7
     assert 0.6 < decode_ms(model, machine, 16, 200) / 40.7 < 1.7
+
+
+# ---- priors ----
+
+SMALL = ModelSize(360 << 20, 360 << 20, 600 * 10**6, 28 * 2048, 28 * 532480, 256, 40960)
+
+
+def test_the_prior_of_a_cpu_has_the_right_order_of_magnitude() -> None:
+    """0.6B Q4_0 on two cores: 512 tokens of prefill take about 0.75 s, a decode about 12 ms."""
+    prior = prior_cost(SMALL, unmeasured_cpu(2))
+    assert 500 < prior.predict_ms(StepWork(512, 0, 0, 512 * 256.0)) < 5000
+    assert 4 < prior.predict_ms(StepWork(0, 1, 100, 0.0)) < 40
+
+
+@given(processors)
+def test_a_prior_is_no_less_than_the_roofline_and_at_most_twice(processor: Processor) -> None:
+    prior = prior_cost(MODEL, processor)
+    CostModel(prior)  # which takes positive coefficients only
+    for sessions in (1, 16):
+        for tokens in (256, 8192):
+            ms = prior.predict_ms(work_of([(tokens - 1, 1)] * sessions)) - sessions * ENTRY_MS
+            least = decode_ms(MODEL, processor, sessions, tokens)
+            assert 0.999 * least <= ms <= 2.001 * least
+
+
+@pytest.mark.parametrize(
+    ("name", "sheet"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ],
+)
+def test_a_gpu_is_found_by_the_name_of_its_driver(name: str, sheet: str) -> None:
+    known = GPUS[sheet]
+    found = found_gpu(name, known.multiprocessors, known.memory_bytes)
+    assert found[1:] == gpu_processor(sheet)[1:]
+    part = found_gpu(f"{name} MIG 1g", known.multiprocessors // 4, known.memory_bytes // 8)
+    assert part.linear_gops == pytest.approx(found.linear_gops / 4, rel=0.05)
+    assert part.read_gbps == pytest.approx(found.read_gbps / 8)
+
+
+def test_an_unknown_gpu_is_assumed_to_be_slower_than_every_known_one() -> None:
+    for sheet, known in GPUS.items():
+        unknown = found_gpu("Another L40SX GH200", known.multiprocessors, known.memory_bytes)
+        least, most = prior_cost(MODEL, gpu_processor(sheet)), prior_cost(MODEL, unknown)
+        assert all(a <= b for a, b in zip(least, most, strict=True))
+        assert most.prefill_token_ms < prior_cost(MODEL, unmeasured_cpu(8)).prefill_token_ms
+    none = found_gpu("", 0, 0)
+    assert none.step_ms == GPU_STEP_MS
+    CostModel(prior_cost(MODEL, none))
+
+
+def test_the_prior_of_a_gpu_is_replaced_by_measurement() -> None:
+    """A device that is five times as slow in what it computes: a mixed step and a few decodes."""
+    prior = prior_cost(MODEL, gpu_processor("h100"))
+    truth = StepCost(2 * prior.fixed_ms, *(5 * each for each in prior[1:]))
+    model = CostModel(prior)
+    for _ in range(12):
+        for work in [StepWork(512, 0, 0, 512 * 256.0)] + [StepWork(0, 8, 8 * 2000, 0.0)] * 4:
+            model.observe(work, truth.predict_ms(work))
+    for work in (StepWork(256, 0, 0, 256 * 4000.0), StepWork(0, 4, 4 * 2000, 0.0)):
+        assert model.cost.predict_ms(work) == pytest.approx(truth.predict_ms(work), rel=0.3)
+
+
+def test_the_command_line_names_every_gpu() -> None:
+    assert get_args(GpuName) == tuple(GPUS)

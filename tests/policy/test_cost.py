@@ -21,7 +21,6 @@ from batchengine.policy.cost import (
     plan_restore,
     predict,
     prefill_ms,
-    prior_cost,
     retry_after_ms,
     wait_ms,
     work_of,
@@ -98,7 +97,7 @@ def test_coefficients_follow_a_lane_that_lost_half_its_cores() -> None:
 
 def test_an_hour_of_decodes_keeps_the_prefill_coefficient() -> None:
     rng = random.Random(5)
-    model = CostModel(prior_cost(400 << 20, 600_000_000, 2))
+    model = CostModel(StepCost(21.0, 4.0, 4.0, 2e-4, 2e-4))
     for work in steps(rng, 300):
         model.observe(work, TRUTH.predict_ms(work))
     for _ in range(20_000):
@@ -141,11 +140,14 @@ def test_a_prior_must_be_positive() -> None:
         CostModel(StepCost(fixed_ms=0.0))
 
 
-def test_the_prior_has_the_right_order_of_magnitude() -> None:
-    """0.6B Q4_0 on two cores: 512 tokens of prefill take about 0.75 s, a decode about 12 ms."""
-    prior = prior_cost(360 << 20, 600_000_000, 2)
-    assert 500 < prior.predict_ms(StepWork(512, 0, 0, 512 * 256.0)) < 5000
-    assert 4 < prior.predict_ms(StepWork(0, 1, 100, 0.0)) < 40
+def test_a_prior_is_replaced_until_steps_were_observed() -> None:
+    model = CostModel(StepCost())
+    model.assume(TRUTH)
+    assert model.cost == TRUTH
+    model.observe(StepWork(0, 1, 10, 0.0), 5.0)
+    observed = model.cost
+    model.assume(StepCost())
+    assert model.cost == observed != TRUTH
 
 
 def test_eta_grows_with_the_queue_and_includes_waits_for_seats() -> None:

@@ -298,7 +298,7 @@ class LaneLoop:
             started = time.monotonic()
             self.kv.poll()  # the dead worker's arena goes once its last seals have ended
             try:
-                await self._supervisor.restart(lane, self.config, self.kv)
+                await self._supervisor.restart(lane, self.config, self.kv, self.cost)
             except (LaneDied, BatchEngineError, OSError) as error:
                 failures += 1
                 log.error("lane %s cannot start: %s", lane.name, error)

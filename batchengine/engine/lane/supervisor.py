@@ -17,6 +17,7 @@ from batchengine.core import BatchEngineError
 from batchengine.kv import LaneKv
 from batchengine.lanes.worker_process import Lane
 from batchengine.peers.identity import Identity, files_of, identity_of
+from batchengine.policy.cost import CostModel, StepCost
 from batchengine.wire import lane as wire
 from kv_store.errors import StoreError, StoreFull, StoreGone
 from kv_store.ledger.continuity import arena_number
@@ -28,6 +29,7 @@ SPIN_US = 60  # longer than between two kernel calls, short enough to leave core
 ARENA_SHARE = 8  # open pages may take an eighth of the KV budget
 SLOTS_MIN = 8
 OnLoading = Callable[[wire.Loading], None]
+PriorCost = Callable[[LaneConfig, wire.ModelFacts | None], StepCost]  # None: it has not loaded
 
 
 class ModelLoader:
@@ -93,14 +95,18 @@ def _resources(config: LaneConfig) -> wire.Resources:
 class WorkerSupervisor:
     """Starts the next worker of a lane, with an arena of the open store."""
 
-    def __init__(self, loader: ModelLoader, store: Store, budget_bytes: int) -> None:
+    def __init__(
+        self, loader: ModelLoader, store: Store, budget_bytes: int, prior: PriorCost
+    ) -> None:
+        """`prior`: what a lane's steps are assumed to cost until they were measured."""
         self._loader = loader
+        self._prior = prior
         self._store = store
         self._budget_bytes = budget_bytes
 
-    async def restart(self, lane: Lane, config: LaneConfig, kv: LaneKv) -> None:
+    async def restart(self, lane: Lane, config: LaneConfig, kv: LaneKv, cost: CostModel) -> None:
         """Start the lane's next worker. Raises LaneDied, BatchEngineError or OSError."""
-        await self._loader.load(lane, config)
+        cost.assume(self._prior(config, await self._loader.load(lane, config)))
         await self.attach(lane, config, kv)
 
     async def attach(self, lane: Lane, config: LaneConfig, kv: LaneKv) -> None:
