@@ -226,6 +226,18 @@ class Attended:
         return [a.address for a in (self.tiles, self.m, self.denominators, self.o)]
 
 
+def random_page(shape: kernels.PageShape, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Any int8 values with small scales."""
+    head_dim = shape.head_dim
+    page = rng.integers(0, 256, shape.payload_bytes, np.uint8).reshape(-1, shape.head_bytes)
+    k_scales = 256 * head_dim
+    v_scales = 2 * k_scales + 256 * (head_dim // 32) * 2
+    for start, count in ((k_scales, 256 * head_dim // 32), (v_scales, 256)):
+        scales = (rng.random((len(page), count)) * 0.02).astype(np.float16)
+        page[:, start : start + 2 * count] = scales.view(np.uint8)
+    return page.reshape(-1)
+
+
 class Attention:
     """One step of one attention layer, computed on the CPU."""
 
@@ -257,22 +269,11 @@ class Attention:
             else None
         )
         self.n_pages = [-(-(start + n) // kernels.PAGE_TOKENS) for n, start in entries]
-        self.before = [self._random_page(rng) for _ in range(sum(self.n_pages))]
+        self.before = [random_page(self.shape, rng) for _ in range(sum(self.n_pages))]
         self.pages = [aligned(shape.payload_bytes) for _ in self.before]
         for page, before in zip(self.pages, self.before, strict=True):
             page[:] = before
         self._compute(pool)
-
-    def _random_page(self, rng: np.random.Generator) -> NDArray[np.uint8]:
-        """Any int8 values with small scales."""
-        shape, head_dim = self.shape, self.head_dim
-        page = rng.integers(0, 256, shape.payload_bytes, np.uint8).reshape(-1, shape.head_bytes)
-        k_scales = 256 * head_dim
-        v_scales = 2 * k_scales + 256 * (head_dim // 32) * 2
-        for start, count in ((k_scales, 256 * head_dim // 32), (v_scales, 256)):
-            scales = (rng.random((len(page), count)) * 0.02).astype(np.float16)
-            page[:, start : start + 2 * count] = scales.view(np.uint8)
-        return page.reshape(-1)
 
     def _compute(self, pool: kernels.Pool) -> None:
         tokens, n_pages = self.tokens, len(self.pages)

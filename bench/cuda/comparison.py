@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 import kernels
 from bench import report
 from bench.cuda.cases import Differs, cases
+from bench.cuda.gpus import BUILD, open_gpu
 from bench.cuda.ptx import faults
 from bench.simt import planted
-from bench.simt.emulator import ROOT, Emulator, compile_kernels
-from kernels.cuda.compile import TARGETS, CompileError, compile_unit, cubins, units
-from kernels.cuda.driver import CudaGpu
+from bench.simt.emulator import Emulator, compile_kernels
+from kernels.cuda.compile import TARGETS, CompileError, compile_unit, units
 from kernels.cuda.gpu import Argument, Gpu
 
-BUILD = ROOT / "build"
 EMULATED, QUICK, ON_DEVICE = 300, 30, 10_000  # cases
 FLIPPED = (
     "quantise",
@@ -68,10 +67,10 @@ class Flipping(Gpu):
         self.gpu.launch(kernel, blocks, threads, arguments)
 
 
-def compare_cases(gpu: Gpu, pool: kernels.Pool, count: int) -> list[str]:
-    """`count` cases, of every kernel in turn: what differed."""
+def compare_cases(gpu: Gpu, pool: kernels.Pool, numbers: Iterable[int]) -> list[str]:
+    """The cases of these numbers, of every kernel in turn: what differed."""
     table, differences = list(cases().items()), []
-    for i in range(count):
+    for i in numbers:
         name, case = table[i % len(table)]
         if isinstance(gpu, Emulator):
             gpu.seed = i
@@ -120,13 +119,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} cases, one target")
     parser.add_argument("--json")
     options = parser.parse_args(argv)
-    gpu, device = open_gpu(options.emulated)
+    gpu, device = open_gpu(options.emulated, units())
     count = options.cases or (
         QUICK if options.quick else EMULATED if options.emulated else ON_DEVICE
     )
     pool = kernels.Pool(len(os.sched_getaffinity(0)))
     print(f"{count} cases on {device['name']}", flush=True)
-    differences = compare_cases(gpu, pool, count)
+    differences = compare_cases(gpu, pool, range(count))
     caught = plant(gpu, pool)
     compiled = compile_targets(("sm_90",) if options.quick else TARGETS)
     missed = [f"not found: {name}" for name, is_found in caught.items() if not is_found]
@@ -143,18 +142,3 @@ def main(argv: list[str]) -> int:
     details: Mapping[str, Any] = {"device": device, "planted": caught, "compiled": compiled}
     report.finish(result, details=details, json_path=options.json)
     return 1 if differences or missed or wrong else 0
-
-
-def open_gpu(emulated: bool, sources: Sequence[Path] = ()) -> tuple[Gpu, dict[str, Any]]:
-    """A GPU with the kernels and those of more sources, and what it is. Raises GpuFault."""
-    every = [*units(), *sources]
-    if emulated:
-        return Emulator(compile_kernels(BUILD / "simt", every)), {"name": "the emulator"}
-    gpu = CudaGpu(0, lambda target: cubins(target, BUILD / "cuda", every))
-    facts = gpu.facts
-    return gpu, {
-        "name": facts.name,
-        "memory_bytes": facts.memory_bytes,
-        "multiprocessors": facts.multiprocessors,
-        "target": facts.target,
-    }

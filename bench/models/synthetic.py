@@ -78,6 +78,14 @@ PRESETS = {
     "0.1b": Shape(
         n_layer=8, n_embd=768, n_ff=2048, n_head=12, n_kv_head=4, head_dim=64, n_vocab=32000
     ),
+    "8b": Shape(
+        n_layer=32, n_embd=4096, n_ff=14336, n_head=32, n_kv_head=8, head_dim=128,
+        n_vocab=128256, rope_base=5e5, context=131072, tied=False,
+    ),
+    "27b": Shape(
+        n_layer=62, n_embd=5376, n_ff=21504, n_head=32, n_kv_head=16, head_dim=128,
+        n_vocab=151936, rope_base=1e6, context=131072,
+    ),
     "small": Shape(),
 }  # fmt: skip
 # The mix of Q4_K_M: Q4_K and Q6_K, in the small one also the types for rows of 2,080.

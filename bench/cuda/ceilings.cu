@@ -1,0 +1,145 @@
+// What a GPU does at most in a second: bytes copied and read, products of bytes on the tensor cores alone
+// and with the float step that rule 2 wants after each block, and float multiply-adds.
+#include "gpu.h"
+
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int CHAINS = 8;          // of a warp, that do not wait for each other
+constexpr int AT_ONCE = 4;         // loads of 16 bytes under way in a thread
+constexpr uint32_t MAGIC = 0x4B400000u;  // 1.5 * 2^23, whose low bits count in ones
+
+// Calls `body` with AT_ONCE indices of `count` that are this thread's, some of them past the end.
+template <class Body>
+GPU_FN void for_indices(int64_t count, Body body) {
+    const int64_t stride = int64_t{gpu::blocks()} * gpu::threads();
+    const int64_t first = int64_t{gpu::block()} * gpu::threads() + gpu::thread();
+    for (int64_t i = first; i < count; i += AT_ONCE * stride) body(i, stride);
+}
+
+// Bytes that differ between lanes, chains and rounds, so that no product is computed once for several.
+GPU_FN uint32_t some_bytes(int i) {
+    return static_cast<uint32_t>(gpu::thread() * 37 + i + 1) * 0x9E3779B9u;
+}
+
+struct Operands {
+    uint32_t a[4];
+    uint32_t b[CHAINS][2];
+};
+GPU_FN Operands operands() {
+    Operands x;
+    GPU_UNROLL
+    for (int i = 0; i < 4; i++) x.a[i] = some_bytes(i);
+    GPU_UNROLL
+    for (int i = 0; i < 2 * CHAINS; i++) x.b[i / 2][i % 2] = some_bytes(4 + i);
+    return x;
+}
+
+// A product of each chain per round, and the step of each of its four outputs. is_added: the integer
+// becomes a float by an addition, which is exact below 2^22; else it is converted.
+template <bool is_added>
+GPU_FN void steps(int rounds, float weight_scale, float scale, gpu::Out<float> out) {
+    Operands x = operands();
+    const float of_rows[2] = {weight_scale, ca::add_rn(weight_scale, weight_scale)};
+    float of_tokens[2] = {scale, ca::add_rn(scale, scale)};
+    float acc[CHAINS][4];
+    GPU_UNROLL
+    for (int i = 0; i < 4 * CHAINS; i++) acc[i / 4][i % 4] = 0.0f;
+    for (int r = 0; r < rounds; r++) {
+        x.a[0] ^= static_cast<uint32_t>(r);
+        GPU_UNROLL
+        for (int i = 0; i < CHAINS; i++) {
+            int32_t c[4];
+            GPU_UNROLL
+            for (int j = 0; j < 4; j++) c[j] = is_added ? static_cast<int32_t>(MAGIC) : 0;
+            gpu::mma_k32_us(c, x.a, x.b[i]);
+            GPU_UNROLL
+            for (int j = 0; j < 4; j++) {
+                if constexpr (is_added) {
+                    const float integer = ca::sub_rn(ca::float_of(static_cast<uint32_t>(c[j])),
+                                                     ca::float_of(MAGIC));
+                    const float both = ca::mul_rn(of_rows[j / 2], of_tokens[j % 2]);
+                    acc[i][j] = ca::fma_rn(integer, both, acc[i][j]);
+                } else {
+                    acc[i][j] = ca::step(acc[i][j], c[j], of_rows[j / 2], of_tokens[j % 2]);
+                }
+            }
+            GPU_UNROLL
+            for (int j = 0; j < 2; j++)  // so that no product of scales is used twice
+                of_tokens[j] = ca::float_of(ca::bits_of(of_tokens[j]) ^ (r + i + 1u));
+        }
+    }
+    float sum = 0.0f;
+    GPU_UNROLL
+    for (int i = 0; i < 4 * CHAINS; i++) sum = ca::add_rn(sum, acc[i / 4][i % 4]);
+    out[int64_t{gpu::block()} * gpu::threads() + gpu::thread()] = sum;
+}
+
+}  // namespace
+
+// to = from, `count` times 16 bytes. Any grid.
+KERNEL(ceiling_copy, THREADS, gpu::In<gpu::Words4> from, gpu::Out<gpu::Words4> to, int64_t count) {
+    for_indices(count, [&](int64_t i, int64_t stride) {
+        gpu::Words4 values[AT_ONCE];
+        GPU_UNROLL
+        for (int n = 0; n < AT_ONCE; n++)
+            if (i + n * stride < count) values[n] = from[i + n * stride];
+        GPU_UNROLL
+        for (int n = 0; n < AT_ONCE; n++)
+            if (i + n * stride < count) to[i + n * stride] = values[n];
+    });
+}
+
+// Reads `count` times 16 bytes; each thread writes the exclusive or of its dwords.
+KERNEL(ceiling_read, THREADS, gpu::In<gpu::Words4> from, gpu::Out<uint32_t> out, int64_t count) {
+    uint32_t all = 0;
+    for_indices(count, [&](int64_t i, int64_t stride) {
+        GPU_UNROLL
+        for (int n = 0; n < AT_ONCE; n++)
+            if (i + n * stride < count) {
+                const gpu::Words4 value = from[i + n * stride];
+                all ^= value.word[0] ^ value.word[1] ^ value.word[2] ^ value.word[3];
+            }
+    });
+    out[int64_t{gpu::block()} * gpu::threads() + gpu::thread()] = all;
+}
+
+// `rounds` times CHAINS products m16n8k32 per warp. Any grid of THREADS threads, as the next three.
+KERNEL(ceiling_products, THREADS, int rounds, gpu::Out<int32_t> out) {
+    Operands x = operands();
+    int32_t c[CHAINS][4];
+    GPU_UNROLL
+    for (int i = 0; i < 4 * CHAINS; i++) c[i / 4][i % 4] = 0;
+    for (int r = 0; r < rounds; r++) {
+        GPU_UNROLL
+        for (int i = 0; i < CHAINS; i++) gpu::mma_k32_us(c[i], x.a, x.b[i]);
+    }
+    uint32_t all = 0;
+    GPU_UNROLL
+    for (int i = 0; i < 4 * CHAINS; i++) all ^= static_cast<uint32_t>(c[i / 4][i % 4]);
+    out[int64_t{gpu::block()} * gpu::threads() + gpu::thread()] = static_cast<int32_t>(all);
+}
+
+KERNEL(ceiling_steps_converted, THREADS, int rounds, float weight_scale, float scale,
+       gpu::Out<float> out) {
+    steps<false>(rounds, weight_scale, scale, out);
+}
+KERNEL(ceiling_steps_added, THREADS, int rounds, float weight_scale, float scale,
+       gpu::Out<float> out) {
+    steps<true>(rounds, weight_scale, scale, out);
+}
+
+// `rounds` times 4 * CHAINS multiply-adds per thread.
+KERNEL(ceiling_floats, THREADS, int rounds, float factor, gpu::Out<float> out) {
+    float acc[4 * CHAINS];
+    GPU_UNROLL
+    for (int i = 0; i < 4 * CHAINS; i++) acc[i] = static_cast<float>(gpu::thread() + i);
+    for (int r = 0; r < rounds; r++) {
+        GPU_UNROLL
+        for (int i = 0; i < 4 * CHAINS; i++) acc[i] = ca::fma_rn(acc[i], factor, 1.0f);
+    }
+    float sum = 0.0f;
+    GPU_UNROLL
+    for (int i = 0; i < 4 * CHAINS; i++) sum = ca::add_rn(sum, acc[i]);
+    out[int64_t{gpu::block()} * gpu::threads() + gpu::thread()] = sum;
+}

@@ -1,0 +1,244 @@
+"""Everything that a GPU is measured for, in short runs that continue one another.
+
+    python -m bench.cuda.gpu FOLDER [--emulated] [--quick] [--seconds 480]
+
+`bench/gpu.sh` builds the native module and calls it. FOLDER/state.json keeps the result of each
+step (bench/cuda/steps.py), and a later run does those that lack, that failed, or that were measured
+with other kernels. FOLDER/result.json has all of them. No step begins that might end after
+`--seconds`; the last line is the RESULT so far, with a reason for each figure that is null:
+`identical` (golden hashes, random cases and whole models), `cases`, `decode_b1_of_copy` and
+`prefill_of_ceiling` (of the 8B shape; prefill of 8,192 tokens).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from batchengine.child.command import python_command
+from bench import report
+from bench.cuda import steps
+from bench.cuda.steps import MAIN_MODEL, Part, Place, Result
+from kernels.cuda.compile import texts, units
+
+KILL_AFTER_S = 30.0  # a step that is still at work so long after the end of the run is ended
+BEGIN, DONE = "BEGIN ", "DONE "
+LATE = "the time was over"
+
+
+class State:
+    """Results of steps, in a file that is replaced after each."""
+
+    def __init__(self, path: Path, kernels_key: str) -> None:
+        self._path, self._key, self._lock = path, kernels_key, threading.Lock()
+        self._steps: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.failed: dict[str, str] = {}  # reasons, of this run
+
+    @property
+    def results(self) -> dict[str, Result]:
+        """Results by step, measured with the kernels that are here."""
+        with self._lock:
+            kept = self._steps.items()
+            return {name: step["result"] for name, step in kept if step["kernels"] == self._key}
+
+    def put(self, name: str, result: Result) -> None:
+        """Keep a result."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        with self._lock:
+            self._steps[name] = {"kernels": self._key, "at": now, "result": result}
+            part = self._path.with_suffix(".part")
+            part.write_text(json.dumps(self._steps, indent=1) + "\n")
+            part.replace(self._path)
+
+
+class Run:
+    """One run: the steps that lack, until the time is over."""
+
+    def __init__(self, state: State, options: argparse.Namespace) -> None:
+        self._state, self._options = state, options
+        self._end = time.monotonic() + options.seconds
+
+    def part(self, part: Part) -> None:
+        """Run the steps of a part that lack."""
+        results = self._state.results
+        pending = [step.name for step in part.steps if step.name not in results]
+        lacking = [name for name in part.needs if name not in results]
+        if lacking:
+            self._fail(pending, f"{', '.join(lacking)} is not measured")
+        elif pending:
+            print(f"{part.name}: {len(pending)} of {len(part.steps)} steps", flush=True)
+            shares = [pending[i :: part.jobs] for i in range(part.jobs)]
+            threads = [threading.Thread(target=self._share, args=(part, s)) for s in shares if s]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    def _fail(self, names: Sequence[str], why: str) -> None:
+        for name in names:
+            self._state.failed[name] = why
+            print(f"  {name}: not measured: {why}", flush=True)
+
+    def _share(self, part: Part, names: list[str]) -> None:
+        """Run steps in processes, a further one after each step that fails."""
+        while names:
+            if time.monotonic() >= self._end:
+                self._fail(names, LATE)
+                return
+            names = self._process(part, names)
+
+    def _process(self, part: Part, names: list[str]) -> list[str]:
+        """Run steps in one process; returns those that are left."""
+        options = self._options
+        flags = [f"--{name}" for name in ("emulated", "quick") if getattr(options, name)]
+        left_s = str(self._end - time.monotonic())
+        command = python_command(
+            "bench.cuda.gpu",
+            *(str(options.folder), *flags, "--seconds", left_s),
+            *("--threads", str(max(1, options.threads // part.jobs)), "--steps", *names),
+        )
+        began = ""
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            kill = threading.Timer(float(left_s) + KILL_AFTER_S, process.kill)
+            kill.start()
+            for line in process.stdout or ():
+                if line.startswith(BEGIN):
+                    began = line.removeprefix(BEGIN).strip()
+                elif line.startswith(DONE):
+                    result = json.loads(line.removeprefix(DONE))
+                    self._state.put(began, result)
+                    print(f"  {began}: {json.dumps(result)[:200]}", flush=True)
+                    names = [name for name in names if name != began]
+                    began = ""
+                else:
+                    print(line, end="", flush=True)
+        kill.cancel()
+        code = process.returncode
+        if code == 0:
+            self._fail(names, LATE)
+            return []
+        failed = began or names[0]
+        self._fail([failed], f"its process ended with {code}")
+        return [name for name in names if name != failed]
+
+
+def run_steps(options: argparse.Namespace, state: State) -> int:
+    """Run the named steps in this process."""
+    end = time.monotonic() + options.seconds
+    every = {s.name: s for p in steps.parts(options.emulated, options.quick) for s in p.steps}
+    place = Place(options.emulated, options.quick, options.threads, state.results)
+    for name in options.steps:
+        step = every[name]
+        if not options.emulated and time.monotonic() + step.seconds > end:
+            return 0
+        print(f"{BEGIN}{name}", flush=True)
+        print(f"{DONE}{json.dumps(step.run(place))}", flush=True)
+    return 0
+
+
+def summary(
+    results: dict[str, Result], every: list[Part], failed: dict[str, str], quick: bool
+) -> Result:
+    """The RESULT line: a figure is null, with a reason, as long as it is not measured."""
+    reasons: dict[str, str] = {}
+
+    def lacking(figure: str, *names: str) -> bool:
+        absent = [name for name in names if name not in results]
+        if absent:
+            why = failed.get(absent[0], "not yet")
+            reasons[figure] = f"{absent[0]}: {why}" + (f"; {len(absent)} steps" * (len(absent) > 1))
+        return bool(absent)
+
+    compared = [n.name for p in every for n in p.steps if n.name.startswith("cases ")]
+    models = [n.name for p in every for n in p.steps if n.name.endswith(" identical")]
+    checked = ["golden", *models]
+    differs = [n for n in compared if results.get(n, {}).get("differences")]
+    differs += [n for n in checked if results.get(n, {"identical": True})["identical"] is False]
+    identical = False if differs else None if lacking("identical", *compared, *checked) else True
+    found: Result = {
+        "identical": identical,
+        "cases": sum(results[n]["cases"] for n in compared if n in results),
+        "decode_b1_of_copy": None,
+        "prefill_of_ceiling": None,
+    }
+    if differs:
+        reasons["identical"] = ", ".join(differs)
+    decode, prefill = steps.main_rows(quick)
+    for figure, step, row, key in (
+        ("decode_b1_of_copy", f"{MAIN_MODEL} decode", decode, "of_copy"),
+        ("prefill_of_ceiling", f"{MAIN_MODEL} prefill", prefill, "of_ceiling"),
+    ):
+        if not lacking(figure, step):
+            rows = results[step]
+            measured = rows.get(row, {})
+            found[figure] = measured.get(key)
+            if key not in measured:
+                reasons[figure] = str(measured.get("not_measured", f"{step}: no row {row}"))
+    return found | {"reasons": reasons}
+
+
+def key_of_kernels() -> str:
+    """A digest of the sources of the kernels and of what launches them."""
+    digest = hashlib.sha256()
+    launching = sorted(Path(sys.modules["kernels.cuda"].__path__[0]).glob("*.py"))
+    for path in (*(text for unit in units() for text in texts(unit)), *launching):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def name_of_device() -> str:
+    """The name of the first GPU as a part of a file name: results of two kinds are kept apart."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "gpu"
+    return re.sub(r"[^a-z0-9]+", "-", said.strip().lower())
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench/gpu.sh", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--emulated", action="store_true", help="on an emulated GPU")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, few cases")
+    parser.add_argument("--seconds", type=float, default=480.0, help="of this run")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--steps", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    options.folder = options.folder.resolve()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    device = "emulated" if options.emulated else name_of_device()
+    name = f"{device}-quick" if options.quick else device
+    state = State(options.folder / f"state-{name}.json", key_of_kernels())
+    if options.steps:
+        return run_steps(options, state)
+    run, every = Run(state, options), steps.parts(options.emulated, options.quick)
+    for part in every:
+        run.part(part)
+    results = state.results
+    found = summary(results, every, state.failed, options.quick)
+    details = {
+        "device": results.get("build", {}).get("device"),
+        "steps": results,
+        "failed": state.failed,
+        "threads": options.threads,
+    }
+    path = options.folder / f"result-{name}.json"
+    report.finish(found, details=details, json_path=str(path))
+    has_failed = any(why != LATE for why in state.failed.values())
+    return 1 if found["identical"] is False or has_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""The GPU of a bench: a device through the CUDA driver, or the emulator; and time on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.simt.emulator import ROOT, Emulator, compile_kernels
+from kernels.cuda.compile import cubins
+from kernels.cuda.driver import CudaGpu
+from kernels.cuda.gpu import Gpu
+
+BUILD = ROOT / "build"
+
+
+def open_gpu(
+    emulated: bool, sources: Sequence[Path], *, is_checked: bool = True
+) -> tuple[Gpu, dict[str, Any]]:
+    """A GPU with the kernels of `sources`, and what it is. Raises GpuFault and CompileError."""
+    if emulated:
+        library = compile_kernels(BUILD / "simt", sources, is_checked=is_checked)
+        return Emulator(library), {"name": "the emulator", "multiprocessors": 1}
+    gpu = CudaGpu(0, lambda target: cubins(target, BUILD / "cuda", sources))
+    facts = gpu.facts
+    return gpu, {
+        "name": facts.name,
+        "memory_bytes": facts.memory_bytes,
+        "multiprocessors": facts.multiprocessors,
+        "target": facts.target,
+    }
+
+
+def wait(gpu: Gpu) -> None:
+    """Return when everything that was launched has ended."""
+    if isinstance(gpu, CudaGpu):
+        gpu.synchronize()
+
+
+def seconds(gpu: Gpu, run: Callable[[], None], repeats: int) -> float:
+    """Seconds of the launches of `run`, on the device: the least mean of three times `repeats`.
+
+    `run` is called once before. It may not wait for the GPU.
+    """
+    run()
+    wait(gpu)
+    if isinstance(gpu, CudaGpu):
+        return min(gpu.seconds(run, repeats) for _ in range(3))
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def wall_seconds(gpu: Gpu, run: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of `repeats` calls, each until the GPU has ended what it launched."""
+    found: list[float] = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        wait(gpu)
+        found.append(time.perf_counter() - started)
+    return found

@@ -1,0 +1,215 @@
+"""Whole forward passes on a GPU: decoding by batch, and prefill by length.
+
+A step is what a lane does for one: tokens and pages set, the layers, logits, sampling, digests of
+the new rows on the host. Times are wall-clock times until all of it is done.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kernels
+from batchengine.model import CpuOps, Ops, Stepper
+from bench.cuda.cases import random_page
+from bench.cuda.gpus import seconds, wait
+from bench.cuda.weights import layer_parameters, random_model, streamed_bytes
+from bench.models.synthetic import Shape
+from bench.models.tensors import aligned
+from kernels.cuda.driver import CudaGpu
+from kernels.cuda.gpu import Gpu
+from kernels.cuda.ops import CudaOps
+
+Row = dict[str, float | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured. chunk: tokens of a step of a prefill; context: tokens before a decode."""
+
+    batches: tuple[int, ...]
+    lengths: tuple[int, ...]
+    context: int
+    chunk: int
+    steps: int
+
+
+REAL = Sizes((1, 2, 4, 8, 16, 32, 64, 128), (512, 2048, 8192, 32768), 1024, 2048, 12)
+TINY = Sizes((2,), (20,), 20, 20, 1)
+CHECKED_TOKENS = 17  # of the prompt of the comparison: more than kernels for few tokens take
+LENGTH_S_MAX = 40.0  # of a prefill that is expected to take longer, only the expectation is kept
+SPARE_BYTES = 2 << 30  # of the device, beside weights and pages
+
+
+class Passes:
+    """One model on one GPU."""
+
+    def __init__(self, gpu: Gpu, pool: kernels.Pool, shape: Shape, sizes: Sizes) -> None:
+        self._gpu, self._pool, self._sizes = gpu, pool, sizes
+        self._model = model = random_model(shape, pool)
+        self._ops: Any = CudaOps(gpu, pool)
+        for tensor in model.weights.tensors():
+            self._ops.upload(tensor)
+        context = max(*sizes.lengths, sizes.context + 2 * sizes.steps)
+        self._ops.upload_rope(model.rope, context + 1)
+        self._tokens_max = max(sizes.chunk, *sizes.batches, CHECKED_TOKENS)
+        entries_max = max(sizes.batches)
+        per_entry = -(-(sizes.context + 2 * sizes.steps) // kernels.PAGE_TOKENS)
+        pages_max = max(entries_max * per_entry, -(-context // kernels.PAGE_TOKENS))
+        self._limits = {
+            "tokens_max": self._tokens_max,
+            "entries_max": entries_max,
+            "pages_max": pages_max,
+        }
+        self._stepper = Stepper(cast(Ops, self._ops), model, **self._limits)
+        self._rng = np.random.default_rng(3)
+        self._page = random_page(model.shape, self._rng)
+        self._pages: list[int] = []
+
+    # -- steps
+
+    def _reserve(self, n_pages: int) -> NDArray[np.uint64]:
+        """Addresses of pages with random rows. Raises MemoryError."""
+        while len(self._pages) < n_pages:
+            if isinstance(self._gpu, CudaGpu) and self._gpu.free_bytes() < SPARE_BYTES:
+                raise MemoryError(f"{len(self._pages)} of {n_pages} pages fit")
+            address = self._gpu.allocate(self._model.shape.payload_bytes)
+            self._gpu.copy_in(address, self._page)
+            self._pages.append(address)
+        return np.array(self._pages[:n_pages], np.uint64)
+
+    def _random_tokens(self, n: int) -> NDArray[np.int32]:
+        return self._rng.integers(0, self._model.spec.n_vocab, n).astype(np.int32)
+
+    def _step(self, entries: NDArray[np.int32], pages: NDArray[np.uint64]) -> None:
+        """One step, to its end. Raises ArithmeticError if a row is not finite."""
+        stepper, n = self._stepper, int(entries[:, 0].sum())
+        stepper.set(self._random_tokens(n), entries, pages)
+        ends = np.cumsum(entries[:, 0], dtype=np.int32) - np.int32(1)
+        nonfinite = stepper.run(ends)
+        logits = stepper.logits(len(ends))
+        samples = self._ops.sample(logits, [kernels.SampleSpec(temperature=0.0) for _ in ends])
+        stepper.row_digests(np.arange(n, dtype=np.uint64))
+        wait(self._gpu)
+        if nonfinite or any(sample.nonfinite for sample in samples):
+            raise ArithmeticError("a row of the random model is not finite")
+
+    # -- figures
+
+    def is_identical(self) -> bool:
+        """Whether a prompt and a token give the logits and rows of the CPU."""
+        model, tokens = self._model, self._random_tokens(CHECKED_TOKENS)
+        (page,) = self._reserve(1)
+        self._gpu.copy_in(int(page), self._page)
+        on_host = aligned(model.shape.payload_bytes)
+        on_host[:] = self._page
+        limits = {"tokens_max": CHECKED_TOKENS, "entries_max": 1, "pages_max": 1}
+        cpu = Stepper(CpuOps(self._pool), model, **limits)
+        same, start = True, 0
+        for part in (tokens, tokens[:1]):
+            entry = np.array([[len(part), start, 1]], np.int32)
+            seeds = np.arange(len(part), dtype=np.uint64)
+            for stepper, address in ((self._stepper, page), (cpu, kernels.address_of(on_host))):
+                stepper.set(part, entry, np.array([address], np.uint64))
+                stepper.run(np.array([len(part) - 1], np.int32))
+            got = self._ops.read_rows(cast(Any, self._stepper.logits(1)), 1)
+            same &= got.tobytes() == cpu.logits(1).view(1).tobytes()
+            same &= np.array_equal(self._stepper.row_digests(seeds), cpu.row_digests(seeds))
+            start += len(part)
+        return bool(same)
+
+    def decode(self, copy_gbps: float) -> dict[str, Row]:
+        """Medians of steps with a token of each entry, by entries. of_copy: the bytes that a step
+        must read, at the rate of a copy, over its time."""
+        sizes, found = self._sizes, dict[str, Row]()
+        per_entry = -(-(sizes.context + 2 * sizes.steps) // kernels.PAGE_TOKENS)
+        for batch in sizes.batches:
+            try:
+                pages = self._reserve(batch * per_entry)
+                times = [
+                    self._decode_s(batch, sizes.context + i, per_entry, pages)
+                    for i in range(2 * sizes.steps)
+                ]
+            except MemoryError as error:
+                found[str(batch)] = {"not_measured": f"memory of the GPU: {error}"}
+                continue
+            step_s = statistics.median(times[sizes.steps :])
+            n_bytes = self._step_bytes(batch)
+            found[str(batch)] = {
+                "step_ms": round(step_s * 1000, 3),
+                "tokens_per_s": round(batch / step_s, 1),
+                "gbps": round(n_bytes / step_s / 1e9, 1),
+                "of_copy": round(n_bytes / step_s / 1e9 / copy_gbps, 4),
+            }
+        return found
+
+    def _step_bytes(self, batch: int) -> float:
+        kv = self._model.shape.payload_bytes / kernels.PAGE_TOKENS * self._sizes.context
+        return streamed_bytes(self._model) + batch * kv
+
+    def _decode_s(self, batch: int, start: int, per_entry: int, pages: NDArray[np.uint64]) -> float:
+        needed = start // kernels.PAGE_TOKENS + 1
+        own = pages.reshape(batch, per_entry)[:, :needed].reshape(-1).copy()
+        entries = np.array([[1, start, needed]] * batch, np.int32)
+        started = time.perf_counter()
+        self._step(entries, own)
+        return time.perf_counter() - started
+
+    def decode_on_device(self, copy_gbps: float) -> Row:
+        """One token of one entry without the host: the launches of a step, replayed."""
+        stepper, start = self._stepper, self._sizes.context
+        needed = start // kernels.PAGE_TOKENS + 1
+        wanted = np.zeros(1, np.int32)
+        entry = np.array([[1, start, needed]], np.int32)
+        stepper.set(self._random_tokens(1), entry, self._reserve(needed))
+
+        def run() -> None:
+            stepper.embed()
+            stepper.forward(self._model.layers)
+            stepper.take(wanted)
+            stepper.logits(1)
+
+        took_s = seconds(self._gpu, run, 5)
+        gbps = self._step_bytes(1) / took_s / 1e9
+        return {"step_ms": round(took_s * 1000, 3), "of_copy": round(gbps / copy_gbps, 4)}
+
+    def prefill(self, ceilings: Mapping[str, float]) -> dict[str, Row]:
+        """Prompts of one entry, by length. of_ceiling: of the ceiling of canonical products; the
+        operations are those of the matrices, without attention."""
+        found, rate = dict[str, Row](), 0.0  # tokens a second, of the length before
+        parameters = layer_parameters(self._model)
+        for length in self._sizes.lengths:
+            if rate and length / rate > LENGTH_S_MAX:
+                why = f"about {length / rate:.0f} s are expected"
+                found[str(length)] = {"not_measured": why}
+                continue
+            try:
+                pages = self._reserve(-(-length // kernels.PAGE_TOKENS))
+            except MemoryError as error:
+                found[str(length)] = {"not_measured": f"memory of the GPU: {error}"}
+                continue
+            self._prefill_s(min(length, self._sizes.chunk), pages)  # buffers grow here
+            took_s = self._prefill_s(length, pages)
+            rate = length / took_s
+            gops = 2.0 * parameters * rate / 1e9
+            found[str(length)] = {
+                "ms": round(took_s * 1000, 2),
+                "tokens_per_s": round(rate, 1),
+                "gops": round(gops, 1),
+                "of_ceiling": round(gops / ceilings["epilogue_gops"], 4),
+            }
+        return found
+
+    def _prefill_s(self, length: int, pages: NDArray[np.uint64]) -> float:
+        started = time.perf_counter()
+        for start in range(0, length, self._sizes.chunk):
+            n = min(self._sizes.chunk, length - start)
+            needed = -(-(start + n) // kernels.PAGE_TOKENS)
+            self._step(np.array([[n, start, needed]], np.int32), pages[:needed].copy())
+        return time.perf_counter() - started

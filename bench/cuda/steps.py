@@ -1,0 +1,167 @@
+"""The steps of `bench/gpu.sh`, in parts: what each measures, in which order.
+
+A step takes a `Place` and returns what JSON can hold. The steps of a part share what its first one
+has made, and run in one process, or in several if the part has more `jobs`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import kernels
+from bench.cuda import ceilings
+from bench.cuda.comparison import compare_cases
+from bench.cuda.gpus import open_gpu
+from bench.cuda.passes import REAL, TINY, Passes
+from bench.cuda.speed import Speeds
+from bench.models.synthetic import PRESETS, Shape
+from kernels.cuda.compile import units
+from kernels.cuda.gpu import Gpu
+
+CASES, CHUNK = 10_000, 500  # random cases, and those of a step
+EMULATED_CASES, EMULATED_CHUNK = 300, 100
+QUICK_CASES, QUICK_CHUNK = 4, 2
+MODELS = ("0.6b", "8b", "27b")
+MAIN_MODEL, MAIN_LENGTH = "8b", 8192  # of the RESULT line
+TINY_MODEL = Shape(n_layer=1, n_ff=256)
+
+Result = dict[str, Any]
+
+
+class Place:
+    """What a process of a part runs its steps on. `known`: results of earlier parts, by step."""
+
+    def __init__(
+        self, emulated: bool, quick: bool, threads: int, known: Mapping[str, Result]
+    ) -> None:
+        self.emulated, self.quick, self.known = emulated, quick, known
+        self._threads = threads
+        self._passes: tuple[str, Passes] | None = None
+
+    @cached_property
+    def pool(self) -> kernels.Pool:
+        return kernels.Pool(self._threads)
+
+    @cached_property
+    def opened(self) -> tuple[Gpu, dict[str, Any]]:
+        """The GPU with the kernels of the product, and what it is."""
+        return open_gpu(self.emulated, units(), is_checked=False)
+
+    @property
+    def gpu(self) -> Gpu:
+        return self.opened[0]
+
+    @cached_property
+    def speeds(self) -> Speeds:
+        return Speeds(self.gpu, self.pool, self.known["ceilings"], self.quick)
+
+    def passes(self, model: str) -> Passes:
+        """The forward passes of a model, which one process has at a time."""
+        if self._passes is None or self._passes[0] != model:
+            preset = TINY_MODEL if self.quick else PRESETS[model]
+            sizes = TINY if self.quick else REAL
+            self._passes = model, Passes(self.gpu, self.pool, preset, sizes)
+        return self._passes[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One figure or several. seconds: how long it may take on a GPU."""
+
+    name: str
+    run: Callable[[Place], Result]
+    seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Steps in order; jobs: processes that share them."""
+
+    name: str
+    steps: list[Step]
+    jobs: int = 1
+    needs: list[str] = field(default_factory=list[str])  # names of steps of earlier parts
+
+
+def build(place: Place) -> Result:
+    """Compiles the kernels of a GPU, or takes those of an earlier run."""
+    started = time.perf_counter()
+    _, device = place.opened
+    return {"device": device, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def golden(place: Place) -> Result:
+    """The golden hash of each instruction set of the CPU, against the one of this version."""
+    from tests.kernels.test_arith_id import ARITH_ID
+
+    level, found = kernels.isa(), dict[str, bool]()
+    for name in kernels.isa_levels():
+        kernels.set_isa(name)
+        found[name] = kernels.arith_id(place.pool) == ARITH_ID
+    kernels.set_isa(level)
+    faults = kernels.arithmetic_faults(place.pool)
+    return {"levels": found, "faults": faults, "identical": all(found.values()) and not faults}
+
+
+def compare(place: Place, numbers: range) -> Result:
+    """Random cases of these numbers on the GPU and on the CPU."""
+    differences = compare_cases(place.gpu, place.pool, numbers)
+    return {"cases": len(numbers), "differences": differences}
+
+
+def measure_ceilings(place: Place) -> Result:
+    """The ceilings, on a GPU with the kernels for them alone."""
+    gpu, device = open_gpu(place.emulated, [ceilings.SOURCE], is_checked=False)
+    return dict(ceilings.measure(gpu, int(device["multiprocessors"]), place.quick))
+
+
+def model_steps(model: str) -> list[Step]:
+    """Decoding and prefill of one model."""
+    return [
+        Step(f"{model} identical", lambda p: {"identical": p.passes(model).is_identical()}),
+        Step(f"{model} decode", lambda p: p.passes(model).decode(copy_gbps(p.known))),
+        Step(f"{model} prefill", lambda p: p.passes(model).prefill(p.known["ceilings"]), 100.0),
+        Step(
+            f"{model} decode on the device",
+            lambda p: dict(p.passes(model).decode_on_device(copy_gbps(p.known))),
+        ),
+    ]
+
+
+def copy_gbps(known: Mapping[str, Result]) -> float:
+    """The rate of a copy, once it is measured."""
+    return float(known["ceilings"]["copy_gbps"])
+
+
+def main_rows(quick: bool) -> tuple[str, str]:
+    """The rows of decoding and prefill that the RESULT line has."""
+    return ("1", str(MAIN_LENGTH)) if not quick else (str(TINY.batches[0]), str(TINY.lengths[0]))
+
+
+def parts(emulated: bool, quick: bool) -> list[Part]:
+    """All parts, in order."""
+    count, chunk = (EMULATED_CASES, EMULATED_CHUNK) if emulated else (CASES, CHUNK)
+    count, chunk = (QUICK_CASES, QUICK_CHUNK) if quick else (count, chunk)
+    chunks = [range(first, min(first + chunk, count)) for first in range(0, count, chunk)]
+    jobs = 2 if emulated else max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+    kinds = kernels.KINDS if not quick else kernels.KINDS[:1]
+    linear = [Step(f"linear {k}", lambda p, k=k: dict(p.speeds.linear(k)), 30.0) for k in kinds]
+    attend = Step("attend", lambda p: dict(p.speeds.attend()))
+    models = MODELS if not quick else (MAIN_MODEL,)
+    return [
+        Part("build", [Step("build", build, 120.0)]),
+        Part("golden", [Step("golden", golden)]),
+        Part(
+            "cases",
+            [Step(f"cases {c.start}", partial(compare, numbers=c), 90.0) for c in chunks],
+            jobs=1 if quick else jobs,
+        ),
+        Part("ceilings", [Step("ceilings", measure_ceilings)]),
+        Part("kernels", [*linear, attend], needs=["ceilings"]),
+        *(Part(model, model_steps(model), needs=["ceilings"]) for model in models),
+    ]

@@ -1,0 +1,144 @@
+"""Random models of any shape in memory, made in seconds: a few rows are packed and repeated.
+
+Matrices of one kind and shape have the same bytes on the host. On a GPU that they are uploaded to,
+each has memory of its own, so that no cache holds what two layers read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kernels
+from batchengine.model import Model
+from batchengine.weights import (
+    AttentionSpec,
+    AttentionWeights,
+    DenseSpec,
+    DenseWeights,
+    ModelSpec,
+    Weights,
+)
+from batchengine.weights.packed import LayerWeights
+from batchengine.weights.spec import LayerSpec, RopeSpec
+from bench.models.synthetic import Shape, random_matrix
+from bench.models.tensors import aligned
+
+PACKED_ROWS = 256  # that are packed, and repeated
+HEAD_KIND = "q6_k"
+EPS = 1e-6
+
+
+class RandomMatrices:
+    """Packed matrices, by kind and shape."""
+
+    def __init__(self, pool: kernels.Pool) -> None:
+        self._pool = pool
+        self._rng = np.random.default_rng(11)
+        self._packed: dict[tuple[str, int, int], NDArray[np.uint8]] = {}
+
+    def make(self, kind: str, rows: int, cols: int) -> kernels.Matrix:
+        """A matrix with the bytes of this kind and shape."""
+        key = kind, rows, cols
+        if key not in self._packed:
+            self._packed[key] = self._pack(*key)
+        return kernels.Matrix(kind, rows, cols, self._packed[key])
+
+    def _pack(self, kind: str, rows: int, cols: int) -> NDArray[np.uint8]:
+        few = min(PACKED_ROWS, rows)
+        source: NDArray[Any] = random_matrix(self._rng, kind, few, cols, 1.0)
+        part = aligned(kernels.packed_bytes(kind, few, cols))
+        tensor = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+        kernels.pack(self._pool, kind, few, cols, tensor, part)
+        whole = aligned(kernels.packed_bytes(kind, rows, cols))
+        whole[:] = np.resize(part, len(whole))
+        return whole
+
+
+def random_model(shape: Shape, pool: kernels.Pool) -> Model:
+    """A model of matrices of `shape.base`, with a head of HEAD_KIND."""
+    matrices = RandomMatrices(pool)
+    attention = AttentionSpec(
+        n_head=shape.n_head,
+        n_kv_head=shape.n_kv_head,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        has_qk_norm=True,
+        rope=RopeSpec("neox", shape.rope_base, shape.head_dim, 1.0, 1.0, has_factors=False),
+    )
+    spec = ModelSpec(
+        arch="qwen3",
+        name="random",
+        quantisation=shape.base,
+        n_embd=shape.n_embd,
+        n_vocab=shape.n_vocab,
+        context_trained=shape.context,
+        eps=EPS,
+        tied=shape.tied,
+        layers=(LayerSpec(attention, DenseSpec(shape.n_ff)),) * shape.n_layer,
+    )
+
+    def matrix(rows: int, cols: int) -> kernels.Matrix:
+        return matrices.make(shape.base, rows, cols)
+
+    def ones(size: int) -> kernels.Vector:
+        return kernels.Vector(np.ones(size, np.float32))
+
+    def layer() -> LayerWeights:
+        n, q, kv = shape.n_embd, attention.q_rows, attention.kv_rows
+        return LayerWeights(
+            AttentionWeights(
+                norm=ones(n),
+                qkv=[matrix(q, n), matrix(kv, n), matrix(kv, n)],
+                qkv_bias=[None] * 3,
+                q_norm=ones(shape.head_dim),
+                k_norm=ones(shape.head_dim),
+                output=matrix(n, q),
+                output_bias=None,
+            ),
+            DenseWeights(
+                norm=ones(n),
+                gate=matrix(shape.n_ff, n),
+                up=matrix(shape.n_ff, n),
+                down=matrix(n, shape.n_ff),
+                gate_bias=None,
+                up_bias=None,
+                down_bias=None,
+            ),
+        )
+
+    head = matrices.make(HEAD_KIND, shape.n_vocab, shape.n_embd)
+    embedding = head if shape.tied else matrix(shape.n_vocab, shape.n_embd)
+    layers = {index: layer() for index in range(shape.n_layer)}
+    weights = Weights(
+        spec=spec,
+        fingerprint=bytes(32),
+        layers=range(shape.n_layer),
+        embedding=embedding,
+        output_norm=ones(shape.n_embd),
+        head=head,
+        head_bias=None,
+        rope_factors=None,
+        layer=layers,
+        packed_bytes=0,
+        cache_path=Path(),
+    )
+    return Model(weights)
+
+
+def streamed_bytes(model: Model) -> int:
+    """Bytes of the matrices that every step reads: all but an embedding of its own."""
+    weights = model.weights
+    matrices = [t for t in weights.tensors() if isinstance(t, kernels.Matrix)]
+    is_read = [m for m in matrices if m is not weights.embedding or m is weights.head]
+    return sum(m.bytes for m in is_read)
+
+
+def layer_parameters(model: Model) -> int:
+    """Parameters of the matrices that every token of a prefill is multiplied with."""
+    ends = model.weights.embedding, model.weights.head
+    matrices = [t for t in model.weights.tensors() if isinstance(t, kernels.Matrix)]
+    return sum(m.rows * m.cols for m in matrices if m not in ends)

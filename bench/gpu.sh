@@ -1,0 +1,41 @@
+#!/bin/bash
+# bench/gpu.sh FOLDER [--emulated] [--quick] [--seconds N]: measure a GPU, or go through the same on an emulated one.
+#
+# A run ends within nine minutes; FOLDER keeps what is measured, and further runs go on there. The
+# machine needs CUDA's driver, g++, and Python with cuda-core, cuda-bindings, nanobind, cmake, ninja,
+# numpy, psutil and xxhash. What else it lacks is read from wheels in build/gpu-wheels, for example of
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+#     --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -d build/gpu-wheels \
+#     msgspec gguf cyclopts cryptography
+# PYTHON: the interpreter (default: that of .venv, else python3).
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+[ $# -ge 1 ] || { sed -n '2,11p' "$root/bench/gpu.sh"; exit 2; }
+folder=$(realpath -m "$1")
+shift
+cd "$root"
+if [ -z "${PYTHON:-}" ]; then
+  PYTHON=python3
+  [ ! -x .venv/bin/python ] || PYTHON=$root/.venv/bin/python
+fi
+python=$("$PYTHON" -c 'import sys; print(sys.executable)')
+PATH=$(dirname "$python"):$PATH
+
+site=$root/build/gpu-site
+rm -rf "$site"
+mkdir -p "$site"
+for wheel in build/gpu-wheels/*.whl; do
+  [ ! -e "$wheel" ] || "$python" -m zipfile -e "$wheel" "$site"
+done
+export PYTHONPATH=$root:$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+
+# A checkout where `make native` ran has the module; elsewhere it is built for this Python.
+if [[ " $* " != *" --emulated "* ]] || ! "$python" -c 'import kernels' 2>/dev/null; then
+  echo "native module: building"
+  cmake -S kernels -G Ninja -B build/gpu-native -DPython_EXECUTABLE="$python" \
+    -DCMAKE_BUILD_TYPE=Release -DBATCHENGINE_IN_PLACE=ON > build/gpu-native.log \
+    || { cat build/gpu-native.log; exit 1; }
+  cmake --build build/gpu-native > build/gpu-native.log || { tail -50 build/gpu-native.log; exit 1; }
+  echo "native module: $SECONDS s"
+fi
+exec "$python" -P -m bench.cuda.gpu "$folder" --seconds $((480 - SECONDS)) "$@"

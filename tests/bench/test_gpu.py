@@ -1,0 +1,175 @@
+"""The measurements of a GPU go through on an emulated one, and a run goes on where one ended."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kernels
+import kernels.cuda.driver as module
+from bench.cuda import ceilings, gpu, steps
+from bench.cuda.gpu import LATE, Run, State, summary
+from bench.cuda.gpus import seconds
+from bench.cuda.passes import TINY, Passes
+from bench.cuda.steps import MAIN_MODEL, TINY_MODEL, Part, Step
+from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
+from kernels.cuda.compile import units
+from kernels.cuda.driver import CudaGpu
+from tests.kernels.cuda.fake_driver import FakeDriver
+
+KERNELS = "some kernels"
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[kernels.Pool]:
+    made = kernels.Pool(1)
+    yield made
+    made.close()
+
+
+class StrictDriver(FakeDriver):
+    """A driver that refuses what cannot be captured in a graph."""
+
+    is_capturing = False
+
+    def _cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[()]:
+        self.is_capturing = True
+        return super()._cuStreamBeginCapture(stream, mode)
+
+    def _cuStreamEndCapture(self, stream: int) -> tuple[list[Any]]:
+        self.is_capturing = False
+        return super()._cuStreamEndCapture(stream)
+
+    def _cuStreamSynchronize(self, stream: int) -> Any:
+        assert not self.is_capturing
+        return super()._cuStreamSynchronize(stream)
+
+    def _cuMemAlloc(self, n_bytes: int) -> int:
+        assert not self.is_capturing
+        return super()._cuMemAlloc(n_bytes)
+
+    def _cuMemGetInfo(self) -> tuple[int, int]:
+        return 1 << 40, 1 << 40
+
+
+def driven(monkeypatch: pytest.MonkeyPatch, sources: list[Path]) -> CudaGpu:
+    """A GPU through the driver, which an emulated one stands for."""
+    library = compile_kernels(ROOT / "build/simt", sources, is_checked=False)
+    driver = StrictDriver(Emulator(library))
+    monkeypatch.setattr(module.importlib, "import_module", {"cuda.bindings.driver": driver}.get)
+    return CudaGpu(0, lambda target: {"all": target.encode()})
+
+
+@needs_compiler
+def test_ceilings_through_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ceilings.measure(driven(monkeypatch, [ceilings.SOURCE]), 1, tiny=True)
+    # The driver says 6 ms for 5 replays of a copy of 64 KiB, which is read and written.
+    assert found["copy_gbps"] == pytest.approx(2 * (1 << 16) / 0.0012 / 1e9, abs=1e-3)
+    assert found["epilogue_gops"] == found["steps_added_gops"] > 0
+
+
+@needs_compiler
+def test_passes_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool) -> None:
+    passes = Passes(driven(monkeypatch, units()), pool, TINY_MODEL, TINY)
+    assert passes.is_identical()
+    assert passes.decode_on_device(1.0)["step_ms"] == 1.2
+
+
+@needs_compiler
+def test_seconds_of_an_emulated_gpu_are_those_of_the_clock() -> None:
+    emulated = Emulator(compile_kernels(ROOT / "build/simt", units(), is_checked=False))
+    calls: list[int] = []
+    assert seconds(emulated, lambda: calls.append(1), 5) > 0
+    assert len(calls) == 2
+
+
+def options(folder: Path, **changes: Any) -> argparse.Namespace:
+    given = {"emulated": True, "quick": True, "seconds": 100.0, "threads": 1, "folder": folder}
+    return argparse.Namespace(**given | changes)
+
+
+@needs_compiler
+def test_a_run_goes_on_where_the_last_one_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = State(tmp_path / "state-emulated-quick.json", gpu.key_of_kernels())
+    state.put("cases 0", {"cases": 2, "differences": []})
+    cases = next(p for p in steps.parts(True, True) if p.name == "cases")
+    Run(state, options(tmp_path, seconds=-1.0)).part(cases)
+    assert state.failed == {"cases 2": LATE}
+    absent = Part("none", [Step("absent", lambda _: {}), Step("next", lambda _: {})])
+    state.failed.clear()
+    Run(state, options(tmp_path)).part(absent)  # its process finds no such step
+    assert set(state.failed) == {"absent", "next"}
+    Run(state, options(tmp_path)).part(cases)
+    assert "cases 2: {" in capsys.readouterr().out
+    kept = State(tmp_path / "state-emulated-quick.json", gpu.key_of_kernels())
+    assert kept.results == {
+        "cases 0": {"cases": 2, "differences": []},
+        "cases 2": {"cases": 2, "differences": []},
+    }
+    assert not State(tmp_path / "state-emulated-quick.json", KERNELS).results
+
+
+def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
+    every = steps.parts(emulated=False, quick=False)
+    results: dict[str, Any] = {}
+    found = summary(results, every, {}, quick=False)
+    assert (found["identical"], found["cases"]) == (None, 0)
+    assert set(found["reasons"]) == {"identical", "decode_b1_of_copy", "prefill_of_ceiling"}
+    for part in every:
+        for step in part.steps:
+            if step.name.startswith("cases "):
+                results[step.name] = {"cases": 500, "differences": []}
+            if step.name == "golden" or step.name.endswith("identical"):
+                results[step.name] = {"identical": True}
+    results[f"{MAIN_MODEL} decode"] = {"1": {"of_copy": 0.5}}
+    results[f"{MAIN_MODEL} prefill"] = {"8192": {"not_measured": "about 99 s are expected"}}
+    found = summary(results, every, {}, quick=False)
+    assert found == {
+        "identical": True,
+        "cases": 10_000,
+        "decode_b1_of_copy": 0.5,
+        "prefill_of_ceiling": None,
+        "reasons": {"prefill_of_ceiling": "about 99 s are expected"},
+    }
+    results["cases 500"]["differences"] = ["case 501"]
+    assert summary(results, every, {}, quick=False)["identical"] is False
+
+
+@needs_compiler
+def test_a_model_that_computes_other_numbers_is_found(
+    monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool
+) -> None:
+    emulated = Emulator(compile_kernels(ROOT / "build/simt", units(), is_checked=False))
+    passes = Passes(emulated, pool, TINY_MODEL, TINY)
+    original = emulated.copy_in
+
+    def flip(address: int, array: np.ndarray[Any, np.dtype[Any]]) -> None:
+        changed = array.copy()
+        changed.reshape(-1).view(np.uint8)[:1] ^= 1
+        original(address, changed)
+
+    monkeypatch.setattr(emulated, "copy_in", flip)
+    assert not passes.is_identical()
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_script_reports_every_figure(tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "bench/gpu.sh"), str(tmp_path), "--emulated", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+    assert result["identical"] is True
+    assert result["reasons"] == {}
+    assert json.loads((tmp_path / "result-emulated-quick.json").read_text())["result"] == result
