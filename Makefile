@@ -63,8 +63,10 @@ check-arm: native
 demo: native
 	$(PY) -m service.cli.local.demo
 
+# Tests that measure time run alone, after the others. Plain `pytest` runs all, one by one.
 test: native
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n 2 --dist loadfile -m "not slow and not alone"
+	$(PY) -m pytest -q -m "alone and not slow"
 
 check: native
 	$(PY) -m ruff check .

@@ -128,6 +128,7 @@ def test_quality_passes_its_gate_on_the_pocket_model(tmp_path: Path, cache: Path
     assert 0.0 < result["outliers_20"]["kl"] < result["outliers_20"]["kl_q4_0"]
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(180)
 def test_calls_on_a_store_stay_below_their_limits(tmp_path: Path, cache: Path) -> None:
     """The limits are far above the figures, which are those of a million pages too."""
@@ -138,6 +139,7 @@ def test_calls_on_a_store_stay_below_their_limits(tmp_path: Path, cache: Path) -
     assert 0.0 < result["longest_hold_ms"] < 200.0
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(180)
 def test_router_decides_in_microseconds(tmp_path: Path, cache: Path) -> None:
     """The limit is far above the figure (see bench/results): this machine may be busy."""

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
+import pytest
 
 from batchengine.peers.transitions import LinkState
 from batchengine.wire.peer import Bulk, BulkReceived
@@ -43,6 +44,7 @@ async def time_until(here: Node, state: LinkState, began: float, seconds: float)
     return time.monotonic() - began
 
 
+@pytest.mark.alone
 async def test_a_stopped_peer_is_suspect_then_down_and_comes_back(tmp_path: Path) -> None:
     certify(tmp_path, "a", "b", "c")
     async with (
@@ -81,6 +83,7 @@ async def test_a_stopped_peer_is_suspect_then_down_and_comes_back(tmp_path: Path
         ]  # fmt: skip
 
 
+@pytest.mark.alone
 async def test_a_killed_peer_is_down_at_once_and_its_next_life_is_another(tmp_path: Path) -> None:
     certify(tmp_path, "a", "b")
     async with node(tmp_path, "a") as a:

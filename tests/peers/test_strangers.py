@@ -81,6 +81,7 @@ async def test_garbage_is_closed_at_once(tmp_path: Path, what: str) -> None:
         await until(lambda: b.peers.connections_refused == before + 1)
 
 
+@pytest.mark.alone
 async def test_a_handshake_that_is_slow_or_never_begins_ends_in_a_second(tmp_path: Path) -> None:
     async with unharmed(tmp_path) as (b, port):
         silent, begun = await opened(port), await opened(port)

@@ -537,6 +537,7 @@ def test_a_step_is_empty_only_for_a_reason(seen: LaneView) -> None:
     assert bool(plan(roomy, NOW).batch) == bool(wants)
 
 
+@pytest.mark.alone
 def test_plan_is_fast_enough_for_a_step_of_a_third_of_a_millisecond() -> None:
     """Measured 13 µs and 140 µs on one 4 GHz core; the bounds leave room for a busy machine."""
     small = view([seated(k) for k in range(16)], [], entries_max=16)

@@ -26,6 +26,8 @@ from service.daemon import CONNECTIONS_SPARE
 from tests.service.http.test_hostile import BAD_BODIES, bad_requests, worst_bodies
 from tests.support.least import least
 
+pytestmark = pytest.mark.alone
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 A, B = {"x-api-key": "key-of-a-1234"}, {"x-api-key": "key-of-b-1234"}
 STREAMS_MAX, CONTEXT_TOKENS, BODY_BYTES_MAX = 8, 16_384, 5 << 19

@@ -19,6 +19,8 @@ from tests.support.fake_engine import CONTEXT_TOKENS, FakeEngine, chat, fake_con
 from tests.support.least import least
 from tests.support.loop_lag import loop_lag
 
+pytestmark = pytest.mark.alone
+
 LAG_MS_MAX = 20.0
 TOKENS = 12_000
 TOP = tuple(TokenLogprob(token, b"\xe2\x82\xac %d" % token, -0.5 - token) for token in range(20))

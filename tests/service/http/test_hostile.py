@@ -264,6 +264,7 @@ async def longest_hold_ms(done: asyncio.Event) -> float:
     return 1000 * worst
 
 
+@pytest.mark.alone
 async def test_no_body_holds_the_event_loop(pocket_path: Path) -> None:
     """R16: bodies are read in another process; this one only passes their bytes on."""
     engine = FakeEngine()
@@ -689,6 +690,7 @@ def test_addresses_of_one_ipv6_network_count_as_one_client() -> None:
     assert address_of(None) == ""
 
 
+@pytest.mark.alone
 async def test_wrong_keys_wait_and_lock_no_client_out() -> None:
     """After ten of them from one address, attempts wait; a key that was right there does not."""
     keys = (ApiKey("old", "old-key-12345"), ApiKey("new", "new-key-12345"))

@@ -298,7 +298,7 @@ async def test_the_first_event_is_sent_at_once() -> None:
         aiohttp.ClientSession() as client,
         client.post(served.base + "/v1/chat/completions", json=chat(stream=True)) as reply,
     ):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             line = await reply.content.readline()
         assert json.loads(line[6:])["choices"][0]["delta"]["role"] == "assistant"
         assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
@@ -320,7 +320,7 @@ async def test_a_disconnect_cancels_the_generation(stream: bool) -> None:
             if task.done():
                 (await task).close()
             task.cancel()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             for generation in engine.generations:
                 await generation.cancelled.wait()
         await until(lambda: not served.service.live)
