@@ -14,9 +14,9 @@ from batchengine.config import ApiKey
 from batchengine.core import TokenEvent, TokenLogprob
 from batchengine.engine.turns.stream import Generation
 from batchengine.text.detokeniser import Detokeniser
+from tests.service.least import least
 from tests.support.engines import request
 from tests.support.fake_engine import CONTEXT_TOKENS, FakeEngine, chat, fake_config, serving
-from tests.support.least import least
 from tests.support.loop_lag import loop_lag
 
 pytestmark = pytest.mark.alone

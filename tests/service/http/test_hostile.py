@@ -19,6 +19,7 @@ from batchengine.text.frontend import TextFrontend
 from service.http import app
 from service.http.access import address_of
 from service.protocols import reading
+from tests.service.least import least
 from tests.support.fake_engine import (
     CONTEXT_TOKENS,
     VOCAB_SIZE,
@@ -29,7 +30,6 @@ from tests.support.fake_engine import (
     post,
     serving,
 )
-from tests.support.least import least
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
