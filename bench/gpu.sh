@@ -1,16 +1,17 @@
 #!/bin/bash
-# bench/gpu.sh FOLDER [--emulated] [--quick] [--seconds N]: measure a GPU, or go through the same on an emulated one.
+# bench/gpu.sh FOLDER [--emulated] [--quick] [--seconds N]: measure a GPU, or do the same on an emulated one.
 #
 # A run ends within nine minutes; FOLDER keeps what is measured, and further runs go on there. The
 # machine needs CUDA's driver, g++, and Python with cuda-core, cuda-bindings, nanobind, cmake, ninja,
-# numpy, psutil and xxhash. What else it lacks is read from wheels in build/gpu-wheels, for example of
+# numpy, psutil, xxhash, prometheus-client and pytest. What it lacks beside them is read from wheels in
+# build/gpu-wheels:
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-#     --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -d build/gpu-wheels \
-#     msgspec gguf cyclopts cryptography
-# PYTHON: the interpreter (default: that of .venv, else python3).
+#     --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -d build/gpu-wheels msgspec gguf
+# PYTHON: the interpreter (default: that of .venv, else python3). LLAMA_SOURCE: a source tree of
+# llama.cpp, which is compiled for CUDA and measured too.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-[ $# -ge 1 ] || { sed -n '2,11p' "$root/bench/gpu.sh"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,12p' "$root/bench/gpu.sh"; exit 2; }
 folder=$(realpath -m "$1")
 shift
 cd "$root"
@@ -25,6 +26,8 @@ site=$root/build/gpu-site
 rm -rf "$site"
 mkdir -p "$site"
 for wheel in build/gpu-wheels/*.whl; do
+  name=$(basename "$wheel")
+  "$python" -c "import importlib.metadata as m; m.version('${name%%-*}')" 2>/dev/null && continue
   [ ! -e "$wheel" ] || "$python" -m zipfile -e "$wheel" "$site"
 done
 export PYTHONPATH=$root:$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1

@@ -6,8 +6,10 @@
 step (bench/cuda/steps.py), and a later run does those that lack, that failed, or that were measured
 with other kernels. FOLDER/result.json has all of them. No step begins that might end after
 `--seconds`; the last line is the RESULT so far, with a reason for each figure that is null:
-`identical` (golden hashes, random cases and whole models), `cases`, `decode_b1_of_copy` and
-`prefill_of_ceiling` (of the 8B shape; prefill of 8,192 tokens).
+`identical` (golden hashes, random cases, whole models and sessions that move), `cases`,
+`decode_b1_of_copy` and `prefill_of_ceiling` (of the 8B shape; prefill of 8,192 tokens),
+`promote_vs_prefill_8k` (time of a prefill over that of a move, of the 0.6B shape) and
+`coexec_goodput` (of GPU and CPU over that of the GPU alone).
 """
 
 from __future__ import annotations
@@ -162,7 +164,7 @@ def summary(
 
     compared = [n.name for p in every for n in p.steps if n.name.startswith("cases ")]
     models = [n.name for p in every for n in p.steps if n.name.endswith(" identical")]
-    checked = ["golden", *models]
+    checked = ["golden", *models, "promotion"]
     differs = [n for n in compared if results.get(n, {}).get("differences")]
     differs += [n for n in checked if results.get(n, {"identical": True})["identical"] is False]
     identical = False if differs else None if lacking("identical", *compared, *checked) else True
@@ -171,6 +173,8 @@ def summary(
         "cases": sum(results[n]["cases"] for n in compared if n in results),
         "decode_b1_of_copy": None,
         "prefill_of_ceiling": None,
+        "promote_vs_prefill_8k": None,
+        "coexec_goodput": None,
     }
     if differs:
         reasons["identical"] = ", ".join(differs)
@@ -185,6 +189,15 @@ def summary(
             found[figure] = measured.get(key)
             if key not in measured:
                 reasons[figure] = str(measured.get("not_measured", f"{step}: no row {row}"))
+    if not lacking("promote_vs_prefill_8k", "promotion"):
+        found["promote_vs_prefill_8k"] = results["promotion"]["promote_vs_prefill"]
+    served = [name for name, _ in steps.SERVED]
+    if not lacking("coexec_goodput", *served):
+        alone, both = (results[name]["goodput"] for name in served)
+        if alone:
+            found["coexec_goodput"] = round(both / alone, 3)
+        else:
+            reasons["coexec_goodput"] = "the GPU alone keeps its promises at no rate"
     return found | {"reasons": reasons}
 
 

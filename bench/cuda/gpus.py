@@ -13,6 +13,7 @@ from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import Gpu
 
 BUILD = ROOT / "build"
+CUBINS = BUILD / "cuda"
 
 
 def open_gpu(
@@ -22,7 +23,7 @@ def open_gpu(
     if emulated:
         library = compile_kernels(BUILD / "simt", sources, is_checked=is_checked)
         return Emulator(library), {"name": "the emulator", "multiprocessors": 1}
-    gpu = CudaGpu(0, lambda target: cubins(target, BUILD / "cuda", sources))
+    gpu = CudaGpu(0, lambda target: cubins(target, CUBINS, sources))
     facts = gpu.facts
     return gpu, {
         "name": facts.name,

@@ -6,7 +6,11 @@ has made, and run in one process, or in several if the part has more `jobs`.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +20,10 @@ from typing import Any
 import kernels
 from bench.cuda import ceilings
 from bench.cuda.comparison import compare_cases
-from bench.cuda.gpus import open_gpu
+from bench.cuda.gpus import BUILD, open_gpu
 from bench.cuda.passes import REAL, TINY, Passes
+from bench.cuda.serving import goodput, promotion
+from bench.cuda.serving.engines import make_site, scratch
 from bench.cuda.speed import Speeds
 from bench.models.synthetic import PRESETS, Shape
 from kernels.cuda.compile import units
@@ -29,6 +35,9 @@ QUICK_CASES, QUICK_CHUNK = 4, 2
 MODELS = ("0.6b", "8b", "27b")
 MAIN_MODEL, MAIN_LENGTH = "8b", 8192  # of the RESULT line
 TINY_MODEL = Shape(n_layer=1, n_ff=256)
+
+SERVED = [(f"co-execution {lanes}", lanes) for lanes in goodput.LANES]
+LLAMA_SOURCE = "LLAMA_SOURCE"
 
 Result = dict[str, Any]
 
@@ -133,6 +142,37 @@ def model_steps(model: str) -> list[Step]:
     ]
 
 
+def promote(place: Place) -> Result:
+    """Moves of a session between the CPU and the GPU."""
+    return asyncio.run(promotion.measure(make_site(place.emulated, place.quick)))
+
+
+def serve(place: Place, lanes: str) -> Result:
+    """The goodput of an engine with these lanes."""
+    return asyncio.run(goodput.measure(make_site(place.emulated, place.quick), lanes))
+
+
+def compare_with_llama(place: Place) -> Result:
+    """Speeds of llama.cpp on this GPU, compiled from the source that LLAMA_SOURCE names."""
+    source = os.environ.get(LLAMA_SOURCE)
+    if not source:
+        return {"absent": f"{LLAMA_SOURCE} names no source of llama.cpp"}
+    build = BUILD / "gpu-llama"
+    configure = ["cmake", "-S", source, "-B", str(build), "-G", "Ninja", "-DGGML_CUDA=ON"]
+    configure += ["-DCMAKE_CUDA_ARCHITECTURES=native", "-DLLAMA_CURL=OFF"]
+    subprocess.run(configure, check=True, stdout=sys.stderr)
+    make = ["cmake", "--build", str(build), "--target", "llama-bench"]
+    subprocess.run(make, check=True, stdout=sys.stderr)
+    with scratch(make_site(place.emulated, place.quick)) as (_, model):
+        run = [str(build / "bin/llama-bench"), "-m", str(model), "-ngl", "99", "-o", "json"]
+        run += ["-p", "512,8192", "-n", "64"]
+        printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
+    rows = [
+        {key: row[key] for key in ("n_prompt", "n_gen", "avg_ts")} for row in json.loads(printed)
+    ]
+    return {"model": "0.6b", "rows": rows}
+
+
 def copy_gbps(known: Mapping[str, Result]) -> float:
     """The rate of a copy, once it is measured."""
     return float(known["ceilings"]["copy_gbps"])
@@ -164,4 +204,7 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
         Part("ceilings", [Step("ceilings", measure_ceilings)]),
         Part("kernels", [*linear, attend], needs=["ceilings"]),
         *(Part(model, model_steps(model), needs=["ceilings"]) for model in models),
+        Part("promotion", [Step("promotion", promote, 150.0)]),
+        *(Part(name, [Step(name, partial(serve, lanes=lanes), 240.0)]) for name, lanes in SERVED),
+        Part("llama.cpp", [Step("llama.cpp", compare_with_llama, 400.0)]),
     ]

@@ -14,10 +14,13 @@ import pytest
 
 import kernels
 import kernels.cuda.driver as module
+from batchengine.config.settings import SlaConfig
 from bench.cuda import ceilings, gpu, steps
 from bench.cuda.gpu import LATE, Run, State, summary
 from bench.cuda.gpus import seconds
 from bench.cuda.passes import TINY, Passes
+from bench.cuda.serving.engines import Stream
+from bench.cuda.serving.goodput import CLASSES, CONTEXT_MAX, REAL, arrivals, highest, is_good
 from bench.cuda.steps import MAIN_MODEL, TINY_MODEL, Part, Step
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
 from kernels.cuda.compile import units
@@ -25,6 +28,13 @@ from kernels.cuda.driver import CudaGpu
 from tests.kernels.cuda.fake_driver import FakeDriver
 
 KERNELS = "some kernels"
+FIGURES = {
+    "identical",
+    "decode_b1_of_copy",
+    "prefill_of_ceiling",
+    "promote_vs_prefill_8k",
+    "coexec_goodput",
+}
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
@@ -124,13 +134,16 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     results: dict[str, Any] = {}
     found = summary(results, every, {}, quick=False)
     assert (found["identical"], found["cases"]) == (None, 0)
-    assert set(found["reasons"]) == {"identical", "decode_b1_of_copy", "prefill_of_ceiling"}
+    assert set(found["reasons"]) == FIGURES
     for part in every:
         for step in part.steps:
             if step.name.startswith("cases "):
                 results[step.name] = {"cases": 500, "differences": []}
             if step.name == "golden" or step.name.endswith("identical"):
                 results[step.name] = {"identical": True}
+    results["promotion"] = {"identical": True, "promote_vs_prefill": 7.0}
+    results["co-execution gpu"] = {"goodput": 4.0}
+    results["co-execution gpu and cpu"] = {"goodput": 6.0}
     results[f"{MAIN_MODEL} decode"] = {"1": {"of_copy": 0.5}}
     results[f"{MAIN_MODEL} prefill"] = {"8192": {"not_measured": "about 99 s are expected"}}
     found = summary(results, every, {}, quick=False)
@@ -139,10 +152,50 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
         "cases": 10_000,
         "decode_b1_of_copy": 0.5,
         "prefill_of_ceiling": None,
+        "promote_vs_prefill_8k": 7.0,
+        "coexec_goodput": 1.5,
         "reasons": {"prefill_of_ceiling": "about 99 s are expected"},
     }
     results["cases 500"]["differences"] = ["case 501"]
-    assert summary(results, every, {}, quick=False)["identical"] is False
+    results["co-execution gpu"]["goodput"] = 0.0
+    found = summary(results, every, {}, quick=False)
+    assert found["identical"] is False
+    assert found["coexec_goodput"] is None
+    assert set(found["reasons"]) == {"identical", "prefill_of_ceiling", "coexec_goodput"}
+
+
+@needs_compiler
+async def test_the_highest_rate_is_found_by_doubling_and_halving() -> None:
+    tried: list[float] = []
+
+    async def attained(rate: float) -> float:
+        tried.append(rate)
+        return 1.0 if rate <= 11.0 else 0.9
+
+    assert await highest(attained, 4.0, 2, 100.0) == 10.0
+    assert tried == [4.0, 8.0, 16.0, 12.0, 10.0]
+    assert await highest(attained, 4.0, 2, 8.0) == 8.0  # no higher one can be tried
+    assert await highest(attained, 32.0, 0, 100.0) == 0.0
+
+
+def test_an_answer_is_good_within_both_targets_of_its_class() -> None:
+    targets = SlaConfig().interactive  # 500 ms, 50 ms
+    for times, good in (
+        ([0.4, 0.44], True),
+        ([0.6, 0.61], False),
+        ([0.4, 0.5], False),
+        ([], False),
+    ):
+        assert is_good(Stream(times=times), targets, 1.0) is good
+    assert is_good(Stream(times=[0.6, 0.61]), targets, 2.0)
+
+
+def test_both_engines_of_co_execution_get_the_same_requests() -> None:
+    asked = arrivals(4.0, REAL)
+    assert asked == arrivals(4.0, REAL)
+    assert len(asked) == 32
+    assert {one.sla for one in asked} == set(CLASSES)
+    assert max(one.context for one in asked) == CONTEXT_MAX
 
 
 @needs_compiler
