@@ -12,7 +12,14 @@ import numpy as np
 import kernels
 from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.device import Report
-from batchengine.lanes.host_device import HostDevice, HostOutput, facts_of, load_model, sampled
+from batchengine.lanes.host_device import (
+    HostDevice,
+    HostOutput,
+    choose,
+    facts_of,
+    load_model,
+    sampled,
+)
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
 from batchengine.lanes.ring.spans import SpanAttention
@@ -77,7 +84,8 @@ class CpuDevice(HostDevice):
         wanted = ends[wanting]
         nonfinite = stepper.run(wanted)
         unreachable = routed.end() if routed else []
-        rows, nonfinite = sampled(stepper, batch, wanting, nonfinite)
+        choices = choose(stepper, batch, wanting)
+        rows, nonfinite = sampled(batch, wanting, choices, nonfinite)
         digests = stepper.row_digests(seeds)
         if unreachable:
             nonfinite = [index for index in nonfinite if index not in unreachable]

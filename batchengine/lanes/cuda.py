@@ -17,23 +17,29 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 import kernels
 from batchengine import errors
 from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.device import LaneMemory, Report
-from batchengine.lanes.host_device import HostDevice, HostOutput, facts_of, load_model, sampled
+from batchengine.lanes.host_device import (
+    HostDevice,
+    HostOutput,
+    choose,
+    facts_of,
+    load_model,
+    sampled,
+)
 from batchengine.lanes.host_memory import HostMemory
-from batchengine.lanes.page_cache import PageCache
+from batchengine.lanes.page_cache import BoolArray, PageCache
 from batchengine.lanes.step_input import I32Array, StepInput, StepOutput, U64Array
 from batchengine.model import CpuOps, Model, Ops, Stepper
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT
 from kernels.cuda.compile import CompileError, cubins
 from kernels.cuda.driver import CudaGpu
-from kernels.cuda.gpu import Argument, Gpu, GpuFault
-from kernels.cuda.memory import KvRows, Rows
+from kernels.cuda.gpu import Gpu, GpuFault
+from kernels.cuda.memory import BadRows, KvRows, Rows
 from kernels.cuda.ops import CudaOps
 from kv_store.layout import PageLayout
 
@@ -41,6 +47,8 @@ log = logging.getLogger("batchengine.worker")
 
 TEST_TOKENS = 17  # of the self-test: one more than the kernels for few tokens take
 SCRATCH_SHARE = 16  # of the memory: for the buffers of a step that grow with it
+
+ASIDE_BYTES = 64 << 20  # of expected pages, copied beside one step
 
 CUBINS_DIR = "cuda"  # in the folder of packed weights
 
@@ -72,7 +80,15 @@ class DeviceMemory(HostMemory):
         ]
         self._cache.forget([ARENA_BIT | slot for slot in changed])
         self._cache.forget(step.freed)
+        if not step.entries:
+            self._cache.copy_expected(self.page_bytes * len(step.touch))
         return counts
+
+    def touch(self, codes: Sequence[int]) -> list[int]:
+        """Fault sealed pages in, and expect them on the GPU; see HostMemory."""
+        readable = super().touch(codes)
+        self._cache.expect(readable, self.addresses(np.array(readable, np.uint64)))
+        return readable
 
     def finish(self, step: wire.Step) -> tuple[tuple[bytes, ...], tuple[bool, ...]]:
         """Do the chores after the computation; see LaneMemory."""
@@ -103,16 +119,15 @@ class CudaDevice(HostDevice):
         context_pages = -(-load.context_tokens // PAGE_TOKENS)
         pages_max = load.entries_max * (context_pages + 1)
         limits = load.tokens_max, load.entries_max, pages_max
-        counted = _Counted(gpu)
         try:
-            ops = _upload(counted, pool, model, load.context_tokens, report, started)
-            _self_test(ops, counted, model, pool)
+            ops = _upload(gpu, pool, model, load.context_tokens, report, started)
+            _self_test(ops, gpu, model, pool)
             self._stepper = _stepper(ops, model, *limits)
         except MemoryError:
             why = f"the weights and buffers need more than its {resources.vram_bytes >> 20} MiB"
             raise errors.GPU_UNUSABLE(index=resources.index, why=why) from None
         payload_bytes = model.shape.payload_bytes
-        room = resources.vram_bytes * (SCRATCH_SHARE - 1) // SCRATCH_SHARE - counted.used
+        room = resources.vram_bytes * (SCRATCH_SHARE - 1) // SCRATCH_SHARE - gpu.used
         if room < context_pages * payload_bytes:
             why = f"{max(0, room) >> 20} MiB are left for KV, and one context has {context_pages}"
             why += f" pages of {payload_bytes >> 10} KiB"
@@ -158,15 +173,23 @@ class CudaDevice(HostDevice):
         stepper, cache, pool, on_host = self._stepper, self._cache, self._pool, self._on_host
         if stepper is None or cache is None or pool is None or on_host is None:
             raise RuntimeError("compute before load")
-        ends = np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1)
         wanting = [i for i, entry in enumerate(batch.entries) if entry.sampling is not None]
-        stepper.set(batch.tokens, batch.shape, cache.addresses(batch.codes, addresses))
-        nonfinite = stepper.run(ends[wanting])
-        rows, nonfinite = sampled(stepper, batch, wanting, nonfinite)
+        wanted = (np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1))[wanting]
+        pages = cache.addresses(batch.codes, addresses, unwritten(batch.shape))
+        stepper.set(batch.tokens, batch.shape, pages)
+        bad_rows = stepper.start(wanted)
+        # The GPU is busy from here on; it is waited for in `choose`, or in `row_digests`.
+        kept = cast(KvRows, stepper.rows)
+        kept.fetch(len(batch.tokens))
+        for rows in cast(list[BadRows], bad_rows):
+            rows.fetch()
+        cache.copy_expected(ASIDE_BYTES, batch.codes.tolist())
+        choices = choose(stepper, batch, wanting)
         digests = stepper.row_digests(seeds)
+        chosen, nonfinite = sampled(batch, wanting, choices, stepper.nonfinite(wanted, bad_rows))
         on_host.set(batch.tokens, batch.shape, addresses)
-        kernels.store_rows(pool, cast(KvRows, stepper.rows).host, on_host)
-        return HostOutput(tuple(rows), tuple(nonfinite), digests)
+        kernels.store_rows(pool, kept.host, on_host)
+        return HostOutput(tuple(chosen), tuple(nonfinite), digests)
 
     def close(self) -> None:
         """End the pool's threads."""
@@ -174,37 +197,11 @@ class CudaDevice(HostDevice):
             self._pool.close()
 
 
-class _Counted(Gpu):
-    """A GPU whose allocations are counted in `used`."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self._sizes, self.facts = gpu, dict[int, int](), gpu.facts
-        self.used = 0
-
-    def allocate(self, n_bytes: int) -> int:
-        address = self._gpu.allocate(n_bytes)
-        self._sizes[address] = n_bytes
-        self.used += n_bytes
-        return address
-
-    def free(self, address: int) -> None:
-        self.used -= self._sizes.pop(address)
-        self._gpu.free(address)
-
-    def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
-        self._gpu.copy_in(address, array)
-
-    def copy_out(self, address: int, array: NDArray[np.generic]) -> None:
-        self._gpu.copy_out(address, array)
-
-    def launch(
-        self,
-        kernel: str,
-        blocks: tuple[int, int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-    ) -> None:
-        self._gpu.launch(kernel, blocks, threads, arguments)
+def unwritten(shape: I32Array) -> BoolArray:
+    """Whether each page of a step has no row before those that the step writes."""
+    starts, pages = shape[:, 1], shape[:, 2]
+    index = np.arange(int(pages.sum())) - np.repeat(np.cumsum(pages) - pages, pages)
+    return index * PAGE_TOKENS >= np.repeat(starts, pages)
 
 
 def parts_of(batch: StepInput, pages_max: int) -> Iterator[tuple[int, StepInput]]:

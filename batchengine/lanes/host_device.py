@@ -124,20 +124,26 @@ def facts_of(model: Model, pool: kernels.Pool, isa: str) -> wire.ModelFacts:
     )
 
 
-def sampled(
-    stepper: Stepper, batch: StepInput, wanting: Sequence[int], nonfinite: Sequence[int]
-) -> tuple[list[wire.SampledRow], list[int]]:
-    """A token for each entry of `wanting` that is finite, whose rows of the step were taken; and
-    all entries that are not."""
+def choose(stepper: Stepper, batch: StepInput, wanting: Sequence[int]) -> list[kernels.Sampled]:
+    """A token for each entry of `wanting`, whose rows of the step were taken."""
     if not wanting:
-        return [], list(nonfinite)
+        return []
     logits = stepper.logits(len(wanting))
     specs = [
         sample_spec(e.sampling, position=e.start + e.n_tokens, history=history)
         for e, history in zip(batch.entries, batch.histories, strict=True)
         if e.sampling is not None
     ]
-    choices = stepper.ops.sample(logits, specs)
+    return stepper.ops.sample(logits, specs)
+
+
+def sampled(
+    batch: StepInput,
+    wanting: Sequence[int],
+    choices: Sequence[kernels.Sampled],
+    nonfinite: Sequence[int],
+) -> tuple[list[wire.SampledRow], list[int]]:
+    """What was chosen for each entry of `wanting` that is finite; and all entries that are not."""
     bad = set(nonfinite)
     bad.update(i for i, choice in zip(wanting, choices, strict=True) if choice.nonfinite)
     rows = [

@@ -240,14 +240,19 @@ class HostMemory:
                 done.append(count)
         return tuple(done)
 
-    def touch(self, codes: Sequence[int]) -> None:
-        """Fault sealed pages in before the step reads them; failures are counted only."""
+    def touch(self, codes: Sequence[int]) -> list[int]:
+        """Fault sealed pages in before a step reads them, and return those that can be read;
+        failures are counted only."""
+        readable: list[int] = []
         for code in codes:
             view = self._sealed(code)
-            if view is None or not self._fault_in(view):
-                if not self.touch_failures:
-                    log.warning("page %#x cannot be faulted in", code)
-                self.touch_failures += 1
+            if view is not None and self._fault_in(view):
+                readable.append(code)
+                continue
+            if not self.touch_failures:
+                log.warning("page %#x cannot be faulted in", code)
+            self.touch_failures += 1
+        return readable
 
     def digest_slot(self, of: wire.Digest) -> bytes:
         """Unseeded digest of an arena slot, 16 bytes; rows from `of.rows` on are zeroed first."""

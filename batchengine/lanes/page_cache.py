@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchengine.lanes.step_input import U64Array
 from kernels.cuda.gpu import Gpu
+
+BoolArray = NDArray[np.bool_]
 
 
 class PageCache:
@@ -26,12 +29,15 @@ class PageCache:
         self._payload_bytes = payload_bytes
         self._held = OrderedDict[int, int]()  # address by code, least recently used first
         self._free: list[int] = []
+        self._expected: dict[int, int] = {}  # address on the host by code
+        self._arriving: set[int] = set()  # held, and their copies may be under way
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def addresses(self, codes: U64Array, on_host: U64Array) -> U64Array:
-        """The addresses of the copies of pages, which lie at `on_host`; copies those that lack.
+    def addresses(self, codes: U64Array, on_host: U64Array, is_unwritten: BoolArray) -> U64Array:
+        """The addresses of the copies of pages, which lie at `on_host`; copies those that lack,
+        but for pages without a row that is read before the step has written it.
 
         Raises MemoryError if all pages together do not fit.
         """
@@ -39,20 +45,47 @@ class PageCache:
         for code in wanted:
             if code in self._held:
                 self._held.move_to_end(code)
-        missing = dict(zip(wanted, on_host.tolist(), strict=True))
+        if not self._arriving.isdisjoint(wanted):
+            self._arrive()
+        missing = dict(
+            zip(wanted, zip(on_host.tolist(), is_unwritten.tolist(), strict=True), strict=True)
+        )
         used = set(missing)
-        for code, address in missing.items():
+        for code, (address, is_empty) in missing.items():
             if code not in self._held:
                 self._held[code] = self._room(used)
-                self._copy(address, self._held[code])
+                if not is_empty:
+                    self._gpu.copy_in(self._held[code], self._page(address))
         return np.array([self._held[code] for code in wanted], np.uint64)
 
     def forget(self, codes: Iterable[int]) -> None:
         """Give up the copies of pages whose bytes on the host have changed, or will."""
         for code in codes:
-            address = self._held.pop(code, None)
-            if address is not None:
-                self._free.append(address)
+            self._expected.pop(code, None)
+            if code in self._held:
+                self._free.append(self._given_up(code))
+
+    def expect(self, codes: Sequence[int], on_host: U64Array) -> None:
+        """Pages at `on_host` will be wanted by a later step."""
+        self._expected.update(zip(codes, on_host.tolist(), strict=True))
+
+    def copy_expected(self, n_bytes: int, used: Iterable[int] = ()) -> None:
+        """Copy expected pages, about `n_bytes` of them, beside what the GPU computes with the pages
+        `used`. What finds no room is not expected any longer."""
+        if not self._expected:
+            return
+        kept = {*used, *self._expected, *self._arriving}
+        for code in list(self._expected)[: -(-n_bytes // self._payload_bytes)]:
+            address = self._expected.pop(code)
+            if code in self._held:
+                continue
+            try:
+                self._held[code] = self._room(kept)
+            except MemoryError:
+                self._expected.clear()
+                return
+            self._gpu.copy_aside(self._held[code], self._page(address))
+            self._arriving.add(code)
 
     def shrink(self) -> bool:
         """Give the memory of all pages back, and hold fewer from now on; False if there is none."""
@@ -78,9 +111,20 @@ class PageCache:
         oldest = next((code for code in self._held if code not in used), None)
         if oldest is None:
             raise MemoryError(f"a step of {len(used)} pages, and {self.pages_max} fit")
-        return self._held.pop(oldest)
+        return self._given_up(oldest)
 
-    def _copy(self, source: int, to: int) -> None:
-        memory = (ctypes.c_ubyte * self._payload_bytes).from_address(source)
-        self._gpu.copy_in(to, np.frombuffer(memoryview(memory), np.uint8))
+    def _given_up(self, code: int) -> int:
+        """The memory of a page that is not held any longer, after what is copied there."""
+        if code in self._arriving:
+            self._arrive()
+        return self._held.pop(code)
+
+    def _arrive(self) -> None:
+        """Let what the GPU does from now on come after the copies that are under way."""
+        self._gpu.join()
+        self._arriving.clear()
+
+    def _page(self, address: int) -> NDArray[np.uint8]:
         self.copied += 1
+        memory = (ctypes.c_ubyte * self._payload_bytes).from_address(address)
+        return np.frombuffer(memoryview(memory), np.uint8)

@@ -181,21 +181,31 @@ class Stepper:
 
         Returns the nonfinite entries: those with a row that holds a NaN or an infinity.
         """
+        return self.nonfinite(wanted, self.start(wanted))
+
+    def start(self, wanted: I32) -> list[Sequence[int]]:
+        """As run(). Returns what `nonfinite` is given, without a wait for another device."""
         layers, ops = self.model.layers, self.ops
         self.embed()
         self.forward(layers[:-1])
         last = self._layers[layers[-1]]
         buffers = last.mixer.buffers
         last.mixer.mix(self.batch, self.hidden, self._normed, self._attend)
-        bad_rows = ops.nonfinite_rows(self.hidden, self.n_tokens)
-        bad_rows += ops.nonfinite_rows(buffers.mixed, self.n_tokens)
+        bad_rows = [
+            ops.nonfinite_rows(rows, self.n_tokens) for rows in (self.hidden, buffers.mixed)
+        ]
         if len(wanted):
             self.take(wanted)
             ops.take_rows(buffers.mixed, wanted, buffers.wanted)
             last.mixer.add_output(buffers.wanted, len(wanted), self._last)
             last.ffn.add(self._last, len(wanted), self._normed)
-            bad_rows += [int(wanted[i]) for i in ops.nonfinite_rows(self._last, len(wanted))]
-        return self.entries_of(bad_rows)
+            bad_rows.append(ops.nonfinite_rows(self._last, len(wanted)))
+        return bad_rows
+
+    def nonfinite(self, wanted: I32, bad_rows: Sequence[Sequence[int]]) -> list[int]:
+        """The nonfinite entries of the step that `start` has returned `bad_rows` of."""
+        hidden, mixed, *last = bad_rows
+        return self.entries_of([*hidden, *mixed, *(int(wanted[i]) for rows in last for i in rows)])
 
     def run_stage(self, layers: Sequence[int]) -> bool:
         """Runs the residual stream through `layers` for their KV; False if it is not finite.
@@ -204,11 +214,11 @@ class Stepper:
         """
         ops, n, last = self.ops, self.n_tokens, self.model.layers[-1]
         self.forward([index for index in layers if index != last])
-        bad_rows: list[int] = []
+        bad_rows: Sequence[int] = ()
         if layers[-1] == last:
             mixer = self._layers[last].mixer
             mixer.mix(self.batch, self.hidden, self._normed, self._attend)
-            bad_rows += ops.nonfinite_rows(mixer.buffers.mixed, n)
+            bad_rows = ops.nonfinite_rows(mixer.buffers.mixed, n)
         return not (bad_rows or ops.nonfinite_rows(self.hidden, n))
 
     def row_digests(self, seeds: U64) -> U64:

@@ -64,6 +64,7 @@ class Emulator(Gpu):
     """
 
     def __init__(self, library: Path, seed: int = 0) -> None:
+        super().__init__()
         self.seed = seed
         self.facts = DeviceFacts("an emulated GPU", 1 << 30, 1, (0, 0))
         self._c = c = ctypes.CDLL(str(library))
@@ -75,15 +76,13 @@ class Emulator(Gpu):
         """Names of the kernels."""
         return str(self._c.simt_kernels().decode()).split()
 
-    def allocate(self, n_bytes: int) -> int:
-        """The address of `n_bytes` of any value, aligned to 256."""
+    def _allocate(self, n_bytes: int) -> int:
         address: int = self._c.simt_allocate(ctypes.c_size_t(n_bytes))
         if not address:
             raise MemoryError
         return address
 
-    def free(self, address: int) -> None:
-        """Ends an allocation."""
+    def _free(self, address: int) -> None:
         self._check(self._c.simt_free(ctypes.c_uint64(address)))
 
     def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
@@ -93,12 +92,25 @@ class Emulator(Gpu):
             self._c.simt_copy_in(ctypes.c_uint64(address), pointer, ctypes.c_size_t(array.nbytes))
         )
 
-    def copy_out(self, address: int, array: NDArray[np.generic]) -> None:
+    def copy_aside(self, address: int, array: NDArray[np.generic]) -> None:
+        """As `copy_in`."""
+        self.copy_in(address, array)
+
+    def join(self) -> None:
+        """Nothing is on its way."""
+
+    def fetch(self, address: int, array: NDArray[np.generic]) -> None:
         """Copies memory of the device into a contiguous array."""
         pointer = ctypes.c_void_p(array.ctypes.data)
         self._check(
             self._c.simt_copy_out(pointer, ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes))
         )
+
+    def pin(self, array: NDArray[np.generic]) -> None:
+        """Memory of the host is as good as any."""
+
+    def synchronize(self) -> None:
+        """Every call has ended."""
 
     def launch(
         self,

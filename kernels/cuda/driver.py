@@ -1,4 +1,4 @@
-"""A GPU through the CUDA driver: one context, one stream, kernels by name from cubins.
+"""A GPU through the CUDA driver: one context, two streams, kernels by name from cubins.
 
 Needs the extra `cuda` and a device. Nothing is imported before a `CudaGpu` is made.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kernels.cuda.gpu import Argument, DeviceFacts, Gpu, GpuFault, words_of
 
-STAGING_BYTES = 64 << 20  # pinned: what is copied in before the first wait
+STAGING_BYTES = 64 << 20  # pinned, for each stream: what is copied before the first wait
 CHUNK_BYTES = 8 << 20  # the device reads one chunk while the next is written
 ALIGNMENT = 256
 
@@ -29,11 +29,63 @@ class Kernel:
     parameters: int
 
 
+class Stream:
+    """Copies in the order of their calls, through pinned memory of their own."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.handle = call("cuStreamCreate", 1)  # it does not wait for the default stream
+        self._address = int(call("cuMemHostAlloc", STAGING_BYTES, 0))
+        memory = (ctypes.c_uint8 * STAGING_BYTES).from_address(self._address)
+        self._staging = np.ctypeslib.as_array(memory)
+        self._used = 0
+        self._fetched: list[tuple[int, NDArray[np.uint8]]] = []  # offset in the staging, and to
+
+    def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
+        """Copy a contiguous array to the device; it may be changed afterwards."""
+        for start, part in _chunks(array):
+            at = self._room(part.size)
+            self._staging[at : at + part.size] = part
+            source = self._address + at
+            self._call("cuMemcpyHtoDAsync", address + start, source, part.size, self.handle)
+
+    def fetch(self, address: int, array: NDArray[np.generic]) -> None:
+        """Fill a contiguous array by the end of `synchronize`."""
+        for start, part in _chunks(array):
+            at = self._room(part.size)
+            target = self._address + at
+            self._call("cuMemcpyDtoHAsync", target, address + start, part.size, self.handle)
+            self._fetched.append((at, part))
+
+    def synchronize(self) -> None:
+        """Wait for everything that was called."""
+        self._call("cuStreamSynchronize", self.handle)
+        self._used = 0
+        for at, part in self._fetched:
+            part[:] = self._staging[at : at + part.size]
+        self._fetched.clear()
+
+    def _room(self, n_bytes: int) -> int:
+        """Where `n_bytes` of pinned memory begin that no copy uses."""
+        if self._used + n_bytes > STAGING_BYTES:
+            self.synchronize()
+        at = self._used
+        self._used += -(-n_bytes // ALIGNMENT) * ALIGNMENT
+        return at
+
+
+def _chunks(array: NDArray[np.generic]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    data = array.reshape(-1).view(np.uint8)
+    for start in range(0, data.size, CHUNK_BYTES):
+        yield start, data[start : start + CHUNK_BYTES]
+
+
 class CudaGpu(Gpu):
     """One device, for the thread that made it. Every failure but of memory is a GpuFault."""
 
     def __init__(self, index: int, cubins_for: Callable[[str], Mapping[str, bytes]]) -> None:
         """`cubins_for`: the cubins for a target. Raises GpuFault if there is no such device."""
+        super().__init__()
         try:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
@@ -43,14 +95,13 @@ class CudaGpu(Gpu):
         self._context = self._call("cuDevicePrimaryCtxRetain", device)
         self._call("cuCtxSetCurrent", self._context)
         self.facts = self._facts_of(device)
-        self._stream = self._call("cuStreamCreate", 1)  # it does not wait for the default stream
+        self._stream, self._aside = Stream(self._call), Stream(self._call)
+        self._event = self._call("cuEventCreate", 2)  # without a time
         cubins = cubins_for(self.facts.target)
         self._modules = [self._call("cuModuleLoadData", cubin) for cubin in cubins.values()]
         self._kernels: dict[str, Kernel] = {}
-        self._staging_address = int(self._call("cuMemHostAlloc", STAGING_BYTES, 0))
-        memory = (ctypes.c_uint8 * STAGING_BYTES).from_address(self._staging_address)
-        self._staging = np.ctypeslib.as_array(memory)
-        self._staged = 0
+        self._pinned: list[tuple[int, int]] = []  # first and end of what `_kept` holds
+        self._kept: list[NDArray[np.generic]] = []
 
     def _facts_of(self, device: Any) -> DeviceFacts:
         names = self._driver.CUdevice_attribute
@@ -81,12 +132,10 @@ class CudaGpu(Gpu):
 
     # -- memory
 
-    def allocate(self, n_bytes: int) -> int:
-        """The address of `n_bytes` of any value, aligned to 256. Raises MemoryError."""
+    def _allocate(self, n_bytes: int) -> int:
         return int(self._call("cuMemAlloc", n_bytes))
 
-    def free(self, address: int) -> None:
-        """End an allocation, when what was called before has ended."""
+    def _free(self, address: int) -> None:
         self._call("cuMemFree", address)
 
     def free_bytes(self) -> int:
@@ -95,37 +144,37 @@ class CudaGpu(Gpu):
 
     def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
         """Copy a contiguous array to the device, through pinned memory."""
-        data = array.reshape(-1).view(np.uint8)
-        for start in range(0, data.size, CHUNK_BYTES):
-            part = data[start : start + CHUNK_BYTES]
-            at = self._stage(part.size)
-            self._staging[at : at + part.size] = part
-            source = self._staging_address + at
-            self._call("cuMemcpyHtoDAsync", address + start, source, part.size, self._stream)
+        self._stream.copy_in(address, array)
 
-    def copy_out(self, address: int, array: NDArray[np.generic]) -> None:
-        """Fill a contiguous array, and wait for it."""
-        data = array.reshape(-1).view(np.uint8)
-        for start in range(0, data.size, CHUNK_BYTES):
-            part = data[start : start + CHUNK_BYTES]
-            at = self._stage(part.size)
-            target = self._staging_address + at
-            self._call("cuMemcpyDtoHAsync", target, address + start, part.size, self._stream)
-            self.synchronize()
-            part[:] = self._staging[at : at + part.size]
+    def copy_aside(self, address: int, array: NDArray[np.generic]) -> None:
+        """As `copy_in`, on a stream of its own."""
+        self._aside.copy_in(address, array)
 
-    def _stage(self, n_bytes: int) -> int:
-        """Where `n_bytes` of pinned memory begin that no copy uses."""
-        if self._staged + n_bytes > STAGING_BYTES:
-            self.synchronize()
-        at = self._staged
-        self._staged += -(-n_bytes // ALIGNMENT) * ALIGNMENT
-        return at
+    def join(self) -> None:
+        """What is called from now on comes after every `copy_aside` so far."""
+        self._call("cuEventRecord", self._event, self._aside.handle)
+        self._call("cuStreamWaitEvent", self._stream.handle, self._event, 0)
+
+    def fetch(self, address: int, array: NDArray[np.generic]) -> None:
+        """Fill a contiguous array, through pinned memory unless it lies in an array of `pin`."""
+        at, n_bytes = array.ctypes.data, array.nbytes
+        if any(first <= at and at + n_bytes <= end for first, end in self._pinned):
+            self._call("cuMemcpyDtoHAsync", at, address, n_bytes, self._stream.handle)
+        else:
+            self._stream.fetch(address, array)
+
+    def pin(self, array: NDArray[np.generic]) -> None:
+        """Let the device write to an array itself, if the driver can."""
+        try:
+            self._call("cuMemHostRegister", array.ctypes.data, array.nbytes, 0)
+        except (GpuFault, MemoryError):
+            return
+        self._kept.append(array)
+        self._pinned.append((array.ctypes.data, array.ctypes.data + array.nbytes))
 
     def synchronize(self) -> None:
-        """Wait for everything that was called."""
-        self._call("cuStreamSynchronize", self._stream)
-        self._staged = 0
+        """Wait for everything that was called, but for `copy_aside`."""
+        self._stream.synchronize()
 
     # -- kernels
 
@@ -144,7 +193,8 @@ class CudaGpu(Gpu):
         words = words_of(arguments)
         pointers = words.ctypes.data + 8 * np.arange(len(words), dtype=np.uint64)
         shape = (*blocks, threads, 1, 1, 0)
-        self._call("cuLaunchKernel", found.function, *shape, self._stream, pointers.ctypes.data, 0)
+        stream = self._stream.handle
+        self._call("cuLaunchKernel", found.function, *shape, stream, pointers.ctypes.data, 0)
 
     def _find(self, kernel: str) -> Kernel:
         for module in self._modules:
@@ -163,16 +213,17 @@ class CudaGpu(Gpu):
 
         The launches are captured in a graph, so that no time of the host is between them.
         """
-        self._call("cuStreamBeginCapture", self._stream, self._driver.CUstreamCaptureMode(0))
+        stream = self._stream.handle
+        self._call("cuStreamBeginCapture", stream, self._driver.CUstreamCaptureMode(0))
         run()
-        captured = self._call("cuStreamEndCapture", self._stream)
+        captured = self._call("cuStreamEndCapture", stream)
         graph = self._call("cuGraphInstantiate", captured, 0)
         start, end = (self._call("cuEventCreate", 0) for _ in range(2))
-        self._call("cuGraphLaunch", graph, self._stream)
-        self._call("cuEventRecord", start, self._stream)
+        self._call("cuGraphLaunch", graph, stream)
+        self._call("cuEventRecord", start, stream)
         for _ in range(repeats):
-            self._call("cuGraphLaunch", graph, self._stream)
-        self._call("cuEventRecord", end, self._stream)
+            self._call("cuGraphLaunch", graph, stream)
+        self._call("cuEventRecord", end, stream)
         self.synchronize()
         milliseconds = float(self._call("cuEventElapsedTime", start, end))
         for event in (start, end):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,26 +42,65 @@ def words_of(arguments: Sequence[Argument]) -> NDArray[np.uint64]:
     return words
 
 
-class Gpu(Protocol):
-    """One device. Copies and launches take effect in the order of their calls."""
+class Gpu(ABC):
+    """One device. Copies and launches take effect in the order of their calls, but for those of
+    `copy_aside`; the host waits in `synchronize` and `copy_out` only.
+
+    used: bytes that are allocated.
+    """
 
     facts: DeviceFacts
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self.used = 0
+        self._sizes: dict[int, int] = {}
+
     def allocate(self, n_bytes: int) -> int:
         """The address of `n_bytes` of any value, aligned to 256. Raises MemoryError."""
+        address = self._allocate(n_bytes)
+        self._sizes[address] = n_bytes
+        self.used += n_bytes
+        return address
+
+    def free(self, address: int) -> None:
+        """End an allocation, when what was called before has ended."""
+        self._free(address)
+        self.used -= self._sizes.pop(address)
+
+    def copy_out(self, address: int, array: NDArray[np.generic]) -> None:
+        """Fill a contiguous array from memory of the device, and wait for it."""
+        self.fetch(address, array)
+        self.synchronize()
 
     @abstractmethod
-    def free(self, address: int) -> None:
-        """End an allocation."""
+    def _allocate(self, n_bytes: int) -> int: ...
+
+    @abstractmethod
+    def _free(self, address: int) -> None: ...
 
     @abstractmethod
     def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
         """Copy a contiguous array to memory of the device; it may be changed afterwards."""
 
     @abstractmethod
-    def copy_out(self, address: int, array: NDArray[np.generic]) -> None:
-        """Fill a contiguous array from memory of the device, after what was called before."""
+    def copy_aside(self, address: int, array: NDArray[np.generic]) -> None:
+        """As `copy_in`, at any time before the next `join` has taken effect."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """What is called from now on comes after every `copy_aside` so far."""
+
+    @abstractmethod
+    def fetch(self, address: int, array: NDArray[np.generic]) -> None:
+        """Fill a contiguous array from memory of the device, by the end of `synchronize`."""
+
+    @abstractmethod
+    def pin(self, array: NDArray[np.generic]) -> None:
+        """`fetch` often fills this array, or parts of it. It is kept."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for everything that was called, but for `copy_aside`."""
 
     @abstractmethod
     def launch(

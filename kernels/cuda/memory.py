@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,11 +48,42 @@ class Scratch:
 
 
 class Rows:
-    """fp32 rows (tokens_max, width), without gaps."""
+    """fp32 rows (tokens_max, width), without gaps; for each a byte, 1 if it is not finite."""
 
     def __init__(self, gpu: Gpu, tokens_max: int, width: int) -> None:
         self.tokens_max, self.width = tokens_max, width
         self.address = gpu.allocate(4 * tokens_max * width)
+        self.nonfinite = gpu.allocate(tokens_max)
+
+
+class BadRows(Sequence[int]):
+    """Indices of the rows with a NaN or an infinity, which are known once they are fetched."""
+
+    def __init__(self, gpu: Gpu, address: int, rows: int) -> None:
+        self._gpu, self._address = gpu, address
+        self._flags = np.zeros(rows, np.uint8)
+        self._is_fetched = False
+
+    def fetch(self) -> None:
+        """Let the next wait for the GPU be enough."""
+        self._gpu.fetch(self._address, self._flags)
+        self._is_fetched = True
+
+    def _indices(self) -> list[int]:
+        if not self._is_fetched:
+            self.fetch()
+            self._gpu.synchronize()
+        return np.flatnonzero(self._flags).tolist()
+
+    def __len__(self) -> int:
+        return len(self._indices())
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._indices()[index]
 
 
 class Activations:
@@ -85,11 +118,19 @@ class Queries:
 
 
 class KvRows:
-    """The page rows of one step; `host` holds those that `step_digests` has copied."""
+    """The page rows of one step; `host` holds the first ones once they are fetched."""
 
     def __init__(self, gpu: Gpu, tokens_max: int, shape: kernels.PageShape) -> None:
         self.host = kernels.KvRows(tokens_max, shape)
         self.address = gpu.allocate(tokens_max * shape.row_bytes)
+        self.is_fetched = False  # after the next wait for the GPU, those of this step
+        self._gpu = gpu
+        gpu.pin(self.host.view(tokens_max))
+
+    def fetch(self, tokens: int) -> None:
+        """Copy rows to `host`, by the next wait for the GPU."""
+        self._gpu.fetch(self.address, self.host.view(tokens))
+        self.is_fetched = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from kernels.cuda.memory import (
     I32,
     U64,
     Activations,
+    BadRows,
     Batch,
     KvRows,
     Queries,
@@ -53,7 +54,7 @@ class CudaOps:
         self._gpu = gpu
         self._pool = pool
         self._held: dict[Held, int] = {}
-        self._indices, self._bad = Scratch(gpu), Scratch(gpu)
+        self._indices = Scratch(gpu)
         self._m, self._l, self._o = Scratch(gpu), Scratch(gpu), Scratch(gpu)
         self._given = [Scratch(gpu) for _ in range(4)]  # parameters of `sample`
         self._adjusted, self._weights, self._out = Scratch(gpu), Scratch(gpu), Scratch(gpu)
@@ -112,14 +113,11 @@ class CudaOps:
         arguments = [x.address, x.width, at, x.width, out.address, out.width]
         self._gpu.launch("take_rows", (len(indices), 1, 1), THREADS, arguments)
 
-    def nonfinite_rows(self, x: Rows, tokens: int) -> list[int]:
-        """As `kernels.nonfinite_rows`; waits for the GPU."""
-        bad = np.zeros(tokens, np.uint8)
-        address = self._bad.put(bad)
-        arguments = [x.address, x.width, x.width, address]
+    def nonfinite_rows(self, x: Rows, tokens: int) -> BadRows:
+        """As `kernels.nonfinite_rows`; they may be fetched before they are looked at."""
+        arguments = [x.address, x.width, x.width, x.nonfinite]
         self._gpu.launch("nonfinite_rows", (tokens, 1, 1), THREADS, arguments)
-        self._gpu.copy_out(address, bad)
-        return np.flatnonzero(bad).tolist()
+        return BadRows(self._gpu, x.nonfinite, tokens)
 
     # -- products
 
@@ -249,8 +247,12 @@ class CudaOps:
     # -- what goes back to the CPU
 
     def step_digests(self, rows: KvRows, seeds: U64) -> U64:
-        """As `kernels.step_digests`, of a copy that `rows.host` then holds; waits for the GPU."""
-        self._gpu.copy_out(rows.address, rows.host.view(len(seeds)))
+        """As `kernels.step_digests`, once a step; fetches the rows if they are not yet, and waits
+        for the GPU."""
+        if not rows.is_fetched:
+            rows.fetch(len(seeds))
+        rows.is_fetched = False
+        self._gpu.synchronize()
         return kernels.step_digests(self._pool, rows.host, seeds)
 
     def sample(self, logits: Rows, rows: Sequence[kernels.SampleSpec]) -> list[kernels.Sampled]:

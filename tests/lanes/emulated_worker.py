@@ -28,20 +28,12 @@ class LimitedGpu(Emulator):
 
     def __init__(self, n_bytes: int, launches: int, wrong: bool = False) -> None:
         super().__init__(compile_kernels(ROOT / "build/simt", is_checked=False))
-        self._left, self._launches, self._wrong = n_bytes, launches, wrong
-        self._sizes: dict[int, int] = {}
+        self._limit, self._launches, self._wrong = n_bytes, launches, wrong
 
     def allocate(self, n_bytes: int) -> int:
-        if n_bytes > self._left:
+        if self.used + n_bytes > self._limit:
             raise MemoryError
-        address = super().allocate(n_bytes)
-        self._sizes[address] = n_bytes
-        self._left -= n_bytes
-        return address
-
-    def free(self, address: int) -> None:
-        super().free(address)
-        self._left += self._sizes.pop(address)
+        return super().allocate(n_bytes)
 
     def launch(
         self,

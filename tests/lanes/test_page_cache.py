@@ -12,37 +12,56 @@ import pytest
 import kernels
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from batchengine.lanes.cuda import open_gpu, parts_of
+from batchengine.lanes.cuda import open_gpu, parts_of, unwritten
 from batchengine.lanes.page_cache import PageCache
-from batchengine.lanes.step_input import StepInput
+from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.wire import lane as wire
-from kernels.cuda.gpu import Argument, Gpu
+from kernels.cuda.gpu import Argument, DeviceFacts, Gpu
 
 BYTES = 64
+ANY = 99  # what new memory holds
 
 
 class FakeGpu(Gpu):
-    """Arrays by address; room for so many pages."""
+    """Arrays by address; room for so many pages. What is copied aside is there after a join."""
+
+    facts = DeviceFacts("", 0, 0, (0, 0))
 
     def __init__(self, pages: int) -> None:
+        super().__init__()
         self.pages, self.made = pages, 0
         self.held: dict[int, np.ndarray[Any, Any]] = {}
+        self.aside: list[tuple[int, np.ndarray[Any, Any]]] = []
 
-    def allocate(self, n_bytes: int) -> int:
+    def _allocate(self, n_bytes: int) -> int:
         if len(self.held) == self.pages:
             raise MemoryError
         self.made += 1
-        self.held[256 * self.made] = np.zeros(n_bytes, np.uint8)
+        self.held[256 * self.made] = np.full(n_bytes, ANY, np.uint8)
         return 256 * self.made
 
-    def free(self, address: int) -> None:
+    def _free(self, address: int) -> None:
         del self.held[address]
 
     def copy_in(self, address: int, array: np.ndarray[Any, Any]) -> None:
         self.held[address][:] = array
 
-    def copy_out(self, address: int, array: np.ndarray[Any, Any]) -> None:
-        array[:] = self.held[address]
+    def copy_aside(self, address: int, array: np.ndarray[Any, Any]) -> None:
+        self.aside.append((address, array.copy()))
+
+    def join(self) -> None:
+        for address, array in self.aside:
+            self.held[address][:] = array
+        self.aside.clear()
+
+    def fetch(self, address: int, array: np.ndarray[Any, Any]) -> None:
+        raise AssertionError
+
+    def pin(self, array: np.ndarray[Any, Any]) -> None:
+        raise AssertionError
+
+    def synchronize(self) -> None:
+        raise AssertionError
 
     def launch(
         self,
@@ -62,12 +81,22 @@ class Scene:
         self.gpu = FakeGpu(fit)
         self.cache = PageCache(self.gpu, BYTES, pages_max)
 
-    def use(self, *pages: int) -> list[int]:
-        """Values of the copies that a step of these pages sees."""
+    def at(self, *pages: int) -> U64Array:
+        """Addresses on the host."""
         base = kernels.address_of(self.host.data)
+        return np.array([base + BYTES * page for page in pages], np.uint64)
+
+    def use(self, *pages: int, unwritten: Sequence[int] = ()) -> list[int]:
+        """Values of the copies that a step of these pages sees."""
         codes = np.array([10 + page for page in pages], np.uint64)
-        at = np.array([base + BYTES * page for page in pages], np.uint64)
-        return [int(self.gpu.held[int(a)][-1]) for a in self.cache.addresses(codes, at)]
+        empty = np.isin(np.array(pages), np.array(unwritten))
+        found = self.cache.addresses(codes, self.at(*pages), empty)
+        return [int(self.gpu.held[int(a)][-1]) for a in found]
+
+    def expect(self, *pages: int, n: int = 8, used: Sequence[int] = ()) -> None:
+        """Let pages be copied beside a step that has `used`, up to `n` of them."""
+        self.cache.expect([10 + page for page in pages], self.at(*pages))
+        self.cache.copy_expected(n * BYTES, [10 + page for page in used])
 
 
 def test_a_page_is_copied_once_until_it_is_freed() -> None:
@@ -103,6 +132,42 @@ def test_a_cache_that_does_not_fit_becomes_smaller() -> None:
     assert (scene.cache.pages_max, scene.gpu.held) == (3, {})
     assert not scene.cache.shrink()
     assert scene.use(0, 1, 2) == [0, 1, 2]
+
+
+def test_a_page_without_rows_is_not_copied() -> None:
+    scene = Scene(4)
+    assert scene.use(0, 1, unwritten=[1]) == [0, ANY]
+    assert scene.cache.copied == 1
+    step = np.array([(3, 254, 2), (1, 256, 2), (600, 100, 3)], np.int32)  # tokens, start, pages
+    assert unwritten(step).tolist() == [False, True, False, True, False, True, True]
+
+
+def test_expected_pages_come_beside_a_step_and_before_theirs() -> None:
+    scene = Scene(4)
+    scene.use(0)
+    scene.expect(1, 2, 0, n=2, used=[0])
+    assert (len(scene.gpu.aside), scene.cache.copied) == (2, 3)
+    assert scene.use(0) == [0]
+    assert len(scene.gpu.aside) == 2  # that step does not wait for them
+    assert scene.use(0, 2, 1) == [0, 2, 1]
+    assert (len(scene.gpu.aside), scene.cache.copied) == (0, 3)
+
+
+def test_expected_pages_take_no_page_of_the_step_and_may_be_given_up() -> None:
+    scene = Scene(2)
+    scene.use(0, 1)
+    scene.expect(2, used=[0, 1])
+    scene.expect(3, 4, used=[0])  # for page 1, and for none
+    assert scene.use(0) == [0]
+    assert scene.cache.copied == 3
+    scene.host[3] = 33
+    scene.cache.forget([13])
+    assert not scene.gpu.aside  # no copy comes later than those into the same memory
+    assert scene.use(0, 3) == [0, 33]
+    scene.cache.expect([15], scene.at(5))
+    scene.cache.forget([15])
+    scene.cache.copy_expected(BYTES)
+    assert not scene.gpu.aside
 
 
 def step_of(*entries: tuple[int, list[int]]) -> StepInput:

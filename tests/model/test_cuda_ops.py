@@ -15,8 +15,11 @@ from bench.models.local_runner import LocalRunner, LocalSequence
 from bench.models.synthetic import write_synthetic
 from bench.models.tensors import aligned
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
-from kernels.cuda import memory
+from kernels.cuda import driver, memory
+from kernels.cuda.driver import CudaGpu
+from kernels.cuda.gpu import Gpu
 from kernels.cuda.ops import CudaOps
+from tests.kernels.cuda.fake_driver import FakeDriver
 from tests.model.test_model import MIXED
 
 SHAPE = replace(MIXED, n_layer=2, bias=0.3)
@@ -32,7 +35,7 @@ def gpu() -> Emulator:
 class OnDevice:
     """The model of a runner on an emulated GPU, with pages there and a copy of them on the host."""
 
-    def __init__(self, gpu: Emulator, runner: LocalRunner) -> None:
+    def __init__(self, gpu: Gpu, runner: LocalRunner) -> None:
         self.gpu, self.model = gpu, runner.model
         self.pool = runner.pool
         weights = self.model.weights
@@ -54,20 +57,33 @@ class OnDevice:
         return address, own
 
 
-@pytest.mark.parametrize("accumulator_bytes", [memory.ACCUMULATOR_BYTES, 1])
+def through_the_driver(gpu: Emulator, monkeypatch: pytest.MonkeyPatch) -> CudaGpu:
+    """The same GPU behind a driver that begins nothing before it is waited for."""
+    monkeypatch.setattr(driver, "STAGING_BYTES", 1 << 16)
+    monkeypatch.setattr(driver, "CHUNK_BYTES", 1 << 14)
+    modules = {"cuda.bindings.driver": FakeDriver(gpu)}
+    monkeypatch.setattr(driver.importlib, "import_module", modules.get)
+    return CudaGpu(0, lambda target: {"all": target.encode()})
+
+
+@pytest.mark.parametrize("is_driven", [False, True])
 def test_a_step_gives_the_bits_of_the_cpu(
     gpu: Emulator,
     tmp_path: Path,
     cache_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
-    accumulator_bytes: int,
+    is_driven: bool,
 ) -> None:
-    monkeypatch.setattr(memory, "ACCUMULATOR_BYTES", accumulator_bytes)  # 1: a launch a tile
     path = tmp_path / "model.gguf"
+    if is_driven:
+        own: Gpu = through_the_driver(gpu, monkeypatch)
+    else:
+        own = gpu
+        monkeypatch.setattr(memory, "ACCUMULATOR_BYTES", 1)  # a launch a tile
     write_synthetic(path, SHAPE)
     rng = np.random.default_rng(5)
     with LocalRunner(path, cache_dir=cache_dir, tokens_max=80, entries_max=4) as runner:
-        device = OnDevice(gpu, runner)
+        device = OnDevice(own, runner)
         lanes = [LocalSequence(), LocalSequence()]
         pages = [[device.page(255), device.page(255)] for _ in lanes]
         for counts in ((60, 3), (19, 1), (1, 1)):
@@ -78,24 +94,25 @@ def test_a_step_gives_the_bits_of_the_cpu(
                 [(n, start, 2) for n, start in zip(counts, starts, strict=True)], np.int32
             )
             tokens = np.concatenate(new).astype(np.int32)
-            on_gpu = np.array([address for own in pages for address, _ in own], np.uint64)
+            on_gpu = np.array([address for mine in pages for address, _ in mine], np.uint64)
             device.stepper.set(tokens, table, on_gpu)
             ends = np.cumsum(table[:, 0], dtype=np.int32) - np.int32(1)
             assert device.stepper.run(ends) == []
             rows: Any = device.stepper.logits(2)
             got = np.empty((2, SHAPE.n_vocab), np.float32)
-            gpu.copy_out(rows.address, got)
+            own.copy_out(rows.address, got)
             assert got.tobytes() == want.tobytes()
+            kept: Any = device.stepper.rows
+            kept.fetch(len(tokens))
             seeds = np.arange(len(tokens), dtype=np.uint64)
             assert np.array_equal(
                 device.stepper.row_digests(seeds), runner.stepper.row_digests(seeds)
             )
-            host = [kernels.address_of(page) for own in pages for _, page in own]
+            host = [kernels.address_of(page) for mine in pages for _, page in mine]
             device.host_batch.set(tokens, table, np.array(host, np.uint64))
-            kept: Any = device.stepper.rows
             kernels.store_rows(device.pool, kept.host, device.host_batch)
-        for lane, own in zip(lanes, pages, strict=True):
-            assert own[0][1].tobytes() == runner.page(lane, 0)
+        for lane, mine in zip(lanes, pages, strict=True):
+            assert mine[0][1].tobytes() == runner.page(lane, 0)
 
 
 def some_spec(rng: np.random.Generator, vocab: int) -> kernels.SampleSpec:

@@ -121,12 +121,13 @@ KERNEL(take_rows, 256, gpu::In<float> x, int stride, gpu::In<int32_t> indices, i
         out[to * out_stride + k] = x[from * stride + k];
 }
 
-// bad[i] becomes 1 if row i holds a NaN or an infinity, and stays otherwise. Grid: rows.
+// bad[i] becomes 1 if row i holds a NaN or an infinity, else 0. Grid: rows.
 KERNEL(nonfinite_rows, 256, gpu::In<float> x, int stride, int width, gpu::Out<uint8_t> bad) {
     __shared__ gpu::Shared<int32_t, 1> found;
     const int64_t row = gpu::block();
     bool finite = true;
     for (int k = gpu::thread(); k < width; k += gpu::threads())
         finite = finite && ca::is_finite(x[row * stride + k]);
-    if (!all_of_block(finite, found) && gpu::thread() == 0) bad[row] = 1;
+    const bool all = all_of_block(finite, found);
+    if (gpu::thread() == 0) bad[row] = !all;
 }

@@ -1,7 +1,7 @@
 """The functions of `cuda.bindings.driver` that CudaGpu calls, over an emulated GPU.
 
-Work that was queued on the stream happens at the next synchronisation, so that an early change of
-pinned memory is seen.
+Work that was queued on a stream happens when the stream is waited for, by the host or by another
+stream, so that an early change of pinned memory is seen.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class FakeDriver:
         self.fail: dict[str, Status] = {}
         self.calls: list[str] = []
         self.pinned: list[NDArray[np.uint8]] = []
-        self.queue: list[Callable[[], None]] = []
+        self.queues: dict[int, list[Callable[[], None]]] = {}  # by stream
+        self.ended: dict[int, int] = {}  # pieces of work of a stream
+        self.events: dict[int, tuple[int, int]] = {}  # stream, and its pieces before the event
         self.capturing: list[Callable[[], None]] = []
 
     def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
@@ -90,23 +92,46 @@ class FakeDriver:
         return self.gpu.allocate(n_bytes)
 
     def _cuMemFree(self, address: int) -> tuple[()]:
-        self._cuStreamSynchronize(0)
+        for stream in self.queues:
+            self._cuStreamSynchronize(stream)
         self.gpu.free(address)
         return ()
 
     def _cuMemcpyHtoDAsync(self, to: int, source: int, n: int, stream: int) -> tuple[()]:
-        self.queue.append(lambda: self.gpu.copy_in(to, memory(source, n)))
+        self.queues[stream].append(lambda: self.gpu.copy_in(to, memory(source, n)))
         return ()
 
     def _cuMemcpyDtoHAsync(self, to: int, source: int, n: int, stream: int) -> tuple[()]:
-        self.queue.append(lambda: self.gpu.copy_out(source, memory(to, n)))
+        self.queues[stream].append(lambda: self.gpu.copy_out(source, memory(to, n)))
         return ()
 
+    def _cuStreamCreate(self, flags: int) -> int:
+        stream = len(self.queues) + 1
+        self.queues[stream], self.ended[stream] = [], 0
+        return stream
+
+    def _cuEventCreate(self, flags: int) -> int:
+        self.events[len(self.events) + 1] = (0, 0)
+        return len(self.events)
+
+    def _cuEventRecord(self, event: int, stream: int) -> tuple[()]:
+        self.events[event] = stream, self.ended[stream] + len(self.queues[stream])
+        return ()
+
+    def _cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[()]:
+        of = self.events[event]
+        self.queues[stream].append(lambda: self._run(*of))
+        return ()
+
+    def _run(self, stream: int, end: int) -> None:
+        """Do the first `end` pieces of work of a stream, but for those that have ended."""
+        while self.ended[stream] < end:
+            self.ended[stream] += 1
+            self.queues[stream].pop(0)()
+
     def _cuStreamSynchronize(self, stream: int) -> Status:
-        work, self.queue = self.queue, []
         try:
-            for one in work:
-                one()
+            self._run(stream, self.ended[stream] + len(self.queues[stream]))
         except EmulatorFault:
             return Status.CUDA_ERROR_ILLEGAL_ADDRESS
         return Status.CUDA_SUCCESS
@@ -122,29 +147,29 @@ class FakeDriver:
         return (8 * index, 8) if index < int(known[0]) else Status.CUDA_ERROR_NOT_FOUND
 
     def _cuLaunchKernel(self, kernel: str, *given: int) -> tuple[()]:
-        x, y, z, threads, _, _, shared, _, parameters, _ = given
+        x, y, z, threads, _, _, shared, stream, parameters, _ = given
         assert shared == 0
         n = next(n for n in range(99) if isinstance(self._cuFuncGetParamInfo(kernel, n), Status))
         words = [
             int(memory(int(at), 8).view(np.uint64)[0])
             for at in memory(parameters, 8 * n).view(np.uint64)
         ]
-        self.queue.append(lambda: self.gpu.launch(kernel, (x, y, z), threads, words))
+        self.queues[stream].append(lambda: self.gpu.launch(kernel, (x, y, z), threads, words))
         return ()
 
     def _cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[()]:
-        self.capturing, self.queue = self.queue, []
+        self.capturing, self.queues[stream] = self.queues[stream], []
         return ()
 
     def _cuStreamEndCapture(self, stream: int) -> tuple[list[Callable[[], None]]]:
-        captured, self.queue = self.queue, self.capturing
+        captured, self.queues[stream] = self.queues[stream], self.capturing
         return (captured,)
 
     def _cuGraphInstantiate(self, graph: Any, flags: int) -> tuple[Any]:
         return (graph,)
 
     def _cuGraphLaunch(self, graph: list[Callable[[], None]], stream: int) -> tuple[()]:
-        self.queue += graph
+        self.queues[stream] += graph
         return ()
 
     def _cuEventElapsedTime(self, start: int, end: int) -> float:

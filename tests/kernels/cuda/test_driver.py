@@ -66,6 +66,43 @@ def test_what_was_copied_in_may_change_at_once(driver: FakeDriver) -> None:
         gpu.copy_out(array.address, empty)
 
 
+def test_what_is_copied_aside_is_there_after_a_join(driver: FakeDriver) -> None:
+    gpu = opened(driver)
+    with Arrays(gpu) as arrays:
+        array, values = arrays.zeros(np.int32, 3000), np.arange(3000, dtype=np.int32)
+        gpu.copy_aside(array.address, values[:300])
+        values[:300] = -1
+        assert array.read().tolist() == [0] * 3000
+        gpu.join()
+        assert array.read()[:301].tolist() == [*range(300), 0]
+        gpu.copy_aside(array.address, values)  # more than the pinned memory holds
+        gpu.join()
+        assert array.read().tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("can_register", [True, False])
+def test_fetched_arrays_are_filled_by_one_wait(driver: FakeDriver, can_register: bool) -> None:
+    if not can_register:
+        driver.fail["cuMemHostRegister"] = Status.CUDA_ERROR_NO_DEVICE
+    gpu = opened(driver)
+    with Arrays(gpu) as arrays:
+        values = np.arange(600, dtype=np.int32)
+        array, pinned, other = arrays.put(values), np.zeros(900, np.int32), np.zeros(600, np.int32)
+        gpu.synchronize()
+        gpu.pin(pinned)
+        gpu.fetch(array.address, pinned[100:700])
+        gpu.fetch(array.address, other[:200])
+        gpu.fetch(array.address + 800, other[200:250])
+        waits = driver.calls.count("cuStreamSynchronize")
+        assert not pinned.any()
+        assert not other.any()
+        gpu.synchronize()
+        assert driver.calls.count("cuStreamSynchronize") == waits + 1
+        assert pinned.tolist() == [0] * 100 + [*range(600)] + [0] * 200
+        assert other.tolist() == [*range(250)] + [0] * 350
+    assert gpu.used == 0
+
+
 def test_no_memory_is_a_memory_error_and_the_device_goes_on(driver: FakeDriver) -> None:
     gpu = opened(driver)
     driver.fail["cuMemAlloc"] = Status.CUDA_ERROR_OUT_OF_MEMORY
