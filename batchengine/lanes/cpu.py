@@ -84,7 +84,9 @@ class CpuDevice(HostDevice):
         wanted = ends[wanting]
         nonfinite = stepper.run(wanted)
         unreachable = routed.end() if routed else []
-        choices = choose(stepper, batch, wanting)
+        if wanting:
+            stepper.logits(len(wanting))
+        choices = choose(stepper, batch)
         rows, nonfinite = sampled(batch, wanting, choices, nonfinite)
         digests = stepper.row_digests(seeds)
         if unreachable:

@@ -39,7 +39,8 @@ from batchengine.wire.lane import ARENA_BIT
 from kernels.cuda.compile import CompileError, cubins
 from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import Gpu, GpuFault
-from kernels.cuda.memory import BadRows, KvRows, Rows
+from kernels.cuda.graphs import Graphs
+from kernels.cuda.memory import BadRows, Batch, KvRows, Rows
 from kernels.cuda.ops import CudaOps
 from kv_store.layout import PageLayout
 
@@ -49,6 +50,7 @@ TEST_TOKENS = 17  # of the self-test: one more than the kernels for few tokens t
 SCRATCH_SHARE = 16  # of the memory: for the buffers of a step that grow with it
 
 ASIDE_BYTES = 64 << 20  # of expected pages, copied beside one step
+GRAPHS_MAX = 64  # shapes of steps
 
 CUBINS_DIR = "cuda"  # in the folder of packed weights
 
@@ -103,7 +105,7 @@ class CudaDevice(HostDevice):
         super().__init__()
         self._open_gpu = open_gpu
         self._pool: kernels.Pool | None = None
-        self._stepper: Stepper | None = None
+        self._steps: GpuSteps | None = None
         self._cache: PageCache | None = None
         self._on_host: kernels.Batch | None = None
 
@@ -122,7 +124,7 @@ class CudaDevice(HostDevice):
         try:
             ops = _upload(gpu, pool, model, load.context_tokens, report, started)
             _self_test(ops, gpu, model, pool)
-            self._stepper = _stepper(ops, model, *limits)
+            self._steps = GpuSteps(gpu, ops, _stepper(ops, model, *limits))
         except MemoryError:
             why = f"the weights and buffers need more than its {resources.vram_bytes >> 20} MiB"
             raise errors.GPU_UNUSABLE(index=resources.index, why=why) from None
@@ -170,31 +172,65 @@ class CudaDevice(HostDevice):
 
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
         """Run one forward pass on the GPU, and copy its rows to the pages of the host."""
-        stepper, cache, pool, on_host = self._stepper, self._cache, self._pool, self._on_host
-        if stepper is None or cache is None or pool is None or on_host is None:
+        steps, cache, pool, on_host = self._steps, self._cache, self._pool, self._on_host
+        if steps is None or cache is None or pool is None or on_host is None:
             raise RuntimeError("compute before load")
+        stepper = steps.stepper
         wanting = [i for i, entry in enumerate(batch.entries) if entry.sampling is not None]
         wanted = (np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1))[wanting]
         pages = cache.addresses(batch.codes, addresses, unwritten(batch.shape))
-        stepper.set(batch.tokens, batch.shape, pages)
-        bad_rows = stepper.start(wanted)
+        bad_rows = steps.begin(batch.tokens, batch.shape, pages, wanted)
         # The GPU is busy from here on; it is waited for in `choose`, or in `row_digests`.
-        kept = cast(KvRows, stepper.rows)
-        kept.fetch(len(batch.tokens))
-        for rows in cast(list[BadRows], bad_rows):
-            rows.fetch()
         cache.copy_expected(ASIDE_BYTES, batch.codes.tolist())
-        choices = choose(stepper, batch, wanting)
+        choices = choose(stepper, batch)
         digests = stepper.row_digests(seeds)
-        chosen, nonfinite = sampled(batch, wanting, choices, stepper.nonfinite(wanted, bad_rows))
+        nonfinite = stepper.nonfinite(wanted, bad_rows)
+        chosen, nonfinite = sampled(batch, wanting, choices, nonfinite)
         on_host.set(batch.tokens, batch.shape, addresses)
-        kernels.store_rows(pool, kept.host, on_host)
+        kernels.store_rows(pool, steps.rows.host, on_host)
         return HostOutput(tuple(chosen), tuple(nonfinite), digests)
 
     def close(self) -> None:
         """End the pool's threads."""
         if self._pool is not None:
             self._pool.close()
+
+
+class GpuSteps:
+    """Steps of one model on one GPU; those of one token of each entry are replayed from the third
+    one of a shape on."""
+
+    def __init__(self, gpu: Gpu, ops: CudaOps, stepper: Stepper) -> None:
+        self.stepper = stepper
+        self.rows = cast(KvRows, stepper.rows)
+        self._ops = ops
+        self._batch = cast(Batch, stepper.batch)
+        self.graphs = Graphs[list[BadRows]](gpu, GRAPHS_MAX)
+
+    def begin(
+        self, tokens: I32Array, entries: I32Array, pages: U64Array, wanted: I32Array
+    ) -> list[BadRows]:
+        """Set a step, and begin it, the logits of `wanted` and the copies of what goes back;
+        returns what Stepper.start does."""
+        stepper = self.stepper
+
+        def launch() -> list[BadRows]:
+            bad_rows = stepper.start(wanted)
+            if len(wanted):
+                stepper.logits(len(wanted))
+            return cast(list[BadRows], bad_rows)
+
+        stepper.set(tokens, entries, pages)
+        self._ops.stage(tokens, wanted)
+        if len(tokens) > len(entries):
+            bad_rows = launch()
+        else:
+            key = len(tokens), len(wanted), self._batch.launches
+            bad_rows = self.graphs.run(key, launch)
+        self.rows.fetch(len(tokens))
+        for rows in bad_rows:
+            rows.fetch()
+        return bad_rows
 
 
 def unwritten(shape: I32Array) -> BoolArray:

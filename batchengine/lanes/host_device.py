@@ -124,17 +124,14 @@ def facts_of(model: Model, pool: kernels.Pool, isa: str) -> wire.ModelFacts:
     )
 
 
-def choose(stepper: Stepper, batch: StepInput, wanting: Sequence[int]) -> list[kernels.Sampled]:
-    """A token for each entry of `wanting`, whose rows of the step were taken."""
-    if not wanting:
-        return []
-    logits = stepper.logits(len(wanting))
+def choose(stepper: Stepper, batch: StepInput) -> list[kernels.Sampled]:
+    """A token for each entry that wants one, from the logits that were computed last."""
     specs = [
         sample_spec(e.sampling, position=e.start + e.n_tokens, history=history)
         for e, history in zip(batch.entries, batch.histories, strict=True)
         if e.sampling is not None
     ]
-    return stepper.ops.sample(logits, specs)
+    return stepper.ops.sample(stepper.logits_rows, specs)
 
 
 def sampled(

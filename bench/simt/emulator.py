@@ -9,13 +9,15 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cuda.gpu import Argument, DeviceFacts, Gpu, GpuFault, words_of
+from kernels.cuda.gpu import Argument, DeviceFacts, Gpu, GpuFault, Graph, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -57,6 +59,22 @@ def compile_kernels(
     return library
 
 
+@dataclass(frozen=True, slots=True)
+class Launches(Graph):
+    """Launches in their order."""
+
+    gpu: Gpu
+    arguments: list[tuple[Any, ...]]
+
+    def replay(self) -> None:
+        """Run them."""
+        for one in self.arguments:
+            self.gpu.launch(*one)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class Emulator(Gpu):
     """An emulated GPU; a launch has ended when it returns. Raises EmulatorFault.
 
@@ -66,6 +84,7 @@ class Emulator(Gpu):
     def __init__(self, library: Path, seed: int = 0) -> None:
         super().__init__()
         self.seed = seed
+        self._captured: list[tuple[Any, ...]] | None = None
         self.facts = DeviceFacts("an emulated GPU", 1 << 30, 1, (0, 0))
         self._c = c = ctypes.CDLL(str(library))
         c.simt_error.restype = ctypes.c_char_p
@@ -78,6 +97,7 @@ class Emulator(Gpu):
 
     def _allocate(self, n_bytes: int) -> int:
         address: int = self._c.simt_allocate(ctypes.c_size_t(n_bytes))
+        self._check(0)
         if not address:
             raise MemoryError
         return address
@@ -120,6 +140,9 @@ class Emulator(Gpu):
         arguments: Sequence[Argument],
     ) -> None:
         """Run a kernel to its end. Raises EmulatorFault."""
+        if self._captured is not None:
+            self._captured.append((kernel, blocks, threads, arguments))
+            return
         words = words_of(arguments)
         grid = np.array(blocks, np.int32)
         self._check(
@@ -133,6 +156,17 @@ class Emulator(Gpu):
             )
         )
 
+    def capture(self, run: Callable[[], None]) -> Launches:
+        """The launches of `run`; EmulatorFault if it copies or allocates something."""
+        captured = self._captured = []
+        try:
+            run()
+        finally:
+            self._captured = None
+        return Launches(self, captured)
+
     def _check(self, failed: int) -> None:
+        if self._captured is not None:
+            raise EmulatorFault("a copy or an allocation in what is captured")
         if failed:
             raise EmulatorFault(self._c.simt_error().decode())

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cuda.gpu import Argument, DeviceFacts, Gpu, GpuFault, words_of
+from kernels.cuda.gpu import Argument, DeviceFacts, Gpu, GpuFault, Graph, words_of
 
 STAGING_BYTES = 64 << 20  # pinned, for each stream: what is copied before the first wait
 CHUNK_BYTES = 8 << 20  # the device reads one chunk while the next is written
@@ -80,6 +80,25 @@ def _chunks(array: NDArray[np.generic]) -> Iterator[tuple[int, NDArray[np.uint8]
         yield start, data[start : start + CHUNK_BYTES]
 
 
+@dataclass(frozen=True, slots=True)
+class CudaGraph(Graph):
+    """A graph that is ready to be launched on a stream."""
+
+    call: Callable[..., Any]
+    captured: Any
+    instance: Any
+    stream: Any
+
+    def replay(self) -> None:
+        """Begin its launches."""
+        self.call("cuGraphLaunch", self.instance, self.stream)
+
+    def close(self) -> None:
+        """Give back what the driver holds for it."""
+        self.call("cuGraphExecDestroy", self.instance)
+        self.call("cuGraphDestroy", self.captured)
+
+
 class CudaGpu(Gpu):
     """One device, for the thread that made it. Every failure but of memory is a GpuFault."""
 
@@ -100,6 +119,7 @@ class CudaGpu(Gpu):
         cubins = cubins_for(self.facts.target)
         self._modules = [self._call("cuModuleLoadData", cubin) for cubin in cubins.values()]
         self._kernels: dict[str, Kernel] = {}
+        self._may_copy = True
         self._pinned: list[tuple[int, int]] = []  # first and end of what `_kept` holds
         self._kept: list[NDArray[np.generic]] = []
 
@@ -144,6 +164,7 @@ class CudaGpu(Gpu):
 
     def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
         """Copy a contiguous array to the device, through pinned memory."""
+        self._check_copy()
         self._stream.copy_in(address, array)
 
     def copy_aside(self, address: int, array: NDArray[np.generic]) -> None:
@@ -157,11 +178,16 @@ class CudaGpu(Gpu):
 
     def fetch(self, address: int, array: NDArray[np.generic]) -> None:
         """Fill a contiguous array, through pinned memory unless it lies in an array of `pin`."""
+        self._check_copy()
         at, n_bytes = array.ctypes.data, array.nbytes
         if any(first <= at and at + n_bytes <= end for first, end in self._pinned):
             self._call("cuMemcpyDtoHAsync", at, address, n_bytes, self._stream.handle)
         else:
             self._stream.fetch(address, array)
+
+    def _check_copy(self) -> None:
+        if not self._may_copy:
+            raise GpuFault("a copy in what is captured")
 
     def pin(self, array: NDArray[np.generic]) -> None:
         """Let the device write to an array itself, if the driver can."""
@@ -206,28 +232,42 @@ class CudaGpu(Gpu):
                 return self._kernels.setdefault(kernel, Kernel(function, parameters))
         raise GpuFault(f"no kernel {kernel}")
 
-    # -- time
+    # -- graphs
+
+    def capture(self, run: Callable[[], None]) -> CudaGraph:
+        """The launches of `run`; GpuFault if it copies something, which a replay would repeat."""
+        self._may_copy = False
+        try:
+            return self._graph_of(run)
+        finally:
+            self._may_copy = True
+
+    def _graph_of(self, run: Callable[[], None]) -> CudaGraph:
+        stream = self._stream.handle
+        self._call("cuStreamBeginCapture", stream, self._driver.CUstreamCaptureMode(0))
+        try:
+            run()
+        finally:
+            captured = self._call("cuStreamEndCapture", stream)
+        return CudaGraph(
+            self._call, captured, self._call("cuGraphInstantiate", captured, 0), stream
+        )
 
     def seconds(self, run: Callable[[], None], repeats: int) -> float:
         """Seconds that the launches of `run` take on the device, the mean of `repeats` replays.
 
         The launches are captured in a graph, so that no time of the host is between them.
         """
-        stream = self._stream.handle
-        self._call("cuStreamBeginCapture", stream, self._driver.CUstreamCaptureMode(0))
-        run()
-        captured = self._call("cuStreamEndCapture", stream)
-        graph = self._call("cuGraphInstantiate", captured, 0)
+        graph, stream = self._graph_of(run), self._stream.handle
         start, end = (self._call("cuEventCreate", 0) for _ in range(2))
-        self._call("cuGraphLaunch", graph, stream)
+        graph.replay()
         self._call("cuEventRecord", start, stream)
         for _ in range(repeats):
-            self._call("cuGraphLaunch", graph, stream)
+            graph.replay()
         self._call("cuEventRecord", end, stream)
         self.synchronize()
         milliseconds = float(self._call("cuEventElapsedTime", start, end))
         for event in (start, end):
             self._call("cuEventDestroy", event)
-        self._call("cuGraphExecDestroy", graph)
-        self._call("cuGraphDestroy", captured)
+        graph.close()
         return milliseconds / 1000 / repeats

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,17 +43,29 @@ def words_of(arguments: Sequence[Argument]) -> NDArray[np.uint64]:
     return words
 
 
+class Graph(Protocol):
+    """Launches that were captured."""
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Begin them again, with the same arguments."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
 class Gpu(ABC):
     """One device. Copies and launches take effect in the order of their calls, but for those of
     `copy_aside`; the host waits in `synchronize` and `copy_out` only.
 
-    used: bytes that are allocated.
+    used: bytes that are allocated. freed: allocations that have ended.
     """
 
     facts: DeviceFacts
 
     def __init__(self) -> None:
-        self.used = 0
+        self.used = self.freed = 0
         self._sizes: dict[int, int] = {}
 
     def allocate(self, n_bytes: int) -> int:
@@ -66,6 +79,7 @@ class Gpu(ABC):
         """End an allocation, when what was called before has ended."""
         self._free(address)
         self.used -= self._sizes.pop(address)
+        self.freed += 1
 
     def copy_out(self, address: int, array: NDArray[np.generic]) -> None:
         """Fill a contiguous array from memory of the device, and wait for it."""
@@ -111,3 +125,8 @@ class Gpu(ABC):
         arguments: Sequence[Argument],
     ) -> None:
         """Run a kernel of kernels/cuda/src."""
+
+    @abstractmethod
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """The launches of `run`, which begin with `Graph.replay` only; it may not copy anything.
+        Raises MemoryError."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ import kernels
 from kernels.cuda.gpu import Gpu
 
 BLOCK = 32  # values with one scale
-TILE_ROWS = 16  # query rows of a block of `attend`
+TILE_ROWS = 16  # query rows of a block of `attend`; `attend_many` has twice as many
 TILE_BYTES = 32  # of an AttendTile of attention.cu
 ACCUMULATOR_BYTES = 64 << 20  # of one launch of `attend`, unless one tile has more
 
@@ -32,6 +33,7 @@ class Scratch:
     def reserve(self, n_bytes: int) -> int:
         """The address of `n_bytes` of any value, until the next call. Raises MemoryError."""
         if n_bytes > self._size:
+            n_bytes = max(n_bytes, self._size * 3 // 2)
             if self._size:
                 self._gpu.free(self.address)
                 self._size = 0
@@ -133,14 +135,24 @@ class KvRows:
         self.is_fetched = True
 
 
+class TileRun(NamedTuple):
+    """Tiles that are attended to together: of up to `rows` query rows and `superpages`."""
+
+    rows: int
+    first: int
+    n_tiles: int
+    superpages: int
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiles of query rows of a step. A launch takes `count` tiles from `first` on, which have
-    up to `superpages` super-pages; `accumulators` is the most of a launch."""
+    """The query rows of a step in tiles; m, denominators and o: accumulators of a launch."""
 
     table: int
-    launches: list[tuple[int, int, int]]  # first, count, superpages
-    accumulators: int
+    launches: tuple[TileRun, ...]
+    m: int
+    denominators: int
+    o: int
 
     def address_of(self, tile: int) -> int:
         """Where the table of tiles holds one."""
@@ -153,9 +165,12 @@ class Batch:
     def __init__(self, gpu: Gpu, tokens_max: int, entries_max: int, pages_max: int) -> None:
         self._limits = tokens_max, entries_max, pages_max
         self._positions, self._written = Scratch(gpu), Scratch(gpu)
-        self._pages, self._tiles = Scratch(gpu), Scratch(gpu)
+        self._pages = Scratch(gpu)
         self._entries: list[tuple[int, int, int]] = []
-        self._of_heads: dict[tuple[int, int, int], Tiles] = {}
+        self._tiles: dict[tuple[int, int, int], Tiles] = {}  # by heads, of all steps so far
+        self._memory = defaultdict[tuple[int, int, int], tuple[Scratch, ...]](
+            lambda: tuple([Scratch(gpu) for _ in range(4)])
+        )
         self.n_tokens = 0
 
     def set(
@@ -176,8 +191,14 @@ class Batch:
         self._written.put(written)
         self._pages.put(page_addresses)
         self._entries = [(int(n), int(start), int(pages)) for n, start, pages in entries.tolist()]
-        self._of_heads.clear()
+        for heads in self._tiles:
+            self._tiles[heads] = self._make_tiles(*heads)
         self.n_tokens = len(tokens)
+
+    @property
+    def launches(self) -> tuple[tuple[TileRun, ...], ...]:
+        """What steps have in common whose launches have equal arguments, tokens apart."""
+        return tuple([tiles.launches for tiles in self._tiles.values()])
 
     @property
     def positions(self) -> int:
@@ -196,31 +217,51 @@ class Batch:
 
     def tiles(self, n_head: int, n_kv_head: int, head_dim: int) -> Tiles:
         """The query rows of the step in tiles for `attend`, the same for every layer."""
-        key = n_head, n_kv_head, head_dim
-        found = self._of_heads.get(key)
-        if found is None:
-            found = self._of_heads[key] = self._make_tiles(*key)
-        return found
+        heads = n_head, n_kv_head, head_dim
+        if heads not in self._tiles:
+            self._tiles[heads] = self._make_tiles(*heads)
+        return self._tiles[heads]
 
     def _make_tiles(self, n_head: int, n_kv_head: int, head_dim: int) -> Tiles:
         group = n_head // n_kv_head
         most = ACCUMULATOR_BYTES // (4 * TILE_ROWS * (head_dim + 2))
         table: list[tuple[int, ...]] = []
-        launches: list[tuple[int, int, int]] = []
-        first = used = deepest = largest = first_token = first_page = 0
-        for n, start, n_pages in self._entries:
-            for row in range(0, n * group, TILE_ROWS):
-                rows = min(TILE_ROWS, n * group - row)
-                superpages = (start + (row + rows - 1) // group) // kernels.SUPERPAGE_TOKENS + 1
-                if used and used + superpages * n_kv_head > most:
-                    launches.append((first, len(table) - first, deepest))
+        launches: list[TileRun] = []
+        largest = 0
+        for rows_max in (TILE_ROWS, 2 * TILE_ROWS):
+            first, used, deepest = len(table), 0, 0
+            for tile in self._tiles_of(group, rows_max):
+                rows, superpages = tile[4:6]
+                accumulators = -(-rows // TILE_ROWS) * superpages * n_kv_head
+                if used and used + accumulators > most:
+                    launches.append(_tile_run(rows_max, first, len(table), deepest))
                     first, used, deepest = len(table), 0, 0
-                tile = first_token, start, first_page, row, rows, superpages, used, 0
-                table.append(tile)
-                used += superpages * n_kv_head
+                table.append((*tile, used, 0))
+                used += accumulators
                 deepest, largest = max(deepest, superpages), max(largest, used)
+            if used:
+                launches.append(_tile_run(rows_max, first, len(table), deepest))
+        at, m, denominators, o = self._memory[n_head, n_kv_head, head_dim]
+        n = 4 * largest * TILE_ROWS
+        return Tiles(
+            at.put(np.array(table, np.int32)),
+            tuple(launches),
+            *(m.reserve(n), denominators.reserve(n), o.reserve(n * head_dim)),
+        )
+
+    def _tiles_of(self, group: int, rows_max: int) -> Iterator[tuple[int, ...]]:
+        """The first values of each AttendTile of the entries whose tiles have up to `rows_max`."""
+        first_token = first_page = 0
+        for n, start, n_pages in self._entries:
+            is_long = n * group > TILE_ROWS
+            for row in range(0, n * group, rows_max) if is_long == (rows_max > TILE_ROWS) else ():
+                rows = min(rows_max, n * group - row)
+                superpages = (start + (row + rows - 1) // group) // kernels.SUPERPAGE_TOKENS + 1
+                yield first_token, start, first_page, row, rows, superpages
             first_token += n
             first_page += n_pages
-        launches.append((first, len(table) - first, deepest))
-        address = self._tiles.put(np.array(table, np.int32))
-        return Tiles(address, launches, largest * TILE_ROWS)
+
+
+def _tile_run(rows: int, first: int, end: int, superpages: int) -> TileRun:
+    """With a power of two of super-pages, so that steps have the same launches for longer."""
+    return TileRun(rows, first, end - first, 1 << (superpages - 1).bit_length())

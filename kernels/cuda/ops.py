@@ -16,6 +16,7 @@ import kernels
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import (
     I32,
+    TILE_ROWS,
     U64,
     Activations,
     BadRows,
@@ -54,8 +55,8 @@ class CudaOps:
         self._gpu = gpu
         self._pool = pool
         self._held: dict[Held, int] = {}
-        self._indices = Scratch(gpu)
-        self._m, self._l, self._o = Scratch(gpu), Scratch(gpu), Scratch(gpu)
+        self._indices, self._for_staged = Scratch(gpu), (Scratch(gpu), Scratch(gpu))
+        self._staged: list[tuple[I32, int]] = []  # with their addresses
         self._given = [Scratch(gpu) for _ in range(4)]  # parameters of `sample`
         self._adjusted, self._weights, self._out = Scratch(gpu), Scratch(gpu), Scratch(gpu)
         self.make_rows = partial(Rows, gpu)
@@ -86,9 +87,21 @@ class CudaOps:
 
     # -- rows
 
+    def stage(self, tokens: I32, wanted: I32) -> None:
+        """Copy what `embed` and `take_rows` are given in the next step, which copy nothing then."""
+        given = zip((tokens, wanted), self._for_staged, strict=True)
+        self._staged = [(array, to.put(array)) for array, to in given]
+
+    def _indices_of(self, array: I32) -> int:
+        """The address of a copy."""
+        for staged, address in self._staged:
+            if staged is array:
+                return address
+        return self._indices.put(array)
+
     def embed(self, matrix: kernels.Matrix, tokens: I32, out: Rows) -> None:
         """As `kernels.embed`."""
-        kind, ids = KIND_INDEX[matrix.kind], self._indices.put(tokens)
+        kind, ids = KIND_INDEX[matrix.kind], self._indices_of(tokens)
         arguments = [self._address(matrix), kind, matrix.cols, ids, out.address, out.width]
         self._gpu.launch("embed", (len(tokens), 1, 1), THREADS, arguments)
 
@@ -109,7 +122,7 @@ class CudaOps:
 
     def take_rows(self, x: Rows, indices: I32, out: Rows) -> None:
         """As `kernels.take_rows`."""
-        at = self._indices.put(indices)
+        at = self._indices_of(indices)
         arguments = [x.address, x.width, at, x.width, out.address, out.width]
         self._gpu.launch("take_rows", (len(indices), 1, 1), THREADS, arguments)
 
@@ -224,22 +237,18 @@ class CudaOps:
         """As `kernels.attend`."""
         heads = [queries.n_head, shape.n_kv_head, shape.head_dim]
         tiles = batch.tiles(queries.n_head, shape.n_kv_head, shape.head_dim)
-        results = [
-            self._m.reserve(4 * tiles.accumulators),
-            self._l.reserve(4 * tiles.accumulators),
-            self._o.reserve(4 * tiles.accumulators * shape.head_dim),
-        ]
-        for first, count, superpages in tiles.launches:
+        results = [tiles.m, tiles.denominators, tiles.o]
+        for rows, first, n_tiles, superpages in tiles.launches:
             table = tiles.address_of(first)
             self._gpu.launch(
-                "attend",
-                (count, shape.n_kv_head, superpages),
-                128,
+                "attend" if rows == TILE_ROWS else "attend_many",
+                (n_tiles, shape.n_kv_head, superpages),
+                8 * rows,
                 [queries.q, queries.scale, table, batch.pages, layer, *heads, *results],
             )
             self._gpu.launch(
                 "fold_attention",
-                (count, shape.n_kv_head, 16),
+                (n_tiles, shape.n_kv_head, rows),
                 shape.head_dim,
                 [table, *results, *heads, out.address, out.width],
             )

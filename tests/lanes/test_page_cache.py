@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from batchengine.lanes.cuda import open_gpu, parts_of, unwritten
 from batchengine.lanes.page_cache import PageCache
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.wire import lane as wire
-from kernels.cuda.gpu import Argument, DeviceFacts, Gpu
+from kernels.cuda.gpu import Argument, DeviceFacts, Gpu, Graph
 
 BYTES = 64
 ANY = 99  # what new memory holds
@@ -70,6 +70,9 @@ class FakeGpu(Gpu):
         threads: int,
         arguments: Sequence[Argument],
     ) -> None:
+        raise AssertionError
+
+    def capture(self, run: Callable[[], None]) -> Graph:
         raise AssertionError
 
 

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 import kernels
+from batchengine.lanes.cuda import GpuSteps
 from batchengine.model import Ops, Stepper
 from bench.models.local_runner import LocalRunner, LocalSequence
 from bench.models.synthetic import write_synthetic
 from bench.models.tensors import aligned
-from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
+from bench.simt.emulator import COMPILER, ROOT, Emulator, EmulatorFault, compile_kernels
 from kernels.cuda import driver, memory
 from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import Gpu
+from kernels.cuda.graphs import Graphs
 from kernels.cuda.ops import CudaOps
 from tests.kernels.cuda.fake_driver import FakeDriver
 from tests.model.test_model import MIXED
@@ -44,7 +46,8 @@ class OnDevice:
             self.ops.upload(weight)
         self.ops.upload_rope(self.model.rope, 2048)
         ops = cast(Ops, self.ops)
-        self.stepper = Stepper(ops, self.model, tokens_max=80, entries_max=4, pages_max=64)
+        stepper = Stepper(ops, self.model, tokens_max=80, entries_max=4, pages_max=64)
+        self.steps = GpuSteps(gpu, self.ops, stepper)
         self.host_batch = kernels.Batch(80, 4, 64)
 
     def page(self, value: int) -> tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]:
@@ -86,7 +89,7 @@ def test_a_step_gives_the_bits_of_the_cpu(
         device = OnDevice(own, runner)
         lanes = [LocalSequence(), LocalSequence()]
         pages = [[device.page(255), device.page(255)] for _ in lanes]
-        for counts in ((60, 3), (19, 1), (1, 1)):
+        for counts in ((60, 3), (19, 1), *[(1, 1)] * 4, (3, 1), (1, 1)):
             new = [rng.integers(0, SHAPE.n_vocab, n).tolist() for n in counts]
             starts = [lane.frontier for lane in lanes]
             want = runner.step(list(zip(lanes, new, strict=True))).copy()
@@ -95,24 +98,56 @@ def test_a_step_gives_the_bits_of_the_cpu(
             )
             tokens = np.concatenate(new).astype(np.int32)
             on_gpu = np.array([address for mine in pages for address, _ in mine], np.uint64)
-            device.stepper.set(tokens, table, on_gpu)
             ends = np.cumsum(table[:, 0], dtype=np.int32) - np.int32(1)
-            assert device.stepper.run(ends) == []
-            rows: Any = device.stepper.logits(2)
+            bad_rows = device.steps.begin(tokens, table, on_gpu, ends)
+            own.synchronize()
+            stepper = device.steps.stepper
+            assert stepper.nonfinite(ends, bad_rows) == []
+            rows: Any = stepper.logits_rows
             got = np.empty((2, SHAPE.n_vocab), np.float32)
             own.copy_out(rows.address, got)
             assert got.tobytes() == want.tobytes()
-            kept: Any = device.stepper.rows
-            kept.fetch(len(tokens))
             seeds = np.arange(len(tokens), dtype=np.uint64)
-            assert np.array_equal(
-                device.stepper.row_digests(seeds), runner.stepper.row_digests(seeds)
-            )
+            assert np.array_equal(stepper.row_digests(seeds), runner.stepper.row_digests(seeds))
             host = [kernels.address_of(page) for mine in pages for _, page in mine]
             device.host_batch.set(tokens, table, np.array(host, np.uint64))
-            kernels.store_rows(device.pool, kept.host, device.host_batch)
+            kernels.store_rows(device.pool, device.steps.rows.host, device.host_batch)
+        assert len(device.steps.graphs) == 1  # of the steps of one token each
         for lane, mine in zip(lanes, pages, strict=True):
             assert mine[0][1].tobytes() == runner.page(lane, 0)
+
+
+def test_steps_of_a_shape_are_replayed_until_memory_is_freed(gpu: Emulator) -> None:
+    calls, graphs = list[int](), Graphs[int](gpu, 2)
+    x, y = gpu.allocate(4), gpu.allocate(4)
+    at, values = gpu.allocate(4), np.zeros(1, np.float32)
+    gpu.copy_in(at, np.zeros(1, np.int32))
+
+    def step(key: int) -> int:
+        """What `run` returns of a launch that copies a value, which is another one every time."""
+
+        def launch() -> int:
+            calls.append(key)
+            gpu.launch("take_rows", (1, 1, 1), 32, [x, 1, at, 1, y, 1])
+            return len(calls)
+
+        gpu.copy_in(x, rng.standard_normal(1).astype(np.float32))
+        gpu.copy_out(x, values)
+        given = float(values[0])
+        result = graphs.run(key, launch)
+        gpu.copy_out(y, values)
+        assert float(values[0]) == given
+        return result
+
+    rng = np.random.default_rng(1)
+    assert [step(1) for _ in range(4)] == [1, 2, 2, 2]
+    assert [step(2), step(2), step(3), step(3), step(2), step(1)] == [3, 4, 5, 6, 4, 7]
+    assert len(graphs) == 2  # 1 is captured again, for 3
+    gpu.free(gpu.allocate(1))
+    assert [step(2) for _ in range(3)] == [8, 9, 9]
+    with pytest.raises(EmulatorFault, match="captured"):
+        gpu.capture(lambda: gpu.copy_in(x, values))
+    assert step(2) == 9
 
 
 def some_spec(rng: np.random.Generator, vocab: int) -> kernels.SampleSpec:

@@ -139,6 +139,26 @@ def test_seconds_are_the_mean_of_replays(driver: FakeDriver) -> None:
     assert driver.calls.count("cuGraphLaunch") == 4
 
 
+def test_a_graph_repeats_launches_and_no_copies(driver: FakeDriver) -> None:
+    gpu = opened(driver)
+    with Arrays(gpu) as arrays:
+        x, at = arrays.put(np.ones(4, np.float32)), arrays.zeros(np.int32, 1)
+        y = arrays.zeros(np.float32, 4)
+        arguments = [x.address, 4, at.address, 4, y.address, 4]
+        graph = gpu.capture(lambda: gpu.launch("take_rows", (1, 1, 1), 32, arguments))
+        assert y.read().tolist() == [0] * 4
+        for value in (2, 3):
+            gpu.copy_in(x.address, np.full(4, value, np.float32))
+            graph.replay()
+            assert y.read().tolist() == [value] * 4
+        graph.close()
+        for copy in (gpu.copy_in, gpu.fetch):
+            with pytest.raises(GpuFault, match="a copy in what is captured"):
+                gpu.capture(lambda copy=copy: copy(x.address, np.zeros(4, np.float32)))
+        assert x.read().tolist() == [3] * 4
+    assert driver.calls.count("cuGraphExecDestroy") == 1
+
+
 def test_the_cpu_path_does_not_import_cuda() -> None:
     code = "import sys, service.cli.main, batchengine.lanes.worker; print(*sys.modules)"
     loaded = subprocess.run(
