@@ -234,6 +234,7 @@ class Running:
         self.audit.watch_store()
         tasks = self.tasks
         for loop in self.state.lanes:
+            loop.on_down = functools.partial(self.dispatcher.evacuate, loop)
             tasks.spawn_vital(loop.run(), f"lane {loop.lane.name}")
         tasks.spawn_vital(self.journal.run(), "journal")
         tasks.spawn_vital(self.housekeeping.run(), "housekeeping")

@@ -156,9 +156,9 @@ class CudaDevice(HostDevice):
         while True:
             try:
                 return self._run_parts(batch, self._cache.pages_max)
-            except MemoryError:
+            except MemoryError as error:
                 if not self._cache.shrink():
-                    raise
+                    raise GpuFault(f"out of memory: {error}") from error
                 log.warning("no memory on the GPU: it holds %d pages now", self._cache.pages_max)
 
     def _run_parts(self, batch: StepInput, pages_max: int) -> StepOutput:

@@ -88,11 +88,12 @@ class PageCache:
             self._arriving.add(code)
 
     def shrink(self) -> bool:
-        """Give the memory of all pages back, and hold fewer from now on; False if there is none."""
+        """Give the memory of all pages back, and hold fewer from now on; False if that is none."""
         self.forget(list(self._held))
-        if not self._free:
+        fewer = len(self._free) * 3 // 4
+        if not fewer:
             return False
-        self.pages_max = max(1, len(self._free) * 3 // 4)
+        self.pages_max = fewer
         for address in self._free:
             self._gpu.free(address)
         self._free.clear()

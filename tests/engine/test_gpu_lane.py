@@ -6,12 +6,14 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
+from batchengine import errors
 from batchengine.config import LaneConfig
 from bench.simt.emulator import COMPILER, ROOT, compile_kernels
-from tests.lanes.emulated_worker import ABSENT, FULL, GOOD, LOSSY, WRONG
+from tests.lanes.emulated_worker import ABSENT, FULL, GOOD, LOSSY, WRONG, plan_failure
 from tests.support.engines import (
     Reference,
     Site,
@@ -37,18 +39,25 @@ def library() -> None:
 
 @asynccontextmanager
 async def gpu_engine(
-    site: Site, device: int = GOOD, vram_bytes: int = 64 * MIB, *, context: int = 2048
+    site: Site,
+    device: int = GOOD,
+    vram_bytes: int = 64 * MIB,
+    *,
+    context: int = 2048,
+    seats: int = 64,
+    plan: Path | None = None,
+    **overrides: object,
 ) -> AsyncIterator[WatchedEngine]:
     """An engine with the lanes `cpu` and `gpu`; sessions move on request only."""
     lanes = (
-        LaneConfig(name="cpu", threads=1, tier="bulk"),
+        LaneConfig(name="cpu", threads=1, tier="bulk", entries_max=seats),
         LaneConfig(
             name="gpu", kind="cuda", threads=1, tier="fast", device=device, vram_bytes=vram_bytes
         ),
     )
-    async with running_engine(
-        site, EMULATED, lanes, router__promote_auto=False, limits__context_tokens=context
-    ) as engine:
+    overrides = {"router__promote_auto": False, "limits__context_tokens": context, **overrides}
+    command = EMULATED if plan is None else (*EMULATED, str(plan))
+    async with running_engine(site, command, lanes, **overrides) as engine:
         yield engine
 
 
@@ -139,6 +148,47 @@ async def test_a_gpu_that_fails_is_started_again(site: Site, reference: Referenc
         answer = await read(engine.submit(request(prompt, 60, session="s0")))
         assert answer.tokens == reference.tokens(prompt, 60)
         assert int(str(engine.lanes()[1]["incarnation"])) > 1
+
+
+async def test_turns_leave_a_gpu_that_stays_dead(site: Site, reference: Reference) -> None:
+    """More of them than the CPU has seats, and blamed at first; it is used again once it is back."""
+    plan = site.folder / "plan"
+    prompts = [words(20 + i, 40) for i in range(3)]
+    async with gpu_engine(site, plan=plan, seats=2) as engine:
+        engine.state.lanes[1].lane.backoff_s = lambda: 0.1  # type: ignore[method-assign]
+        longer = await prepared(engine, prompts)
+        streams = [
+            await started(engine, request(prompt, 60, session=f"s{i}"), 0)
+            for i, prompt in enumerate(longer)
+        ]
+        plan_failure(plan, "gone", 60)
+        answers = await asyncio.gather(*(reader for _, reader in streams))
+        for prompt, answer in zip(longer, answers, strict=True):
+            assert answer.error is None
+            assert answer.tokens == reference.tokens(prompt, 60)
+        assert {generation.lane for generation, _ in streams} == {"cpu"}
+        assert engine.phase == "degraded"
+        await eventually(lambda: "off the bus" in str(engine.stats()["troubles"]))
+        other = await read(engine.submit(request(words(30, 20), 5, sla="interactive")))
+        assert other.error is None
+        plan.unlink()
+        await eventually(lambda: engine.phase == "ready")
+        await moved(engine, "s0", "gpu")
+        longest = [*longer[0], *answers[0].tokens, 7]
+        answer = await read(engine.submit(request(longest, 2, session="s0")))
+        assert answer.tokens == reference.tokens(longest, 2)
+
+
+async def test_a_gpu_without_memory_is_not_blamed_on_sessions(
+    site: Site, reference: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = site.folder / "plan"
+    async with gpu_engine(site, plan=plan) as engine:
+        (prompt,) = await prepared(engine, [words(9, 40)])
+        plan_failure(plan, "memory", 50)
+        answer = await read(engine.submit(request(prompt, 20, session="s0")))
+        assert answer.tokens == reference.tokens(prompt, 20)
+        assert f"{errors.GPU_FAILED.code} a GPU failed: out of memory" in caplog.text
 
 
 @pytest.mark.parametrize("device", [ABSENT, WRONG])

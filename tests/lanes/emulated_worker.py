@@ -1,11 +1,14 @@
 """A worker whose GPU is emulated.
 
-Started by exec as `python -m tests.lanes.emulated_worker ...`. The index of the GPU says how it
-fails: see `open_emulated`.
+Started by exec as `python -m tests.lanes.emulated_worker [PLAN] ...`. The index of the GPU says how
+it fails: see `open_emulated`. With PLAN, a file, it fails as `plan_failure` has written there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,17 @@ from kernels.cuda.gpu import Argument, Gpu, GpuFault
 GOOD, LOSSY, FULL, ABSENT, WRONG = range(5)
 LAUNCHES = 2000  # of LOSSY, after which it fails
 FULL_SHARE = 2  # FULL has the memory that the lane may take, divided by this
+
+
+ARGUMENTS = 6  # of a worker without a plan, with the program's name
+
+
+def plan_failure(plan: Path, failure: str, launches: int) -> None:
+    """Have the GPU fail after so many launches: `fault` and `memory` once; with `gone` the worker
+    aborts, and finds no GPU until the file is removed."""
+    written = plan.with_suffix(".part")
+    written.write_text(f"{failure} {launches}")
+    written.replace(plan)
 
 
 class LimitedGpu(Emulator):
@@ -50,9 +64,48 @@ class LimitedGpu(Emulator):
         super().launch(kernel, blocks, threads, arguments)
 
 
-def open_emulated(resources: wire.CudaResources, cache_dir: Path) -> Gpu:
+class PlannedGpu(LimitedGpu):
+    """An emulated GPU whose failures are in a file. A failure lasts as long as the process."""
+
+    def __init__(self, n_bytes: int, plan: Path) -> None:
+        super().__init__(n_bytes, 1 << 60)
+        self._plan, self._failure, self._until = plan, "", 0
+
+    def launch(
+        self,
+        kernel: str,
+        blocks: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+    ) -> None:
+        if not self._failure and (found := _planned(self._plan)):
+            self._failure, self._until = found
+            if self._failure != "gone":
+                self._plan.unlink()
+        self._until -= 1
+        if self._failure and self._until < 0:
+            if self._failure == "memory":
+                raise MemoryError
+            if self._failure == "gone":
+                os.abort()
+            raise GpuFault("an illegal memory access was encountered")
+        super().launch(kernel, blocks, threads, arguments)
+
+
+def _planned(plan: Path) -> tuple[str, int] | None:
+    with contextlib.suppress(FileNotFoundError):
+        failure, launches = plan.read_text().split()
+        return failure, int(launches)
+    return None
+
+
+def open_emulated(resources: wire.CudaResources, cache_dir: Path, plan: Path | None = None) -> Gpu:
     """The GPU of an index: GOOD; LOSSY fails after a while; FULL has less memory than the lane
     counts on; ABSENT is none; WRONG computes other numbers."""
+    if plan is not None:
+        if (found := _planned(plan)) and found[0] == "gone":
+            raise errors.GPU_UNUSABLE(index=resources.index, why="it has fallen off the bus")
+        return PlannedGpu(resources.vram_bytes, plan)
     if resources.index == ABSENT:
         raise errors.GPU_UNUSABLE(index=resources.index, why="there is none")
     memory = resources.vram_bytes // (FULL_SHARE if resources.index == FULL else 1)
@@ -61,8 +114,9 @@ def open_emulated(resources: wire.CudaResources, cache_dir: Path) -> Gpu:
 
 
 if __name__ == "__main__":
+    plan = Path(sys.argv.pop(1)) if len(sys.argv) > ARGUMENTS else None
     devices = {
         wire.CpuResources: CpuDevice,
-        wire.CudaResources: partial(CudaDevice, open_emulated),
+        wire.CudaResources: partial(CudaDevice, partial(open_emulated, plan=plan)),
     }
     main(partial(Worker, devices=devices))

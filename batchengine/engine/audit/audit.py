@@ -213,7 +213,7 @@ class Audit:
 
     async def _votes(self, page: PageContent) -> list[Statement]:
         """Return the statements of lanes that are up and answer."""
-        able = [loop for loop in self._state.lanes if loop.up and loop.kv.slots.is_attached]
+        able = [loop for loop in self._state.lanes if loop.up]
         found = await asyncio.gather(*(self._vote(loop, loop.lane.name, page) for loop in able))
         return [statement for statements in found for statement in statements]
 

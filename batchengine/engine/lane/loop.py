@@ -82,7 +82,10 @@ class LaneLoop:
         self.recomputes = RecomputeQueue(self.kv, config)
         self.stages = StageQueue(config)
         self.draining = ""  # why the lane computes no more; or ""
-        self.down = ""  # why no worker can be started; or ""
+        self.failure = ""  # why the last worker ended or did not start; "" once one has started
+        self.failed_starts = 0  # in a row
+        self.is_down = False  # turns end, unless other lanes take them
+        self.on_down: Callable[[], bool] = lambda: False  # see `Dispatcher.evacuate`
         self.is_rechecking = False
         self._suspects = suspects
         self._supervisor = supervisor
@@ -111,8 +114,8 @@ class LaneLoop:
 
     @property
     def up(self) -> bool:
-        """Whether the lane computes."""
-        return self.lane.alive and not self.draining
+        """Whether the lane computes: its worker has loaded the model and has its arena."""
+        return self.lane.alive and self.kv.slots.is_attached and not self.draining
 
     @property
     def context_max(self) -> int:
@@ -246,7 +249,7 @@ class LaneLoop:
                 log.error("lane %s: %s", self.lane.name, error)
                 blames_step = error.code != errors.GPU_FAILED.code
                 self.lane.kill(f"refused a step ({error.code})", blames_step=blames_step)
-                await self._recover(await self.lane.died())
+                await self._recover(await self.lane.died(), str(error))
         self._emit()
 
     # ------------------------------------------------------------------- leaving and arriving
@@ -283,8 +286,9 @@ class LaneLoop:
         for session, frozen in self._transfers.take_due():
             frozen.set_result(self._freeze(session))
 
-    async def _recover(self, death: LaneDied) -> None:
+    async def _recover(self, death: LaneDied, why: str = "") -> None:
         """Return sessions to their sealed pages, recheck those of suspects, start a new worker."""
+        self.failure = why or (str(death) if self.lane.incarnation else "it has not started yet")
         suspects = self._on_death(death)
         self._freeze_due()
         # A page that cannot be read kills the worker too, and would kill the next one as well.
@@ -292,25 +296,33 @@ class LaneLoop:
         await self._restart()
 
     async def _restart(self) -> None:
-        """Start the next worker; retry until it is up or the engine stops."""
-        lane, failures, down_since = self.lane, 0, time.monotonic()
+        """Start the next worker; retry until it is up or the engine stops.
+
+        Turns of a GPU do not wait for its weights, nor those of a lane that cannot start: other
+        lanes take them. They end with the reason if no other lane is up.
+        """
+        lane, down_since = self.lane, time.monotonic()
+        if self.config.kind == "cuda":
+            self.on_down()
         while not await self._stops_within(lane.backoff_s()):
             started = time.monotonic()
             self.kv.poll()  # the dead worker's arena goes once its last seals have ended
             try:
                 await self._supervisor.restart(lane, self.config, self.kv, self.cost)
             except (LaneDied, BatchEngineError, OSError) as error:
-                failures += 1
+                self.failed_starts += 1
+                self.failure = str(error)
                 log.error("lane %s cannot start: %s", lane.name, error)
                 lane.kill("could not start")
                 await lane.died()
                 is_stuck = not isinstance(error, LaneDied) or started - down_since > DOWN_MAX_S
-                if failures >= FAILED_STARTS_MAX and is_stuck:  # now, and at every later failure
-                    self.down = str(error)
-                    for turn in self.seats.turns:
+                is_taken = self.on_down()
+                if self.failed_starts >= FAILED_STARTS_MAX and is_stuck:  # or at a later failure
+                    self.is_down = True
+                    for turn in () if is_taken else self.seats.turns:
                         self.seats.fail(turn, cannot_start(lane.name, error))
             else:
-                self.down = ""
+                self.failure, self.failed_starts, self.is_down = "", 0, False
                 log.warning("%r is back after %.2f s", lane, time.monotonic() - started)
                 return
 

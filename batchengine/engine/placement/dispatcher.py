@@ -343,8 +343,7 @@ class Dispatcher:
         state = self._state
         self._times.forget_others({session.key for session in state.known()})
         for loop in state.lanes:
-            if loop not in self._evacuating and self._evacuees(loop):
-                self._spawn(self._evacuate(loop), "evacuation")
+            self.evacuate(loop)
         fast = any(loop.config.tier == router.FAST for loop in state.lanes)
         if not fast or not state.config.router.promote_auto:
             return
@@ -375,15 +374,23 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------ evacuation
 
+    def evacuate(self, loop: LaneLoop) -> bool:
+        """Begin to move turns of a lane that is down to other lanes; return whether one is up."""
+        if loop not in self._evacuating and self._evacuees(loop):
+            self._spawn(self._evacuate(loop), "evacuation")
+        return bool(self._others(loop))
+
+    def _others(self, away_from: LaneLoop) -> list[LaneLoop]:
+        lanes = self._state.lanes
+        return [loop for loop in lanes if loop is not away_from and loop.up and not loop.stopping]
+
     def _refuge(self, away_from: LaneLoop) -> LaneLoop | None:
-        """Return the other lane that is up with most free seats, or None."""
-        able = [
-            loop
-            for loop in self._state.lanes
-            if loop is not away_from and loop.up and loop.kv.slots.is_attached and not loop.stopping
-        ]
+        """Return the other lane that is up with most free seats, or None if none has any, except
+        for turns of a lane that cannot start: these may wait for a seat."""
+        able = self._others(away_from)
         best = max(able, key=lambda loop: loop.seats.free, default=None)
-        return best if best is not None and best.seats.free > 0 else None
+        is_refuge = best is not None and (best.seats.free > 0 or away_from.failed_starts > 0)
+        return best if is_refuge else None
 
     async def _evacuate(self, loop: LaneLoop) -> None:
         """Move the sessions with turns from a lane that is down to free seats of other lanes."""
@@ -398,13 +405,14 @@ class Dispatcher:
             self._evacuating.discard(loop)
 
     def _evacuees(self, loop: LaneLoop) -> list[Session]:
-        """Return sessions with turns on a lane that is down, except suspects; of a drained lane
-        only after they have dropped its rows."""
+        """Return sessions with turns on a lane that is down, except suspects, unless it cannot
+        start; of a drained lane only after they have dropped its rows."""
         settled = not loop.is_rechecking if loop.draining else not loop.kv.slots.is_attached
         if not settled or loop.stopping:
             return []
         turns = [*loop.running.values(), *loop.waiting.values()]
-        return [turn.session for turn in turns if not turn.session.suspect]
+        is_lost = loop.failed_starts > 0  # no session is the cause of that
+        return [turn.session for turn in turns if is_lost or not turn.session.suspect]
 
     # --------------------------------------------------------------------------------- outcome
 

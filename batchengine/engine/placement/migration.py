@@ -169,9 +169,10 @@ class Migrator:
         """Raise Abort for reasons to stay that can arise at any time before P5."""
         if self._stopping or to.stopping:
             raise Abort("the daemon is shutting down")
-        if not to.up or not to.kv.slots.is_attached:
+        if not to.up:
             raise Abort(f"lane {to.lane.name} is {'drained' if to.draining else 'down'}")
-        if session.suspect:
+        home = self._state.home.get(session.key)
+        if session.suspect and not (home is not None and home.failed_starts):
             raise Abort("it was in a step that killed a worker, and proves itself where it is")
         if session.state is State.CLOSED:
             raise Abort(CLOSED)
@@ -189,7 +190,9 @@ class Migrator:
             if to.seats.free > 0:
                 move.expects = True
                 to.seats.expected += 1
-            elif turn.rank >= max((other.rank for other in to.running.values()), default=0):
+            elif not move.source.failed_starts and turn.rank >= max(
+                (other.rank for other in to.running.values()), default=0
+            ):
                 raise Abort(
                     f"no room: all {to.config.entries_max} seats of lane {to.lane.name} are taken"
                     " by sessions as urgent"
@@ -286,7 +289,7 @@ class Migrator:
         if session.state is not State.FROZEN:
             raise Abort(CLOSED)
         missing = session.frontier - _reach(session, row_import)
-        if missing > RECOMPUTE_MAX and source.lane.alive:
+        if missing > RECOMPUTE_MAX and source.up:
             raise Abort(f"{missing} of its rows could not be proven; they are good where they are")
         if frozen.audits != to.kv.disputes.audits:
             raise Abort("an audit invalidated its open rows")

@@ -49,6 +49,8 @@ class FakeLoop:
     context_max: int = 100_000
     meter: Any = field(default_factory=lambda: SimpleNamespace(steps=0, overhead_ms=0.0))
     draining: str = ""
+    stopping: bool = False
+    failed_starts: int = 0
     kv: Any = field(
         default_factory=lambda: SimpleNamespace(slots=SimpleNamespace(is_attached=True))
     )
