@@ -471,6 +471,10 @@ GPU_DISAGREES = Problem("BE2210", Kind.INTERNAL, _DEFECT,
     "remove the lane of kind cuda; check the GPU and its driver")
 GPU_FAILED = Problem("BE2211", Kind.INTERNAL, "gpu_failed", "a GPU failed", "{why}",
     "look into the kernel's log; the lane starts again with a new process")
+GPU_REQUIRED = Problem("BE2212", Kind.INTERNAL, "gpu_required",
+    "a GPU is required, and none is up", "{why}",
+    "check the driver and [[lane]] device and vram_bytes, or serve from the CPU without --require"
+    " gpu")
 WORKER_FAILED = Problem("BE2299", Kind.INTERNAL, _DEFECT, "the worker failed", "{defect}")
 
 # -------------------------------------------------------------------------------- 23: computation

@@ -398,3 +398,7 @@ def test_settings_that_exclude_each_other_are_not_accepted_silently() -> None:
     assert not any("full_disk" in text for text in warnings(load(overrides=power)))
     found = warnings(load(overrides={**power, "store.full_disk": "finish"}))
     assert any("full_disk = finish has no effect" in text for text in found)
+
+
+def test_a_gpu_that_is_required_has_a_lane(tmp_path: Path) -> None:
+    assert "no lane is on a GPU" in message(tmp_path, 'require = "gpu"\n')

@@ -189,6 +189,12 @@ def _check_together(source: Source, config: Config) -> None:
             "= cuda, and the first lane is the one that links to other daemons",
             fix="put a CPU lane first",
         )
+    if config.require and all(lane.kind != "cuda" for lane in config.lanes):
+        raise source.contradiction(
+            "require",
+            f"= {config.require}, and no lane is on a GPU",
+            fix='add a [[lane]] with kind = "cuda" and vram_bytes, or leave require out',
+        )
     names = [lane.name for lane in config.lanes if lane.name]
     if len(set(names)) != len(names):
         raise source.contradiction("lane", "has two entries of the same name")

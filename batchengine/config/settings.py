@@ -197,7 +197,11 @@ class PeersConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The settings of `serve`. `load` makes it, with derived values filled in."""
+    """The settings of `serve`. `load` makes it, with derived values filled in.
+
+    require: what must be up for the daemon to start; gpu = a lane of kind cuda, "" = a CPU lane, if
+    there is one. A GPU that fails later never ends the daemon: it serves on, `degraded`.
+    """
 
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()
@@ -209,4 +213,5 @@ class Config:
     router: RouterConfig = RouterConfig()
     peers: PeersConfig = PeersConfig()
     cache_dir: str = field(default="", metadata=PATH)
+    require: str = field(default="", metadata=_one_of("gpu"))
     debug: bool = False

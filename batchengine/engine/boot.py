@@ -23,7 +23,7 @@ from typing import Any
 
 from batchengine import errors
 from batchengine.config import Config, LaneConfig
-from batchengine.core import PAGE_TOKENS, ModelInfo, Stage
+from batchengine.core import PAGE_TOKENS, BatchEngineError, ModelInfo, Stage
 from batchengine.engine.audit.audit import Audit
 from batchengine.engine.audit.model_files import identity_of
 from batchengine.engine.audit.scrub import Maintenance
@@ -307,21 +307,25 @@ async def _load(
 ) -> tuple[TextFrontend, wire.ModelFacts]:
     """Load the tokenizer while the workers load one by one; report the first worker's stages.
 
-    Lanes on GPUs but the first lane load later, as restarts: the daemon serves before.
+    Beside CPU lanes, lanes on GPUs load later, as restarts: the daemon serves before. If the
+    configuration requires a GPU, they load here, and GPU_REQUIRED is raised if none of them can.
     """
     config, started = launch.config, time.monotonic()
     opening = asyncio.ensure_future(TextFrontend.open(config.model.path, reader=launch.reader))
     facts: list[wire.ModelFacts] = []
     try:
-        for index, (lane, lane_config) in enumerate(zip(lanes, config.lanes, strict=True)):
-            if index and lane_config.kind == "cuda":
-                continue
+        has_cpu = any(lane_config.kind == "cpu" for lane_config in config.lanes)
+        for lane, lane_config in zip(lanes, config.lanes, strict=True):
             undo.push_async_callback(lane.close)
-            report = functools.partial(_report_loading, launch, index)
+            if has_cpu and lane_config.kind == "cuda":
+                continue
+            report = functools.partial(_report_loading, launch, len(facts))
             try:
                 facts.append(await loader.load(lane, lane_config, report))
             except LaneDied as death:
                 raise cannot_start(lane.name, death) from death
+        if config.require == "gpu":
+            await _load_gpus(lanes, config, loader)
     except BaseException:
         opening.cancel()
         with contextlib.suppress(BaseException):
@@ -332,6 +336,24 @@ async def _load(
     detail = f"{text.tokenizer.vocab_size:,} tokens"
     launch.on_stage(Stage(3, STAGES, "tokenizer", detail, time.monotonic() - started))
     return text, facts[0]
+
+
+async def _load_gpus(lanes: list[Lane], config: Config, loader: ModelLoader) -> None:
+    """Load the lanes on GPUs that have not loaded. Raises GPU_REQUIRED if none is up then."""
+    failures: list[str] = []
+    on_gpus = [pair for pair in zip(lanes, config.lanes, strict=True) if pair[1].kind == "cuda"]
+    for lane, lane_config in on_gpus:
+        if lane.alive:
+            continue
+        try:
+            await loader.load(lane, lane_config)
+        except (LaneDied, BatchEngineError, OSError) as error:
+            log.error("lane %s cannot start: %s", lane.name, error)
+            lane.kill("could not start")
+            await lane.died()
+            failures.append(f"lane {lane.name}: {cannot_start(lane.name, error).why}")
+    if not any(lane.alive for lane, _ in on_gpus):
+        raise errors.GPU_REQUIRED(why="; ".join(failures))
 
 
 def _report_loading(launch: Launch, lane: int, message: wire.Loading) -> None:

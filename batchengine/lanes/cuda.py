@@ -98,6 +98,19 @@ class DeviceMemory(HostMemory):
         return super().finish(step)
 
 
+def check_gpus(indices: Sequence[int]) -> None:
+    """Raise GPU_REQUIRED unless one of these GPUs answers. Compiles and computes nothing."""
+    failures: list[str] = []
+    for index in indices:
+        try:
+            CudaGpu(index, lambda _: {})
+        except (GpuFault, MemoryError) as error:
+            failures.append(f"GPU {index}: {error}")
+        else:
+            return
+    raise errors.GPU_REQUIRED(why="; ".join(failures))
+
+
 class CudaDevice(HostDevice):
     """A whole model on a GPU. The CPU hashes the rows that come back."""
 

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import Parameter
@@ -150,6 +150,13 @@ def serve(
     peers_dir: Annotated[
         Path | None, Parameter(help="Folder that `batchengine peers init` made.")
     ] = None,
+    require: Annotated[
+        Literal["gpu"] | None,
+        Parameter(
+            help="Refuse to start unless a lane on a GPU is up; one that fails later does not end"
+            " the daemon."
+        ),
+    ] = None,
     admin_socket: Socket = None,
     debug: Debug = False,
 ) -> int:
@@ -169,6 +176,7 @@ def serve(
         "cache_dir": None if cache_dir is None else str(cache_dir.absolute()),
         "peers.listen": peer_listen,
         "peers.dir": None if peers_dir is None else str(peers_dir.absolute()),
+        "require": require,
         "debug": debug or None,
     }
     if allow_host:
@@ -223,10 +231,14 @@ def _load(path: Path | None, overrides: dict[str, object], *, needs_model: bool)
 
 @app.command
 def check(*, config: ConfigFile = None, json: Json = False, debug: Debug = False) -> int:
-    """Check a configuration without starting anything."""
+    """Check a configuration, and that a GPU answers if it requires one. Starts nothing."""
     from batchengine import config as configuration
 
     loaded = _load(config, {}, needs_model=config is not None)
+    if loaded.require:
+        from batchengine.lanes.cuda import check_gpus
+
+        check_gpus([lane.device for lane in loaded.lanes if lane.kind == "cuda"])
     found = configuration.warnings(loaded) + configuration.disk_warnings(loaded)
     lines = [f"warning: {text}" for text in found]
     lines += [f"ok: {config if config is not None else 'built-in defaults'}"]

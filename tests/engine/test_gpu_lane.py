@@ -12,6 +12,7 @@ import pytest
 
 from batchengine import errors
 from batchengine.config import LaneConfig
+from batchengine.core import BatchEngineError
 from bench.simt.emulator import COMPILER, ROOT, compile_kernels
 from tests.lanes.emulated_worker import ABSENT, FULL, GOOD, LOSSY, WRONG, plan_failure
 from tests.support.engines import (
@@ -45,10 +46,12 @@ async def gpu_engine(
     *,
     context: int = 2048,
     seats: int = 64,
+    first: bool = False,
     plan: Path | None = None,
     **overrides: object,
 ) -> AsyncIterator[WatchedEngine]:
-    """An engine with the lanes `cpu` and `gpu`; sessions move on request only."""
+    """An engine with the lanes `cpu` and `gpu`, which is the `first`; sessions move on request
+    only."""
     lanes = (
         LaneConfig(name="cpu", threads=1, tier="bulk", entries_max=seats),
         LaneConfig(
@@ -57,12 +60,13 @@ async def gpu_engine(
     )
     overrides = {"router__promote_auto": False, "limits__context_tokens": context, **overrides}
     command = EMULATED if plan is None else (*EMULATED, str(plan))
+    lanes = lanes[::-1] if first else lanes
     async with running_engine(site, command, lanes, **overrides) as engine:
         yield engine
 
 
 def gpu_state(engine: WatchedEngine) -> str:
-    return str(engine.lanes()[1]["state"])
+    return next(str(lane["state"]) for lane in engine.lanes() if lane["name"] == "gpu")
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -151,7 +155,7 @@ async def test_a_gpu_that_fails_is_started_again(site: Site, reference: Referenc
 
 
 async def test_turns_leave_a_gpu_that_stays_dead(site: Site, reference: Reference) -> None:
-    """More of them than the CPU has seats, and blamed at first; it is used again once it is back."""
+    """More of them than the CPU has seats, and blamed at first. It is used once it is back."""
     plan = site.folder / "plan"
     prompts = [words(20 + i, 40) for i in range(3)]
     async with gpu_engine(site, plan=plan, seats=2) as engine:
@@ -183,7 +187,8 @@ async def test_a_gpu_without_memory_is_not_blamed_on_sessions(
     site: Site, reference: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = site.folder / "plan"
-    async with gpu_engine(site, plan=plan) as engine:
+    async with gpu_engine(site, plan=plan, require="gpu") as engine:
+        assert gpu_state(engine) == "ready"
         (prompt,) = await prepared(engine, [words(9, 40)])
         plan_failure(plan, "memory", 50)
         answer = await read(engine.submit(request(prompt, 20, session="s0")))
@@ -191,13 +196,21 @@ async def test_a_gpu_without_memory_is_not_blamed_on_sessions(
         assert f"{errors.GPU_FAILED.code} a GPU failed: out of memory" in caplog.text
 
 
-@pytest.mark.parametrize("device", [ABSENT, WRONG])
+async def test_a_daemon_that_requires_a_gpu_does_not_start_without(site: Site) -> None:
+    with pytest.raises(BatchEngineError) as refusal:
+        async with gpu_engine(site, ABSENT, require="gpu"):
+            pass
+    assert refusal.value.code == errors.GPU_REQUIRED.code
+    assert "there is none" in refusal.value.why
+
+
+@pytest.mark.parametrize(("device", "first"), [(ABSENT, True), (WRONG, False)])
 async def test_without_a_gpu_the_cpu_serves_and_health_says_why(
-    site: Site, reference: Reference, device: int
+    site: Site, reference: Reference, device: int, first: bool
 ) -> None:
     prompt = words(8, 40)
-    async with gpu_engine(site, device) as engine:
+    async with gpu_engine(site, device, first=first) as engine:
         answer = await read(engine.submit(request(prompt, 5)))
         assert answer.tokens == reference.tokens(prompt, 5)
-        await eventually(lambda: engine.lanes()[1]["why"] != "")
+        await eventually(lambda: "GPU" in str(engine.stats()["troubles"]))
         assert engine.phase == "degraded"

@@ -208,6 +208,17 @@ def test_check_reads_a_configuration(tmp_path: Path) -> None:
     assert "server.port" in done.stderr
 
 
+def test_check_looks_for_a_gpu_that_is_required(tmp_path: Path) -> None:
+    model, path = tmp_path / "m.gguf", tmp_path / "c.toml"
+    model.write_bytes(b"GGUF")
+    lane = '[[lane]]\n[[lane]]\nkind = "cuda"\ndevice = 63\nvram_bytes = 1073741824\n'
+    path.write_text(f'require = "gpu"\n[model]\npath = "{model}"\n{lane}')
+    done = cli("check", "--config", str(path))
+    assert done.returncode == 1
+    assert "BE2212" in done.stderr
+    assert "GPU 63" in done.stderr
+
+
 def test_a_daemon_reports_its_start_serves_and_drains(tmp_path: Path) -> None:
     notify = tmp_path / "n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
