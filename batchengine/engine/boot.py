@@ -234,7 +234,7 @@ class Running:
         self.audit.watch_store()
         tasks = self.tasks
         for loop in self.state.lanes:
-            loop.on_down = functools.partial(self.dispatcher.evacuate, loop)
+            loop.outage.evacuate = functools.partial(self.dispatcher.evacuation.begin, loop)
             tasks.spawn_vital(loop.run(), f"lane {loop.lane.name}")
         tasks.spawn_vital(self.journal.run(), "journal")
         tasks.spawn_vital(self.housekeeping.run(), "housekeeping")

@@ -53,13 +53,13 @@ def _lane_state(loop: LaneLoop) -> str:
         return "drained"
     if loop.lane.alive and loop.kv.slots.is_attached:
         return "ready"
-    return "down" if loop.is_down else "restarting"
+    return "down" if loop.outage.is_down else "restarting"
 
 
 def _lane_why(loop: LaneLoop) -> str:
     """Return why the lane is not ready, or publishes no pages; or ""."""
-    if loop.draining or loop.failure:
-        return loop.draining or loop.failure
+    if loop.draining or loop.outage.why:
+        return loop.draining or loop.outage.why
     return "" if loop.kv.sealing.publishes else "its pages were wrong too often: none is published"
 
 

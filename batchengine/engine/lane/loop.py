@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from batchengine import errors
@@ -21,7 +20,7 @@ from batchengine.engine.lane.meter import StepMeter
 from batchengine.engine.lane.recompute import PageRecompute, RecomputeQueue
 from batchengine.engine.lane.seats import Seats
 from batchengine.engine.lane.step import StepWriter
-from batchengine.engine.lane.supervisor import WorkerSupervisor, cannot_start
+from batchengine.engine.lane.supervisor import Outage, WorkerSupervisor
 from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.lane.transfer import Frozen, Transfers
 from batchengine.engine.turns.journal import Journal
@@ -43,8 +42,6 @@ log = logging.getLogger("batchengine.engine")
 STEP_DEADLINE_MIN_S = 30.0  # far longer than any step, far shorter than timeouts of clients
 STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
 REPLAN_S = 0.005  # after an empty plan: slots return and deadlines pass without a wake-up
-FAILED_STARTS_MAX = 3  # failed starts, after which turns fail
-DOWN_MAX_S = 30.0  # earliest such failure if the worker died
 NO_PLAN = scheduler.StepPlan(())
 
 
@@ -82,13 +79,9 @@ class LaneLoop:
         self.recomputes = RecomputeQueue(self.kv, config)
         self.stages = StageQueue(config)
         self.draining = ""  # why the lane computes no more; or ""
-        self.failure = ""  # why the last worker ended or did not start; "" once one has started
-        self.failed_starts = 0  # in a row
-        self.is_down = False  # turns end, unless other lanes take them
-        self.on_down: Callable[[], bool] = lambda: False  # see `Dispatcher.evacuate`
+        self.outage = Outage(lane, config, self.kv, self.seats, self.cost, supervisor)
         self.is_rechecking = False
         self._suspects = suspects
-        self._supervisor = supervisor
         self._metrics = metrics
         self._emissions = Emissions(text.piece)
         self._transfers = Transfers(lane.name, self.kv, self.seats)
@@ -288,43 +281,12 @@ class LaneLoop:
 
     async def _recover(self, death: LaneDied, why: str = "") -> None:
         """Return sessions to their sealed pages, recheck those of suspects, start a new worker."""
-        self.failure = why or (str(death) if self.lane.incarnation else "it has not started yet")
+        self.outage.why = why or (str(death) if self.lane.incarnation else "it has not started yet")
         suspects = self._on_death(death)
         self._freeze_due()
         # A page that cannot be read kills the worker too, and would kill the next one as well.
         await self.kv.invalidation.recheck(suspects)
-        await self._restart()
-
-    async def _restart(self) -> None:
-        """Start the next worker; retry until it is up or the engine stops.
-
-        Turns of a GPU do not wait for its weights, nor those of a lane that cannot start: other
-        lanes take them. They end with the reason if no other lane is up.
-        """
-        lane, down_since = self.lane, time.monotonic()
-        if self.config.kind == "cuda":
-            self.on_down()
-        while not await self._stops_within(lane.backoff_s()):
-            started = time.monotonic()
-            self.kv.poll()  # the dead worker's arena goes once its last seals have ended
-            try:
-                await self._supervisor.restart(lane, self.config, self.kv, self.cost)
-            except (LaneDied, BatchEngineError, OSError) as error:
-                self.failed_starts += 1
-                self.failure = str(error)
-                log.error("lane %s cannot start: %s", lane.name, error)
-                lane.kill("could not start")
-                await lane.died()
-                is_stuck = not isinstance(error, LaneDied) or started - down_since > DOWN_MAX_S
-                is_taken = self.on_down()
-                if self.failed_starts >= FAILED_STARTS_MAX and is_stuck:  # or at a later failure
-                    self.is_down = True
-                    for turn in () if is_taken else self.seats.turns:
-                        self.seats.fail(turn, cannot_start(lane.name, error))
-            else:
-                self.failure, self.failed_starts, self.is_down = "", 0, False
-                log.warning("%r is back after %.2f s", lane, time.monotonic() - started)
-                return
+        await self.outage.end(self._stops_within)
 
     async def _stops_within(self, seconds: float) -> bool:
         """Wait for `stop`, for so long at most; return whether the loop is stopping."""

@@ -1,6 +1,7 @@
 """Starts workers: each loads the model and maps an arena.
 
-Owns the identity (model, arithmetic) that every worker must have. Refuses a worker with another.
+Owns the identity (model, arithmetic) that every worker must have, and the attempts to start a
+lane's next worker. Refuses a worker with another identity.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from batchengine import errors
 from batchengine.config import Config, LaneConfig
 from batchengine.core import BatchEngineError
+from batchengine.engine.lane.seats import Seats
 from batchengine.kv import LaneKv
-from batchengine.lanes.worker_process import Lane
+from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.peers.identity import Identity, files_of, identity_of
 from batchengine.policy.cost import CostModel, StepCost
 from batchengine.wire import lane as wire
@@ -28,6 +31,8 @@ log = logging.getLogger("batchengine.lane")
 SPIN_US = 60  # longer than between two kernel calls, short enough to leave cores to others
 ARENA_SHARE = 8  # open pages may take an eighth of the KV budget
 SLOTS_MIN = 8
+FAILED_STARTS_MAX = 3  # failed starts, after which turns fail
+DOWN_MAX_S = 30.0  # earliest such failure if the worker died
 OnLoading = Callable[[wire.Loading], None]
 PriorCost = Callable[[LaneConfig, wire.ModelFacts | None], StepCost]  # None: it has not loaded
 
@@ -159,3 +164,56 @@ def cannot_start(lane: str, error: BaseException) -> BatchEngineError:
         why = f"{error.what}: {error.why}" if error.why else error.what
         fix = error.fix or fix
     return errors.LANE_DOWN(lane=lane, why=why, fix=fix)
+
+
+class Outage:
+    """What is known of the missing worker of one lane. Use: set `why`, then `end`."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        config: LaneConfig,
+        kv: LaneKv,
+        seats: Seats,
+        cost: CostModel,
+        supervisor: WorkerSupervisor,
+    ) -> None:
+        self.why = ""  # the last worker ended or did not start; "" once one has started
+        self.failed_starts = 0  # in a row
+        self.is_down = False  # turns fail, unless other lanes take them
+        self.evacuate: Callable[[], bool] = lambda: False  # see `Evacuation.begin`
+        self._lane, self._config, self._kv, self._seats = lane, config, kv, seats
+        self._cost, self._supervisor = cost, supervisor
+
+    def __repr__(self) -> str:
+        return f"<Outage {self._lane!r} failed_starts={self.failed_starts} {self.why!r}>"
+
+    async def end(self, stops_within: Callable[[float], Awaitable[bool]]) -> None:
+        """Start the next worker; retry until it is up, or `stops_within` a time returns True.
+
+        Turns of a GPU do not wait for its weights, nor those of a lane that cannot start: other
+        lanes take them. They end with the reason if no other lane is up.
+        """
+        lane, down_since = self._lane, time.monotonic()
+        if self._config.kind == "cuda":
+            self.evacuate()
+        while not await stops_within(lane.backoff_s()):
+            started = time.monotonic()
+            self._kv.poll()  # the dead worker's arena goes once its last seals have ended
+            try:
+                await self._supervisor.restart(lane, self._config, self._kv, self._cost)
+            except (LaneDied, BatchEngineError, OSError) as error:
+                log.error("lane %s cannot start: %s", lane.name, error)
+                lane.kill("could not start")
+                await lane.died()
+                self.failed_starts, self.why = self.failed_starts + 1, str(error)
+                has_refuge = self.evacuate()
+                is_stuck = not isinstance(error, LaneDied) or started - down_since > DOWN_MAX_S
+                if self.failed_starts >= FAILED_STARTS_MAX and is_stuck:  # and at later failures
+                    self.is_down = True
+                    for turn in () if has_refuge else self._seats.turns:
+                        self._seats.fail(turn, cannot_start(lane.name, error))
+            else:
+                self.why, self.failed_starts, self.is_down = "", 0, False
+                log.warning("%r is back after %.2f s", lane, time.monotonic() - started)
+                return

@@ -1,7 +1,7 @@
 """Placement policy: which lane a request computes on, what is admitted, and which sessions move.
 
 Owns the router's view of the lanes (`RouteState`), the decision log, the measured cost of moves,
-and automatic promotion, demotion and evacuation. The `Migrator` does the migrations, the scheduler
+and automatic promotion and demotion. The `Migrator` does the migrations, the scheduler
 decides the order of turns.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -26,6 +25,7 @@ from batchengine.engine.placement.decision_log import (
     RequestOutcome,
     move_dict,
 )
+from batchengine.engine.placement.evacuation import Evacuation, Spawn
 from batchengine.engine.placement.explain import explain
 from batchengine.engine.placement.lane_view import LaneViews
 from batchengine.engine.placement.migration import Migrator
@@ -43,7 +43,6 @@ log = logging.getLogger("batchengine.engine")
 
 DEMOTIONS_MAX = 4  # idle sessions that leave the fast lanes per second
 MOVE_GAIN = 0.2  # weight of the newest migration in the average cost of one
-Spawn = Callable[[Coroutine[Any, Any, object], str], object]
 
 
 class Dispatcher:
@@ -58,7 +57,7 @@ class Dispatcher:
         self._lanes = LaneViews(state)
         self.restores = Restores(state, self._lanes, self.log)
         self._times = TimesOfSessions(state)
-        self._evacuating: set[LaneLoop] = set()
+        self.evacuation = Evacuation(state, self.move, spawn)
         self._policy = _policy(state.config)
         self.plans: PeerPlans | None = None  # over peers, if there may be any
 
@@ -297,7 +296,7 @@ class Dispatcher:
             raise errors.UNKNOWN_LANE(given=to, lanes=lanes)
         if loop is None and home is not None:  # a second request for the same tier moves nothing
             settled = home.config.tier == tier and home.lane.alive and home.kv.slots.is_attached
-            loop = home if settled else self._refuge(home)
+            loop = home if settled else self.evacuation.refuge(home)
         if loop is None:
             raise errors.NO_OTHER_LANE(lane=name or "here")
         cause = MoveCause.PROMOTION if tier == router.FAST else MoveCause.DEMOTION
@@ -343,7 +342,7 @@ class Dispatcher:
         state = self._state
         self._times.forget_others({session.key for session in state.known()})
         for loop in state.lanes:
-            self.evacuate(loop)
+            self.evacuation.begin(loop)
         fast = any(loop.config.tier == router.FAST for loop in state.lanes)
         if not fast or not state.config.router.promote_auto:
             return
@@ -371,48 +370,6 @@ class Dispatcher:
                 if len(found) >= DEMOTIONS_MAX:
                     break
         return found
-
-    # ------------------------------------------------------------------------------ evacuation
-
-    def evacuate(self, loop: LaneLoop) -> bool:
-        """Begin to move turns of a lane that is down to other lanes; return whether one is up."""
-        if loop not in self._evacuating and self._evacuees(loop):
-            self._spawn(self._evacuate(loop), "evacuation")
-        return bool(self._others(loop))
-
-    def _others(self, away_from: LaneLoop) -> list[LaneLoop]:
-        lanes = self._state.lanes
-        return [loop for loop in lanes if loop is not away_from and loop.up and not loop.stopping]
-
-    def _refuge(self, away_from: LaneLoop) -> LaneLoop | None:
-        """Return the other lane that is up with most free seats, or None if none has any, except
-        for turns of a lane that cannot start: these may wait for a seat."""
-        able = self._others(away_from)
-        best = max(able, key=lambda loop: loop.seats.free, default=None)
-        is_refuge = best is not None and (best.seats.free > 0 or away_from.failed_starts > 0)
-        return best if is_refuge else None
-
-    async def _evacuate(self, loop: LaneLoop) -> None:
-        """Move the sessions with turns from a lane that is down to free seats of other lanes."""
-        self._evacuating.add(loop)
-        try:
-            for session in self._evacuees(loop):
-                to = self._refuge(loop)
-                if (loop.kv.slots.is_attached and not loop.draining) or to is None:
-                    return
-                await self.move(session, to, MoveCause.EVACUATION)
-        finally:
-            self._evacuating.discard(loop)
-
-    def _evacuees(self, loop: LaneLoop) -> list[Session]:
-        """Return sessions with turns on a lane that is down, except suspects, unless it cannot
-        start; of a drained lane only after they have dropped its rows."""
-        settled = not loop.is_rechecking if loop.draining else not loop.kv.slots.is_attached
-        if not settled or loop.stopping:
-            return []
-        turns = [*loop.running.values(), *loop.waiting.values()]
-        is_lost = loop.failed_starts > 0  # no session is the cause of that
-        return [turn.session for turn in turns if is_lost or not turn.session.suspect]
 
     # --------------------------------------------------------------------------------- outcome
 

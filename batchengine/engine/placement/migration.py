@@ -172,7 +172,7 @@ class Migrator:
         if not to.up:
             raise Abort(f"lane {to.lane.name} is {'drained' if to.draining else 'down'}")
         home = self._state.home.get(session.key)
-        if session.suspect and not (home is not None and home.failed_starts):
+        if session.suspect and not (home is not None and home.outage.failed_starts):
             raise Abort("it was in a step that killed a worker, and proves itself where it is")
         if session.state is State.CLOSED:
             raise Abort(CLOSED)
@@ -190,7 +190,7 @@ class Migrator:
             if to.seats.free > 0:
                 move.expects = True
                 to.seats.expected += 1
-            elif not move.source.failed_starts and turn.rank >= max(
+            elif not move.source.outage.failed_starts and turn.rank >= max(
                 (other.rank for other in to.running.values()), default=0
             ):
                 raise Abort(

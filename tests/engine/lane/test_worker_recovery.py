@@ -14,8 +14,7 @@ import pytest
 
 from batchengine.core import Kind
 from batchengine.engine import Engine
-from batchengine.engine.lane import loop as engine_loop
-from batchengine.engine.lane import seats
+from batchengine.engine.lane import seats, supervisor
 from batchengine.engine.lane.supervisor import WorkerSupervisor
 from batchengine.lanes.worker_process import LaneDied
 from batchengine.wire import lane as wire
@@ -250,7 +249,7 @@ async def test_requests_for_a_lane_that_cannot_start_end_with_the_reason(
         async def fails(*_: Any) -> Any:
             raise LaneDied("cpu0", "was ended by SIGKILL")
 
-        monkeypatch.setattr(engine_loop, "DOWN_MAX_S", 0.2)
+        monkeypatch.setattr(supervisor, "DOWN_MAX_S", 0.2)
         monkeypatch.setattr(WorkerSupervisor, "restart", fails)
         monkeypatch.setattr(engine.state.lanes[0].lane, "backoff_s", lambda: 0.05)
         os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)

@@ -50,7 +50,6 @@ class FakeLoop:
     meter: Any = field(default_factory=lambda: SimpleNamespace(steps=0, overhead_ms=0.0))
     draining: str = ""
     stopping: bool = False
-    failed_starts: int = 0
     kv: Any = field(
         default_factory=lambda: SimpleNamespace(slots=SimpleNamespace(is_attached=True))
     )
