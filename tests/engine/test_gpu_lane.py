@@ -48,6 +48,7 @@ async def gpu_engine(
     seats: int = 64,
     first: bool = False,
     plan: Path | None = None,
+    require: str = "",
     **overrides: object,
 ) -> AsyncIterator[WatchedEngine]:
     """An engine with the lanes `cpu` and `gpu`, which is the `first`; sessions move on request
@@ -61,7 +62,7 @@ async def gpu_engine(
     overrides = {"router__promote_auto": False, "limits__context_tokens": context, **overrides}
     command = EMULATED if plan is None else (*EMULATED, str(plan))
     lanes = lanes[::-1] if first else lanes
-    async with running_engine(site, command, lanes, **overrides) as engine:
+    async with running_engine(site, command, lanes, require=require, **overrides) as engine:
         yield engine
 
 

@@ -64,6 +64,8 @@ async def running_engine(
     site: Site,
     worker_command: tuple[str, ...] = WORKER,
     lanes: tuple[LaneConfig, ...] = (),
+    *,
+    require: str = "",
     **overrides: object,
 ) -> AsyncIterator[WatchedEngine]:
     """A started engine; keys of `overrides` are dotted with __ (store__budget_bytes=...)."""
@@ -78,7 +80,9 @@ async def running_engine(
             **{name.replace("__", "."): value for name, value in overrides.items()},
         },
     )
-    config = dataclasses.replace(config, cache_dir=str(site.cache_dir), lanes=lanes or config.lanes)
+    config = dataclasses.replace(
+        config, cache_dir=str(site.cache_dir), lanes=lanes or config.lanes, require=require
+    )
     engine = WatchedEngine(config, worker_command)
     await engine.start(lambda _: None)
     try:
