@@ -29,8 +29,8 @@ LINEAR, TINY_LINEAR = (14336, 4096), (64, 256)  # rows, columns
 COLD_BYTES = 256 << 20  # of matrices that take turns, so that none stays in a cache
 N_HEAD, N_KV, HEAD_DIM = 32, 8, 128
 # Queries of an entry, context, entries.
-DECODES, TINY_DECODES = ((1, 1024, 64), (1, 4096, 16), (1, 32768, 4)), ((1, 20, 2),)
-PREFILLS, TINY_PREFILLS = ((512, 512, 1), (512, 4096, 1), (512, 32768, 1)), ((4, 20, 1),)
+DECODES, TINY_DECODES = ((1, 1024, 64), (1, 4096, 16), (1, 32768, 4)), ((1, 20, 1),)
+PREFILLS, TINY_PREFILLS = ((512, 512, 1), (512, 4096, 1), (512, 32768, 1)), ((2, 20, 1),)
 EPS, ROPE_BASE = 1e-6, 10000.0
 
 

@@ -21,6 +21,7 @@ from bench.cuda.gpus import seconds
 from bench.cuda.passes import TINY, Passes
 from bench.cuda.serving.engines import Stream
 from bench.cuda.serving.goodput import CLASSES, CONTEXT_MAX, REAL, arrivals, highest, is_good
+from bench.cuda.speed import TINY_LINEAR, Speeds
 from bench.cuda.steps import MAIN_MODEL, TINY_MODEL, Part, Step
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
 from kernels.cuda.compile import units
@@ -87,6 +88,19 @@ def test_ceilings_through_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
+def test_speeds_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool) -> None:
+    names = ("copy_gbps", "epilogue_gops", "floats_gops", "products_gops")
+    speeds = Speeds(driven(monkeypatch, units()), pool, dict.fromkeys(names, 1.0), tiny=True)
+    rows, cols = TINY_LINEAR
+    for kind in ("q4_0", "f16"):
+        row = speeds.linear(kind)["20"]
+        operations = 2.0 * rows * cols * 20
+        assert row["gops"] == pytest.approx(operations / 0.0012 / 1e9, abs=0.01)
+        assert row["of_ceiling"] == pytest.approx(operations / 0.0012 / 1e9, rel=1e-3)
+    assert len(speeds.attend()) == 2
+
+
+@needs_compiler
 def test_passes_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool) -> None:
     passes = Passes(driven(monkeypatch, units()), pool, TINY_MODEL, TINY)
     assert passes.is_identical()
@@ -115,12 +129,13 @@ def test_a_run_goes_on_where_the_last_one_ended(
     cases = next(p for p in steps.parts(True, True) if p.name == "cases")
     Run(state, options(tmp_path, seconds=-1.0)).part(cases)
     assert state.failed == {"cases 2": LATE}
-    absent = Part("none", [Step("absent", lambda _: {}), Step("next", lambda _: {})])
     state.failed.clear()
-    Run(state, options(tmp_path)).part(absent)  # its process finds no such step
+    absent = [Step(name, lambda _: {}) for name in ("absent", "next")]  # a process finds no such
+    Run(state, options(tmp_path)).part(Part("some", [*cases.steps, *absent]))
     assert set(state.failed) == {"absent", "next"}
-    Run(state, options(tmp_path)).part(cases)
-    assert "cases 2: {" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "cases 2: {" in printed
+    assert "cases 0: {" not in printed
     kept = State(tmp_path / "state-emulated-quick.json", gpu.key_of_kernels())
     assert kept.results == {
         "cases 0": {"cases": 2, "differences": []},

@@ -39,7 +39,7 @@ CLASSES = (SlaClass.INTERACTIVE, SlaClass.STANDARD, SlaClass.BACKGROUND)
 ATTAINED = 0.95
 CONTEXT_MAX, ANSWER_MAX = 4096, 128  # tokens of a request of the trace, which is cut to them
 REFUSED, LATE = "refused", "late"
-END_S, IDLE_S = 45.0, 60.0
+END_S, IDLE_S = 28.0, 60.0
 LANES = {"gpu": (GPU,), "gpu and cpu": (GPU, CPU)}
 
 
