@@ -35,8 +35,8 @@ from bench.cuda.steps import MAIN_MODEL, Part, Place, Result
 from kernels.cuda.compile import texts, units
 
 KILL_AFTER_S = 30.0  # a step that is still at work so long after the end of the run is ended
-BEGIN, DONE = "BEGIN ", "DONE "
-LATE = "the time was over"
+BEGIN, DONE, FAILED = "BEGIN ", "DONE ", "FAILED "
+LATE, NOT_YET = "the time was over", "not yet"
 
 
 class State:
@@ -76,8 +76,9 @@ class Run:
         results = self._state.results
         pending = [step.name for step in part.steps if step.name not in results]
         lacking = [name for name in part.needs if name not in results]
-        if lacking:
-            self._fail(pending, f"{', '.join(lacking)} is not measured")
+        if pending and lacking:
+            first = lacking[0]
+            self._fail(pending, f"{first} is missing: {self._state.failed.get(first, NOT_YET)}")
         elif pending:
             print(f"{part.name}: {len(pending)} of {len(part.steps)} steps", flush=True)
             shares = [pending[i :: part.jobs] for i in range(part.jobs)]
@@ -88,9 +89,10 @@ class Run:
                 thread.join()
 
     def _fail(self, names: Sequence[str], why: str) -> None:
-        for name in names:
-            self._state.failed[name] = why
-            print(f"  {name}: not measured: {why}", flush=True)
+        if names:
+            self._state.failed.update(dict.fromkeys(names, why))
+            count = f", {len(names)} steps" if len(names) > 1 else ""
+            print(f"  {names[0]}{count}: not measured: {why}", flush=True)
 
     def _share(self, part: Part, names: list[str]) -> None:
         """Run steps in processes, a further one after each step that fails."""
@@ -110,7 +112,7 @@ class Run:
             *(str(options.folder), *flags, "--seconds", left_s),
             *("--threads", str(max(1, options.threads // part.jobs)), "--steps", *names),
         )
-        began = ""
+        began = why = ""
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             kill = threading.Timer(float(left_s) + KILL_AFTER_S, process.kill)
             kill.start()
@@ -123,6 +125,8 @@ class Run:
                     print(f"  {began}: {json.dumps(result)[:200]}", flush=True)
                     names = [name for name in names if name != began]
                     began = ""
+                elif line.startswith(FAILED):
+                    why = line.removeprefix(FAILED).strip()
                 else:
                     print(line, end="", flush=True)
         kill.cancel()
@@ -131,7 +135,7 @@ class Run:
             self._fail(names, LATE)
             return []
         failed = began or names[0]
-        self._fail([failed], f"its process ended with {code}")
+        self._fail([failed], why or f"its process ended with {code}")
         return [name for name in names if name != failed]
 
 
@@ -145,7 +149,12 @@ def run_steps(options: argparse.Namespace, state: State) -> int:
         if not options.emulated and time.monotonic() + step.seconds > end:
             return 0
         print(f"{BEGIN}{name}", flush=True)
-        print(f"{DONE}{json.dumps(step.run(place))}", flush=True)
+        try:
+            result = step.run(place)
+        except Exception as error:  # of any kind: the reason goes into the result
+            print(f"{FAILED}{type(error).__name__}: {' '.join(str(error).split())}", flush=True)
+            raise
+        print(f"{DONE}{json.dumps(result)}", flush=True)
     return 0
 
 
@@ -158,7 +167,7 @@ def summary(
     def lacking(figure: str, *names: str) -> bool:
         absent = [name for name in names if name not in results]
         if absent:
-            why = failed.get(absent[0], "not yet")
+            why = failed.get(absent[0], NOT_YET)
             reasons[figure] = f"{absent[0]}: {why}" + (f"; {len(absent)} steps" * (len(absent) > 1))
         return bool(absent)
 
@@ -249,7 +258,7 @@ def main(argv: list[str]) -> int:
     }
     path = options.folder / f"result-{name}.json"
     report.finish(found, details=details, json_path=str(path))
-    has_failed = any(why != LATE for why in state.failed.values())
+    has_failed = any(not why.endswith(LATE) for why in state.failed.values())
     return 1 if found["identical"] is False or has_failed else 0
 
 

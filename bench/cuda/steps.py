@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -94,7 +94,7 @@ class Part:
     name: str
     steps: list[Step]
     jobs: int = 1
-    needs: list[str] = field(default_factory=list[str])  # names of steps of earlier parts
+    needs: tuple[str, ...] = ("build",)  # steps of earlier parts
 
 
 def build(place: Place) -> Result:
@@ -194,16 +194,16 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
     attend = Step("attend", lambda p: dict(p.speeds.attend()))
     models = MODELS if not quick else (MAIN_MODEL,)
     return [
-        Part("build", [Step("build", build, 120.0)]),
-        Part("golden", [Step("golden", golden)]),
+        Part("build", [Step("build", build, 120.0)], needs=()),
+        Part("golden", [Step("golden", golden)], needs=()),
         Part(
             "cases",
             [Step(f"cases {c.start}", partial(compare, numbers=c), 90.0) for c in chunks],
             jobs=1 if quick else jobs,
         ),
         Part("ceilings", [Step("ceilings", measure_ceilings)]),
-        Part("kernels", [*linear, attend], needs=["ceilings"]),
-        *(Part(model, model_steps(model), needs=["ceilings"]) for model in models),
+        Part("kernels", [*linear, attend], needs=("build", "ceilings")),
+        *(Part(model, model_steps(model), needs=("build", "ceilings")) for model in models),
         Part("promotion", [Step("promotion", promote, 150.0)]),
         *(Part(name, [Step(name, partial(serve, lanes=lanes), 240.0)]) for name, lanes in SERVED),
         Part("llama.cpp", [Step("llama.cpp", compare_with_llama, 400.0)]),

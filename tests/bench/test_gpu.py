@@ -127,6 +127,9 @@ def test_a_run_goes_on_where_the_last_one_ended(
     state = State(tmp_path / "state-emulated-quick.json", gpu.key_of_kernels())
     state.put("cases 0", {"cases": 2, "differences": []})
     cases = next(p for p in steps.parts(True, True) if p.name == "cases")
+    Run(state, options(tmp_path)).part(cases)
+    assert state.failed == {"cases 2": "build is missing: not yet"}
+    state.put("build", {})
     Run(state, options(tmp_path, seconds=-1.0)).part(cases)
     assert state.failed == {"cases 2": LATE}
     state.failed.clear()
@@ -138,6 +141,7 @@ def test_a_run_goes_on_where_the_last_one_ended(
     assert "cases 0: {" not in printed
     kept = State(tmp_path / "state-emulated-quick.json", gpu.key_of_kernels())
     assert kept.results == {
+        "build": {},
         "cases 0": {"cases": 2, "differences": []},
         "cases 2": {"cases": 2, "differences": []},
     }

@@ -29,7 +29,8 @@ CPU, GPU = "cpu", "gpu"
 EMULATED = python_command("tests.lanes.emulated_worker")
 CACHE = "cache"
 START_S, POLL_S = 120.0, 0.002
-SPARE_CORES = 2  # of the CPU lane: for the engine and the worker of the GPU
+GPU_THREADS = 2  # of the worker of the GPU, for what the CPU does there
+SPARE_CORES = 2 + GPU_THREADS  # that the lane of the CPU leaves to others
 TINY = Shape(n_layer=1, n_ff=256)
 
 
