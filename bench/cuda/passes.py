@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kernels
+from batchengine.lanes.cuda import GpuSteps
 from batchengine.model import CpuOps, Ops, Stepper
 from bench.cuda.cases import random_page
-from bench.cuda.gpus import seconds, wait
+from bench.cuda.gpus import seconds
 from bench.cuda.weights import layer_parameters, random_model, streamed_bytes
 from bench.models.synthetic import Shape
 from bench.models.tensors import aligned
@@ -68,6 +69,7 @@ class Passes:
             "pages_max": pages_max,
         }
         self._stepper = Stepper(cast(Ops, self._ops), model, **self._limits)
+        self._steps = GpuSteps(gpu, self._ops, self._stepper)
         self._rng = np.random.default_rng(3)
         self._page = random_page(model.shape, self._rng)
         self._pages: list[int] = []
@@ -90,14 +92,12 @@ class Passes:
     def _step(self, entries: NDArray[np.int32], pages: NDArray[np.uint64]) -> None:
         """One step, to its end. Raises ArithmeticError if a row is not finite."""
         stepper, n = self._stepper, int(entries[:, 0].sum())
-        stepper.set(self._random_tokens(n), entries, pages)
         ends = np.cumsum(entries[:, 0], dtype=np.int32) - np.int32(1)
-        nonfinite = stepper.run(ends)
-        logits = stepper.logits(len(ends))
-        samples = self._ops.sample(logits, [kernels.SampleSpec(temperature=0.0) for _ in ends])
+        bad_rows = self._steps.begin(self._random_tokens(n), entries, pages, ends)
+        specs = [kernels.SampleSpec(temperature=0.0) for _ in ends]
+        samples = self._ops.sample(cast(Any, stepper.logits_rows), specs)
         stepper.row_digests(np.arange(n, dtype=np.uint64))
-        wait(self._gpu)
-        if nonfinite or any(sample.nonfinite for sample in samples):
+        if stepper.nonfinite(ends, bad_rows) or any(sample.nonfinite for sample in samples):
             raise ArithmeticError("a row of the random model is not finite")
 
     # -- figures
