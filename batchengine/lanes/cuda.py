@@ -34,6 +34,7 @@ from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.page_cache import BoolArray, PageCache
 from batchengine.lanes.step_input import I32Array, StepInput, StepOutput, U64Array
 from batchengine.model import CpuOps, Model, Ops, Stepper
+from batchengine.weights import Weights
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT
 from kernels.cuda.compile import CompileError, cubins
@@ -134,8 +135,14 @@ class CudaDevice(HostDevice):
         context_pages = -(-load.context_tokens // PAGE_TOKENS)
         pages_max = load.entries_max * (context_pages + 1)
         limits = load.tokens_max, load.entries_max, pages_max
+
+        def uploaded(share: float) -> None:
+            report("upload weights", "", 0.6 + 0.3 * share, time.perf_counter() - started)
+
         try:
-            ops = _upload(gpu, pool, model, load.context_tokens, report, started)
+            ops = CudaOps(gpu, pool)
+            upload_weights(ops, model.weights, uploaded)
+            ops.upload_rope(model.rope, load.context_tokens)
             _self_test(ops, gpu, model, pool)
             self._steps = GpuSteps(gpu, ops, _stepper(ops, model, *limits))
         except MemoryError:
@@ -291,18 +298,17 @@ def _stepper(ops: Any, model: Model, tokens: int, entries: int, pages: int) -> S
     return Stepper(cast(Ops, ops), model, tokens_max=tokens, entries_max=entries, pages_max=pages)
 
 
-def _upload(
-    gpu: Gpu, pool: kernels.Pool, model: Model, positions: int, report: Report, started: float
-) -> CudaOps:
-    """The kernels with the weights of a model. Raises MemoryError."""
-    ops = CudaOps(gpu, pool)
-    tensors = model.weights.tensors()
+def upload_weights(
+    ops: CudaOps, weights: Weights, progress: Callable[[float], None] = lambda _: None
+) -> None:
+    """Copy the weights of a model to the GPU; `progress` is 0 to 1. Raises MemoryError."""
+    for layer in weights.layer.values():
+        ops.upload(*layer.mixer.qkv)
+        ops.upload(*[bias for bias in layer.mixer.qkv_bias if bias is not None])
+    tensors = weights.tensors()
     for index, tensor in enumerate(tensors):
         ops.upload(tensor)
-        progress = 0.6 + 0.3 * index / len(tensors)
-        report("upload weights", "", progress, time.perf_counter() - started)
-    ops.upload_rope(model.rope, positions)
-    return ops
+        progress(index / len(tensors))
 
 
 def _self_test(ops: CudaOps, gpu: Gpu, model: Model, pool: kernels.Pool) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kernels
-from batchengine.lanes.cuda import GpuSteps
+from batchengine.lanes.cuda import GpuSteps, upload_weights
 from batchengine.model import CpuOps, Ops, Stepper
 from bench.cuda.cases import random_page
 from bench.cuda.gpus import seconds
@@ -55,8 +55,7 @@ class Passes:
         self._gpu, self._pool, self._sizes = gpu, pool, sizes
         self._model = model = random_model(shape, pool)
         self._ops: Any = CudaOps(gpu, pool)
-        for tensor in model.weights.tensors():
-            self._ops.upload(tensor)
+        upload_weights(self._ops, model.weights)
         context = max(*sizes.lengths, sizes.context + 2 * sizes.steps)
         self._ops.upload_rope(model.rope, context + 1)
         self._tokens_max = max(sizes.chunk, *sizes.batches, CHECKED_TOKENS)

@@ -67,20 +67,25 @@ class CudaOps:
 
     # -- weights
 
-    def upload(self, weight: kernels.Matrix | kernels.Vector) -> None:
-        """Copy a weight to the GPU, unless it is there. Raises MemoryError."""
-        if weight not in self._held:
-            self._held[weight] = self._copy(weight.view())
+    def upload(self, *weights: kernels.Matrix | kernels.Vector) -> None:
+        """Copy weights to the GPU, one behind the other, but for those that are there.
+
+        Matrices of one kind that are copied together are one to `linear`. Raises MemoryError.
+        """
+        views = {weight: weight.view() for weight in weights if weight not in self._held}
+        if not views:
+            return
+        address = self._gpu.allocate(sum([view.nbytes for view in views.values()]))
+        for weight, view in views.items():
+            self._gpu.copy_in(address, view)
+            self._held[weight] = address
+            address += view.nbytes
 
     def upload_rope(self, table: kernels.RopeTable, positions: int) -> None:
         """Copy the cosines and sines of the first positions. Raises MemoryError."""
-        rows = [table.row(position) for position in range(positions)]
-        self._held[table] = self._copy(np.array(rows, np.float32))
-
-    def _copy(self, values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
-        address = self._gpu.allocate(values.nbytes)
-        self._gpu.copy_in(address, values)
-        return address
+        rows = np.array([table.row(position) for position in range(positions)], np.float32)
+        self._held[table] = self._gpu.allocate(rows.nbytes)
+        self._gpu.copy_in(self._held[table], rows)
 
     def _address(self, held: Held | None) -> int:
         return 0 if held is None else self._held[held]
@@ -143,10 +148,26 @@ class CudaOps:
         out: Rows,
     ) -> None:
         """As `kernels.linear`."""
-        column = 0
-        for matrix, bias in zip(matrices, biases, strict=True):
-            self._product(x, matrix, bias, tokens, STORE, out, column)
-            column += matrix.rows
+        column = first = 0
+        for i, matrix in enumerate(matrices):
+            if i + 1 < len(matrices) and self._is_followed(i, matrices, biases):
+                continue
+            rows = sum([one.rows for one in matrices[first:i]]) + matrix.rows
+            self._product(x, matrices[first], rows, biases[first], tokens, STORE, out, column)
+            column, first = column + rows, i + 1
+
+    def _is_followed(
+        self, i: int, matrices: Sequence[kernels.Matrix], biases: Sequence[kernels.Vector | None]
+    ) -> bool:
+        """Whether the next matrix and bias lie behind these, as if all of it were one."""
+        (matrix, other), (bias, other_bias) = matrices[i : i + 2], biases[i : i + 2]
+        if (matrix.kind, matrix.cols) != (other.kind, other.cols) or matrix.rows % TILE:
+            return False
+        if self._held[other] != self._held[matrix] + matrix.bytes:
+            return False
+        if bias is None or other_bias is None:
+            return bias is other_bias
+        return self._held[other_bias] == self._held[bias] + 4 * bias.size
 
     def linear_add(
         self,
@@ -157,7 +178,7 @@ class CudaOps:
         out: Rows,
     ) -> None:
         """As `kernels.linear_add`."""
-        self._product(x, matrix, bias, tokens, ADD, out)
+        self._product(x, matrix, matrix.rows, bias, tokens, ADD, out)
 
     def linear_gated(
         self,
@@ -170,21 +191,22 @@ class CudaOps:
         out: Rows,
     ) -> None:
         """As `kernels.linear_gated`."""
-        self._product(x, gate, gate_bias, tokens, STORE, out)
-        self._product(x, up, up_bias, tokens, GATE, out)
+        self._product(x, gate, gate.rows, gate_bias, tokens, STORE, out)
+        self._product(x, up, up.rows, up_bias, tokens, GATE, out)
 
     def _product(
         self,
         x: Activations,
         matrix: kernels.Matrix,
+        rows: int,
         bias: kernels.Vector | None,
         tokens: int,
         then: int,
         out: Rows,
         column: int = 0,
     ) -> None:
-        """The product of one matrix, to columns of `out` from `column` on."""
-        tiles = -(-matrix.rows // TILE)
+        """The product of `rows` rows from a matrix on, to columns of `out` from `column` on."""
+        tiles = -(-rows // TILE)
         grid, threads = (tiles, -(-tokens // 8), 1), THREADS
         if matrix.kind in FLOATS:
             kernel, threads = f"linear_{matrix.kind}", 128
@@ -194,7 +216,7 @@ class CudaOps:
             if tokens > FEW_TOKENS:
                 kernel, threads = f"linear_many_{matrix.kind}", 128
                 grid = -(-tiles // 4), -(-tokens // 64), 1
-        weights = [self._address(matrix), matrix.rows, matrix.cols]
+        weights = [self._address(matrix), rows, matrix.cols]
         after = [self._address(bias), then, out.address + 4 * column, out.width]
         arguments = [*weights, *source, x.nonfinite, tokens, *after]
         self._gpu.launch(kernel, grid, threads, arguments)

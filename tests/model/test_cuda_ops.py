@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import kernels
-from batchengine.lanes.cuda import GpuSteps
+from batchengine.lanes.cuda import GpuSteps, upload_weights
 from batchengine.model import Ops, Stepper
+from bench.cuda.cases import packed_with_bytes, rows_of
 from bench.models.local_runner import LocalRunner, LocalSequence
 from bench.models.synthetic import write_synthetic
 from bench.models.tensors import aligned
@@ -24,6 +25,7 @@ from kernels.cuda.ops import CudaOps
 from tests.kernels.cuda.fake_driver import FakeDriver
 from tests.model.test_model import MIXED
 
+PRODUCTS = [("q8_0", 48), ("q8_0", 16), ("q4_0", 32), ("q4_0", 5), ("q4_0", 8)]
 SHAPE = replace(MIXED, n_layer=2, bias=0.3)
 
 
@@ -40,10 +42,8 @@ class OnDevice:
     def __init__(self, gpu: Gpu, runner: LocalRunner) -> None:
         self.gpu, self.model = gpu, runner.model
         self.pool = runner.pool
-        weights = self.model.weights
         self.ops = CudaOps(gpu, self.pool)
-        for weight in weights.tensors():
-            self.ops.upload(weight)
+        upload_weights(self.ops, self.model.weights)
         self.ops.upload_rope(self.model.rope, 2048)
         ops = cast(Ops, self.ops)
         stepper = Stepper(ops, self.model, tokens_max=80, entries_max=4, pages_max=64)
@@ -115,6 +115,40 @@ def test_a_step_gives_the_bits_of_the_cpu(
         assert len(device.steps.graphs) == 1  # of the steps of one token each
         for lane, mine in zip(lanes, pages, strict=True):
             assert mine[0][1].tobytes() == runner.page(lane, 0)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_matrices_that_are_uploaded_together_are_one_launch(
+    gpu: Emulator, monkeypatch: pytest.MonkeyPatch, together: bool, has_bias: bool
+) -> None:
+    pool, rng, tokens = kernels.Pool(1), np.random.default_rng(2), 3
+    ops, launched = CudaOps(gpu, pool), list[str]()
+    made = [packed_with_bytes(pool, kind, rows, 64, rng)[0] for kind, rows in PRODUCTS]
+    vectors = [kernels.Vector(rng.standard_normal(n).astype(np.float32)) for _, n in PRODUCTS]
+    biases = [vectors[0], None, *vectors[2:]] if has_bias else [None] * len(made)
+    for group in (made, vectors) if together else [[one] for one in (*made, *vectors)]:
+        ops.upload(*group)
+    values = rng.standard_normal((tokens, 64)).astype(np.float32)
+    x, on_cpu = ops.make_rows(tokens, 64), rows_of(values)
+    gpu.copy_in(x.address, values)
+    activations, wanted = ops.make_activations(tokens, 64, False), kernels.Activations(tokens, 64)
+    ops.quantise(x, tokens, activations)
+    kernels.quantise(pool, on_cpu, tokens, wanted)
+    width = sum(rows for _, rows in PRODUCTS)
+    out, want = ops.make_rows(tokens, width), kernels.Rows(tokens, width)
+    launch = gpu.launch
+
+    def counted(kernel: str, *arguments: Any) -> None:
+        launched.append(kernel)
+        launch(kernel, *arguments)
+
+    monkeypatch.setattr(gpu, "launch", counted)
+    ops.linear(activations, made, biases, tokens, out)
+    kernels.linear(pool, wanted, made, biases, tokens, want)
+    assert ops.read_rows(out, tokens).tobytes() == want.view(tokens).tobytes()
+    # 5 rows leave a part of a tile; one bias is none.
+    assert len(launched) == ((4 if has_bias else 3) if together else len(made))
 
 
 def test_steps_of_a_shape_are_replayed_until_memory_is_freed(gpu: Emulator) -> None:
