@@ -159,7 +159,7 @@ def run_steps(options: argparse.Namespace, state: State) -> int:
 
 
 def summary(
-    results: dict[str, Result], every: list[Part], failed: dict[str, str], quick: bool
+    results: dict[str, Result], every: list[Part], failed: dict[str, str], tiny: bool
 ) -> Result:
     """The RESULT line: a figure is null, with a reason, as long as it is not measured."""
     reasons: dict[str, str] = {}
@@ -187,7 +187,7 @@ def summary(
     }
     if differs:
         reasons["identical"] = ", ".join(differs)
-    decode, prefill = steps.main_rows(quick)
+    decode, prefill = steps.main_rows(tiny)
     for figure, step, row, key in (
         ("decode_b1_of_copy", f"{MAIN_MODEL} decode", decode, "of_copy"),
         ("prefill_of_ceiling", f"{MAIN_MODEL} prefill", prefill, "of_ceiling"),
@@ -232,8 +232,10 @@ def name_of_device() -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench/gpu.sh", description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--emulated", action="store_true", help="on an emulated GPU")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, few cases")
+    parser.add_argument("--emulated", action="store_true", help="on an emulated GPU, tiny shapes")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny shapes, few cases: whether all of it runs"
+    )
     parser.add_argument("--seconds", type=float, default=480.0, help="of this run")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--steps", nargs="+", help=argparse.SUPPRESS)
@@ -249,7 +251,7 @@ def main(argv: list[str]) -> int:
     for part in every:
         run.part(part)
     results = state.results
-    found = summary(results, every, state.failed, options.quick)
+    found = summary(results, every, state.failed, options.emulated or options.quick)
     details = {
         "device": results.get("build", {}).get("device"),
         "steps": results,

@@ -25,7 +25,7 @@ from bench.cuda.passes import REAL, TINY, Passes
 from bench.cuda.serving import goodput, promotion
 from bench.cuda.serving.engines import make_site, scratch
 from bench.cuda.speed import Speeds
-from bench.models.synthetic import PRESETS, Shape
+from bench.models.synthetic import PRESETS
 from kernels.cuda.compile import units
 from kernels.cuda.gpu import Gpu
 
@@ -34,7 +34,6 @@ EMULATED_CASES, EMULATED_CHUNK = 300, 100
 QUICK_CASES, QUICK_CHUNK = 4, 2
 MODELS = ("0.6b", "8b", "27b")
 MAIN_MODEL, MAIN_LENGTH = "8b", 8192  # of the RESULT line
-TINY_MODEL = Shape(n_layer=1, n_ff=256)
 
 SERVED = [(f"co-execution {lanes}", lanes) for lanes in goodput.LANES]
 LLAMA_SOURCE = "LLAMA_SOURCE"
@@ -48,7 +47,7 @@ class Place:
     def __init__(
         self, emulated: bool, quick: bool, threads: int, known: Mapping[str, Result]
     ) -> None:
-        self.emulated, self.quick, self.known = emulated, quick, known
+        self.emulated, self.tiny, self.known = emulated, emulated or quick, known
         self._threads = threads
         self._passes: tuple[str, Passes] | None = None
 
@@ -67,13 +66,13 @@ class Place:
 
     @cached_property
     def speeds(self) -> Speeds:
-        return Speeds(self.gpu, self.pool, self.known["ceilings"], self.quick)
+        return Speeds(self.gpu, self.pool, self.known["ceilings"], self.tiny)
 
     def passes(self, model: str) -> Passes:
         """The forward passes of a model, which one process has at a time."""
         if self._passes is None or self._passes[0] != model:
-            preset = TINY_MODEL if self.quick else PRESETS[model]
-            sizes = TINY if self.quick else REAL
+            preset = PRESETS["tiny" if self.tiny else model]
+            sizes = TINY if self.tiny else REAL
             self._passes = model, Passes(self.gpu, self.pool, preset, sizes)
         return self._passes[1]
 
@@ -126,7 +125,7 @@ def compare(place: Place, numbers: range) -> Result:
 def measure_ceilings(place: Place) -> Result:
     """The ceilings, on a GPU with the kernels for them alone."""
     gpu, device = open_gpu(place.emulated, [ceilings.SOURCE], is_checked=False)
-    return dict(ceilings.measure(gpu, int(device["multiprocessors"]), place.quick))
+    return dict(ceilings.measure(gpu, int(device["multiprocessors"]), place.tiny))
 
 
 def model_steps(model: str) -> list[Step]:
@@ -144,12 +143,12 @@ def model_steps(model: str) -> list[Step]:
 
 def promote(place: Place) -> Result:
     """Moves of a session between the CPU and the GPU."""
-    return asyncio.run(promotion.measure(make_site(place.emulated, place.quick)))
+    return asyncio.run(promotion.measure(make_site(place.emulated, place.tiny)))
 
 
 def serve(place: Place, lanes: str) -> Result:
     """The goodput of an engine with these lanes."""
-    return asyncio.run(goodput.measure(make_site(place.emulated, place.quick), lanes))
+    return asyncio.run(goodput.measure(make_site(place.emulated, place.tiny), lanes))
 
 
 def compare_with_llama(place: Place) -> Result:
@@ -163,7 +162,7 @@ def compare_with_llama(place: Place) -> Result:
     subprocess.run(configure, check=True, stdout=sys.stderr)
     make = ["cmake", "--build", str(build), "--target", "llama-bench"]
     subprocess.run(make, check=True, stdout=sys.stderr)
-    with scratch(make_site(place.emulated, place.quick)) as (_, model):
+    with scratch(make_site(place.emulated, place.tiny)) as (_, model):
         run = [str(build / "bin/llama-bench"), "-m", str(model), "-ngl", "99", "-o", "json"]
         run += ["-p", "512,8192", "-n", "64"]
         printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
@@ -178,9 +177,9 @@ def copy_gbps(known: Mapping[str, Result]) -> float:
     return float(known["ceilings"]["copy_gbps"])
 
 
-def main_rows(quick: bool) -> tuple[str, str]:
+def main_rows(tiny: bool) -> tuple[str, str]:
     """The rows of decoding and prefill that the RESULT line has."""
-    return ("1", str(MAIN_LENGTH)) if not quick else (str(TINY.batches[0]), str(TINY.lengths[0]))
+    return ("1", str(MAIN_LENGTH)) if not tiny else (str(TINY.batches[0]), str(TINY.lengths[0]))
 
 
 def parts(emulated: bool, quick: bool) -> list[Part]:

@@ -87,6 +87,7 @@ PRESETS = {
         n_vocab=151936, rope_base=1e6, context=131072,
     ),
     "small": Shape(),
+    "tiny": Shape(n_layer=1, n_ff=256),
 }  # fmt: skip
 # The mix of Q4_K_M: Q4_K and Q6_K, in the small one also the types for rows of 2,080.
 PRESETS["0.6b-q4_k_m"] = replace(PRESETS["0.6b"], base="q4_k", more_bits=_Q4_K_M)

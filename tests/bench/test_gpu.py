@@ -22,7 +22,8 @@ from bench.cuda.passes import TINY, Passes
 from bench.cuda.serving.engines import Stream
 from bench.cuda.serving.goodput import CLASSES, CONTEXT_MAX, REAL, arrivals, highest, is_good
 from bench.cuda.speed import TINY_LINEAR, Speeds
-from bench.cuda.steps import MAIN_MODEL, TINY_MODEL, Part, Step
+from bench.cuda.steps import MAIN_MODEL, Part, Step
+from bench.models.synthetic import PRESETS
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
 from kernels.cuda.compile import units
 from kernels.cuda.driver import CudaGpu
@@ -102,7 +103,7 @@ def test_speeds_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernel
 
 @needs_compiler
 def test_passes_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool) -> None:
-    passes = Passes(driven(monkeypatch, units()), pool, TINY_MODEL, TINY)
+    passes = Passes(driven(monkeypatch, units()), pool, PRESETS["tiny"], TINY)
     assert passes.is_identical()
     assert passes.decode_on_device(1.0)["step_ms"] == 1.2
 
@@ -151,7 +152,7 @@ def test_a_run_goes_on_where_the_last_one_ended(
 def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     every = steps.parts(emulated=False, quick=False)
     results: dict[str, Any] = {}
-    found = summary(results, every, {}, quick=False)
+    found = summary(results, every, {}, tiny=False)
     assert (found["identical"], found["cases"]) == (None, 0)
     assert set(found["reasons"]) == FIGURES
     for part in every:
@@ -165,7 +166,7 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     results["co-execution gpu and cpu"] = {"goodput": 6.0}
     results[f"{MAIN_MODEL} decode"] = {"1": {"of_copy": 0.5}}
     results[f"{MAIN_MODEL} prefill"] = {"8192": {"not_measured": "about 99 s are expected"}}
-    found = summary(results, every, {}, quick=False)
+    found = summary(results, every, {}, tiny=False)
     assert found == {
         "identical": True,
         "cases": 10_000,
@@ -177,7 +178,7 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     }
     results["cases 500"]["differences"] = ["case 501"]
     results["co-execution gpu"]["goodput"] = 0.0
-    found = summary(results, every, {}, quick=False)
+    found = summary(results, every, {}, tiny=False)
     assert found["identical"] is False
     assert found["coexec_goodput"] is None
     assert set(found["reasons"]) == {"identical", "prefill_of_ceiling", "coexec_goodput"}
@@ -222,7 +223,7 @@ def test_a_model_that_computes_other_numbers_is_found(
     monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool
 ) -> None:
     emulated = Emulator(compile_kernels(ROOT / "build/simt", units(), is_checked=False))
-    passes = Passes(emulated, pool, TINY_MODEL, TINY)
+    passes = Passes(emulated, pool, PRESETS["tiny"], TINY)
     original = emulated.copy_in
 
     def flip(address: int, array: np.ndarray[Any, np.dtype[Any]]) -> None:

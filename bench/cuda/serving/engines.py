@@ -31,7 +31,6 @@ CACHE = "cache"
 START_S, POLL_S = 120.0, 0.002
 GPU_THREADS = 2  # of the worker of the GPU, for what the CPU does there
 SPARE_CORES = 2 + GPU_THREADS  # that the lane of the CPU leaves to others
-TINY = Shape(n_layer=1, n_ff=256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +38,14 @@ class Site:
     """What engines run on. vram_bytes: of the lane of the GPU."""
 
     emulated: bool
-    quick: bool
+    tiny: bool
     context_tokens: int
     vram_bytes: int
     budget_bytes: int
 
     @property
     def shape(self) -> Shape:
-        return TINY if self.quick else PRESETS["0.6b"]
+        return PRESETS["tiny" if self.tiny else "0.6b"]
 
     def write_model(self, folder: Path) -> Path:
         """The model's file in a folder."""
@@ -55,11 +54,11 @@ class Site:
         return path
 
 
-def make_site(emulated: bool, quick: bool) -> Site:
+def make_site(emulated: bool, tiny: bool) -> Site:
     """Sizes of a GPU of 80 GB and a host with 128 GiB, or tiny ones."""
-    if quick:
-        return Site(emulated, quick, 4096, 64 << 20, 192 << 20)
-    return Site(emulated, quick, 16384, 48 << 30, 32 << 30)
+    if tiny:
+        return Site(emulated, tiny, 4096, 64 << 20, 192 << 20)
+    return Site(emulated, tiny, 16384, 48 << 30, 32 << 30)
 
 
 @contextlib.asynccontextmanager

@@ -57,7 +57,7 @@ class Sizes:
 
 
 REAL = Sizes(8.0, 4.0, 2, 600, 1.0, 1.0)
-QUICK = Sizes(2.0, 1.0, 0, 2, 0.01, 1000.0)
+FEW = Sizes(2.0, 1.0, 0, 2, 0.01, 1000.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ async def highest(
 
 async def measure(site: Site, lanes: str) -> dict[str, Any]:
     """The goodput with some lanes, and the rounds that it was found by."""
-    sizes = QUICK if site.quick else REAL
+    sizes = FEW if site.tiny else REAL
     rounds: list[dict[str, Any]] = []
     with scratch(site) as (folder, model):
         async with running(site, model, folder, LANES[lanes]) as engine:

@@ -40,7 +40,7 @@ class Sizes:
     sessions: int
 
 
-REAL, QUICK = Sizes(8192, 3), Sizes(20, 1)
+REAL, FEW = Sizes(8192, 3), Sizes(20, 1)
 
 
 async def on_lane(engine: Engine, tenant: str, session: str, lane: str, site: Site) -> None:
@@ -55,7 +55,7 @@ async def on_lane(engine: Engine, tenant: str, session: str, lane: str, site: Si
 async def moved(engine: Engine, site: Site, prompt: tuple[int, ...], name: str) -> dict[str, Any]:
     """One session: its moves, and the same prompt on the GPU without one."""
     await on_lane(engine, "", name, CPU, site)
-    between = 2 if site.quick else BETWEEN
+    between = 2 if site.tiny else BETWEEN
     stream = Stream()
     reading = asyncio.create_task(stream.read(engine, ask(prompt, TOKENS_MAX, session=name)))
     reports: list[dict[str, Any]] = []
@@ -68,7 +68,7 @@ async def moved(engine: Engine, site: Site, prompt: tuple[int, ...], name: str) 
     await reading
     await on_lane(engine, "other", name, GPU, site)
     alone = Stream()
-    tokens = min(len(stream.tokens), 8 if site.quick else TOKENS_MAX)
+    tokens = min(len(stream.tokens), 8 if site.tiny else TOKENS_MAX)
     await alone.read(engine, ask(prompt, tokens, session=name, tenant="other"))
     return {
         "results": [report["result"] for report in reports],
@@ -84,7 +84,7 @@ async def moved(engine: Engine, site: Site, prompt: tuple[int, ...], name: str) 
 
 async def measure(site: Site) -> dict[str, Any]:
     """Medians of the sessions. promote_vs_prefill: prefill on the GPU over the first move there."""
-    sizes = QUICK if site.quick else REAL
+    sizes = FEW if site.tiny else REAL
     with scratch(site) as (folder, model):
         async with running(site, model, folder, (CPU, GPU)) as engine:
             rows = [
