@@ -328,7 +328,7 @@ def _model_id(path: str) -> str:
 def _derive_lanes(
     source: Source, lanes: tuple[LaneConfig, ...], machine: Machine
 ) -> tuple[LaneConfig, ...]:
-    """Names, tiers and cores of lanes that left them open."""
+    """What lanes left open: names, tiers, cores, steps in flight."""
     derived: list[LaneConfig] = []
     # A GPU lane needs the processor for samples and hashes only.
     lanes = tuple(
@@ -352,7 +352,14 @@ def _derive_lanes(
         names.add(name)
         tier = lane.tier or _default_tier(lane, lanes)
         derived.append(
-            dataclasses.replace(lane, name=name, threads=threads, cores=cores, tier=tier)
+            dataclasses.replace(
+                lane,
+                name=name,
+                threads=threads,
+                cores=cores,
+                tier=tier,
+                steps_in_flight=lane.steps_in_flight or (2 if lane.kind == "cuda" else 1),
+            )
         )
     return tuple(derived)
 

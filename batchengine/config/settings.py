@@ -74,6 +74,7 @@ class LaneConfig:
     """[[lane]]: one compute resource. 0 or () = derived from the machine.
 
     device, vram_bytes: of a lane of kind cuda, its GPU's index and what it takes of its memory.
+    steps_in_flight: 2 = a step is planned and sent while the worker computes the one before.
     """
 
     name: str = ""
@@ -90,6 +91,7 @@ class LaneConfig:
     tier: str = field(default="", metadata=_one_of("fast", "bulk", "any"))  # "" = by kind
     pool: str = ""  # lanes of one pool are variants of one another: same tier, other limits
     queue_max: int = field(default=0, metadata=_within(0, 100_000))  # 0 = limits.queue_max
+    steps_in_flight: int = field(default=0, metadata=_within(0, 2))  # 0 = by kind
 
 
 @dataclass(frozen=True, slots=True)

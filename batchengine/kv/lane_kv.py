@@ -171,6 +171,12 @@ class LaneKv:
         if lost is not None:
             self.arenas.retire(lost.arena)  # stays while pending rows or seals hold it
 
+    def drop_imports(self, chores: Chores) -> None:
+        """Drop the rows that a frame was to import when its worker died."""
+        for row_import in chores.row_imports:
+            if self.slots.owns(row_import.session):
+                self.slots.drop_pending(row_import.session)
+
     def drop_dead_arenas(self) -> None:
         """Give up pending rows in dead arenas, to make room for a new arena."""
         for session in self.slots.members_pending():

@@ -81,7 +81,7 @@ class StageQueue:
     async def run(self, lane: Lane, cost: StepCost, *, idle: bool) -> bool:
         """Compute a piece if one is due; `idle`: the lane has nothing else to do.
 
-        Returns whether one was. Errors as of `Lane.post`.
+        Returns whether one was. Errors as of `Lane.answer`.
         """
         self.on_step()
         if idle:

@@ -8,6 +8,7 @@ Payload of a Step, little-endian, in this order (widest first, so every part sta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,6 +93,8 @@ def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
         n_pages += pages
         if entry.history_len < 0 or (entry.history_len and entry.sampling is None):
             raise BadStep(f"session {entry.session}: a history of {entry.history_len} tokens")
+        if entry.takes_sample and (count != 1 or entry.sampling is None):
+            raise BadStep(f"session {entry.session}: a sample as {count} tokens")
         n_history += entry.history_len
         shape.append((count, start, pages))
     if n_tokens > limits.tokens_max:
@@ -119,6 +122,25 @@ def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
         at += 4 * import_rows.rows
     table = np.array(shape, np.int32).reshape(-1, 3)
     return StepInput(entries, table, tokens, codes, histories, imported, is_routed, step.lap_ms)
+
+
+def take_samples(batch: StepInput, sampled: Mapping[int, int]) -> None:
+    """Give entries that take a sample the token that the step before sampled for their session.
+
+    An entry without one, since that step has found its rows unusable, takes token 0: the engine
+    does not use what it computes.
+    """
+    takers = [index for index, entry in enumerate(batch.entries) if entry.takes_sample]
+    if not takers:
+        return
+    batch.tokens = batch.tokens.copy()
+    ends = np.cumsum(batch.shape[:, 0]) - 1
+    for index in takers:
+        token = sampled.get(batch.entries[index].session, 0)
+        batch.tokens[ends[index]] = token
+        history = batch.histories[index]
+        if history is not None:
+            batch.histories[index] = np.append(history[:-1], np.int32(token))
 
 
 def _imported_rows(import_rows: wire.ImportRows) -> int:

@@ -1,6 +1,7 @@
 """The lane worker process: map weights and pages, execute Step frames, answer.
 
-Owns the only writable mapping of its arena. Keeps no session state: a step carries everything.
+Owns the only writable mapping of its arena. Keeps no session state: a step carries everything, but
+for tokens that the step before it has sampled.
 Started by exec as `python -m batchengine.lanes.worker SOCKET_FD PARENT_PID REPORT_FD FILES_FD
 INCARNATION`; sockets of data links come by FILES_FD. Frames of another incarnation are ignored.
 Ends when the socket ends.
@@ -23,7 +24,7 @@ from batchengine.lanes.device import Device, LaneMemory
 from batchengine.lanes.process_guard import guard_process
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
-from batchengine.lanes.step_input import StepLimits, StepOutput, unpack
+from batchengine.lanes.step_input import StepLimits, StepOutput, take_samples, unpack
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import BlockingLink, Payload, Truncated
 from kernels.cuda.gpu import GpuFault
@@ -73,6 +74,7 @@ class Worker:
         self._links: DataLinks | None = None
         self._ring: Ring | None = None
         self._received: deque[wire.LaneFrame | None] = deque()  # by the ring, not yet answered
+        self._sampled: dict[int, int] = {}  # session -> token, by the last step
 
     def serve(self) -> None:
         """Answer frames until the engine closes the link or sends Shutdown."""
@@ -107,7 +109,7 @@ class Worker:
     def _on_engine(self) -> None:
         """Take one frame from the engine, also while a step runs: its notes take effect at once.
 
-        A note has no payload, so that of the step stays.
+        The payload of the step stays, also when the next step comes.
         """
         if self._ring is None or self._received:
             return
@@ -185,11 +187,14 @@ class Worker:
             raise errors.STEP_BEFORE_ATTACH()
         started = time.perf_counter_ns()
         batch = unpack(step, payload, limits)
+        sampled, self._sampled = self._sampled, {}
+        take_samples(batch, sampled)
         memory.check(step)
         if self._ring is not None:
             self._ring.stages.reused(step)
         imported = memory.prepare(step, batch.imported)
         output = device.run(batch) if batch.entries else NO_OUTPUT
+        self._sampled = {row.session: row.token for row in output.rows}
         digests, verified = memory.finish(step)
         elapsed_us = (time.perf_counter_ns() - started) // 1000
         return wire.StepDone(

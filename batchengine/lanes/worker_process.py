@@ -13,7 +13,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from batchengine import errors
 from batchengine.child.command import python_command
@@ -31,6 +33,7 @@ OUTSIDE_DEATHS_MAX = 4  # SIGKILL from outside is no crash loop: the backoff sta
 HEALTHY_S = 60.0  # a run this long resets the count of `deaths`,
 HEALTHY_STEPS = 16  # and so does a run of so many steps
 REPORT_BYTES_MAX = 8192  # of a fatal-signal report kept for the log
+REQUESTS_MAX = 2  # a step may be sent while the worker computes the one before
 LOADING_SILENCE_S = 60.0  # without a Loading frame, after which a worker that loads is killed
 
 
@@ -48,8 +51,18 @@ class LaneDied(Exception):
         self.blames_step = blames_step
 
 
+class LaneRequest(NamedTuple):
+    """A request in flight: step and attempt of its frame, the future for its answer, and the time
+    that the worker has once it has answered the request before."""
+
+    asked: tuple[int, int]
+    reply: asyncio.Future[wire.LaneMessage]
+    deadline_s: float
+
+
 class Lane:
-    """One worker at a time, and the frames to and from it; at most one request in flight."""
+    """One worker at a time, and the frames to and from it: REQUESTS_MAX requests in flight at
+    most, which the worker answers in order."""
 
     def __init__(self, name: str, *, command: Sequence[str] = WORKER) -> None:
         self.name = name
@@ -67,9 +80,8 @@ class Lane:
         self._report_fd = -1
         self._files: socket.socket | None = None
         self._protocol: FrameProtocol[wire.LaneMessage] | None = None
-        self._reply: asyncio.Future[wire.LaneMessage] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._asked = (0, 0)  # step, attempt of the frame in flight
+        self._requests: deque[LaneRequest] = deque()  # in flight, oldest first
+        self._timer: asyncio.TimerHandle | None = None  # of the oldest
         self._on_loading: Callable[[wire.Loading], None] | None = None
         self._is_blameless = False  # the worker is killed, and its step is not the cause
         self._died: asyncio.Future[LaneDied] | None = None
@@ -120,34 +132,31 @@ class Lane:
 
     def post(
         self, step: wire.Step, payload: bytes, *, deadline_s: float, attempt: int = 0
-    ) -> Coroutine[None, None, wire.StepDone]:
-        """Send one step now; await the result for its answer.
+    ) -> LaneRequest:
+        """Send one step; `answer` waits for its result."""
+        return self._send(step, payload, deadline_s, attempt)
 
-        Past the deadline the worker is killed: LaneDied. BatchEngineError if it refuses the step.
-        """
-        reply = self._send(step, payload, deadline_s, attempt)
-
-        async def answer() -> wire.StepDone:
-            got = await self._receive(reply)
-            if isinstance(got, wire.StepDone):
-                self.steps += 1
-                return got
-            if isinstance(got, wire.Failed):
-                raise errors.received(got.code, got.what, got.why, got.fix)
-            raise await self._unexpected(got)
-
-        return answer()
+    async def answer(self, request: LaneRequest) -> wire.StepDone:
+        """Wait for the answer to a step. Past its deadline the worker is killed: LaneDied.
+        BatchEngineError if the worker refuses the step."""
+        got = await self._receive(request)
+        if isinstance(got, wire.StepDone):
+            self.steps += 1
+            return got
+        if isinstance(got, wire.Failed):
+            raise errors.received(got.code, got.what, got.why, got.fix)
+        raise await self._unexpected(got)
 
     async def run(
         self, step: wire.Step, payload: bytes, *, deadline_s: float, attempt: int = 0
     ) -> wire.StepDone:
-        """Send one step and wait for its result: `post` and await."""
-        return await self.post(step, payload, deadline_s=deadline_s, attempt=attempt)
+        """Send one step and wait for its result: `post` and `answer`."""
+        return await self.answer(self.post(step, payload, deadline_s=deadline_s, attempt=attempt))
 
     async def run_stage(
         self, step: wire.StageStep, payload: bytes, *, deadline_s: float
     ) -> wire.StageDone:
-        """Send one step of a pipeline's stage and wait for its result; errors as of `post`."""
+        """Send one step of a pipeline's stage and wait for its result; errors as of `answer`."""
         got = await self._receive(self._send(step, payload, deadline_s, 0))
         if isinstance(got, wire.StageDone):
             return got
@@ -210,25 +219,27 @@ class Lane:
 
     def _send(
         self, message: wire.LaneMessage, payload: bytes, deadline_s: float, attempt: int
-    ) -> asyncio.Future[wire.LaneMessage]:
+    ) -> LaneRequest:
         """Put one frame on the link; the future ends with the answer or LaneDied."""
-        if self._reply is not None:
-            raise RuntimeError(f"{self!r} has a request in flight")
+        if len(self._requests) >= REQUESTS_MAX:
+            raise RuntimeError(f"{self!r} has {REQUESTS_MAX} requests in flight")
         self._step += 1
-        self._asked = (self._step, attempt)
-        reply = self._reply = asyncio.get_running_loop().create_future()
+        reply = asyncio.get_running_loop().create_future()
+        request = LaneRequest((self._step, attempt), reply, deadline_s)
         if self._died is None or self._protocol is None:
             reply.set_exception(LaneDied(self.name, "was never started", blames_step=False))
-            return reply
+            return request
         if self._died.done():
             reply.set_exception(self._died.result())
-            return reply
-        self._set_deadline(deadline_s)
+            return request
+        self._requests.append(request)
+        if len(self._requests) == 1:
+            self._set_deadline(deadline_s)
         frame = wire.LANE_LINK.encode(
             message, payload, step=self._step, incarnation=self.incarnation, attempt=attempt
         )
         self._protocol.send(frame)
-        return reply
+        return request
 
     def _set_deadline(self, deadline_s: float) -> None:
         if self._timer is not None:
@@ -244,7 +255,7 @@ class Lane:
         answers, and the worker may have been stopped with it: the deadline is extended once by the
         time that the timer is late, up to a whole deadline.
         """
-        if self._reply is None or self._reply.done():  # its reader has not run yet
+        if not self._requests:
             return
         late_s = time.monotonic() - due_s
         if is_last or late_s <= LATE_S:
@@ -257,29 +268,42 @@ class Lane:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(more_s, self._overdue, deadline_s, due_s, True)
 
-    async def _receive(self, reply: asyncio.Future[wire.LaneMessage]) -> wire.LaneMessage:
+    async def _receive(self, request: LaneRequest) -> wire.LaneMessage:
         try:
-            return await reply
+            return await request.reply
         finally:
-            self._reply = None
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            if request in self._requests:
+                self._remove(request)
+
+    def _remove(self, request: LaneRequest) -> None:
+        """Forget a request; the time of the next one begins."""
+        self._requests.remove(request)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._requests:
+            self._set_deadline(self._requests[0].deadline_s)
 
     def _on_frame(self, frame: wire.LaneFrame) -> None:
+        first = self._requests[0] if self._requests else None
         if frame.incarnation == self.incarnation and isinstance(frame.message, wire.LaneEvent):
             self.on_event(frame.message)
-        elif frame.incarnation != self.incarnation or (frame.step, frame.attempt) != self._asked:
+        elif (
+            frame.incarnation != self.incarnation
+            or first is None
+            or (frame.step, frame.attempt) != first.asked
+        ):
             self.late_frames += 1
         elif isinstance(frame.message, wire.Loading):
             if self._timer is not None:
                 self._set_deadline(LOADING_SILENCE_S)
             if self._on_loading is not None:
                 self._on_loading(frame.message)
-        elif self._reply is not None and not self._reply.done():
-            self._reply.set_result(frame.message)
-        else:
+        elif first.reply.done():  # its reader was cancelled, and has not run yet
             self.late_frames += 1
+        else:
+            self._remove(first)
+            first.reply.set_result(frame.message)
 
     async def _unexpected(self, answer: wire.LaneMessage) -> Exception:
         if isinstance(answer, wire.Failed):
@@ -362,8 +386,14 @@ class Lane:
         died.set_result(death)
         self.is_attached = False
         self.on_attached()
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(death)
+        while self._requests:
+            request = self._requests.popleft()
+            if not request.reply.done():
+                request.reply.set_exception(death)
+                request.reply.exception()  # retrieved: only the oldest one has a reader
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self.signal.set()
 
 

@@ -223,7 +223,8 @@ class Decoder(Generic[M]):
 class BlockingLink(Generic[M]):
     """The blocking end of a link: one frame at a time, received into buffers that are reused.
 
-    Meta and payload have a buffer each, so that a payload begins at an aligned address.
+    Payloads have buffers of their own, so that each begins at an aligned address, and two of them:
+    while a payload is used, that of the next frame may come.
     """
 
     def __init__(self, sock: socket.socket, schema: LinkSchema[M]) -> None:
@@ -233,6 +234,7 @@ class BlockingLink(Generic[M]):
         self._head = memoryview(bytearray(HEADER.size))
         self._meta = memoryview(bytearray(RECEIVE_BYTES))
         self._payload = memoryview(bytearray(RECEIVE_BYTES))
+        self._payload_before = memoryview(bytearray(RECEIVE_BYTES))
 
     def send(self, frame: bytes) -> None:
         """Send one encoded frame; returns when the socket has taken all of it."""
@@ -241,7 +243,7 @@ class BlockingLink(Generic[M]):
     def receive(self) -> Frame[M] | None:
         """The next frame, or None when the other side closed between two frames.
 
-        The payload of the frame before is overwritten.
+        The last payload but one is overwritten.
         """
         if not self._fill(self._head, at_boundary=True):
             return None
@@ -249,6 +251,8 @@ class BlockingLink(Generic[M]):
         self._meta = _at_least(self._meta, header.meta_len)
         meta = self._meta[: header.meta_len]
         self._fill(meta, at_boundary=False)
+        if header.payload_len:
+            self._payload, self._payload_before = self._payload_before, self._payload
         self._payload = _at_least(self._payload, header.payload_len)
         payload = self._payload[: header.payload_len]
         self._fill(payload, at_boundary=False)

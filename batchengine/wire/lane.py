@@ -1,8 +1,9 @@
 """Messages of the lane link, between the engine and one worker process.
 
-The engine sends Load, Attach and then Steps, one request at a time; the worker answers each with
-Ready, Attached, StepDone or Failed, and reports Loading in between. No pointer and no address
-travels here: pages are named by slot codes that the receiver checks.
+The engine sends Load, Attach and then Steps, one request at a time, except that a Step may follow
+before the Step before it is answered; the worker takes them in order and answers each with Ready,
+Attached, StepDone or Failed, and reports Loading in between. No pointer and no address travels
+here: pages are named by slot codes that the receiver checks.
 
 Messages about data links, holds and pipelines (OpenLink, CloseLink, Hold, Release, OpenStage,
 CloseStage, Gather, GatherPages) are no requests: they may be sent at any time after Attach, take
@@ -17,7 +18,7 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 7
+VERSION = 8
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -159,7 +160,8 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     `sampling` None = no token wanted (a prefill chunk that does not reach the end). `history_len`
     tokens of the payload's history part are the window of the penalties. `segments`, in order, are
     the leading pages, which lie elsewhere; the code of such a page is
-    `HELD_BIT | link << 32 | index in the hold`.
+    `HELD_BIT | link << 32 | index in the hold`. `takes_sample`: the only token, and the last one of
+    the history, is what the Step before has sampled for this session, and 0 in the payload.
     """
 
     session: int
@@ -170,6 +172,7 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     sampling: Sampling | None
     history_len: int = 0
     segments: tuple[Segment, ...] = ()
+    takes_sample: bool = False
 
 
 class ReserveSlot(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):

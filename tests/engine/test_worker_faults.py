@@ -11,8 +11,7 @@ import pytest
 
 from batchengine import errors
 from batchengine.core import PAGE_TOKENS, Kind, Sampling
-from batchengine.engine.lane import loop as engine_loop
-from batchengine.engine.lane import supervisor
+from batchengine.engine.lane import inflight, supervisor
 from tests.support.engines import (
     Reference,
     Site,
@@ -72,8 +71,8 @@ async def test_a_nonfinite_number_ends_its_turn_only(site: Site, reference: Refe
 async def test_a_worker_that_hangs_is_killed_at_its_deadline(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_loop, "STEP_DEADLINE_MIN_S", 0.5)
-    monkeypatch.setattr(engine_loop, "STEP_DEADLINE_FACTOR", 0.0)
+    monkeypatch.setattr(inflight, "STEP_DEADLINE_MIN_S", 0.5)
+    monkeypatch.setattr(inflight, "STEP_DEADLINE_FACTOR", 0.0)
     prompt = words(1, 40)
     async with running_engine(site, FAULTY) as engine:
         fine = asyncio.ensure_future(read(engine.submit(request(prompt, 200))))
@@ -86,8 +85,8 @@ async def test_a_stopped_worker_that_continues_late_changes_nothing(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker stopped by SIGSTOP is killed at its deadline, and the next incarnation continues."""
-    monkeypatch.setattr(engine_loop, "STEP_DEADLINE_MIN_S", 0.5)
-    monkeypatch.setattr(engine_loop, "STEP_DEADLINE_FACTOR", 0.0)
+    monkeypatch.setattr(inflight, "STEP_DEADLINE_MIN_S", 0.5)
+    monkeypatch.setattr(inflight, "STEP_DEADLINE_FACTOR", 0.0)
     prompt = words(3, 300)
     async with running_engine(site) as engine:
         _, task = await started(engine, request(prompt, 150), 20)

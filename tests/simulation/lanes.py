@@ -148,6 +148,8 @@ class SimProcess:
         self.far = FarPages(self, world.name)
         self._frames = deque[wire.LaneFrame]()  # on their way
         self._last_at = 0.0  # when the last of them arrives
+        self._requests = deque[wire.LaneFrame]()  # not yet begun
+        self._is_busy = False
         self.protocol = FrameProtocol(wire.LANE_LINK, lane._on_frame, lane._on_lost)
         self.protocol.connection_made(self)  # type: ignore[arg-type]
 
@@ -225,7 +227,19 @@ class SimProcess:
         if isinstance(frame.message, wire.LinkNote):
             self.far.take(frame.message)
         else:
-            self._begin(frame)
+            self._requests.append(frame)
+            self._next_request()
+
+    def _next_request(self) -> None:
+        """Begin a request, once the one before is answered."""
+        if self._requests and not self._is_busy:
+            self._is_busy = True
+            self._begin(self._requests.popleft())
+
+    def _answered(self) -> None:
+        self._is_busy = False
+        if self.status is None:
+            self._next_request()
 
     def _unmap(self) -> None:
         self.far.kill()
@@ -273,6 +287,7 @@ class SimProcess:
         rest_s, answer = plan.duration_s * 0.4, self._answer
         if answer:
             self._clock.call_later(rest_s + TRAVEL_S, self._deliver, answer)
+            self._clock.call_later(rest_s, self._answered)
         if died is not None:
             self._clock.call_later(rest_s if answer else 0.0, self.end, -died.by)
 

@@ -174,6 +174,7 @@ class World:
                 places=rng.choice([6, 8, 16]),
                 chunk_tokens_max=rng.choice([32, 128, 256]),
                 tokens_per_step=288,
+                steps_in_flight=self.tape(f"ahead{i}").choice([1, 2]),
             )
             for i, tier in enumerate(tiers)
         )
@@ -495,15 +496,15 @@ class World:
         )  # fmt: skip
         self.trace("step", lane.name, lane.incarnation, entries, chores)
         self.count("steps")
+        self.counts["entries ahead"] += sum([entry.takes_sample for entry in step.entries])
         engine_run = self.engine_run
         if engine_run is None or engine_run.dead or lane.abandoned:
             return
         self.check_owners(engine_run)
         for loop in engine_run.loops:
-            in_flight = loop._in_flight
-            if loop.lane is lane or in_flight is None:
+            if loop.lane is lane:
                 continue
-            theirs = {entry.session for entry in in_flight.step.entries}
+            theirs = {entry.session for ahead in loop._in_flight for entry in ahead.step.entries}
             both = theirs & {entry.session for entry in step.entries}
             if both:
                 raise AssertionError(f"sessions {both} compute on two lanes at once")

@@ -1,16 +1,33 @@
-"""The step in flight: its frame, what its answer applies to, and the check of the answer."""
+"""The steps in flight: their frames, what their answers apply to, and the check of an answer.
+
+A worker has one step to compute, and may have the next one already, which is *ahead*: it was
+planned before the answer to the step before it. The rows of a step ahead are those of sessions that
+the step before gives a token each; the worker takes its own samples as their inputs.
+"""
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from batchengine import errors
+from batchengine.core import PAGE_TOKENS
 from batchengine.engine.turns.turn import Turn
 from batchengine.kv import Seal
 from batchengine.kv.lane_kv import Chores
+from batchengine.lanes.worker_process import Lane, LaneRequest
+from batchengine.policy import scheduler
+from batchengine.policy.rows import TurnRow
 from batchengine.session import Session
+from batchengine.session_kv import pages_for
 from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaSlot
+
+STEP_DEADLINE_MIN_S = 30.0  # far longer than any step, far shorter than timeouts of clients
+STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
 
 
 class StepEntry(NamedTuple):
@@ -29,12 +46,134 @@ class InFlightStep(NamedTuple):
     parts: list[StepEntry]
     fills: list[tuple[Turn, int, ArenaSlot]]
     verify: list[Seal]
-    chores: Chores
+    chores: Chores | None  # None: of a step ahead, which has none
     predicted_ms: float
 
     def holds(self, session: Session) -> bool:
         """Whether the session computes in this step."""
         return any(part.turn.session is session for part in self.parts)
+
+
+def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep) -> InFlightStep | None:
+    """Build the frame of the step after `last`, which is in flight: one token for some of the
+    sessions to which `last` gives one. None if the plan is for anything else."""
+    parts = {part.turn.session.key: part for part in last.parts}
+    planned = [(parts.get(key), n) for key, n in plan.batch]
+    if plan.admit or plan.preempt or plan.shed or not planned:
+        return None
+    codes, history = array("Q"), array("i")
+    entries: list[wire.Entry] = []
+    fills: list[tuple[Turn, int, ArenaSlot]] = []
+    for part, n in planned:
+        if part is None or n != 1 or not part.wants:
+            return None
+        turn, session = part.turn, part.turn.session
+        kv, start = session.kv, session.frontier + part.n_tokens
+        is_plain = start == len(session.tokens) and not (kv.held or turn.shared_with)
+        if session.suspect or not is_plain or start >= kv.reach():
+            return None
+        n_pages, n_history = pages_for(start + 1), min(turn.history_tokens, start + 1)
+        codes.extend(kv.codes[:n_pages])
+        if n_history:
+            history.extend((*session.tokens[start + 1 - n_history :], 0))
+        entries.append(
+            wire.Entry(
+                session.key, session.epoch, start, 1, n_pages, turn.sampling, n_history,
+                takes_sample=True,
+            )
+        )  # fmt: skip
+        fills += [(turn, page, slot) for page, slot in kv.filled(start, start + 1)]
+    for entry, (part, _) in zip(entries, planned, strict=True):
+        if part is not None:
+            part.turn.session.computed = max(part.turn.session.computed, entry.start + 1)
+    digest = tuple([wire.Digest(slot.slot, PAGE_TOKENS) for _, _, slot in fills])
+    payload = codes.tobytes() + bytes(4 * len(entries)) + history.tobytes()
+    rows = [StepEntry(part.turn, 1, True) for part, _ in planned if part is not None]
+    return InFlightStep(
+        wire.Step(tuple(entries), digest=digest), payload, rows, fills, [], None,
+        plan.predicted_ms,
+    )  # fmt: skip
+
+
+def view_after(view: scheduler.LaneView, last: InFlightStep, now_ms: float) -> scheduler.LaneView:
+    """The view as it will be once `last` is committed, if no turn ends early."""
+    parts = {part.turn.session.key: part for part in last.parts}
+    rows: list[TurnRow] = []
+    for row in view.running:
+        part = parts.get(row.key)
+        if part is None:
+            rows.append(row)
+            continue
+        generation = part.turn.generation
+        if generation.completion_tokens + part.wants < generation.request.tokens_max:
+            n = part.n_tokens
+            left = row.to_compute - n + part.wants
+            rows.append(row._replace(frontier=row.frontier + n, to_compute=left, served_ms=now_ms))
+    return replace(view, running=tuple(rows))
+
+
+class InFlightSteps:
+    """The steps that a lane's worker has, oldest first."""
+
+    def __init__(self, lane: Lane, on_overhead: Callable[[float], None]) -> None:
+        """`on_overhead` is called with the ms of a step outside the worker."""
+        self._lane = lane
+        self._on_overhead = on_overhead
+        self._steps: deque[InFlightStep] = deque()
+        self._requests: deque[LaneRequest] = deque()
+        self._since_ms = 0.0  # since when the oldest one could be computed
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[InFlightStep]:
+        return iter(self._steps)
+
+    def holds(self, session: Session) -> bool:
+        """Whether the session computes in one of these steps."""
+        return any(step.holds(session) for step in self._steps)
+
+    def add(self, step: InFlightStep, began_ms: float) -> None:
+        """Add a step that is sent next; `began_ms`: when its preparation began."""
+        if not self._steps:
+            self._since_ms = began_ms
+        self._steps.append(step)
+
+    def send(self) -> None:
+        """Send the step that was added last."""
+        step = self._steps[-1]
+        deadline_s = max(STEP_DEADLINE_MIN_S, STEP_DEADLINE_FACTOR * step.predicted_ms / 1000)
+        self._requests.append(self._lane.post(step.step, step.payload, deadline_s=deadline_s))
+
+    def send_ahead(self, view: scheduler.LaneView, now_ms: float) -> None:
+        """Send the step after the only one in flight, if it can be ahead; `view`: the lane's now,
+        in which that step is not committed."""
+        (last,) = self._steps
+        if all(part.wants for part in last.parts):
+            plan = scheduler.plan(view_after(view, last, now_ms), now_ms)
+            if (ahead := prepare_ahead(plan, last)) is not None:
+                self.add(ahead, now_ms)
+                self.send()
+
+    async def answer(self) -> tuple[InFlightStep, wire.StepDone]:
+        """Wait for the answer to the oldest step, which is in flight no more. Errors as of
+        `Lane.answer`, and STEP_MISMATCH."""
+        done = await self._lane.answer(self._requests.popleft())
+        check_answer(self._steps[0], done)
+        return self._steps.popleft(), done
+
+    def committed(self, step: InFlightStep, done: wire.StepDone, now_ms: float) -> None:
+        """Measure the time outside the worker of a step that is answered and committed."""
+        if step.parts:
+            self._on_overhead(now_ms - self._since_ms - done.elapsed_us / 1000)
+        self._since_ms = now_ms
+
+    def died(self) -> InFlightStep | None:
+        """Forget all steps, after the worker's exit. Returns the oldest."""
+        oldest = self._steps[0] if self._steps else None
+        self._steps.clear()
+        self._requests.clear()
+        return oldest
 
 
 def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
@@ -49,7 +188,7 @@ def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
         wanted != [row.session for row in done.rows]
         or not without_rows <= set(range(len(in_flight.parts)))
         or any(not in_flight.step.entries[index].segments for index in done.unreachable)
-        or len(done.digests) != len(in_flight.fills) + len(in_flight.chores.digest)
+        or len(done.digests) != len(in_flight.step.digest)
         or len(done.verified) != len(in_flight.verify)
         or len(done.imported) != len(asked)
         or any(

@@ -15,7 +15,7 @@ from batchengine import errors
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.engine.lane.emission import Emissions
-from batchengine.engine.lane.inflight import InFlightStep, check_answer
+from batchengine.engine.lane.inflight import InFlightSteps
 from batchengine.engine.lane.meter import StepMeter
 from batchengine.engine.lane.recompute import PageRecompute, RecomputeQueue
 from batchengine.engine.lane.seats import Seats
@@ -24,7 +24,7 @@ from batchengine.engine.lane.supervisor import Outage, WorkerSupervisor
 from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.lane.transfer import Frozen, Transfers
 from batchengine.engine.turns.journal import Journal
-from batchengine.engine.turns.turn import Turn, TurnEnd
+from batchengine.engine.turns.turn import Turn
 from batchengine.kv import Disputes, LaneKv
 from batchengine.lanes.stage_queue import StageQueue
 from batchengine.lanes.worker_process import Lane, LaneDied
@@ -39,8 +39,6 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")
 
-STEP_DEADLINE_MIN_S = 30.0  # far longer than any step, far shorter than timeouts of clients
-STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
 REPLAN_S = 0.005  # after an empty plan: slots return and deadlines pass without a wake-up
 NO_PLAN = scheduler.StepPlan(())
 
@@ -99,7 +97,7 @@ class LaneLoop:
         self._wake_event = lane.signal
         self._cancelled: list[Turn] = []
         self._changes: list[Callable[[], None]] = []
-        self._in_flight: InFlightStep | None = None
+        self._in_flight = InFlightSteps(lane, self.meter.add_overhead)
         self._paused = False
 
     def __repr__(self) -> str:
@@ -162,7 +160,7 @@ class LaneLoop:
 
     def take_tokens(self, turn: Turn, first: int, rows: Sequence[wire.SampledRow]) -> None:
         """Give a turn tokens of another daemon: see `StepWriter.take`."""
-        in_step = self._in_flight is not None and self._in_flight.holds(turn.session)
+        in_step = self._in_flight.holds(turn.session)
         taken = self._steps.take(turn, first, rows, in_step=in_step)
         if taken < len(rows):
             self._changes.append(lambda: self.take_tokens(turn, first + taken, rows[taken:]))
@@ -175,7 +173,7 @@ class LaneLoop:
         self.wake()
 
     def stop(self) -> None:
-        """Have `run` return after the step in flight; a backoff before a restart ends at once."""
+        """Have `run` return after the steps in flight; a backoff before a restart ends at once."""
         self.stopping = True
         self.wake()
 
@@ -201,12 +199,10 @@ class LaneLoop:
         return self._paused or bool(self.kv.disputes.disputed)
 
     async def pause(self) -> None:
-        """Plan nothing until `unpause`; returns once no step is in flight.
-
-        The wait is one step's deadline at most, after which the worker is killed.
-        """
+        """Plan nothing until `unpause`; returns once no step is in flight, which is at their
+        deadlines at the latest: then the worker is killed."""
         self._paused = True
-        await self._transfers.when(lambda: self._in_flight is None)
+        await self._transfers.when(lambda: not self._in_flight)
 
     def unpause(self) -> None:
         self._paused = False
@@ -253,7 +249,7 @@ class LaneLoop:
         Its tokens have been emitted by then. The caller owns the table of a frozen session, except
         that completed seals still replace open pages.
         """
-        if self._in_flight is None or not self._in_flight.holds(session):
+        if not self._in_flight.holds(session):
             return self._freeze(session)
         return await self._transfers.at_boundary(session)
 
@@ -321,21 +317,29 @@ class LaneLoop:
             self._emit()
             await self._sleep()
             return
-        self._in_flight = in_flight
-        for turn, _, _ in in_flight.parts:
-            if turn.session.suspect:
-                await self._suspects.mark(turn.session)
-        deadline_s = max(STEP_DEADLINE_MIN_S, STEP_DEADLINE_FACTOR * in_flight.predicted_ms / 1000)
-        reply = self.lane.post(in_flight.step, in_flight.payload, deadline_s=deadline_s)
-        self._emit()
-        done = await reply
-        check_answer(in_flight, done)
-        self._in_flight = None
+        self._in_flight.add(in_flight, began_ms)
+        await self._suspects.mark_all(in_flight.parts)
+        self._in_flight.send()
+        while self._in_flight:
+            self._send_ahead()
+            self._emit()
+            await self._commit_oldest()
+
+    def _send_ahead(self) -> None:
+        """Send the step after the one in flight, unless something comes between the two."""
+        due = self.is_paused, self._transfers.is_due, self.recomputes, self.stages, self.kv.is_busy
+        has_room = len(self._in_flight) < self.config.steps_in_flight
+        if has_room and not self._wake_event.is_set() and not any(due):
+            self._in_flight.send_ahead(self.seats.view(self.cost.cost), self.seats.now_ms())
+
+    async def _commit_oldest(self) -> None:
+        in_flight, done = await self._in_flight.answer()
         self.stages.stepped(done.elapsed_us / 1000)
         if self._steps.commit(in_flight, done):
             self.recheck()
-        if in_flight.parts:
-            self.meter.add_overhead(self.seats.now_ms() - began_ms - done.elapsed_us / 1000)
+        if self.is_rechecking:
+            self._steps.forget_samples()
+        self._in_flight.committed(in_flight, done, self.seats.now_ms())
 
     async def _run_between(self) -> None:
         """Compute what belongs to no turn: recomputes, stages of pipelines."""
@@ -366,9 +370,7 @@ class LaneLoop:
         if cancelled:
             self._emit()  # their tokens precede their end
         for turn in cancelled:
-            if self.seats.holds(turn):
-                self.seats.leave(turn)
-                turn.finish(TurnEnd("cancelled"))
+            self.seats.cancel(turn)
         if self.is_rechecking:
             self._recheck()
         self.kv.poll()
@@ -402,7 +404,8 @@ class LaneLoop:
     def _on_death(self, death: LaneDied) -> list[Session]:
         """Turn the dead worker's open rows into pending rows; return the sessions of its last
         step, now suspects, if that step may be the cause."""
-        in_flight, self._in_flight = self._in_flight, None
+        in_flight = self._in_flight.died()
+        self._steps.forget_samples()
         self._emit()
         self.recomputes.died()
         self.stages.died()
@@ -414,10 +417,9 @@ class LaneLoop:
         self._metrics.worker_restarts_total.labels(self.lane.name).inc()
         if in_flight is None or not death.blames_step:
             return []
-        for row_import in in_flight.chores.row_imports:  # the imported rows may be the cause
-            if self.kv.slots.owns(row_import.session):
-                self.kv.slots.drop_pending(row_import.session)
-        for turn in self._suspects.blame(in_flight.parts):
-            if self.seats.holds(turn):
-                self.seats.fail(turn, errors.WORKER_KILLER(request_id=turn.generation.request_id))
-        return [turn.session for turn, _, _ in in_flight.parts]
+        if in_flight.chores is not None:
+            self.kv.drop_imports(in_flight.chores)  # these rows may be the cause
+        parts = [part for part in in_flight.parts if self.seats.holds(part.turn)]
+        for turn in self._suspects.blame(parts, alone=len(in_flight.parts) == 1):
+            self.seats.fail(turn, errors.WORKER_KILLER(request_id=turn.generation.request_id))
+        return [part.turn.session for part in parts]

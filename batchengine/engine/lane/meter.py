@@ -22,6 +22,8 @@ class StepMeter:
     def __init__(self, cost: CostModel, seconds: Histogram) -> None:
         """`seconds` observes the worker's time for every step that computes."""
         self.steps = 0
+        self.ahead = 0  # of these, sent before the answer to the step before
+        self.void = 0  # entries of those whose token was not used
         self.tokens = 0
         self.generated = 0
         self.recomputed = 0  # tokens that an earlier step had computed, or was sent with

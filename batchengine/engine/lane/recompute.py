@@ -98,7 +98,7 @@ class RecomputeQueue:
             self._kv.importing.abandon(recompute.row_import)
 
     async def run(self, lane: Lane, cost: StepCost, *, idle: bool) -> bool:
-        """Compute a piece if one is due; returns whether one was. Errors as of `Lane.post`."""
+        """Compute a piece if one is due; returns whether one was. Errors as of `Lane.answer`."""
         if not self.is_due(idle=idle):
             return False
         frame = self.frame(cost)

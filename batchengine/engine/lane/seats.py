@@ -178,6 +178,12 @@ class Seats:
         self.leave(turn)
         turn.finish(TurnEnd(error=error))
 
+    def cancel(self, turn: Turn) -> None:
+        """Remove the turn, if it is on this lane, and end it: its stream is not read any more."""
+        if self.holds(turn):
+            self.leave(turn)
+            turn.finish(TurnEnd("cancelled"))
+
     def take(self, session: Session) -> tuple[Turn | None, bool]:
         """Remove the turn of a session that migrates: (turn or None, whether it had a seat).
 

@@ -56,6 +56,7 @@ class StepWriter:
         self._suspects = suspects
         self._journal = journal
         self._metrics = metrics
+        self._sampled: dict[int, int] = {}  # session -> token, by the last committed step
 
     # --------------------------------------------------------------------------- plan -> frame
 
@@ -186,22 +187,32 @@ class StepWriter:
     def commit(self, in_flight: InFlightStep, done: wire.StepDone) -> bool:
         """Apply the worker's answer: frontiers, tokens, seals.
 
-        Entries that a peer did not serve have no rows and no token, and are computed again.
+        Entries that a peer did not serve have no rows and no token, and are computed again. So are
+        entries of a step ahead whose turn is over, or does not go on as it was assumed.
         Returns whether pages became invalid, which other sessions of the lane may hold.
         """
         seats = self._seats
         now_ms = seats.now_ms()
-        nonfinite = {in_flight.parts[i].turn for i in done.nonfinite}
-        without_rows = nonfinite | {in_flight.parts[i].turn for i in done.unreachable}
-        rows = iter(done.rows)
+        entries = in_flight.step.entries
+        turns = [part.turn for part in in_flight.parts]
+        void = {
+            turn
+            for turn, entry in zip(turns, entries, strict=True)
+            if entry.takes_sample and not self._is_current(turn, entry)
+        }
+        nonfinite = {turns[i] for i in done.nonfinite} - void
+        self._meter.ahead += in_flight.chores is None
+        self._meter.void += len(void)
+        without_rows = nonfinite | {turns[i] for i in done.unreachable} | void
+        rows = {row.session: row for row in done.rows}
         computed: list[tuple[int, int]] = []
         cost = self._meter.cost.cost
         fixed_ms = (cost.fixed_ms + self._meter.overhead_ms) / max(1, len(in_flight.parts))
-        for turn, n, wants in in_flight.parts:
+        for (turn, n, wants), entry in zip(in_flight.parts, entries, strict=True):
             session = turn.session
-            computed.append((session.frontier, n))
+            computed.append((entry.start, n))
             if seats.tenants.several:
-                ms = fixed_ms + scheduler.entry_ms(cost, session.frontier, n)
+                ms = fixed_ms + scheduler.entry_ms(cost, entry.start, n)
                 seats.tenants.computed(turn.rank, session.tenant, ms)
             if turn in without_rows:
                 continue
@@ -214,16 +225,17 @@ class StepWriter:
             if wants:
                 self._meter.generated += 1
                 if session.frontier < len(session.tokens):  # another daemon was faster
-                    self._compare(turn, session.frontier, next(rows))
+                    self._compare(turn, session.frontier, rows[session.key])
                 else:
-                    self._add_token(turn, next(rows), now_ms)
+                    self._add_token(turn, rows[session.key], now_ms)
         n_fills = len(in_flight.fills)
         for (turn, index, slot), digest in zip(
             in_flight.fills, done.digests[:n_fills], strict=True
         ):
             if turn not in without_rows and slot in turn.session.kv.open:
                 self._kv.sealing.filled(turn.session, index, slot, digest)
-        self._kv.answered(in_flight.chores, done.digests[n_fills:], done.imported)
+        if in_flight.chores is not None:
+            self._kv.answered(in_flight.chores, done.digests[n_fills:], done.imported)
         for seal, good in zip(in_flight.verify, done.verified, strict=True):
             session = seal.session
             self._kv.sealing.verified(seal, good)
@@ -231,12 +243,30 @@ class StepWriter:
                 seats.forget_row(seats.waiting[session.key])  # one slot fewer is reclaimable
         for turn in nonfinite:
             self._nonfinite(turn)
-        for turn in without_rows - nonfinite:
+        for turn in without_rows - nonfinite - void:
             seats.cut_off(turn)
+        self.forget_samples()
+        self._sampled.update({row.session: row.token for row in done.rows})
         self._meter.committed(in_flight, done, computed)
         if computed:
             self._journal.note()
         return bool(nonfinite)
+
+    def forget_samples(self) -> None:
+        """Have a step ahead, if one is in flight, change nothing: it is computed again."""
+        self._sampled = {}
+
+    def _is_current(self, turn: Turn, entry: wire.Entry) -> bool:
+        """Whether the turn is where the entry of a step ahead assumed, and the sample that the
+        worker took is the session's token."""
+        session = turn.session
+        return (
+            self._seats.running.get(entry.session) is turn
+            and not turn.paused
+            and session.epoch == entry.epoch
+            and session.frontier == entry.start < len(session.tokens)
+            and session.tokens[entry.start] == self._sampled.get(entry.session)
+        )
 
     def take(
         self, turn: Turn, first: int, rows: Sequence[wire.SampledRow], *, in_step: bool

@@ -90,6 +90,12 @@ class Suspects:
         except StoreError as error:
             log.error("%r computes alone without a mark: %s", session, error)
 
+    async def mark_all(self, entries: Sequence[StepEntry]) -> None:
+        """Record the suspects of a step durably, before it is sent."""
+        for turn, _, _ in entries:
+            if turn.session.suspect:
+                await self.mark(turn.session)
+
     def clear(self, session: Session) -> None:
         """Delete mark and strikes of a session that got past the position of the crash."""
         name = session.name.decode()
@@ -105,13 +111,12 @@ class Suspects:
         self._marked.discard(name)
         self._cut_off.discard(name)
 
-    def blame(self, entries: Sequence[StepEntry]) -> list[Turn]:
-        """Make suspects of the sessions of a step in which the worker died.
+    def blame(self, entries: Sequence[StepEntry], *, alone: bool) -> list[Turn]:
+        """Make suspects of the sessions of a step in which the worker died; `alone`: it had one.
 
         Returns the turns that are to fail: ALONE_DEATHS_MAX workers died with them alone.
         """
         failed: list[Turn] = []
-        alone = len(entries) == 1
         for turn, n, _ in entries:
             session = turn.session
             session.suspect = True

@@ -39,6 +39,11 @@ class Transfers:
         self._kv = kv
         self._seats = seats
 
+    @property
+    def is_due(self) -> bool:
+        """Whether anything waits for a moment between two steps."""
+        return bool(self.due or self._waits)
+
     def at_boundary(self, session: Session) -> asyncio.Future[Frozen | None]:
         """Have the session frozen at the end of the step in flight."""
         boundary: asyncio.Future[Frozen | None] = asyncio.get_running_loop().create_future()

@@ -260,7 +260,7 @@ async def moved_and_computing(stage: Stage) -> None:
         0, lambda of, step: Plan(2.0) if of.name == "right" and step.entries else None
     )
     asked = stage.ask([*PROMPT, *words(93, 300)], 1, "s")
-    await stage.until(lambda: stage.lane("right")._in_flight is not None)
+    await stage.until(lambda: bool(stage.lane("right")._in_flight))
     stage.tasks.add(stage.loop.create_task(_ignore(asked)))
 
 

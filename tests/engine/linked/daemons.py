@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 
 import pytest
 
 from batchengine.config import LaneConfig
 from batchengine.engine.linked.pages import LinkedPages
 from batchengine.engine.state import EngineState
-from batchengine.lanes.worker_process import Lane
+from batchengine.lanes.worker_process import Lane, LaneRequest
 from batchengine.peers import certificates
 from batchengine.peers.link import PeerLink
 from batchengine.policy.cost import CostModel
@@ -133,18 +133,10 @@ async def daemons(
 def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every step take STEP_S or longer: a turn of thousands of tokens does not end before its
     scene on any machine."""
-    post = Lane.post
+    answer = Lane.answer
 
-    def slowly(
-        self: Lane, step: wire.Step, payload: bytes, *, deadline_s: float, attempt: int = 0
-    ) -> Coroutine[None, None, wire.StepDone]:
-        answer = post(self, step, payload, deadline_s=deadline_s, attempt=attempt)
+    async def late(self: Lane, asked: LaneRequest) -> wire.StepDone:
+        await asyncio.sleep(STEP_S)
+        return await answer(self, asked)
 
-        async def late() -> wire.StepDone:
-            with contextlib.closing(answer):
-                await asyncio.sleep(STEP_S)
-                return await answer
-
-        return late()
-
-    monkeypatch.setattr(Lane, "post", slowly)
+    monkeypatch.setattr(Lane, "answer", late)

@@ -287,7 +287,7 @@ async def test_an_idle_lane_computes_for_an_arriving_session_before_a_canary(
         free: dict[str, bool] = {}
 
         def at(point: str) -> None:
-            free[point] = target._in_flight is None
+            free[point] = not target._in_flight
 
         engine.plant(at)
         report = await engine.promote("", "s", to=target.lane.name)
