@@ -51,6 +51,7 @@ TEST_TOKENS = 17  # of the self-test: one more than the kernels for few tokens t
 SCRATCH_SHARE = 16  # of the memory: for the buffers of a step that grow with it
 
 ASIDE_BYTES = 64 << 20  # of expected pages, copied beside one step
+IDLE_BYTES = 1 << 30  # of expected pages, copied by a frame without a step
 GRAPHS_MAX = 64  # shapes of steps
 
 CUBINS_DIR = "cuda"  # in the folder of packed weights
@@ -84,13 +85,14 @@ class DeviceMemory(HostMemory):
         self._cache.forget([ARENA_BIT | slot for slot in changed])
         self._cache.forget(step.freed)
         if not step.entries:
-            self._cache.copy_expected(self.page_bytes * len(step.touch))
+            self._cache.copy_expected(IDLE_BYTES)
         return counts
 
     def touch(self, codes: Sequence[int]) -> list[int]:
         """Fault sealed pages in, and expect them on the GPU; see HostMemory."""
         readable = super().touch(codes)
-        self._cache.expect(readable, self.addresses(np.array(readable, np.uint64)))
+        if readable:
+            self._cache.expect(readable, self.addresses(np.array(readable, np.uint64)))
         return readable
 
     def finish(self, step: wire.Step) -> tuple[tuple[bytes, ...], tuple[bool, ...]]:

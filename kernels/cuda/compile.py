@@ -12,6 +12,7 @@ import io
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ OPTIONS: dict[str, Any] = {
     "prec_sqrt": True,
     "ptxas_options": "-v",  # the report has registers, stack frame and spills of each kernel
 }
+_importing = threading.Lock()
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -132,6 +134,7 @@ def _compiler() -> tuple[int, int]:
 def _package(name: str) -> Any:
     """A module of the extra `cuda`, which has no types."""
     try:
-        return importlib.import_module(name)
+        with _importing:  # cuda.core is not whole to a thread that comes second
+            return importlib.import_module(name)
     except ImportError as error:
         raise CompileError(f"{error}: install batchengine[cuda]") from error

@@ -14,6 +14,7 @@ constexpr int THREADS_MAX = 1024;
 constexpr int TOP_MAX = gpu::WARP;
 constexpr int DIGIT = 8;
 constexpr int BINS = 1 << DIGIT;
+constexpr int ROUNDS = 4;  // values that a thread loads before it uses the first
 
 using Bins = gpu::Shared<uint64_t, BINS>;
 using PerWarp = gpu::Shared<uint64_t, THREADS_MAX / gpu::WARP>;
@@ -97,6 +98,7 @@ GPU_FN int id_at(int n, uint64_t target, Bins& bins, Mass mass) {
     const int run = ((n + BINS - 1) / BINS + gpu::WARP - 1) / gpu::WARP * gpu::WARP;
     for (int bin = gpu::warp(); bin < BINS; bin += gpu::warps()) {
         uint64_t sum = 0;
+        GPU_UNROLL_4
         for (int i = bin * run + gpu::lane(); i < (bin + 1) * run && i < n; i += gpu::WARP)
             sum += mass(i);
         sum = sum_of_warp(sum);
@@ -137,12 +139,20 @@ GPU_FN Cut cut_behind(Logits x, int n, uint64_t target, Bins& bins, Mass mass) {
     for (int shift = 32 - DIGIT; shift >= 0; shift -= DIGIT) {
         for (int bin = gpu::thread(); bin < BINS; bin += gpu::threads()) bins[bin] = uint64_t{0};
         gpu::barrier();
-        for (int first = gpu::warp() * gpu::WARP; first < n; first += gpu::threads()) {
-            const int i = first + gpu::lane();
-            uint64_t of = i < n ? mass(i) : uint64_t{0};
-            const uint32_t key = of ? ca::falling_key(x[i]) : 0;
-            if (uint64_t{key} >> (shift + DIGIT) != digits) of = 0;
-            add_masses(bins, static_cast<int>(key >> shift & (BINS - 1)), of);
+        for (int first = gpu::warp() * gpu::WARP; first < n; first += ROUNDS * gpu::threads()) {
+            uint64_t of[ROUNDS];
+            uint32_t key[ROUNDS];
+            GPU_UNROLL
+            for (int round = 0; round < ROUNDS; round++) {
+                const int i = first + round * gpu::threads() + gpu::lane();
+                of[round] = i < n ? mass(i) : uint64_t{0};
+                key[round] = i < n ? ca::falling_key(x[i]) : 0;
+            }
+            GPU_UNROLL
+            for (int round = 0; round < ROUNDS; round++) {
+                if (uint64_t{key[round]} >> (shift + DIGIT) != digits) of[round] = 0;
+                add_masses(bins, static_cast<int>(key[round] >> shift & (BINS - 1)), of[round]);
+            }
         }
         gpu::barrier();
         digits = digits << DIGIT | static_cast<uint32_t>(bin_at(bins, target));
@@ -158,6 +168,7 @@ GPU_FN Cut cut_behind(Logits x, int n, uint64_t target, Bins& bins, Mass mass) {
 template <class Logits>
 GPU_FN uint64_t best_of(Logits x, int n, PerWarp& shared) {
     uint64_t best = ~uint64_t{0};
+    GPU_UNROLL_4
     for (int i = gpu::thread(); i < n; i += gpu::threads()) {
         const float value = x[i];
         const uint64_t key = ca::is_finite(value) ? rank_key(value, i) : 0;
@@ -170,6 +181,7 @@ GPU_FN uint64_t best_of(Logits x, int n, PerWarp& shared) {
 GPU_FN void adjust(gpu::In<float> logits, int n, const SampleRow& row, gpu::In<int32_t> history,
                    gpu::In<int32_t> bias_tokens, gpu::In<float> bias_values, gpu::Out<int32_t> counts,
                    gpu::Out<float> x) {
+    GPU_UNROLL_4
     for (int i = gpu::thread(); i < n; i += gpu::threads()) {
         x[i] = logits[i];
         counts[i] = 0;
@@ -189,6 +201,7 @@ GPU_FN void adjust(gpu::In<float> logits, int n, const SampleRow& row, gpu::In<i
         x[token] = value;
     }
     gpu::barrier();
+    GPU_UNROLL_4
     for (int i = gpu::thread(); i < n; i += gpu::threads()) {
         const int32_t count = counts[i];
         float value = x[i];
@@ -205,6 +218,7 @@ GPU_FN int draw_token(Logits x, int n, float top, const SampleRow& row, gpu::Out
                       Bins& bins, PerWarp& shared) {
     const auto weight = [&](int i) { return static_cast<uint64_t>(int32_t(weights[i])); };
     uint64_t sum = 0, candidates = 0;
+    GPU_UNROLL_4
     for (int i = gpu::thread(); i < n; i += gpu::threads()) {
         const int32_t w = ca::integer_weight(ca::weight_of(x[i], top, row.temperature));
         weights[i] = w;
@@ -214,6 +228,7 @@ GPU_FN int draw_token(Logits x, int n, float top, const SampleRow& row, gpu::Out
     uint64_t total = sum_of_block(sum, shared);
     const auto keep = [&](const Cut& cut, int32_t least) {  // zeroes the other weights
         uint64_t kept = 0;
+        GPU_UNROLL_4
         for (int i = gpu::thread(); i < n; i += gpu::threads()) {
             const int32_t w = weights[i];
             if (w >= least && cut.keeps(x[i], i))
@@ -278,6 +293,7 @@ KERNEL(sample, THREADS_MAX, gpu::In<float> logits, int stride, int vocab, gpu::I
     if (row.logprobs < 0) return;
     const float top = raw[static_cast<uint32_t>(raw_first)];
     uint64_t sum = 0;
+    GPU_UNROLL_4
     for (int i = gpu::thread(); i < vocab; i += gpu::threads())
         sum += static_cast<uint64_t>(ca::integer_weight(ca::weight_of(raw[i], top, 1.0f)));
     const float log_sum = ca::log_of_sum(static_cast<int64_t>(sum_of_block(sum, shared)));
@@ -287,6 +303,7 @@ KERNEL(sample, THREADS_MAX, gpu::In<float> logits, int stride, int vocab, gpu::I
     if (gpu::thread() == 0) n_best[0] = 0;
     const Cut cut = cut_behind(raw, vocab, static_cast<uint64_t>(n - 1), bins,
                                [](int) { return uint64_t{1}; });
+    GPU_UNROLL_4
     for (int i = gpu::thread(); i < vocab; i += gpu::threads())
         if (cut.keeps(raw[i], i)) best[gpu::atomic_add(n_best[0], int32_t{1})] = rank_key(raw[i], i);
     gpu::barrier();
