@@ -204,6 +204,6 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
         Part("kernels", [*linear, attend], needs=("build", "ceilings")),
         *(Part(model, model_steps(model), needs=("build", "ceilings")) for model in models),
         Part("promotion", [Step("promotion", promote, 150.0)]),
-        *(Part(name, [Step(name, partial(serve, lanes=lanes), 240.0)]) for name, lanes in SERVED),
+        *(Part(name, [Step(name, partial(serve, lanes=lanes), 300.0)]) for name, lanes in SERVED),
         Part("llama.cpp", [Step("llama.cpp", compare_with_llama, 400.0)]),
     ]

@@ -63,9 +63,9 @@ def make_site(emulated: bool, tiny: bool) -> Site:
 
 @contextlib.asynccontextmanager
 async def running(
-    site: Site, model: Path, folder: Path, lanes: Sequence[str]
+    site: Site, model: Path, folder: Path, lanes: Sequence[str], router: RouterConfig
 ) -> AsyncIterator[Engine]:
-    """A started engine whose lanes are all ready; no session moves by itself."""
+    """A started engine whose lanes are all ready."""
     vocabulary.install()
     cores = len(os.sched_getaffinity(0))
     made = {
@@ -79,7 +79,7 @@ async def running(
             dir=str(folder / "kv"), budget_bytes=site.budget_bytes, allow_volatile=True
         ),
         limits=LimitsConfig(context_tokens=site.context_tokens),
-        router=RouterConfig(promote_auto=False, demote_idle_s=0.0),
+        router=router,
         cache_dir=str(folder / CACHE),
     )
     if site.emulated:  # before a worker has a deadline

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from batchengine.config.settings import ClassConfig, SlaConfig
+from batchengine.config.settings import ClassConfig, RouterConfig, SlaConfig
 from batchengine.core import BatchEngineError, SlaClass
 from batchengine.engine import Engine
 from bench.cuda.serving.engines import (
@@ -56,7 +56,7 @@ class Sizes:
     patience: float
 
 
-REAL = Sizes(8.0, 4.0, 2, 600, 1.0, 1.0)
+REAL = Sizes(8.0, 8.0, 4, 600, 1.0, 1.0)
 FEW = Sizes(2.0, 1.0, 0, 2, 0.01, 1000.0)
 
 
@@ -123,10 +123,16 @@ async def round_at(engine: Engine, site: Site, rate: float, sizes: Sizes) -> dic
     ended = await asyncio.gather(*(one(i, arrival) for i, arrival in enumerate(asked)))
     await until(lambda: not engine.state.turns, IDLE_S)
     lanes = [lane for _, lane in ended]
+    good_of = {
+        c: [good for (good, _), a in zip(ended, asked, strict=True) if a.sla is c] for c in CLASSES
+    }
     return {
         "rate": rate,
         "requests": len(ended),
         "attained": round(sum(good for good, _ in ended) / len(ended), 4),
+        "attained_by_class": {
+            sla.value: round(sum(good) / len(good), 4) for sla, good in good_of.items() if good
+        },
         "on_cpu": lanes.count(CPU),
         "refused": lanes.count(REFUSED),
         "late": lanes.count(LATE),
@@ -155,7 +161,7 @@ async def measure(site: Site, lanes: str) -> dict[str, Any]:
     sizes = FEW if site.tiny else REAL
     rounds: list[dict[str, Any]] = []
     with scratch(site) as (folder, model):
-        async with running(site, model, folder, LANES[lanes]) as engine:
+        async with running(site, model, folder, LANES[lanes], RouterConfig()) as engine:
 
             async def attained(rate: float) -> float:
                 rounds.append(await round_at(engine, site, rate, sizes))

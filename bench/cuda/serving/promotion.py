@@ -13,6 +13,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from batchengine.config.settings import RouterConfig
 from batchengine.engine import Engine
 from bench.cuda.serving.engines import (
     CPU,
@@ -26,6 +27,7 @@ from bench.cuda.serving.engines import (
     until,
 )
 
+ON_REQUEST = RouterConfig(promote_auto=False, demote_idle_s=0.0)  # no session moves by itself
 MOVES = (GPU, CPU, GPU)
 BETWEEN = 16  # tokens between two moves
 TOKENS_MAX = 2000  # of a stream, which ends after the last move
@@ -86,7 +88,7 @@ async def measure(site: Site) -> dict[str, Any]:
     """Medians of the sessions. promote_vs_prefill: prefill on the GPU over the first move there."""
     sizes = FEW if site.tiny else REAL
     with scratch(site) as (folder, model):
-        async with running(site, model, folder, (CPU, GPU)) as engine:
+        async with running(site, model, folder, (CPU, GPU), ON_REQUEST) as engine:
             rows = [
                 await moved(engine, site, prompt_of(site, sizes.length, [i]), f"s{i}")
                 for i in range(sizes.sessions)
