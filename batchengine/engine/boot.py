@@ -325,7 +325,7 @@ async def _load(
             except LaneDied as death:
                 raise cannot_start(lane.name, death) from death
         if config.require == "gpu":
-            await _load_gpus(lanes, config, loader)
+            await _load_gpus(launch, lanes, loader)
     except BaseException:
         opening.cancel()
         with contextlib.suppress(BaseException):
@@ -338,15 +338,17 @@ async def _load(
     return text, facts[0]
 
 
-async def _load_gpus(lanes: list[Lane], config: Config, loader: ModelLoader) -> None:
+async def _load_gpus(launch: Launch, lanes: list[Lane], loader: ModelLoader) -> None:
     """Load the lanes on GPUs that have not loaded. Raises GPU_REQUIRED if none is up then."""
     failures: list[str] = []
-    on_gpus = [pair for pair in zip(lanes, config.lanes, strict=True) if pair[1].kind == "cuda"]
-    for lane, lane_config in on_gpus:
+    pairs = zip(lanes, launch.config.lanes, strict=True)
+    on_gpus = [(lane, lane_config) for lane, lane_config in pairs if lane_config.kind == "cuda"]
+    loaded = sum(lane.alive for lane in lanes)
+    for number, (lane, lane_config) in enumerate(on_gpus, loaded):
         if lane.alive:
             continue
         try:
-            await loader.load(lane, lane_config)
+            await loader.load(lane, lane_config, functools.partial(_report_loading, launch, number))
         except (LaneDied, BatchEngineError, OSError) as error:
             log.error("lane %s cannot start: %s", lane.name, error)
             lane.kill("could not start")
